@@ -1,0 +1,107 @@
+# Every target makes its own virtual environment and installs what it needs, once.
+#
+# On a machine without an accelerator, point TORCH_INDEX at PyTorch's index of CPU builds (the README has the line):
+# the build on the plain index brings gigabytes of CUDA packages.
+
+VENV ?= .venv
+PYTHON ?=
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+VENV_STAMP := $(VENV)/.made
+TORCH_STAMP := $(VENV)/.installed-torch
+DEMO_STAMP := $(VENV)/.installed-demo
+DEV_STAMP := $(VENV)/.installed-dev
+INPUTS := pyproject.toml constraints.txt
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check protos bench docs clean
+
+help:  ## this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+	@echo
+	@echo '  ARGS="..."       more arguments, for demo, test (pytest) and bench'
+	@echo '  TORCH_INDEX=URL  package index that PyTorch alone is taken from, such as the one of its CPU builds'
+	@echo '  PYTHON=PATH      the interpreter that makes the environment (3.11 or newer); VENV=DIR where it is made'
+
+demo: $(DEMO_STAMP)  ## train a small model on four clusters here, and lose a cluster and a slave on the way
+	$(BIN)/dips demo $(ARGS)
+
+test: check  ## all checks and all tests
+	$(BIN)/python -m pytest --require-passed $(ARGS)
+
+check: $(DEV_STAMP)  ## lint, types and layers, without running anything
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+protos: $(DEV_STAMP)  ## write the stubs beside protos/*.proto anew
+	cd src && $(abspath $(BIN))/python -m grpc_tools.protoc -I . \
+	  --python_out=. --pyi_out=. --grpc_python_out=. dips/protos/*.proto
+
+bench: $(DEV_STAMP)  ## run benchmarks/*.py
+	@shopt -s nullglob; found=(benchmarks/*.py); \
+	if [ "$${#found[@]}" = 0 ]; then echo "make bench: benchmarks/ holds no *.py to run" >&2; exit 1; fi; \
+	for file in "$${found[@]}"; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+
+docs: $(DEV_STAMP)  ## write the generated parts of docs/ anew
+	$(BIN)/python -m dips.launch.protocol_doc --write docs/protocol.md
+
+clean:  ## remove the environment and everything that tools left behind; runs/ stays
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Without PYTHON=, the first of these that is new enough. The version is checked before anything is made, because
+# pip's own words about it come late and name no remedy.
+$(VENV_STAMP):
+	@new_enough() { "$$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }; \
+	as_root() { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; }; \
+	python=""; \
+	if [ -z "$(PYTHON)" ] && ! command -v python3 >/dev/null && as_root; then \
+	  echo "make: there is no python3 yet: installing it"; \
+	  apt-get update -q && apt-get install -y -q --no-install-recommends python3 python3-venv; \
+	fi; \
+	for candidate in $(or $(PYTHON),python3 python3.12 python3.13 python3.11 python3.14); do \
+	  if new_enough "$$candidate"; then python="$$candidate"; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "make: dips needs Python 3.11 or newer, and $(or $(PYTHON),python3) is" \
+	    "$$( ($(or $(PYTHON),python3) --version || echo not there) 2>/dev/null): install it" \
+	    "(Debian, Ubuntu: apt-get install python3 python3-venv), or say make PYTHON=/path/to/python3.11" >&2; \
+	  exit 1; \
+	fi; \
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  package="python$$("$$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"; \
+	  if as_root; then \
+	    echo "make: $$python cannot make environments yet: installing $$package"; \
+	    apt-get update -q && apt-get install -y -q --no-install-recommends "$$package"; \
+	  else \
+	    echo "make: $$python cannot make virtual environments: apt-get install $$package (as root)" >&2; exit 1; \
+	  fi; \
+	fi; \
+	echo "make: environment $(VENV) from $$("$$python" --version)"; \
+	"$$python" -m venv $(VENV)
+	@touch $@
+
+# PyTorch alone from its own index, without dependencies: those come from the usual index with everything else, at
+# the versions of constraints.txt. The next step finds this build installed and keeps it.
+$(TORCH_STAMP): $(VENV_STAMP) $(INPUTS)
+ifneq ($(TORCH_INDEX),)
+	$(PIP) --no-deps --index-url $(TORCH_INDEX) torch
+endif
+	@touch $@
+
+$(DEMO_STAMP): $(TORCH_STAMP)
+	$(PIP) --editable '.[demo]'
+	@touch $@
+
+# Everything of the demo is part of it.
+$(DEV_STAMP): $(TORCH_STAMP)
+	$(PIP) --editable '.[dev]'
+	@touch $(DEMO_STAMP) $@

@@ -1,0 +1,49 @@
+"""Time, as a thing that is passed in, so that code which needs it can be run under a clock that a test holds.
+
+Only adapters read a clock; state machines get `now_s` as an argument. Never used to order events between
+processes: monotonic clocks of two processes have nothing in common.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds, in two senses: `monotonic_s` for intervals and deadlines, `wall_s` (Unix time) for people."""
+
+    def monotonic_s(self) -> float: ...
+
+    def wall_s(self) -> float: ...
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def monotonic_s(self) -> float:
+        return time.monotonic()
+
+    def wall_s(self) -> float:
+        return time.time()
+
+
+class ManualClock:
+    """A clock that moves only when told to; both of its hands move together."""
+
+    def __init__(self, monotonic_s: float = 0.0, wall_s: float = 1_700_000_000.0) -> None:
+        self._monotonic_s = monotonic_s
+        self._wall_s = wall_s
+
+    def monotonic_s(self) -> float:
+        return self._monotonic_s
+
+    def wall_s(self) -> float:
+        return self._wall_s
+
+    def advance(self, seconds_s: float) -> None:
+        """Move forward. Raises ValueError for a negative or non-finite amount: time does not run back."""
+        if not 0 <= seconds_s < float("inf"):
+            raise ValueError(f"a clock cannot advance by {seconds_s} s")
+        self._monotonic_s += seconds_s
+        self._wall_s += seconds_s

@@ -1,0 +1,265 @@
+"""Settings: where they come from, which source wins, and what a wrong one is told.
+
+Each role keeps its own knobs beside the code that uses them, as a class derived from Knobs. The sources are,
+from strongest to weakest: the command line, the environment (DIPS_<SECTION>_<FIELD>), the table [section] of
+a TOML file, the default. Never drops a setting that it does not know: a misspelled key would silently be a
+default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from dips.core.errors import ConfigError
+from dips.core.units import format_bytes
+
+DEFAULT = "default"
+COMMAND_LINE = "command line"
+
+_KUBERNETES = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP)(_.+)?)?)\Z")
+"""What Kubernetes puts into every container for a service, here one that is called dips-<section>."""
+
+
+class Knobs(BaseModel):
+    """Base of all settings: frozen, no unknown fields, and a description for each field."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise TypeError for a field without a description: help texts and documents are made of them."""
+        super().__pydantic_init_subclass__(**kwargs)
+        bare = [name for name, field in cls.model_fields.items() if not field.description]
+        if bare:
+            raise TypeError(f"{cls.__name__}.{bare[0]} needs Field(description=...)")
+
+
+M = TypeVar("M", bound=Knobs)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[M]):
+    """Settings with the place where each value came from."""
+
+    value: M
+    provenance: dict[str, str]
+
+    def describe(self) -> str:
+        """One line a field: name, value, where from; printed at the start of every process."""
+        names = list(type(self.value).model_fields)
+        width = max((len(name) for name in names), default=0)
+        rows = ((name, _shown(name, getattr(self.value, name)), self.provenance[name]) for name in names)
+        return "\n".join(f"{name:<{width}} = {value}  ({where})" for name, value, where in rows)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A value as it was written, and where."""
+
+    value: object
+    where: str
+
+
+def load(
+    kind: type[M],
+    section: str,
+    *,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> Loaded[M]:
+    """Read the settings `kind` from all sources.
+
+    overrides: the command line's values, by field name; None means "not given". environment: os.environ when
+    None; an empty variable means "not given"; a list is written as JSON or with commas. Raises ConfigError,
+    which names every wrong setting with its place and what to write instead.
+    """
+    table = {} if file is None else _table(read_tables(file), section, file)
+    sources = (
+        {key: _Given(value, f"{file} [{section}]") for key, value in table.items()},
+        _from_environment(kind, section, os.environ if environment is None else environment),
+        {k: _Given(v, COMMAND_LINE) for k, v in (overrides or {}).items() if v is not None},
+    )
+    given: dict[str, _Given] = {}
+    for source in sources:
+        _check_known(kind, source)
+        given.update(source)
+    return _build(kind, section, given, file)
+
+
+def load_table(kind: type[M], table: Mapping[str, object], where: str) -> M:
+    """Read the settings `kind` from one table that stands at `where`, such as "run.toml [[clusters]] 2".
+
+    For tables that only a file can hold; raises ConfigError as `load` does.
+    """
+    given = {key: _Given(value, where) for key, value in table.items()}
+    _check_known(kind, given)
+    return _build(kind, None, given, None, where).value
+
+
+def read_tables(file: Path, known: Iterable[str] | None = None) -> dict[str, Any]:
+    """The whole TOML file.
+
+    Raises ConfigError if it cannot be read, or has a top-level name that is not in `known` (None: any goes).
+    """
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"settings file {file} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"settings file {file} is not TOML: {error}") from error
+    names = list(known) if known is not None else list(tables)
+    for name in tables:
+        if name not in names:
+            raise ConfigError(f"{file}: {name!r} is unknown; {_nearest(name, names)}")
+    return tables
+
+
+def environment_name(section: str, field: str) -> str:
+    """The environment variable of a field: ("slave", "memory_bytes") -> DIPS_SLAVE_MEMORY_BYTES."""
+    return f"{_prefix(section)}{field.upper()}"
+
+
+def _prefix(section: str) -> str:
+    return "DIPS_" + re.sub(r"[^A-Za-z0-9]", "_", section).upper() + "_"
+
+
+def _table(tables: Mapping[str, Any], section: str, file: Path) -> Mapping[str, object]:
+    table = tables.get(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file}: {section!r} is not a table: write its settings below a line [{section}]")
+    return table
+
+
+def _from_environment(kind: type[Knobs], section: str, environment: Mapping[str, str]) -> dict[str, _Given]:
+    prefix = _prefix(section)
+    given: dict[str, _Given] = {}
+    for name, value in environment.items():
+        suffix = name.removeprefix(prefix)
+        key = suffix.lower()
+        foreign = key not in kind.model_fields and _KUBERNETES.match(suffix)
+        if name.startswith(prefix) and value and not foreign:
+            given[key] = _Given(value, f"environment {name}")
+    return given
+
+
+def _check_known(kind: type[Knobs], given: Mapping[str, _Given]) -> None:
+    wrong = [
+        f"{where.where}: {key!r} is not a setting; {_nearest(key, kind.model_fields)}"
+        for key, where in given.items()
+        if key not in kind.model_fields
+    ]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
+
+
+def _build(
+    kind: type[M], section: str | None, given: Mapping[str, _Given], file: Path | None, where: str = ""
+) -> Loaded[M]:
+    values = {key: _value(kind, key, item) for key, item in given.items()}
+    try:
+        value = kind.model_validate(values)
+    except ValidationError as error:
+        place = where or (f"{file} [{section}]" if file else f"settings of {section}")
+        lines = [_sentence(kind, section, same_key, given, place) for same_key in _by_key(error)]
+        raise ConfigError("\n".join(lines)) from None
+    default = _Given(None, DEFAULT)
+    return Loaded(value, {name: given.get(name, default).where for name in kind.model_fields})
+
+
+def _by_key(error: ValidationError) -> list[list[ErrorDetails]]:
+    """The errors, those of one field together: a field that may be of several types has one for each."""
+    by_key: dict[object, list[ErrorDetails]] = {}
+    for details in error.errors():
+        by_key.setdefault(details["loc"][:1], []).append(details)
+    return list(by_key.values())
+
+
+def _value(kind: type[Knobs], key: str, given: _Given) -> object:
+    hint = kind.model_fields[key].annotation
+    if isinstance(given.value, bool) and bool not in _alternatives(hint):
+        written = str(given.value).lower()
+        raise ConfigError(f"{given.where}: {key} = {written} cannot be: it is not a yes-or-no setting")
+    if isinstance(given.value, str) and _is_list(hint):
+        return _split(key, given.value, given.where)
+    return given.value
+
+
+def _split(key: str, text: str, where: str) -> list[object]:
+    """A list that had to be written as one text."""
+    if not text.lstrip().startswith("["):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return list(json.loads(text))
+    except ValueError as error:
+        raise ConfigError(f"{where}: {key} = {text!r} is not a JSON list: {error}") from error
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types of a hint, without Annotated and Optional around them."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return _alternatives(typing.get_args(hint)[0])
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return tuple(kind for arg in typing.get_args(hint) for kind in _alternatives(arg))
+    return (hint,)
+
+
+def _is_list(hint: Any) -> bool:
+    return any((typing.get_origin(kind) or kind) in (tuple, list) for kind in _alternatives(hint))
+
+
+def _sentence(
+    kind: type[Knobs],
+    section: str | None,
+    same_key: list[ErrorDetails],
+    given: Mapping[str, _Given],
+    place: str,
+) -> str:
+    first = same_key[0]
+    why = ", or: ".join(details["msg"].removeprefix("Value error, ") for details in same_key)
+    if not first["loc"]:
+        return f"{place}: {why}"
+    key = str(first["loc"][0])
+    if first["type"] == "missing":
+        meaning = kind.model_fields[key].description
+        return f"{place}: {key} is not given ({meaning}): {_how(section, key)}"
+    source = given.get(key, _Given(first["input"], place))
+    return f"{source.where}: {key} = {source.value!r}: {why}"
+
+
+def _how(section: str | None, key: str) -> str:
+    if section is None:
+        return "add it to the table"
+    option = f"--{key.replace('_', '-')}"
+    return (
+        f"give {option}, set {environment_name(section, key)}, or add it to [{section}] of the settings file"
+    )
+
+
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and name.endswith("_bytes") and value >= 1024:
+        return f"{value} = {format_bytes(value)}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(str(item) for item in value) + "]"
+    return str(value) if value is not None and value != "" else "(none)"

@@ -1,0 +1,94 @@
+"""The error tree: an error's class says who must act, and one table maps it to an exit code.
+
+ConfigError: the operator. Refused: the peer that sent the request (it gets the code and the sentence).
+LocalProtocolError: a bug of ours. RemoteProtocolError: the peer broke the protocol. RetryLater: nobody, wait.
+FatalError: the process cannot go on; a supervisor may restart it.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class RefusalCode(IntEnum):
+    """Why a request is refused; the numbers are those of RefusalCode in protos/common.proto."""
+
+    UNSPECIFIED = 0
+    PROTOCOL_VERSION = 1
+    RUN_ID = 2
+    LAYOUT = 3
+    DATA_PLAN = 4
+    FENCED = 5
+    STALE_EPOCH = 6
+    SEED_EXISTS = 7
+    TOKENS = 8
+    RANGES = 9
+    SEQ = 10
+    MEMORY = 11
+    CHUNK = 12
+    UNKNOWN_PUSH = 13
+    VERSION_GONE = 14
+    NONFINITE = 15
+    BUSY = 16
+    STOPPING = 17
+    MALFORMED = 18
+    NOT_LOOPBACK = 19
+    CONFIG = 20
+    DISK = 21
+    DIGEST = 22
+    UNKNOWN_NAME = 23
+
+
+class DipsError(Exception):
+    """Base of all errors that this project raises on purpose; str() is one sentence for a person."""
+
+    exit_code = 1
+
+
+class ConfigError(DipsError):
+    """A setting, a path or a command line is wrong. The operator must act."""
+
+    exit_code = 2
+
+
+class Refused(DipsError):
+    """A request is refused; it changed nothing.
+
+    retry_after_s > 0 invites the same request again; 0 means that it will not be accepted unchanged.
+    """
+
+    exit_code = 3
+
+    def __init__(self, code: RefusalCode, sentence: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(sentence)
+        self.code = code
+        self.sentence = sentence
+        self.retry_after_s = retry_after_s
+
+
+class RetryLater(DipsError):
+    """The peer cannot be reached or is not ready; the same call may succeed later."""
+
+    exit_code = 4
+
+    def __init__(self, sentence: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(sentence)
+        self.retry_after_s = retry_after_s
+
+
+class RemoteProtocolError(DipsError):
+    """A peer sent something that the protocol does not allow."""
+
+    exit_code = 5
+
+
+class LocalProtocolError(DipsError):
+    """This program was about to break the protocol: a bug. The message carries the story that led here."""
+
+    exit_code = 70
+
+
+class FatalError(DipsError):
+    """The process cannot go on (a lost disk, a newer master); restarting it elsewhere may help."""
+
+    exit_code = 6

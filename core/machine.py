@@ -1,0 +1,98 @@
+"""State machines as tables: a phase and an input name give the phases that may follow.
+
+A pair that is not in the table raises LocalProtocolError with the story and leaves the phase unchanged.
+The diagrams in docs/protocol.md are generated from these tables.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from dips.core.errors import LocalProtocolError
+
+P = TypeVar("P", bound=Enum)
+
+STORY_LENGTH = 256
+"""Steps that a machine remembers for its story; 256 steps of about 200 bytes are 50 KB for each machine."""
+
+
+@dataclass(frozen=True)
+class StoryLine:
+    """One step of one machine."""
+
+    at_s: float
+    machine: str
+    cause: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.at_s:.3f} [{self.cause}] {self.machine}: {self.text}"
+
+
+class Story:
+    """The bounded log of what happened and why, oldest first."""
+
+    def __init__(self, length: int = STORY_LENGTH) -> None:
+        self._lines: deque[StoryLine] = deque(maxlen=length)
+
+    def add(self, at_s: float, machine: str, cause: str, text: str) -> None:
+        self._lines.append(StoryLine(at_s, machine, cause, text))
+
+    def about(self, word: str) -> list[StoryLine]:
+        """Lines whose cause, machine or text contains `word`."""
+        return [line for line in self._lines if any(word in part for part in (line.cause, line.machine, line.text))]
+
+    def lines(self) -> list[StoryLine]:
+        return list(self._lines)
+
+
+class TransitionTable(Generic[P]):
+    """Which phases may follow a phase upon an input."""
+
+    def __init__(self, name: str, initial: P, rows: Mapping[tuple[P, str], Iterable[P]]) -> None:
+        self.name = name
+        self.initial = initial
+        self.rows: dict[tuple[P, str], frozenset[P]] = {key: frozenset(to) for key, to in rows.items()}
+
+    def inputs(self) -> list[str]:
+        return sorted({name for _, name in self.rows})
+
+    def arrows(self) -> list[tuple[P, str, P]]:
+        """(from, input, to), in a stable order, for diagrams and coverage."""
+        arrows = [(start, name, end) for (start, name), ends in self.rows.items() for end in ends]
+        return sorted(arrows, key=lambda arrow: (arrow[0].value, arrow[1], arrow[2].value))
+
+
+class Phase(Generic[P]):
+    """The current phase of one machine; moves only along its table."""
+
+    def __init__(self, table: TransitionTable[P], story: Story, label: str = "") -> None:
+        self._table = table
+        self._story = story
+        self._label = label or table.name
+        self.now: P = table.initial
+        self.since_s = 0.0
+
+    def move(self, input_name: str, to: P, at_s: float, cause: str = "-", why: str = "") -> None:
+        """Go to `to` upon `input_name`.
+
+        Raises LocalProtocolError, phase unchanged, when the table has no such arrow.
+        """
+        if to not in self._table.rows.get((self.now, input_name), frozenset()):
+            story = "\n  ".join(str(line) for line in self._story.lines()[-30:])
+            raise LocalProtocolError(
+                f"{self._label}: no transition from {self.now.value} to {to.value} upon {input_name}; "
+                f"its story:\n  {story}"
+            )
+        text = f"{self.now.value} -> {to.value} upon {input_name}" + (f": {why}" if why else "")
+        self._story.add(at_s, self._label, cause, text)
+        if to is not self.now:
+            self.since_s = at_s
+        self.now = to
+
+    def allows(self, input_name: str) -> bool:
+        return (self.now, input_name) in self._table.rows

@@ -1,0 +1,131 @@
+"""What operators and master say to each other; import it from dips.core.messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dips.core.ids import Incarnation, RoundId, Version
+from dips.core.messages_shared import NAN, Settings
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    cluster_id: str
+    incarnation: Incarnation | None = None
+    alive: bool = False
+    phase: str = ""
+    beat_age_s: float = 0.0
+    steps: int = 0
+    tokens_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    loss: float = NAN
+    base: Version | None = None
+    tokens_applied: int = 0
+    pushes_applied: int = 0
+    pushes_excluded: int = 0
+    pushes_aborted: int = 0
+    incarnations: int = 0
+    last_verdict: str = ""
+    last_reason: str = ""
+    local_steps: int = 0
+    last_norm: float = NAN
+    last_z: float = NAN
+    last_cosine: float = NAN
+    quarantined: bool = False
+    leased_tokens: int = 0
+    note: str = ""
+    steps_total: int = 0
+
+
+@dataclass(frozen=True)
+class SlaveStatus:
+    slave_id: str
+    incarnation: Incarnation | None = None
+    alive: bool = False
+    phase: str = ""
+    beat_age_s: float = 0.0
+    data_endpoint: str = ""
+    version: Version | None = None
+    staging_bytes: int = 0
+    served_bytes: int = 0
+    refused_chunks: int = 0
+    resident_bytes: int = 0
+    incarnations: int = 0
+
+
+@dataclass(frozen=True)
+class RoundSummary:
+    round: RoundId
+    outcome: str
+    reason: str = ""
+    version: Version | None = None
+    accepted: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    kappa: float = NAN
+    rho: float = NAN
+    merged_norm: float = NAN
+    tokens: int = 0
+    wall_time_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StatusReply:
+    run_id: str
+    epoch: int
+    published: Version | None
+    tokens: int
+    tk_max_tokens: int
+    phase: str
+    round: RoundId | None
+    phase_age_s: float
+    window_closes_in_s: float
+    waiting_for: str
+    rounds_committed: int = 0
+    rounds_merged: int = 0
+    rounds_void: int = 0
+    rounds_aborted: int = 0
+    clusters: tuple[ClusterStatus, ...] = ()
+    slaves: tuple[SlaveStatus, ...] = ()
+    recent_rounds: tuple[RoundSummary, ...] = ()
+    paused: bool = False
+    stopping: bool = False
+    stopped: bool = False
+    leased_tokens: int = 0
+    excluded_tokens: int = 0
+    settings: Settings = field(default_factory=Settings)
+
+
+@dataclass(frozen=True)
+class StatusRequest:
+    run_id: str = ""
+
+
+@dataclass(frozen=True)
+class WatchRequest:
+    run_id: str = ""
+    interval_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class OperatorRequest:
+    run_id: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class EvictRequest:
+    run_id: str
+    cluster_id: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class DrainRequest:
+    run_id: str
+    cluster_id: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class OperatorReply:
+    sentence: str

@@ -1,0 +1,43 @@
+"""The version of the wire and what both sides may offer on top of it.
+
+A change that an older peer cannot read raises PROTOCOL_VERSION; docs/protocol.md is tied to it by a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dips.core.errors import RefusalCode, Refused
+
+PROTOCOL_VERSION = 1
+"""What this build speaks."""
+
+PROTOCOL_MIN = 1
+"""The oldest version that this build still understands."""
+
+CAPABILITIES: frozenset[str] = frozenset({"codec-f32", "resume-chunks"})
+"""What this build can do beyond the bare protocol; peers use the intersection."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What two peers speak with each other."""
+
+    version: int
+    capabilities: frozenset[str]
+
+
+def agree(protocol_min: int, protocol_max: int, capabilities: Iterable[str], peer: str) -> Agreement:
+    """Take the intersection of what a peer offers and what this build speaks.
+
+    Raises Refused(PROTOCOL_VERSION) when no version is common.
+    """
+    version = min(PROTOCOL_VERSION, protocol_max)
+    if version < max(PROTOCOL_MIN, protocol_min):
+        raise Refused(
+            RefusalCode.PROTOCOL_VERSION,
+            f"{peer} speaks protocol versions {protocol_min} to {protocol_max}, this side {PROTOCOL_MIN} to "
+            f"{PROTOCOL_VERSION}: install the same release of dips on both",
+        )
+    return Agreement(version, CAPABILITIES & frozenset(capabilities))

@@ -1,0 +1,227 @@
+"""What a process says about itself: the tape for machines, the log for people.
+
+The tape is the append-only record from which a run is explained, checked and drawn; it is written by the
+thread that makes the event, one line at a time, and is whole up to the last line even after a kill. Never
+raises because of a value that JSON does not know, and never samples: what is written is all there was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import secrets
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from dips.core.clock import Clock, SystemClock
+from dips.core.errors import ConfigError
+
+HEAD = ("wall_s", "monotonic_s", "role", "name", "kind", "cause")
+"""The keys that every line of a tape begins with; the event's own fields follow beside them."""
+
+_STEP_BYTES = 1 << 16
+
+CHANGE_KEYS = 1024
+"""Keys a ChangeLogger remembers. A key is a cluster, slave or reason: 1024 of 200 bytes are 200 KB."""
+
+
+def new_cause() -> str:
+    """A fresh cause id: 12 hex digits. For adapters (clients, servers) only; state machines get theirs."""
+    return secrets.token_hex(6)
+
+
+class Tape:
+    """An append-only file of JSON lines, one event each, flushed to the system line by line.
+
+    Safe to call from several threads. With path None it writes nothing, for embedding and tests.
+    """
+
+    def __init__(self, path: Path | None, role: str, name: str, clock: Clock | None = None) -> None:
+        """Open for appending, making the folder if needed. Raises ConfigError if it cannot be written."""
+        self._clock: Clock = clock or SystemClock()
+        self._who = {"role": role, "name": name}
+        self._lock = threading.Lock()
+        self._file: TextIO | None = None if path is None else _open_to_append(path)
+
+    def write(self, kind: str, cause: str, **fields: object) -> None:
+        """Append one event: what happened, because of what, and its own fields.
+
+        Values may be JSON's own, dataclasses, enums, paths, bytes (written as hex) and containers of these;
+        NaN and infinities are written as null, because JSON has none. Raises ValueError for a field that is
+        named like a head key.
+        """
+        with self._lock:
+            if self._file is None:
+                return
+            taken = fields.keys() & set(HEAD)
+            if taken:
+                raise ValueError(f"tape field {sorted(taken)} has the name of a head key")
+            times = {"wall_s": self._clock.wall_s(), "monotonic_s": self._clock.monotonic_s()}
+            line = {**times, **self._who, "kind": kind, "cause": cause, **fields}
+            self._file.write(json.dumps(_plain(line), separators=(",", ":"), allow_nan=False) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; later writes are dropped. May be called twice."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def __enter__(self) -> Tape:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def read_tape(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a tape, oldest first. A torn last line (its writer was killed, or writes) is left out.
+
+    Raises ConfigError when the file cannot be read or another line is not an event.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise ConfigError(f"tape {path} cannot be read: {error.strerror}") from error
+    # What stands after the last newline is either empty or torn.
+    for number, line in enumerate(lines[:-1], 1):
+        if line:
+            yield _event(line, path, number)
+
+
+class ChangeLogger:
+    """Logs a reason when it changes and is silent while it stays, so that waiting does not flood the log."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._last: OrderedDict[str, str] = OrderedDict()
+
+    def report(self, key: str, sentence: str, level: int | str = logging.INFO) -> bool:
+        """Log `sentence` unless it was the last one for `key`; tells whether it did.
+
+        An empty sentence means that the matter is settled: nothing is logged, and the next reason will be.
+        """
+        changed = self._last.get(key, "") != sentence
+        self._last[key] = sentence
+        self._last.move_to_end(key)
+        if len(self._last) > CHANGE_KEYS:
+            self._last.popitem(last=False)
+        if changed and sentence:
+            self._logger.log(_level_number(level), "%s", sentence)
+        return changed and bool(sentence)
+
+
+def configure_logging(role: str, name: str, level: str = "INFO", json_lines: bool = False) -> None:
+    """Send this process's log to stderr, each line saying who speaks.
+
+    Replaces handlers that were there: a process has one log. Raises ConfigError for an unknown level.
+    """
+    number = _level_number(level)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines(role, name) if json_lines else _PlainLines(role, name))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(number)
+
+
+def _level_number(level: int | str) -> int:
+    number = level if isinstance(level, int) else logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ConfigError(f"log level {level!r} is unknown: choose DEBUG, INFO, WARNING or ERROR")
+    return number
+
+
+class _PlainLines(logging.Formatter):
+    def __init__(self, role: str, name: str) -> None:
+        speaker = f"{role} {name}" if name else role
+        line = f"%(asctime)s.%(msecs)03d %(levelname).1s {speaker.replace('%', '%%')}: %(message)s"
+        super().__init__(line, "%H:%M:%S")
+
+
+class _JsonLines(logging.Formatter):
+    def __init__(self, role: str, name: str) -> None:
+        super().__init__()
+        self._who = {"role": role, "name": name}
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "wall_s": record.created,
+            "level": record.levelname,
+            **self._who,
+            "logger": record.name,
+            "sentence": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, separators=(",", ":"))
+
+
+def _open_to_append(path: Path) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            _cut_torn_line(file)
+        return path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"tape {path} cannot be written: {error.strerror}; choose another path") from error
+
+
+def _cut_torn_line(file: BinaryIO) -> None:
+    """A writer that was killed may have left half a line: cut it off, so that the next event has its own."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - _STEP_BYTES)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            file.truncate(start + newline + 1)
+            return
+        end = start
+    file.truncate(0)
+
+
+def _event(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise ConfigError(f"line {number} of tape {path} is not an event: the file was changed or damaged")
+    return event
+
+
+def _plain(value: object) -> object:
+    """A value in JSON's own types. An object of an unknown kind is written as its text."""
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return _plain_object(value)
+
+
+def _plain_object(value: object) -> object:
+    if isinstance(value, bytes | bytearray):
+        return value.hex()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: _plain(getattr(value, field.name)) for field in fields}
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return _plain(value.item())  # a numpy scalar, without importing numpy here
+    return str(value)

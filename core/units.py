@@ -1,0 +1,224 @@
+"""Amounts that people write with a unit, and back: sizes, durations, rates and counts.
+
+Inside the program every amount stands in its base unit (bytes, seconds, bits per second, one), and the name
+of the variable says which. A text with a unit lives only in settings and on the screen. Never guesses a
+unit: a text without one is in the base unit, and an unknown one is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator
+
+from dips.core.errors import ConfigError
+
+_NUMBER = r"[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_AMOUNT = re.compile(rf"\s*({_NUMBER})\s*([^\s\d.+-]*)\s*", re.ASCII)
+
+_BYTES: Mapping[str, int] = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
+}
+_SECONDS: Mapping[str, Decimal] = {
+    "": Decimal(1),
+    "us": Decimal("1e-6"),
+    "ms": Decimal("1e-3"),
+    "s": Decimal(1),
+    "m": Decimal(60),
+    "min": Decimal(60),
+    "h": Decimal(3600),
+    "d": Decimal(86400),
+}
+_COUNT: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+# Bits by the network people's habit (bps), bytes only where the B is a capital and the rest is spelled out.
+_BITS_PER_S: Mapping[str, int] = {
+    "": 1,
+    **{f"{prefix}bps": 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))},
+    **{f"{prefix}bit/s": 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))},
+}
+_BYTES_PER_S: Mapping[str, int] = {
+    "B/s": 8,
+    **{f"{prefix}B/s": 8 * 1000**power for power, prefix in enumerate(("k", "M", "G", "T"), 1)},
+    **{f"{prefix}iB/s": 8 * 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), 1)},
+}
+
+LARGEST = Decimal(2) ** 63
+"""Beyond this an amount is a slip of the pen, and does not fit the wire's integers."""
+
+
+def parse_bytes(value: object) -> int:
+    """Bytes from 4096, "4096", "64 MB" (10**6) or "1 MiB" (2**20). Raises ConfigError."""
+    return _whole(_parse_one(value, "a size", _lowered(_BYTES), '"64 MB" or "1 MiB"'), value, "bytes")
+
+
+def parse_seconds(value: object) -> float:
+    """Seconds from 2, "2", "250 ms", "1 min" or "1 h 30 min". Raises ConfigError."""
+    example = '"2 s", "250 ms" or "1 h 30 min"'
+    if not isinstance(value, str):
+        return float(_number(value, "a duration", example))
+    terms = list(_AMOUNT.finditer(value))
+    whole_text = "".join(term.group() for term in terms) == value
+    if not terms or not whole_text or (len(terms) > 1 and any(not term[2] for term in terms)):
+        raise _nonsense(value, "a duration", example)
+    if len(terms) > 1 and any(term[1].startswith(("-", "+")) for term in terms):
+        raise _nonsense(value, "a duration", example)
+    find = _lowered(_SECONDS)
+    return float(sum(_parse_one(term.group(), "a duration", find, example) for term in terms))
+
+
+def parse_count(value: object) -> int:
+    """A whole number from 1500000, "1.5M", "20k" or "2e9". Raises ConfigError."""
+    return _whole(_parse_one(value, "a count", _lowered(_COUNT), '"1.5M" or "20k"'), value, "of them")
+
+
+def parse_bits_per_s(value: object) -> float:
+    """Bits per second from 1e10, "10gbps", "10 Gbit/s" or "1.25 GB/s" (bytes). Raises ConfigError."""
+
+    def find(unit: str) -> Decimal | None:
+        # "GBps" could mean either; only a unit whose b is small is bits.
+        bits = _BITS_PER_S.get(unit.lower()) if "B" not in unit else None
+        factor = bits if bits is not None else _BYTES_PER_S.get(unit)
+        return None if factor is None else Decimal(factor)
+
+    return float(_parse_one(value, "a rate", find, '"10 Gbit/s", "10gbps" or "1.25 GB/s"'))
+
+
+def format_bytes(n_bytes: int) -> str:
+    """1048576 -> "1 MiB"; at most four digits."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(n_bytes) >= 1024**power:
+            return f"{_short(n_bytes / 1024**power)} {unit}"
+    return f"{n_bytes} B"
+
+
+def format_seconds(seconds_s: float) -> str:
+    """0.25 -> "250 ms", 90 -> "1 min 30 s", 7200 -> "2 h"."""
+    if not math.isfinite(seconds_s):
+        return str(seconds_s)
+    if abs(seconds_s) < 1 and seconds_s != 0:
+        small_ms = seconds_s * 1e3
+        return f"{_short(small_ms)} ms" if abs(small_ms) >= 1 else f"{_short(small_ms * 1e3)} us"
+    if seconds_s < 60:
+        return f"{_short(seconds_s)} s"
+    rest, parts = round(seconds_s), []
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        amount, rest = divmod(rest, length)
+        if amount:
+            parts.append(f"{amount} {unit}")
+    return " ".join(parts[:2])
+
+
+def format_count(n: int) -> str:
+    """1500000 -> "1.5M"; at most four digits."""
+    for power, unit in ((4, "T"), (3, "G"), (2, "M"), (1, "k")):
+        if abs(n) >= 1000**power:
+            return f"{_short(n / 1000**power)}{unit}"
+    return str(n)
+
+
+def format_bits_per_s(bits_per_s: float) -> str:
+    """1e10 -> "10 Gbit/s"."""
+    for power, unit in ((4, "T"), (3, "G"), (2, "M"), (1, "k")):
+        if abs(bits_per_s) >= 1000**power:
+            return f"{_short(bits_per_s / 1000**power)} {unit}bit/s"
+    return f"{_short(bits_per_s)} bit/s"
+
+
+N = TypeVar("N", int, float)
+
+
+def _validator(parse: Callable[[object], N]) -> BeforeValidator:
+    """For a field of settings: pydantic wants ValueError, and adds the field's name itself."""
+
+    def validate(value: Any) -> N:
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+
+    return BeforeValidator(validate, json_schema_input_type=int | float | str)
+
+
+def _not_negative(parse: Callable[[object], N]) -> Callable[[object], N]:
+    def parse_amount(value: object) -> N:
+        amount = parse(value)
+        if amount < 0:
+            raise ConfigError(f"{value!r} is negative")
+        return amount
+
+    return parse_amount
+
+
+Bytes = Annotated[int, _validator(_not_negative(parse_bytes))]
+"""A setting in bytes, not negative; may be written with a unit."""
+
+Seconds = Annotated[float, _validator(_not_negative(parse_seconds))]
+"""A setting in seconds, not negative; may be written with a unit."""
+
+Count = Annotated[int, _validator(_not_negative(parse_count))]
+"""A setting that counts things, not negative; may be written as "1.5M"."""
+
+BitsPerSecond = Annotated[float, _validator(_not_negative(parse_bits_per_s))]
+"""A setting in bits per second, not negative; may be written with a unit."""
+
+
+def _lowered(table: Mapping[str, int] | Mapping[str, Decimal]) -> Callable[[str], Decimal | None]:
+    def find(unit: str) -> Decimal | None:
+        factor = table.get(unit.lower())
+        return None if factor is None else Decimal(factor)
+
+    return find
+
+
+def _parse_one(value: object, what: str, find: Callable[[str], Decimal | None], example: str) -> Decimal:
+    if not isinstance(value, str):
+        return _number(value, what, example)
+    match = _AMOUNT.fullmatch(value)
+    factor = find(match[2]) if match else None
+    if match is None or factor is None:
+        raise _nonsense(value, what, example)
+    try:
+        amount = Decimal(match[1].replace("_", "")) * factor
+    except InvalidOperation as error:
+        raise _nonsense(value, what, example) from error
+    return _bounded(amount, value)
+
+
+def _number(value: object, what: str, example: str) -> Decimal:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _nonsense(value, what, example)
+    amount = Decimal(value)
+    if not amount.is_finite():
+        raise _nonsense(value, what, example)
+    return _bounded(amount, value)
+
+
+def _bounded(amount: Decimal, value: object) -> Decimal:
+    if abs(amount) >= LARGEST:
+        raise ConfigError(f"{value!r} is larger than anything that can be meant (2**63)")
+    return amount
+
+
+def _whole(amount: Decimal, value: object, what: str) -> int:
+    if amount != amount.to_integral_value():
+        raise ConfigError(f"{value!r} is {amount} {what}, which is not a whole number")
+    return int(amount)
+
+
+def _nonsense(value: object, what: str, example: str) -> ConfigError:
+    remedy = f"write a number in the base unit, or a text such as {example}"
+    return ConfigError(f"{value!r} is not {what}: {remedy}")
+
+
+def _short(number: float) -> str:
+    """At most four digits, without trailing zeros and without an exponent."""
+    digits_before = len(str(int(abs(number))))
+    text = f"{number:.{max(0, 4 - digits_before)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,98 @@
+"""Hypothesis strategies for every value that has a protobuf twin, within what the wire's integers can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from hypothesis import strategies as st
+
+from dips.core import codec_protobuf
+from dips.core.layout import DTYPES, Layout, Parameter
+
+_INTEGERS = {
+    FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1),
+    FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
+}
+_SCALARS: dict[type[Any], st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    float: st.floats(),
+    str: st.text(max_size=20),
+    bytes: st.binary(max_size=20),
+}
+
+names = st.text("abcdef.0123456789_", min_size=1, max_size=12)
+parameters = st.builds(
+    Parameter,
+    name=names,
+    shape=st.lists(st.integers(1, 9), max_size=3).map(tuple),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    layer=names,
+)
+layouts = st.builds(
+    Layout,
+    parameters=st.lists(parameters, min_size=1, max_size=4, unique_by=lambda p: p.name).map(tuple),
+    block_elems=st.integers(1, 64),
+)
+
+_MADE: dict[type[Any], st.SearchStrategy[Any]] = {Parameter: parameters, Layout: layouts}
+
+
+def descriptor_of(kind: type[Any]) -> Descriptor:
+    """The protobuf descriptor of the twin of `kind`."""
+    return typing.cast(Descriptor, codec_protobuf._message_class(kind).DESCRIPTOR)
+
+
+def values_of(kind: type[Any]) -> st.SearchStrategy[Any]:
+    """Any value of a class of MIRRORED that the wire can carry."""
+    found = _MADE.get(kind)
+    if found is None:
+        found = _MADE[kind] = st.builds(kind, **_fields_of(kind))
+    return found
+
+
+def _fields_of(kind: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
+    hints = typing.get_type_hints(kind)
+    wire_fields = descriptor_of(kind).fields_by_name
+    strategies: dict[str, st.SearchStrategy[Any]] = {}
+    for field in dataclasses.fields(kind):
+        wire_name = codec_protobuf._OTHER_FIELD.get((kind.__name__, field.name), field.name)
+        strategies[field.name] = _of_hint(hints[field.name], wire_fields.get(wire_name))
+    return strategies
+
+
+def _of_hint(hint: Any, wire: FieldDescriptor | None) -> st.SearchStrategy[Any]:
+    if isinstance(hint, typing.NewType):
+        return _of_hint(hint.__supertype__, wire)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return st.one_of(*(_of_hint(option, wire) for option in typing.get_args(hint)))
+    if hint is type(None):
+        return st.none()
+    if typing.get_origin(hint) is tuple:
+        return _of_tuple(typing.get_args(hint), wire)
+    if dataclasses.is_dataclass(hint):
+        return st.deferred(_later(typing.cast(type[Any], hint)))
+    if issubclass(hint, IntEnum):
+        return st.sampled_from(list(hint))
+    if hint is int:
+        assert wire is not None
+        return _INTEGERS[wire.type]
+    return _SCALARS[hint]
+
+
+def _later(kind: type[Any]) -> Callable[[], st.SearchStrategy[Any]]:
+    return lambda: values_of(kind)
+
+
+def _of_tuple(args: tuple[Any, ...], wire: FieldDescriptor | None) -> st.SearchStrategy[Any]:
+    if typing.get_origin(args[0]) is not tuple:
+        return st.lists(_of_hint(args[0], wire), max_size=3).map(tuple)
+    # A map of the wire: sorted pairs with unique keys.
+    key, value = (_SCALARS[kind] for kind in typing.get_args(args[0]))
+    return st.dictionaries(key, value, max_size=3).map(lambda pairs: tuple(sorted(pairs.items())))

@@ -1,0 +1,178 @@
+"""Values and bytes: nothing is lost on the way, nothing but Refused comes out of bytes that a stranger sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from enum import IntEnum
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.wire_values import descriptor_of, values_of
+
+from dips.core import codec_protobuf, data_header
+from dips.core.codec_protobuf import MIRRORED, decode, encode, from_message, to_message
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import ClusterId, Incarnation, PushId, Version
+from dips.core.messages import (
+    BeginPushReply,
+    Busy,
+    Caller,
+    DataMode,
+    FinishPushRequest,
+    JoinReply,
+    Refusal,
+    SlaveCommand,
+    StaleKind,
+    StopSlave,
+    VerdictKind,
+)
+from dips.protos import clusters_pb2, common_pb2, data_pb2, operator_pb2, slaves_pb2
+
+MODULES = (common_pb2, clusters_pb2, slaves_pb2, operator_pb2, data_pb2)
+TWINS = [*MIRRORED, data_header.DataHeader, data_header.MissingChunk]
+by_name = pytest.mark.parametrize("kind", MIRRORED, ids=lambda kind: kind.__name__)
+
+
+@by_name
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_value_survives_the_wire(kind: type[Any], data: st.DataObject) -> None:
+    value = data.draw(values_of(kind))
+    # By repr, because NaN is not equal to itself.
+    assert repr(decode(encode(value), kind)) == repr(value)
+
+
+@by_name
+@settings(max_examples=25, deadline=None)
+@given(junk=st.binary(max_size=200))
+def test_random_bytes_are_a_value_or_refused(kind: type[Any], junk: bytes) -> None:
+    result = _value_or_refusal(junk, kind)
+    assert isinstance(result, kind) or result in (RefusalCode.MALFORMED, RefusalCode.LAYOUT)
+
+
+@by_name
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_damaged_message_is_a_value_or_refused(kind: type[Any], data: st.DataObject) -> None:
+    good = encode(data.draw(values_of(kind)))
+    position = data.draw(st.integers(0, len(good)))
+    bad = good[:position] + data.draw(st.binary(max_size=4)) + good[position + data.draw(st.integers(0, 3)) :]
+    result = _value_or_refusal(bad, kind)
+    assert isinstance(result, kind) or result in (RefusalCode.MALFORMED, RefusalCode.LAYOUT)
+
+
+def _value_or_refusal(data: bytes, kind: type[Any]) -> Any:
+    """The decoded value or the code of the refusal; every other error fails the test."""
+    try:
+        return decode(data, kind)
+    except Refused as refused:
+        return refused.code
+
+
+@pytest.mark.parametrize("kind", TWINS, ids=lambda kind: kind.__name__)
+def test_a_class_has_every_field_of_its_message_and_no_other(kind: type[Any]) -> None:
+    descriptor = descriptor_of(kind)
+    renamed = codec_protobuf._OTHER_FIELD
+    ours = {renamed.get((kind.__name__, field.name), field.name) for field in dataclasses.fields(kind)}
+    theirs = {field.name for field in descriptor.fields if field.containing_oneof is None}
+    assert ours == theirs | {oneof.name for oneof in descriptor.oneofs}
+
+
+@pytest.mark.parametrize("kind", TWINS, ids=lambda kind: kind.__name__)
+def test_a_class_has_every_alternative_of_each_oneof(kind: type[Any]) -> None:
+    ours = {(field.wire_name, wire_name) for field in codec_protobuf._fields(kind) for _, wire_name in field.choices}
+    descriptor = descriptor_of(kind)
+    assert ours == {(oneof.name, field.name) for oneof in descriptor.oneofs for field in oneof.fields}
+
+
+def test_every_message_of_the_wire_has_a_class() -> None:
+    messages = {m.full_name for module in MODULES for m in module.DESCRIPTOR.message_types_by_name.values()}
+    assert messages == {descriptor_of(kind).full_name for kind in TWINS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "wire", "prefix", "zero"),
+    [
+        (RefusalCode, common_pb2.RefusalCode, "REFUSAL_", True),
+        (DataMode, common_pb2.DataMode, "DATA_MODE_", False),
+        (VerdictKind, common_pb2.VerdictKind, "VERDICT_", False),
+        (StaleKind, clusters_pb2.StaleKind, "STALE_", False),
+    ],
+)
+def test_an_enum_has_the_names_and_numbers_of_the_wire(kind: type[IntEnum], wire: Any, prefix: str, zero: bool) -> None:
+    theirs = {name.removeprefix(prefix): number for name, number in wire.items() if number or zero}
+    assert {member.name: member.value for member in kind} == theirs
+
+
+def test_an_absent_message_is_told_from_an_empty_one() -> None:
+    with_base = Caller("run", 0, "a", Incarnation(0, 0))
+    without = Caller("run", 0, "a", None)
+    assert encode(with_base) != encode(without)
+    assert decode(encode(with_base), Caller).incarnation == Incarnation(0, 0)
+    assert decode(encode(without), Caller).incarnation is None
+
+
+def test_a_oneof_keeps_its_alternative_even_when_it_says_nothing() -> None:
+    reply = BeginPushReply(Busy(0.0, ""))
+    assert decode(encode(reply), BeginPushReply) == reply
+
+
+def test_a_oneof_with_nothing_set_is_refused_when_something_must_be() -> None:
+    with pytest.raises(Refused, match=r"BeginPushReply\.answer: none of its alternatives is set") as caught:
+        decode(b"", BeginPushReply)
+    assert caught.value.code is RefusalCode.MALFORMED
+
+
+def test_an_optional_oneof_may_be_absent() -> None:
+    message = clusters_pb2.JoinReply(run_id="x")
+    message.incarnation.SetInParent()
+    message.hello.SetInParent()
+    message.settings.SetInParent()
+    reply = from_message(message, JoinReply)
+    assert reply.last_push is None
+    assert reply.published is None
+
+
+def test_a_required_message_that_is_missing_is_refused_by_name() -> None:
+    with pytest.raises(Refused, match=r"PushId\.incarnation: it is missing"):
+        decode(common_pb2.PushId(cluster_id="a", seq=1).SerializeToString(), PushId)
+
+
+def test_an_enum_number_that_nobody_knows_is_refused() -> None:
+    message = common_pb2.Refusal(sentence="?")
+    message.code = typing.cast(Any, 999)
+    with pytest.raises(Refused, match=r"Refusal\.code: 999 is not a known RefusalCode"):
+        decode(message.SerializeToString(), Refusal)
+
+
+def test_fields_of_a_newer_peer_are_ignored() -> None:
+    known = Version(1, 2)
+    unknown_field_15 = bytes([15 << 3 | 0, 7])
+    assert decode(encode(known) + unknown_field_15, Version) == known
+
+
+def test_a_map_comes_back_sorted() -> None:
+    caller = Caller("run", 1, "a")
+    request = FinishPushRequest(caller, 1, 1, (("s-1", b"b"), ("s-0", b"a")))
+    assert decode(encode(request), FinishPushRequest).digest_of_slave == (("s-0", b"a"), ("s-1", b"b"))
+
+
+def test_messages_are_the_protos_own_classes() -> None:
+    message = to_message(SlaveCommand("run", 1, None, "c", StopSlave("done")))
+    assert isinstance(message, slaves_pb2.SlaveCommand)
+    assert message.stop.reason == "done"
+    assert to_message(PushId(ClusterId("a"), Incarnation(1, 2), 3)) == common_pb2.PushId(
+        cluster_id="a", incarnation=common_pb2.Incarnation(epoch=1, n=2), seq=3
+    )
+
+
+def test_a_class_without_a_twin_is_a_bug_of_ours() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Nothing:
+        x: int
+
+    with pytest.raises(TypeError, match="no protobuf message mirrors Nothing"):
+        encode(Nothing(1))

@@ -1,0 +1,151 @@
+"""The data header: round trips, and refusals of what nobody may act on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.core.data_header import (
+    MAX_HEADER_BYTES,
+    MAX_MISSING,
+    REQUESTS,
+    WITH_PAYLOAD,
+    Codec,
+    DataHeader,
+    DataOp,
+    MissingChunk,
+)
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import ClusterId, Incarnation, PushId, Version
+from dips.core.messages import Refusal
+from dips.core.protocol import PROTOCOL_VERSION
+from dips.protos import data_pb2
+
+PUSH = PushId(ClusterId("a"), Incarnation(3, 2), 7)
+PUT = DataHeader(
+    "run",
+    4,
+    DataOp.PUT_CHUNK,
+    9,
+    push=PUSH,
+    attempt=2,
+    block=5,
+    offset_bytes=1024,
+    length_bytes=512,
+    codec=Codec.F32,
+    checksum=2**64 - 1,
+    cause_id="c",
+)
+GET = DataHeader("run", 4, DataOp.GET_CHUNK, 1, version=Version(1, 0), block=0, length_bytes=8)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        PUT,
+        GET,
+        DataHeader("run", 4, DataOp.QUERY_MISSING, 2, push=PUSH, attempt=1),
+        DataHeader("run", 4, DataOp.ACK, 2, push=PUSH, complete=True),
+        DataHeader("run", 4, DataOp.MISSING, 2, push=PUSH, missing=(MissingChunk(0, 0), MissingChunk(1, 4096))),
+        DataHeader("run", 4, DataOp.REFUSED, 2, refusal=Refusal(RefusalCode.CHUNK, "why", 0.5)),
+        DataHeader("run", 4, DataOp.CHUNK, 2, version=Version(2, 3), codec=Codec.F32, checksum=1),
+    ],
+    ids=lambda header: header.op.name,
+)
+def test_round_trip(header: DataHeader) -> None:
+    assert DataHeader.decode(header.encode()) == header
+
+
+def test_op_numbers_are_those_of_the_wire() -> None:
+    assert {op.name: op.value for op in DataOp} == {
+        name: number for name, number in data_pb2.DataOp.items() if number
+    }
+    assert Codec.F32 == data_pb2.CODEC_F32
+    assert Codec.NONE == data_pb2.CODEC_UNSPECIFIED
+
+
+def test_every_op_is_a_request_or_an_answer_and_known_to_have_a_payload_or_not() -> None:
+    assert {DataOp.PUT_CHUNK, DataOp.QUERY_MISSING, DataOp.GET_CHUNK} == REQUESTS
+    assert {DataOp.PUT_CHUNK, DataOp.CHUNK} == WITH_PAYLOAD
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        replace(PUT, push=None),
+        replace(GET, version=None),
+        DataHeader("run", 1, DataOp.QUERY_MISSING, 1),
+        DataHeader("run", 1, DataOp.CHUNK, 1),
+        DataHeader("run", 1, DataOp.REFUSED, 1),
+    ],
+    ids=lambda header: header.op.name,
+)
+def test_an_op_without_what_it_needs_is_malformed(header: DataHeader) -> None:
+    with pytest.raises(Refused, match=header.op.name) as caught:
+        DataHeader.decode(header.encode())
+    assert caught.value.code is RefusalCode.MALFORMED
+
+
+@pytest.mark.parametrize("field", ["op", "codec"])
+def test_an_unknown_enum_is_malformed(field: str) -> None:
+    message = data_pb2.DataHeader()
+    message.ParseFromString(PUT.encode())
+    setattr(message, field, 99)
+    with pytest.raises(Refused, match="99") as caught:
+        DataHeader.decode(message.SerializeToString())
+    assert caught.value.code is RefusalCode.MALFORMED
+
+
+def test_no_op_at_all_is_malformed() -> None:
+    with pytest.raises(Refused, match="DataOp"):
+        DataHeader.decode(b"")
+
+
+def test_an_oversized_header_is_refused_unread() -> None:
+    with pytest.raises(Refused, match=str(MAX_HEADER_BYTES)):
+        DataHeader.decode(b"\x00" * (MAX_HEADER_BYTES + 1))
+
+
+def test_the_longest_honest_header_fits() -> None:
+    missing = tuple(MissingChunk(2**32 - 1, 2**63) for _ in range(MAX_MISSING))
+    header = DataHeader("r" * 63, 2**63, DataOp.MISSING, 2**63, push=PUSH, missing=missing)
+    assert len(header.encode()) <= MAX_HEADER_BYTES
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_header_or_a_refusal(data: bytes) -> None:
+    try:
+        DataHeader.decode(data)
+    except Refused as refused:
+        assert refused.code is RefusalCode.MALFORMED
+
+
+@given(st.data())
+def test_a_damaged_header_is_a_header_or_a_refusal(data: st.DataObject) -> None:
+    damaged = bytearray(PUT.encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        DataHeader.decode(bytes(damaged))
+    except Refused as refused:
+        assert refused.code is RefusalCode.MALFORMED
+
+
+def test_check_common_accepts_this_run_and_protocol() -> None:
+    PUT.check_common("run")
+
+
+def test_another_run_is_refused_by_name() -> None:
+    with pytest.raises(Refused, match="'run'.*'other'") as caught:
+        PUT.check_common("other")
+    assert caught.value.code is RefusalCode.RUN_ID
+
+
+@pytest.mark.parametrize("protocol", [0, PROTOCOL_VERSION + 1])
+def test_another_protocol_is_refused_with_the_remedy(protocol: int) -> None:
+    with pytest.raises(Refused, match="install the same release") as caught:
+        replace(PUT, protocol=protocol).check_common("run")
+    assert caught.value.code is RefusalCode.PROTOCOL_VERSION

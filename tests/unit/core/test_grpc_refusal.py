@@ -1,0 +1,115 @@
+"""What a failed call means; the table of statuses is whole. Real calls are in tests/integration."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.core.codec_protobuf import encode
+from dips.core.errors import RefusalCode, Refused, RetryLater
+from dips.core.grpc_refusal import (
+    MAX_SENTENCE_BYTES,
+    REFUSAL_KEY,
+    STATUS_OF_CODE,
+    channel_options,
+    refused_from,
+    to_refusal,
+    to_refused,
+)
+from dips.core.messages import Refusal
+
+
+class FailedCall(grpc.RpcError):
+    """What grpc raises: an error that knows its status, details and trailing metadata."""
+
+    def __init__(self, status: grpc.StatusCode, details: str | None = "", metadata: object = ()) -> None:
+        self._answers = (status, details, metadata)
+
+    def code(self) -> grpc.StatusCode:
+        return self._answers[0]
+
+    def details(self) -> str | None:
+        return self._answers[1]
+
+    def trailing_metadata(self) -> object:
+        return self._answers[2]
+
+
+@pytest.mark.parametrize("code", list(RefusalCode))
+def test_every_code_has_a_status_that_is_an_error(code: RefusalCode) -> None:
+    assert STATUS_OF_CODE[code] is not grpc.StatusCode.OK
+
+
+def test_no_refusal_looks_like_a_peer_that_is_away() -> None:
+    away = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+    assert not away & set(STATUS_OF_CODE.values())
+
+
+@given(code=st.sampled_from(RefusalCode), sentence=st.text(max_size=300), retry_after_s=st.floats(0, 1e6))
+def test_the_caller_gets_back_what_the_callee_raised(code: RefusalCode, sentence: str, retry_after_s: float) -> None:
+    sent = to_refusal(Refused(code, sentence, retry_after_s))
+    error = FailedCall(STATUS_OF_CODE[code], sentence, (("other", "x"), (REFUSAL_KEY, encode(sent))))
+    got = refused_from(error)
+    assert isinstance(got, Refused)
+    assert (got.code, got.sentence, got.retry_after_s) == (code, sentence, retry_after_s)
+
+
+@given(st.text(min_size=900, max_size=2000))
+def test_a_long_sentence_is_cut_between_characters(sentence: str) -> None:
+    cut = to_refusal(Refused(RefusalCode.LAYOUT, sentence)).sentence
+    assert sentence.startswith(cut)
+    assert len(cut.encode()) <= MAX_SENTENCE_BYTES
+    assert cut == sentence or len(cut.encode()) > MAX_SENTENCE_BYTES - 4
+
+
+def test_the_wire_form_and_back() -> None:
+    refusal = Refusal(RefusalCode.DISK, "full", 2.0)
+    assert to_refusal(to_refused(refusal)) == refusal
+
+
+@pytest.mark.parametrize(
+    "status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED]
+)
+def test_a_peer_that_is_away_is_tried_again(status: grpc.StatusCode) -> None:
+    got = refused_from(FailedCall(status, "connection refused"))
+    assert isinstance(got, RetryLater)
+    assert got.retry_after_s > 0
+    assert f"{status.name}: connection refused" in str(got)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (grpc.StatusCode.UNIMPLEMENTED, RefusalCode.PROTOCOL_VERSION),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, RefusalCode.MALFORMED),
+        (grpc.StatusCode.INTERNAL, RefusalCode.UNSPECIFIED),
+        (grpc.StatusCode.UNKNOWN, RefusalCode.UNSPECIFIED),
+    ],
+)
+def test_what_grpc_itself_refuses_is_not_tried_again(status: grpc.StatusCode, code: RefusalCode) -> None:
+    got = refused_from(FailedCall(status, None, None))
+    assert isinstance(got, Refused)
+    assert (got.code, got.retry_after_s) == (code, 0)
+    assert got.sentence == f"the peer ended the call with {status.name}: no details"
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff\xff", b"\x08\xe7\x07"])
+def test_metadata_that_cannot_be_read_is_a_refusal_still(garbage: bytes) -> None:
+    got = refused_from(FailedCall(grpc.StatusCode.ABORTED, "x", ((REFUSAL_KEY, garbage),)))
+    assert isinstance(got, Refused)
+    assert got.code is RefusalCode.MALFORMED
+    assert got.sentence.startswith("the peer's refusal cannot be read: ")
+
+
+def test_an_error_that_knows_nothing_is_a_refusal_still() -> None:
+    got = refused_from(grpc.RpcError())
+    assert isinstance(got, Refused)
+    assert got.sentence == "the peer ended the call with UNKNOWN: no details"
+
+
+def test_messages_are_bounded_both_ways() -> None:
+    options = dict(channel_options(12345))
+    assert options["grpc.max_receive_message_length"] == options["grpc.max_send_message_length"] == 12345
+    assert options["grpc.so_reuseport"] == 0

@@ -1,0 +1,181 @@
+"""Layouts: the cut into layers and blocks, its hash, and what is refused before it can do harm."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from support.wire_values import layouts
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.layout import (
+    FLOAT32_BYTES,
+    MAX_NAME_CHARS,
+    Block,
+    Layout,
+    Parameter,
+    first_difference,
+    layer_of,
+    layout_from_json,
+)
+
+
+def parameter(name: str, *shape: int, layer: str = "", dtype: str = "float32") -> Parameter:
+    return Parameter(name, shape, dtype, layer or layer_of(name))
+
+
+SMALL = Layout(
+    (
+        parameter("embedding.weight", 4, 3),
+        parameter("layers.0.up", 5),
+        parameter("layers.1.up", 2, 2),
+        parameter("layers.0.down", 6),
+        parameter("scale"),
+    ),
+    block_elems=8,
+)
+
+
+def test_layers_stand_in_the_order_of_their_first_parameter() -> None:
+    assert SMALL.layers == ("embedding", "layers.0", "layers.1", "scale")
+
+
+def test_parameters_of_one_layer_stand_together() -> None:
+    assert [(span.parameter.name, span.start_elem, span.stop_elem) for span in SMALL.spans] == [
+        ("embedding.weight", 0, 12),
+        ("layers.0.up", 12, 17),
+        ("layers.0.down", 17, 23),
+        ("layers.1.up", 23, 27),
+        ("scale", 27, 28),
+    ]
+
+
+def test_blocks_cut_layers_and_never_span_two() -> None:
+    assert SMALL.blocks == (
+        Block(0, "embedding", 0, 8),
+        Block(1, "embedding", 8, 4),
+        Block(2, "layers.0", 12, 8),
+        Block(3, "layers.0", 20, 3),
+        Block(4, "layers.1", 23, 4),
+        Block(5, "scale", 27, 1),
+    )
+
+
+def test_a_parameter_without_dimensions_has_one_element() -> None:
+    assert parameter("scale").n_elems == 1
+
+
+@given(layout=layouts)
+def test_spans_and_blocks_tile_the_flat_vector(layout: Layout) -> None:
+    for pieces in (
+        [(s.start_elem, s.stop_elem) for s in layout.spans],
+        [(b.start_elem, b.stop_elem) for b in layout.blocks],
+    ):
+        ends = [0, *(stop for _, stop in pieces)]
+        assert [start for start, _ in pieces] == ends[:-1]
+        assert ends[-1] == layout.n_elems
+    assert [block.block_id for block in layout.blocks] == list(range(len(layout.blocks)))
+    assert all(0 < block.n_elems <= layout.block_elems for block in layout.blocks)
+    assert layout.n_bytes == sum(block.n_bytes for block in layout.blocks) == layout.n_elems * FLOAT32_BYTES
+
+
+@given(layout=layouts)
+def test_a_layout_can_be_read_back(layout: Layout) -> None:
+    again = layout_from_json(layout.canonical_json())
+    assert again == layout
+    assert again.layout_hash == layout.layout_hash
+
+
+def test_the_hash_is_the_same_on_every_machine_and_release() -> None:
+    # Clusters of different machines compare it: a change of this value is a change of the protocol.
+    assert SMALL.layout_hash.hex() == "d3fccdf1c486700fe8d5427ee52f4b6d12adc100b0fb7a1dd07090c1a398a2b1"
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (parameter("layers.0.up", 5, dtype="bfloat16"), "is bfloat16 in layer 'layers.0', the run's is float32"),
+        (parameter("layers.0.up", 5, layer="x"), "is float32 in layer 'x', the run's is float32 in layer"),
+        (parameter("layers.0.up", 6), r"'layers.0.up' has shape \[6\], the run's has \[5\]"),
+        (parameter("layers.0.gate", 5), r"it lacks parameter 'layers.0.up' of shape \[5\]"),
+    ],
+)
+def test_any_change_of_a_parameter_changes_the_hash_and_is_named(other: Parameter, difference: str) -> None:
+    changed = Layout((SMALL.parameters[0], other, *SMALL.parameters[2:]), SMALL.block_elems)
+    assert changed.layout_hash != SMALL.layout_hash
+    assert re.search(difference, first_difference(SMALL, changed))
+
+
+def test_other_differences_are_named() -> None:
+    longer = Layout((*SMALL.parameters, parameter("extra", 2)), SMALL.block_elems)
+    turned = Layout(SMALL.parameters[::-1], SMALL.block_elems)
+    recut = dataclasses.replace(SMALL, block_elems=7)
+    assert first_difference(SMALL, longer) == "it has parameter 'extra', which the run's model lacks"
+    assert first_difference(SMALL, recut) == "its blocks are 7 elements long, the run's are 8"
+    assert first_difference(SMALL, turned) == "its parameters stand in another order"
+    assert len({SMALL.layout_hash, longer.layout_hash, turned.layout_hash, recut.layout_hash}) == 4
+
+
+@pytest.mark.parametrize(
+    ("parameters", "block_elems", "sentence"),
+    [
+        ((), 8, "no parameters to train"),
+        ((parameter("a", 1),), 0, "block_elems is 0"),
+        ((parameter("a", 1),), 2**32 + 1, "block_elems is 4294967297"),
+        ((parameter("a", 1), parameter("a", 2)), 8, "two parameters of the model have the same name"),
+        ((parameter("a", 0),), 8, r"parameter 'a': shape \[0\] is empty"),
+        ((parameter("a", -3),), 8, r"shape \[-3\] is empty, negative"),
+        ((parameter("a", *[1] * 17),), 8, "more than 16 dimensions"),
+        ((parameter("a", 2, dtype="float64"),), 8, "dtype 'float64' is not one of bfloat16, float16, float32"),
+        ((parameter("a", 2, dtype=""),), 8, "dtype '' is not one of"),
+        ((parameter("", 2, layer="x"),), 8, "its name or layer is empty"),
+        ((parameter("n" * (MAX_NAME_CHARS + 1), 2),), 8, "longer than 512 characters"),
+        ((parameter("a", 2**40), parameter("b", 2**44)), 8, "elements, at most 17592186044416 are served"),
+    ],
+)
+def test_an_impossible_layout_is_refused(parameters: tuple[Parameter, ...], block_elems: int, sentence: str) -> None:
+    with pytest.raises(Refused, match=sentence) as caught:
+        Layout(parameters, block_elems)
+    assert caught.value.code is RefusalCode.LAYOUT
+
+
+def test_a_huge_model_is_cut_without_being_walked_element_by_element() -> None:
+    huge = Layout((parameter("a", 2**40),), 2**32)
+    assert len(huge.blocks) == 256
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "null",
+        '{"parameters": [[1]], "block_elems": 3}',
+        '{"parameters": [], "block_elems": 3}',
+        '{"parameters": [["a", ["x"], "float32", "a"]], "block_elems": 3}',
+        "[" * 100_000,
+    ],
+)
+def test_text_that_is_no_layout_is_refused(text: str) -> None:
+    with pytest.raises(Refused) as caught:
+        layout_from_json(text)
+    assert caught.value.code is RefusalCode.LAYOUT
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("embedding.weight", "embedding"),
+        ("model.layers.3.mlp.up.weight", "model.layers.3"),
+        ("layers.12", "layers.12"),
+        ("h.0.attn.1.bias", "h.0"),
+        ("weight", "weight"),
+        ("block3.weight", "block3"),
+        ("0.weight", "0"),
+    ],
+)
+def test_the_layer_is_named_up_to_the_first_number(name: str, layer: str) -> None:
+    assert layer_of(name) == layer

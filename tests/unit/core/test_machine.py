@@ -1,0 +1,113 @@
+"""Transition tables: only arrows of the table are walked, and every walk is remembered."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import pytest
+
+from dips.core.errors import LocalProtocolError
+from dips.core.machine import STORY_LENGTH, Phase, Story, TransitionTable
+
+
+class Door(Enum):
+    OPEN = "OPEN"
+    SHUT = "SHUT"
+    LOCKED = "LOCKED"
+
+
+TABLE = TransitionTable(
+    "door",
+    Door.SHUT,
+    {
+        (Door.SHUT, "push"): [Door.OPEN],
+        (Door.SHUT, "turn"): [Door.LOCKED, Door.SHUT],
+        (Door.OPEN, "push"): [Door.SHUT],
+        (Door.LOCKED, "turn"): [Door.SHUT],
+    },
+)
+
+
+def test_a_machine_begins_in_the_initial_phase() -> None:
+    phase = Phase(TABLE, Story())
+    assert phase.now is Door.SHUT
+    assert phase.since_s == 0
+
+
+def test_an_arrow_of_the_table_is_walked_and_timed() -> None:
+    phase = Phase(TABLE, Story())
+    phase.move("push", Door.OPEN, at_s=4.5)
+    assert (phase.now, phase.since_s) == (Door.OPEN, 4.5)
+
+
+def test_an_arrow_back_to_the_same_phase_keeps_its_time() -> None:
+    phase = Phase(TABLE, Story())
+    phase.move("push", Door.OPEN, at_s=1.0)
+    phase.move("push", Door.SHUT, at_s=2.0)
+    phase.move("turn", Door.SHUT, at_s=9.0)
+    assert phase.since_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("input_name", "to"), [("turn", Door.OPEN), ("push", Door.LOCKED), ("kick", Door.OPEN), ("", Door.SHUT)]
+)
+def test_any_other_move_raises_and_changes_nothing(input_name: str, to: Door) -> None:
+    story = Story()
+    phase = Phase(TABLE, story, "front door")
+    phase.move("push", Door.OPEN, at_s=1.0, cause="c-1", why="someone came")
+    phase.move("push", Door.SHUT, at_s=2.0, cause="c-2")
+    before = story.lines()
+    with pytest.raises(LocalProtocolError) as caught:
+        phase.move(input_name, to, at_s=3.0)
+    assert (phase.now, phase.since_s, story.lines()) == (Door.SHUT, 2.0, before)
+    text = str(caught.value)
+    assert f"front door: no transition from SHUT to {to.value} upon {input_name}" in text
+    assert "1.000 [c-1] front door: SHUT -> OPEN upon push: someone came" in text
+
+
+def test_a_machine_tells_which_inputs_it_takes() -> None:
+    phase = Phase(TABLE, Story())
+    assert phase.allows("turn")
+    assert not phase.allows("kick")
+    phase.move("push", Door.OPEN, at_s=0.0)
+    assert not phase.allows("turn")
+
+
+def test_inputs_and_arrows_are_listed_in_a_stable_order() -> None:
+    assert TABLE.inputs() == ["push", "turn"]
+    assert TABLE.arrows() == [
+        (Door.LOCKED, "turn", Door.SHUT),
+        (Door.OPEN, "push", Door.SHUT),
+        (Door.SHUT, "push", Door.OPEN),
+        (Door.SHUT, "turn", Door.LOCKED),
+        (Door.SHUT, "turn", Door.SHUT),
+    ]
+
+
+def test_a_story_is_found_by_cause_machine_or_word() -> None:
+    story = Story()
+    story.add(1.0, "round r1.1", "c-1", "opened")
+    story.add(2.0, "cluster a", "c-2", "pushed for r1.1")
+    story.add(3.0, "cluster b", "c-3", "joined")
+    assert [line.at_s for line in story.about("r1.1")] == [1.0, 2.0]
+    assert [line.at_s for line in story.about("c-3")] == [3.0]
+    assert story.about("nothing") == []
+
+
+def test_a_story_forgets_its_oldest_lines() -> None:
+    story = Story()
+    for n in range(STORY_LENGTH + 10):
+        story.add(float(n), "m", "-", "x")
+    assert len(story.lines()) == STORY_LENGTH
+    assert story.lines()[0].at_s == 10.0
+
+
+def test_the_error_shows_only_the_end_of_a_long_story() -> None:
+    story = Story()
+    phase = Phase(TABLE, story)
+    for n in range(100):
+        phase.move("turn", Door.SHUT, at_s=float(n))
+    with pytest.raises(LocalProtocolError) as caught:
+        phase.move("kick", Door.OPEN, at_s=100.0)
+    assert str(caught.value).count("\n") == 30
+    assert "99.000" in str(caught.value)

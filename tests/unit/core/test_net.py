@@ -1,0 +1,84 @@
+"""Addresses: what is understood, and that nothing but this machine is served."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.core.errors import ConfigError
+from dips.core.net import format_address, is_loopback, parse_address, require_loopback
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:4711", ("127.0.0.1", 4711)),
+        ("localhost:0", ("localhost", 0)),
+        ("[::1]:65535", ("::1", 65535)),
+        ("tcp://127.0.0.1:80", ("127.0.0.1", 80)),
+        ("master.local:4711", ("master.local", 4711)),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ":",
+        "4711",
+        "127.0.0.1",
+        "127.0.0.1:",
+        ":4711",
+        "a:b",
+        "a:-1",
+        "a:65536",
+        "::1:80",
+        "a:1:2",
+        "a:1 ",
+        "a:\u0661",
+    ],
+)
+def test_anything_else_is_refused_with_its_name_and_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--master .* is not an address: ") as caught:
+        parse_address(text, "--master")
+    assert repr(text) in str(caught.value)
+
+
+@given(st.text(max_size=30))
+def test_no_text_breaks_the_parser(text: str) -> None:
+    try:
+        host, port = parse_address(text)
+    except ConfigError:
+        return
+    assert parse_address(format_address(host, port)) == (host, port)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.8.7", "::1", "localhost"])
+def test_loopback_is_known(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "", "*", "127.0.0.1.evil.org", "2130706433"]
+)
+def test_everything_else_is_not_loopback(host: str) -> None:
+    assert not is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:0", "127.0.0.1", "localhost:80", "[::1]:80", "[::1]", "::1", "tcp://127.0.0.1:5"]
+)
+def test_this_machine_is_served(address: str) -> None:
+    require_loopback(address, "listen")
+
+
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0:0", "0.0.0.0", "192.168.1.5:80", "tcp://*:80", "[::]:80", "::", "tcp://10.0.0.1:1", ""]
+)
+def test_another_machine_is_refused_with_the_reason(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"^listen is .* not a loopback address: .*; use 127\.0\.0\.1$"):
+        require_loopback(address, "listen")

@@ -1,0 +1,242 @@
+"""The reference does what DESIGN section 7 says: torch's plain operators, DiLoCo, exact Gram entries,
+refusals."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from support.numerics import F32, Shard, assert_same_bits, random_slots
+
+from dips.core import outer_numpy
+from dips.core.outer_numpy import LANES
+
+
+def torch_step(
+    shard: Shard, slots: list[int], weights: list[float], scale: float, lr: float, decay: float, lookahead: float
+) -> tuple[F32, F32]:
+    """PREPARE in plain torch operators with Python scalars."""
+    theta, momentum = torch.from_numpy(shard.theta), torch.from_numpy(shard.momentum)
+    d = weights[0] * (theta - torch.from_numpy(shard.staging[slots[0]]))
+    for slot, weight in zip(slots[1:], weights[1:], strict=True):
+        d = d + weight * (theta - torch.from_numpy(shard.staging[slot]))
+    g = scale * d
+    buf = decay * momentum + g
+    return (theta - lr * (g + lookahead * buf)).numpy(), buf.numpy()
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("n_elems", [1, 31, 4097])
+def test_step_equals_plain_torch_operators_to_the_bit(k: int, n_elems: int) -> None:
+    shard = Shard.random(k, n_elems, slots=9)
+    slots, weights = random_slots(k, k, 9)
+    theta, momentum = shard.outputs()
+    bad = outer_numpy.outer_step(
+        shard.theta, shard.momentum, shard.staging, slots, weights, 0.37, 0.7, 0.83, 0.61, theta, momentum, 0, n_elems
+    )
+    expected = torch_step(shard, slots.tolist(), weights.tolist(), 0.37, 0.7, 0.83, 0.61)
+    assert_same_bits(theta, expected[0])
+    assert_same_bits(momentum, expected[1])
+    assert bad == 0
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_full_participation_with_equal_tokens_is_diloco(k: int) -> None:
+    """Several rounds: to the bit against plain operators, within two ulp of torch.optim.SGD, which fuses
+    roundings."""
+    shard = Shard.random(100 + k, 5000, slots=k)
+    shard.momentum[:] = 0.0
+    parameter = torch.nn.Parameter(torch.from_numpy(shard.theta.copy()))
+    sgd = torch.optim.SGD([parameter], lr=0.7, momentum=0.8, nesterov=True)
+    for round_number in range(6):
+        rng = np.random.default_rng([k, round_number])
+        shard.staging[:] = shard.theta - np.float32(0.1) * rng.standard_normal(shard.staging.shape, np.float32)
+        weights = np.full(k, 1 / k, np.float32)
+        plain = torch_step(shard, list(range(k)), [1 / k] * k, 1.0, 0.7, 0.8, 0.8)
+        _sgd_round(parameter, sgd, shard, k)
+        before = shard.theta.copy()
+        outer_numpy.outer_step(
+            *(shard.theta, shard.momentum, shard.staging, np.arange(k), weights),
+            *(1.0, 0.7, 0.8, 0.8, shard.theta, shard.momentum, 0, 5000),
+        )
+        assert_same_bits(shard.theta, plain[0])
+        assert_same_bits(shard.momentum, plain[1])
+        # Of the terms that are added, which may cancel: theta, g and buf.
+        ulp = np.spacing(np.abs(before) + np.abs(parameter.grad.numpy()) + np.abs(shard.momentum))
+        assert np.all(np.abs(shard.theta - parameter.detach().numpy()) <= 2 * ulp)
+        with torch.no_grad():  # each round compares one step from the same state
+            parameter.copy_(torch.from_numpy(shard.theta))
+            sgd.state[parameter]["momentum_buffer"].copy_(torch.from_numpy(shard.momentum))
+
+
+def _sgd_round(parameter: torch.nn.Parameter, sgd: torch.optim.SGD, shard: Shard, k: int) -> None:
+    theta = torch.from_numpy(shard.theta)
+    d = (1 / k) * (theta - torch.from_numpy(shard.staging[0]))
+    for j in range(1, k):
+        d = d + (1 / k) * (theta - torch.from_numpy(shard.staging[j]))
+    parameter.grad = d
+    sgd.step()
+
+
+def test_only_the_range_is_written() -> None:
+    shard = Shard.random(1, 100, slots=2)
+    theta, momentum = shard.outputs()
+    slots, weights = random_slots(1, 2, 2)
+    outer_numpy.outer_step(
+        shard.theta, shard.momentum, shard.staging, slots, weights, 1, 0.7, 0.8, 0.8, theta, momentum, 30, 60
+    )
+    outside = np.r_[0:30, 60:100]
+    assert np.all(theta[outside] == 77)
+    assert np.all(momentum[outside] == 77)
+    assert not np.any(theta[30:60] == 77)
+
+
+def test_an_empty_range_is_allowed_and_writes_nothing() -> None:
+    shard = Shard.random(1, 10, slots=1)
+    theta, momentum = shard.outputs()
+    slots, weights = random_slots(1, 1, 1)
+    bad = outer_numpy.outer_step(
+        shard.theta, shard.momentum, shard.staging, slots, weights, 1, 0.7, 0.8, 0.8, theta, momentum, 5, 5
+    )
+    gram, counts = outer_numpy.gram(shard.theta, shard.staging, slots, 5, 5)
+    assert (bad, gram.tolist(), counts.tolist()) == (0, [[0.0]], [0])
+    assert np.all(theta == 77)
+
+
+def test_nonfinite_outputs_are_counted_in_both_outputs() -> None:
+    shard = Shard.random(1, 10, slots=2)
+    shard.staging[1, 3] = np.nan  # reaches theta and momentum
+    shard.theta[7], shard.staging[:, 7] = 3e38, -3e38  # finite, and overflows
+    theta, momentum = shard.outputs()
+    weights = np.array([0.5, 0.5], np.float32)
+    bad = outer_numpy.outer_step(
+        shard.theta, shard.momentum, shard.staging, np.arange(2), weights, 1, 0.7, 0.8, 0.8, theta, momentum, 0, 10
+    )
+    assert bad == 4
+    assert not np.isfinite(theta[[3, 7]]).any()
+
+
+def test_seed_step_copies_the_seed_and_clears_the_momentum() -> None:
+    shard = Shard.random(1, 50, slots=3)
+    shard.staging[2, [4, 40]] = np.inf, np.nan
+    theta, momentum = shard.outputs()
+    assert outer_numpy.seed_step(shard.staging, 2, theta, momentum, 10, 50) == 1
+    assert_same_bits(theta[10:], shard.staging[2, 10:])
+    assert np.all(momentum[10:] == 0)
+    assert np.all(theta[:10] == 77)
+
+
+@pytest.mark.parametrize("n_elems", [1, LANES - 1, LANES, 3 * LANES + 5])
+def test_gram_is_the_exact_inner_product_within_double_rounding(n_elems: int) -> None:
+    shard = Shard.random(3, n_elems, slots=3)
+    gram, counts = outer_numpy.gram(shard.theta, shard.staging, np.arange(3), 0, n_elems)
+    for j in range(3):
+        for k in range(3):
+            d_j, d_k = shard.theta - shard.staging[j], shard.theta - shard.staging[k]
+            exact = sum(Fraction(float(a)) * Fraction(float(b)) for a, b in zip(d_j, d_k, strict=True))
+            assert math.isclose(gram[j, k], exact, rel_tol=1e-12, abs_tol=1e-12)
+    assert np.array_equal(gram, gram.T)
+    assert counts.tolist() == [0, 0, 0]
+
+
+def test_gram_order_of_additions_is_by_lanes() -> None:
+    """The definition, written out by hand: 2^53 swallows a 1 that is added to its lane, but not one beside
+    it."""
+    n_elems = 2 * LANES
+    theta = np.zeros(n_elems, np.float32)
+    staging = np.zeros((1, n_elems), np.float32)
+    staging[0, 0] = 2.0**26.5
+    big = float(staging[0, 0]) ** 2
+    staging[0, LANES] = 0.5  # the same lane as element 0
+    staging[0, 1] = 0.5
+    lanes = [0.0] * LANES
+    for i in range(n_elems):
+        lanes[i % LANES] += float(staging[0, i]) ** 2
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [lanes[i] + lanes[i + half] for i in range(half)]
+    gram, _ = outer_numpy.gram(theta, staging, np.zeros(1, np.int64), 0, n_elems)
+    assert gram[0, 0] == lanes[0]
+    assert gram[0, 0] >= big
+
+
+def test_a_nonfinite_element_spoils_its_own_row_and_column_only() -> None:
+    shard = Shard.random(4, 200, slots=3)
+    shard.staging[1, [5, 6]] = np.nan, np.inf
+    gram, counts = outer_numpy.gram(shard.theta, shard.staging, np.arange(3), 0, 200)
+    assert counts.tolist() == [0, 2, 0]
+    finite = np.isfinite(gram)
+    assert finite.tolist() == [[True, False, True], [False, False, False], [True, False, True]]
+
+
+def test_land_copies_and_counts() -> None:
+    src = np.array([1.0, np.nan, -np.inf, 2.0], np.float32)
+    dst = np.zeros(4, np.float32)
+    assert outer_numpy.land(dst, src) == 2
+    assert_same_bits(dst, src)
+
+
+def _step_arguments() -> dict[str, object]:
+    shard = Shard.random(1, 8, slots=2)
+    theta, momentum = shard.outputs()
+    return {
+        "theta": shard.theta,
+        "momentum": shard.momentum,
+        "staging": shard.staging,
+        "slots": np.arange(2),
+        "weights": np.ones(2, np.float32),
+        "scale": 1.0,
+        "outer_lr": 0.7,
+        "decay": 0.8,
+        "lookahead": 0.8,
+        "out_theta": theta,
+        "out_momentum": momentum,
+        "start": 0,
+        "stop": 8,
+    }
+
+
+def _read_only() -> F32:
+    array = np.zeros(8, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"theta": np.zeros((2, 4), np.float32)}, "momentum is"),
+        ({"momentum": np.zeros(8)}, "momentum is float64"),
+        ({"momentum": np.zeros(16, np.float32)[::2]}, "strided"),
+        ({"staging": np.zeros((2, 9), np.float32)}, "staging is"),
+        ({"slots": np.arange(2, dtype=np.int32)}, "slots is int32"),
+        ({"slots": np.array([0, 2])}, "not rows of a staging"),
+        ({"slots": np.array([-1, 0])}, "not rows of a staging"),
+        ({"slots": np.zeros(0, np.int64), "weights": np.zeros(0, np.float32)}, "not rows of a staging"),
+        ({"weights": np.ones(3, np.float32)}, "weights is"),
+        ({"out_theta": np.zeros(7, np.float32)}, "out_theta is"),
+        ({"out_momentum": _read_only()}, "read-only"),
+        ({"start": -1}, "range"),
+        ({"stop": 9}, "range"),
+        ({"start": 5, "stop": 4}, "range"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(changed: dict[str, object], complaint: str) -> None:
+    arguments = {**_step_arguments(), **changed}
+    with pytest.raises(ValueError, match=complaint):
+        outer_numpy.outer_step(**arguments)  # type: ignore[arg-type]
+
+
+def test_land_and_seed_refuse_what_does_not_fit() -> None:
+    good = np.zeros(4, np.float32)
+    with pytest.raises(ValueError, match="src is"):
+        outer_numpy.land(good, np.zeros(5, np.float32))
+    with pytest.raises(ValueError, match="read-only"):
+        outer_numpy.land(_read_only(), np.zeros(8, np.float32))
+    with pytest.raises(ValueError, match="dimension"):
+        outer_numpy.land(np.zeros((2, 2), np.float32), np.zeros((2, 2), np.float32))
+    with pytest.raises(ValueError, match="not rows of a staging"):
+        outer_numpy.seed_step(np.zeros((1, 4), np.float32), 1, good, good.copy(), 0, 4)

@@ -1,0 +1,108 @@
+"""Placement: every block has one slave, loads are even, and a model that does not fit is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.wire_values import layouts
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import SlaveId
+from dips.core.layout import Layout, Parameter
+from dips.core.placement import Placement, memory_bytes_needed, place
+
+PLENTY = 1 << 40
+
+
+def model(*sizes: int, block_elems: int = 100) -> Layout:
+    rows = (Parameter(f"layers.{i}.w", (size,), "float32", f"layers.{i}") for i, size in enumerate(sizes))
+    return Layout(tuple(rows), block_elems)
+
+
+def slaves(n: int, memory_bytes: int = PLENTY) -> list[tuple[SlaveId, int]]:
+    return [(SlaveId(f"s-{i}"), memory_bytes) for i in range(n)]
+
+
+def loads(placement: Placement, layout: Layout) -> list[int]:
+    return [sum(b.n_elems for b in placement.blocks_of(slave, layout)) for slave in placement.slaves]
+
+
+@given(layout=layouts, n_slaves=st.integers(1, 5))
+def test_every_block_is_on_exactly_one_slave_and_loads_differ_by_at_most_one_block(
+    layout: Layout, n_slaves: int
+) -> None:
+    placement = place(layout, slaves(n_slaves), staging_slots=2, pins=1)
+    held = [block for slave in placement.slaves for block in placement.blocks_of(slave, layout)]
+    assert sorted(block.block_id for block in held) == list(range(len(layout.blocks)))
+    largest = max(block.n_elems for block in layout.blocks)
+    assert max(loads(placement, layout)) - min(loads(placement, layout)) <= largest
+
+
+def test_a_slave_holds_its_blocks_in_block_order() -> None:
+    layout = model(250, 90, 310)
+    placement = place(layout, slaves(2), 1, 0)
+    for slave in placement.slaves:
+        held = [block.block_id for block in placement.blocks_of(slave, layout)]
+        assert held == sorted(held)
+
+
+def test_a_slave_with_twice_the_memory_gets_twice_the_blocks() -> None:
+    layout = model(*[100] * 30)
+    memory = [(SlaveId("small"), 10**6), (SlaveId("wide"), 2 * 10**6)]
+    placement = place(layout, memory, 1, 0)
+    assert dict(zip(placement.slaves, loads(placement, layout), strict=True)) == {"small": 1000, "wide": 2000}
+
+
+def test_the_order_in_which_slaves_came_does_not_matter() -> None:
+    layout = model(250, 90, 310)
+    assert place(layout, slaves(3), 1, 0) == place(layout, slaves(3)[::-1], 1, 0)
+
+
+def test_the_hash_is_the_same_on_every_machine_and_release() -> None:
+    placement = place(model(250, 90), slaves(2), 1, 0)
+    assert placement.slave_of_block == (0, 1, 1, 0)
+    assert placement.placement_hash.hex() == "388bd7211915f0187effda2a57faf9738a5c3acdd74eeb22395c625dd4cb8424"
+
+
+def test_another_slave_or_another_deal_is_another_hash() -> None:
+    names = (SlaveId("a"), SlaveId("b"))
+    placements = [
+        Placement(names, (0, 1)),
+        Placement(names, (1, 0)),
+        Placement(names[::-1], (0, 1)),
+        Placement((*names, SlaveId("c")), (0, 1)),
+    ]
+    assert len({placement.placement_hash for placement in placements}) == 4
+
+
+def test_memory_is_20_bytes_an_element_and_4_for_each_slot_and_pin() -> None:
+    assert memory_bytes_needed(1000, staging_slots=0, pins=0) == 20_000
+    assert memory_bytes_needed(1000, staging_slots=4, pins=6) == 60_000
+
+
+def test_a_model_fits_exactly() -> None:
+    needed = memory_bytes_needed(100, staging_slots=2, pins=1)
+    assert loads(place(model(100, 100), slaves(2, needed), 2, 1), model(100, 100)) == [100, 100]
+
+
+def test_a_model_that_is_too_big_is_refused_with_the_sum() -> None:
+    needed = memory_bytes_needed(100, staging_slots=2, pins=1)
+    with pytest.raises(Refused) as caught:
+        place(model(100, 100), slaves(2, needed - 1), 2, 1)
+    assert caught.value.code is RefusalCode.MEMORY
+    assert "the model has 200 elements and needs 6400 bytes on the slaves" in caught.value.sentence
+    assert "the 2 slaves state room for 198 elements" in caught.value.sentence
+    assert "start more slaves, raise their memory_bytes" in caught.value.sentence
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1])
+def test_slaves_without_memory_are_refused(memory_bytes: int) -> None:
+    with pytest.raises(Refused) as caught:
+        place(model(1), slaves(2, memory_bytes), 1, 0)
+    assert caught.value.code is RefusalCode.MEMORY
+
+
+def test_no_slaves_are_refused() -> None:
+    with pytest.raises(Refused, match="the 0 slaves"):
+        place(model(1), [], 1, 0)

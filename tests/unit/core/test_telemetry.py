@@ -1,0 +1,233 @@
+"""The tape holds every event in full up to a kill; the log says a reason once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dips.core.clock import ManualClock
+from dips.core.errors import ConfigError, RefusalCode
+from dips.core.ids import Version
+from dips.core.telemetry import CHANGE_KEYS, ChangeLogger, Tape, configure_logging, new_cause, read_tape
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tapes" / "slave.tape.jsonl"
+
+
+def test_an_event_is_one_line_with_head_and_fields(path: Path) -> None:
+    clock = ManualClock(monotonic_s=2.0, wall_s=1000.0)
+    with Tape(path, "slave", "s-0", clock) as tape:
+        tape.write("staged", "c-1", push="a/1.1#1", landed_bytes=12)
+        clock.advance(0.5)
+        tape.write("prepared", "c-2")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"wall_s": 1000.0, "monotonic_s": 2.0, "role": "slave", "name": "s-0", "kind": "staged", "cause": "c-1",
+         "push": "a/1.1#1", "landed_bytes": 12},
+        {"wall_s": 1000.5, "monotonic_s": 2.5, "role": "slave", "name": "s-0", "kind": "prepared", "cause": "c-2"},
+    ]  # fmt: skip
+
+
+def test_an_event_is_in_the_file_as_soon_as_it_is_written(path: Path) -> None:
+    tape = Tape(path, "slave", "s-0", ManualClock())
+    tape.write("staged", "c-1", text="ä\n\u2028")
+    assert [event["text"] for event in read_tape(path)] == ["ä\n\u2028"]
+    tape.close()
+
+
+def test_values_of_every_kind_are_written(path: Path) -> None:
+    with Tape(path, "r", "n", ManualClock()) as tape:
+        tape.write(
+            "all",
+            "c",
+            version=Version(1, 2),
+            code=RefusalCode.BUSY,
+            digest=b"\x00\xff",
+            where=Path("/x"),
+            loss=math.nan,
+            bound=math.inf,
+            losses=(1.5, None, True),
+            names={"b", "a"},
+            by_name={"a": Version(1, 3)},
+            elems=np.int64(5),
+            norm=np.float32(0.5),
+        )
+    [event] = read_tape(path)
+    assert event["version"] == {"timeline": 1, "v": 2}
+    assert (event["code"], event["digest"], event["where"]) == ("BUSY", "00ff", "/x")
+    assert (event["loss"], event["bound"], event["losses"]) == (None, None, [1.5, None, True])
+    assert (event["names"], event["by_name"]) == (["a", "b"], {"a": {"timeline": 1, "v": 3}})
+    assert (event["elems"], event["norm"]) == (5, 0.5)
+
+
+@pytest.mark.parametrize("field", ["wall_s", "monotonic_s", "role", "name"])
+def test_a_field_may_not_replace_the_head(path: Path, field: str) -> None:
+    with Tape(path, "r", "n", ManualClock()) as tape:
+        with pytest.raises(ValueError, match="has the name of a head key"):
+            tape.write("x", "c", **{field: 1})
+        tape.write("y", "c")
+    assert [event["kind"] for event in read_tape(path)] == ["y"]
+
+
+def test_a_tape_without_a_path_writes_nothing() -> None:
+    with Tape(None, "r", "n", ManualClock()) as tape:
+        tape.write("x", "c", value=object())
+
+
+def test_a_closed_tape_drops_what_comes_late(path: Path) -> None:
+    tape = Tape(path, "r", "n", ManualClock())
+    tape.write("x", "c")
+    tape.close()
+    tape.close()
+    tape.write("late", "c")
+    assert [event["kind"] for event in read_tape(path)] == ["x"]
+
+
+def test_another_life_of_the_process_appends(path: Path) -> None:
+    for kind in ("first", "second"):
+        with Tape(path, "r", "n", ManualClock()) as tape:
+            tape.write(kind, "c")
+    assert [event["kind"] for event in read_tape(path)] == ["first", "second"]
+
+
+@pytest.mark.parametrize("torn", [b'{"kind":"half', b"x" * 200_000, b"{"])
+@pytest.mark.parametrize("whole", [b'{"kind":"whole"}\n', b""])
+def test_half_a_line_of_a_killed_life_is_left_out_and_cut_off(path: Path, torn: bytes, whole: bytes) -> None:
+    path.parent.mkdir()
+    path.write_bytes(whole + torn)
+    before = ["whole"] if whole else []
+    assert [event["kind"] for event in read_tape(path)] == before
+    with Tape(path, "r", "n", ManualClock()) as tape:
+        tape.write("next", "c")
+    assert [event["kind"] for event in read_tape(path)] == [*before, "next"]
+
+
+def test_lines_of_several_threads_do_not_mix(path: Path) -> None:
+    with Tape(path, "r", "n", ManualClock()) as tape:
+        threads = [
+            threading.Thread(target=lambda i=i: [tape.write("x", "c", i=i, fill="y" * 5000) for _ in range(50)])
+            for i in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(event["i"] for event in read_tape(path)) == sorted([0, 1, 2, 3] * 50)
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"tape .*/file/t\.jsonl cannot be written: .*; choose another path"):
+        Tape(tmp_path / "file" / "t.jsonl", "r", "n", ManualClock())
+
+
+def test_a_damaged_tape_is_named_with_its_line(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text('{"kind":"a"}\n\n[1]\n{"kind":"b"}\n')
+    with pytest.raises(ConfigError, match=r"line 3 of tape .* is not an event"):
+        list(read_tape(path))
+    with pytest.raises(ConfigError, match=r"tape .* cannot be read: No such file"):
+        list(read_tape(path.with_name("none")))
+
+
+def test_cause_ids_are_short_and_differ() -> None:
+    causes = {new_cause() for _ in range(1000)}
+    assert len(causes) == 1000
+    assert all(len(cause) == 12 and int(cause, 16) >= 0 for cause in causes)
+
+
+# ---- the log ----
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    """The root logger, put back afterwards as pytest had it."""
+    logger = logging.getLogger()
+    handlers, level = logger.handlers[:], logger.level
+    yield logger
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+def test_a_reason_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    changes = ChangeLogger(logging.getLogger("test"))
+    caplog.set_level(logging.DEBUG)
+    told = [
+        changes.report("a", "waits for b"),
+        changes.report("a", "waits for b"),
+        changes.report("c", "waits for b"),
+        changes.report("a", "waits for d", logging.WARNING),
+        changes.report("a", "waits for b", "error"),
+    ]
+    assert told == [True, False, True, True, True]
+    assert caplog.messages == ["waits for b", "waits for b", "waits for d", "waits for b"]
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "WARNING", "ERROR"]
+
+
+def test_a_matter_that_is_settled_is_logged_again_when_it_returns(caplog: pytest.LogCaptureFixture) -> None:
+    changes = ChangeLogger(logging.getLogger("test"))
+    caplog.set_level(logging.INFO)
+    assert [changes.report("a", text) for text in ("", "100 % slow", "", "", "100 % slow")] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert caplog.messages == ["100 % slow", "100 % slow"]
+
+
+def test_the_memory_for_reasons_is_bounded() -> None:
+    changes = ChangeLogger(logging.getLogger("test"))
+    for n in range(CHANGE_KEYS + 1):
+        changes.report(f"key-{n}", "x")
+    assert not changes.report(f"key-{CHANGE_KEYS}", "x")
+    assert changes.report("key-0", "x")
+
+
+def test_lines_of_the_log_say_who_speaks(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("slave", "50%s", "WARNING")
+    root.info("not this")
+    root.warning("%d of %d", 1, 2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith(" W slave 50%s: 1 of 2\n")
+    assert captured.err.count("\n") == 1
+
+
+def test_lines_of_the_log_can_be_json(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("master", "", json_lines=True)
+    logging.getLogger("dips.x").info("two\nlines")
+    try:
+        raise OSError("no disk")
+    except OSError:
+        logging.getLogger("dips.x").exception("broken")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert first.pop("wall_s") > 1_700_000_000
+    assert first == {"level": "INFO", "role": "master", "name": "", "logger": "dips.x", "sentence": "two\nlines"}
+    assert second["exception"].endswith("OSError: no disk")
+
+
+def test_configuring_twice_does_not_say_everything_twice(
+    root: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("a", "b")
+    configure_logging("c", "d")
+    root.info("once")
+    assert capsys.readouterr().err.count("once") == 1
+
+
+@pytest.mark.parametrize("level", ["", "LOUD", "info "])
+def test_an_unknown_level_is_refused(root: logging.Logger, level: str) -> None:
+    before = root.handlers[:]
+    with pytest.raises(ConfigError, match="is unknown: choose DEBUG, INFO, WARNING or ERROR"):
+        configure_logging("a", "b", level)
+    assert root.handlers == before

@@ -1,0 +1,203 @@
+"""Amounts with units: read exactly, printed shortly, and refused rather than guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from dips.core import units
+from dips.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("value", "n_bytes"),
+    [
+        (4096, 4096),
+        (4096.0, 4096),
+        ("4096", 4096),
+        ("0", 0),
+        ("1 MiB", 1 << 20),
+        ("1mib", 1 << 20),
+        ("64MB", 64_000_000),
+        ("64 mb", 64_000_000),
+        ("1.5 GiB", 3 << 29),
+        (" 2 TiB ", 2 << 40),
+        ("1_000 kB", 10**6),
+        ("7 B", 7),
+        ("0.001 MB", 1000),
+    ],
+)
+def test_sizes(value: object, n_bytes: int) -> None:
+    assert units.parse_bytes(value) == n_bytes
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds_s"),
+    [
+        (2, 2.0),
+        (0.25, 0.25),
+        ("2", 2.0),
+        ("2s", 2.0),
+        ("250 ms", 0.25),
+        ("1 min", 60.0),
+        ("1m", 60.0),
+        ("1 h 30 min", 5400.0),
+        ("1h30m", 5400.0),
+        ("6 h", 21600.0),
+        ("2 d", 172800.0),
+        ("50us", 5e-5),
+        ("1e3 s", 1000.0),
+    ],
+)
+def test_durations(value: object, seconds_s: float) -> None:
+    assert units.parse_seconds(value) == seconds_s
+
+
+@pytest.mark.parametrize(
+    ("value", "count"), [(7, 7), ("7", 7), ("1.5M", 1_500_000), ("20k", 20_000), ("2e9", 2 * 10**9), ("1 B", 10**9)]
+)
+def test_counts(value: object, count: int) -> None:
+    assert units.parse_count(value) == count
+
+
+@pytest.mark.parametrize(
+    ("value", "bits_per_s"),
+    [
+        (1e10, 1e10),
+        ("10gbps", 1e10),
+        ("10 Gbps", 1e10),
+        ("10 Gbit/s", 1e10),
+        ("100 mbit/s", 1e8),
+        ("1.25 GB/s", 1e10),
+        ("1 MiB/s", 8 * 2**20),
+        ("0", 0.0),
+    ],
+)
+def test_rates(value: object, bits_per_s: float) -> None:
+    assert units.parse_bits_per_s(value) == bits_per_s
+
+
+NONSENSE = [
+    "",
+    " ",
+    "lots",
+    "1 2",
+    "1..2",
+    "MiB",
+    "1 MiB/s2",
+    "--1",
+    "1e",
+    "0x10",
+    "1,5",
+    True,
+    None,
+    [],
+    "\u0661",
+    "1" * 50,
+]
+
+
+@pytest.mark.parametrize("parse", [units.parse_bytes, units.parse_seconds, units.parse_count, units.parse_bits_per_s])
+@pytest.mark.parametrize("value", [*NONSENSE, float("nan"), float("inf"), 1e30, 10**400], ids=lambda v: str(v)[:10])
+def test_nonsense_is_refused(parse: Callable[[object], float], value: object) -> None:
+    with pytest.raises(ConfigError, match=r"is not a|larger than anything"):
+        parse(value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "value"),
+    [
+        (units.parse_bytes, "1 Mbit"),
+        (units.parse_bytes, "1 s"),
+        (units.parse_seconds, "1 MB"),
+        (units.parse_seconds, "1 h 30"),
+        (units.parse_seconds, "30 1 h"),
+        (units.parse_seconds, "1 h -30 min"),
+        (units.parse_bits_per_s, "10 GBps"),
+        (units.parse_bits_per_s, "10 MB"),
+        (units.parse_count, "3 ms"),
+    ],
+)
+def test_a_unit_of_another_kind_is_refused_with_an_example(parse: Callable[[object], float], value: str) -> None:
+    with pytest.raises(ConfigError, match='write a number in the base unit, or a text such as "'):
+        parse(value)
+
+
+@pytest.mark.parametrize("value", ["0.3 B", 0.5, "1.0000001 kB"])
+def test_half_a_byte_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="not a whole number"):
+        units.parse_bytes(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (units.format_bytes(0), "0 B"),
+        (units.format_bytes(1023), "1023 B"),
+        (units.format_bytes(1 << 20), "1 MiB"),
+        (units.format_bytes(3 << 29), "1.5 GiB"),
+        (units.format_bytes(123_456_789), "117.7 MiB"),
+        (units.format_seconds(0), "0 s"),
+        (units.format_seconds(0.25), "250 ms"),
+        (units.format_seconds(0.0000125), "12.5 us"),
+        (units.format_seconds(2.5), "2.5 s"),
+        (units.format_seconds(90), "1 min 30 s"),
+        (units.format_seconds(7200), "2 h"),
+        (units.format_seconds(90061), "1 d 1 h"),
+        (units.format_seconds(float("inf")), "inf"),
+        (units.format_count(999), "999"),
+        (units.format_count(1_500_000), "1.5M"),
+        (units.format_count(363_648), "363.6k"),
+        (units.format_bits_per_s(1e10), "10 Gbit/s"),
+        (units.format_bits_per_s(12.5), "12.5 bit/s"),
+    ],
+)
+def test_amounts_are_printed_shortly(text: str, wanted: str) -> None:
+    assert text == wanted
+
+
+@given(st.integers(0, 2**60))
+def test_a_printed_size_reads_back_within_its_digits(n_bytes: int) -> None:
+    shown = units.format_bytes(n_bytes)
+    number, unit = shown.split()
+    scale = units.parse_bytes(f"1 {unit}")
+    assert float(number) * scale == pytest.approx(n_bytes, rel=1e-3)
+
+
+@given(st.floats(1e-3, 1e7))
+def test_a_printed_duration_reads_back_within_its_digits(seconds_s: float) -> None:
+    assert units.parse_seconds(units.format_seconds(seconds_s)) == pytest.approx(seconds_s, rel=0.05)
+
+
+@given(st.text(max_size=20))
+def test_no_text_breaks_a_parser(text: str) -> None:
+    for parse in (units.parse_bytes, units.parse_seconds, units.parse_count, units.parse_bits_per_s):
+        try:
+            assert isinstance(parse(text), int | float)
+        except ConfigError as error:
+            assert str(error)  # noqa: PT017
+
+
+class Amounts(BaseModel):
+    size: units.Bytes = 0
+    wait: units.Seconds = 0.0
+    tokens: units.Count = 0
+    link: units.BitsPerSecond = 0.0
+
+
+def test_fields_of_settings_take_numbers_and_texts() -> None:
+    amounts = Amounts.model_validate({"size": "1 KiB", "wait": "1 min", "tokens": "2k", "link": "1 kbps"})
+    assert amounts == Amounts(size=1024, wait=60.0, tokens=2000, link=1000.0)
+    assert type(amounts.size) is int
+    assert type(amounts.wait) is float
+
+
+@pytest.mark.parametrize("field", ["size", "wait", "tokens", "link"])
+@pytest.mark.parametrize(("value", "why"), [(-1, "-1 is negative"), ("-1", "'-1' is negative"), ("x", "is not a")])
+def test_fields_of_settings_refuse_with_the_sentence(field: str, value: object, why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        Amounts.model_validate({field: value})
