@@ -1,0 +1,37 @@
+"""Who is calling: run, epoch and incarnation are checked before anything else (I8)."""
+
+from __future__ import annotations
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import Caller
+from dips.master.state.records import Member
+from dips.master.state.world import World
+
+
+def check_run(world: World, run_id: str, who: str) -> None:
+    """Raise Refused(RUN_ID) for another run's id; an empty one is a peer that has yet to learn it."""
+    if run_id and run_id != world.config.run_id:
+        raise Refused(
+            RefusalCode.RUN_ID,
+            f"{who} asks for run {run_id!r}, but this master serves run {world.config.run_id!r}: "
+            "check the master's address, or give the run's id",
+        )
+
+
+def check_member(world: World, caller: Caller) -> Member:
+    """The member that calls. Raises Refused: RUN_ID, STALE_EPOCH or FENCED (both: join again)."""
+    check_run(world, caller.run_id, f"cluster {caller.name!r}")
+    if caller.epoch != world.epoch:
+        raise Refused(
+            RefusalCode.STALE_EPOCH,
+            f"cluster {caller.name!r} speaks of the master's epoch {caller.epoch}, this is epoch {world.epoch}: "
+            "the master was restarted; join again, nothing is lost",
+        )
+    member = world.members.get(caller.name)
+    if member is None or caller.incarnation != member.incarnation:
+        now = f"incarnation {member.incarnation} is live" if member else "it was evicted or has left"
+        raise Refused(
+            RefusalCode.FENCED,
+            f"incarnation {caller.incarnation} of cluster {caller.name!r} is no longer valid ({now}): join again",
+        )
+    return member

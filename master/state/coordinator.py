@@ -1,0 +1,238 @@
+"""The master's whole decision making behind one function: handle(event, now) -> effects.
+
+It holds no clock and does no I/O; the same events at the same times give the same effects (I14). Effects that may
+depend on a journal entry are held back until the entry is durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import (
+    AwaitVerdictRequest,
+    BeginPullRequest,
+    BeginPushRequest,
+    ClusterRequest,
+    DrainRequest,
+    EvictRequest,
+    FinishPullRequest,
+    FinishPushRequest,
+    HeartbeatRequest,
+    JoinRequest,
+    LeaseDataRequest,
+    LeaveRequest,
+    OperatorReply,
+    ReturnDataRequest,
+    StatusRequest,
+)
+from dips.master.state.callers import check_run
+from dips.master.state.data import Data
+from dips.master.state.effects import Effect
+from dips.master.state.events import (
+    CallGone,
+    ClusterCall,
+    Event,
+    JournalWritten,
+    OperatorAction,
+    OperatorCall,
+    Pause,
+    Resume,
+    SlaveLinkDown,
+    SlaveSaid,
+    Stop,
+    Tick,
+)
+from dips.master.state.ledger import Ledger
+from dips.master.state.membership import Membership
+from dips.master.state.pulls import Pulls
+from dips.master.state.pushes import Pushes
+from dips.master.state.records import Member
+from dips.master.state.rounds import Rounds
+from dips.master.state.run_config import RunConfig
+from dips.master.state.slave_desk import SlaveDesk
+from dips.master.state.status import status
+from dips.master.state.tables import RoundPhase
+from dips.master.state.verdicts import Verdicts
+from dips.master.state.world import World
+
+
+class Coordinator:
+    """One run's master. Not thread-safe: one owner calls handle() in order of time."""
+
+    def __init__(self, config: RunConfig, epoch: int, snapshot_json: str | None, wall_offset_s: float) -> None:
+        ledger = Ledger.from_json(snapshot_json) if snapshot_json else Ledger(config.run_id)
+        ledger.detector = ledger.detector.after_master_restart()
+        self.world = World(config, epoch, ledger, wall_offset_s)
+        self._verdicts = Verdicts(self.world)
+        self._pushes = Pushes(self.world, self._verdicts)
+        self._rounds = Rounds(self.world, self._verdicts)
+        self._slaves = SlaveDesk(self.world, self._pushes, self._rounds)
+        self._members = Membership(self.world, self._verdicts, self._slaves)
+        self._pulls = Pulls(self.world)
+        self._data = Data(self.world)
+        self._last_tick_s: float | None = None
+        self._calls: dict[type[Any], Callable[[int, Any], None]] = {
+            JoinRequest: self._members.join,
+            HeartbeatRequest: self._members.beat,
+            LeaveRequest: self._members.leave,
+            BeginPushRequest: self._pushes.begin,
+            FinishPushRequest: self._pushes.finish,
+            AwaitVerdictRequest: self._verdicts.await_verdict,
+            BeginPullRequest: self._pulls.begin,
+            FinishPullRequest: self._pulls.finish,
+            LeaseDataRequest: self._data.lease,
+            ReturnDataRequest: self._data.give_back,
+        }
+
+    def start(self, now_s: float) -> list[Effect]:
+        """The first effects of this life of the master."""
+        self.world.now_s = now_s
+        self._last_tick_s = now_s
+        version = self.world.ledger.version
+        self.world.record("epoch", "-", epoch=self.world.epoch, version=str(version), tokens=self.world.ledger.tokens)
+        found = f"version {version}, {self.world.ledger.tokens} tokens" if version else "no version yet"
+        self.world.log("master", f"run {self.world.config.run_id}: epoch {self.world.epoch}, {found}")
+        return self.world.out.take()
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """Take one event. Raises LocalProtocolError, with the story, only for a bug of ours."""
+        self.world.now_s = now_s
+        match event:
+            case ClusterCall(token, request):
+                self._call(token, request)
+            case OperatorCall(token, action):
+                self._operate(token, action)
+            case SlaveSaid(link, message):
+                try:
+                    self._slaves.said(link, message)
+                except Refused as refused:
+                    self.world.close(link, refused)
+            case SlaveLinkDown(link):
+                self._slaves.link_down(link)
+            case JournalWritten(entry_id):
+                self.world.out.written(entry_id)
+            case CallGone(token):
+                self._pushes.gone(token)
+            case Tick():
+                self._tick()
+        self._settle()
+        return self.world.out.take()
+
+    def next_deadline_s(self) -> float | None:
+        """When the next Tick is due at the latest."""
+        deadlines = [*self._rounds.deadlines(), *self._pushes.deadlines()]
+        world = self.world
+        if world.stopped_s is not None:
+            deadlines.append(world.stopped_s + world.config.linger_s)
+        return min(deadlines, default=None)
+
+    # ---- calls ----
+
+    def _call(self, token: int, request: ClusterRequest) -> None:
+        try:
+            self._calls[type(request)](token, request)
+        except Refused as refused:
+            name = request.caller.name
+            self.world.record(
+                "refused",
+                request.caller.cause_id,
+                peer=name,
+                call=type(request).__name__,
+                code=refused.code.name,
+                sentence=refused.sentence,
+            )
+            self.world.log(f"refused {name[:64]}", f"{type(request).__name__} refused: {refused.sentence}")
+            self.world.refuse(token, refused)
+
+    def _operate(self, token: int, action: OperatorAction) -> None:
+        try:
+            self._do(token, action)
+        except Refused as refused:
+            self.world.refuse(token, refused)
+
+    def _do(self, token: int, action: OperatorAction) -> None:
+        world = self.world
+        match action:
+            case StatusRequest(run_id):
+                check_run(world, run_id, "the request")
+                world.reply(token, status(world))
+            case Pause(request):
+                check_run(world, request.run_id, "the request")
+                world.paused = request.reason or "no reason given"
+                self._done(token, "pause", "no new round begins until `dips resume`; clusters train on")
+            case Resume(request):
+                check_run(world, request.run_id, "the request")
+                world.paused = ""
+                self._done(token, "resume", "rounds go on")
+            case Stop(request):
+                check_run(world, request.run_id, "the request")
+                self._stop(token, request.reason or "stopped by the operator")
+            case EvictRequest(run_id, cluster, reason):
+                check_run(world, run_id, "the request")
+                self._live(cluster)
+                self._members.evict(cluster, reason or "by the operator")
+                self._done(token, "evict", f"cluster {cluster} is evicted; it may join again")
+            case DrainRequest(run_id, cluster, reason):
+                check_run(world, run_id, "the request")
+                self._live(cluster).draining = reason or "by the operator"
+                self._done(token, "drain", f"cluster {cluster} finishes its push and leaves")
+
+    def _done(self, token: int, kind: str, sentence: str) -> None:
+        self.world.record(kind, "operator", sentence=sentence)
+        self.world.log("operator", f"{kind}: {sentence}")
+        self.world.reply(token, OperatorReply(sentence))
+
+    def _stop(self, token: int, reason: str) -> None:
+        world = self.world
+        if world.stopped_s is not None:
+            self._done(token, "stop", "the run has ended; the master stops now")
+            self._halt()
+            return
+        world.stop_when_idle = reason
+        self._done(token, "stop", "the open round finishes, everyone pulls the last version and leaves")
+
+    def _live(self, cluster: str) -> Member:
+        member = self.world.members.get(cluster)
+        if member is None:
+            names = ", ".join(sorted(self.world.members)) or "none"
+            raise Refused(RefusalCode.UNKNOWN_NAME, f"no cluster {cluster!r} is here; live clusters: {names}")
+        return member
+
+    # ---- time ----
+
+    def _tick(self) -> None:
+        world = self.world
+        gap_s = world.now_s - (self._last_tick_s if self._last_tick_s is not None else world.now_s)
+        self._last_tick_s = world.now_s
+        if gap_s > world.config.settings.heartbeat_s / 2:
+            world.record("stood_still", "-", gap_s=gap_s)
+            self._members.rearm()
+            self._slaves.rearm()
+            self._rounds.rearm(gap_s)
+        self._slaves.tick()
+        self._members.tick()
+        self._pushes.tick()
+        self._pulls.tick()
+        self._rounds.tick()
+
+    def _settle(self) -> None:
+        world = self.world
+        self._rounds.settle()
+        idle = world.round.phase.now is RoundPhase.IDLE
+        if world.stop_when_idle and idle and not world.ledger.stopping:
+            world.ledger.stopping = world.stop_when_idle
+            world.journal("STOP", {"reason": world.stop_when_idle})
+            self._rounds.settle()
+        self._members.finish_leaving()
+        if world.ledger.stopping and idle and not world.members and world.stopped_s is None:
+            world.stopped_s = world.now_s
+            world.record("stopped", "-", reason=world.ledger.stopping, tokens=world.ledger.tokens)
+            world.log("master", f"the run has ended: {world.ledger.stopping}; no cluster is left")
+        if world.stopped_s is not None and world.now_s >= world.stopped_s + world.config.linger_s:
+            self._halt()
+
+    def _halt(self) -> None:
+        self._slaves.stop_all("the run has ended")
+        self.world.halt(0, f"the run has ended: {self.world.ledger.stopping}")

@@ -1,0 +1,61 @@
+"""Lending data: LeaseData and ReturnData of clusters in leased mode."""
+
+from __future__ import annotations
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import LeaseDataReply, LeaseDataRequest, ReturnDataReply, ReturnDataRequest
+from dips.master.state.callers import check_member
+from dips.master.state.leases import LeaseTable, TokenState
+from dips.master.state.world import World
+
+MAX_CHUNKS_AT_ONCE = 256
+"""So that no cluster takes the run's data away from the others with one call."""
+
+
+class Data:
+    """Who may train on what."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def lease(self, token: int, request: LeaseDataRequest) -> None:
+        world = self._world
+        member = check_member(world, request.caller)
+        leases, plan = self._leases(member.cluster), world.ledger.data_plan
+        assert plan is not None, "a lease table has a plan"
+        most = MAX_CHUNKS_AT_ONCE * plan.chunk_tokens
+        if not 0 < request.want_tokens <= most:
+            raise Refused(
+                RefusalCode.TOKENS,
+                f"{request.want_tokens} tokens are asked for: ask for 1 to {most} at a time",
+            )
+        ranges = leases.lease(member.cluster, request.want_tokens)
+        world.journal("LEASE", {"cluster": member.cluster, "leases": [r.lease_id for r in ranges]})
+        world.record(
+            "lease",
+            request.caller.cause_id,
+            cluster=member.cluster,
+            tokens=sum(item.tokens for item in ranges),
+        )
+        world.reply(token, LeaseDataReply(ranges))
+
+    def give_back(self, token: int, request: ReturnDataRequest) -> None:
+        world = self._world
+        member = check_member(world, request.caller)
+        leases = self._leases(member.cluster)
+        leases.check(member.cluster, request.ranges)
+        in_push = member.push.request.ranges if member.push else ()
+        if taken := set(in_push) & set(request.ranges):
+            raise Refused(RefusalCode.RANGES, f"{len(taken)} of the ranges are in an undecided push: await its verdict")
+        leases.settle(request.ranges, TokenState.FREE)
+        world.journal("RETURN", {"cluster": member.cluster, "tokens": sum(item.tokens for item in request.ranges)})
+        world.reply(token, ReturnDataReply())
+
+    def _leases(self, cluster: str) -> LeaseTable:
+        leases = self._world.ledger.leases
+        if leases is None:
+            raise Refused(
+                RefusalCode.DATA_PLAN,
+                f"this run's clusters bring their own data: cluster {cluster!r} needs no lease",
+            )
+        return leases

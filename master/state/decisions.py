@@ -1,0 +1,192 @@
+"""What a round's end writes into the ledger: COMMIT and VOID, with every participant's verdict, in one record each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from dips.core.ids import Version
+from dips.core.messages import RoundSummary, Verdict, VerdictKind
+from dips.master.state.leases import TokenState
+from dips.master.state.ledger import CommitInfo, canonical, pair, push_to_json
+from dips.master.state.penalty import Judgement
+from dips.master.state.records import Push
+from dips.master.state.verdicts import Verdicts
+from dips.master.state.world import World
+
+
+class Decisions:
+    """Turns a judged round into durable state; tells verdicts once they may be told."""
+
+    def __init__(self, world: World, verdicts: Verdicts) -> None:
+        self._world = world
+        self._verdicts = verdicts
+
+    def accepted(self) -> list[Push]:
+        """The participants that are merged, in cluster-id order; the seed is merged unjudged."""
+        state = self._world.round
+        if state.judgement is None:
+            return list(state.participants)
+        return [push for push in state.participants if push.cluster in state.judgement.accepted]
+
+    def commit(self) -> CommitInfo:
+        """Everything that the new version changes, as one journal record: the commit point."""
+        world, state, ledger = self._world, self._world.round, self._world.ledger
+        accepted = self.accepted()
+        assert state.id is not None, "a round that commits has an id"
+        version = ledger.version.next() if ledger.version else Version(world.epoch, 0)
+        self._settle(accepted, TokenState.APPLIED)
+        self._settle(self._excluded(), TokenState.EXCLUDED)
+        if state.judgement is not None:
+            ledger.detector = state.judgement.next_state_if_committed
+            self._alarms(state.judgement.alarms)
+        ledger.tokens += sum(push.request.tokens for push in accepted)
+        ledger.rounds_committed += 1
+        ledger.rounds_merged += len(accepted) >= 2
+        self._maybe_stop()
+        self._remember(version)
+        digests = tuple(sorted(state.digest_of_slave.items()))
+        record = self._record("COMMIT", accepted) | {
+            "version": pair(version),
+            "digests": {slave: digest.hex() for slave, digest in digests},
+            "ledger": json.loads(ledger.to_json(with_commit=False)),
+        }
+        ledger.commit = CommitInfo(state.id, version, digests, canonical(record).encode())
+        world.journal("COMMIT", {**record, "ledger": "in the snapshot"})
+        world.log("version", f"version {version}: {_names(accepted)} merged, {ledger.tokens} tokens")
+        return ledger.commit
+
+    def void(self, reason: str) -> None:
+        world, state, ledger = self._world, self._world.round, self._world.ledger
+        assert state.judgement is not None, "only a judged round is void; a seed that is not finite is refused earlier"
+        self._settle(state.participants, TokenState.EXCLUDED)
+        ledger.detector = state.judgement.next_state_if_void
+        self._alarms(state.judgement.alarms_if_void)
+        ledger.rounds_void += 1
+        self._remember(ledger.version, reason)
+        world.journal("VOID", self._record("VOID", []) | {"reason": reason})
+        self.summary("void", reason)
+        self._tell_all()
+
+    def tell(self) -> None:
+        """Verdicts of a published round."""
+        self.summary("commit", "")
+        self._tell_all()
+
+    def _remember(self, version: Version | None, why_void: str = "") -> None:
+        """Every participant's verdict stands in the ledger before the record that decides it is written."""
+        world, state = self._world, self._world.round
+        accepted = {push.cluster for push in self.accepted()} if not why_void else set()
+        rejected = {r.cluster: r for r in state.judgement.rejected} if state.judgement else {}
+        for push in state.participants:
+            kind, reason, reset = VerdictKind.APPLIED, "merged", False
+            if push.cluster not in accepted:
+                rejection = rejected.get(push.cluster)
+                kind, reason = VerdictKind.EXCLUDED, rejection.reason if rejection else why_void
+                # Not rejected, yet the update was not finite: its own inner state is suspect too.
+                reset = rejection is None or rejection.non_finite
+                reset = reset or push.cluster in world.ledger.detector.quarantined
+            world.ledger.entry(push.cluster).last_verdict = Verdict(push.id, kind, version, reason, reset, state.id)
+
+    def _tell_all(self) -> None:
+        for push in list(self._world.round.participants):
+            verdict = self._world.ledger.entry(push.cluster).last_verdict
+            assert verdict is not None, "remembered before the record was written"
+            self._verdicts.decide(push, verdict)
+
+    def summary(self, outcome: str, reason: str) -> None:
+        world, state = self._world, self._world.round
+        judgement, accepted = state.judgement, self.accepted() if outcome == "commit" else []
+        names = {push.cluster for push in accepted}
+        nan = float("nan")
+        assert state.id is not None, "a round that ends has an id"
+        world.recent.append(
+            RoundSummary(
+                state.id,
+                outcome,
+                reason,
+                world.ledger.version if outcome == "commit" else None,
+                tuple(sorted(names)),
+                tuple(push.cluster for push in state.participants if push.cluster not in names),
+                judgement.kappa if judgement else nan,
+                judgement.rho if judgement else nan,
+                judgement.merged_norm if judgement else nan,
+                world.ledger.tokens,
+                world.now_s + world.wall_offset_s,
+            )
+        )
+
+    def _settle(self, pushes: Sequence[Push], to: TokenState) -> None:
+        """Ranges, fences and counters of decided pushes."""
+        ledger = self._world.ledger
+        for push in pushes:
+            entry = ledger.entry(push.cluster)
+            entry.fence += 1
+            if ledger.leases is not None:
+                ledger.leases.settle(push.request.ranges, to)
+            if to is TokenState.EXCLUDED:
+                entry.pushes_excluded += 1
+            elif not push.is_seed:
+                entry.pushes_applied += 1
+                entry.tokens_applied += push.request.tokens
+                entry.steps_applied += push.request.steps
+
+    def _excluded(self) -> list[Push]:
+        accepted = {push.cluster for push in self.accepted()}
+        return [push for push in self._world.round.participants if push.cluster not in accepted]
+
+    def _maybe_stop(self) -> None:
+        ledger, tk_max = self._world.ledger, self._world.config.settings.tk_max_tokens
+        if tk_max and ledger.tokens >= tk_max and not ledger.stopping:
+            ledger.stopping = f"{ledger.tokens} tokens are applied, tk_max is {tk_max}"
+
+    def _alarms(self, sentences: Sequence[str]) -> None:
+        for sentence in sentences:
+            self._world.alarm(sentence)
+
+    def _record(self, kind: str, accepted: Sequence[Push]) -> dict[str, object]:
+        state = self._world.round
+        judgement = state.judgement
+        names = {push.cluster for push in accepted}
+        return {
+            "kind": kind,
+            "round": pair(state.id),
+            "epoch": self._world.epoch,
+            "participants": [_participant(push, push.cluster in names) for push in state.participants],
+            "judgement": _judgement(judgement),
+            "wall_s": self._world.now_s + self._world.wall_offset_s,
+        }
+
+
+def _participant(push: Push, accepted: bool) -> dict[str, object]:
+    request = push.request
+    return {
+        "push": push_to_json(push.id),
+        "attempt": push.attempt,
+        "verdict": "APPLIED" if accepted else "EXCLUDED",
+        "base": pair(request.base),
+        "fence": request.fence,
+        "tokens": request.tokens,
+        "steps": request.steps,
+        "ranges": [[r.lease_id, r.pass_index, r.chunk, r.begin_tokens, r.end_tokens] for r in request.ranges],
+    }
+
+
+def _judgement(judgement: Judgement | None) -> dict[str, object] | None:
+    """Floats as repr text: a record must be JSON, and NaN is not."""
+    if judgement is None:
+        return None
+    return {
+        "accepted": list(judgement.accepted),
+        "rejected": [[r.cluster, r.reason] for r in judgement.rejected],
+        "weights": [repr(w) for w in judgement.weights],
+        "kappa": repr(judgement.kappa),
+        "rho": repr(judgement.rho),
+        "merged_norm": repr(judgement.merged_norm),
+        "norms": [[m.cluster, repr(m.norm), repr(m.score)] for m in judgement.measures],
+        "momentum": [repr(judgement.momentum_decay), repr(judgement.momentum_lookahead)],
+    }
+
+
+def _names(pushes: Sequence[Push]) -> str:
+    return ", ".join(push.cluster for push in pushes)

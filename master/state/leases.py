@@ -1,0 +1,172 @@
+"""Who trains on which tokens: every token of every pass is in exactly one of FREE, LEASED, APPLIED, EXCLUDED (I12).
+
+Tokens of a pass stand on one line; a lease is a range of it that never crosses a chunk's border. A cluster takes
+as much as it asks for, so faster clusters lease more. EXCLUDED tokens are not trained again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import DataPlan, DataRange
+from dips.master.state.intervals import IntervalMap
+
+MAX_RANGES_IN_A_MESSAGE = 65_536
+
+
+class TokenState(Enum):
+    FREE = "free"
+    LEASED = "leased"
+    APPLIED = "applied"
+    EXCLUDED = "excluded"
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What an interval of tokens is; cluster and lease_id only when LEASED."""
+
+    state: TokenState
+    cluster: str = ""
+    lease_id: int = 0
+
+
+FREE = Holding(TokenState.FREE)
+
+
+class LeaseTable:
+    """The state of every token of every pass that was begun."""
+
+    def __init__(self, plan: DataPlan) -> None:
+        self._plan = plan
+        self._passes: list[IntervalMap[Holding]] = []
+        self._next_lease_id = 1
+
+    def lease(self, cluster: str, want_tokens: int) -> tuple[DataRange, ...]:
+        """Lend at least want_tokens, whole free pieces of chunks, oldest pass first; a new pass when none is free."""
+        granted: list[DataRange] = []
+        while sum(r.tokens for r in granted) < want_tokens:
+            pass_index, begin, end = self._first_free()
+            granted.append(self._grant(cluster, pass_index, begin, end))
+        return tuple(granted)
+
+    def check(self, cluster: str, ranges: Sequence[DataRange]) -> None:
+        """Raise Refused(RANGES) unless all ranges are leased to the cluster under their lease and none overlap."""
+        if len(ranges) > MAX_RANGES_IN_A_MESSAGE:
+            raise Refused(RefusalCode.RANGES, f"{len(ranges)} ranges at once: at most {MAX_RANGES_IN_A_MESSAGE}")
+        seen: dict[int, int] = {}
+        for item in sorted(ranges, key=lambda r: (r.pass_index, r.chunk, r.begin_tokens)):
+            begin, end = self._line(item)
+            if seen.get(item.pass_index, 0) > begin:
+                raise Refused(RefusalCode.RANGES, f"range {describe(item)} overlaps another of the same message")
+            seen[item.pass_index] = end
+            wanted = Holding(TokenState.LEASED, cluster, item.lease_id)
+            for _, _, holding in self._passes[item.pass_index].over(begin, end):
+                if holding != wanted:
+                    raise Refused(RefusalCode.RANGES, _not_yours(cluster, item, holding))
+
+    def settle(self, ranges: Iterable[DataRange], state: TokenState) -> None:
+        """Move ranges that check() accepted to another state."""
+        for item in ranges:
+            begin, end = self._line(item)
+            self._passes[item.pass_index].put(begin, end, Holding(state))
+
+    def free_all_but(self, cluster: str, kept: Iterable[DataRange]) -> int:
+        """Free what the cluster leases, except `kept`; returns the number of tokens freed."""
+        keep: dict[tuple[int, int], list[DataRange]] = {}
+        for item in kept:
+            keep.setdefault((item.pass_index, item.chunk), []).append(item)
+        freed = 0
+        for pass_index, line in enumerate(self._passes):
+            for begin, end, holding in line:
+                if holding.state is TokenState.LEASED and holding.cluster == cluster:
+                    for low, high in self._without(pass_index, begin, end, keep):
+                        line.put(low, high, FREE)
+                        freed += high - low
+        return freed
+
+    def totals(self) -> dict[TokenState, int]:
+        """Tokens by state over all passes that were begun."""
+        totals = dict.fromkeys(TokenState, 0)
+        for _, begin, end, holding in self.holdings():
+            totals[holding.state] += end - begin
+        return totals
+
+    def leased_tokens(self, cluster: str) -> int:
+        return sum(end - begin for _, begin, end, h in self.holdings() if h.cluster == cluster)
+
+    def holdings(self) -> Iterator[tuple[int, int, int, Holding]]:
+        """(pass, begin, end, holding) for every interval."""
+        for pass_index, line in enumerate(self._passes):
+            for begin, end, holding in line:
+                yield pass_index, begin, end, holding
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [[p, b, e, h.state.value, h.cluster, h.lease_id] for p, b, e, h in self.holdings()]
+        return {"passes": len(self._passes), "next_lease_id": self._next_lease_id, "holdings": rows}
+
+    @staticmethod
+    def from_json(plan: DataPlan, raw: Mapping[str, Any]) -> LeaseTable:
+        table = LeaseTable(plan)
+        table._next_lease_id = int(raw["next_lease_id"])
+        table._passes = [IntervalMap(plan.total_tokens, FREE) for _ in range(int(raw["passes"]))]
+        for pass_index, begin, end, state, cluster, lease_id in raw["holdings"]:
+            table._passes[pass_index].put(begin, end, Holding(TokenState(state), cluster, lease_id))
+        return table
+
+    def _first_free(self) -> tuple[int, int, int]:
+        for pass_index, line in enumerate(self._passes):
+            for begin, end, holding in line:
+                if holding.state is TokenState.FREE:
+                    return pass_index, begin, self._chunk_end(begin, end)
+        self._passes.append(IntervalMap(self._plan.total_tokens, FREE))
+        return len(self._passes) - 1, 0, self._chunk_end(0, self._plan.total_tokens)
+
+    def _chunk_end(self, begin: int, end: int) -> int:
+        return min(end, (begin // self._plan.chunk_tokens + 1) * self._plan.chunk_tokens)
+
+    def _grant(self, cluster: str, pass_index: int, begin: int, end: int) -> DataRange:
+        lease_id = self._next_lease_id
+        self._next_lease_id += 1
+        self._passes[pass_index].put(begin, end, Holding(TokenState.LEASED, cluster, lease_id))
+        chunk = begin // self._plan.chunk_tokens
+        origin = chunk * self._plan.chunk_tokens
+        return DataRange(lease_id, pass_index, chunk, begin - origin, end - origin)
+
+    def _line(self, item: DataRange) -> tuple[int, int]:
+        """The range's place on its pass's line; raises Refused(RANGES) when it has none."""
+        origin = item.chunk * self._plan.chunk_tokens
+        begin, end = origin + item.begin_tokens, origin + item.end_tokens
+        inside = 0 <= item.begin_tokens < item.end_tokens <= self._plan.chunk_tokens
+        if not (inside and item.pass_index < len(self._passes) and end <= self._plan.total_tokens):
+            raise Refused(RefusalCode.RANGES, f"range {describe(item)} lies outside the run's data")
+        return begin, end
+
+    def _without(
+        self, pass_index: int, begin: int, end: int, keep: Mapping[tuple[int, int], Sequence[DataRange]]
+    ) -> list[tuple[int, int]]:
+        """[begin, end) less the kept ranges; the interval lies within one chunk, as every lease does."""
+        pieces: list[tuple[int, int]] = []
+        chunks = range(begin // self._plan.chunk_tokens, (end - 1) // self._plan.chunk_tokens + 1)
+        at = begin
+        for item in sorted((r for c in chunks for r in keep.get((pass_index, c), ())), key=lambda r: self._line(r)):
+            low, high = self._line(item)
+            if low > at:
+                pieces.append((at, min(low, end)))
+            at = max(at, high)
+        if at < end:
+            pieces.append((at, end))
+        return [(low, high) for low, high in pieces if low < high]
+
+
+def describe(item: DataRange) -> str:
+    """A range for people."""
+    return f"{item.begin_tokens}-{item.end_tokens} of chunk {item.chunk}, pass {item.pass_index}, lease {item.lease_id}"
+
+
+def _not_yours(cluster: str, item: DataRange, holding: Holding) -> str:
+    now = f"leased to {holding.cluster} (lease {holding.lease_id})" if holding.cluster else holding.state.value
+    return f"range {describe(item)} is not leased to {cluster}: it is {now}; join again to learn what you hold"

@@ -1,0 +1,237 @@
+"""What the master must never forget: the durable part of its state, written whole with every journal entry.
+
+Replaying the journal is loading the newest snapshot; a slave's manifest carries the same snapshot with the COMMIT
+that it belongs to. Nothing here depends on the clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dips.core.ids import Incarnation, PushId, RoundId, SlaveId, Version
+from dips.core.layout import Layout, layout_from_json
+from dips.core.messages import DataMode, DataPlan, Verdict, VerdictKind
+from dips.core.placement import Placement
+from dips.master.state.leases import LeaseTable
+from dips.master.state.penalty import DetectorState
+
+
+@dataclass(frozen=True)
+class CommitInfo:
+    """The COMMIT that made the newest version."""
+
+    round: RoundId
+    version: Version
+    digest_of_slave: tuple[tuple[str, bytes], ...]
+    record: bytes
+
+    @property
+    def commit_hash(self) -> bytes:
+        return hashlib.sha256(self.record).digest()
+
+
+@dataclass
+class ClusterEntry:
+    """What is remembered of a cluster id, whether it is here or not."""
+
+    fence: int = 0
+    incarnation: Incarnation | None = None
+    incarnations: int = 0
+    member: bool = False
+    declared_tokens_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    push_interval_s: float = 0.0
+    local_steps: int = 0
+    pushes_applied: int = 0
+    pushes_excluded: int = 0
+    tokens_applied: int = 0
+    steps_applied: int = 0
+    steps_before: int = 0
+    last_verdict: Verdict | None = None
+
+    @property
+    def rate_tokens_per_s(self) -> float:
+        """Measured, declared until measured, 0 when neither is known."""
+        return self.tokens_per_s or self.declared_tokens_per_s
+
+
+@dataclass
+class Ledger:
+    """One run's durable state."""
+
+    run_id: str
+    layout: Layout | None = None
+    data_plan: DataPlan | None = None
+    slaves: dict[SlaveId, int] = field(default_factory=dict)
+    placement: Placement | None = None
+    commit: CommitInfo | None = None
+    tokens: int = 0
+    round_n: int = 0
+    detector: DetectorState = field(default_factory=DetectorState.empty)
+    clusters: dict[str, ClusterEntry] = field(default_factory=dict)
+    leases: LeaseTable | None = None
+    rounds_committed: int = 0
+    rounds_merged: int = 0
+    rounds_void: int = 0
+    stopping: str = ""
+
+    @property
+    def version(self) -> Version | None:
+        return self.commit.version if self.commit else None
+
+    def entry(self, cluster: str) -> ClusterEntry:
+        return self.clusters.setdefault(cluster, ClusterEntry())
+
+    def to_json(self, with_commit: bool = True) -> str:
+        """Canonical text; a COMMIT record holds it without the commit that it is part of."""
+        raw: dict[str, Any] = {
+            "run_id": self.run_id,
+            "layout": self.layout.canonical_json() if self.layout else None,
+            "data_plan": _plan_to_json(self.data_plan),
+            "slaves": dict(self.slaves),
+            "placement": list(self.placement.slave_of_block) if self.placement else None,
+            "tokens": self.tokens,
+            "round_n": self.round_n,
+            "detector": self.detector.to_json(),
+            "clusters": {name: _entry_to_json(entry) for name, entry in sorted(self.clusters.items())},
+            "leases": self.leases.to_json() if self.leases else None,
+            "rounds": [self.rounds_committed, self.rounds_merged, self.rounds_void],
+            "stopping": self.stopping,
+        }
+        if with_commit:
+            raw["commit"] = _commit_to_json(self.commit)
+        return canonical(raw)
+
+    @staticmethod
+    def from_json(text: str) -> Ledger:
+        raw = json.loads(text)
+        plan = _plan_from_json(raw["data_plan"])
+        slaves = {SlaveId(name): int(size) for name, size in raw["slaves"].items()}
+        placed = raw["placement"]
+        ledger = Ledger(
+            run_id=raw["run_id"],
+            layout=layout_from_json(raw["layout"]) if raw["layout"] else None,
+            data_plan=plan,
+            slaves=slaves,
+            placement=Placement(tuple(sorted(slaves)), tuple(placed)) if placed is not None else None,
+            commit=_commit_from_json(raw.get("commit")),
+            tokens=int(raw["tokens"]),
+            round_n=int(raw["round_n"]),
+            detector=DetectorState.from_json(raw["detector"]),
+            clusters={name: _entry_from_json(entry) for name, entry in raw["clusters"].items()},
+            stopping=raw["stopping"],
+        )
+        if plan is not None and raw["leases"] is not None:
+            ledger.leases = LeaseTable.from_json(plan, raw["leases"])
+        ledger.rounds_committed, ledger.rounds_merged, ledger.rounds_void = raw["rounds"]
+        return ledger
+
+
+def canonical(raw: Mapping[str, Any]) -> str:
+    """The same bytes for the same content: records are hashed."""
+    return json.dumps(raw, sort_keys=True, separators=(",", ":"))
+
+
+def verdict_to_json(verdict: Verdict | None) -> dict[str, Any] | None:
+    if verdict is None:
+        return None
+    return {
+        "push": push_to_json(verdict.push),
+        "kind": verdict.kind.name,
+        "version": pair(verdict.version),
+        "reason": verdict.reason,
+        "reset": verdict.reset_inner_optimizer,
+        "round": pair(verdict.round),
+    }
+
+
+def push_to_json(push: PushId) -> list[Any]:
+    return [push.cluster, push.incarnation.epoch, push.incarnation.n, push.seq]
+
+
+def pair(item: Version | RoundId | Incarnation | None) -> list[int] | None:
+    """Any of the two-number ids as a list."""
+    match item:
+        case None:
+            return None
+        case Version(timeline, v):
+            return [timeline, v]
+        case RoundId(epoch, n) | Incarnation(epoch, n):
+            return [epoch, n]
+
+
+def _verdict_from_json(raw: Mapping[str, Any] | None) -> Verdict | None:
+    if raw is None:
+        return None
+    cluster, epoch, n, seq = raw["push"]
+    return Verdict(
+        PushId(cluster, Incarnation(epoch, n), seq),
+        VerdictKind[raw["kind"]],
+        Version(*raw["version"]) if raw["version"] else None,
+        raw["reason"],
+        raw["reset"],
+        RoundId(*raw["round"]) if raw["round"] else None,
+    )
+
+
+_PLAIN = (
+    "fence",
+    "incarnations",
+    "member",
+    "declared_tokens_per_s",
+    "tokens_per_s",
+    "push_interval_s",
+    "local_steps",
+    "pushes_applied",
+    "pushes_excluded",
+    "tokens_applied",
+    "steps_applied",
+    "steps_before",
+)
+
+
+def _entry_to_json(entry: ClusterEntry) -> dict[str, Any]:
+    raw = {name: getattr(entry, name) for name in _PLAIN}
+    return raw | {"incarnation": pair(entry.incarnation), "last_verdict": verdict_to_json(entry.last_verdict)}
+
+
+def _entry_from_json(raw: Mapping[str, Any]) -> ClusterEntry:
+    entry = ClusterEntry(**{name: raw[name] for name in _PLAIN})
+    entry.incarnation = Incarnation(*raw["incarnation"]) if raw["incarnation"] else None
+    entry.last_verdict = _verdict_from_json(raw["last_verdict"])
+    return entry
+
+
+def _plan_to_json(plan: DataPlan | None) -> list[Any] | None:
+    if plan is None:
+        return None
+    return [plan.mode.name, plan.corpus_digest.hex(), plan.total_tokens, plan.chunk_tokens]
+
+
+def _plan_from_json(raw: list[Any] | None) -> DataPlan | None:
+    if raw is None:
+        return None
+    return DataPlan(DataMode[raw[0]], bytes.fromhex(raw[1]), int(raw[2]), int(raw[3]))
+
+
+def _commit_to_json(commit: CommitInfo | None) -> dict[str, Any] | None:
+    if commit is None:
+        return None
+    digests = {name: digest.hex() for name, digest in commit.digest_of_slave}
+    return {
+        "round": pair(commit.round),
+        "version": pair(commit.version),
+        "digests": digests,
+        "record": commit.record.decode(),
+    }
+
+
+def _commit_from_json(raw: Mapping[str, Any] | None) -> CommitInfo | None:
+    if raw is None:
+        return None
+    digests = tuple((name, bytes.fromhex(digest)) for name, digest in sorted(raw["digests"].items()))
+    return CommitInfo(RoundId(*raw["round"]), Version(*raw["version"]), digests, raw["record"].encode())

@@ -1,0 +1,58 @@
+"""How many inner steps a cluster makes before its next push (DESIGN 5, dynamic local steps).
+
+Dynamic: H_j = clamp(speed_j x (t* - now - pull_j - push_j), H/8, H), t* the next planned window. t* is an absolute
+target, one fastest round apart, so that the clusters' phases align however they drifted.
+Static: H, but a cluster that would come later than s_max versions is cut to what fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A cluster's measured speed and its last transfers; steps_per_s 0: not measured yet."""
+
+    steps_per_s: float
+    push_s: float
+    pull_s: float
+
+    @property
+    def known(self) -> bool:
+        return self.steps_per_s > 0 and math.isfinite(self.steps_per_s)
+
+    def round_s(self, steps: int) -> float:
+        return steps / self.steps_per_s + self.push_s + self.pull_s
+
+
+def lower_bound(sync_every: int) -> int:
+    """H/8, at least one step."""
+    return max(1, math.ceil(sync_every / 8))
+
+
+def fastest_round_s(paces: Sequence[Pace], sync_every: int) -> float | None:
+    """Seconds of the fastest measured cluster's round of H steps; None while nothing is measured."""
+    rounds = [pace.round_s(sync_every) for pace in paces if pace.known]
+    return min(rounds) if rounds else None
+
+
+def dynamic_steps(pace: Pace, sync_every: int, window_at_s: float, period_s: float, now_s: float) -> int:
+    """H_j towards the first planned window, window_at_s + k x period_s, that leaves room for H/8 steps."""
+    if not pace.known or period_s <= 0:
+        return sync_every
+    least = lower_bound(sync_every)
+    earliest_s = now_s + pace.round_s(least)
+    periods = max(0, math.ceil((earliest_s - window_at_s) / period_s - 1e-9))
+    room_s = window_at_s + periods * period_s - now_s - pace.push_s - pace.pull_s
+    return min(sync_every, max(least, math.floor(pace.steps_per_s * room_s + 1e-9)))
+
+
+def steps_within_staleness(pace: Pace, sync_every: int, s_max: int, publish_interval_s: float) -> int:
+    """H, or fewer when H steps would take longer than s_max published versions."""
+    if not pace.known or publish_interval_s <= 0:
+        return sync_every
+    room_s = s_max * publish_interval_s - pace.push_s - pace.pull_s
+    return min(sync_every, max(lower_bound(sync_every), math.floor(pace.steps_per_s * room_s)))

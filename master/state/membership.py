@@ -1,0 +1,293 @@
+"""Clusters: join, beat, leave, eviction. Eviction changes liveness and fencing only (DESIGN 5, membership)."""
+
+from __future__ import annotations
+
+import logging
+
+from dips.core.errors import ConfigError, RefusalCode, Refused
+from dips.core.ids import Incarnation, PushId, check_name
+from dips.core.layout import first_difference
+from dips.core.messages import (
+    DataMode,
+    DataPlan,
+    DataRange,
+    HeartbeatReply,
+    HeartbeatRequest,
+    Hello,
+    JoinReply,
+    JoinRequest,
+    LeaveReply,
+    LeaveRequest,
+    Verdict,
+)
+from dips.core.protocol import PROTOCOL_MIN, agree
+from dips.master.state import pacing
+from dips.master.state.callers import check_member, check_run
+from dips.master.state.leases import LeaseTable
+from dips.master.state.ledger import ClusterEntry, pair
+from dips.master.state.records import Member, Push
+from dips.master.state.slave_desk import SlaveDesk
+from dips.master.state.verdicts import Verdicts
+from dips.master.state.world import World
+
+MAX_DECLARED_TOKENS_PER_S = 1e12
+MAX_TOTAL_TOKENS = 1 << 60
+
+
+class Membership:
+    """Who takes part."""
+
+    def __init__(self, world: World, verdicts: Verdicts, slaves: SlaveDesk) -> None:
+        self._world = world
+        self._verdicts = verdicts
+        self._slaves = slaves
+        self._away_since_s: dict[str, float] = {}
+
+    # ---- join ----
+
+    def join(self, token: int, request: JoinRequest) -> None:
+        """A new incarnation; whatever an older one of this cluster has not sealed is aborted."""
+        world, name = self._world, request.caller.name
+        self._check_join(request)
+        hello = agree(request.hello.protocol_min, request.hello.protocol_max, request.hello.capabilities, name)
+        slot = self._slot(name)
+        self._adopt_model(request)
+        entry = world.ledger.entry(name)
+        undecided = self._retire(name, f"cluster {name} joined anew")
+        entry.incarnations += 1
+        entry.incarnation = Incarnation(world.epoch, entry.incarnations)
+        entry.member, entry.declared_tokens_per_s = True, request.declared_tokens_per_s
+        self._reattach(name, request.held_ranges, undecided)
+        member = Member(name, entry.incarnation, slot, world.now_s, world.now_s, push=undecided)
+        world.members[name] = member
+        self._away_since_s.pop(name, None)
+        if world.ledger.version is None and world.seed_cluster not in world.members:
+            world.seed_cluster = name
+        world.journal("JOIN", {"cluster": name, "incarnation": pair(entry.incarnation)})
+        world.record("join", request.caller.cause_id, cluster=name, incarnation=str(entry.incarnation))
+        world.log(f"cluster {name}", f"cluster {name} joined as incarnation {entry.incarnation}")
+        versions = Hello(PROTOCOL_MIN, hello.version, tuple(sorted(hello.capabilities)))
+        world.reply(token, self._join_reply(member, entry, versions))
+
+    def _join_reply(self, member: Member, entry: ClusterEntry, hello: Hello) -> JoinReply:
+        world = self._world
+        last: Verdict | PushId | None = member.push.id if member.push else entry.last_verdict
+        member.local_steps = pacing.local_steps(world, member)
+        return JoinReply(
+            world.epoch,
+            member.incarnation,
+            hello,
+            world.config.settings,
+            world.ledger.version is None and world.seed_cluster == member.cluster,
+            entry.fence,
+            last,
+            world.published.version if world.published else None,
+            world.ledger.tokens,
+            member.local_steps,
+            world.config.run_id,
+        )
+
+    def _check_join(self, request: JoinRequest) -> None:
+        world, name, previous = self._world, request.caller.name, request.caller.incarnation
+        try:
+            check_name(name, "cluster id")
+        except ConfigError as error:
+            raise Refused(RefusalCode.MALFORMED, str(error)) from error
+        check_run(world, request.caller.run_id, f"cluster {name!r}")
+        if world.ledger.stopping:
+            raise Refused(RefusalCode.STOPPING, f"the run has reached its end: {world.ledger.stopping}")
+        latest = world.ledger.clusters[name].incarnation if name in world.ledger.clusters else None
+        if previous is not None and latest is not None and previous < latest:
+            raise Refused(
+                RefusalCode.FENCED,
+                f"another process took over cluster {name!r} as incarnation {latest}: this one, {previous}, must stop; "
+                "give each process a cluster id of its own",
+            )
+        if not 0 <= request.declared_tokens_per_s <= MAX_DECLARED_TOKENS_PER_S:
+            raise Refused(
+                RefusalCode.TOKENS,
+                f"{request.declared_tokens_per_s} tokens/s are declared: state 0 (unknown) to "
+                f"{MAX_DECLARED_TOKENS_PER_S:g}",
+            )
+        if request.layout.layout_hash != request.layout_hash:
+            raise Refused(
+                RefusalCode.LAYOUT,
+                "the layout does not have the hash that came with it: both sides need one release",
+            )
+
+    def _slot(self, name: str) -> int:
+        """The cluster's staging slot on every slave. Raises Refused(BUSY) when all are taken."""
+        world = self._world
+        if name in world.members:
+            return world.members[name].slot
+        used = {m.slot for m in world.members.values()} | {p.slot for p in world.round.participants}
+        own = next((push.slot for push in world.round.participants if push.cluster == name), None)
+        free = [slot for slot in range(world.config.max_clusters) if slot not in used]
+        if own is not None:
+            return own
+        if not free:
+            raise Refused(
+                RefusalCode.BUSY,
+                f"all {world.config.max_clusters} staging slots are taken: wait for a cluster to leave, or start the "
+                "master with a larger max_clusters",
+                retry_after_s=5.0,
+            )
+        return free[0]
+
+    def _adopt_model(self, request: JoinRequest) -> None:
+        """The first joiner brings layout and data; everybody else must match."""
+        ledger = self._world.ledger
+        _check_plan(request.data_plan)
+        if ledger.layout is None:
+            self._slaves.place_model(request.layout)
+        elif ledger.layout.layout_hash != request.layout_hash:
+            raise Refused(
+                RefusalCode.LAYOUT,
+                f"the model of cluster {request.caller.name!r} is not this run's: "
+                f"{first_difference(ledger.layout, request.layout)}; give it the same model, or start another run",
+            )
+        if ledger.data_plan is None:
+            ledger.data_plan = request.data_plan
+            ledger.leases = LeaseTable(request.data_plan) if request.data_plan.mode is DataMode.LEASED else None
+        elif ledger.data_plan != request.data_plan:
+            raise Refused(RefusalCode.DATA_PLAN, _plan_difference(ledger.data_plan, request.data_plan))
+
+    def _retire(self, name: str, reason: str) -> Push | None:
+        """End the current incarnation; returns its push if that is sealed and must be waited for."""
+        world = self._world
+        member = world.members.pop(name, None)
+        if member is not None:
+            entry = world.ledger.entry(name)
+            entry.steps_before += member.beat.steps if member.beat else 0
+            world.pins = {pin_id: pin for pin_id, pin in world.pins.items() if pin.owner != name}
+            if member.push is not None and not member.push.sealed:
+                self._verdicts.abort(member.push, reason)
+        return next((push for push in world.round.participants if push.cluster == name), None)
+
+    def _reattach(self, name: str, held: tuple[DataRange, ...], undecided: Push | None) -> None:
+        """Leases that this process still holds, or that a sealed push carries, stay; the rest is free."""
+        leases = self._world.ledger.leases
+        if leases is None:
+            return
+        kept = [item for item in held if _leased(leases, name, item)]
+        leases.free_all_but(name, [*kept, *(undecided.request.ranges if undecided else ())])
+
+    # ---- beats, leaving, eviction ----
+
+    def beat(self, token: int, request: HeartbeatRequest) -> None:
+        world = self._world
+        member = check_member(world, request.caller)
+        member.beat_s, member.beat = world.now_s, request
+        if not member.local_steps:
+            member.local_steps = pacing.local_steps(world, member)
+        stop = bool(world.ledger.stopping or member.draining) and member.push is None
+        published = world.published.version if world.published else None
+        world.reply(
+            token,
+            HeartbeatReply(
+                world.epoch,
+                published,
+                world.ledger.tokens,
+                member.local_steps,
+                stop,
+                world.round.phase.now.value,
+            ),
+        )
+
+    def leave(self, token: int, request: LeaveRequest) -> None:
+        """Waits for the verdict of a sealed push, aborts any other."""
+        world = self._world
+        member = check_member(world, request.caller)
+        if member.push is not None and member.push.sealed:
+            member.leave_token = token
+            return
+        self._depart(member, "LEAVE", request.reason or "it left")
+        world.reply(token, LeaveReply())
+
+    def finish_leaving(self) -> None:
+        """Clusters that waited for a verdict before they leave."""
+        world = self._world
+        while world.leave_ready:
+            member = world.members.get(world.leave_ready.pop())
+            if member is not None and member.leave_token is not None:
+                token = member.leave_token
+                self._depart(member, "LEAVE", "it left")
+                world.reply(token, LeaveReply())
+
+    def evict(self, cluster: str, reason: str) -> None:
+        member = self._world.members[cluster]
+        self._world.log(f"cluster {cluster}", f"cluster {cluster} is evicted: {reason}", logging.WARNING)
+        self._depart(member, "EVICT", reason)
+
+    def _depart(self, member: Member, kind: str, reason: str) -> None:
+        world, name = self._world, member.cluster
+        undecided = self._retire(name, f"cluster {name} is gone: {reason}")
+        world.ledger.entry(name).member = False
+        self._away_since_s[name] = world.now_s
+        if kind == "LEAVE" and world.ledger.leases is not None:
+            world.ledger.leases.free_all_but(name, undecided.request.ranges if undecided else ())
+        if world.seed_cluster == name:
+            world.seed_cluster = min(world.members, default=None)
+        world.journal(kind, {"cluster": name, "incarnation": pair(member.incarnation), "reason": reason})
+        world.record(kind.lower(), str(member.incarnation), cluster=name, reason=reason)
+        if kind == "LEAVE":
+            world.log(f"cluster {name}", f"cluster {name} left: {reason}")
+
+    # ---- time ----
+
+    def tick(self) -> None:
+        world = self._world
+        for member in world.live():
+            silent_s = world.now_s - member.beat_s
+            if silent_s > world.config.evict_after_s:
+                self.evict(member.cluster, f"no heartbeat for {silent_s:.1f} s")
+        self._expire_leases()
+
+    def rearm(self) -> None:
+        for member in self._world.members.values():
+            member.beat_s = self._world.now_s
+
+    def _expire_leases(self) -> None:
+        """What a cluster leased is free again when it stays away for lease_ttl."""
+        world = self._world
+        leases = world.ledger.leases
+        if leases is None:
+            return
+        for name, entry in world.ledger.clusters.items():
+            if name in world.members or not entry.incarnations:
+                continue
+            away_s = world.now_s - self._away_since_s.setdefault(name, world.now_s)
+            if away_s <= world.config.lease_ttl_s:
+                continue
+            sealed = [r for p in world.round.participants if p.cluster == name for r in p.request.ranges]
+            if freed := leases.free_all_but(name, sealed):
+                world.journal("RETURN", {"cluster": name, "tokens": freed, "reason": "lease_ttl"})
+
+
+def _leased(leases: LeaseTable, cluster: str, item: DataRange) -> bool:
+    try:
+        leases.check(cluster, [item])
+    except Refused:
+        return False
+    return True
+
+
+def _check_plan(plan: DataPlan) -> None:
+    if plan.mode is DataMode.OWN:
+        return
+    if not 0 < plan.chunk_tokens <= plan.total_tokens <= MAX_TOTAL_TOKENS:
+        raise Refused(
+            RefusalCode.DATA_PLAN,
+            f"{plan.total_tokens} tokens in chunks of {plan.chunk_tokens} cannot be lent: more text or smaller chunks",
+        )
+
+
+def _plan_difference(ours: DataPlan, theirs: DataPlan) -> str:
+    if ours.mode is not theirs.mode:
+        return f"this run's data is {ours.mode.name}, the cluster's {theirs.mode.name}: start all clusters alike"
+    if (ours.total_tokens, ours.chunk_tokens) != (theirs.total_tokens, theirs.chunk_tokens):
+        return (
+            f"the cluster has {theirs.total_tokens} tokens in chunks of {theirs.chunk_tokens}, this run "
+            f"{ours.total_tokens} in chunks of {ours.chunk_tokens}: give every cluster the same files, seed and chunks"
+        )
+    return "the cluster's text has another digest than this run's: give every cluster the same files and seed"

@@ -1,0 +1,72 @@
+"""How fast clusters go and what follows: H_j, the grace window, and T_round."""
+
+from __future__ import annotations
+
+from dips.master.state.local_steps import (
+    Pace,
+    dynamic_steps,
+    fastest_round_s,
+    steps_within_staleness,
+)
+from dips.master.state.penalty import round_tokens
+from dips.master.state.records import Member
+from dips.master.state.world import World
+
+GRACE_SHARE = 0.1
+GRACE_LEAST_S = 1.0
+
+
+def pace_of(member: Member) -> Pace:
+    beat = member.beat
+    return Pace(beat.steps_per_s, beat.push_s, beat.pull_s) if beat else Pace(0.0, 0.0, 0.0)
+
+
+def grace_s(world: World) -> float:
+    """The grace window: as configured, or 10 % of the fastest cluster's round, at least 1 s."""
+    if world.config.grace_s is not None:
+        return world.config.grace_s
+    return max(GRACE_LEAST_S, GRACE_SHARE * (_fastest_s(world) or 0.0))
+
+
+def local_steps(world: World, member: Member) -> int:
+    """H_j for the steps that begin now; says so when a static H is cut."""
+    settings = world.config.settings
+    every, pace = settings.sync_every_steps, pace_of(member)
+    if settings.dynamic_local_steps:
+        opened_s = world.window_opened_s if world.window_opened_s is not None else world.now_s
+        return dynamic_steps(pace, every, opened_s, _fastest_s(world) or 0.0, world.now_s)
+    steps = steps_within_staleness(pace, every, world.s_max(), world.publish_interval_s)
+    if steps < every:
+        world.log(
+            f"steps {member.cluster}",
+            f"cluster {member.cluster} makes {steps} steps instead of {every} between pushes, else it would come "
+            f"more than {world.s_max()} versions late; dynamic local steps or a smaller H avoid that",
+        )
+    return steps
+
+
+def tokens_of_a_round(world: World) -> float:
+    """T_round = (sum of the live clusters' rates) x (mean of their push intervals); 0 while either is unknown."""
+    rates: dict[str, float] = {}
+    intervals_s: dict[str, float] = {}
+    for member in world.live():
+        entry = world.ledger.entry(member.cluster)
+        rates[member.cluster] = entry.rate_tokens_per_s or (member.beat.tokens_per_s if member.beat else 0.0)
+        if entry.push_interval_s > 0:
+            intervals_s[member.cluster] = entry.push_interval_s
+        elif pace_of(member).known:
+            intervals_s[member.cluster] = pace_of(member).round_s(world.config.settings.sync_every_steps)
+    return round_tokens(rates, intervals_s)
+
+
+def published(world: World) -> None:
+    """Remember how often versions come."""
+    if world.published_s is not None:
+        interval_s = world.now_s - world.published_s
+        old = world.publish_interval_s
+        world.publish_interval_s = interval_s if old <= 0 else 0.7 * old + 0.3 * interval_s
+    world.published_s = world.now_s
+
+
+def _fastest_s(world: World) -> float | None:
+    return fastest_round_s([pace_of(m) for m in world.live()], world.config.settings.sync_every_steps)

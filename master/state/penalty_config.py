@@ -1,0 +1,164 @@
+"""The knobs of the pseudo-gradient penalty and of the merge (DESIGN 7, paper 4.1), and their presets by name.
+
+It stands apart from penalty.py so that a configuration can be made, checked and printed without judging
+anything. It must never hold a rule: it says which rule applies and with what numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dips.core.errors import ConfigError
+
+DETECTORS = ("score", "literal", "edit", "off")
+WEIGHTINGS = ("tokens", "softmax")
+CLIP_SCOPES = ("global", "auto")
+CLIP_SCOPES_LATER = ("slave", "layer")
+MOMENTUM_SCALINGS = ("off", "tokens")
+
+
+@dataclass(frozen=True)
+class PenaltyConfig:
+    """One run's penalty. The defaults are the preset `safe`; raises ConfigError for a value that cannot be.
+
+    preset: where the values came from; nothing is decided by it. detector: `score` is DESIGN 7; `literal` the
+    paper's text without repairs; `edit` the rule of EDiT; `off` leaves
+        only the checks that every detector makes (finite, positive norm and tokens).
+    weighting: `tokens` w_j = T_j / sum T; `softmax` w = softmax(-G). participation_scaling: rho as in DESIGN
+    7; false means rho = 1. momentum_scaling: `tokens` decays the momentum by mu^rho for each round, so that a
+    partial round forgets only a part. outer_momentum: mu_o, in [0, 1). clip_norm: the bound of the merged
+    pseudo-gradient's norm; infinity means that nothing is clipped. clip_scope: `global` uses clip_norm;
+    `auto` the median norm of the last clip_window_rounds merges, and clip_norm
+        until there is one.
+    beta, alpha: the threshold factor and the smallest average factor of the paper. warm_up_pushes: accepted
+    pushes of a cluster before its score is defined. window_pushes: accepted norms and scores, of all clusters
+    together, that are remembered. hard_gate: a norm above hard_gate times the median of recent ones is
+    refused; infinity means never. restart_after_rejections: score rejections of one cluster in a row that
+    restart its statistics; 0 means never. clear_after_voids: VOID rounds in a row that clear what the
+    clusters share; 0 means never. quarantine_after_flags: rejections of one cluster in a row that quarantine
+    it; 0 means never. steps_change: a relative change of local steps above it restarts the cluster's average
+    of tokens. cosine_alarm, cosine_alpha, cosine_warm_up_rounds: an average cosine with the merge below
+    cosine_alarm raises an
+        alarm, once that many rounds are averaged (factor cosine_alpha).
+    """
+
+    preset: str = "safe"
+    detector: str = "score"
+    weighting: str = "tokens"
+    participation_scaling: bool = True
+    momentum_scaling: str = "off"
+    outer_momentum: float = 0.8
+    clip_norm: float = 1.0
+    clip_scope: str = "global"
+    clip_window_rounds: int = 32
+    beta: float = 3.0
+    alpha: float = 0.02
+    warm_up_pushes: int = 8
+    window_pushes: int = 64
+    hard_gate: float = 10.0
+    restart_after_rejections: int = 8
+    clear_after_voids: int = 3
+    quarantine_after_flags: int = 3
+    steps_change: float = 0.25
+    cosine_alarm: float = -0.1
+    cosine_alpha: float = 0.1
+    cosine_warm_up_rounds: int = 8
+
+    def __post_init__(self) -> None:
+        _one_of("preset", self.preset, PRESET_NAMES)
+        _one_of("detector", self.detector, DETECTORS)
+        _one_of("weighting", self.weighting, WEIGHTINGS)
+        _one_of("momentum_scaling", self.momentum_scaling, MOMENTUM_SCALINGS)
+        _check_clip_scope(self.clip_scope)
+        _check_numbers(self)
+
+    @classmethod
+    def of(cls, preset: str, **knobs: Any) -> PenaltyConfig:
+        """The preset's values, with `knobs` in their place. Raises ConfigError for an unknown name or
+        value."""
+        _one_of("preset", preset, PRESET_NAMES)
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in knobs:
+            _one_of("penalty knob", name, known)
+        return dataclasses.replace(PRESETS[preset], **knobs)
+
+
+def dynamic_local_steps_of(preset: str) -> bool:
+    """Whether a preset also turns dynamic local steps on (they are the master's, not the penalty's)."""
+    _one_of("preset", preset, PRESET_NAMES)
+    return preset == "dynamic"
+
+
+def _one_of(what: str, value: object, known: tuple[str, ...] | list[str]) -> None:
+    if value in known:
+        return
+    near = difflib.get_close_matches(str(value), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{what} {value!r} is not known; it is one of {', '.join(known)}{hint}")
+
+
+def _check_clip_scope(scope: str) -> None:
+    if scope in CLIP_SCOPES_LATER:
+        raise ConfigError(
+            f"clip_scope {scope!r} is not available in this release: use 'global' (one norm over the whole "
+            "model) or 'auto'"
+        )
+    _one_of("clip_scope", scope, CLIP_SCOPES)
+
+
+def _check_numbers(config: PenaltyConfig) -> None:
+    _in_range("outer_momentum", config.outer_momentum, 0.0, math.nextafter(1.0, 0.0))
+    _in_range("alpha", config.alpha, math.ulp(0.0), 1.0)
+    _in_range("cosine_alpha", config.cosine_alpha, math.ulp(0.0), 1.0)
+    _in_range("cosine_alarm", config.cosine_alarm, -1.0, 1.0)
+    _in_range("beta", config.beta, 1.0, math.inf)
+    _in_range("hard_gate", config.hard_gate, 1.0, math.inf)
+    _in_range("clip_norm", config.clip_norm, math.ulp(0.0), math.inf)
+    _in_range("steps_change", config.steps_change, 0.0, math.inf)
+    for name in ("warm_up_pushes", "window_pushes", "clip_window_rounds", "cosine_warm_up_rounds"):
+        _in_range(name, getattr(config, name), 1, math.inf)
+    for name in ("restart_after_rejections", "clear_after_voids", "quarantine_after_flags"):
+        _in_range(name, getattr(config, name), 0, math.inf)
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also true for NaN
+        raise ConfigError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
+
+
+PRESET_NAMES = ("safe", "dips", "dynamic", "paper", "paper-literal", "edit")
+
+_SAFE = PenaltyConfig()
+
+PRESETS: Mapping[str, PenaltyConfig] = {
+    "safe": _SAFE,
+    "dips": dataclasses.replace(_SAFE, preset="dips"),
+    "dynamic": dataclasses.replace(_SAFE, preset="dynamic"),
+    "paper": dataclasses.replace(_SAFE, preset="paper", participation_scaling=False),
+    "paper-literal": dataclasses.replace(
+        _SAFE,
+        preset="paper-literal",
+        detector="literal",
+        participation_scaling=False,
+        hard_gate=math.inf,
+        warm_up_pushes=1,
+        restart_after_rejections=0,
+        clear_after_voids=0,
+        quarantine_after_flags=0,
+    ),
+    "edit": dataclasses.replace(
+        _SAFE,
+        preset="edit",
+        detector="edit",
+        weighting="softmax",
+        participation_scaling=False,
+        clip_norm=10.0,
+    ),
+}
+"""`safe` (also `dips`): DESIGN 7. `dynamic`: safe, with dynamic local steps. `paper`: safe with rho = 1.
+`paper-literal`: also the detector as printed. `edit`: the detector, weights and clip of EDiT, and rho = 1."""

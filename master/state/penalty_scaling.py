@@ -1,0 +1,85 @@
+"""How far a round may move the model: the share of a full round that took part, and the momentum that goes
+with it.
+
+DESIGN 7, participation and momentum scaling. It must never look at norms: what a push is worth is
+penalty.py's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from dips.master.state.penalty_config import PenaltyConfig
+
+WARN_TOKEN_SHARE = 0.8
+WARN_PERIOD_RATIO = 8.0
+
+
+def round_tokens(rates: Mapping[str, float], intervals_s: Mapping[str, float]) -> float:
+    """T_round: tokens that the live clusters make between two pushes; 0.0 when that is not known.
+
+    rates: tokens/s of every live cluster (measured, declared until measured; <= 0: neither). intervals_s:
+    their measured push intervals; clusters without one may be absent or <= 0. T_round = (sum of the rates) x
+    (arithmetic mean of the intervals). One unknown rate makes it unknown, because the sum would be too small
+    and rho too large.
+    """
+    known_s = [intervals_s[cluster] for cluster in sorted(intervals_s) if intervals_s[cluster] > 0]
+    speeds = [rates[cluster] for cluster in sorted(rates)]
+    if not known_s or not speeds or not all(speed > 0 for speed in speeds):
+        return 0.0
+    return sum(speeds) * (sum(known_s) / len(known_s))
+
+
+def participation(
+    config: PenaltyConfig,
+    accepted: Collection[str],
+    accepted_tokens: float,
+    live_unquarantined: frozenset[str],
+    round_tokens: float,
+) -> float:
+    """rho in (0, 1]: 1 when every live, unquarantined cluster is accepted, else min(1, sum_c T / T_round).
+
+    With T_round unknown (<= 0 or not finite) the clusters count as equal: accepted / (accepted or live).
+    """
+    if not config.participation_scaling or live_unquarantined <= set(accepted):
+        return 1.0
+    if math.isfinite(round_tokens) and round_tokens > 0:
+        return min(1.0, accepted_tokens / round_tokens)
+    return len(accepted) / len(live_unquarantined | set(accepted))
+
+
+def momentum_coefficients(config: PenaltyConfig, rho: float) -> tuple[float, float]:
+    """(decay, lookahead) of buf = decay buf + g; theta' = theta - lr (g + lookahead buf).
+
+    Normally both are mu_o. With momentum_scaling = "tokens": decay m = mu_o^rho, so that rounds whose rho add
+    up to one decay the momentum as much as one full round; lookahead = mu_o (1 - m) / (1 - mu_o), which keeps
+    the momentum's part of the step in proportion. Both are mu_o exactly when rho = 1.
+    """
+    mu = config.outer_momentum
+    if config.momentum_scaling == "off" or rho == 1.0:
+        return mu, mu
+    decay = mu**rho
+    return decay, mu * (1.0 - decay) / (1.0 - mu)
+
+
+def momentum_warning(config: PenaltyConfig, rates: Mapping[str, float], intervals_s: Mapping[str, float]) -> str | None:
+    """A sentence when one slow cluster makes momentum unstable in the linear model and momentum_scaling is
+    off.
+
+    That is: it makes more than 0.8 of the tokens and pushes less than an eighth as often as each of the
+    others.
+    """
+    total = sum(rates.values())
+    if config.momentum_scaling != "off" or total <= 0:
+        return None
+    for cluster in sorted(rates):
+        others_s = [interval for name, interval in intervals_s.items() if name != cluster and interval > 0]
+        share, period_s = rates[cluster] / total, intervals_s.get(cluster, 0.0)
+        if share > WARN_TOKEN_SHARE and others_s and period_s > WARN_PERIOD_RATIO * max(others_s):
+            return (
+                f"cluster {cluster} makes {share:.0%} of the tokens and pushes every {period_s:.1f} s, the "
+                f"others every {max(others_s):.1f} s or faster: momentum may become unstable; set "
+                "momentum_scaling to 'tokens', turn dynamic local steps on, or lower that cluster's local steps"
+            )
+    return None

@@ -1,0 +1,157 @@
+"""How the detector's memory moves on after a round (DESIGN 7, COMMIT and the rules below it).
+
+Rejected values never enter it (the preset `paper-literal` excepted: the paper's recurrence has no condition).
+What rejections do change are counters, and those lead back: restarted statistics, cleared histories,
+quarantine. Nothing here may lock a cluster out for ever because its norms changed for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from dips.master.state.penalty_config import PenaltyConfig
+from dips.master.state.penalty_detect import Finding, steps_changed
+from dips.master.state.penalty_statistics import ClusterStatistics, DetectorState
+
+Moved = tuple[ClusterStatistics, list[str]]
+"""A cluster's statistics after the round, and alarms."""
+
+
+def after_commit(
+    state: DetectorState,
+    config: PenaltyConfig,
+    findings: Sequence[Finding],
+    merged_norm: float,
+    cosines: Mapping[str, float],
+) -> tuple[DetectorState, tuple[str, ...]]:
+    """The state that the COMMIT record carries, and alarms.
+
+    cosines: of each accepted cluster with the merge, absent where it says nothing (a merge of one).
+    """
+    accepted = [finding for finding in findings if finding.accepted]
+    changed, alarms = _move_clusters(config, findings, cosines)
+    scores = [finding.score for finding in accepted if finding.score is not None]
+    window = config.window_pushes
+    next_state = replace(
+        state.with_clusters(changed),
+        norms=(*state.norms, *(finding.scaled_norm for finding in accepted))[-window:],
+        scores=(*state.scores, *scores)[-window:],
+        merged_norms=(*state.merged_norms, merged_norm)[-config.clip_window_rounds :],
+        voids_in_a_row=0,
+    )
+    return next_state, alarms
+
+
+def after_void(
+    state: DetectorState, config: PenaltyConfig, findings: Sequence[Finding]
+) -> tuple[DetectorState, tuple[str, ...]]:
+    """The state that the VOID record carries, and alarms.
+
+    Participants that JUDGE accepted (PREPARE found a non-finite element) stay as they are: whose fault it is,
+    is unknown.
+    """
+    changed, alarms = _move_clusters(config, [finding for finding in findings if not finding.accepted], {})
+    next_state = replace(state.with_clusters(changed), voids_in_a_row=state.voids_in_a_row + 1)
+    if not 0 < config.clear_after_voids <= next_state.voids_in_a_row:
+        return next_state, alarms
+    sentence = (
+        f"{next_state.voids_in_a_row} void rounds in a row: the norms and scores that all clusters share are "
+        "forgotten, so that a change of regime locks nobody out; look for what changed"
+    )
+    return replace(next_state, norms=(), scores=(), merged_norms=(), voids_in_a_row=0), (*alarms, sentence)
+
+
+def _move_clusters(
+    config: PenaltyConfig, findings: Sequence[Finding], cosines: Mapping[str, float]
+) -> tuple[dict[str, ClusterStatistics], tuple[str, ...]]:
+    changed: dict[str, ClusterStatistics] = {}
+    alarms: list[str] = []
+    for finding in findings:
+        if finding.accepted:
+            moved, said = _accepted(config, finding, cosines.get(finding.cluster))
+        else:
+            moved, said = _rejected(config, finding)
+        changed[finding.cluster] = moved
+        alarms += said
+    return changed, tuple(alarms)
+
+
+def _accepted(config: PenaltyConfig, finding: Finding, cosine: float | None) -> Moved:
+    known = replace(
+        _learned(config, finding, finding.known),
+        flags_in_a_row=0,
+        score_rejections_in_a_row=0,
+        quarantined=False,
+    )
+    return (known, []) if cosine is None else _with_cosine(config, finding.cluster, known, cosine)
+
+
+def _learned(config: PenaltyConfig, finding: Finding, known: ClusterStatistics) -> ClusterStatistics:
+    """n_j, mu_j, V_j and Tbar_j with the average factor a = max(alpha, 1 / n_j); as printed, a = alpha after
+    the first."""
+    n = known.accepted + 1
+    a = max(config.alpha, 1.0 / n)
+    if config.detector == "literal" and n > 1:
+        a = config.alpha
+    mean = a * finding.scaled_norm + (1.0 - a) * known.mean
+    variance = (1.0 - a) * known.variance + a * (finding.scaled_norm - mean) ** 2
+    tokens, steps = _mean_tokens(config, finding, known, a)
+    return replace(known, accepted=n, mean=mean, variance=variance, mean_tokens=tokens, steps=steps)
+
+
+def _mean_tokens(config: PenaltyConfig, finding: Finding, known: ClusterStatistics, a: float) -> tuple[float, int]:
+    """(Tbar_j, the local steps that it stands for)."""
+    pushed = finding.participant
+    if known.mean_tokens is None or steps_changed(known, pushed, config):
+        return pushed.tokens, pushed.local_steps
+    return a * pushed.tokens + (1.0 - a) * known.mean_tokens, known.steps or pushed.local_steps
+
+
+def _with_cosine(config: PenaltyConfig, cluster: str, known: ClusterStatistics, cosine: float) -> Moved:
+    """Norms cannot see a push that points the wrong way; an average cosine can."""
+    rounds = known.cosine_rounds + 1
+    a = max(config.cosine_alpha, 1.0 / rounds)
+    mean = a * cosine + (1.0 - a) * known.cosine_mean
+    low = rounds >= config.cosine_warm_up_rounds and mean < config.cosine_alarm
+    alarms = []
+    if low and not known.cosine_alarmed:
+        alarms = [
+            f"the pushes of cluster {cluster} point away from the merged ones (average cosine {mean:.2f}, alarm "
+            f"below {config.cosine_alarm:g}): norms cannot see it; check its data, its learning rate and its code"
+        ]
+    return replace(known, cosine_mean=mean, cosine_rounds=rounds, cosine_alarmed=low), alarms
+
+
+def _rejected(config: PenaltyConfig, finding: Finding) -> Moved:
+    known = finding.known
+    if config.detector == "literal" and finding.valid:
+        known = _learned(config, finding, known)
+    flags = known.flags_in_a_row + 1
+    in_a_row = known.score_rejections_in_a_row + 1 if finding.by_score else 0
+    counted = replace(known, flags_in_a_row=flags, score_rejections_in_a_row=in_a_row)
+    restarted, restart_alarms = _restart_if_due(config, finding, counted)
+    moved, quarantine_alarms = _quarantine_if_due(config, finding, restarted)
+    return moved, restart_alarms + quarantine_alarms
+
+
+def _restart_if_due(config: PenaltyConfig, finding: Finding, counted: ClusterStatistics) -> Moved:
+    in_a_row = counted.score_rejections_in_a_row
+    if not 0 < config.restart_after_rejections <= in_a_row:
+        return counted, []
+    sentence = (
+        f"{in_a_row} finite pushes of cluster {finding.cluster} in a row were rejected by their score: its "
+        "statistics start again, so that a lasting change of its norms does not lock it out"
+    )
+    return counted.restarted(), [sentence]
+
+
+def _quarantine_if_due(config: PenaltyConfig, finding: Finding, counted: ClusterStatistics) -> Moved:
+    flags = counted.flags_in_a_row
+    if counted.quarantined or not 0 < config.quarantine_after_flags <= flags:
+        return counted, []
+    sentence = (
+        f"cluster {finding.cluster} is in quarantine after {flags} rejections in a row (last: {finding.reason}): "
+        "it pulls and resets its inner optimizer; its first accepted push ends the quarantine"
+    )
+    return replace(counted, quarantined=True), [sentence]

@@ -1,0 +1,113 @@
+"""Pulls: which version to read, and the pins that keep it readable. Never blocks a round."""
+
+from __future__ import annotations
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import (
+    BeginPullReply,
+    BeginPullRequest,
+    Busy,
+    FinishPullReply,
+    FinishPullRequest,
+    PullGrant,
+)
+from dips.master.state import pacing
+from dips.master.state.callers import check_member, check_run
+from dips.master.state.reasons import slaves_away, waiting_for
+from dips.master.state.records import Kept, Member, Pin
+from dips.master.state.schedule import block_order
+from dips.master.state.world import World
+
+EXTRA_READERS = 2
+"""Readers (evaluator, export) beside the clusters that may hold a pin at once."""
+
+
+class Pulls:
+    """Grants and pins."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._next_pin = 1
+
+    def begin(self, token: int, request: BeginPullRequest) -> None:
+        """Raises Refused: VERSION_GONE for a version that is no longer kept; FENCED for a cluster that must seed."""
+        world = self._world
+        member = None if request.reader else check_member(world, request.caller)
+        if request.reader:
+            check_run(world, request.caller.run_id, f"reader {request.caller.name!r}")
+        busy = self._busy(request, member)
+        if busy is not None:
+            world.reply(token, BeginPullReply(busy))
+            return
+        kept = self._wanted(request)
+        owner = member.cluster if member else f"reader {request.caller.name}"
+        pin = Pin(self._next_pin, owner, kept.version, world.now_s + world.config.ticket_ttl_s)
+        self._next_pin += 1
+        world.pins = {pin_id: old for pin_id, old in world.pins.items() if old.owner != owner} | {pin.pin_id: pin}
+        world.record("pull", request.caller.cause_id, by=owner, version=str(kept.version))
+        world.reply(token, BeginPullReply(self._grant(kept, pin, member)))
+
+    def finish(self, token: int, request: FinishPullRequest) -> None:
+        world = self._world
+        member = None if request.reader else check_member(world, request.caller)
+        world.pins.pop(request.pin_id, None)
+        if member is not None:
+            member.local_steps = pacing.local_steps(world, member)
+        world.reply(token, FinishPullReply(member.local_steps if member else 0))
+
+    def tick(self) -> None:
+        world = self._world
+        world.pins = {pin_id: pin for pin_id, pin in world.pins.items() if pin.until_s > world.now_s}
+
+    def _busy(self, request: BeginPullRequest, member: Member | None) -> Busy | None:
+        world = self._world
+        if member is not None and member.push is not None:
+            return Busy(0.2, f"push {member.push.id} is undecided: pull once its verdict is known")
+        if world.published is None:
+            if member is not None and world.ledger.version is None and world.seed_cluster == member.cluster:
+                raise Refused(
+                    RefusalCode.FENCED,
+                    "the cluster that was to seed this run is gone: join again, you are to seed it",
+                )
+            return Busy(0.5, waiting_for(world) or "no version is published yet")
+        if away := slaves_away(world):
+            return Busy(0.5, away)
+        behind = request.at_least is not None and request.at_least > world.published.version
+        if behind and not request.exact:
+            return Busy(0.2, f"version {request.at_least} is not published yet")
+        limit = world.config.max_clusters + EXTRA_READERS
+        return Busy(1.0, f"{limit} pulls are under way") if len(world.pins) >= limit else None
+
+    def _wanted(self, request: BeginPullRequest) -> Kept:
+        world = self._world
+        assert world.published is not None, "checked before"
+        if not request.exact or request.at_least is None:
+            return world.published
+        kept = world.kept.get(request.at_least)
+        if kept is None:
+            held = ", ".join(str(version) for version in sorted(world.kept))
+            raise Refused(
+                RefusalCode.VERSION_GONE, f"version {request.at_least} is not kept; these can be read: {held}"
+            )
+        return kept
+
+    def _grant(self, kept: Kept, pin: Pin, member: Member | None) -> PullGrant:
+        world = self._world
+        placement = world.ledger.placement
+        assert placement is not None, "a version has a placement"
+        if member is not None:
+            member.local_steps = pacing.local_steps(world, member)
+        return PullGrant(
+            kept.version,
+            world.ledger.entry(member.cluster).fence if member else 0,
+            pin.pin_id,
+            world.placement_spec(),
+            block_order(placement, member.slot if member else pin.pin_id),
+            kept.commit.digest_of_slave,
+            kept.tokens,
+            member.local_steps if member else 0,
+            None if member else world.ledger.layout,
+            world.config.settings.chunk_bytes,
+            world.epoch,
+            world.config.run_id,
+        )

@@ -1,0 +1,127 @@
+"""What a push must satisfy: at BeginPush, and once more at FinishPush and when the window is sealed.
+
+A function here decides nothing and changes nothing: it refuses, answers STALE, or finds no fault.
+"""
+
+from __future__ import annotations
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import BeginPushRequest, DataMode, Stale, StaleKind
+from dips.master.state.records import Member, Push
+from dips.master.state.world import World
+
+MAX_TOKENS = 1 << 50
+"""More than any cluster could train on between two pushes; anything above is a mistake."""
+
+OWN_DATA_SLACK = 2.0
+"""A cluster with its own data may count at most its declared rate x the elapsed time x this (DESIGN 5, data)."""
+
+OWN_DATA_START_S = 60.0
+"""Elapsed time granted to a first push, whose clock starts at Join and not at its first step."""
+
+
+def stale(world: World, request: BeginPushRequest) -> Stale | None:
+    """Whether the base can no longer be pushed against; None for a seed."""
+    version, base = world.ledger.version, request.base
+    if base is None or version is None:
+        return None
+    if base.timeline != version.timeline:
+        return Stale(StaleKind.TIMELINE, f"base {base} lies on another timeline than version {version}: pull")
+    fence = world.ledger.entry(request.caller.name).fence
+    if request.fence != fence:
+        return Stale(StaleKind.FENCE, f"base {base} carries fence {request.fence}, the fence is {fence}: pull")
+    if version.v - base.v > world.s_max():
+        return Stale(
+            StaleKind.VERSIONS,
+            f"base {base} is more than {world.s_max()} versions behind {version}: pull",
+        )
+    return None
+
+
+def check(world: World, member: Member, request: BeginPushRequest) -> None:
+    """Refuse what can never be accepted."""
+    if world.ledger.stopping or member.draining:
+        why = world.ledger.stopping or member.draining
+        raise Refused(RefusalCode.STOPPING, f"no more pushes: {why}; pull the last version and leave")
+    if request.seq <= member.last_seq:
+        raise Refused(
+            RefusalCode.SEQ,
+            f"push {request.seq} of cluster {member.cluster!r} comes after push {member.last_seq}: a number is "
+            "used once; raise it by one for each push",
+        )
+    if request.base is None:
+        _check_seed(world, member, request)
+    else:
+        _check_counts(world, member, request)
+
+
+def _check_seed(world: World, member: Member, request: BeginPushRequest) -> None:
+    if world.ledger.version is not None:
+        raise Refused(
+            RefusalCode.SEED_EXISTS,
+            f"version {world.ledger.version} exists: nobody may seed over it; pull it, or start a new run",
+        )
+    if world.seed_cluster != member.cluster:
+        raise Refused(
+            RefusalCode.SEED_EXISTS,
+            f"cluster {world.seed_cluster!r} seeds this run: wait for its version and pull",
+        )
+    if request.tokens or request.ranges:
+        raise Refused(RefusalCode.TOKENS, "a seed carries no training: send 0 tokens and no ranges")
+
+
+def _check_counts(world: World, member: Member, request: BeginPushRequest) -> None:
+    version, base, plan = world.ledger.version, request.base, world.ledger.data_plan
+    assert base is not None, "a seed is checked elsewhere"
+    assert plan is not None, "a joined cluster has told its data plan"
+    if version is None or base.v > version.v:
+        raise Refused(RefusalCode.MALFORMED, f"base {base} does not exist (newest: {version}): pull first")
+    if not 0 < request.tokens <= MAX_TOKENS:
+        raise Refused(
+            RefusalCode.TOKENS,
+            f"{request.tokens} tokens: a push counts the tokens trained since the last one, 1 to {MAX_TOKENS}",
+        )
+    if plan.mode is DataMode.OWN:
+        _check_own(world, member, request)
+    else:
+        _check_leased(world, member, request)
+
+
+def _check_own(world: World, member: Member, request: BeginPushRequest) -> None:
+    if request.ranges:
+        raise Refused(RefusalCode.RANGES, "this run's clusters bring their own data: send no ranges")
+    entry = world.ledger.entry(member.cluster)
+    since = member.last_admitted_s if member.last_admitted_s is not None else member.joined_s - OWN_DATA_START_S
+    bound = entry.declared_tokens_per_s * (world.now_s - since) * OWN_DATA_SLACK
+    if entry.declared_tokens_per_s > 0 and request.tokens > bound:
+        raise Refused(
+            RefusalCode.TOKENS,
+            f"{request.tokens} tokens since the last push are more than twice the declared "
+            f"{entry.declared_tokens_per_s:g} tokens/s allow ({bound:.0f}): correct the count, or declare more",
+        )
+
+
+def _check_leased(world: World, member: Member, request: BeginPushRequest) -> None:
+    leases = world.ledger.leases
+    assert leases is not None, "a leased data plan has a lease table"
+    leases.check(member.cluster, request.ranges)
+    total = sum(item.tokens for item in request.ranges)
+    if total != request.tokens:
+        raise Refused(
+            RefusalCode.TOKENS,
+            f"{request.tokens} tokens are counted, but the ranges hold {total}: they must agree",
+        )
+
+
+def recheck(world: World, push: Push) -> str | None:
+    """The checks of BeginPush, as they stand now; a sentence when one fails."""
+    too_old = stale(world, push.request)
+    if too_old is not None:
+        return too_old.sentence
+    plan, leases = world.ledger.data_plan, world.ledger.leases
+    if leases is not None and plan is not None and plan.mode is DataMode.LEASED and not push.is_seed:
+        try:
+            leases.check(push.cluster, push.request.ranges)
+        except Refused as refused:
+            return refused.sentence
+    return None

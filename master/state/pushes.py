@@ -1,0 +1,244 @@
+"""Push tickets: TICKETED -> STAGED -> ADMITTED, one undecided push for each cluster.
+
+From ADMITTED on the round moves it (rounds.py); verdicts.py ends it. A push leaves every slave's staging when it
+is decided, and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import PushId, RoundId
+from dips.core.machine import Phase
+from dips.core.messages import (
+    Admitted,
+    BeginPushReply,
+    BeginPushRequest,
+    Busy,
+    FinishPushReply,
+    FinishPushRequest,
+    OpenStaging,
+    SlaveBeat,
+    Staged,
+    Ticket,
+    Verdict,
+)
+from dips.master.state.callers import check_member
+from dips.master.state.push_checks import check, recheck, stale
+from dips.master.state.reasons import slaves_away
+from dips.master.state.records import Member, Push, Slave
+from dips.master.state.schedule import block_order
+from dips.master.state.tables import PUSH_TABLE, PushPhase
+from dips.master.state.verdicts import Verdicts
+from dips.master.state.world import World
+
+FINISH_WAIT_S = 5.0
+"""How long a FinishPush is held while a slave's STAGED is still on its way."""
+
+
+class Pushes:
+    """Tickets, stagings and admissions."""
+
+    def __init__(self, world: World, verdicts: Verdicts) -> None:
+        self._world = world
+        self._verdicts = verdicts
+
+    # ---- BeginPush ----
+
+    def begin(self, token: int, request: BeginPushRequest) -> None:
+        world = self._world
+        member = check_member(world, request.caller)
+        push_id = PushId(member.cluster, member.incarnation, request.seq)  # type: ignore[arg-type]
+        answer = self._known(member, push_id) or stale(world, request)
+        if answer is not None:
+            world.reply(token, BeginPushReply(answer))
+            return
+        check(world, member, request)
+        if (busy := self._busy()) is not None:
+            world.reply(token, BeginPushReply(busy))
+            return
+        push = self._ticket(member, push_id, request)
+        world.reply(token, BeginPushReply(self._ticket_for(push)))
+
+    def _known(self, member: Member, push_id: PushId) -> Ticket | PushId | Verdict | None:
+        """The answer when this cluster has an undecided push, or this very push is decided."""
+        current = member.push
+        if current is not None and current.id == push_id and current.phase.allows("new attempt"):
+            return self._new_attempt(current)
+        if current is not None:
+            return current.id
+        last = self._world.ledger.entry(member.cluster).last_verdict
+        return last if last is not None and last.push == push_id else None
+
+    def _busy(self) -> Busy | None:
+        away = slaves_away(self._world)
+        return Busy(1.0, away) if away else None
+
+    def _ticket(self, member: Member, push_id: PushId, request: BeginPushRequest) -> Push:
+        world = self._world
+        phase = Phase(PUSH_TABLE, world.story, f"push {push_id}")
+        phase.since_s = world.now_s
+        push = Push(push_id, request, 1, member.slot, phase, world.now_s, world.now_s)
+        member.push = push
+        member.last_seq = request.seq
+        world.record(
+            "ticket",
+            request.caller.cause_id,
+            push=str(push_id),
+            base=str(request.base),
+            tokens=request.tokens,
+        )
+        for slave in world.ready_slaves():
+            self.open_staging(push, slave)
+        return push
+
+    def _new_attempt(self, push: Push) -> Ticket:
+        """Send again what is missing: slaves keep the chunks that they verified."""
+        world = self._world
+        push.phase.move("new attempt", PushPhase.TICKETED, world.now_s, push.request.caller.cause_id)
+        push.attempt += 1
+        push.renewed_s = world.now_s
+        push.digest_of_slave.clear()
+        for slave in world.ready_slaves():
+            self.open_staging(push, slave)
+        return self._ticket_for(push)
+
+    def _ticket_for(self, push: Push) -> Ticket:
+        world = self._world
+        placement = world.ledger.placement
+        assert placement is not None, "a joined cluster has a placement"
+        return Ticket(push.attempt, world.placement_spec(), block_order(placement, push.slot))
+
+    def open_staging(self, push: Push, slave: Slave) -> None:
+        """Tell a slave to expect the push's chunks; also after the slave's restart."""
+        request = push.request
+        push.digest_of_slave.pop(slave.id, None)
+        opened = OpenStaging(
+            push.id, push.attempt, push.slot, request.base, request.fence, request.tokens, request.ranges
+        )
+        self._world.command(slave, opened, request.caller.cause_id)
+
+    # ---- staging and FinishPush ----
+
+    def staged(self, slave: Slave, body: Staged) -> None:
+        push = self._verdicts.find(body.push)
+        if push is None or push.attempt != body.attempt or push.phase.now is not PushPhase.TICKETED:
+            return  # of an attempt that is over: nothing of it may change state
+        push.digest_of_slave[slave.id] = body.digest
+        push.renewed_s = self._world.now_s
+        if len(push.digest_of_slave) == self._n_slaves():
+            push.phase.move("all slaves staged it", PushPhase.STAGED, self._world.now_s, push.request.caller.cause_id)
+            if push.finish_token is not None:
+                self._admit(push)
+
+    def progress(self, slave: Slave, beat: SlaveBeat) -> None:
+        """A ticket lives as long as bytes arrive."""
+        for item in beat.progress:
+            push = self._verdicts.find(item.push)
+            if push is not None and item.landed_bytes > push.landed_bytes.get(slave.id, 0):
+                push.landed_bytes[slave.id] = item.landed_bytes
+                push.renewed_s = self._world.now_s
+
+    def finish(self, token: int, request: FinishPushRequest) -> None:
+        world = self._world
+        member = check_member(world, request.caller)
+        push_id = PushId(member.cluster, member.incarnation, request.seq)  # type: ignore[arg-type]
+        push = member.push
+        if push is None or push.id != push_id:
+            world.reply(token, FinishPushReply(self._verdicts.verdict_of(push_id)))
+        elif push.phase.now in (PushPhase.ADMITTED, PushPhase.SEALED):
+            world.reply(token, FinishPushReply(self._admitted(push)))
+        elif push.attempt != request.attempt:
+            raise Refused(
+                RefusalCode.UNKNOWN_PUSH,
+                f"attempt {request.attempt} of push {push_id} is over, attempt {push.attempt} is open",
+            )
+        else:
+            push.finish_token, push.claimed = token, dict(request.digest_of_slave)
+            push.finish_until_s = world.now_s + FINISH_WAIT_S
+            if push.phase.now is PushPhase.STAGED:
+                self._admit(push)
+
+    def _admit(self, push: Push) -> None:
+        """All slaves hold it: compare digests, check again, and enter the window."""
+        world = self._world
+        token, push.finish_token = push.finish_token, None
+        assert token is not None, "admitted only by FinishPush"
+        wrong = sorted(s for s, digest in push.digest_of_slave.items() if push.claimed.get(s) != digest)
+        if wrong:
+            sentence = f"what slave {wrong[0]} holds of push {push.id} is not what was sent (digests differ)"
+            self._verdicts.abort(push, sentence)
+            world.refuse(token, Refused(RefusalCode.DIGEST, f"{sentence}: the push is aborted, push again"))
+            return
+        if (reason := recheck(world, push)) is not None:
+            verdict = self._verdicts.abort(push, reason)
+            world.reply(token, FinishPushReply(verdict))
+            return
+        push.phase.move("finish push", PushPhase.ADMITTED, world.now_s, push.request.caller.cause_id)
+        push.admitted_s = world.now_s
+        self._measure_pace(push)
+        world.record("admitted", push.request.caller.cause_id, push=str(push.id), tokens=push.request.tokens)
+        world.reply(token, FinishPushReply(self._admitted(push)))
+
+    def _admitted(self, push: Push) -> Admitted:
+        world = self._world
+        return Admitted(
+            RoundId(world.epoch, world.ledger.round_n + 1),
+            max(0.0, world.round.window_closes_s - world.now_s),
+        )
+
+    def _measure_pace(self, push: Push) -> None:
+        """Tokens a second between two admissions of the same incarnation (enters T_round)."""
+        world = self._world
+        member = world.members.get(push.cluster)
+        if member is None or push.is_seed:
+            return
+        entry = world.ledger.entry(push.cluster)
+        if member.last_admitted_s is not None and world.now_s > member.last_admitted_s:
+            interval_s = world.now_s - member.last_admitted_s
+            entry.push_interval_s = _smooth(entry.push_interval_s, interval_s)
+            entry.tokens_per_s = _smooth(entry.tokens_per_s, push.request.tokens / interval_s)
+        member.last_admitted_s = world.now_s
+
+    # ---- time ----
+
+    def tick(self) -> None:
+        world = self._world
+        for push in list(world.pushes()):
+            if push.finish_token is not None and world.now_s >= push.finish_until_s:
+                self._not_staged(push)
+            stale_ticket = world.now_s - push.renewed_s > world.config.ticket_ttl_s
+            if stale_ticket and push.phase.now in (PushPhase.TICKETED, PushPhase.STAGED):
+                self._verdicts.abort(push, f"nothing arrived for {world.config.ticket_ttl_s:g} s, the ticket ran out")
+        self._verdicts.tick()
+
+    def deadlines(self) -> Sequence[float]:
+        holds = [push.finish_until_s for push in self._world.pushes() if push.finish_token is not None]
+        return [*self._verdicts.deadlines(), *holds]
+
+    def gone(self, token: int) -> None:
+        """The caller hung up."""
+        for push in self._world.pushes():
+            if push.finish_token == token:
+                push.finish_token = None
+        self._verdicts.gone(token)
+
+    def _not_staged(self, push: Push) -> None:
+        missing = sorted(s for s in self._slave_ids() if s not in push.digest_of_slave)
+        token, push.finish_token = push.finish_token, None
+        assert token is not None, "asked only for a held call"
+        sentence = f"slave {missing[0]} has not all of push {push.id} yet: send what is missing"
+        self._world.reply(token, FinishPushReply(Busy(0.2, sentence)))
+
+    def _slave_ids(self) -> Sequence[str]:
+        placement = self._world.ledger.placement
+        return placement.slaves if placement else ()
+
+    def _n_slaves(self) -> int:
+        return len(self._slave_ids())
+
+
+def _smooth(old: float, new: float) -> float:
+    """Exponential average with weight 0.3 for the new value; the first value stands for itself."""
+    return new if old <= 0 else 0.7 * old + 0.3 * new

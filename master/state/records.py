@@ -1,0 +1,130 @@
+"""What the master knows, in memory only, of clusters, pushes, slaves, the round and pins. Gone with the process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dips.core.ids import Incarnation, PushId, RoundId, SlaveId, Version
+from dips.core.machine import Phase
+from dips.core.messages import BeginPushRequest, BlockGram, HeartbeatRequest, SlaveBeat, SnapshotInfo
+from dips.master.state.ledger import CommitInfo
+from dips.master.state.penalty import Judgement
+from dips.master.state.tables import PushPhase, RoundPhase, SlavePhase
+
+
+@dataclass
+class Push:
+    """One undecided push. `digest_of_slave` is what slaves say they hold of this attempt."""
+
+    id: PushId
+    request: BeginPushRequest
+    attempt: int
+    slot: int
+    phase: Phase[PushPhase]
+    began_s: float
+    renewed_s: float
+    digest_of_slave: dict[str, bytes] = field(default_factory=dict)
+    landed_bytes: dict[str, int] = field(default_factory=dict)
+    finish_token: int | None = None
+    finish_until_s: float = 0.0
+    claimed: dict[str, bytes] = field(default_factory=dict)
+    admitted_s: float = 0.0
+
+    @property
+    def cluster(self) -> str:
+        return self.id.cluster
+
+    @property
+    def is_seed(self) -> bool:
+        return self.request.base is None
+
+    @property
+    def sealed(self) -> bool:
+        return self.phase.now is PushPhase.SEALED
+
+
+@dataclass
+class Member:
+    """A cluster that is here: joined, beating, not evicted."""
+
+    cluster: str
+    incarnation: Incarnation
+    slot: int
+    joined_s: float
+    beat_s: float
+    last_seq: int = 0
+    beat: HeartbeatRequest | None = None
+    push: Push | None = None
+    last_admitted_s: float | None = None
+    draining: str = ""
+    leave_token: int | None = None
+    norm: float = float("nan")
+    score: float = float("nan")
+    cosine: float = float("nan")
+    local_steps: int = 0
+
+
+@dataclass
+class Slave:
+    """A slave that this run has seen."""
+
+    id: SlaveId
+    memory_bytes: int
+    phase: Phase[SlavePhase]
+    link: int | None = None
+    incarnation: Incarnation | None = None
+    incarnations: int = 0
+    endpoint: str = ""
+    beat_s: float = 0.0
+    beat: SlaveBeat = field(default_factory=SlaveBeat)
+    version: Version | None = None
+    snapshots: tuple[SnapshotInfo, ...] = ()
+    trouble: str = ""
+
+    @property
+    def ready(self) -> bool:
+        return self.phase.now is SlavePhase.READY
+
+
+@dataclass
+class RoundState:
+    """The round that is under way; participants are frozen from SEALED on, in cluster-id order."""
+
+    phase: Phase[RoundPhase]
+    id: RoundId | None = None
+    window_closes_s: float = 0.0
+    deadline_s: float | None = None
+    participants: list[Push] = field(default_factory=list)
+    measured: dict[str, tuple[BlockGram, ...]] = field(default_factory=dict)
+    digest_of_slave: dict[str, bytes] = field(default_factory=dict)
+    flipped: set[str] = field(default_factory=set)
+    judgement: Judgement | None = None
+    not_before_s: float = 0.0
+    timeout_factor: float = 1.0
+    last_abort: str = ""
+
+    @property
+    def cause(self) -> str:
+        return "-" if self.id is None else str(self.id)
+
+
+@dataclass
+class Pin:
+    """A version that someone is reading."""
+
+    pin_id: int
+    owner: str
+    version: Version
+    until_s: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A version that slaves still hold, and the tokens applied up to it."""
+
+    commit: CommitInfo
+    tokens: int
+
+    @property
+    def version(self) -> Version:
+        return self.commit.version

@@ -1,0 +1,345 @@
+"""The round: IDLE -> WINDOW -> SEALED -> MEASURE -> JUDGE -> PREPARE -> COMMIT -> PUBLISH -> IDLE (DESIGN 5).
+
+Two rounds never overlap. Before the COMMIT record is durable an abort is presumed; after it there is only forward.
+Which pushes take part is told by their phases: ADMITTED waits for the next window, SEALED is in the round.
+"""
+
+from __future__ import annotations
+
+from dips.core.errors import RefusalCode
+from dips.core.ids import RoundId, Version
+from dips.core.messages import (
+    AbortRound,
+    Commit,
+    Flipped,
+    Measure,
+    Measured,
+    Prepare,
+    Prepared,
+    Retain,
+    RoundRefused,
+    StagedPush,
+)
+from dips.master.state import pacing
+from dips.master.state.decisions import Decisions
+from dips.master.state.gram import GramError, add_blocks
+from dips.master.state.penalty import Judgement, Participant, judge
+from dips.master.state.push_checks import recheck
+from dips.master.state.records import Kept, Push, Slave
+from dips.master.state.tables import PushPhase, RoundPhase
+from dips.master.state.verdicts import Verdicts
+from dips.master.state.world import World
+
+MAX_TIMEOUT_FACTOR = 8.0
+RETRY_PAUSE_S = 1.0
+
+
+class Rounds:
+    """Drives the round; settle() is called after every event and moves whatever can move."""
+
+    def __init__(self, world: World, verdicts: Verdicts) -> None:
+        self._world = world
+        self._verdicts = verdicts
+        self._decisions = Decisions(world, verdicts)
+
+    def settle(self) -> None:
+        """Open, close or empty the window as the admitted pushes and the time demand."""
+        world, state = self._world, self._world.round
+        if state.phase.now is RoundPhase.IDLE and not world.ledger.stopping and self._admitted():
+            self._open()
+        if state.phase.now is RoundPhase.WINDOW:
+            if not self._admitted():
+                self._move("nobody left", RoundPhase.IDLE)
+            elif self._may_close():
+                self._seal()
+        if state.phase.now is RoundPhase.IDLE and world.ledger.stopping:
+            for push in list(world.pushes()):
+                self._verdicts.abort(push, f"the run ends: {world.ledger.stopping}")
+
+    def tick(self) -> None:
+        state = self._world.round
+        if state.deadline_s is not None and self._world.now_s >= state.deadline_s:
+            self.abort(f"the {state.phase.now.value} phase ran out of time")
+
+    def deadlines(self) -> list[float]:
+        state = self._world.round
+        if state.phase.now is RoundPhase.WINDOW:
+            return [max(state.window_closes_s, state.not_before_s)]
+        return [] if state.deadline_s is None else [state.deadline_s]
+
+    def rearm(self, gap_s: float) -> None:
+        """The master stood still for gap_s: that time is nobody's fault."""
+        state = self._world.round
+        state.window_closes_s += gap_s
+        state.not_before_s += gap_s
+        if state.deadline_s is not None:
+            state.deadline_s += gap_s
+
+    # ---- window ----
+
+    def _admitted(self) -> list[Push]:
+        return [push for push in self._world.pushes() if push.phase.now is PushPhase.ADMITTED]
+
+    def _open(self) -> None:
+        world, state = self._world, self._world.round
+        state.id = RoundId(world.epoch, world.ledger.round_n + 1)
+        world.ledger.round_n += 1
+        state.window_closes_s = world.now_s + pacing.grace_s(world)
+        world.window_opened_s = world.now_s
+        self._move("push admitted", RoundPhase.WINDOW)
+
+    def _may_close(self) -> bool:
+        world, state = self._world, self._world.round
+        if world.paused or not world.all_slaves_ready() or world.now_s < state.not_before_s:
+            return False
+        everyone_in = all(
+            member.push is not None and member.push.phase.now is PushPhase.ADMITTED
+            for member in world.live()
+            if not member.draining
+        )
+        seed = world.ledger.version is None
+        return seed or everyone_in or world.now_s >= state.window_closes_s
+
+    def _seal(self) -> None:
+        world, state = self._world, self._world.round
+        self._move("window closed", RoundPhase.SEALED)
+        for push in self._admitted():
+            if (reason := recheck(world, push)) is not None:
+                self._verdicts.abort(push, reason)
+                continue
+            push.phase.move("window sealed", PushPhase.SEALED, world.now_s, state.cause)
+            state.participants.append(push)
+        if not state.participants:
+            self._move("nobody left", RoundPhase.IDLE)
+        elif state.participants[0].is_seed:
+            self._move("it is the seed", RoundPhase.PREPARE)
+            self._prepare((1.0,), 1.0, world.config.penalty.outer_momentum, world.config.penalty.outer_momentum)
+        else:
+            self._measure()
+
+    # ---- measure and judge ----
+
+    def _measure(self) -> None:
+        world, state = self._world, self._world.round
+        version = world.ledger.version
+        assert state.id is not None, "a sealed round has an id"
+        assert version is not None, "only the seed has no version"
+        self._move("checks passed", RoundPhase.MEASURE, "with " + ", ".join(p.cluster for p in state.participants))
+        self._arm()
+        world.command_all(Measure(state.id, version, _staged(state.participants)), state.cause)
+
+    def measured(self, slave: Slave, body: Measured) -> None:
+        world, state = self._world, self._world.round
+        if state.phase.now is not RoundPhase.MEASURE or body.round != state.id:
+            return
+        state.measured[slave.id] = body.blocks
+        if len(state.measured) < len(world.slaves_expected()):
+            return
+        try:
+            gram, nonfinite = self._add()
+        except GramError as error:
+            self.abort(str(error))
+            return
+        self._move("all measured", RoundPhase.JUDGE)
+        self._judge(gram, nonfinite)
+
+    def _add(self) -> tuple[list[list[float]], list[int]]:
+        state, placement = self._world.round, self._world.ledger.placement
+        assert placement is not None, "a round has a placement"
+        return add_blocks(state.measured, placement, len(state.participants))
+
+    def _judge(self, gram: list[list[float]], nonfinite: list[int]) -> None:
+        world, state = self._world, self._world.round
+        participants = [
+            Participant(push.cluster, float(push.request.tokens), bad, push.request.steps)
+            for push, bad in zip(state.participants, nonfinite, strict=True)
+        ]
+        quarantined = world.ledger.detector.quarantined
+        live = frozenset(m.cluster for m in world.live() if not m.draining) - quarantined
+        judgement = judge(
+            world.ledger.detector,
+            world.config.penalty,
+            participants,
+            gram,
+            live,
+            pacing.tokens_of_a_round(world),
+        )
+        state.judgement = judgement
+        self._record_judgement(judgement)
+        if not judgement.accepted:
+            self._void("no push was accepted")
+            return
+        self._move("accepted", RoundPhase.PREPARE)
+        weights, scale = judgement.weights, judgement.scale
+        self._prepare(weights, scale, judgement.momentum_decay, judgement.momentum_lookahead)
+
+    def _record_judgement(self, judgement: Judgement) -> None:
+        world, state = self._world, self._world.round
+        for measure in judgement.measures:
+            member = world.members.get(measure.cluster)
+            if member is not None:
+                member.norm, member.score, member.cosine = measure.scaled_norm, measure.score, measure.cosine
+        world.record(
+            "judged",
+            state.cause,
+            round=str(state.id),
+            accepted=list(judgement.accepted),
+            rejected={r.cluster: r.reason for r in judgement.rejected},
+            norms={m.cluster: m.norm for m in judgement.measures},
+            scores={m.cluster: m.score for m in judgement.measures},
+            kappa=judgement.kappa,
+            rho=judgement.rho,
+            merged_norm=judgement.merged_norm,
+        )
+
+    # ---- prepare, commit, publish ----
+
+    def _prepare(self, weights: tuple[float, ...], scale: float, decay: float, lookahead: float) -> None:
+        world, state = self._world, self._world.round
+        version, settings = world.ledger.version, world.config.settings
+        assert state.id is not None, "a sealed round has an id"
+        to_version = version.next() if version is not None else Version(world.epoch, 0)
+        accepted = _staged(self._decisions.accepted())
+        self._arm()
+        world.command_all(
+            Prepare(state.id, version, to_version, accepted, weights, scale, settings.outer_lr, decay, lookahead),
+            state.cause,
+        )
+
+    def prepared(self, slave: Slave, body: Prepared) -> None:
+        world, state = self._world, self._world.round
+        if state.phase.now is not RoundPhase.PREPARE or body.round != state.id:
+            return
+        state.digest_of_slave[slave.id] = body.digest
+        if len(state.digest_of_slave) == len(world.slaves_expected()):
+            self._commit()
+
+    def _commit(self) -> None:
+        world, state = self._world, self._world.round
+        commit = self._decisions.commit()
+        self._move("all prepared", RoundPhase.COMMIT, f"version {commit.version}")
+        state.deadline_s = None
+        state.timeout_factor, state.last_abort = 1.0, ""
+        world.command_all(Retain(self._pinned(commit.version)), state.cause)
+        assert state.id is not None, "a round that commits has an id"
+        world.command_all(Commit(state.id, commit.version, commit.commit_hash, commit.record), state.cause)
+
+    def _pinned(self, newest: Version) -> tuple[Version, ...]:
+        """Versions older than the two newest that stay readable; the oldest pins give way when there are too many."""
+        world = self._world
+        current = world.published.version if world.published else newest
+        old = sorted({pin.version for pin in world.pins.values()} - {newest, current}, reverse=True)
+        kept = set(old[: world.config.pinned_versions])
+        for pin_id in [p.pin_id for p in world.pins.values() if p.version in set(old) - kept]:
+            del world.pins[pin_id]
+        for version in set(world.kept) - kept - {current}:
+            del world.kept[version]
+        return tuple(sorted(kept))
+
+    def flipped(self, slave_id: str, version: Version) -> None:
+        world, state = self._world, self._world.round
+        commit = world.ledger.commit
+        if state.phase.now is not RoundPhase.COMMIT or commit is None or version != commit.version:
+            return
+        state.flipped.add(slave_id)
+        if len(state.flipped) == len(world.slaves_expected()):
+            self._publish()
+
+    def _publish(self) -> None:
+        world, state = self._world, self._world.round
+        commit = world.ledger.commit
+        assert commit is not None, "published is what was committed"
+        self._move("all flipped", RoundPhase.PUBLISH)
+        world.published = world.kept[commit.version] = Kept(commit, world.ledger.tokens)
+        pacing.published(world)
+        for slave in world.ready_slaves():
+            slave.version = commit.version
+        world.record("publish", state.cause, version=str(commit.version), tokens=world.ledger.tokens)
+        self._decisions.tell()
+        self._end("verdicts told")
+
+    # ---- the other ends ----
+
+    def _void(self, reason: str) -> None:
+        """Version and momentum stay; every participant is EXCLUDED, durably. A seed has no judgement: it is aborted."""
+        world, state = self._world, self._world.round
+        if state.judgement is None:
+            seeds = list(state.participants)
+            self.abort(reason)
+            for push in seeds:
+                self._verdicts.abort(push, reason)
+            return
+        if state.phase.now is RoundPhase.PREPARE:
+            assert state.id is not None, "a round that prepares has an id"
+            world.command_all(AbortRound(state.id, reason), state.cause)
+        self._decisions.void(reason)
+        self._end("void")
+
+    def abort(self, reason: str) -> None:
+        """Nothing happened: complete stagings wait for the next window, the others are decided ABORTED."""
+        world, state = self._world, self._world.round
+        assert state.id is not None, "only a round that began is aborted"
+        world.command_all(AbortRound(state.id, reason), state.cause)
+        for push in state.participants:
+            push.phase.move("round aborted", PushPhase.ADMITTED, world.now_s, state.cause, reason)
+        self._decisions.summary("abort", reason)
+        world.rounds_aborted += 1
+        state.last_abort = reason
+        world.log("round", f"round {state.id} is aborted: {reason}; complete pushes enter the next one")
+        state.timeout_factor = min(MAX_TIMEOUT_FACTOR, state.timeout_factor * 2)
+        state.not_before_s = world.now_s + RETRY_PAUSE_S * state.timeout_factor / 2
+        orphans = [push for push in state.participants if world.member_push(push.cluster) is not push]
+        self._end("abort")
+        for push in orphans:
+            self._verdicts.abort(push, reason)
+
+    def refused(self, slave: Slave, body: RoundRefused) -> None:
+        state = self._world.round
+        if body.round != state.id or state.phase.now not in (RoundPhase.MEASURE, RoundPhase.PREPARE):
+            return
+        sentence = f"slave {slave.id} cannot {body.command}: {body.refusal.sentence}"
+        if body.refusal.code is RefusalCode.NONFINITE and state.phase.now is RoundPhase.PREPARE:
+            self._void(sentence)
+        else:
+            self.abort(sentence)
+
+    def slave_lost(self, slave: Slave, reason: str) -> None:
+        """Its stagings are gone: an open round aborts, and so does every push that it held completely."""
+        if self._world.round.phase.now in (RoundPhase.MEASURE, RoundPhase.PREPARE):
+            self.abort(reason)
+        for push in list(self._world.pushes()):
+            if push.phase.now in (PushPhase.STAGED, PushPhase.ADMITTED):
+                self._verdicts.abort(push, reason)
+
+    def slave_back(self) -> None:
+        """What made the last round fail may be mended: no reason to wait longer."""
+        state = self._world.round
+        state.timeout_factor = 1.0
+        state.not_before_s = min(state.not_before_s, self._world.now_s)
+
+    def on_flipped(self, slave: Slave, body: Flipped) -> None:
+        self.flipped(slave.id, body.version)
+
+    def _end(self, input_name: str) -> None:
+        state = self._world.round
+        self._move(input_name, RoundPhase.IDLE)
+        state.id = None
+        state.deadline_s = None
+        state.judgement = None
+        state.participants.clear()
+        state.measured.clear()
+        state.digest_of_slave.clear()
+        state.flipped.clear()
+
+    def _arm(self) -> None:
+        world, state = self._world, self._world.round
+        state.deadline_s = world.now_s + world.config.round_timeout_s * state.timeout_factor
+
+    def _move(self, input_name: str, to: RoundPhase, why: str = "") -> None:
+        world, state = self._world, self._world.round
+        state.phase.move(input_name, to, world.now_s, state.cause, why)
+        world.record("round", state.cause, round=str(state.id), phase=to.value, input=input_name, why=why)
+
+
+def _staged(pushes: list[Push]) -> tuple[StagedPush, ...]:
+    return tuple(StagedPush(push.id, push.attempt) for push in pushes)

@@ -1,0 +1,297 @@
+"""Slaves: ABSENT -> ATTACHED -> PROMISED -> CONFIGURING -> READY, placement of blocks, and what they report.
+
+A slave whose stream breaks counts as lost at once: its stagings are in memory only, and a new stream is a new
+incarnation. What it committed is on its disk.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from dips.core.errors import ConfigError, RefusalCode, Refused
+from dips.core.ids import Incarnation, SlaveId, check_name
+from dips.core.layout import Layout
+from dips.core.machine import Phase
+from dips.core.messages import (
+    Configure,
+    ConfigureRefused,
+    Flipped,
+    Hello,
+    Measured,
+    Prepared,
+    Promised,
+    Ready,
+    RoundRefused,
+    SlaveBeat,
+    SlaveHello,
+    SlaveMessage,
+    Staged,
+    StopSlave,
+    Welcome,
+)
+from dips.core.placement import place
+from dips.core.protocol import PROTOCOL_MIN, agree
+from dips.master.state.callers import check_run
+from dips.master.state.pushes import Pushes
+from dips.master.state.records import Kept, Slave
+from dips.master.state.rounds import Rounds
+from dips.master.state.tables import SLAVE_TABLE, PushPhase, RoundPhase, SlavePhase
+from dips.master.state.world import World
+
+NEWER_EPOCH_EXIT = 6
+
+
+class SlaveDesk:
+    """Takes what slaves say; knows which of them are here."""
+
+    def __init__(self, world: World, pushes: Pushes, rounds: Rounds) -> None:
+        self._world = world
+        self._pushes = pushes
+        self._rounds = rounds
+        for name, memory_bytes in world.ledger.slaves.items():
+            world.slaves[name] = self._new(name, memory_bytes)
+
+    def said(self, link: int, message: SlaveMessage) -> None:
+        """One message of a slave. Raises Refused for a hello that is not accepted; the caller closes the link."""
+        if isinstance(message.body, SlaveHello):
+            self._hello(link, message, message.body)
+            return
+        slave = self._of_link(link)
+        if (
+            slave is None
+            or message.caller.incarnation != slave.incarnation
+            or message.caller.epoch != self._world.epoch
+        ):
+            return  # of a life that is over: nothing of it may change state
+        slave.beat_s = self._world.now_s
+        self._dispatch(slave, message)
+
+    def link_down(self, link: int) -> None:
+        slave = self._of_link(link)
+        if slave is not None:
+            self._lose(slave, f"slave {slave.id} went away")
+
+    def tick(self) -> None:
+        world = self._world
+        for slave in list(world.slaves.values()):
+            silent_s = world.now_s - slave.beat_s
+            if slave.link is not None and silent_s > world.config.evict_after_s:
+                sentence = f"slave {slave.id} was silent for {silent_s:.1f} s"
+                world.close(slave.link, Refused(RefusalCode.FENCED, f"{sentence}: attach again"))
+                self._lose(slave, sentence)
+
+    def rearm(self) -> None:
+        for slave in self._world.slaves.values():
+            slave.beat_s = self._world.now_s
+
+    def stop_all(self, reason: str) -> None:
+        for slave in self._world.slaves.values():
+            self._world.command(slave, StopSlave(reason), "stop")
+
+    def place_model(self, layout: Layout) -> None:
+        """Deal the first joiner's layout to the slaves. Raises Refused: BUSY (slaves are missing), MEMORY, CONFIG."""
+        world = self._world
+        promised = [slave for slave in world.slaves.values() if slave.phase.now is SlavePhase.PROMISED]
+        if len(promised) < world.config.n_slaves:
+            raise Refused(
+                RefusalCode.BUSY,
+                f"waiting for slaves: {len(promised)} of {world.config.n_slaves} have attached",
+                retry_after_s=0.5,
+            )
+        if len(layout.blocks) < len(promised):
+            raise Refused(
+                RefusalCode.CONFIG,
+                f"the model has {len(layout.blocks)} blocks, fewer than the {len(promised)} slaves: start fewer slaves",
+            )
+        memory = [(slave.id, slave.memory_bytes) for slave in promised]
+        placement = place(layout, memory, world.config.max_clusters, world.config.pinned_versions)
+        world.ledger.layout, world.ledger.placement = layout, placement
+        world.ledger.slaves = dict(memory)
+        world.journal(
+            "PLACE",
+            {"layout_hash": layout.layout_hash.hex(), "placement_hash": placement.placement_hash.hex()},
+        )
+        for slave in promised:
+            self._configure(slave)
+
+    # ---- attach ----
+
+    def _hello(self, link: int, message: SlaveMessage, body: SlaveHello) -> None:
+        world, name = self._world, SlaveId(message.caller.name)
+        self._check_hello(name, message, body)
+        slave = world.slaves.get(name)
+        if slave is None:
+            slave = world.slaves[name] = self._new(name, body.memory_bytes)
+        if slave.link is not None:
+            taken = Refused(RefusalCode.FENCED, f"another process attached as slave {name}")
+            world.close(slave.link, taken)
+            self._lose(slave, f"slave {name} attached anew")
+        slave.incarnations += 1
+        slave.link, slave.incarnation = link, Incarnation(world.epoch, slave.incarnations)
+        slave.memory_bytes, slave.endpoint, slave.snapshots = (
+            body.memory_bytes,
+            body.data_endpoint,
+            body.snapshots,
+        )
+        slave.beat_s, slave.trouble = world.now_s, ""
+        slave.phase.move("hello", SlavePhase.ATTACHED, world.now_s, message.caller.cause_id)
+        world.record("slave_attached", message.caller.cause_id, slave=name, incarnation=str(slave.incarnation))
+        agreement = agree(body.hello.protocol_min, body.hello.protocol_max, body.hello.capabilities, f"slave {name}")
+        hello = Hello(PROTOCOL_MIN, agreement.version, tuple(sorted(agreement.capabilities)))
+        world.command(slave, Welcome(hello, world.config.settings), message.caller.cause_id)
+
+    def _check_hello(self, name: SlaveId, message: SlaveMessage, body: SlaveHello) -> None:
+        world = self._world
+        try:
+            check_name(name, "slave id")
+        except ConfigError as error:
+            raise Refused(RefusalCode.MALFORMED, str(error)) from error
+        check_run(world, message.caller.run_id, f"slave {name!r}")
+        agree(body.hello.protocol_min, body.hello.protocol_max, body.hello.capabilities, f"slave {name!r}")
+        if not body.data_endpoint.startswith("tcp://"):
+            raise Refused(
+                RefusalCode.MALFORMED,
+                f"data endpoint {body.data_endpoint!r} is not of the form tcp://HOST:PORT",
+            )
+        expected = world.slaves_expected()
+        if name not in expected and len(expected) >= world.config.n_slaves:
+            raise Refused(
+                RefusalCode.UNKNOWN_NAME,
+                f"slave {name!r} is not one of this run's {len(expected)} slaves ({', '.join(expected)}): start it "
+                "under one of these names, or start the master with more slaves",
+            )
+        if body.promised_epoch > world.epoch:
+            sentence = (
+                f"slave {name} has promised epoch {body.promised_epoch}, newer than this master's {world.epoch}: "
+                "another master serves this run, or this master's directory is an old copy"
+            )
+            world.halt(NEWER_EPOCH_EXIT, sentence)
+            raise Refused(RefusalCode.STALE_EPOCH, sentence)
+
+    def _promised(self, slave: Slave, body: Promised, cause: str) -> None:
+        world = self._world
+        if body.epoch != world.epoch or slave.phase.now is not SlavePhase.ATTACHED:
+            return
+        slave.phase.move("promised", SlavePhase.PROMISED, world.now_s, cause)
+        if world.ledger.placement is not None:
+            self._configure(slave)
+
+    def _configure(self, slave: Slave) -> None:
+        world, ledger = self._world, self._world.ledger
+        assert ledger.layout is not None, "configured only once the model is known"
+        slave.trouble = self._why_not_loadable(slave)
+        if slave.trouble:
+            world.log(f"slave {slave.id}", f"slave {slave.id}: {slave.trouble}", logging.ERROR)
+            return
+        slave.phase.move("configure", SlavePhase.CONFIGURING, world.now_s, str(slave.incarnation))
+        commit = ledger.commit
+        configure = Configure(
+            ledger.layout,
+            ledger.layout.layout_hash,
+            world.placement_spec(),
+            world.config.max_clusters,
+            commit.version if commit else None,
+            commit.round if commit else None,
+            dict(commit.digest_of_slave)[slave.id] if commit else b"",
+            commit.commit_hash if commit else b"",
+            commit.record if commit else b"",
+            world.config.pinned_versions,
+        )
+        world.command(slave, configure, str(slave.incarnation))
+
+    def _why_not_loadable(self, slave: Slave) -> str:
+        """A sentence when the slave's disk does not hold what this run has committed; empty when it does."""
+        commit = self._world.ledger.commit
+        newest = max((s.version for s in slave.snapshots if s.committed), default=None)
+        if commit is None:
+            if newest is None:
+                return ""
+            return f"its directory holds version {newest}, but this master knows none: give it an empty directory"
+        if newest is not None and newest > commit.version:
+            return (
+                f"its directory holds version {newest}, newer than the master's {commit.version}: "
+                "the master's directory is an old copy; restore the newest one"
+            )
+        digest = dict(commit.digest_of_slave)[slave.id]
+        if any(s.version == commit.version and s.digest == digest for s in slave.snapshots):
+            return ""
+        held = ", ".join(sorted(str(s.version) for s in slave.snapshots)) or "none"
+        return (
+            f"its directory lacks version {commit.version} (it holds: {held}); restore the directory from its disk: "
+            "rounds wait until then"
+        )
+
+    # ---- reports ----
+
+    def _dispatch(self, slave: Slave, message: SlaveMessage) -> None:
+        cause = message.caller.cause_id
+        match message.body:
+            case SlaveBeat() as beat:
+                slave.beat = beat
+                self._pushes.progress(slave, beat)
+            case Promised() as body:
+                self._promised(slave, body, cause)
+            case Ready() as body:
+                self._ready(slave, body, cause)
+            case ConfigureRefused(refusal):
+                slave.trouble = refusal.sentence
+                self._world.log(f"slave {slave.id}", f"slave {slave.id}: {refusal.sentence}", logging.ERROR)
+            case Staged() as body if slave.ready:
+                self._pushes.staged(slave, body)
+            case Measured() as body:
+                self._rounds.measured(slave, body)
+            case Prepared() as body:
+                self._rounds.prepared(slave, body)
+            case RoundRefused() as body:
+                self._rounds.refused(slave, body)
+            case Flipped() as body:
+                self._rounds.on_flipped(slave, body)
+            case _:
+                pass  # a Staged of a slave that is not ready yet: its stagings are not open
+
+    def _ready(self, slave: Slave, body: Ready, cause: str) -> None:
+        world = self._world
+        commit = world.ledger.commit
+        if slave.phase.now is not SlavePhase.CONFIGURING or body.version != world.ledger.version:
+            return
+        if commit is not None and body.digest != dict(commit.digest_of_slave)[slave.id]:
+            slave.trouble = f"what it loaded as version {commit.version} has another digest than was committed"
+            world.log(f"slave {slave.id}", f"slave {slave.id}: {slave.trouble}", logging.ERROR)
+            return
+        slave.phase.move("ready", SlavePhase.READY, world.now_s, cause)
+        slave.version = body.version
+        world.record("slave_ready", cause, slave=slave.id, version=str(body.version))
+        world.log(f"slave {slave.id}", f"slave {slave.id} is ready at version {body.version}")
+        self._rounds.slave_back()
+        for push in world.pushes():
+            if push.phase.now is PushPhase.TICKETED:
+                self._pushes.open_staging(push, slave)
+        if commit is not None:
+            self._rounds.flipped(slave.id, commit.version)
+            self._republish()
+
+    def _republish(self) -> None:
+        """After the master's restart: what was committed is published again once every slave holds it."""
+        world = self._world
+        commit = world.ledger.commit
+        committing = world.round.phase.now is RoundPhase.COMMIT
+        if world.published is None and commit is not None and not committing and world.all_slaves_ready():
+            world.published = world.kept[commit.version] = Kept(commit, world.ledger.tokens)
+            world.record("publish", str(commit.round), version=str(commit.version), tokens=world.ledger.tokens)
+
+    def _lose(self, slave: Slave, reason: str) -> None:
+        world = self._world
+        slave.phase.move("lost", SlavePhase.ABSENT, world.now_s, str(slave.incarnation), reason)
+        slave.link = None
+        world.record("slave_lost", str(slave.incarnation), slave=slave.id, reason=reason)
+        world.log(f"slave {slave.id}", reason, logging.WARNING)
+        if world.ledger.placement is None:
+            del world.slaves[slave.id]
+        else:
+            self._rounds.slave_lost(slave, reason)
+
+    def _of_link(self, link: int) -> Slave | None:
+        return next((slave for slave in self._world.slaves.values() if slave.link == link), None)
+
+    def _new(self, name: SlaveId, memory_bytes: int) -> Slave:
+        return Slave(name, memory_bytes, Phase(SLAVE_TABLE, self._world.story, f"slave {name}"))

@@ -1,0 +1,100 @@
+"""What people see of the run: the StatusReply, read from the state when it is asked for."""
+
+from __future__ import annotations
+
+from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
+from dips.master.state.leases import TokenState
+from dips.master.state.reasons import waiting_for
+from dips.master.state.records import Member, Slave
+from dips.master.state.tables import RoundPhase
+from dips.master.state.world import World
+
+NAN = float("nan")
+
+
+def status(world: World) -> StatusReply:
+    ledger, state = world.ledger, world.round
+    totals = ledger.leases.totals() if ledger.leases else {}
+    in_window = state.phase.now is RoundPhase.WINDOW
+    return StatusReply(
+        world.config.run_id,
+        world.epoch,
+        world.published.version if world.published else None,
+        ledger.tokens,
+        world.config.settings.tk_max_tokens,
+        state.phase.now.value,
+        state.id,
+        world.now_s - state.phase.since_s,
+        max(0.0, state.window_closes_s - world.now_s) if in_window else 0.0,
+        waiting_for(world),
+        ledger.rounds_committed,
+        ledger.rounds_merged,
+        ledger.rounds_void,
+        world.rounds_aborted,
+        tuple(_cluster(world, name) for name in sorted(ledger.clusters)),
+        tuple(_slave(world, slave) for _, slave in sorted(world.slaves.items())),
+        tuple(world.recent),
+        bool(world.paused),
+        bool(ledger.stopping),
+        world.stopped_s is not None,
+        totals.get(TokenState.LEASED, 0),
+        totals.get(TokenState.EXCLUDED, 0),
+        world.config.settings,
+    )
+
+
+def _cluster(world: World, name: str) -> ClusterStatus:
+    entry, member = world.ledger.clusters[name], world.members.get(name)
+    beat = member.beat if member else None
+    last = entry.last_verdict
+    statistics = world.ledger.detector.quarantined
+    return ClusterStatus(
+        name,
+        entry.incarnation,
+        member is not None,
+        beat.phase if beat else ("joined" if member else "away"),
+        world.now_s - member.beat_s if member else 0.0,
+        beat.steps if beat else 0,
+        beat.tokens_per_s if beat else entry.rate_tokens_per_s,
+        beat.steps_per_s if beat else 0.0,
+        beat.loss if beat else NAN,
+        beat.base if beat else None,
+        entry.tokens_applied,
+        entry.pushes_applied,
+        entry.pushes_excluded,
+        world.aborted_of.get(name, 0),
+        entry.incarnations,
+        last.kind.name if last else "",
+        last.reason if last else "",
+        member.local_steps if member else 0,
+        member.norm if member else NAN,
+        member.score if member else NAN,
+        member.cosine if member else NAN,
+        name in statistics,
+        world.ledger.leases.leased_tokens(name) if world.ledger.leases else 0,
+        _note(member, beat.note if beat else ""),
+        entry.steps_before + (beat.steps if beat else 0),
+    )
+
+
+def _note(member: Member | None, note: str) -> str:
+    if member is not None and member.draining:
+        return f"draining: {member.draining}"
+    return note
+
+
+def _slave(world: World, slave: Slave) -> SlaveStatus:
+    return SlaveStatus(
+        slave.id,
+        slave.incarnation,
+        slave.link is not None,
+        slave.phase.now.value,
+        world.now_s - slave.beat_s if slave.link is not None else 0.0,
+        slave.endpoint,
+        slave.version,
+        slave.beat.staging_bytes,
+        slave.beat.served_bytes,
+        slave.beat.refused_chunks,
+        slave.beat.resident_bytes,
+        slave.incarnations,
+    )

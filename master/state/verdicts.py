@@ -1,0 +1,114 @@
+"""Verdicts: deciding a push, telling whoever waits, and remembering what was said (I6)."""
+
+from __future__ import annotations
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import PushId
+from dips.core.messages import (
+    AwaitVerdictReply,
+    AwaitVerdictRequest,
+    Busy,
+    CloseStaging,
+    FinishPushReply,
+    Verdict,
+    VerdictKind,
+)
+from dips.master.state.callers import check_member
+from dips.master.state.reasons import waiting_for
+from dips.master.state.records import Push
+from dips.master.state.tables import PushPhase
+from dips.master.state.world import World
+
+
+class Verdicts:
+    """One verdict at most for each push; ABORTED is presumed of any that the master does not know."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def await_verdict(self, token: int, request: AwaitVerdictRequest) -> None:
+        world = self._world
+        check_member(world, request.caller)
+        push = self.find(request.push)
+        if request.push.cluster != request.caller.name:
+            raise Refused(RefusalCode.UNKNOWN_PUSH, f"push {request.push} is not of cluster {request.caller.name!r}")
+        if push is None:
+            world.reply(token, AwaitVerdictReply(self.verdict_of(request.push)))
+            return
+        until_s = world.now_s + min(max(request.wait_s, 0.0), world.config.round_timeout_s)
+        world.waiters.setdefault(push.id, []).append((token, until_s))
+
+    def decide(self, push: Push, verdict: Verdict) -> Verdict:
+        """Tell the verdict: to whoever waits, and to slaves, whose staging is free again."""
+        world = self._world
+        kind, reason = verdict.kind, verdict.reason
+        name = {VerdictKind.APPLIED: "applied", VerdictKind.EXCLUDED: "excluded"}.get(kind, "aborted")
+        push.phase.move(name, PushPhase.DECIDED, world.now_s, push.request.caller.cause_id, reason)
+        world.ledger.entry(push.cluster).last_verdict = verdict
+        member = world.members.get(push.cluster)
+        if member is not None and member.push is push:
+            member.push = None
+        if kind is VerdictKind.ABORTED:
+            world.aborted_of[push.cluster] = world.aborted_of.get(push.cluster, 0) + 1
+        world.record(
+            "verdict",
+            push.request.caller.cause_id,
+            push=str(push.id),
+            verdict=kind.name,
+            version=str(verdict.version),
+            reason=reason,
+        )
+        world.command_all(CloseStaging(push.id), push.request.caller.cause_id)
+        self._tell(push, verdict)
+        return verdict
+
+    def abort(self, push: Push, reason: str) -> Verdict:
+        """Decide ABORTED: presumed for whatever is not committed, so no journal entry is owed."""
+        return self.decide(push, Verdict(push.id, VerdictKind.ABORTED, None, reason))
+
+    def _tell(self, push: Push, verdict: Verdict) -> None:
+        world = self._world
+        for token, _ in world.waiters.pop(push.id, ()):
+            world.reply(token, AwaitVerdictReply(verdict))
+        if push.finish_token is not None:
+            world.reply(push.finish_token, FinishPushReply(verdict))
+            push.finish_token = None
+        member = world.members.get(push.cluster)
+        if member is not None and member.leave_token is not None:
+            world.leave_ready.append(member.cluster)
+
+    def verdict_of(self, push_id: PushId) -> Verdict:
+        """The verdict of a push that is not open: the last one, or ABORTED, which is presumed of the unknown."""
+        last = self._world.ledger.entry(push_id.cluster).last_verdict
+        if last is not None and last.push == push_id:
+            return last
+        return Verdict(
+            push_id, VerdictKind.ABORTED, None, "the master knows no such push: it was given up", False, None
+        )
+
+    def _expire_waiters(self, push_id: PushId, waiting: list[tuple[int, float]]) -> None:
+        world = self._world
+        keep = [item for item in waiting if item[1] > world.now_s]
+        for token, until_s in waiting:
+            if until_s <= world.now_s:
+                world.reply(token, AwaitVerdictReply(Busy(0.0, waiting_for(world) or "the round goes on")))
+        if keep:
+            world.waiters[push_id] = keep
+        else:
+            world.waiters.pop(push_id, None)
+
+    def find(self, push_id: PushId) -> Push | None:
+        sealed = next((push for push in self._world.round.participants if push.id == push_id), None)
+        return sealed or next((push for push in self._world.pushes() if push.id == push_id), None)
+
+    def tick(self) -> None:
+        for push_id, waiting in list(self._world.waiters.items()):
+            self._expire_waiters(push_id, waiting)
+
+    def deadlines(self) -> list[float]:
+        return [until for waiting in self._world.waiters.values() for _, until in waiting]
+
+    def gone(self, token: int) -> None:
+        """The caller hung up."""
+        for push_id, waiting in list(self._world.waiters.items()):
+            self._world.waiters[push_id] = [item for item in waiting if item[0] != token]

@@ -1,0 +1,138 @@
+"""What the master's machines share: the ledger, who is here now, the open pushes, and the way out for effects.
+
+Only machines of this package write to it, and only within one handle() call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+
+from dips.core.errors import Refused
+from dips.core.ids import PushId, SlaveId, Version
+from dips.core.machine import Phase, Story
+from dips.core.messages import (
+    ClusterReply,
+    CommandBody,
+    OperatorReply,
+    PlacementSpec,
+    Refusal,
+    RoundSummary,
+    SlaveAddress,
+    SlaveCommand,
+    StatusReply,
+)
+from dips.master.state.effects import CloseLink, Halt, Log, Record, Refuse, Reply, ToSlave
+from dips.master.state.ledger import Ledger, canonical
+from dips.master.state.outbox import Outbox
+from dips.master.state.records import Kept, Member, Pin, Push, RoundState, Slave
+from dips.master.state.run_config import RunConfig
+from dips.master.state.tables import ROUND_TABLE
+
+RECENT_ROUNDS = 32
+
+
+class World:
+    """Shared state of one master process."""
+
+    def __init__(self, config: RunConfig, epoch: int, ledger: Ledger, wall_offset_s: float) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.ledger = ledger
+        self.wall_offset_s = wall_offset_s
+        self.now_s = 0.0
+        self.story = Story()
+        self.members: dict[str, Member] = {}
+        self.slaves: dict[SlaveId, Slave] = {}
+        self.pins: dict[int, Pin] = {}
+        self.waiters: dict[PushId, list[tuple[int, float]]] = {}
+        self.published: Kept | None = None
+        self.window_opened_s: float | None = None
+        self.publish_interval_s = 0.0
+        self.published_s: float | None = None
+        self.leave_ready: list[str] = []
+        self.stopped_s: float | None = None
+        self.stop_when_idle = ""
+        self.round = RoundState(Phase(ROUND_TABLE, self.story))
+        self.kept: dict[Version, Kept] = {}
+        self.seed_cluster: str | None = None
+        self.paused = ""
+        self.recent: deque[RoundSummary] = deque(maxlen=RECENT_ROUNDS)
+        self.rounds_aborted = 0
+        self.aborted_of: dict[str, int] = {}
+        self.out = Outbox()
+
+    # ---- who is here ----
+
+    def live(self) -> list[Member]:
+        """Members in cluster-id order."""
+        return [self.members[name] for name in sorted(self.members)]
+
+    def ready_slaves(self) -> list[Slave]:
+        return [slave for _, slave in sorted(self.slaves.items()) if slave.ready]
+
+    def slaves_expected(self) -> list[SlaveId]:
+        return list(self.ledger.placement.slaves) if self.ledger.placement else sorted(self.slaves)
+
+    def all_slaves_ready(self) -> bool:
+        expected = self.slaves_expected()
+        return len(expected) >= self.config.n_slaves and len(self.ready_slaves()) == len(expected)
+
+    def s_max(self) -> int:
+        return self.config.settings.max_staleness_versions or max(8, 4 * len(self.members))
+
+    def member_push(self, cluster: str) -> Push | None:
+        member = self.members.get(cluster)
+        return member.push if member else None
+
+    def pushes(self) -> Iterator[Push]:
+        for member in self.live():
+            if member.push is not None:
+                yield member.push
+
+    def placement_spec(self) -> PlacementSpec:
+        placement = self.ledger.placement
+        assert placement is not None, "asked for only once blocks are placed"
+        slaves = tuple(SlaveAddress(s, self.slaves[s].endpoint if s in self.slaves else "") for s in placement.slaves)
+        return PlacementSpec(slaves, placement.slave_of_block, placement.placement_hash)
+
+    # ---- the way out ----
+
+    def reply(self, token: int, body: ClusterReply | StatusReply | OperatorReply) -> None:
+        self.out.put(Reply(token, body))
+
+    def refuse(self, token: int, refused: Refused) -> None:
+        self.out.put(Refuse(token, Refusal(refused.code, refused.sentence, refused.retry_after_s)))
+
+    def command(self, slave: Slave, body: CommandBody, cause: str) -> None:
+        if slave.link is not None:
+            self.out.put(
+                ToSlave(slave.link, SlaveCommand(self.config.run_id, self.epoch, slave.incarnation, cause, body))
+            )
+
+    def command_all(self, body: CommandBody, cause: str) -> None:
+        for slave in self.ready_slaves():
+            self.command(slave, body, cause)
+
+    def close(self, link: int, refused: Refused) -> None:
+        self.out.put(CloseLink(link, Refusal(refused.code, refused.sentence, refused.retry_after_s)))
+
+    def journal(self, kind: str, record: dict[str, object]) -> None:
+        """Make the ledger as it now is durable, together with what changed it."""
+        self.out.journal(kind, canonical({"kind": kind, "epoch": self.epoch} | record), self.ledger.to_json())
+
+    def record(self, kind: str, cause: str, **fields: object) -> None:
+        self.story.add(self.now_s, kind, cause, str(fields))
+        self.out.put(Record(kind, cause, fields))
+
+    def log(self, key: str, sentence: str, level: int = logging.INFO) -> None:
+        self.out.put(Log(level, key, sentence))
+
+    def alarm(self, sentence: str) -> None:
+        """Something that a person should look at."""
+        self.record("alarm", "-", sentence=sentence)
+        self.log(f"alarm {sentence[:40]}", sentence, logging.WARNING)
+
+    def halt(self, exit_code: int, sentence: str) -> None:
+        self.out.put(Halt(exit_code, sentence))

@@ -1,0 +1,456 @@
+"""The real master state with scripted slaves and clusters around it, all in memory and under a hand-turned clock.
+
+A slave answers every command at once unless the test holds that kind back; the journal is durable at once unless
+held. Clusters are driven call by call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import Incarnation, PushId, Version
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import (
+    AbortRound,
+    Admitted,
+    AwaitVerdictRequest,
+    BeginPullRequest,
+    BeginPushRequest,
+    BlockGram,
+    Caller,
+    CloseStaging,
+    Commit,
+    Configure,
+    DataMode,
+    DataPlan,
+    DataRange,
+    FinishPullRequest,
+    FinishPushRequest,
+    Flipped,
+    HeartbeatRequest,
+    Hello,
+    JoinReply,
+    JoinRequest,
+    LeaseDataRequest,
+    LeaveRequest,
+    Measure,
+    Measured,
+    OpenStaging,
+    Prepare,
+    Prepared,
+    Promised,
+    PullGrant,
+    Ready,
+    Refusal,
+    RoundRefused,
+    Settings,
+    SlaveBeat,
+    SlaveCommand,
+    SlaveHello,
+    SlaveMessage,
+    SnapshotInfo,
+    Staged,
+    StatusReply,
+    StatusRequest,
+    Verdict,
+    Welcome,
+)
+from dips.master.state.coordinator import Coordinator
+from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
+from dips.master.state.events import (
+    ClusterCall,
+    Event,
+    JournalWritten,
+    OperatorCall,
+    SlaveLinkDown,
+    SlaveSaid,
+    Tick,
+)
+from dips.master.state.run_config import RunConfig
+
+TAPE_HEAD = {"wall_s", "monotonic_s", "role", "name", "kind", "cause"}
+HELLO = Hello(1, 1, ("codec-f32",))
+LAYOUT = Layout(
+    tuple(Parameter(f"layers.{i}.w", (4, 4), "float32", f"layers.{i}") for i in range(4)),
+)
+OWN = DataPlan(DataMode.OWN)
+LEASED = DataPlan(DataMode.LEASED, b"corpus", 1000, 100)
+
+
+class Unanswered(AssertionError):
+    """A call got neither reply nor refusal."""
+
+
+@dataclass
+class BenchSlave:
+    """A slave that does as it is told. norms: cluster -> norm of its pseudo-gradient over the whole model."""
+
+    bench: Bench
+    name: str
+    link: int = 0
+    incarnation: Incarnation | None = None
+    promised: int = 0
+    configure: Configure | None = None
+    staging: dict[PushId, OpenStaging] = field(default_factory=dict)
+    snapshots: dict[Version, SnapshotInfo] = field(default_factory=dict)
+    prepared: dict[Any, Prepare] = field(default_factory=dict)
+    commands: list[Any] = field(default_factory=list)
+    hold: set[type] = field(default_factory=set)
+    refuse: dict[str, Refusal] = field(default_factory=dict)
+    alive: bool = False
+
+    def say(self, body: Any) -> None:
+        caller = Caller(self.bench.run_id, self.bench.epoch, self.name, self.incarnation, f"{self.name}")
+        self.bench.event(SlaveSaid(self.link, SlaveMessage(caller, body)))
+
+    def attach(self) -> None:
+        self.link = self.bench.new_link()
+        self.bench.by_link[self.link] = self
+        self.alive = True
+        self.staging.clear()
+        snapshots = tuple(self.snapshots.values())
+        self.say(SlaveHello(HELLO, f"tcp://127.0.0.1:{5000 + self.link}", 1 << 30, self.promised, snapshots))
+
+    def die(self) -> None:
+        """kill -9: the stream breaks; the disk stays."""
+        self.alive = False
+        self.bench.event(SlaveLinkDown(self.link))
+
+    def on(self, command: SlaveCommand) -> None:
+        self.incarnation = command.incarnation
+        self.commands.append(command.body)
+        if type(command.body) not in self.hold:
+            self.obey(command.body)
+
+    def obey(self, body: Any) -> None:
+        handler: Callable[[Any], None] | None = getattr(self, f"_{type(body).__name__.lower()}", None)
+        if handler is not None:
+            handler(body)
+
+    def release(self, kind: type) -> None:
+        """Stop holding a kind of command and obey the last one of it."""
+        self.hold.discard(kind)
+        self.obey([c for c in self.commands if isinstance(c, kind)][-1])
+
+    def digest(self, what: object) -> bytes:
+        return f"{self.name}:{what}".encode()
+
+    def _welcome(self, body: Welcome) -> None:
+        self.promised = self.bench.epoch
+        self.say(Promised(self.bench.epoch))
+
+    def _configure(self, body: Configure) -> None:
+        self.configure = body
+        if body.load is not None:
+            found = self.snapshots[body.load]
+            self.snapshots[body.load] = replace(found, committed=True, commit_hash=body.commit_hash)
+        self.say(Ready(body.load, body.load_digest))
+
+    def _openstaging(self, body: OpenStaging) -> None:
+        self.staging[body.push] = body
+
+    def _closestaging(self, body: CloseStaging) -> None:
+        self.staging.pop(body.push, None)
+
+    def stage(self, push: PushId, digest: bytes | None = None) -> None:
+        """All chunks of the push have arrived here."""
+        opened = self.staging[push]
+        self.say(Staged(push, opened.attempt, digest if digest is not None else self.digest(push)))
+
+    def _measure(self, body: Measure) -> None:
+        if "measure" in self.refuse:
+            self.say(RoundRefused(body.round, "measure", self.refuse["measure"]))
+            return
+        assert self.configure is not None
+        own = [b for b, s in enumerate(self.configure.placement.slave_of_block) if self._is_mine(s)]
+        blocks = len(self.configure.placement.slave_of_block)
+        names = [p.push.cluster for p in body.participants]
+        gram = self.bench.gram(names)
+        self.say(Measured(body.round, tuple(self._block(b, gram, blocks, names) for b in own)))
+
+    def _is_mine(self, index: int) -> bool:
+        assert self.configure is not None
+        return self.configure.placement.slaves[index].slave_id == self.name
+
+    def _block(self, block: int, gram: Sequence[float], blocks: int, names: Sequence[str]) -> BlockGram:
+        bad = tuple(self.bench.nonfinite.get(name, 0) if block == 0 else 0 for name in names)
+        return BlockGram(block, tuple(value / blocks for value in gram), bad)
+
+    def _prepare(self, body: Prepare) -> None:
+        if "prepare" in self.refuse:
+            self.say(RoundRefused(body.round, "prepare", self.refuse["prepare"]))
+            return
+        assert self.configure is not None
+        self.prepared[body.round] = body
+        digest = self.digest(body.to_version)
+        info = SnapshotInfo(body.to_version, body.round, self.configure.layout_hash, b"", digest, False)
+        self.snapshots[body.to_version] = info
+        self.say(Prepared(body.round, digest))
+
+    def _abortround(self, body: AbortRound) -> None:
+        shadow = self.prepared.pop(body.round, None)
+        if shadow is not None:
+            self.snapshots.pop(shadow.to_version, None)
+
+    def _commit(self, body: Commit) -> None:
+        found = self.snapshots[body.version]
+        self.snapshots[body.version] = replace(found, committed=True, commit_hash=body.commit_hash)
+        self.say(Flipped(body.round, body.version))
+
+
+@dataclass
+class BenchCluster:
+    """What a cluster remembers between calls."""
+
+    name: str
+    join: JoinReply
+    base: Version | None = None
+    fence: int = 0
+    seq: int = 0
+
+    @property
+    def push_id(self) -> PushId:
+        return PushId(self.name, self.join.incarnation, self.seq)  # type: ignore[arg-type]
+
+
+class Bench:
+    """One master and what surrounds it."""
+
+    def __init__(
+        self, n_slaves: int = 2, plan: DataPlan = OWN, settings: Settings | None = None, **config: Any
+    ) -> None:
+        self.run_id = "test"
+        self.plan = plan
+        self.config = RunConfig(self.run_id, n_slaves, settings or Settings(), **config)
+        self.now_s = 1000.0
+        self.epoch = 0
+        self.snapshot: str | None = None
+        self.journal: list[WriteJournal] = []
+        self.hold_journal = False
+        self.replies: dict[int, Any] = {}
+        self.refusals: dict[int, Refusal] = {}
+        self.records: list[Record] = []
+        self.logs: list[Log] = []
+        self.halted: Halt | None = None
+        self.closed: dict[int, Refusal] = {}
+        self.by_link: dict[int, BenchSlave] = {}
+        self.norms: dict[str, float] = {}
+        self.nonfinite: dict[str, int] = {}
+        self.silent: set[str] = set()
+        self.clusters: dict[str, BenchCluster] = {}
+        self.slaves = [BenchSlave(self, f"s{i}") for i in range(n_slaves)]
+        self._token = 0
+        self._link = 0
+        self._queue: list[Event] = []
+        self.start_master()
+
+    # ---- the master ----
+
+    def start_master(self) -> None:
+        """A (new) life of the master, from its newest durable snapshot."""
+        self.epoch += 1
+        self.by_link.clear()
+        self.state = Coordinator(self.config, self.epoch, self.snapshot, 0.0)
+        self._carry_out(self.state.start(self.now_s))
+
+    def event(self, event: Event) -> None:
+        self._queue.append(event)
+        if len(self._queue) > 1:
+            return  # taken up, in order, by the outermost call
+        while self._queue:
+            self._carry_out(self.state.handle(self._queue[0], self.now_s))
+            self._queue.pop(0)
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Reply(token, body):
+                    self.replies[token] = body
+                case Refuse(token, refusal):
+                    self.refusals[token] = refusal
+                case ToSlave(link, command):
+                    if link in self.by_link and self.by_link[link].alive:
+                        self.by_link[link].on(command)
+                case CloseLink(link, refusal):
+                    self.closed[link] = refusal
+                case WriteJournal():
+                    self.journal.append(effect)
+                    if not self.hold_journal:
+                        self.write_journal(effect)
+                case Record():
+                    assert not TAPE_HEAD & set(effect.fields), "a field would overwrite the head of the tape's line"
+                    self.records.append(effect)
+                case Log():
+                    self.logs.append(effect)
+                case Halt():
+                    self.halted = effect
+
+    def write_journal(self, entry: WriteJournal) -> None:
+        self.snapshot = entry.snapshot_json
+        self.event(JournalWritten(entry.entry_id))
+
+    def new_link(self) -> int:
+        self._link += 1
+        return self._link
+
+    # ---- time ----
+
+    def advance(self, seconds: float) -> None:
+        """Time passes; the living beat, the master ticks."""
+        step_s = self.config.settings.heartbeat_s / 4
+        end_s = self.now_s + seconds
+        while self.now_s < end_s - 1e-9:
+            self.now_s = min(end_s, self.now_s + step_s)
+            for slave in self.slaves:
+                if slave.alive:
+                    slave.say(SlaveBeat())
+            for name in list(self.clusters):
+                if name not in self.silent:
+                    self.beat(name)
+            self.event(Tick())
+
+    def jump(self, seconds: float) -> None:
+        """The master stands still: no tick, no beat reaches it."""
+        self.now_s += seconds
+        self.event(Tick())
+
+    # ---- calls ----
+
+    def call(self, request: Any) -> int:
+        self._token += 1
+        self.event(ClusterCall(self._token, request))
+        return self._token
+
+    def ask(self, request: Any) -> Any:
+        """The reply to a call; raises Refused when it is refused, Unanswered when it is held."""
+        return self.result(self.call(request))
+
+    def result(self, token: int) -> Any:
+        if token in self.refusals:
+            refusal = self.refusals[token]
+            raise Refused(refusal.code, refusal.sentence, refusal.retry_after_s)
+        if token not in self.replies:
+            raise Unanswered(f"call {token} is held")
+        return self.replies[token]
+
+    def operate(self, action: Any) -> Any:
+        self._token += 1
+        self.event(OperatorCall(self._token, action))
+        return self.result(self._token)
+
+    def status(self) -> StatusReply:
+        reply = self.operate(StatusRequest(""))
+        assert isinstance(reply, StatusReply)
+        return reply
+
+    def caller(self, name: str) -> Caller:
+        return Caller(self.run_id, self.epoch, name, self.clusters[name].join.incarnation, f"c-{name}")
+
+    def attach_all(self) -> None:
+        for slave in self.slaves:
+            slave.attach()
+
+    def join(
+        self, name: str, *, previous: Incarnation | None = None, held: tuple[DataRange, ...] = (), **changes: Any
+    ) -> JoinReply:
+        fields: dict[str, Any] = {
+            "caller": Caller(self.run_id, 0, name, previous, f"join-{name}"),
+            "hello": HELLO,
+            "layout": LAYOUT,
+            "layout_hash": LAYOUT.layout_hash,
+            "data_plan": self.plan,
+            "held_ranges": held,
+        }
+        reply = self.ask(JoinRequest(**(fields | changes)))
+        assert isinstance(reply, JoinReply)
+        self.clusters[name] = BenchCluster(name, reply, fence=reply.fence)
+        return reply
+
+    def beat(self, name: str, **fields: Any) -> Any:
+        return self.result(self.call(HeartbeatRequest(self.caller(name), **fields))) if self.alive(name) else None
+
+    def alive(self, name: str) -> bool:
+        member = self.state.world.members.get(name)
+        return member is not None and member.incarnation == self.clusters[name].join.incarnation
+
+    def lease(self, name: str, tokens: int) -> tuple[DataRange, ...]:
+        ranges: tuple[DataRange, ...] = self.ask(LeaseDataRequest(self.caller(name), tokens)).ranges
+        return ranges
+
+    def begin_push(self, name: str, tokens: int = 100, ranges: tuple[DataRange, ...] = (), **changes: Any) -> Any:
+        """The answer to BeginPush for the cluster's next seq."""
+        cluster = self.clusters[name]
+        cluster.seq += 1
+        fields = {"base": cluster.base, "fence": cluster.fence, "ranges": ranges, "tokens": tokens, "steps": 16}
+        request = BeginPushRequest(self.caller(name), cluster.seq, **(fields | changes))
+        return self.ask(request).answer
+
+    def stage(self, name: str) -> None:
+        for slave in self.slaves:
+            if slave.alive:
+                slave.stage(self.clusters[name].push_id)
+
+    def finish_push(self, name: str, attempt: int = 1, digests: dict[str, bytes] | None = None) -> int:
+        push = self.clusters[name].push_id
+        sent = digests or {slave.name: slave.digest(push) for slave in self.slaves}
+        request = FinishPushRequest(self.caller(name), self.clusters[name].seq, attempt, tuple(sorted(sent.items())))
+        return self.call(request)
+
+    def push(self, name: str, tokens: int = 100, ranges: tuple[DataRange, ...] = ()) -> PushId:
+        """Ticket, transfer and admission."""
+        self.begin_push(name, tokens, ranges)
+        self.stage(name)
+        answer = self.result(self.finish_push(name)).answer
+        assert isinstance(answer, Admitted), answer
+        return self.clusters[name].push_id
+
+    def await_verdict(self, name: str, push: PushId | None = None, wait_s: float = 30.0) -> int:
+        return self.call(AwaitVerdictRequest(self.caller(name), push or self.clusters[name].push_id, wait_s))
+
+    def verdict(self, name: str, push: PushId | None = None) -> Verdict:
+        answer = self.result(self.await_verdict(name, push)).answer
+        assert isinstance(answer, Verdict), answer
+        return answer
+
+    def pull(self, name: str) -> PullGrant:
+        grant = self.ask(BeginPullRequest(self.caller(name))).answer
+        assert isinstance(grant, PullGrant), grant
+        self.ask(FinishPullRequest(self.caller(name), grant.pin_id))
+        self.clusters[name].base, self.clusters[name].fence = grant.version, grant.fence
+        return grant
+
+    def leave(self, name: str) -> int:
+        return self.call(LeaveRequest(self.caller(name), "done"))
+
+    def seed(self, name: str) -> None:
+        """The first version, from this cluster."""
+        self.begin_push(name, 0, base=None)
+        self.stage(name)
+        self.finish_push(name)
+
+    def running(self, *names: str) -> Bench:
+        """Slaves attached, clusters joined, version 0 published and pulled by all."""
+        self.attach_all()
+        for name in names:
+            self.join(name)
+        self.seed(names[0])
+        for name in names:
+            self.pull(name)
+        return self
+
+    def gram(self, names: Sequence[str]) -> list[float]:
+        """Upper triangle by rows: norms as set (0.5 unless set), cosine 0.9 between any two."""
+        norms = [math.nan if self.nonfinite.get(name) else self.norms.get(name, 0.5) for name in names]
+        pairs = ((i, j) for i in range(len(names)) for j in range(i, len(names)))
+        return [norms[i] * norms[j] * (1.0 if i == j else 0.9) for i, j in pairs]
+
+
+def refused_with(code: RefusalCode) -> Any:
+    """pytest.raises for a refusal of this code."""
+    return pytest.raises(Refused, check=lambda error: error.code is code)

@@ -1,0 +1,164 @@
+"""How many steps, in which order, and what the slaves' sums add up to: the small pure functions of the master."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.master_bench import LAYOUT, Bench
+
+from dips.core.ids import SlaveId
+from dips.core.messages import BlockGram, Settings
+from dips.core.placement import Placement, place
+from dips.master.state.gram import GramError, add_blocks
+from dips.master.state.local_steps import (
+    Pace,
+    dynamic_steps,
+    fastest_round_s,
+    lower_bound,
+    steps_within_staleness,
+)
+from dips.master.state.schedule import block_order
+
+H = 64
+
+
+@given(
+    st.floats(0.01, 100),
+    st.floats(0, 20),
+    st.floats(0, 20),
+    st.floats(-500, 500),
+    st.floats(0.1, 100),
+    st.floats(0, 1000),
+)
+def test_dynamic_steps_stay_within_bounds(
+    speed: float, push_s: float, pull_s: float, window_at_s: float, period_s: float, now_s: float
+) -> None:
+    steps = dynamic_steps(Pace(speed, push_s, pull_s), H, window_at_s, period_s, now_s)
+    assert lower_bound(H) <= steps <= H
+
+
+@given(st.floats(0.2, 1.0), st.floats(0.0, 0.4), st.integers(0, 5))
+def test_clusters_of_any_speed_meet_at_the_planned_window(relative_speed: float, late_share: float, k: int) -> None:
+    """A cluster that begins anywhere in the period arrives at a multiple of the period, within one of its steps."""
+    period_s, push_s, pull_s = 20.0, 0.3, 0.2
+    fastest = H / (period_s - push_s - pull_s)
+    pace = Pace(fastest * relative_speed, push_s, pull_s)
+    now_s = 100.0 + (k + late_share) * period_s
+    steps = dynamic_steps(pace, H, 100.0, period_s, now_s)
+    arrives_s = now_s + pace.round_s(steps)
+    off_s = (arrives_s - 100.0) % period_s
+    assert min(off_s, period_s - off_s) <= 1 / pace.steps_per_s + 1e-6 or steps == H
+
+
+def test_cluster_half_as_fast_makes_half_the_steps() -> None:
+    assert dynamic_steps(Pace(2.0, 0, 0), 32, 0.0, 16.0, 0.0) == 32
+    assert dynamic_steps(Pace(1.0, 0, 0), 32, 0.0, 16.0, 0.0) == 16
+
+
+def test_unmeasured_cluster_makes_h_steps() -> None:
+    assert dynamic_steps(Pace(0.0, 0, 0), H, 0.0, 10.0, 5.0) == H
+    assert dynamic_steps(Pace(math.nan, 0, 0), H, 0.0, 10.0, 5.0) == H
+    assert steps_within_staleness(Pace(0.0, 0, 0), H, 8, 1.0) == H
+
+
+def test_fastest_round_counts_measured_clusters_only() -> None:
+    assert fastest_round_s([Pace(0, 0, 0)], H) is None
+    assert fastest_round_s([Pace(2, 1, 1), Pace(4, 0, 0), Pace(0, 0, 0)], H) == 16
+
+
+def test_static_steps_are_cut_to_what_fits_into_s_max() -> None:
+    assert steps_within_staleness(Pace(1.0, 0, 0), H, 8, 100.0) == H
+    assert steps_within_staleness(Pace(1.0, 0, 0), H, 8, 4.0) == 32
+    assert steps_within_staleness(Pace(0.01, 0, 0), H, 8, 1.0) == lower_bound(H)
+
+
+def test_master_says_when_it_cuts_a_slow_cluster_s_steps() -> None:
+    bench = Bench(settings=Settings(max_staleness_versions=1), grace_s=0.5).running("a", "b")
+    bench.beat("b", steps_per_s=1.0)
+    for _ in range(3):
+        bench.advance(10.0)
+        bench.push("a")
+        bench.advance(1.0)
+        bench.pull("a")
+    bench.beat("b", steps_per_s=1.0)
+    assert bench.pull("b").local_steps < 64
+    assert any("instead of 64" in log.sentence for log in bench.logs)
+
+
+def test_dynamic_steps_reach_the_cluster_with_its_pull() -> None:
+    bench = Bench(settings=Settings(dynamic_local_steps=True)).running("a", "b")
+    bench.beat("a", steps_per_s=8.0)
+    bench.beat("b", steps_per_s=4.0)
+    bench.push("a")
+    bench.push("b")
+    bench.beat("a", steps_per_s=8.0)
+    bench.beat("b", steps_per_s=4.0)
+    assert (bench.pull("a").local_steps, bench.pull("b").local_steps) == (64, 32)
+
+
+def test_grace_is_a_tenth_of_the_fastest_round_and_at_least_a_second() -> None:
+    bench = Bench().running("a", "b")
+    bench.beat("a", steps_per_s=1.0)
+    bench.beat("b", steps_per_s=0.1)
+    bench.push("a")
+    assert bench.status().window_closes_in_s == pytest.approx(6.4)
+
+
+@pytest.mark.parametrize(("n_slaves", "clusters"), [(1, 3), (2, 4), (4, 4), (3, 8)])
+def test_block_order_is_a_permutation_that_keeps_clusters_on_different_slaves(n_slaves: int, clusters: int) -> None:
+    n_blocks = 4 * n_slaves
+    placement = Placement(
+        tuple(SlaveId(f"s{i}") for i in range(n_slaves)), tuple(b % n_slaves for b in range(n_blocks))
+    )
+    orders = [block_order(placement, c) for c in range(clusters)]
+    for order in orders:
+        assert sorted(order) == list(range(n_blocks))
+    for step in range(n_blocks):
+        busy = [placement.slave_of_block[order[step]] for order in orders]
+        assert max(busy.count(s) for s in range(n_slaves)) == math.ceil(clusters / n_slaves)
+
+
+def test_block_order_with_unequal_slaves_names_every_block() -> None:
+    placement = Placement((SlaveId("s0"), SlaveId("s1")), (0, 0, 0, 1))
+    assert sorted(block_order(placement, 1)) == [0, 1, 2, 3]
+
+
+def test_gram_sums_do_not_depend_on_the_placement() -> None:
+    values = [0.1 * (b + 1) for b in range(4)]
+    rows = {b: BlockGram(b, (values[b], values[b] / 3, values[b] * 7), (b, 0)) for b in range(4)}
+    results = set()
+    for owners in itertools.product(range(2), repeat=4):
+        placement = Placement((SlaveId("s0"), SlaveId("s1")), owners)
+        measured = {f"s{i}": tuple(rows[b] for b in reversed(range(4)) if owners[b] == i) for i in range(2)}
+        gram, nonfinite = add_blocks(measured, placement, 2)
+        results.add((repr(gram), tuple(nonfinite)))
+        assert gram[0][1] == gram[1][0]
+    assert len(results) == 1
+
+
+def test_gram_with_wrong_blocks_or_sizes_is_an_error() -> None:
+    placement = Placement((SlaveId("s0"),), (0, 0))
+    good = (BlockGram(0, (1.0,), (0,)), BlockGram(1, (1.0,), (0,)))
+    assert add_blocks({"s0": good}, placement, 1)[0] == [[2.0]]
+    for bad in ((), good[:1], (good[0], good[0]), (*good, BlockGram(2, (1.0,), (0,)))):
+        with pytest.raises(GramError):
+            add_blocks({"s0": bad}, placement, 1)
+    with pytest.raises(GramError):
+        add_blocks({"s0": good}, placement, 2)
+
+
+def test_negative_diagonal_is_clamped_and_nan_stays() -> None:
+    placement = Placement((SlaveId("s0"),), (0,))
+    gram, _ = add_blocks({"s0": (BlockGram(0, (-1e-20, 0.5, math.nan), (0, 0)),)}, placement, 2)
+    assert gram[0][0] == 0.0
+    assert gram[0][1] == 0.5
+    assert math.isnan(gram[1][1])
+
+
+def test_placement_balances_equal_slaves() -> None:
+    placement = place(LAYOUT, [(SlaveId("s0"), 1 << 20), (SlaveId("s1"), 1 << 20)], 2, 2)
+    assert placement.slave_of_block.count(0) == 2

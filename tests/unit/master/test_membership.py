@@ -1,0 +1,301 @@
+"""Clusters come, go, fall silent and come back; what each of it changes and what it must not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from support.master_bench import LAYOUT, LEASED, OWN, Bench, Unanswered, refused_with
+
+from dips.core.errors import RefusalCode
+from dips.core.ids import Incarnation, PushId, Version
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import (
+    Caller,
+    DataMode,
+    DataPlan,
+    DrainRequest,
+    EvictRequest,
+    Hello,
+    Measure,
+    OperatorRequest,
+    Settings,
+    Verdict,
+    VerdictKind,
+)
+from dips.master.state.events import Stop
+
+
+def test_join_waits_for_all_slaves() -> None:
+    bench = Bench(n_slaves=2)
+    bench.slaves[0].attach()
+    with refused_with(RefusalCode.BUSY) as refused:
+        bench.join("a")
+    assert "1 of 2" in str(refused.value)
+    bench.slaves[1].attach()
+    assert bench.join("a").incarnation == Incarnation(1, 1)
+
+
+def test_settings_are_the_master_s_word() -> None:
+    settings = Settings(sync_every_steps=24, outer_lr=0.5)
+    bench = Bench(settings=settings)
+    bench.attach_all()
+    assert bench.join("a").settings == settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "word"),
+    [
+        ({"caller": Caller("other-run", 0, "b")}, RefusalCode.RUN_ID, "other-run"),
+        ({"caller": Caller("", 0, "Not A Name")}, RefusalCode.MALFORMED, "Not A Name"),
+        ({"hello": Hello(7, 9)}, RefusalCode.PROTOCOL_VERSION, "7 to 9"),
+        ({"layout_hash": b"forged"}, RefusalCode.LAYOUT, "hash"),
+        ({"data_plan": LEASED}, RefusalCode.DATA_PLAN, "LEASED"),
+        ({"declared_tokens_per_s": -1.0}, RefusalCode.TOKENS, "-1"),
+        ({"declared_tokens_per_s": math.nan}, RefusalCode.TOKENS, "nan"),
+        ({"declared_tokens_per_s": 1e15}, RefusalCode.TOKENS, "tokens/s"),
+    ],
+)
+def test_bad_join_is_refused_and_the_run_goes_on(changes: dict[str, object], code: RefusalCode, word: str) -> None:
+    bench = Bench(plan=OWN).running("a")
+    with refused_with(code) as refused:
+        bench.join("b", **changes)
+    assert word in str(refused.value)
+    bench.push("a")
+    assert bench.status().published == Version(1, 1)
+    assert [c.cluster_id for c in bench.status().clusters] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "word"),
+    [
+        (LAYOUT.parameters[:3], "lacks parameter 'layers.3.w'"),
+        ((*LAYOUT.parameters[:3], Parameter("layers.3.w", (4, 5), "float32", "layers.3")), "shape [4, 5]"),
+        ((*LAYOUT.parameters, Parameter("head.w", (2,), "float32", "head")), "'head.w'"),
+        ((*LAYOUT.parameters[:3], Parameter("layers.3.w", (4, 4), "bfloat16", "layers.3")), "bfloat16"),
+        (LAYOUT.parameters[::-1], "another order"),
+    ],
+)
+def test_other_model_is_refused_with_the_first_difference(parameters: tuple[Parameter, ...], word: str) -> None:
+    bench = Bench().running("a")
+    other = Layout(parameters)
+    with refused_with(RefusalCode.LAYOUT) as refused:
+        bench.join("b", layout=other, layout_hash=other.layout_hash)
+    assert word in str(refused.value)
+
+
+def test_other_text_is_refused() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    for plan in (
+        DataPlan(DataMode.LEASED, b"other", 1000, 100),
+        DataPlan(DataMode.LEASED, b"corpus", 2000, 100),
+        DataPlan(DataMode.LEASED, b"corpus", 0, 0),
+        DataPlan(DataMode.LEASED, b"corpus", 100, 200),
+    ):
+        with refused_with(RefusalCode.DATA_PLAN):
+            bench.join("b", data_plan=plan)
+
+
+def test_model_too_big_for_the_slaves_is_refused_before_anything_is_placed() -> None:
+    bench = Bench()
+    bench.attach_all()
+    huge = Layout(tuple(Parameter(f"layers.{i}.w", (1 << 14, 1 << 14), "float32", f"layers.{i}") for i in range(8)))
+    with refused_with(RefusalCode.MEMORY) as refused:
+        bench.join("a", layout=huge, layout_hash=huge.layout_hash)
+    assert "start more slaves" in str(refused.value)
+    assert bench.join("a").seed, "a smaller model may still begin the run"
+
+
+def test_all_slots_taken_is_busy() -> None:
+    bench = Bench(max_clusters=2).running("a", "b")
+    with refused_with(RefusalCode.BUSY) as refused:
+        bench.join("c")
+    assert "max_clusters" in str(refused.value)
+    bench.result(bench.leave("b"))
+    assert bench.join("c")
+
+
+def test_silent_cluster_is_evicted_after_five_beats_and_its_unsealed_push_is_aborted() -> None:
+    bench = Bench(grace_s=60.0).running("a", "b", "c")
+    push = bench.push("a")
+    bench.silent.add("a")
+    bench.advance(9.5)
+    assert bench.alive("a")
+    bench.advance(2.0)
+    assert not bench.alive("a")
+    assert bench.status().phase == "IDLE"
+    reply = bench.join("a", previous=bench.clusters["a"].join.incarnation)
+    assert isinstance(reply.last_push, Verdict)
+    assert (reply.last_push.push, reply.last_push.kind) == (push, VerdictKind.ABORTED)
+
+
+def test_eviction_lets_the_window_close_without_the_dead() -> None:
+    bench = Bench(grace_s=30.0).running("a", "b")
+    bench.push("a")
+    bench.silent.add("b")
+    bench.advance(11.0)
+    assert bench.status().published == Version(1, 1)
+
+
+def test_cluster_that_dies_after_its_push_was_sealed_still_counts() -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].hold.add(Measure)
+    push = bench.push("a")
+    reply = bench.join("a")
+    assert reply.last_push == push, "undecided: the new incarnation must wait for it"
+    token = bench.await_verdict("a", push)
+    with pytest.raises(Unanswered):
+        bench.result(token)
+    bench.slaves[0].release(Measure)
+    assert bench.result(token).answer.kind is VerdictKind.APPLIED
+    assert bench.status().tokens == 100
+
+
+def test_new_incarnation_cannot_pull_before_the_old_push_is_decided() -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a")
+    bench.join("a")
+    with pytest.raises(AssertionError, match="undecided"):
+        bench.pull("a")
+    bench.slaves[0].release(Measure)
+    assert bench.pull("a").fence == 2
+
+
+def test_leases_of_a_restarted_process_are_free_again_except_those_it_still_holds() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    first, second = (*bench.lease("a", 100), *bench.lease("a", 100))
+    bench.join("a", held=(second,))
+    assert bench.status().leased_tokens == 100
+    assert bench.lease("a", 100)[0].chunk == first.chunk
+
+
+def test_ranges_of_a_sealed_push_stay_leased_over_a_restart() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    ranges = bench.lease("a", 100)
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a", 100, ranges)
+    bench.join("a")
+    assert bench.status().leased_tokens == 100
+    bench.slaves[0].release(Measure)
+    assert bench.status().leased_tokens == 0
+    assert bench.lease("a", 100)[0].chunk != ranges[0].chunk
+
+
+def test_leases_last_their_time_and_re_attach_when_the_cluster_returns() -> None:
+    bench = Bench(plan=LEASED, lease_ttl_s=60.0).running("a", "b")
+    held = bench.lease("a", 100)
+    bench.silent.add("a")
+    bench.advance(50.0)
+    assert bench.status().leased_tokens == 100
+    bench.join("a", previous=bench.clusters["a"].join.incarnation, held=held)
+    assert bench.status().leased_tokens == 100
+    bench.advance(90.0)
+    assert bench.status().leased_tokens == 0
+
+
+def test_second_process_with_the_same_cluster_id_takes_over_and_the_first_must_stop() -> None:
+    bench = Bench().running("a")
+    first = bench.clusters["a"].join.incarnation
+    bench.join("a")
+    with refused_with(RefusalCode.FENCED) as refused:
+        bench.join("a", previous=first)
+    assert "another process" in str(refused.value)
+    assert bench.alive("a")
+
+
+def test_leave_waits_for_the_verdict_of_a_sealed_push() -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a")
+    token = bench.leave("a")
+    with pytest.raises(Unanswered):
+        bench.result(token)
+    bench.slaves[0].release(Measure)
+    assert bench.result(token)
+    assert not bench.alive("a")
+    assert bench.status().tokens == 100
+
+
+def test_leave_aborts_an_open_push_and_frees_leases() -> None:
+    bench = Bench(plan=LEASED).running("a", "b")
+    bench.begin_push("a", 100, bench.lease("a", 100))
+    bench.result(bench.leave("a"))
+    assert bench.status().leased_tokens == 0
+    assert not bench.slaves[0].staging
+
+
+def test_paused_master_evicts_nobody() -> None:
+    bench = Bench().running("a", "b")
+    bench.jump(3600.0)
+    assert bench.alive("a")
+    assert all(slave.alive for slave in bench.status().slaves)
+    bench.advance(5.0)
+    assert bench.alive("a")
+
+
+def test_operator_evicts_drains_and_is_told_of_wrong_names() -> None:
+    bench = Bench().running("a", "b")
+    with refused_with(RefusalCode.UNKNOWN_NAME) as refused:
+        bench.operate(EvictRequest("", "z"))
+    assert "a, b" in str(refused.value)
+    bench.operate(EvictRequest("", "a", "bad link"))
+    assert not bench.alive("a")
+    bench.operate(DrainRequest("", "b", "maintenance"))
+    assert bench.beat("b").stop
+    with refused_with(RefusalCode.STOPPING):
+        bench.begin_push("b")
+
+
+def test_operator_stop_ends_the_run_once_the_open_round_is_done() -> None:
+    bench = Bench(linger_s=1.0).running("a")
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a")
+    bench.operate(Stop(OperatorRequest("", "enough")))
+    assert not bench.status().stopping
+    bench.slaves[0].release(Measure)
+    assert bench.status().stopping
+    assert bench.status().published == Version(1, 1)
+    with refused_with(RefusalCode.STOPPING):
+        bench.join("b")
+    bench.pull("a")
+    bench.result(bench.leave("a"))
+    bench.operate(Stop(OperatorRequest("")))
+    assert bench.halted is not None
+    assert bench.halted.exit_code == 0
+
+
+def test_wrong_run_id_of_an_operator_is_refused() -> None:
+    from dips.core.messages import StatusRequest
+
+    with refused_with(RefusalCode.RUN_ID):
+        Bench().running("a").operate(StatusRequest("other"))
+
+
+def test_fast_cluster_is_not_held_up_by_a_dead_one() -> None:
+    bench = Bench(grace_s=1.0).running("a", "b")
+    bench.silent.add("b")
+    for n in range(5):
+        bench.push("a")
+        bench.advance(1.5)
+        assert bench.status().published == Version(1, n + 1)
+        bench.pull("a")
+
+
+def test_incarnations_only_grow_over_restarts_of_the_master() -> None:
+    bench = Bench().running("a")
+    first = bench.clusters["a"].join.incarnation
+    bench.start_master()
+    bench.attach_all()
+    second = bench.join("a", previous=first).incarnation
+    assert second > first
+    assert second == Incarnation(2, 2)
+
+
+def test_last_push_is_of_the_cluster() -> None:
+    bench = Bench().running("a")
+    push = bench.push("a")
+    reply = bench.join("a")
+    assert isinstance(reply.last_push, Verdict)
+    assert isinstance(push, PushId)
+    assert reply.last_push.push == push

@@ -1,0 +1,478 @@
+"""JUDGE and COMMIT, rule by rule (DESIGN 7)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+from support.rounds import Master, Push, along, gram_of
+
+from dips.core.errors import LocalProtocolError
+from dips.master.state.penalty import DetectorState, Participant, PenaltyConfig, judge
+
+
+def reason_of(judgement, cluster: str) -> str:  # type: ignore[no-untyped-def]
+    return next(rejection.reason for rejection in judgement.rejected if rejection.cluster == cluster)
+
+
+# ---- what no detector accepts ----
+
+
+@pytest.mark.parametrize(
+    ("push", "complaint", "non_finite"),
+    [
+        (Push(along(1.0), nonfinite_elems=3), "3 elements are not finite", True),
+        (Push(along(math.nan), nonfinite_elems=1), "1 elements are not finite", True),
+        (Push(along(math.inf)), "norm of its pseudo-gradient is inf", True),
+        (Push(along(math.nan)), "norm of its pseudo-gradient is nan", True),
+        (Push(along(1.0), tokens=0.0), "tokens are 0", False),
+        (Push(along(1.0), tokens=-5.0), "tokens are -5", False),
+        (Push(along(1.0), tokens=math.nan), "tokens are nan", False),
+        (Push(along(1.0), tokens=math.inf), "tokens are inf", False),
+        (Push(along(0.0)), "the norm is 0", False),
+    ],
+)
+@pytest.mark.parametrize("preset", ["safe", "paper", "paper-literal", "edit"])
+def test_impossible_pushes_are_rejected_by_every_preset(
+    preset: str, push: Push, complaint: str, non_finite: bool
+) -> None:
+    judgement = Master(PenaltyConfig.of(preset)).round({"a": Push(along(1.0)), "b": push, "c": Push(along(1.0, 2))})
+    assert judgement.accepted == ("a", "c")
+    assert complaint in reason_of(judgement, "b")
+    assert judgement.rejected[0].non_finite is non_finite
+    assert math.isfinite(judgement.merged_norm)
+    assert sum(judgement.weights) == pytest.approx(1.0)
+
+
+def test_a_slightly_negative_square_is_a_norm_of_zero() -> None:
+    participants = [Participant("a", 1.0, 0, 64), Participant("b", 1.0, 0, 64)]
+    gram = [[-1e-30, 0.0], [0.0, 1.0]]
+    judgement = judge(DetectorState.empty(), PenaltyConfig(), participants, gram, frozenset("ab"), 2.0)
+    assert judgement.accepted == ("b",)
+
+
+# ---- the hard gate ----
+
+
+def test_thirtyfold_is_rejected_from_the_first_round() -> None:
+    judgement = Master().norms(a=1.0, b=1.1, c=30.0, d=0.9)
+    assert judgement.accepted == ("a", "b", "d")
+    assert reason_of(judgement, "c") == "norm 30 is 28.6 times the median 1.05 of recent ones (limit 10)"
+    assert not judgement.rejected[0].non_finite
+
+
+def test_thirtyfold_is_rejected_once_three_norms_are_known() -> None:
+    master = Master()
+    assert master.norms(a=1.0).accepted
+    assert master.norms(b=1.0).accepted
+    assert master.norms(c=30.0).accepted == ()
+
+
+def test_two_known_norms_close_no_gate() -> None:
+    """A median of two says nothing about which of them is wrong."""
+    assert Master().norms(a=1.0, b=30.0).accepted == ("a", "b")
+
+
+def test_invalid_pushes_do_not_count_as_known_norms() -> None:
+    pushes = {"a": Push(along(1.0)), "b": Push(along(30.0)), "c": Push(along(1.0), tokens=0.0)}
+    assert Master().round(pushes).accepted == ("a", "b")
+
+
+def test_the_gate_is_exclusive_at_ten_times() -> None:
+    master = Master(live=frozenset("abc"))
+    for _ in range(3):
+        master.norms(a=1.0, b=1.0, c=1.0)
+    assert master.judge({"d": Push(along(10.0))}).accepted == ("d",)
+    assert master.judge({"d": Push(along(10.001))}).accepted == ()
+
+
+def test_the_gate_remembers_the_last_64_accepted_norms() -> None:
+    master = Master(PenaltyConfig(window_pushes=64))
+    for i in range(100):
+        master.norms(a=1.0 + i / 1000)
+    assert master.state.norms == tuple(1.0 + i / 1000 for i in range(36, 100))
+
+
+# ---- scores ----
+
+
+def test_a_score_is_defined_after_eight_accepted_pushes() -> None:
+    master = Master()
+    for i in range(8):
+        assert math.isnan(master.norms(a=1.0 + 0.1 * (i % 2)).measures[0].score)
+    assert not math.isnan(master.norms(a=1.0).measures[0].score)
+
+
+def test_mean_and_variance_are_plain_averages_at_first_then_move_by_alpha() -> None:
+    master = Master()
+    mean = variance = 0.0
+    for i in range(80):
+        norm = 1.0 + 0.01 * ((7 * i) % 5)
+        master.norms(a=norm)
+        a = max(0.02, 1.0 / (i + 1))
+        mean = a * norm + (1 - a) * mean
+        variance = (1 - a) * variance + a * (norm - mean) ** 2
+    known = master.state.of("a")
+    assert known.accepted == 80
+    assert (known.mean, known.variance) == pytest.approx((mean, variance))
+    first = Master()
+    for norm in (1.0, 2.0, 6.0):
+        first.norms(a=norm)
+    assert first.state.of("a").mean == pytest.approx(3.0)
+
+
+def test_the_deviation_has_a_floor_of_five_percent_of_the_mean() -> None:
+    master = Master()
+    for _ in range(20):
+        master.norms(a=1.0)
+    assert master.judge({"a": Push(along(1.1))}).measures[0].score == pytest.approx(2.0)
+    assert master.judge({"a": Push(along(1.149))}).accepted == ("a",)
+    rejected = master.judge({"a": Push(along(1.16))})
+    assert reason_of(rejected, "a") == "score 3.2 above 3"
+
+
+def test_the_threshold_follows_accepted_scores_within_beta_and_beta_squared() -> None:
+    master = Master().warmed_up()
+    for scores, expected in (((), 3.0), ((0.5, -2.0), 3.0), ((2.0, 0.1), 6.0), ((3.0,), 9.0), ((50.0,), 9.0)):
+        state = DetectorState(master.state.clusters, master.state.norms, scores)
+        judgement = judge(state, PenaltyConfig(), [Participant("a", 1.0, 0, 64)], [[1.0]], frozenset("a"), 1.0)
+        assert judgement.threshold == pytest.approx(expected)
+
+
+def test_scores_of_all_clusters_share_one_history_in_cluster_order() -> None:
+    master = Master(live=frozenset("ab"))
+    for _ in range(8):
+        master.norms(a=1.0, b=2.0)
+    judgement = master.norms(a=1.05, b=2.0)
+    assert master.state.scores == tuple(measure.score for measure in judgement.measures)
+    assert master.state.scores == pytest.approx((1.0, 0.0))
+
+
+def test_more_tokens_than_usual_excuse_a_longer_way() -> None:
+    master = Master().warmed_up()
+    double = master.judge({"a": Push(along(2.0), tokens=2000.0)})
+    assert double.accepted == ("a",)
+    assert double.measures[0].scaled_norm == pytest.approx(1.0)
+    assert double.measures[0].norm == 2.0
+    assert master.judge({"a": Push(along(2.0))}).accepted == ()
+
+
+def test_fewer_tokens_than_usual_excuse_nothing() -> None:
+    master = Master().warmed_up()
+    assert master.judge({"a": Push(along(1.0), tokens=100.0)}).measures[0].scaled_norm == 1.0
+
+
+def test_average_tokens_move_as_the_norms_do() -> None:
+    master = Master()
+    for tokens in (1000.0, 2000.0, 3000.0):
+        master.round({"a": Push(along(1.0), tokens=tokens)})
+    assert master.state.of("a").mean_tokens == pytest.approx(2000.0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "restarts"), [(64, False), (80, False), (48, False), (81, True), (47, True), (0, False)]
+)
+def test_average_tokens_restart_when_the_local_steps_change_by_more_than_a_quarter(steps: int, restarts: bool) -> None:
+    master = Master().warmed_up()
+    judgement = master.round({"a": Push(along(1.0), tokens=4000.0, local_steps=steps)})
+    assert judgement.measures[0].scaled_norm == pytest.approx(1.0 if restarts else 0.25)
+    known = master.state.of("a")
+    assert (known.mean_tokens == 4000.0) is restarts
+    assert known.steps == (steps if restarts else 64)
+
+
+def test_slow_drift_of_the_local_steps_restarts_too() -> None:
+    """The reference is the step count at the last restart, not the last push's."""
+    master = Master().warmed_up()
+    for steps in (70, 76, 82):
+        master.round({"a": Push(along(1.0), local_steps=steps)})
+    assert master.state.of("a").steps == 82
+
+
+def test_average_tokens_restart_after_a_master_restart() -> None:
+    master = Master().warmed_up()
+    master.state = master.state.after_master_restart()
+    assert master.judge({"a": Push(along(1.0), tokens=4000.0)}).measures[0].scaled_norm == 1.0
+    master.round({"a": Push(along(1.0), tokens=4000.0)})
+    assert master.state.of("a").mean_tokens == 4000.0
+
+
+# ---- the merge ----
+
+
+def test_weights_are_token_shares_of_the_accepted() -> None:
+    pushes = {"a": Push(along(1.0), 1000.0), "b": Push(along(1.0, 1), 3000.0), "c": Push(along(1.0), nonfinite_elems=1)}
+    judgement = Master().round(pushes)
+    assert judgement.weights == (0.25, 0.75)
+    assert judgement.merged_norm == pytest.approx(math.hypot(0.25, 0.75))
+
+
+def test_opposite_pushes_merge_to_nothing_and_are_not_clipped() -> None:
+    judgement = Master().round({"a": Push(along(1.0)), "b": Push(along(-1.0))})
+    assert judgement.merged_norm == 0.0
+    assert judgement.kappa == 1.0
+    assert math.isnan(judgement.measures[0].cosine)
+    assert judgement.pair_cosines == (("a", "b", -1.0),)
+
+
+@pytest.mark.parametrize(("norm", "kappa"), [(0.5, 1.0), (1.0, 1.0), (4.0, 0.25)])
+def test_clip(norm: float, kappa: float) -> None:
+    assert Master().norms(a=norm).kappa == kappa
+
+
+def test_an_infinite_clip_norm_clips_nothing() -> None:
+    assert Master(PenaltyConfig(clip_norm=math.inf)).norms(a=1e6).kappa == 1.0
+
+
+def test_the_clip_comes_before_participation_scaling() -> None:
+    """A full cycle of K partial rounds, each clipped, moves as far as one clipped full round."""
+    full = Master().norms(a=4.0, b=4.0, c=4.0, d=4.0)
+    assert full.rho == 1.0
+    assert full.scale * full.merged_norm == pytest.approx(1.0)
+    partial = Master().norms(a=4.0)
+    assert (partial.kappa, partial.rho) == (0.25, 0.25)
+    assert 4 * partial.scale * partial.merged_norm == pytest.approx(1.0)
+
+
+def test_auto_clip_is_the_median_of_the_last_32_unscaled_merges() -> None:
+    master = Master(PenaltyConfig(clip_scope="auto", clip_norm=0.5), live=frozenset("a"))
+    assert master.norms(a=1.0).clip_norm == 0.5
+    norms = [1.0]
+    for i in range(40):
+        judgement = master.norms(a=1.0 + 0.01 * (i % 7))
+        assert judgement.clip_norm == statistics.median(norms[-32:])
+        norms.append(judgement.merged_norm)
+    assert len(master.state.merged_norms) == 32
+
+
+def test_void_when_nothing_is_accepted() -> None:
+    judgement = Master().round({"a": Push(along(1.0), nonfinite_elems=1)})
+    assert judgement.accepted == ()
+    assert judgement.weights == ()
+    assert math.isnan(judgement.kappa)
+    assert math.isnan(judgement.scale)
+    assert math.isnan(judgement.merged_norm)
+
+
+def test_rejected_values_never_enter_the_statistics() -> None:
+    master = Master().warmed_up()
+    before = master.state
+    judgement = master.norms(a=1.0, b=30.0, c=2.0, d=1.0)
+    assert judgement.accepted == ("a", "d")
+    for cluster in "bc":
+        known, was = master.state.of(cluster), before.of(cluster)
+        assert (known.accepted, known.mean, known.variance, known.mean_tokens) == (
+            *(was.accepted, was.mean, was.variance, was.mean_tokens),
+        )
+    assert len(master.state.norms) == len(before.norms) + 2
+    assert max(master.state.norms) < 1.5
+
+
+def test_judging_changes_nothing_by_itself() -> None:
+    """The state moves only with the record: an aborted round leaves no trace."""
+    master = Master().warmed_up()
+    before = master.state
+    first = master.judge({"a": Push(along(30.0)), "b": Push(along(1.0, 1))})
+    assert master.state is before
+    assert master.judge({"a": Push(along(30.0)), "b": Push(along(1.0, 1))}) == first
+
+
+# ---- the ways back ----
+
+
+def test_a_level_shift_is_learnt_after_eight_rejections() -> None:
+    """A lasting change below the hard gate must not lock a cluster out."""
+    master = Master().warmed_up(20)
+    for i in range(8):
+        judgement = master.norms(a=3.0, b=1.0, c=1.0, d=1.0)
+        assert "a" not in judgement.accepted
+        assert any("statistics start again" in alarm for alarm in judgement.alarms) is (i == 7)
+    assert master.state.of("a").accepted == 0
+    assert "a" in master.norms(a=3.0, b=1.0, c=1.0, d=1.0).accepted
+
+
+def test_rejections_above_the_gate_break_the_row() -> None:
+    master = Master().warmed_up(20)
+    for _ in range(7):
+        master.norms(a=3.0, b=1.0)
+    assert master.state.of("a").score_rejections_in_a_row == 7
+    master.norms(a=30.0, b=1.0)
+    assert master.state.of("a").score_rejections_in_a_row == 0
+    for _ in range(7):
+        assert master.norms(a=3.0, b=1.0).accepted == ("b",)
+    assert master.state.of("a").accepted == 20
+
+
+def test_three_voids_in_a_row_clear_what_is_shared() -> None:
+    master = Master().warmed_up()
+    for i in range(3):
+        assert master.state.norms
+        judgement = master.norms(a=30.0, b=30.0)
+        assert judgement.accepted == ()
+        assert any("void rounds in a row" in alarm for alarm in judgement.alarms) is (i == 2)
+    state = master.state
+    assert (state.norms, state.scores, state.merged_norms, state.voids_in_a_row) == ((), (), (), 0)
+    assert state.of("a").accepted == 12
+
+
+def test_a_commit_ends_the_row_of_voids() -> None:
+    master = Master().warmed_up()
+    for _ in range(3):
+        master.norms(a=30.0)
+        master.norms(a=30.0)
+        assert master.norms(b=1.0).accepted
+    assert master.state.norms
+
+
+def test_a_change_of_regime_locks_nobody_out() -> None:
+    """All norms rise twentyfold for good: publishing resumes after at most 3 + 8 void rounds."""
+    master = Master().warmed_up(30)
+    outcomes = [bool(master.norms(a=20.0, b=20.0, c=20.0, d=20.0).accepted) for _ in range(20)]
+    assert outcomes.index(True) <= 11
+    assert all(outcomes[outcomes.index(True) :])
+
+
+def test_prepare_may_turn_a_commit_into_a_void() -> None:
+    master = Master().warmed_up()
+    before = master.state
+    judgement = master.judge({"a": Push(along(1.0)), "b": Push(along(30.0, 1))})
+    void = judgement.next_state_if_void
+    assert void.of("a") == before.of("a")
+    assert void.of("b").flags_in_a_row == 1
+    assert (void.voids_in_a_row, void.norms) == (1, before.norms)
+
+
+def test_three_flags_quarantine_and_the_first_accepted_push_ends_it() -> None:
+    master = Master().warmed_up()
+    for i in range(4):
+        judgement = master.norms(a=30.0, b=1.0)
+        assert ("a" in judgement.quarantined) is (i >= 2)
+        assert any("in quarantine after 3" in alarm for alarm in judgement.alarms) is (i == 2)
+    assert master.state.quarantined == {"a"}
+    judgement = master.norms(a=1.0, b=1.0)
+    assert judgement.accepted == ("a", "b")
+    assert judgement.quarantined == frozenset()
+    assert master.state.of("a").flags_in_a_row == 0
+
+
+def test_quarantine_counts_in_void_rounds_too() -> None:
+    master = Master()
+    for _ in range(3):
+        judgement = master.round({"a": Push(along(1.0), nonfinite_elems=1)})
+    assert judgement.quarantined == {"a"}
+    assert judgement.alarms == judgement.alarms_if_void
+
+
+def test_a_quarantined_cluster_does_not_count_for_full_participation() -> None:
+    master = Master().warmed_up()
+    for _ in range(3):
+        master.norms(a=30.0)
+    assert master.norms(b=1.0, c=1.0, d=1.0).rho == 1.0
+
+
+# ---- cosines ----
+
+
+def test_cosines_with_the_merge_and_of_each_pair() -> None:
+    judgement = Master().round({"a": Push([1.0, 0.0]), "b": Push([0.0, 1.0]), "c": Push([1.0, 1.0])})
+    assert [round(measure.cosine, 6) for measure in judgement.measures] == [0.707107, 0.707107, 1.0]
+    assert [(a, b, round(cosine, 6)) for a, b, cosine in judgement.pair_cosines] == [
+        ("a", "b", 0.0),
+        ("a", "c", 0.707107),
+        ("b", "c", 0.707107),
+    ]
+
+
+def test_a_rejected_push_has_a_cosine_but_no_average() -> None:
+    master = Master().warmed_up()
+    before = master.state.of("b").cosine_rounds
+    judgement = master.round({"a": Push(along(1.0)), "b": Push(along(-30.0)), "c": Push(along(1.0))})
+    assert judgement.measures[1].cosine == -1.0
+    assert master.state.of("b").cosine_rounds == before
+
+
+def test_a_sign_flipped_cluster_raises_one_alarm() -> None:
+    """Its norm is like any other, so it is merged; only the cosine shows it."""
+    master = Master()
+    alarms = []
+    for _ in range(20):
+        good = {name: Push(along(1.0)) for name in "abc"}
+        judgement = master.round({**good, "d": Push(along(-1.0))})
+        assert "d" in judgement.accepted
+        alarms += judgement.alarms
+    assert len(alarms) == 1
+    assert "cluster d point away from the merged ones (average cosine -1.00, alarm below -0.1)" in alarms[0]
+    for _ in range(40):
+        master.round({name: Push(along(1.0)) for name in "abcd"})
+    assert not master.state.of("d").cosine_alarmed
+
+
+def test_a_merge_of_one_says_nothing_about_its_direction() -> None:
+    master = Master()
+    for _ in range(20):
+        assert master.norms(a=1.0).measures[0].cosine == 1.0
+    assert master.state.of("a").cosine_rounds == 0
+
+
+# ---- other detectors ----
+
+
+def test_literal_flags_a_large_part_of_steady_norms_and_the_repaired_rule_none() -> None:
+    """As printed: the first score is 0, so the threshold stays near 0 and ordinary pushes are flagged."""
+    flagged = {}
+    for preset in ("paper-literal", "paper"):
+        master = Master(PenaltyConfig.of(preset), live=frozenset("a"))
+        outcomes = [bool(master.norms(a=1.0 + 0.01 * ((7 * i) % 5 - 2)).accepted) for i in range(100)]
+        flagged[preset] = outcomes.count(False)
+    assert flagged["paper-literal"] >= 25
+    assert flagged["paper"] == 0
+
+
+def test_literal_learns_from_what_it_rejects() -> None:
+    master = Master(PenaltyConfig.of("paper-literal"), live=frozenset("a"))
+    for norm in (1.0, 0.9):
+        master.norms(a=norm)
+    before = master.state.of("a").mean
+    assert before == pytest.approx(0.998)
+    assert not master.norms(a=2.0).accepted
+    assert master.state.of("a").mean == pytest.approx(0.02 * 2.0 + 0.98 * before)
+    assert master.state.quarantined == frozenset()
+
+
+def test_edit_threshold_is_three_deviations_of_the_scores() -> None:
+    for scores, expected in (((), 3.0), ((1.0,), 3.0), ((-2.0, 2.0), 6.0), ((0.1, 0.2), 3.0)):
+        state = DetectorState(scores=scores)
+        participants = [Participant("a", 1.0, 0, 64)]
+        judgement = judge(state, PenaltyConfig.of("edit"), participants, [[1.0]], frozenset("a"), 1.0)
+        assert judgement.threshold == pytest.approx(expected)
+
+
+def test_edit_weights_are_a_softmax_of_the_negative_norms() -> None:
+    judgement = Master(PenaltyConfig.of("edit")).norms(a=1.0, b=2.0, c=1.0)
+    total = 2 * math.exp(-1) + math.exp(-2)
+    assert judgement.weights == pytest.approx((math.exp(-1) / total, math.exp(-2) / total, math.exp(-1) / total))
+    assert judgement.rho == 1.0
+    assert Master(PenaltyConfig.of("edit", hard_gate=math.inf)).norms(a=5000.0, b=5001.0).weights[0] > 0.7
+
+
+def test_detector_off_merges_whatever_is_finite() -> None:
+    master = Master(PenaltyConfig(detector="off")).warmed_up()
+    assert master.norms(a=1e6, b=1.0).accepted == ("a", "b")
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize("names", [[], ["b", "a"], ["a", "a"]])
+def test_participants_must_stand_in_cluster_order(names: list[str]) -> None:
+    participants = [Participant(name, 1.0, 0, 64) for name in names]
+    with pytest.raises(LocalProtocolError, match="cluster-id order"):
+        judge(DetectorState.empty(), PenaltyConfig(), participants, gram_of([[1.0]] * len(names)), frozenset(), 1.0)
+
+
+@pytest.mark.parametrize("gram", [[[1.0]], [[1.0, 0.0], [0.0]]])
+def test_the_gram_matrix_must_fit(gram: list[list[float]]) -> None:
+    participants = [Participant(name, 1.0, 0, 64) for name in "ab"]
+    with pytest.raises(LocalProtocolError, match="Gram matrix of 2"):
+        judge(DetectorState.empty(), PenaltyConfig(), participants, gram, frozenset(), 1.0)

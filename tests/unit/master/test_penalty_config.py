@@ -1,0 +1,94 @@
+"""Presets by name, and a sentence for every value that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from dips.core.errors import ConfigError
+from dips.master.state.penalty import PRESETS, PenaltyConfig
+from dips.master.state.penalty_config import PRESET_NAMES, dynamic_local_steps_of
+
+
+def test_every_name_has_a_preset_that_knows_its_name() -> None:
+    assert tuple(PRESETS) == PRESET_NAMES
+    assert all(config.preset == name for name, config in PRESETS.items())
+
+
+def test_the_default_is_safe() -> None:
+    assert PenaltyConfig() == PRESETS["safe"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "differences"),
+    [
+        ("dips", {}),
+        ("dynamic", {}),
+        ("paper", {"participation_scaling": False}),
+        (
+            "paper-literal",
+            {
+                "participation_scaling": False,
+                "detector": "literal",
+                "hard_gate": math.inf,
+                "warm_up_pushes": 1,
+                "restart_after_rejections": 0,
+                "clear_after_voids": 0,
+                "quarantine_after_flags": 0,
+            },
+        ),
+        (
+            "edit",
+            {"participation_scaling": False, "detector": "edit", "weighting": "softmax", "clip_norm": 10.0},
+        ),
+    ],
+)
+def test_what_a_preset_changes_from_safe(preset: str, differences: dict[str, object]) -> None:
+    safe, other = dataclasses.asdict(PRESETS["safe"]), dataclasses.asdict(PRESETS[preset])
+    assert {key: other[key] for key in safe if other[key] != safe[key]} == {"preset": preset, **differences}
+
+
+def test_only_dynamic_turns_dynamic_local_steps_on() -> None:
+    assert [name for name in PRESET_NAMES if dynamic_local_steps_of(name)] == ["dynamic"]
+
+
+def test_knobs_stand_in_place_of_the_presets_values() -> None:
+    config = PenaltyConfig.of("paper", clip_norm=0.3, beta=4.0)
+    assert (config.preset, config.clip_norm, config.beta, config.participation_scaling) == ("paper", 0.3, 4.0, False)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "complaint"),
+    [
+        ({"clip_nrom": 1.0}, "did you mean 'clip_norm'"),
+        ({"clip_scope": "slave"}, "not available in this release: use 'global'"),
+        ({"clip_scope": "layer"}, "not available in this release: use 'global'"),
+        ({"clip_scope": "globl"}, "did you mean 'global'"),
+        ({"detector": "none"}, "one of score, literal, edit, off"),
+        ({"weighting": "equal"}, "one of tokens, softmax"),
+        ({"momentum_scaling": "token"}, "did you mean 'tokens'"),
+        ({"outer_momentum": 1.0}, "outer_momentum is 1.0"),
+        ({"outer_momentum": -0.1}, "outer_momentum is -0.1"),
+        ({"clip_norm": 0.0}, "clip_norm is 0.0"),
+        ({"clip_norm": math.nan}, "clip_norm is nan"),
+        ({"alpha": 0.0}, "alpha is 0.0"),
+        ({"alpha": 1.5}, "between .* and 1"),
+        ({"beta": 0.5}, "beta is 0.5"),
+        ({"hard_gate": 0.5}, "hard_gate is 0.5"),
+        ({"warm_up_pushes": 0}, "warm_up_pushes is 0"),
+        ({"window_pushes": 0}, "window_pushes is 0"),
+        ({"clear_after_voids": -1}, "clear_after_voids is -1"),
+        ({"cosine_alarm": -2.0}, "cosine_alarm is -2.0"),
+    ],
+)
+def test_impossible_values_are_a_config_error(knobs: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        PenaltyConfig.of("safe", **knobs)
+
+
+@pytest.mark.parametrize("make", [PenaltyConfig.of, lambda name: PenaltyConfig(preset=name), dynamic_local_steps_of])
+def test_an_unknown_preset_is_a_config_error(make) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=r"preset 'save' is not known; .*did you mean 'safe'"):
+        make("save")

@@ -1,0 +1,116 @@
+"""Pulls: what is granted, what must wait, and that a joiner or reader never holds up a round."""
+
+from __future__ import annotations
+
+import pytest
+from support.master_bench import Bench, refused_with
+
+from dips.core.errors import RefusalCode
+from dips.core.ids import Version
+from dips.core.messages import BeginPullRequest, Busy, Caller, FinishPullRequest, PullGrant
+
+
+def reader(name: str = "r") -> Caller:
+    return Caller("", 0, name)
+
+
+def test_pull_waits_while_no_version_exists() -> None:
+    bench = Bench()
+    bench.attach_all()
+    bench.join("a")
+    bench.join("b")
+    answer = bench.ask(BeginPullRequest(bench.caller("b"))).answer
+    assert isinstance(answer, Busy)
+    assert "a" in answer.sentence
+    assert answer.retry_after_s > 0
+
+
+def test_grant_names_version_fence_tokens_and_digests() -> None:
+    bench = Bench().running("a")
+    bench.push("a", 100)
+    grant = bench.pull("a")
+    assert (grant.version, grant.fence, grant.tokens) == (Version(1, 1), 2, 100)
+    assert dict(grant.digest_of_slave) == {s.name: s.digest(Version(1, 1)) for s in bench.slaves}
+    assert grant.layout is None
+
+
+def test_pull_of_a_later_version_waits_until_it_is_published() -> None:
+    bench = Bench().running("a", "b")
+    request = BeginPullRequest(bench.caller("b"), at_least=Version(1, 1))
+    assert isinstance(bench.ask(request).answer, Busy)
+    bench.push("a")
+    bench.advance(2.0)
+    grant = bench.ask(request).answer
+    assert isinstance(grant, PullGrant)
+    assert grant.version == Version(1, 1)
+
+
+def test_joiner_pulls_in_the_middle_of_a_round() -> None:
+    from dips.core.messages import Measure
+
+    bench = Bench().running("a")
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a")
+    bench.join("b")
+    assert bench.pull("b").version == Version(1, 0)
+    bench.slaves[0].release(Measure)
+    assert bench.status().published == Version(1, 1)
+
+
+def test_reader_gets_the_layout_and_an_exact_version_or_a_refusal() -> None:
+    bench = Bench().running("a")
+    bench.push("a")
+    bench.pull("a")
+    bench.push("a")
+    exact = BeginPullRequest(reader(), True, Version(1, 1), True)
+    grant = bench.ask(exact).answer
+    assert grant.version == Version(1, 1), "the version before the newest is still kept"
+    assert grant.layout is not None
+    with refused_with(RefusalCode.VERSION_GONE) as refused:
+        bench.ask(BeginPullRequest(reader(), True, Version(1, 0), True))
+    assert "1:1, 1:2" in str(refused.value)
+
+
+def test_cluster_without_incarnation_cannot_pull_as_a_cluster() -> None:
+    bench = Bench().running("a")
+    with refused_with(RefusalCode.FENCED):
+        bench.ask(BeginPullRequest(Caller("test", 1, "ghost")))
+
+
+def test_pins_are_released_replaced_and_run_out() -> None:
+    bench = Bench(ticket_ttl_s=10.0).running("a")
+    first = bench.ask(BeginPullRequest(reader("x"), True)).answer
+    second = bench.ask(BeginPullRequest(reader("x"), True)).answer
+    assert set(bench.state.world.pins) == {second.pin_id}, "one pin for each reader"
+    bench.ask(FinishPullRequest(reader("x"), second.pin_id, True))
+    assert not bench.state.world.pins
+    assert first.pin_id != second.pin_id
+    bench.ask(BeginPullRequest(reader("y"), True))
+    bench.advance(11.0)
+    assert not bench.state.world.pins
+
+
+def test_number_of_pulls_is_bounded() -> None:
+    bench = Bench(max_clusters=1).running("a")
+    for n in range(3):
+        assert isinstance(bench.ask(BeginPullRequest(reader(f"r{n}"), True)).answer, PullGrant)
+    assert isinstance(bench.ask(BeginPullRequest(reader("r9"), True)).answer, Busy)
+
+
+def test_pull_waits_while_a_slave_is_away() -> None:
+    bench = Bench().running("a")
+    bench.slaves[1].die()
+    answer = bench.ask(BeginPullRequest(bench.caller("a"))).answer
+    assert isinstance(answer, Busy)
+    assert "s1" in answer.sentence
+
+
+def test_wrong_run_is_refused() -> None:
+    with refused_with(RefusalCode.RUN_ID):
+        Bench().running("a").ask(BeginPullRequest(Caller("other", 0, "r"), True))
+
+
+@pytest.mark.parametrize("finished", [1, 999])
+def test_finish_pull_of_any_pin_answers_with_the_steps_to_make(finished: int) -> None:
+    bench = Bench().running("a")
+    assert bench.ask(FinishPullRequest(bench.caller("a"), finished)).local_steps == 64

@@ -1,0 +1,424 @@
+"""Push tickets: what BeginPush and FinishPush check, what they answer, and that nothing is counted twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.master_bench import LEASED, OWN, Bench, Unanswered, refused_with
+
+from dips.core.errors import RefusalCode
+from dips.core.ids import PushId, Version
+from dips.core.messages import (
+    Admitted,
+    BeginPushRequest,
+    Busy,
+    CloseStaging,
+    DataRange,
+    OpenStaging,
+    Settings,
+    SlaveBeat,
+    StagingProgress,
+    Stale,
+    StaleKind,
+    Ticket,
+    Verdict,
+    VerdictKind,
+)
+
+
+def test_ticket_opens_staging_on_every_slave_and_names_the_order_of_blocks() -> None:
+    bench = Bench().running("a")
+    ticket = bench.begin_push("a")
+    assert isinstance(ticket, Ticket)
+    assert sorted(ticket.block_order) == [0, 1, 2, 3]
+    assert all(address.data_endpoint.startswith("tcp://127.0.0.1:") for address in ticket.placement.slaves)
+    for slave in bench.slaves:
+        opened = slave.staging[bench.clusters["a"].push_id]
+        assert (opened.attempt, opened.tokens, opened.base) == (1, 100, Version(1, 0))
+
+
+def test_clusters_have_slots_of_their_own() -> None:
+    bench = Bench().running("a", "b")
+    bench.begin_push("a")
+    bench.begin_push("b")
+    slots = {opened.slot for opened in bench.slaves[0].staging.values()}
+    assert len(slots) == 2
+
+
+def test_admitted_only_when_all_slaves_have_staged_it() -> None:
+    bench = Bench(grace_s=9.0).running("a", "b")
+    bench.begin_push("a")
+    bench.slaves[0].stage(bench.clusters["a"].push_id)
+    token = bench.finish_push("a")
+    with pytest.raises(Unanswered):
+        bench.result(token)
+    assert bench.status().phase == "IDLE"
+    bench.slaves[1].stage(bench.clusters["a"].push_id)
+    answer = bench.result(token).answer
+    assert isinstance(answer, Admitted)
+    assert answer.window_closes_in_s == 9.0 or bench.status().phase == "WINDOW"
+
+
+def test_finish_push_that_waits_too_long_is_told_which_slave_lacks_it() -> None:
+    bench = Bench().running("a")
+    bench.begin_push("a")
+    bench.slaves[0].stage(bench.clusters["a"].push_id)
+    token = bench.finish_push("a")
+    bench.advance(6.0)
+    answer = bench.result(token).answer
+    assert isinstance(answer, Busy)
+    assert "s1" in answer.sentence
+
+
+def test_digest_that_differs_aborts_the_push() -> None:
+    bench = Bench().running("a")
+    bench.begin_push("a")
+    bench.stage("a")
+    with refused_with(RefusalCode.DIGEST):
+        bench.result(bench.finish_push("a", digests={"s0": b"other", "s1": b"other"}))
+    assert bench.verdict("a").kind is VerdictKind.ABORTED
+    assert not bench.slaves[0].staging
+
+
+def test_missing_digest_counts_as_differing() -> None:
+    bench = Bench().running("a")
+    bench.begin_push("a")
+    bench.stage("a")
+    push = bench.clusters["a"].push_id
+    with refused_with(RefusalCode.DIGEST):
+        bench.result(bench.finish_push("a", digests={"s0": bench.slaves[0].digest(push)}))
+
+
+def test_same_push_again_is_a_new_attempt_and_the_old_attempt_is_over() -> None:
+    bench = Bench().running("a")
+    bench.begin_push("a")
+    bench.slaves[0].stage(bench.clusters["a"].push_id)
+    bench.clusters["a"].seq -= 1
+    ticket = bench.begin_push("a")
+    assert isinstance(ticket, Ticket)
+    assert ticket.attempt == 2
+    assert bench.slaves[0].staging[bench.clusters["a"].push_id].attempt == 2
+    with refused_with(RefusalCode.UNKNOWN_PUSH):
+        bench.result(bench.finish_push("a", attempt=1))
+    bench.stage("a")
+    assert isinstance(bench.result(bench.finish_push("a", attempt=2)).answer, Admitted)
+
+
+def test_staged_of_an_older_attempt_is_ignored() -> None:
+    bench = Bench().running("a")
+    bench.begin_push("a")
+    push = bench.clusters["a"].push_id
+    bench.clusters["a"].seq -= 1
+    bench.begin_push("a")
+    for slave in bench.slaves:
+        slave.staging[push] = replace(slave.staging[push], attempt=1)
+        slave.stage(push)
+    token = bench.finish_push("a", attempt=2)
+    with pytest.raises(Unanswered):
+        bench.result(token)
+
+
+def test_one_undecided_push_for_each_cluster() -> None:
+    bench = Bench(grace_s=30.0).running("a", "b")
+    push = bench.push("a")
+    assert bench.begin_push("a") == push
+
+
+def test_decided_push_gets_its_verdict_again() -> None:
+    bench = Bench().running("a")
+    bench.push("a")
+    bench.clusters["a"].seq -= 1
+    answer = bench.begin_push("a")
+    assert isinstance(answer, Verdict)
+    assert answer.kind is VerdictKind.APPLIED
+    again = bench.result(bench.finish_push("a")).answer
+    assert again == answer
+
+
+def test_replayed_push_is_never_counted_twice() -> None:
+    bench = Bench().running("a")
+    bench.push("a")
+    bench.pull("a")
+    bench.push("a")
+    bench.pull("a")
+    bench.clusters["a"].seq -= 2
+    with refused_with(RefusalCode.SEQ):
+        bench.begin_push("a")
+    assert bench.status().tokens == 200
+
+
+def test_push_against_a_base_that_a_verdict_replaced_is_stale() -> None:
+    bench = Bench().running("a")
+    bench.push("a")
+    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    answer = bench.begin_push("a")  # without the pull that APPLIED asks for
+    assert isinstance(answer, Stale)
+    assert answer.kind is StaleKind.FENCE
+    assert bench.status().tokens == 100
+
+
+def test_push_too_many_versions_behind_is_stale_and_can_be_rebased() -> None:
+    bench = Bench(settings=Settings(max_staleness_versions=2), grace_s=0.5).running("a", "b")
+    for _ in range(3):
+        bench.push("a")
+        bench.advance(1.0)
+        bench.pull("a")
+    answer = bench.begin_push("b")
+    assert isinstance(answer, Stale)
+    assert answer.kind is StaleKind.VERSIONS
+    bench.pull("b")
+    assert isinstance(bench.begin_push("b"), Ticket)
+
+
+def test_push_that_became_stale_while_it_travelled_is_aborted_at_admission() -> None:
+    bench = Bench(settings=Settings(max_staleness_versions=1), grace_s=0.5).running("a", "b")
+    bench.begin_push("b")
+    for _ in range(2):
+        bench.push("a")
+        bench.advance(1.0)
+        bench.pull("a")
+    bench.stage("b")
+    answer = bench.result(bench.finish_push("b")).answer
+    assert isinstance(answer, Verdict)
+    assert answer.kind is VerdictKind.ABORTED
+    assert "behind" in answer.reason
+
+
+def test_other_timeline_is_stale() -> None:
+    bench = Bench().running("a")
+    answer = bench.begin_push("a", base=Version(9, 0))
+    assert isinstance(answer, Stale)
+    assert answer.kind is StaleKind.TIMELINE
+
+
+def test_base_from_the_future_is_malformed() -> None:
+    bench = Bench().running("a")
+    with refused_with(RefusalCode.MALFORMED):
+        bench.begin_push("a", base=Version(1, 7))
+
+
+@pytest.mark.parametrize("tokens", [0, -1, -(1 << 60), 1 << 51])
+def test_absurd_token_count_is_refused_and_the_run_goes_on(tokens: int) -> None:
+    bench = Bench().running("a")
+    with refused_with(RefusalCode.TOKENS):
+        bench.begin_push("a", tokens)
+    bench.push("a")
+    assert bench.status().tokens == 100
+
+
+def test_own_data_is_bounded_by_the_declared_rate() -> None:
+    bench = Bench(plan=OWN)
+    bench.attach_all()
+    bench.join("a", declared_tokens_per_s=10.0)
+    bench.seed("a")
+    bench.pull("a")
+    bench.push("a", 100)
+    bench.pull("a")
+    bench.advance(10.0)
+    with refused_with(RefusalCode.TOKENS) as refused:
+        bench.begin_push("a", 201)
+    assert "declared" in str(refused.value)
+    bench.push("a", 200)
+    assert bench.status().tokens == 300
+
+
+def test_nobody_seeds_over_a_version() -> None:
+    bench = Bench().running("a", "b")
+    for name in ("a", "b"):
+        with refused_with(RefusalCode.SEED_EXISTS):
+            bench.begin_push(name, 0, base=None)
+    assert bench.status().published == Version(1, 0)
+
+
+def test_only_the_cluster_that_was_asked_seeds() -> None:
+    bench = Bench()
+    bench.attach_all()
+    assert bench.join("b").seed
+    assert not bench.join("a").seed
+    with refused_with(RefusalCode.SEED_EXISTS):
+        bench.begin_push("a", 0, base=None)
+
+
+def test_seed_carries_no_training() -> None:
+    bench = Bench()
+    bench.attach_all()
+    bench.join("a")
+    with refused_with(RefusalCode.TOKENS):
+        bench.begin_push("a", 5, base=None)
+
+
+def test_seed_passes_on_when_its_cluster_is_gone() -> None:
+    bench = Bench()
+    bench.attach_all()
+    bench.join("a")
+    bench.join("b")
+    bench.silent.add("a")
+    bench.advance(11.0)
+    with refused_with(RefusalCode.FENCED):
+        bench.pull("b")
+    assert bench.join("b", previous=bench.clusters["b"].join.incarnation).seed
+    bench.seed("b")
+    assert bench.status().published == Version(1, 0)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        DataRange(99, 0, 0, 0, 100),
+        DataRange(1, 0, 0, 0, 101),
+        DataRange(1, 0, 1, 0, 100),
+        DataRange(1, 5, 0, 0, 100),
+        DataRange(1, 0, 0, 50, 50),
+        DataRange(1, 0, 0, 60, 50),
+        DataRange(1, 0, 1 << 40, 0, 100),
+    ],
+)
+def test_range_that_is_not_leased_is_refused(item: DataRange) -> None:
+    bench = Bench(plan=LEASED).running("a")
+    bench.lease("a", 100)
+    with refused_with(RefusalCode.RANGES):
+        bench.begin_push("a", max(1, item.tokens), (item,))
+
+
+def test_ranges_of_another_cluster_are_refused() -> None:
+    bench = Bench(plan=LEASED).running("a", "b")
+    ranges = bench.lease("a", 100)
+    with refused_with(RefusalCode.RANGES):
+        bench.begin_push("b", 100, ranges)
+
+
+def test_overlapping_ranges_are_refused() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    (lease,) = bench.lease("a", 100)
+    twice = (replace(lease, end_tokens=60), replace(lease, begin_tokens=50))
+    with refused_with(RefusalCode.RANGES):
+        bench.begin_push("a", 110, twice)
+
+
+def test_token_count_must_be_that_of_the_ranges() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    ranges = bench.lease("a", 100)
+    with refused_with(RefusalCode.TOKENS):
+        bench.begin_push("a", 99, ranges)
+
+
+def test_own_data_run_takes_no_ranges() -> None:
+    bench = Bench(plan=OWN).running("a")
+    with refused_with(RefusalCode.RANGES):
+        bench.begin_push("a", 100, (DataRange(1, 0, 0, 0, 100),))
+
+
+def test_applied_and_excluded_ranges_are_never_lent_again() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    bench.push("a", 100, bench.lease("a", 100))
+    bench.pull("a")
+    bench.nonfinite["a"] = 1
+    bench.push("a", 100, bench.lease("a", 100))
+    bench.pull("a")
+    taken = bench.lease("a", 800)
+    assert {(r.chunk, r.begin_tokens) for r in taken} == {(chunk, 0) for chunk in range(2, 10)}
+    assert bench.lease("a", 100)[0].pass_index == 1
+    status = bench.status()
+    assert status.excluded_tokens == 100
+
+
+def test_aborted_ranges_go_with_the_next_push() -> None:
+    bench = Bench(plan=LEASED, grace_s=30.0).running("a", "b")
+    first = bench.lease("a", 100)
+    bench.push("a", 100, first)
+    bench.slaves[0].die()
+    assert bench.verdict("a").kind is VerdictKind.ABORTED
+    bench.slaves[0].attach()
+    second = bench.lease("a", 100)
+    assert isinstance(bench.begin_push("a", 200, (*first, *second)), Ticket)
+
+
+def test_ticket_without_progress_runs_out() -> None:
+    bench = Bench(ticket_ttl_s=10.0).running("a")
+    bench.begin_push("a")
+    bench.advance(11.0)
+    verdict = bench.verdict("a")
+    assert verdict.kind is VerdictKind.ABORTED
+    assert "ticket" in verdict.reason
+    assert not bench.slaves[0].staging
+
+
+def test_ticket_lives_while_bytes_arrive() -> None:
+    bench = Bench(ticket_ttl_s=10.0).running("a")
+    bench.begin_push("a")
+    push = bench.clusters["a"].push_id
+    for landed in range(1, 5):
+        bench.advance(8.0)
+        bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, landed),)))
+    assert bench.state.world.members["a"].push is not None
+    bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, 4),)))
+    bench.advance(11.0)
+    assert bench.verdict("a").kind is VerdictKind.ABORTED
+
+
+def test_await_verdict_is_bounded_and_says_why() -> None:
+    bench = Bench(grace_s=20.0).running("a", "b")
+    bench.push("a")
+    token = bench.await_verdict("a", wait_s=3.0)
+    bench.advance(3.0)
+    answer = bench.result(token).answer
+    assert isinstance(answer, Busy)
+    assert answer.sentence
+
+
+def test_verdict_of_an_unknown_push_is_presumed_aborted() -> None:
+    bench = Bench().running("a")
+    ghost = PushId("a", bench.clusters["a"].join.incarnation, 77)  # type: ignore[arg-type]
+    assert bench.verdict("a", ghost).kind is VerdictKind.ABORTED
+
+
+def test_nobody_asks_for_another_cluster_s_verdict() -> None:
+    bench = Bench().running("a", "b")
+    push = bench.push("a")
+    with refused_with(RefusalCode.UNKNOWN_PUSH):
+        bench.result(bench.await_verdict("b", push))
+
+
+def test_older_incarnation_is_fenced() -> None:
+    bench = Bench().running("a")
+    old = bench.caller("a")
+    bench.join("a")
+    with refused_with(RefusalCode.FENCED):
+        bench.ask(BeginPushRequest(old, 9, Version(1, 0), 1, (), 10, 1))
+
+
+def test_older_epoch_is_told_to_join_again() -> None:
+    bench = Bench().running("a")
+    old = bench.caller("a")
+    bench.start_master()
+    with refused_with(RefusalCode.STALE_EPOCH):
+        bench.ask(BeginPushRequest(old, 9, Version(1, 0), 1, (), 10, 1))
+
+
+def test_staging_is_free_again_after_the_verdict() -> None:
+    bench = Bench().running("a")
+    push = bench.push("a")
+    closed = [c.push for c in bench.slaves[0].commands if isinstance(c, CloseStaging)]
+    assert closed[-1] == push
+    assert not bench.slaves[0].staging
+
+
+def test_slave_that_restarts_during_a_transfer_is_told_of_it_again() -> None:
+    bench = Bench().running("a")
+    bench.begin_push("a")
+    push = bench.clusters["a"].push_id
+    bench.slaves[1].stage(push)
+    bench.slaves[1].die()
+    bench.slaves[1].attach()
+    assert isinstance(bench.slaves[1].commands[-1], OpenStaging)
+    bench.stage("a")
+    assert isinstance(bench.result(bench.finish_push("a")).answer, Admitted)
+
+
+def test_no_ticket_while_a_slave_is_away() -> None:
+    bench = Bench().running("a")
+    bench.slaves[1].die()
+    answer = bench.begin_push("a")
+    assert isinstance(answer, Busy)
+    assert "s1 is away" in answer.sentence

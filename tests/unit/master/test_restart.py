@@ -1,0 +1,154 @@
+"""A master that dies and starts again from its journal: nothing acknowledged is lost, nothing is counted twice."""
+
+from __future__ import annotations
+
+import pytest
+from support.master_bench import LEASED, Bench
+
+from dips.core.ids import Version
+from dips.core.messages import Commit, Measure, PullGrant, Ticket, Verdict, VerdictKind
+from dips.master.state.ledger import Ledger
+
+
+def restart(bench: Bench) -> None:
+    for slave in bench.slaves:
+        slave.alive = False
+    bench.start_master()
+    bench.attach_all()
+
+
+def test_published_version_tokens_and_fences_survive() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    bench.push("a", 100, bench.lease("a", 100))
+    bench.pull("a")
+    cluster = bench.clusters["a"]
+    restart(bench)
+    status = bench.status()
+    assert (status.published, status.tokens, status.epoch) == (Version(1, 1), 100, 2)
+    reply = bench.join("a", previous=cluster.join.incarnation)
+    assert reply.fence == cluster.fence
+    assert not reply.seed
+    bench.clusters["a"].base = cluster.base
+    assert isinstance(bench.begin_push("a", 100, bench.lease("a", 100)), Ticket)
+
+
+def test_admitted_push_is_presumed_aborted_and_its_ranges_go_with_the_next_one() -> None:
+    bench = Bench(plan=LEASED, grace_s=60.0).running("a", "b")
+    ranges = bench.lease("a", 100)
+    push = bench.push("a", 100, ranges)
+    cluster = bench.clusters["a"]
+    restart(bench)
+    bench.join("a", previous=cluster.join.incarnation, held=ranges)
+    verdict = bench.verdict("a", push)
+    assert verdict.kind is VerdictKind.ABORTED
+    bench.clusters["a"].base = cluster.base
+    assert isinstance(bench.begin_push("a", 100, ranges), Ticket)
+
+
+def test_commit_that_is_durable_is_driven_forward() -> None:
+    bench = Bench().running("a")
+    for slave in bench.slaves:
+        slave.hold.add(Commit)
+    push = bench.push("a")
+    previous = bench.clusters["a"].join.incarnation
+    for slave in bench.slaves:
+        slave.hold.clear()
+    restart(bench)
+    assert bench.status().published == Version(1, 1)
+    reply = bench.join("a", previous=previous)
+    assert isinstance(reply.last_push, Verdict)
+    assert (reply.last_push.push, reply.last_push.kind) == (push, VerdictKind.APPLIED)
+    assert reply.fence == 2
+    assert bench.status().tokens == 100
+
+
+def test_commit_that_is_not_durable_never_happened() -> None:
+    bench = Bench().running("a")
+    bench.hold_journal = True
+    push = bench.push("a")
+    assert bench.journal[-1].kind == "COMMIT"
+    bench.hold_journal = False
+    previous = bench.clusters["a"].join.incarnation
+    restart(bench)
+    assert bench.status().published == Version(1, 0)
+    assert bench.status().tokens == 0
+    bench.join("a", previous=previous)
+    assert bench.verdict("a", push).kind is VerdictKind.ABORTED
+
+
+def test_nothing_is_published_again_before_every_slave_holds_it() -> None:
+    bench = Bench().running("a")
+    for slave in bench.slaves:
+        slave.alive = False
+    bench.start_master()
+    bench.slaves[0].attach()
+    assert bench.status().published is None
+    assert "s1 is away" in bench.status().waiting_for
+    bench.slaves[1].attach()
+    assert bench.status().published == Version(1, 0)
+
+
+def test_round_under_way_is_forgotten_and_the_next_has_another_id() -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a")
+    before = bench.status().round
+    bench.slaves[0].hold.clear()
+    restart(bench)
+    bench.join("a")
+    bench.pull("a")
+    bench.push("a")
+    after = bench.status().recent_rounds[-1].round
+    assert before is not None
+    assert after > before
+
+
+def test_ledger_survives_its_own_text() -> None:
+    bench = Bench(plan=LEASED).running("a", "b")
+    bench.nonfinite["b"] = 3
+    for _ in range(3):
+        for name in ("a", "b"):
+            bench.push(name, 100, bench.lease(name, 100))
+        bench.advance(2.0)
+        for name in ("a", "b"):
+            bench.pull(name)
+    text = bench.state.world.ledger.to_json()
+    assert Ledger.from_json(text).to_json() == text
+    commit = bench.state.world.ledger.commit
+    assert commit is not None
+    again = Ledger.from_json(text).commit
+    assert again is not None
+    assert again.commit_hash == commit.commit_hash
+
+
+def test_same_events_give_the_same_journal_and_commands() -> None:
+    """I14 at the level of the master's decisions."""
+
+    def run() -> tuple[list[str], list[str]]:
+        bench = Bench(plan=LEASED).running("a", "b", "c")
+        for n in range(4):
+            for name in ("a", "b", "c"):
+                bench.norms[name] = 0.5 + 0.01 * n
+                bench.push(name, 100, bench.lease(name, 100))
+            for name in ("a", "b", "c"):
+                bench.pull(name)
+            bench.advance(3.0)
+        return [entry.record_json for entry in bench.journal], [repr(c) for s in bench.slaves for c in s.commands]
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize("reader", [True, False])
+def test_pull_after_restart_reads_the_committed_version(reader: bool) -> None:
+    from dips.core.messages import BeginPullRequest, Caller
+
+    bench = Bench().running("a")
+    bench.push("a")
+    previous = bench.clusters["a"].join.incarnation
+    restart(bench)
+    bench.join("a", previous=previous)
+    caller = Caller("", 0, "export") if reader else bench.caller("a")
+    grant = bench.ask(BeginPullRequest(caller, reader=reader)).answer
+    assert isinstance(grant, PullGrant)
+    assert grant.version == Version(1, 1)
+    assert (grant.layout is not None) == reader

@@ -1,0 +1,386 @@
+"""The round, driven through the whole master state: what opens, closes, commits, voids and aborts it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.master_bench import LEASED, Bench, BenchSlave, Unanswered
+
+from dips.core.errors import LocalProtocolError, RefusalCode
+from dips.core.ids import Version
+from dips.core.machine import Phase, Story
+from dips.core.messages import (
+    AbortRound,
+    Commit,
+    Measure,
+    Prepare,
+    Refusal,
+    Retain,
+    Settings,
+    Verdict,
+    VerdictKind,
+)
+from dips.master.state.tables import PUSH_TABLE, ROUND_TABLE, SLAVE_TABLE, PushPhase, RoundPhase
+
+
+def sent(slave: BenchSlave, kind: type) -> list[object]:
+    return [command for command in slave.commands if isinstance(command, kind)]
+
+
+def test_seed_becomes_version_0_without_measure_and_judge() -> None:
+    bench = Bench()
+    bench.attach_all()
+    reply = bench.join("a")
+    assert reply.seed
+    assert reply.published is None
+    bench.seed("a")
+    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    assert bench.status().published == Version(1, 0)
+    assert not sent(bench.slaves[0], Measure)
+    prepare = sent(bench.slaves[0], Prepare)[-1]
+    assert isinstance(prepare, Prepare)
+    assert prepare.from_version is None
+    assert (prepare.weights, prepare.scale) == ((1.0,), 1.0)
+    assert bench.status().tokens == 0
+
+
+def test_window_closes_early_when_every_live_cluster_is_in() -> None:
+    bench = Bench().running("a", "b", "c")
+    bench.push("a")
+    bench.push("b")
+    assert bench.status().phase == "WINDOW"
+    bench.push("c")
+    status = bench.status()
+    assert status.phase == "IDLE"
+    assert status.published == Version(1, 1)
+    assert status.recent_rounds[-1].accepted == ("a", "b", "c")
+    assert status.rounds_merged == 1
+
+
+def test_window_closes_at_its_deadline_and_the_late_push_belongs_to_the_next_round() -> None:
+    bench = Bench(grace_s=3.0).running("a", "b")
+    bench.push("a")
+    bench.advance(2.0)
+    assert bench.status().phase == "WINDOW"
+    assert bench.status().window_closes_in_s == pytest.approx(1.0)
+    bench.slaves[0].hold.add(Measure)
+    bench.advance(1.0)
+    assert bench.status().phase == "MEASURE"
+    bench.push("b")
+    assert bench.status().phase == "MEASURE"
+    bench.slaves[0].release(Measure)
+    status = bench.status()
+    assert status.published == Version(1, 1)
+    assert status.phase == "WINDOW", "the push that came meanwhile opens the next window at once"
+    bench.advance(3.0)
+    assert bench.status().published == Version(1, 2)
+    assert [r.accepted for r in bench.status().recent_rounds[-2:]] == [("a",), ("b",)]
+
+
+def test_deadline_is_fixed_at_opening() -> None:
+    bench = Bench(grace_s=3.0).running("a", "b", "c")
+    bench.push("a")
+    bench.advance(2.5)
+    bench.push("b")
+    bench.advance(0.5)
+    assert bench.status().published == Version(1, 1)
+
+
+def test_full_round_has_rho_one_and_equal_weights() -> None:
+    bench = Bench().running("a", "b")
+    bench.push("a", 100)
+    bench.push("b", 100)
+    prepare = sent(bench.slaves[0], Prepare)[-1]
+    assert isinstance(prepare, Prepare)
+    assert prepare.weights == (0.5, 0.5)
+    assert prepare.scale == 1.0
+    assert [p.push.cluster for p in prepare.accepted] == ["a", "b"]
+
+
+def test_norms_are_clipped_to_one() -> None:
+    bench = Bench().running("a")
+    bench.norms["a"] = 4.0
+    bench.push("a")
+    prepare = sent(bench.slaves[0], Prepare)[-1]
+    assert isinstance(prepare, Prepare)
+    assert prepare.scale == pytest.approx(0.25)
+
+
+def test_partial_round_is_scaled_by_its_share_of_tokens() -> None:
+    bench = Bench(grace_s=1.0).running("a", "b")
+    for _ in range(3):
+        bench.advance(10.0)
+        bench.push("a", 100)
+        bench.push("b", 100)
+        bench.pull("a")
+        bench.pull("b")
+    bench.advance(10.0)
+    bench.push("a", 100)
+    bench.advance(1.0)
+    assert bench.status().recent_rounds[-1].rho == pytest.approx(0.5, rel=0.05)
+
+
+def test_non_finite_push_is_excluded_and_the_other_is_merged() -> None:
+    bench = Bench().running("a", "b")
+    bench.nonfinite["b"] = 7
+    bench.push("a")
+    bench.push("b")
+    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    verdict = bench.verdict("b")
+    assert verdict.kind is VerdictKind.EXCLUDED
+    assert verdict.version == Version(1, 1)
+    assert verdict.reset_inner_optimizer
+    assert "7" in verdict.reason
+    status = bench.status()
+    assert status.tokens == 100
+    assert status.clusters[1].pushes_excluded == 1
+
+
+def test_round_with_nothing_accepted_is_void() -> None:
+    bench = Bench().running("a")
+    before = bench.status().published
+    bench.nonfinite["a"] = 1
+    bench.push("a")
+    verdict = bench.verdict("a")
+    assert verdict.kind is VerdictKind.EXCLUDED
+    assert verdict.version == before
+    status = bench.status()
+    assert status.published == before
+    assert status.rounds_void == 1
+    assert status.tokens == 0
+    grant = bench.pull("a")
+    assert grant.fence == 2, "VOID moves the fence although the version stays"
+    assert json.loads(bench.journal[-1].record_json)["kind"] == "VOID"
+
+
+def test_update_that_is_not_finite_is_void() -> None:
+    bench = Bench().running("a")
+    bench.slaves[1].refuse["prepare"] = Refusal(RefusalCode.NONFINITE, "2 elements of the update are not finite")
+    bench.push("a")
+    assert bench.verdict("a").kind is VerdictKind.EXCLUDED
+    assert bench.status().rounds_void == 1
+    assert sent(bench.slaves[0], AbortRound)
+
+
+def test_seed_that_is_not_finite_is_aborted_and_can_come_again() -> None:
+    bench = Bench()
+    bench.attach_all()
+    bench.join("a")
+    bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.NONFINITE, "NaN in the parameters")
+    bench.seed("a")
+    verdict = bench.verdict("a")
+    assert verdict.kind is VerdictKind.ABORTED
+    assert "NaN" in verdict.reason
+    bench.slaves[0].refuse.clear()
+    bench.seed("a")
+    bench.advance(2.0)
+    assert bench.verdict("a").kind is VerdictKind.APPLIED
+
+
+def test_refused_prepare_aborts_and_the_complete_push_goes_into_the_next_round() -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.DISK, "no space left on the snapshot disk")
+    bench.push("a")
+    status = bench.status()
+    assert status.rounds_aborted == 1
+    assert "no space left" in status.waiting_for
+    token = bench.await_verdict("a")
+    with pytest.raises(Unanswered):
+        bench.result(token)
+    bench.slaves[0].refuse.clear()
+    bench.advance(5.0)
+    assert bench.result(token).answer.kind is VerdictKind.APPLIED
+    assert bench.status().published == Version(1, 1)
+
+
+def test_silent_slave_lets_the_round_run_out_of_time_and_the_next_one_waits_longer() -> None:
+    bench = Bench(round_timeout_s=4.0).running("a")
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a")
+    bench.advance(4.0)
+    assert bench.status().rounds_aborted == 1
+    bench.advance(2.0)
+    assert bench.status().phase == "MEASURE"
+    bench.advance(6.0)
+    assert bench.status().rounds_aborted == 1, "the second try has twice the time"
+    bench.slaves[0].release(Measure)
+    assert bench.status().published == Version(1, 1)
+
+
+def test_late_answer_of_an_aborted_round_changes_nothing() -> None:
+    bench = Bench(round_timeout_s=4.0).running("a")
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a")
+    old = sent(bench.slaves[0], Measure)[-1]
+    bench.advance(4.0)
+    assert bench.status().rounds_aborted == 1
+    bench.slaves[0].obey(old)
+    assert bench.status().phase == "WINDOW"
+
+
+def test_nothing_leaves_before_the_commit_is_durable() -> None:
+    bench = Bench().running("a")
+    token = None
+    bench.hold_journal = True
+    bench.push("a")
+    token = bench.await_verdict("a")
+    assert bench.journal[-1].kind == "COMMIT"
+    assert not [c for c in sent(bench.slaves[0], Commit) if isinstance(c, Commit) and c.version.v == 1]
+    with pytest.raises(Unanswered):
+        bench.result(token)
+    bench.hold_journal = False
+    bench.write_journal(bench.journal[-1])
+    assert bench.result(token).answer.kind is VerdictKind.APPLIED
+
+
+def test_verdict_is_told_only_when_all_slaves_have_flipped() -> None:
+    bench = Bench().running("a")
+    bench.slaves[1].hold.add(Commit)
+    bench.push("a")
+    token = bench.await_verdict("a")
+    with pytest.raises(Unanswered):
+        bench.result(token)
+    assert bench.status().published == Version(1, 0)
+    assert "s1" in bench.status().waiting_for
+    bench.slaves[1].release(Commit)
+    assert bench.result(token).answer.version == Version(1, 1)
+
+
+def test_commit_record_holds_what_made_the_version() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    ranges = bench.lease("a", 100)
+    bench.push("a", 100, ranges)
+    commit = sent(bench.slaves[0], Commit)[-1]
+    assert isinstance(commit, Commit)
+    record = json.loads(commit.commit_record)
+    assert record["version"] == [1, 1]
+    assert record["participants"][0]["ranges"] == [[1, 0, 0, 0, 100]]
+    assert record["participants"][0]["verdict"] == "APPLIED"
+    assert record["ledger"]["tokens"] == 100
+    assert set(record["digests"]) == {"s0", "s1"}
+
+
+def test_pause_keeps_rounds_from_closing_and_resume_lets_them_go() -> None:
+    from dips.core.messages import OperatorRequest
+    from dips.master.state.events import Pause, Resume
+
+    bench = Bench().running("a")
+    bench.operate(Pause(OperatorRequest("", "switch work")))
+    bench.push("a")
+    bench.advance(20.0)
+    assert bench.status().phase == "WINDOW"
+    assert "switch work" in bench.status().waiting_for
+    bench.operate(Resume(OperatorRequest("")))
+    assert bench.status().published == Version(1, 1)
+
+
+def test_token_limit_stops_the_run_after_everyone_pulled_and_left() -> None:
+    bench = Bench(settings=Settings(tk_max_tokens=150), linger_s=5.0).running("a", "b")
+    bench.push("a", 100)
+    bench.push("b", 100)
+    status = bench.status()
+    assert status.stopping
+    assert not status.stopped
+    for name in ("a", "b"):
+        assert bench.beat(name).stop
+        assert bench.pull(name).version == Version(1, 1)
+        bench.result(bench.leave(name))
+    assert bench.status().stopped
+    assert bench.halted is None
+    bench.advance(5.0)
+    assert bench.halted is not None
+    assert bench.halted.exit_code == 0
+
+
+def test_token_limit_reached_in_mid_round_aborts_the_pushes_that_come_too_late() -> None:
+    bench = Bench(settings=Settings(tk_max_tokens=100), grace_s=1.0).running("a", "b")
+    bench.push("a", 100)
+    bench.begin_push("b", 50)
+    bench.advance(1.0)
+    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    assert bench.verdict("b").kind is VerdictKind.ABORTED
+    assert "tk_max" in bench.verdict("b").reason
+
+
+def test_pinned_version_is_retained_while_newer_ones_are_published() -> None:
+    from dips.core.messages import BeginPullRequest
+
+    bench = Bench().running("a", "b")
+    grant = bench.ask(BeginPullRequest(bench.caller("b"))).answer
+    for _ in range(3):
+        bench.push("a")
+        bench.advance(1.5)
+        bench.pull("a")
+    retains = [c.versions for c in sent(bench.slaves[0], Retain) if isinstance(c, Retain)]
+    assert retains[-1] == (grant.version,)
+    assert retains[-3] == (), "the version before the newest needs no pin"
+
+
+def test_too_many_pinned_versions_give_way_oldest_first() -> None:
+    from dips.core.messages import BeginPullRequest, Caller
+
+    bench = Bench(pinned_versions=1).running("a")
+    for reader in ("r1", "r2", "r3"):
+        bench.ask(BeginPullRequest(Caller("", 0, reader), reader=True))
+        bench.push("a")
+        bench.advance(1.5)
+        bench.pull("a")
+    retain = sent(bench.slaves[0], Retain)[-1]
+    assert isinstance(retain, Retain)
+    assert retain.versions == (Version(1, 1),)
+
+
+@pytest.mark.parametrize("table", [ROUND_TABLE, PUSH_TABLE, SLAVE_TABLE], ids=lambda t: t.name)
+def test_only_the_table_s_arrows_can_be_walked(table: object) -> None:
+    assert table in (ROUND_TABLE, PUSH_TABLE, SLAVE_TABLE)
+    phases = {ROUND_TABLE: RoundPhase, PUSH_TABLE: PushPhase}.get(table)  # type: ignore[call-overload]
+    for start in phases or type(SLAVE_TABLE.initial):
+        for name in table.inputs():  # type: ignore[attr-defined]
+            for to in phases or type(SLAVE_TABLE.initial):
+                machine = Phase(table, Story())  # type: ignore[var-annotated,arg-type]
+                machine.now = start
+                if to in table.rows.get((start, name), ()):  # type: ignore[attr-defined]
+                    machine.move(name, to, 1.0)
+                    assert machine.now is to
+                else:
+                    with pytest.raises(LocalProtocolError):
+                        machine.move(name, to, 1.0)
+                    assert machine.now is start
+
+
+def test_every_arrow_of_the_round_is_walked_by_these_scenarios() -> None:
+    """Guards the table against arrows that nothing takes."""
+    walked: set[tuple[str, str]] = set()
+
+    def run(bench: Bench) -> None:
+        walked.update((str(r.fields["input"]), str(r.fields["phase"])) for r in bench.records if r.kind == "round")
+
+    clean = Bench().running("a")
+    clean.push("a")
+    run(clean)
+    void = Bench().running("a")
+    void.nonfinite["a"] = 1
+    void.push("a")
+    run(void)
+    unfinite = Bench().running("a")
+    unfinite.slaves[0].refuse["prepare"] = Refusal(RefusalCode.NONFINITE, "x")
+    unfinite.push("a")
+    run(unfinite)
+    for phase in ("measure", "prepare"):
+        aborted = Bench().running("a")
+        aborted.slaves[0].refuse[phase] = Refusal(RefusalCode.DISK, "x")
+        aborted.push("a")
+        run(aborted)
+    empty = Bench(grace_s=5.0).running("a", "b")
+    empty.push("a")
+    empty.join("a")
+    run(empty)
+    stale = Bench(grace_s=5.0).running("a", "b")
+    stale.push("a")
+    stale.state.world.ledger.entry("a").fence += 1
+    stale.advance(5.0)
+    assert isinstance(stale.verdict("a"), Verdict)
+    run(stale)
+    arrows = {(name, end.value) for _, name, end in ROUND_TABLE.arrows()}
+    assert arrows - walked == set()

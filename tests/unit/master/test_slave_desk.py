@@ -1,0 +1,241 @@
+"""Slaves attach, restart and lose things; the run waits, goes on, and never mixes versions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.master_bench import HELLO, Bench, BenchSlave, Unanswered
+
+from dips.core.errors import RefusalCode
+from dips.core.ids import Version
+from dips.core.messages import (
+    Caller,
+    Commit,
+    Configure,
+    Hello,
+    Measure,
+    Prepare,
+    Promised,
+    Ready,
+    Refusal,
+    SlaveHello,
+    SlaveMessage,
+    StopSlave,
+    VerdictKind,
+    Welcome,
+)
+from dips.master.state.events import SlaveSaid
+
+
+def hello(bench: Bench, name: str, link: int = 99, run_id: str = "test", **changes: object) -> None:
+    fields: dict[str, object] = {
+        "hello": HELLO,
+        "data_endpoint": "tcp://127.0.0.1:1",
+        "memory_bytes": 1 << 30,
+        "promised_epoch": 0,
+    }
+    body = SlaveHello(**(fields | changes))  # type: ignore[arg-type]
+    bench.event(SlaveSaid(link, SlaveMessage(Caller(run_id, 0, name), body)))
+
+
+def test_slave_promises_the_epoch_before_it_is_configured() -> None:
+    bench = Bench()
+    bench.slaves[0].hold.add(Welcome)
+    bench.attach_all()
+    assert bench.slaves[0].promised == 0
+    assert "1 of 2" in bench.status().waiting_for or "s0" in bench.status().waiting_for
+    bench.slaves[0].release(Welcome)
+    assert bench.slaves[0].promised == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "code"),
+    [
+        ("Bad Name", {}, RefusalCode.MALFORMED),
+        ("s9", {"run_id": "other"}, RefusalCode.RUN_ID),
+        ("s9", {"hello": Hello(5, 6)}, RefusalCode.PROTOCOL_VERSION),
+        ("s9", {"data_endpoint": "ipc:///etc/passwd"}, RefusalCode.MALFORMED),
+        ("s9", {}, RefusalCode.UNKNOWN_NAME),
+    ],
+)
+def test_bad_hello_closes_the_link_with_the_reason(name: str, changes: dict[str, object], code: RefusalCode) -> None:
+    bench = Bench().running("a")
+    hello(bench, name, **changes)  # type: ignore[arg-type]
+    assert bench.closed[99].code is code
+    bench.push("a")
+    assert bench.status().published == Version(1, 1)
+
+
+def test_slave_that_promised_a_newer_epoch_stops_this_master() -> None:
+    bench = Bench()
+    hello(bench, "s0", promised_epoch=7)
+    assert bench.halted is not None
+    assert bench.halted.exit_code == 6
+    assert "another master" in bench.halted.sentence
+
+
+def test_messages_of_an_older_life_are_ignored() -> None:
+    bench = Bench().running("a")
+    slave = bench.slaves[0]
+    slave.hold.add(Measure)
+    bench.push("a")
+    current = slave.incarnation
+    assert current is not None
+    slave.incarnation = replace(current, n=current.n + 1)
+    slave.release(Measure)
+    assert bench.status().phase == "MEASURE"
+    slave.incarnation = current
+    slave.release(Measure)
+    assert bench.status().published == Version(1, 1)
+
+
+@pytest.mark.parametrize("kind", [Measure, Prepare])
+def test_slave_lost_before_commit_aborts_the_round_and_pushes_that_lost_staging(kind: type) -> None:
+    bench = Bench().running("a", "b")
+    bench.slaves[0].hold.add(kind)
+    bench.push("a")
+    bench.push("b")
+    bench.slaves[0].die()
+    for name in ("a", "b"):
+        verdict = bench.verdict(name)
+        assert verdict.kind is VerdictKind.ABORTED
+        assert "s0" in verdict.reason
+    assert bench.status().published == Version(1, 0)
+    assert bench.status().waiting_for == "slave s0 is away"
+    bench.slaves[0].hold.clear()
+    bench.slaves[0].attach()
+    bench.push("a")
+    bench.push("b")
+    assert bench.status().published == Version(1, 1)
+    assert bench.status().rounds_aborted == 1
+
+
+def test_slave_lost_after_commit_flips_from_its_shadow_when_it_comes_back() -> None:
+    bench = Bench().running("a")
+    slave = bench.slaves[0]
+    slave.hold.add(Commit)
+    bench.push("a")
+    slave.die()
+    token = bench.await_verdict("a")
+    with pytest.raises(Unanswered):
+        bench.result(token)
+    assert bench.status().published == Version(1, 0)
+    assert not slave.snapshots[Version(1, 1)].committed
+    slave.attach()
+    configure = [c for c in slave.commands if isinstance(c, Configure)][-1]
+    assert configure.load == Version(1, 1)
+    assert bench.status().published == Version(1, 1)
+    assert bench.result(token).answer.kind is VerdictKind.APPLIED
+    assert slave.snapshots[Version(1, 1)].committed
+
+
+def test_slave_that_lost_its_disk_keeps_rounds_waiting_and_says_so() -> None:
+    bench = Bench().running("a")
+    bench.push("a")
+    slave = bench.slaves[0]
+    slave.die()
+    del slave.snapshots[Version(1, 1)]
+    slave.attach()
+    waiting = bench.status().waiting_for
+    assert "lacks version 1:1" in waiting
+    assert "1:0" in waiting
+
+
+def test_slave_with_a_torn_snapshot_is_not_taken() -> None:
+    bench = Bench().running("a")
+    slave = bench.slaves[0]
+    slave.die()
+    slave.snapshots[Version(1, 0)] = replace(slave.snapshots[Version(1, 0)], digest=b"other")
+    slave.attach()
+    assert "lacks version 1:0" in bench.status().waiting_for
+
+
+def test_slave_with_a_directory_of_a_run_that_the_master_does_not_know() -> None:
+    old = Bench().running("a")
+    bench = Bench()
+    bench.slaves[0].snapshots = old.slaves[0].snapshots
+    bench.attach_all()
+    bench.join("a")
+    assert "empty directory" in bench.status().waiting_for
+
+
+def test_master_with_an_old_journal_does_not_serve_a_newer_slave() -> None:
+    bench = Bench().running("a")
+    old = bench.snapshot
+    bench.push("a")
+    bench.snapshot = old
+    bench.start_master()
+    bench.attach_all()
+    assert "newer than the master's" in bench.status().waiting_for
+
+
+def test_loaded_digest_that_differs_from_the_commit_is_not_ready() -> None:
+    bench = Bench().running("a")
+    slave = bench.slaves[0]
+    slave.die()
+    slave.hold.add(Configure)
+    slave.attach()
+    slave.say(Ready(Version(1, 0), b"wrong bytes"))
+    assert "another digest" in bench.status().waiting_for
+
+
+def test_configure_refused_is_shown() -> None:
+    from dips.core.messages import ConfigureRefused
+
+    bench = Bench()
+    bench.slaves[0].hold.add(Configure)
+    bench.attach_all()
+    bench.join("a")
+    bench.slaves[0].say(ConfigureRefused(Refusal(RefusalCode.MEMORY, "1 GiB is not enough")))
+    assert "1 GiB is not enough" in bench.status().waiting_for
+
+
+def test_silent_slave_is_given_up_and_may_attach_again() -> None:
+    bench = Bench().running("a")
+    slave = bench.slaves[0]
+    slave.alive = False
+    bench.advance(11.0)
+    assert bench.closed[slave.link].code is RefusalCode.FENCED
+    assert bench.status().waiting_for == "slave s0 is away"
+    slave.attach()
+    bench.push("a")
+    assert bench.status().published == Version(1, 1)
+
+
+def test_second_process_of_the_same_slave_takes_over() -> None:
+    bench = Bench().running("a")
+    slave = bench.slaves[0]
+    first = slave.link
+    slave.attach()
+    assert bench.closed[first].code is RefusalCode.FENCED
+    bench.push("a")
+    assert bench.status().published == Version(1, 1)
+
+
+def test_promise_of_another_epoch_does_not_count() -> None:
+    bench = Bench(n_slaves=1)
+    slave: BenchSlave = bench.slaves[0]
+    slave.hold.add(Welcome)
+    slave.attach()
+    slave.say(Promised(5))
+    assert bench.status().slaves[0].phase == "ATTACHED"
+
+
+def test_slaves_are_told_to_stop_at_the_end() -> None:
+    from dips.core.messages import OperatorRequest
+    from dips.master.state.events import Stop
+
+    bench = Bench(linger_s=0.0).running("a")
+    bench.operate(Stop(OperatorRequest("")))
+    bench.result(bench.leave("a"))
+    assert isinstance(bench.slaves[0].commands[-1], StopSlave)
+
+
+def test_fewer_blocks_than_slaves_is_refused() -> None:
+    from support.master_bench import refused_with
+
+    bench = Bench(n_slaves=5)
+    bench.attach_all()
+    with refused_with(RefusalCode.CONFIG):
+        bench.join("a")
