@@ -1,0 +1,62 @@
+"""Between gRPC's bytes and the executor's calls: decode, ask, encode; a refusal ends the call with a reason.
+
+Handlers get raw bytes, so that garbage becomes a MALFORMED refusal with a sentence, not gRPC's own error.
+Must never look into a request: that is the state's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from dips.core.codec_protobuf import decode, encode
+from dips.core.errors import Refused
+from dips.core.grpc_refusal import abort
+from dips.master.executor import Executor
+
+T = TypeVar("T")
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+Ask = Callable[[T], Awaitable[object]]
+
+
+def service(name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> grpc.GenericRpcHandler:
+    """All methods of the service dips.v1.`name`, as one handler for a server."""
+    return grpc.method_handlers_generic_handler(f"dips.v1.{name}", dict(methods))
+
+
+def unary(executor: Executor, method: str, kind: type[T], ask: Ask[T]) -> grpc.RpcMethodHandler[Any, Any]:
+    """A method with one request of `kind` and the reply that `ask` gives."""
+
+    async def serve(data: bytes, context: Context) -> bytes:
+        try:
+            return encode(await ask(understood(executor, method, data, kind)))
+        except Refused as refused:
+            await abort(context, refused)
+
+    return grpc.unary_unary_rpc_method_handler(serve)
+
+
+def lockstep(executor: Executor, method: str, kind: type[T], ask: Ask[T]) -> grpc.RpcMethodHandler[Any, Any]:
+    """A method with a stream of requests of `kind`, each answered before the next is read."""
+
+    async def serve(requests: AsyncIterator[bytes], context: Context) -> None:
+        try:
+            async for data in requests:
+                await context.write(encode(await ask(understood(executor, method, data, kind))))
+        except Refused as refused:
+            await abort(context, refused)
+
+    return grpc.stream_stream_rpc_method_handler(serve)
+
+
+def understood(executor: Executor, method: str, data: bytes, kind: type[T]) -> T:
+    """Decode a request; log and raise the refusal if it cannot be."""
+    try:
+        return decode(data, kind)
+    except Refused as refused:
+        executor.note_refusal(method, refused)
+        raise

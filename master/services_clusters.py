@@ -1,0 +1,37 @@
+"""The service Clusters: what training clusters and readers ask. Every call and every beat is one event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import grpc
+
+from dips.core import messages
+from dips.core.messages import ClusterRequest
+from dips.master.executor import Executor, ReplyBody
+from dips.master.rpc import lockstep, service, unary
+from dips.master.state.events import ClusterCall
+
+CALLS: Mapping[str, type[ClusterRequest]] = {
+    "Join": messages.JoinRequest,
+    "BeginPush": messages.BeginPushRequest,
+    "FinishPush": messages.FinishPushRequest,
+    "AwaitVerdict": messages.AwaitVerdictRequest,
+    "BeginPull": messages.BeginPullRequest,
+    "FinishPull": messages.FinishPullRequest,
+    "LeaseData": messages.LeaseDataRequest,
+    "ReturnData": messages.ReturnDataRequest,
+    "Leave": messages.LeaveRequest,
+}
+"""Methods with one request and one reply, by name."""
+
+
+def clusters_service(executor: Executor) -> grpc.GenericRpcHandler:
+    """The handler of dips.v1.Clusters."""
+
+    async def ask(request: ClusterRequest) -> ReplyBody:
+        return await executor.call(lambda token: ClusterCall(token, request))
+
+    methods = {name: unary(executor, name, kind, ask) for name, kind in CALLS.items()}
+    methods["Heartbeat"] = lockstep(executor, "Heartbeat", messages.HeartbeatRequest, ask)
+    return service("Clusters", methods)

@@ -1,0 +1,202 @@
+"""A master as a process: what it confirmed survives a kill, one master for each directory, clean stops."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from support.processes import START_S, MasterProcess
+from support.scripted_master import caller, leave
+
+from dips.core.codec_protobuf import to_message
+from dips.core.errors import ConfigError, FatalError, Refused, RetryLater
+from dips.core.grpc_refusal import channel_options, refused_from
+from dips.core.messages import HeartbeatRequest
+from dips.core.telemetry import read_tape
+from dips.master.directory import TAPE_NAME, read_address
+from dips.master.journal import FILE_NAME, Journal, read_records
+from dips.protos import clusters_pb2_grpc
+
+Start = Callable[..., MasterProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    processes: list[MasterProcess] = []
+
+    def start_one(*knobs: str, directory: Path = tmp_path / "run") -> MasterProcess:
+        processes.append(MasterProcess(directory, *knobs))
+        return processes[-1]
+
+    yield start_one
+    for process in processes:
+        process.popen.kill()
+        process.popen.wait(START_S)
+
+
+@contextlib.contextmanager
+def leaving(address: str) -> Iterator[Callable[[str], None]]:
+    """Calls Leave with a reason; the master answers once the reason is durable."""
+    with grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
+        stub = clusters_pb2_grpc.ClustersStub(channel)
+        yield lambda reason: stub.Leave(to_message(leave(reason)), timeout=30)
+
+
+def test_what_was_confirmed_before_a_kill_is_there_after_it(start: Start, tmp_path: Path) -> None:
+    master = start()
+    confirmed: list[str] = []
+    with leaving(master.started().address) as leave_for:
+        for number in range(25):
+            leave_for(f"reason {number}")
+            confirmed.append(f"reason {number}")
+        master.signal(signal.SIGKILL)
+        with pytest.raises(grpc.RpcError) as caught:
+            leave_for("too late")
+    assert isinstance(refused_from(caught.value), RetryLater)
+    again = start()
+    assert again.started().epoch == 2
+    with leaving(again.started().address) as leave_for:
+        leave_for("after the restart")
+    assert again.signal(signal.SIGTERM) == 0
+    reasons = [json.loads(record.record_json) for record in read_records(tmp_path / "run", "LEAVE")]
+    assert reasons == [*confirmed, "after the restart"]
+    with contextlib.closing(Journal.open(tmp_path / "run", "demo")) as journal:
+        assert json.loads(journal.latest_snapshot() or "[]") == reasons
+
+
+def test_an_append_that_returned_survives_a_kill_in_the_next_instant(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from pathlib import Path
+from dips.master.journal import Journal
+journal = Journal.open(Path(sys.argv[1]), "demo")
+epoch = journal.begin_epoch()
+for n in range(1, 101):
+    journal.append(epoch, n, "COMMIT", str(n), str(n))
+    os.write(1, f"{n}\\n".encode())
+    if n == 40:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    confirmed = [int(line) for line in done.stdout.split()]
+    assert confirmed == list(range(1, 41))
+    with contextlib.closing(Journal.open(tmp_path, "demo")) as journal:
+        assert [record.entry_id for record in journal.records("COMMIT")] == confirmed
+        assert journal.latest_snapshot() == "40"
+        assert journal.begin_epoch() == 2
+
+
+def test_a_restart_serves_at_the_same_port_in_the_next_epoch(start: Start) -> None:
+    first = start()
+    before = first.started()
+    first.signal(signal.SIGKILL)
+    after = start().started()
+    assert after.address == before.address, "clusters and slaves that know the address find it again"
+    assert (before.epoch, after.epoch) == (1, 2)
+
+
+def test_a_restart_takes_another_port_when_its_own_is_taken(start: Start) -> None:
+    first = start()
+    before = first.started()
+    first.signal(signal.SIGTERM)
+    host, port = before.address.split(":")
+    with contextlib.closing(socket.socket()) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, int(port)))
+        holder.listen()
+        second = start()
+        assert second.started().address != before.address
+    assert f"port {port} of the last start is taken" in second.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_master_cleanly(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    master = start()
+    here = master.started()
+    began_s = time.monotonic()
+    assert master.signal(number) == 0
+    assert time.monotonic() - began_s < 15
+    assert read_address(tmp_path / "run") is None, "nobody is sent to a master that is gone"
+    kinds = [(line["kind"], line.get("exit_code")) for line in read_tape(tmp_path / "run" / TAPE_NAME)]
+    assert kinds == [("master-started", None), ("master-ended", 0)]
+    assert number.name in master.log
+    assert "Traceback" not in master.log
+    assert here.run_id == "demo"
+
+
+def test_a_held_call_is_told_why_it_ends_when_the_master_is_stopped(start: Start) -> None:
+    master = start()
+    with grpc.insecure_channel(master.started().address, options=channel_options(1 << 20)) as channel:
+        beat = to_message(HeartbeatRequest(caller()))
+        replies = clusters_pb2_grpc.ClustersStub(channel).Heartbeat(iter([beat]), timeout=60)
+        with leaving(master.started().address) as leave_for:
+            leave_for("now the beat, which nobody answers, has arrived too")
+        assert master.signal(signal.SIGTERM) == 0
+        with pytest.raises(grpc.RpcError) as caught:
+            next(replies)
+    error = refused_from(caught.value)
+    assert isinstance(error, Refused | RetryLater)
+    assert error.retry_after_s > 0, "the caller is invited to come again"
+
+
+def test_the_start_says_where_it_serves_and_that_only_loopback_is_served(start: Start) -> None:
+    master = start()
+    here = master.started()
+    master.signal(signal.SIGTERM)
+    assert re.search(rf"serving run demo at {here.address} \(epoch 1, directory .*\); loopback only", master.log)
+
+
+def test_a_second_master_on_the_directory_exits_with_a_sentence(start: Start) -> None:
+    first = start()
+    here = first.started()
+    second = start()
+    assert second.popen.wait(START_S) == ConfigError.exit_code
+    assert f"another master (process {here.pid}) runs in" in second.log
+    with leaving(here.address) as leave_for:
+        leave_for("the first one goes on")
+
+
+def test_a_port_in_use_ends_the_start_without_using_up_an_epoch(start: Start, tmp_path: Path) -> None:
+    first = start()
+    here = first.started()
+    other = tmp_path / "other"
+    second = start(f"listen={here.address}", directory=other)
+    assert second.popen.wait(START_S) == ConfigError.exit_code
+    assert f"port {here.address.split(':')[1]} is in use" in second.log
+    assert "Traceback" not in second.log
+    with contextlib.closing(Journal.open(other, "demo")) as journal:
+        assert journal.begin_epoch() == 1
+
+
+def test_a_reachable_address_is_refused_before_anything_is_made(start: Start, tmp_path: Path) -> None:
+    master = start("listen=0.0.0.0:0")
+    assert master.popen.wait(START_S) == ConfigError.exit_code
+    assert "not a loopback address" in master.log
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_directory_of_another_run_is_refused(start: Start, tmp_path: Path) -> None:
+    Journal.open(tmp_path / "run", "yesterday").close()
+    master = start()
+    assert master.popen.wait(START_S) == ConfigError.exit_code
+    assert "belongs to run 'yesterday'" in master.log
+
+
+def test_a_damaged_journal_ends_the_start_with_the_remedy(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / FILE_NAME).write_bytes(b"\x00garbage" * 1000)
+    master = start()
+    assert master.popen.wait(START_S) == FatalError.exit_code
+    assert "is damaged" in master.log
+    assert "Traceback" not in master.log

@@ -1,0 +1,181 @@
+"""The real master, state machines included, as the process that `dips master` starts."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from support.processes import START_S, MasterProcess
+from support.scripted_master import HELLO
+
+from dips.core.codec_protobuf import decode, encode, from_message, to_message
+from dips.core.errors import RefusalCode, Refused
+from dips.core.grpc_refusal import channel_options, refused_from
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import (
+    Caller,
+    DataMode,
+    DataPlan,
+    JoinReply,
+    JoinRequest,
+    LeaveRequest,
+    OperatorRequest,
+    Promised,
+    SlaveCommand,
+    SlaveHello,
+    SlaveMessage,
+    StatusReply,
+    StatusRequest,
+    Welcome,
+)
+from dips.core.telemetry import read_tape
+from dips.master.directory import TAPE_NAME
+from dips.protos import clusters_pb2_grpc, operator_pb2_grpc
+
+LAYOUT = Layout((Parameter("w", (8, 4), "float32", "l0"),), 16)
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MasterProcess]:
+    process = MasterProcess(
+        tmp_path / "run", "slaves=1", "linger_s=1", "sync_every=16", module="support.real_master"
+    )
+    yield process
+    process.popen.kill()
+    process.popen.wait(START_S)
+
+
+class Client:
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.clusters: Any = clusters_pb2_grpc.ClustersStub(channel)
+        self.operator: Any = operator_pb2_grpc.OperatorStub(channel)
+
+    def join(self, name: str, run_id: str = "demo") -> JoinReply:
+        plan = DataPlan(DataMode.OWN)
+        request = JoinRequest(Caller(run_id, 0, name), HELLO, LAYOUT, LAYOUT.layout_hash, plan)
+        return from_message(self.clusters.Join(to_message(request), timeout=20), JoinReply)
+
+    def status(self) -> StatusReply:
+        return from_message(self.operator.Status(to_message(StatusRequest()), timeout=20), StatusReply)
+
+
+@contextlib.contextmanager
+def attached(address: str) -> Iterator[None]:
+    """While this lasts, slave s0 is attached and has promised the master's epoch."""
+    up: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
+        down = channel.stream_stream("/dips.v1.Slaves/Attach")(iter(up.get, None), timeout=60)
+        hello = SlaveHello(HELLO, "tcp://127.0.0.1:5000", 1 << 30, 0)
+        up.put(encode(SlaveMessage(Caller("demo", 0, "s0"), hello)))
+        command = decode(next(down), SlaveCommand)
+        assert isinstance(command.body, Welcome)
+        me = Caller("demo", command.epoch, "s0", command.incarnation)
+        up.put(encode(SlaveMessage(me, Promised(command.epoch))))
+        try:
+            yield
+        finally:
+            up.put(None)
+
+
+@pytest.fixture
+def client(master: MasterProcess) -> Iterator[Client]:
+    address = master.started().address
+    with attached(address), grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
+        yield Client(channel)
+
+
+def test_before_its_slaves_are_there_the_master_says_so_and_asks_to_wait(master: MasterProcess) -> None:
+    address = master.started().address
+    with grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            Client(channel).join("a")
+        assert "0 of 1" in Client(channel).status().waiting_for
+    error = refused_from(caught.value)
+    assert isinstance(error, Refused)
+    assert error.code is RefusalCode.BUSY
+    assert error.retry_after_s > 0
+
+
+def test_a_cluster_joins_and_is_seen(master: MasterProcess, client: Client) -> None:
+    reply = client.join("a")
+    assert reply.settings.sync_every_steps == 16
+    assert (reply.run_id, reply.epoch, reply.published) == ("demo", 1, None)
+    status = client.status()
+    assert [cluster.cluster_id for cluster in status.clusters if cluster.alive] == ["a"]
+    assert [(slave.slave_id, slave.alive) for slave in status.slaves] == [("s0", True)]
+    assert master.signal(signal.SIGTERM) == 0
+
+
+def test_a_refused_join_gets_its_reason_and_the_master_goes_on(master: MasterProcess, client: Client) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        client.join("a", run_id="yesterday")
+    error = refused_from(caught.value)
+    assert isinstance(error, Refused)
+    assert error.code is RefusalCode.RUN_ID
+    assert "yesterday" in error.sentence
+    assert client.status().clusters == ()
+    assert client.join("a").epoch == 1
+    assert master.popen.poll() is None
+
+
+def test_an_operators_stop_ends_the_process_with_0(master: MasterProcess, client: Client) -> None:
+    joined = client.join("a")
+    client.operator.Stop(to_message(OperatorRequest("demo", "enough")), timeout=20)
+    caller = Caller("demo", joined.epoch, "a", joined.incarnation)
+    client.clusters.Leave(to_message(LeaveRequest(caller, "told to")), timeout=20)
+    assert master.popen.wait(START_S) == 0
+    assert "enough" in master.log
+    assert "Traceback" not in master.log
+
+
+def test_a_second_life_remembers_the_cluster_of_the_first(master: MasterProcess, client: Client) -> None:
+    first = client.join("a")
+    master.signal(signal.SIGKILL)
+    again = MasterProcess(master.directory, "slaves=1", module="support.real_master")
+    try:
+        address = again.started().address
+        with attached(address), grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
+            second = Client(channel).join("a")
+        assert (first.epoch, second.epoch) == (1, 2)
+        assert second.incarnation > first.incarnation
+        assert again.signal(signal.SIGTERM) == 0
+    finally:
+        again.popen.kill()
+        again.popen.wait(START_S)
+
+
+def test_the_settings_are_logged_with_their_sources(master: MasterProcess) -> None:
+    master.started()
+    assert master.signal(signal.SIGTERM) == 0
+    lines = {" ".join(line.split()) for line in master.log.splitlines()}
+    assert "sync_every = 16 (command line)" in lines
+    assert "heartbeat_s = 2.0 (default)" in lines
+
+
+def test_a_master_that_was_paused_evicts_nobody_for_its_own_silence(tmp_path: Path) -> None:
+    beat_s, pause_s = 0.6, 3.5
+    knobs = ("slaves=1", f"heartbeat_s={beat_s}", "evict_after_beats=5")
+    master = MasterProcess(tmp_path / "run", *knobs, module="support.real_master")
+    try:
+        address = master.started().address
+        with attached(address), grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
+            client = Client(channel)
+            client.join("a")
+            master.popen.send_signal(signal.SIGSTOP)
+            time.sleep(pause_s)  # longer than the 3 s after which a silent peer is evicted
+            master.popen.send_signal(signal.SIGCONT)
+            status = client.status()
+        assert [(cluster.cluster_id, cluster.alive) for cluster in status.clusters] == [("a", True)]
+        assert [(slave.slave_id, slave.alive) for slave in status.slaves] == [("s0", True)]
+        gaps_s = [line["gap_s"] for line in read_tape(tmp_path / "run" / TAPE_NAME) if line["kind"] == "stood_still"]
+        assert max(gaps_s) >= pause_s - 1
+    finally:
+        master.popen.kill()
+        master.popen.wait(START_S)

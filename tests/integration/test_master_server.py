@@ -1,0 +1,469 @@
+"""The master's services over real gRPC on loopback, with a scripted state behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from support.scripted_master import (
+    HELLO,
+    MemoryJournal,
+    ScriptedMachine,
+    caller,
+    command,
+    leave,
+    refusal,
+    slave_hello,
+    slave_message,
+)
+
+from dips.core.clock import SystemClock
+from dips.core.codec_protobuf import decode, encode, from_message, to_message
+from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
+from dips.core.grpc_refusal import channel_options, refused_from
+from dips.core.ids import ClusterId, Incarnation, PushId
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import (
+    AwaitVerdictReply,
+    AwaitVerdictRequest,
+    Busy,
+    DataMode,
+    DataPlan,
+    DrainRequest,
+    EvictRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
+    JoinRequest,
+    LeaveReply,
+    OperatorReply,
+    OperatorRequest,
+    SlaveCommand,
+    StatusReply,
+    StatusRequest,
+    WatchRequest,
+)
+from dips.core.telemetry import Tape, read_tape
+from dips.master.executor import Executor, Outcome
+from dips.master.server import MasterServer
+from dips.master.state.effects import CloseLink, Effect, Refuse, Reply, ToSlave
+from dips.master.state.events import (
+    CallGone,
+    ClusterCall,
+    Event,
+    OperatorCall,
+    Pause,
+    Resume,
+    SlaveLinkDown,
+    SlaveSaid,
+    Stop,
+)
+from dips.protos import clusters_pb2, clusters_pb2_grpc, operator_pb2, operator_pb2_grpc, slaves_pb2
+
+MAX_MESSAGE_BYTES = 1 << 20
+BEAT = HeartbeatReply(1, None, 0, 16, False, "idle")
+
+
+class Served:
+    """A master on a port of its own, and a channel to it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.machine = ScriptedMachine()
+        self.tape_path = directory / "tape.jsonl"
+        self.tape = Tape(self.tape_path, "master", "demo")
+        self.executor = Executor(
+            self.machine, MemoryJournal().append_all, self.tape, SystemClock(), tick_s=60.0
+        )
+        self.server = MasterServer(MAX_MESSAGE_BYTES, peers=10)
+        self.address = self.server.bind("127.0.0.1:0")
+        self.channel = grpc.aio.insecure_channel(self.address, options=channel_options(64 << 20))
+
+    @property
+    def clusters(self) -> Any:
+        return clusters_pb2_grpc.ClustersStub(self.channel)
+
+    @property
+    def operator(self) -> Any:
+        return operator_pb2_grpc.OperatorStub(self.channel)
+
+    def attach(self) -> Any:
+        """A slave's stream, in raw bytes."""
+        return self.channel.stream_stream("/dips.v1.Slaves/Attach")()
+
+    def reacts(self, react: Callable[[Event], Sequence[Effect]]) -> None:
+        self.machine.react = react
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    made = Served(tmp_path)
+    made.executor.start()
+    await made.server.start(made.executor)
+    yield made
+    await made.channel.close()
+    made.executor.stop(Outcome(0, "the test is over"))
+    await made.server.stop()
+    await made.executor.close()
+    made.tape.close()
+
+
+def answering(event: Event) -> list[Effect]:
+    """Leave and Heartbeat get their replies."""
+    if isinstance(event, ClusterCall):
+        return [Reply(event.token, BEAT if isinstance(event.request, HeartbeatRequest) else LeaveReply())]
+    return []
+
+
+async def failed(call: Any) -> Refused | RetryLater:
+    with pytest.raises(grpc.RpcError) as caught:
+        await call
+    return refused_from(caught.value)
+
+
+async def still_serves(served: Served) -> None:
+    served.reacts(answering)
+    await served.clusters.Leave(to_message(leave("after all that")), timeout=10)
+    assert served.machine.of(ClusterCall)[-1].request == leave("after all that")
+
+
+# ---- calls of clusters ----
+
+
+async def test_a_request_arrives_whole_and_the_reply_goes_back(served: Served) -> None:
+    layout = Layout((Parameter("w", (3, 4), "bfloat16", "l0"),), 16)
+    plan = DataPlan(DataMode.LEASED, b"\x01\x02", 10_000, 512)
+    request = JoinRequest(caller(), HELLO, layout, b"hash", plan, 12.5)
+    served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
+    await failed(served.clusters.Join(to_message(request), timeout=10))
+    assert served.machine.of(ClusterCall)[0].request == request
+
+
+async def test_a_refusal_comes_back_with_code_sentence_and_retry(served: Served) -> None:
+    served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
+    with pytest.raises(grpc.RpcError) as caught:
+        await served.clusters.Leave(to_message(leave()), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.ABORTED  # type: ignore[attr-defined]
+    error = refused_from(caught.value)
+    assert isinstance(error, Refused)
+    assert (error.code, error.sentence, error.retry_after_s) == (
+        RefusalCode.FENCED,
+        "because of a test",
+        2.5,
+    )
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\x0a\xff", b""], ids=["tag", "length", "empty"])
+@pytest.mark.parametrize("method", ["Join", "BeginPush", "AwaitVerdict", "Leave"])
+async def test_bytes_that_make_no_sense_are_refused_and_change_nothing(
+    served: Served, method: str, garbage: bytes
+) -> None:
+    error = await failed(served.channel.unary_unary(f"/dips.v1.Clusters/{method}")(garbage, timeout=10))
+    assert isinstance(error, Refused)
+    assert error.code is RefusalCode.MALFORMED
+    assert method in error.sentence
+    assert served.machine.of(ClusterCall) == []
+    assert [line["code"] for line in read_tape(served.tape_path)] == ["MALFORMED"]
+    await still_serves(served)
+
+
+async def test_a_message_over_the_limit_is_refused_and_the_master_goes_on(served: Served) -> None:
+    error = await failed(served.clusters.Leave(to_message(leave("x" * MAX_MESSAGE_BYTES)), timeout=10))
+    assert isinstance(error, Refused)
+    assert "larger than max" in error.sentence
+    assert served.machine.of(ClusterCall) == []
+    await still_serves(served)
+
+
+async def test_an_unknown_method_is_told_apart_from_garbage(served: Served) -> None:
+    error = await failed(served.channel.unary_unary("/dips.v1.Clusters/Seed")(b"", timeout=10))
+    assert isinstance(error, Refused)
+    assert error.code is RefusalCode.PROTOCOL_VERSION
+
+
+async def test_every_method_of_the_protocol_is_served(served: Served) -> None:
+    services = [
+        module.DESCRIPTOR.services_by_name[name]
+        for module, name in ((clusters_pb2, "Clusters"), (slaves_pb2, "Slaves"), (operator_pb2, "Operator"))
+    ]
+    for service in services:
+        for method in service.methods:
+            path = f"/{service.full_name}/{method.name}"
+            call = served.channel.stream_stream(path)(timeout=10)
+            await call.write(b"\xff\xff")
+            error = await failed(call.read())
+            assert isinstance(error, Refused)
+            assert error.code is RefusalCode.MALFORMED, f"{path}: {error.sentence}"
+
+
+async def test_a_held_call_is_answered_later(served: Served) -> None:
+    push = PushId(ClusterId("a"), Incarnation(1, 1), 4)
+    waiting = asyncio.ensure_future(
+        served.clusters.AwaitVerdict(to_message(AwaitVerdictRequest(caller(), push, 5.0)), timeout=30)
+    )
+    held = await served.machine.until(ClusterCall)
+    assert held.request == AwaitVerdictRequest(caller(), push, 5.0)
+    reply = AwaitVerdictReply(Busy(1.0, "the round is still open"))
+    served.reacts(
+        lambda event: [Reply(held.token, reply), Reply(event.token, LeaveReply())]
+        if isinstance(event, ClusterCall)
+        else []
+    )
+    await served.clusters.Leave(to_message(leave()), timeout=10)
+    assert from_message(await waiting, AwaitVerdictReply) == reply
+
+
+async def test_a_caller_that_hangs_up_is_told_to_the_state(served: Served) -> None:
+    call = served.clusters.Leave(to_message(leave()), timeout=60)
+    held = await served.machine.until(ClusterCall)
+    call.cancel()
+    assert await served.machine.until(CallGone) == CallGone(held.token)
+
+
+async def test_a_caller_whose_deadline_passes_is_told_to_the_state(served: Served) -> None:
+    error = await failed(served.clusters.Leave(to_message(leave()), timeout=0.2))
+    assert isinstance(error, RetryLater)
+    held = await served.machine.until(ClusterCall)
+    assert await served.machine.until(CallGone) == CallGone(held.token)
+
+
+# ---- heartbeats ----
+
+
+async def test_each_beat_of_a_stream_is_one_call_and_gets_one_reply(served: Served) -> None:
+    served.reacts(answering)
+    stream = served.clusters.Heartbeat(timeout=30)
+    for steps in (16, 32, 48):
+        await stream.write(to_message(HeartbeatRequest(caller(), "training", steps)))
+        assert from_message(await stream.read(), HeartbeatReply) == BEAT
+    await stream.done_writing()
+    assert await stream.read() is grpc.aio.EOF
+    beats = [call.request for call in served.machine.of(ClusterCall)]
+    assert [beat.steps for beat in beats if isinstance(beat, HeartbeatRequest)] == [16, 32, 48]
+    assert len({call.token for call in served.machine.of(ClusterCall)}) == 3
+
+
+async def test_a_refused_beat_ends_the_stream_with_its_reason(served: Served) -> None:
+    served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
+    stream = served.clusters.Heartbeat(timeout=30)
+    await stream.write(to_message(HeartbeatRequest(caller())))
+    error = await failed(stream.read())
+    assert isinstance(error, Refused)
+    assert error.code is RefusalCode.FENCED
+
+
+async def test_a_garbled_beat_ends_the_stream_and_nothing_else(served: Served) -> None:
+    stream = served.channel.stream_stream("/dips.v1.Clusters/Heartbeat")(timeout=30)
+    await stream.write(b"\xff\xff")
+    error = await failed(stream.read())
+    assert isinstance(error, Refused)
+    assert error.code is RefusalCode.MALFORMED
+    await still_serves(served)
+
+
+async def test_a_hundred_clusters_beat_at_once(served: Served) -> None:
+    served.reacts(answering)
+
+    async def beat(number: int) -> int:
+        stream = served.clusters.Heartbeat(timeout=60)
+        for steps in range(10):
+            await stream.write(to_message(HeartbeatRequest(caller(f"c{number}"), "training", steps)))
+            assert from_message(await stream.read(), HeartbeatReply) == BEAT
+        await stream.done_writing()
+        return number
+
+    assert sorted(await asyncio.gather(*(beat(number) for number in range(100)))) == list(range(100))
+    names = [call.request.caller.name for call in served.machine.of(ClusterCall)]
+    assert {names.count(f"c{number}") for number in range(100)} == {10}
+
+
+# ---- slaves ----
+
+
+async def test_a_slave_is_heard_and_commanded_over_one_stream(served: Served) -> None:
+    def react(event: Event) -> list[Effect]:
+        if isinstance(event, SlaveSaid):
+            return [ToSlave(event.link, command(text)) for text in ("one", "two", "three")]
+        return []
+
+    served.reacts(react)
+    stream = served.attach()
+    await stream.write(encode(slave_hello()))
+    said = await served.machine.until(SlaveSaid)
+    assert said.message == slave_hello()
+    got = [decode(await stream.read(), SlaveCommand) for _ in range(3)]
+    assert got == [command("one"), command("two"), command("three")]
+    await stream.write(encode(slave_message()))
+    second = await served.machine.until(SlaveSaid, 2)
+    assert (second.link, second.message) == (said.link, slave_message())
+    await stream.done_writing()
+    assert await served.machine.until(SlaveLinkDown) == SlaveLinkDown(said.link)
+
+
+async def test_a_slave_that_vanishes_is_told_to_the_state(served: Served) -> None:
+    stream = served.attach()
+    await stream.write(encode(slave_hello()))
+    said = await served.machine.until(SlaveSaid)
+    stream.cancel()
+    assert await served.machine.until(SlaveLinkDown) == SlaveLinkDown(said.link)
+
+
+async def test_two_slaves_have_links_of_their_own(served: Served) -> None:
+    first, second = served.attach(), served.attach()
+    await first.write(encode(slave_hello()))
+    one = await served.machine.until(SlaveSaid)
+    await second.write(encode(slave_hello()))
+    two = await served.machine.until(SlaveSaid, 2)
+    assert one.link != two.link
+    served.reacts(
+        lambda event: [ToSlave(two.link, command("second")), ToSlave(one.link, command("first"))]
+        if isinstance(event, SlaveSaid)
+        else []
+    )
+    await first.write(encode(slave_message()))
+    assert decode(await first.read(), SlaveCommand) == command("first")
+    assert decode(await second.read(), SlaveCommand) == command("second")
+    first.cancel()
+    second.cancel()
+
+
+async def test_a_link_that_the_state_closes_ends_with_the_reason(served: Served) -> None:
+    served.reacts(
+        lambda event: [ToSlave(event.link, command("last")), CloseLink(event.link, refusal("another took over"))]
+        if isinstance(event, SlaveSaid)
+        else []
+    )
+    stream = served.attach()
+    await stream.write(encode(slave_hello()))
+    assert decode(await stream.read(), SlaveCommand) == command("last")
+    error = await failed(stream.read())
+    assert isinstance(error, Refused)
+    assert (error.code, error.sentence) == (RefusalCode.FENCED, "another took over")
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff", b""], ids=["garbage", "no body"])
+async def test_a_garbled_message_ends_that_link_alone(served: Served, garbage: bytes) -> None:
+    good, bad = served.attach(), served.attach()
+    await good.write(encode(slave_hello()))
+    link = (await served.machine.until(SlaveSaid)).link
+    await bad.write(garbage)
+    error = await failed(bad.read())
+    assert isinstance(error, Refused)
+    assert error.code is RefusalCode.MALFORMED
+    down = await served.machine.until(SlaveLinkDown)
+    assert down.link != link
+    await good.write(encode(slave_message()))
+    assert (await served.machine.until(SlaveSaid, 2)).link == link
+    good.cancel()
+
+
+async def test_slaves_learn_that_the_master_ends(served: Served) -> None:
+    stream = served.attach()
+    await stream.write(encode(slave_hello()))
+    await served.machine.until(SlaveSaid)
+    served.executor.stop(Outcome(0, "stopped"))
+    error = await failed(stream.read())
+    assert isinstance(error, Refused)
+    assert error.code is RefusalCode.BUSY
+
+
+# ---- operators ----
+
+STATUS = StatusReply("demo", 3, None, 1234, 0, "idle", None, 0.5, 0.0, "waiting for slave s1")
+
+
+def operating(event: Event) -> list[Effect]:
+    if isinstance(event, OperatorCall):
+        return [
+            Reply(event.token, STATUS if isinstance(event.action, StatusRequest) else OperatorReply("done"))
+        ]
+    return []
+
+
+async def test_status_is_answered(served: Served) -> None:
+    served.reacts(operating)
+    reply = await served.operator.Status(to_message(StatusRequest("demo")), timeout=10)
+    assert from_message(reply, StatusReply).waiting_for == "waiting for slave s1"
+    assert served.machine.of(OperatorCall)[0].action == StatusRequest("demo")
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "action"),
+    [
+        ("Pause", OperatorRequest("demo", "r"), Pause(OperatorRequest("demo", "r"))),
+        ("Resume", OperatorRequest("demo", "r"), Resume(OperatorRequest("demo", "r"))),
+        ("Stop", OperatorRequest("demo", "r"), Stop(OperatorRequest("demo", "r"))),
+        ("Evict", EvictRequest("demo", "a", "r"), EvictRequest("demo", "a", "r")),
+        ("Drain", DrainRequest("demo", "a", "r"), DrainRequest("demo", "a", "r")),
+    ],
+)
+async def test_each_action_reaches_the_state_as_itself(
+    served: Served, method: str, request_: object, action: object
+) -> None:
+    served.reacts(operating)
+    reply = await getattr(served.operator, method)(to_message(request_), timeout=10)
+    assert from_message(reply, OperatorReply) == OperatorReply("done")
+    assert [call.action for call in served.machine.of(OperatorCall)] == [action]
+
+
+async def test_watch_sends_a_status_for_each_interval(served: Served) -> None:
+    served.reacts(operating)
+    stream = served.operator.Watch(to_message(WatchRequest("demo", 0.1)), timeout=30)
+    for _ in range(3):
+        assert from_message(await stream.read(), StatusReply).tokens == 1234
+    stream.cancel()
+
+
+async def test_watch_ends_at_once_when_the_master_ends(served: Served) -> None:
+    served.reacts(operating)
+    stream = served.operator.Watch(to_message(WatchRequest("demo", 3600)), timeout=30)
+    await stream.read()
+    served.executor.stop(Outcome(0, "stopped"))
+    error = await failed(stream.read())
+    assert isinstance(error, Refused)
+    assert error.code is RefusalCode.BUSY
+
+
+@pytest.mark.parametrize("interval_s", [-1.0, 0.001, 1e9, float("nan"), float("inf")])
+async def test_a_watch_interval_that_makes_no_sense_is_refused(served: Served, interval_s: float) -> None:
+    stream = served.operator.Watch(to_message(WatchRequest("demo", interval_s)), timeout=10)
+    error = await failed(stream.read())
+    assert isinstance(error, Refused)
+    assert error.code is RefusalCode.MALFORMED
+    assert "interval_s" in error.sentence
+
+
+# ---- the port ----
+
+
+async def test_a_port_in_use_is_named_with_a_remedy(served: Served) -> None:
+    port = served.address.rpartition(":")[2]
+    second = MasterServer(MAX_MESSAGE_BYTES, peers=1)
+    with pytest.raises(ConfigError, match=f"port {port} is in use") as caught:
+        second.bind(served.address)
+    assert "--listen" in str(caught.value)
+    assert second.bind("127.0.0.1:0") != served.address, "the same server may then take another port"
+    await second.stop()
+
+
+async def test_a_port_that_another_program_holds_is_in_use_too() -> None:
+    with contextlib.closing(socket.socket()) as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        server = MasterServer(MAX_MESSAGE_BYTES, peers=1)
+        with pytest.raises(ConfigError, match="is in use"):
+            server.bind(f"127.0.0.1:{holder.getsockname()[1]}")
+        await server.stop()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "10.1.2.3:4700"])
+async def test_an_address_that_others_reach_is_never_bound(address: str) -> None:
+    server = MasterServer(MAX_MESSAGE_BYTES, peers=1)
+    with pytest.raises(ConfigError, match="not a loopback address"):
+        server.bind(address)
+    await server.stop()

@@ -1,0 +1,105 @@
+"""A state machine for the master that does what a test tells it, with the interface of the Coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from dips.core.errors import RefusalCode
+from dips.core.ids import Incarnation
+from dips.core.messages import (
+    Caller,
+    Hello,
+    LeaveRequest,
+    Refusal,
+    SlaveBeat,
+    SlaveBody,
+    SlaveCommand,
+    SlaveHello,
+    SlaveMessage,
+    StopSlave,
+)
+from dips.master.journal import Entry
+from dips.master.state.effects import Effect
+from dips.master.state.events import Event
+
+E = TypeVar("E")
+
+HELLO = Hello(1, 1)
+
+
+def caller(name: str = "a", cause_id: str = "c1") -> Caller:
+    return Caller("demo", 1, name, Incarnation(1, 1), cause_id)
+
+
+def leave(reason: str = "done") -> LeaveRequest:
+    return LeaveRequest(caller(), reason)
+
+
+def slave_message(body: SlaveBody | None = None) -> SlaveMessage:
+    return SlaveMessage(caller("s0"), body or SlaveBeat(staging_bytes=7))
+
+
+def slave_hello() -> SlaveMessage:
+    return slave_message(SlaveHello(HELLO, "tcp://127.0.0.1:5000", 1 << 30, 0))
+
+
+def command(reason: str) -> SlaveCommand:
+    return SlaveCommand("demo", 1, Incarnation(1, 1), "c1", StopSlave(reason))
+
+
+def refusal(sentence: str = "because of a test") -> Refusal:
+    return Refusal(RefusalCode.FENCED, sentence, 2.5)
+
+
+class ScriptedMachine:
+    """Notes every event with its time; `react` says which effects follow."""
+
+    def __init__(self, react: Callable[[Event], Sequence[Effect]] = lambda event: ()) -> None:
+        self.react = react
+        self.first: Sequence[Effect] = ()
+        self.deadline_s: float | None = None
+        self.seen: list[tuple[Event, float]] = []
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, now_s: float) -> Sequence[Effect]:
+        return self.first
+
+    def handle(self, event: Event, now_s: float) -> Sequence[Effect]:
+        self.seen.append((event, now_s))
+        task = asyncio.get_running_loop().create_task(self._tell())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return self.react(event)
+
+    def next_deadline_s(self) -> float | None:
+        return self.deadline_s
+
+    def of(self, kind: type[E]) -> list[E]:
+        """The events of one kind, oldest first."""
+        return [event for event, _ in self.seen if isinstance(event, kind)]
+
+    async def until(self, kind: type[E], n: int = 1) -> E:
+        """Wait for the n-th event of one kind (the test's own time-out bounds it)."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.of(kind)) >= n)
+        return self.of(kind)[n - 1]
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class MemoryJournal:
+    """Takes entries like Journal.append_all; `fail_with` makes it fail."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Entry]] = []
+        self.fail_with: Exception | None = None
+
+    def append_all(self, entries: Sequence[Entry]) -> None:
+        if self.fail_with is not None:
+            raise self.fail_with
+        self.batches.append(list(entries))

@@ -1,0 +1,237 @@
+"""The master's settings: defaults that fit together, contradictions refused with a remedy, nothing dropped."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from dips.core.config import load
+from dips.core.errors import ConfigError
+from dips.core.messages import Settings
+from dips.master.config import PENALTY_KNOBS, MasterConfig
+from dips.master.state.penalty_config import PRESET_NAMES, PRESETS, PenaltyConfig
+from dips.master.state.run_config import RunConfig
+
+
+def configured(**knobs: object) -> MasterConfig:
+    given = {"run_id": "demo", "directory": "/run/dips", **knobs}
+    return load(MasterConfig, "master", environment={}, overrides=given).value
+
+
+def refused(**knobs: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        configured(**knobs)
+    return str(caught.value)
+
+
+def test_the_defaults_are_those_of_the_design() -> None:
+    run = configured().to_run_config()
+    assert run == RunConfig(run_id="demo", n_slaves=2)
+    assert run.settings == Settings()
+    assert run.settings.sync_every_steps == 64
+    assert run.settings.heartbeat_s == 2.0
+    assert run.evict_after_s == 10.0
+    assert run.settings.chunk_bytes == 1 << 20
+    assert (run.settings.outer_lr, run.settings.outer_momentum) == (0.7, 0.8)
+    assert run.lease_ttl_s == 6 * 3600
+    assert run.grace_s is None
+    assert run.penalty == PRESETS["safe"]
+
+
+def test_every_setting_of_the_run_comes_from_a_knob() -> None:
+    run = configured(
+        slaves=3,
+        max_clusters=5,
+        min_clusters=4,
+        sync_every=16,
+        dynamic=True,
+        tk_max="1.5M",
+        s_max=12,
+        heartbeat_s="500 ms",
+        evict_after_beats=6,
+        grace_s="3 s",
+        round_timeout_s="1 min",
+        verdict_wait_s=20,
+        lease_ttl_s="2 h",
+        ticket_ttl_s=45,
+        linger_s=5,
+        chunk_bytes="2 MiB",
+        window_chunks=8,
+        pinned_versions=3,
+        max_message_bytes="8 MiB",
+        outer_lr=0.5,
+        outer_momentum=0.9,
+    ).to_run_config()
+    assert run == RunConfig(
+        run_id="demo",
+        n_slaves=3,
+        settings=Settings(
+            sync_every_steps=16,
+            dynamic_local_steps=True,
+            heartbeat_s=0.5,
+            evict_after_beats=6,
+            verdict_wait_s=20.0,
+            chunk_bytes=2 << 20,
+            window_chunks=8,
+            max_staleness_versions=12,
+            tk_max_tokens=1_500_000,
+            outer_lr=0.5,
+            outer_momentum=0.9,
+            max_message_bytes=8 << 20,
+        ),
+        penalty=PenaltyConfig.of("safe", outer_momentum=0.9),
+        max_clusters=5,
+        min_clusters=4,
+        grace_s=3.0,
+        round_timeout_s=60.0,
+        lease_ttl_s=7200.0,
+        ticket_ttl_s=45.0,
+        pinned_versions=3,
+        linger_s=5.0,
+    )
+
+
+@pytest.mark.parametrize("preset", PRESET_NAMES)
+def test_a_preset_brings_its_values_and_its_name(preset: str) -> None:
+    run = configured(preset=preset).to_run_config()
+    assert run.penalty == PRESETS[preset]
+    assert run.settings.preset == preset
+    assert run.settings.outer_momentum == PRESETS[preset].outer_momentum
+    assert run.settings.dynamic_local_steps is (preset == "dynamic")
+
+
+def test_dynamic_steps_can_be_set_against_the_preset() -> None:
+    assert configured(preset="dynamic", dynamic=False).to_run_config().settings.dynamic_local_steps is False
+    assert configured(preset="safe", dynamic=True).to_run_config().settings.dynamic_local_steps is True
+
+
+OVERRIDES = {
+    "outer_momentum": 0.5,
+    "clip_norm": 0.3,
+    "clip_scope": "auto",
+    "participation_scaling": True,
+    "momentum_scaling": "tokens",
+    "beta": 2.0,
+    "alpha": 0.1,
+    "warm_up_pushes": 4,
+    "window_pushes": 32,
+    "hard_gate": 20.0,
+    "quarantine_after_flags": 5,
+}
+
+
+@pytest.mark.parametrize("name", PENALTY_KNOBS)
+def test_a_knob_replaces_that_value_of_the_preset_alone(name: str) -> None:
+    penalty = configured(preset="edit", **{name: OVERRIDES[name]}).to_run_config().penalty
+    assert penalty == PenaltyConfig.of("edit", **{name: OVERRIDES[name]})
+    assert penalty != PRESETS["edit"]
+
+
+@pytest.mark.parametrize("name", ["clip_norm", "hard_gate"])
+def test_infinity_switches_a_bound_off(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'[master]\nrun_id = "demo"\ndirectory = "d"\n{name} = inf\n')
+    config = load(MasterConfig, "master", file=file, environment={}).value
+    assert getattr(config.to_run_config().penalty, name) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"heartbeat_s": 0}, ["heartbeat_s is 0", "2 s"]),
+        ({"evict_after_beats": 2}, ["evict_after_beats is 2", "healthy cluster", "at least 3"]),
+        ({"round_timeout_s": 3}, ["round_timeout_s is 3 s", "4 s", "raise round_timeout_s"]),
+        ({"ticket_ttl_s": 1}, ["ticket_ttl_s is 1 s", "uploads"]),
+        ({"lease_ttl_s": 10}, ["lease_ttl_s is 10 s", "time to evict, 10 s", "lent twice"]),
+        ({"grace_s": 30}, ["grace_s is 30 s", "round_timeout_s 30 s", "lower grace_s"]),
+        ({"grace_s": 20, "verdict_wait_s": 15}, ["verdict_wait_s is 15 s", "grace_s, 20 s"]),
+        ({"chunk_bytes": 2048}, ["chunk_bytes is 2048", "between 4 KiB and 64 MiB"]),
+        ({"chunk_bytes": "65 MiB"}, ["chunk_bytes is 68157440"]),
+        ({"chunk_bytes": 4098}, ["chunk_bytes is 4098", "multiple of 4"]),
+        ({"chunk_bytes": "64 MiB", "window_chunks": 17}, ["1.062 GiB in flight", "within 1 GiB"]),
+        ({"max_message_bytes": 1000}, ["max_message_bytes is 1000", "1 MiB"]),
+        ({"max_message_bytes": "2 GiB"}, ["max_message_bytes", "1 GiB"]),
+        ({"min_clusters": 9}, ["min_clusters is 9", "max_clusters 8", "raise max_clusters"]),
+        ({"preset": "safest"}, ["preset 'safest' is not known", "did you mean 'safe'"]),
+        ({"clip_scope": "layer"}, ["clip_scope 'layer' is not available"]),
+        ({"outer_momentum": 1.0}, ["outer_momentum is 1.0"]),
+        ({"beta": 0.5}, ["beta is 0.5"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_settings_that_contradict_each_other_are_refused_with_a_remedy(
+    knobs: dict[str, object], words: list[str]
+) -> None:
+    sentence = refused(**knobs)
+    assert [word for word in words if word not in sentence] == []
+
+
+def test_all_contradictions_are_named_at_once() -> None:
+    sentence = refused(round_timeout_s=1, chunk_bytes=5, min_clusters=99)
+    for name in ("round_timeout_s", "chunk_bytes", "min_clusters"):
+        assert name in sentence
+
+
+def test_times_that_just_fit_are_accepted() -> None:
+    configured(heartbeat_s=1, round_timeout_s=2, grace_s=1.9, verdict_wait_s=2, lease_ttl_s=6, ticket_ttl_s=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("slaves", 0),
+        ("max_clusters", 0),
+        ("sync_every", 0),
+        ("window_chunks", 0),
+        ("outer_lr", 0),
+        ("outer_lr", "nan"),
+        ("tk_max", -1),
+        ("grace_s", "sometimes"),
+        ("heartbeat_s", "-2 s"),
+        ("run_id", "Two Words"),
+        ("run_id", "../up"),
+        ("listen", "127.0.0.1"),
+        ("listen", "127.0.0.1:99999"),
+        ("pinned_versions", -1),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: object) -> None:
+    sentence = refused(**{name: value})
+    assert name in sentence
+    assert str(value) in sentence
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:4700", "192.168.1.7:0", "[::]:0", "example.org:4700"])
+def test_an_address_that_others_can_reach_is_refused(listen: str) -> None:
+    sentence = refused(listen=listen)
+    assert "not a loopback address" in sentence
+    assert "127.0.0.1" in sentence
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.0.0.1:4700", "localhost:4700", "[::1]:0"])
+def test_loopback_addresses_are_accepted(listen: str) -> None:
+    assert configured(listen=listen).listen == listen
+
+
+def test_a_misspelled_key_names_the_nearest_one(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[master]\nrun_id = "demo"\ndirectory = "d"\nhearbeat_s = 2\n')
+    with pytest.raises(ConfigError, match="did you mean 'heartbeat_s'"):
+        load(MasterConfig, "master", file=file, environment={})
+
+
+def test_the_run_and_its_directory_must_be_given() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(MasterConfig, "master", environment={})
+    assert "run_id is not given" in str(caught.value)
+    assert "directory is not given" in str(caught.value)
+
+
+def test_the_environment_reaches_every_knob_by_its_name() -> None:
+    environment = {"DIPS_MASTER_RUN_ID": "e", "DIPS_MASTER_DIRECTORY": "d", "DIPS_MASTER_GRACE_S": "500 ms"}
+    loaded = load(MasterConfig, "master", environment=environment)
+    assert loaded.value.to_run_config().grace_s == 0.5
+    assert loaded.provenance["grace_s"] == "environment DIPS_MASTER_GRACE_S"
+    assert loaded.provenance["heartbeat_s"] == "default"

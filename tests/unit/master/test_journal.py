@@ -1,0 +1,226 @@
+"""The journal keeps what it confirmed, for one run and one master at a time, and says clearly when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dips.core.errors import ConfigError, FatalError, LocalProtocolError
+from dips.master.directory import (
+    DirectoryLock,
+    MasterAddress,
+    read_address,
+    remove_address,
+    write_address,
+)
+from dips.master.journal import FILE_NAME, Entry, Journal, read_records
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    opened = Journal.open(tmp_path, "demo")
+    yield opened
+    opened.close()
+
+
+def reopened(journal: Journal, directory: Path) -> Journal:
+    journal.close()
+    return Journal.open(directory, "demo")
+
+
+def sql(directory: Path, statement: str) -> None:
+    connection = sqlite3.connect(directory / FILE_NAME, isolation_level=None)
+    connection.execute(statement)
+    connection.close()
+
+
+def test_each_start_begins_the_next_epoch(journal: Journal, tmp_path: Path) -> None:
+    assert journal.begin_epoch() == 1
+    journal = reopened(journal, tmp_path)
+    assert journal.begin_epoch() == 2
+    journal = reopened(journal, tmp_path)
+    assert journal.begin_epoch() == 3
+    journal.close()
+
+
+def test_a_new_journal_has_no_snapshot(journal: Journal) -> None:
+    journal.begin_epoch()
+    assert journal.latest_snapshot() is None
+
+
+def test_the_newest_snapshot_and_all_records_survive_a_restart(journal: Journal, tmp_path: Path) -> None:
+    epoch = journal.begin_epoch()
+    journal.append(epoch, 1, "JOIN", '{"cluster": "a"}', '{"state": 1}')
+    journal.append(epoch, 2, "COMMIT", '{"v": 1}', '{"state": 2}')
+    journal = reopened(journal, tmp_path)
+    assert journal.latest_snapshot() == '{"state": 2}'
+    kinds = [(record.epoch, record.entry_id, record.kind) for record in journal.records()]
+    assert kinds == [(1, 0, "EPOCH"), (1, 1, "JOIN"), (1, 2, "COMMIT")]
+    assert [record.record_json for record in journal.records("COMMIT")] == ['{"v": 1}']
+    journal.close()
+
+
+def test_entries_of_a_later_epoch_may_count_from_one_again(journal: Journal, tmp_path: Path) -> None:
+    journal.append(journal.begin_epoch(), 7, "JOIN", "{}", '"old"')
+    journal = reopened(journal, tmp_path)
+    journal.append(journal.begin_epoch(), 1, "JOIN", "{}", '"new"')
+    assert journal.latest_snapshot() == '"new"'
+    assert [record.epoch for record in journal.records("JOIN")] == [1, 2]
+    journal.close()
+
+
+def test_several_entries_are_written_together_or_not_at_all(journal: Journal) -> None:
+    epoch = journal.begin_epoch()
+    journal.append_all(epoch, [Entry(1, "JOIN", "{}", '"one"'), Entry(2, "EVICT", "{}", '"two"')])
+    assert journal.latest_snapshot() == '"two"'
+    with pytest.raises(LocalProtocolError, match="rising numbers"):
+        journal.append_all(epoch, [Entry(3, "JOIN", "{}", '"three"'), Entry(3, "EVICT", "{}", '"four"')])
+    assert journal.latest_snapshot() == '"two"'
+    assert [record.entry_id for record in journal.records()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("entry_id", [0, 1, 2])
+def test_an_entry_number_is_never_used_again(journal: Journal, entry_id: int) -> None:
+    epoch = journal.begin_epoch()
+    journal.append(epoch, 2, "COMMIT", "{}", '"kept"')
+    with pytest.raises(LocalProtocolError, match="rising numbers"):
+        journal.append(epoch, entry_id, "COMMIT", "{}", '"lost"')
+    assert journal.latest_snapshot() == '"kept"'
+
+
+def test_a_master_whose_epoch_is_over_writes_nothing(journal: Journal) -> None:
+    old = journal.begin_epoch()
+    journal.append(old, 1, "JOIN", "{}", '"old"')
+    new = journal.begin_epoch()
+    with pytest.raises(FatalError, match="a newer master runs") as caught:
+        journal.append(old, 2, "COMMIT", "{}", '"stale"')
+    assert f"epoch {new}" in str(caught.value)
+    assert journal.latest_snapshot() == '"old"'
+    assert [record.kind for record in journal.records()] == ["EPOCH", "JOIN", "EPOCH"]
+
+
+def test_a_second_master_on_the_same_directory_is_refused_by_name(journal: Journal, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"another master \\(process {os.getpid()}\\)") as caught:
+        Journal.open(tmp_path, "demo")
+    assert "another directory" in str(caught.value)
+    assert journal.begin_epoch() == 1, "the first master goes on"
+
+
+def test_the_lock_is_free_again_after_close_and_close_may_be_repeated(journal: Journal, tmp_path: Path) -> None:
+    journal.close()
+    journal.close()
+    Journal.open(tmp_path, "demo").close()
+
+
+def test_another_run_is_refused_and_the_lock_given_back(journal: Journal, tmp_path: Path) -> None:
+    journal.close()
+    with pytest.raises(ConfigError, match="belongs to run 'demo', not 'other'"):
+        Journal.open(tmp_path, "other")
+    Journal.open(tmp_path, "demo").close()
+
+
+@pytest.mark.parametrize("content", [b"this is no database " * 300, b"SQLite format 3\x00" + b"\xff" * 8192])
+def test_a_file_that_is_no_journal_is_named_with_a_remedy(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FILE_NAME).write_bytes(content)
+    with pytest.raises(FatalError, match="is damaged") as caught:
+        Journal.open(tmp_path, "demo")
+    assert str(tmp_path / FILE_NAME) in str(caught.value)
+    assert "copy" in str(caught.value)
+    assert (tmp_path / FILE_NAME).read_bytes() == content, "the evidence is left as it was"
+
+
+def test_a_damaged_page_is_found_at_the_start(journal: Journal, tmp_path: Path) -> None:
+    epoch = journal.begin_epoch()
+    journal.append_all(epoch, [Entry(n, "COMMIT", json.dumps({"n": "x" * 500}), "{}") for n in range(1, 200)])
+    journal.close()
+    path = tmp_path / FILE_NAME
+    whole = path.read_bytes()
+    page_bytes = 4096
+    middle = len(whole) // page_bytes // 2 * page_bytes
+    path.write_bytes(whole[:middle] + b"\xa5" * page_bytes + whole[middle + page_bytes :])
+    with pytest.raises(FatalError, match="is damaged"):
+        Journal.open(tmp_path, "demo")
+
+
+def test_a_journal_without_its_tables_is_damaged(journal: Journal, tmp_path: Path) -> None:
+    journal.close()
+    sql(tmp_path, "DROP TABLE snapshot")
+    with pytest.raises(FatalError, match=r"tables \['snapshot'\] are missing"):
+        Journal.open(tmp_path, "demo")
+
+
+def test_another_schema_asks_for_the_release_that_wrote_it(journal: Journal, tmp_path: Path) -> None:
+    journal.close()
+    sql(tmp_path, "UPDATE meta SET value = '999' WHERE key = 'schema'")
+    with pytest.raises(ConfigError, match="schema 999"):
+        Journal.open(tmp_path, "demo")
+
+
+def test_disk_trouble_is_fatal_and_names_the_remedy(journal: Journal, tmp_path: Path) -> None:
+    epoch = journal.begin_epoch()
+    sql(tmp_path, "DROP TABLE records")
+    with pytest.raises(FatalError, match="check that the disk has room"):
+        journal.append(epoch, 1, "COMMIT", "{}", '"lost"')
+    assert journal.latest_snapshot() is None
+
+
+def test_a_directory_that_cannot_be_made_is_the_operators_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="give one that it may write"):
+        Journal.open(tmp_path / "file" / "run", "demo")
+
+
+def test_the_last_port_is_remembered(journal: Journal, tmp_path: Path) -> None:
+    assert journal.last_port() == 0
+    journal.remember_port(45_001)
+    journal = reopened(journal, tmp_path)
+    assert journal.last_port() == 45_001
+    journal.remember_port(45_002)
+    assert journal.last_port() == 45_002
+    journal.close()
+
+
+def test_tools_read_the_records_of_a_running_master(journal: Journal, tmp_path: Path) -> None:
+    epoch = journal.begin_epoch()
+    journal.append(epoch, 1, "COMMIT", '{"v": 0}', "{}")
+    assert [record.kind for record in read_records(tmp_path)] == ["EPOCH", "COMMIT"]
+    assert [record.record_json for record in read_records(tmp_path, "COMMIT")] == ['{"v": 0}']
+    journal.append(epoch, 2, "COMMIT", '{"v": 1}', "{}")
+
+
+def test_tools_are_told_that_there_is_no_journal(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no journal in"):
+        list(read_records(tmp_path))
+
+
+def test_the_address_file_comes_whole_and_goes(tmp_path: Path) -> None:
+    assert read_address(tmp_path) is None
+    first = MasterAddress("127.0.0.1:4000", "demo", 12, 1)
+    second = MasterAddress("127.0.0.1:4001", "demo", 13, 2)
+    write_address(tmp_path, first)
+    write_address(tmp_path, second)
+    assert read_address(tmp_path) == second
+    assert [path.name for path in tmp_path.iterdir()] == ["master.json"], "no temporary file stays"
+    remove_address(tmp_path)
+    remove_address(tmp_path)
+    assert read_address(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"address": "127.0.0.1:1"}', '{"other": 1}'])
+def test_an_address_file_of_nobody_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "master.json").write_text(text)
+    with pytest.raises(ConfigError, match="does not name a master"):
+        read_address(tmp_path)
+
+
+def test_a_lock_file_left_by_a_dead_process_does_not_hold_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "master.lock").write_text("999999\n")
+    lock = DirectoryLock(tmp_path)
+    assert (tmp_path / "master.lock").read_text() == f"{os.getpid()}\n"
+    lock.release()
+    lock.release()
