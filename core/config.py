@@ -252,9 +252,7 @@ def _how(section: str | None, key: str) -> str:
     if section is None:
         return "add it to the table"
     option = f"--{key.replace('_', '-')}"
-    return (
-        f"give {option}, set {environment_name(section, key)}, or add it to [{section}] of the settings file"
-    )
+    return f"give {option}, set {environment_name(section, key)}, or add it to [{section}] of the settings file"
 
 
 def _shown(name: str, value: object) -> str:

@@ -58,9 +58,7 @@ STATUS_OF_CODE: Mapping[RefusalCode, grpc.StatusCode] = {
 }
 """The status that stands beside each code, for tools that know only gRPC; ours read the metadata."""
 
-_WORTH_RETRYING = frozenset(
-    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
-)
+_WORTH_RETRYING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 _CODE_OF_STATUS: Mapping[grpc.StatusCode, RefusalCode] = {
     # gRPC itself says these: a message over the size limit, a method the peer lacks, bytes that do not parse.

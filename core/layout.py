@@ -205,4 +205,3 @@ def _check_parameter(parameter: Parameter) -> None:
         raise fail(f"dtype {parameter.dtype!r} is not one of {', '.join(sorted(DTYPES))}")
     if any(size < 1 for size in parameter.shape) or len(parameter.shape) > 16:
         raise fail(f"shape {list(parameter.shape)} is empty, negative or has more than 16 dimensions")
-

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from dips.master.state.local_steps import (
     Pace,
     dynamic_steps,
     fastest_round_s,
     steps_within_staleness,
 )
-from dips.master.state.penalty import round_tokens
+from dips.master.state.penalty_scaling import momentum_warning, round_tokens
 from dips.master.state.records import Member
 from dips.master.state.world import World
 
@@ -47,6 +49,18 @@ def local_steps(world: World, member: Member) -> int:
 
 def tokens_of_a_round(world: World) -> float:
     """T_round = (sum of the live clusters' rates) x (mean of their push intervals); 0 while either is unknown."""
+    return round_tokens(*_rates_and_intervals(world))
+
+
+def warn_of_momentum(world: World) -> None:
+    """Say so when one slow cluster with most of the tokens can make momentum unstable."""
+    sentence = momentum_warning(world.config.penalty, *_rates_and_intervals(world))
+    if sentence is not None:
+        world.log("momentum", sentence, logging.WARNING)
+
+
+def _rates_and_intervals(world: World) -> tuple[dict[str, float], dict[str, float]]:
+    """Tokens/s and seconds between pushes of the live clusters: measured, else declared or told with their beats."""
     rates: dict[str, float] = {}
     intervals_s: dict[str, float] = {}
     for member in world.live():
@@ -56,7 +70,7 @@ def tokens_of_a_round(world: World) -> float:
             intervals_s[member.cluster] = entry.push_interval_s
         elif pace_of(member).known:
             intervals_s[member.cluster] = pace_of(member).round_s(world.config.settings.sync_every_steps)
-    return round_tokens(rates, intervals_s)
+    return rates, intervals_s
 
 
 def published(world: World) -> None:

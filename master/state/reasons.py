@@ -36,6 +36,8 @@ def _round_words(world: World) -> str:
             return f"cluster {world.seed_cluster} is to push the first parameters"
         case RoundPhase.WINDOW if state.last_abort and world.now_s < state.not_before_s:
             return f"the last round was aborted ({state.last_abort}); it begins again"
+        case RoundPhase.WINDOW if world.ledger.version is not None and not world.enough_clusters():
+            return f"the run begins with {world.config.min_clusters} clusters, {len(world.members)} are here"
         case RoundPhase.MEASURE:
             return _missing(world, set(state.measured), "measure the pushes")
         case RoundPhase.PREPARE:

@@ -92,6 +92,8 @@ class Rounds:
         world, state = self._world, self._world.round
         if world.paused or not world.all_slaves_ready() or world.now_s < state.not_before_s:
             return False
+        if world.ledger.version is not None and not world.enough_clusters():
+            return False
         everyone_in = all(
             member.push is not None and member.push.phase.now is PushPhase.ADMITTED
             for member in world.live()
@@ -252,6 +254,7 @@ class Rounds:
         self._move("all flipped", RoundPhase.PUBLISH)
         world.published = world.kept[commit.version] = Kept(commit, world.ledger.tokens)
         pacing.published(world)
+        pacing.warn_of_momentum(world)
         for slave in world.ready_slaves():
             slave.version = commit.version
         world.record("publish", state.cause, version=str(commit.version), tokens=world.ledger.tokens)

@@ -61,6 +61,7 @@ class World:
         self.recent: deque[RoundSummary] = deque(maxlen=RECENT_ROUNDS)
         self.rounds_aborted = 0
         self.aborted_of: dict[str, int] = {}
+        self._were_enough = ledger.tokens > 0
         self.out = Outbox()
 
     # ---- who is here ----
@@ -78,6 +79,11 @@ class World:
     def all_slaves_ready(self) -> bool:
         expected = self.slaves_expected()
         return len(expected) >= self.config.n_slaves and len(self.ready_slaves()) == len(expected)
+
+    def enough_clusters(self) -> bool:
+        """Whether min_clusters were ever here at once: the run's beginning waits for them, nothing later does."""
+        self._were_enough = self._were_enough or len(self.members) >= self.config.min_clusters
+        return self._were_enough
 
     def s_max(self) -> int:
         return self.config.settings.max_staleness_versions or max(8, 4 * len(self.members))

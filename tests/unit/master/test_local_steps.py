@@ -89,6 +89,21 @@ def test_master_says_when_it_cuts_a_slow_cluster_s_steps() -> None:
     assert any("instead of 64" in log.sentence for log in bench.logs)
 
 
+def test_master_warns_of_one_slow_cluster_with_most_of_the_tokens() -> None:
+    bench = Bench(grace_s=0.1, settings=Settings(max_staleness_versions=100)).running("a", "b")
+    bench.push("b", 10_000)
+    bench.advance(0.5)
+    bench.pull("b")
+    for _ in range(12):
+        bench.push("a", 10)
+        bench.advance(5.0)
+        bench.pull("a")
+    assert not [log for log in bench.logs if log.key == "momentum"]
+    bench.push("b", 100_000)
+    bench.advance(0.5)
+    assert "cluster b makes" in next(log.sentence for log in bench.logs if log.key == "momentum")
+
+
 def test_dynamic_steps_reach_the_cluster_with_its_pull() -> None:
     bench = Bench(settings=Settings(dynamic_local_steps=True)).running("a", "b")
     bench.beat("a", steps_per_s=8.0)

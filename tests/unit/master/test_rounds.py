@@ -87,6 +87,21 @@ def test_deadline_is_fixed_at_opening() -> None:
     assert bench.status().published == Version(1, 1)
 
 
+def test_run_begins_with_min_clusters_and_never_waits_for_them_again() -> None:
+    bench = Bench(min_clusters=2, grace_s=1.0).running("a")
+    bench.push("a")
+    bench.advance(20.0)
+    assert bench.status().phase == "WINDOW"
+    assert bench.status().waiting_for == "the run begins with 2 clusters, 1 are here"
+    bench.join("b")
+    assert bench.status().published == Version(1, 1)
+    bench.silent.add("b")
+    bench.advance(20.0)
+    bench.pull("a")
+    bench.push("a")
+    assert bench.status().published == Version(1, 2)
+
+
 def test_full_round_has_rho_one_and_equal_weights() -> None:
     bench = Bench().running("a", "b")
     bench.push("a", 100)

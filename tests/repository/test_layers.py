@@ -1,0 +1,68 @@
+"""Who may import whom, and what a role brings into memory with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.repository import PACKAGES, ROOT
+
+_LIST_IMPORTS = """
+import importlib, json, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    if not module.name.rpartition(".")[2].startswith("__main__"):
+        importlib.import_module(module.name)
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+
+
+def imported_by(package: str) -> set[str]:
+    """Top-level modules that stand in memory once every module of the package was imported."""
+    command = [sys.executable, "-c", _LIST_IMPORTS, package]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("package", "heavy"),
+    [
+        ("dips.core", {"torch"}),
+        ("dips.slave", {"torch"}),
+        ("dips.master", {"torch", "numba"}),
+        ("dips.worker", {"numba"}),
+    ],
+)
+def test_a_role_does_not_bring_what_it_does_not_need(package: str, heavy: set[str]) -> None:
+    names = imported_by(package)
+    assert "dips" in names
+    assert not names & heavy
+
+
+def test_the_contracts_of_the_layers_hold() -> None:
+    command = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
+    assert command, "import-linter is not installed beside this interpreter: pip install -e '.[dev]'"
+    done = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout
+    assert "0 broken" in done.stdout
+
+
+def test_the_package_is_made_of_links_to_the_folders_at_the_top() -> None:
+    assert {"core", "launch", "master", "protos", "slave", "worker"} <= set(PACKAGES)
+    for name in PACKAGES:
+        link = ROOT / "src" / "dips" / name
+        assert str(link.readlink()) == f"../../{name}"
+        assert link.resolve() == ROOT / name
+
+
+@pytest.mark.parametrize("role", sorted(set(PACKAGES) - {"protos"}))
+def test_a_role_cannot_be_imported_under_a_second_name(role: str) -> None:
+    command = [sys.executable, "-c", f"import {role}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert f"ImportError: import dips.{role}, not {role}" in done.stderr

@@ -1,0 +1,92 @@
+"""Habits that keep the sources readable; each has a number or a pattern, so that they cannot fade."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.repository import ROOT, modules, texts
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+MEDIAN_MODULE_LINES = 200
+LONGEST_MODULE_LINES = 700
+MEDIAN_FUNCTION_LINES = 9
+
+# What only its author understands: places on one machine, numbers of a tracker, and notes to self.
+PRIVATE = re.compile(
+    r"(?<![\w.])/(?:home|root|Users|work|mnt)/\w|\bissues? #?\d|\bTO" r"DO\b|\bFIX" r"ME\b|\bXX" r"X\b"
+)
+
+MODULES = modules()
+each_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def functions(path: Path) -> Iterator[FunctionNode]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, FunctionNode):
+            yield node
+
+
+def body_lines(function: FunctionNode) -> int:
+    """Lines of the body without the docstring, as a reader meets them."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def test_the_package_is_looked_at() -> None:
+    assert {path.parent.name for path in MODULES} >= {"core", "master", "slave", "worker", "launch"}
+
+
+@each_module
+def test_a_module_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= LONGEST_MODULE_LINES
+
+
+def test_modules_are_short_on_the_whole() -> None:
+    assert statistics.median(len(path.read_text().splitlines()) for path in MODULES) <= MEDIAN_MODULE_LINES
+
+
+def test_functions_are_short_on_the_whole() -> None:
+    lengths = [body_lines(function) for path in MODULES for function in functions(path)]
+    assert statistics.median(lengths) <= MEDIAN_FUNCTION_LINES
+
+
+@each_module
+def test_a_module_says_why_it_exists(path: Path) -> None:
+    text = path.read_text()
+    assert not text.strip() or ast.get_docstring(ast.parse(text))
+
+
+@each_module
+def test_every_function_is_annotated(path: Path) -> None:
+    bare = []
+    for function in functions(path):
+        arguments = function.args
+        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+        missing = [a.arg for a in named if a and not a.annotation and a.arg not in ("self", "cls")]
+        # Like mypy: a constructor's result needs no word.
+        if missing or (function.returns is None and function.name != "__init__"):
+            bare.append(f"{function.name} (line {function.lineno})")
+    assert not bare
+
+
+def test_nothing_in_the_texts_needs_its_author_to_be_understood() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in texts()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if PRIVATE.search(line)
+    ]
+    assert not found
+
+
+def test_unit_tests_never_sleep() -> None:
+    asleep = re.compile(r"\bsleep\(")
+    unit = sorted((ROOT / "tests" / "unit").rglob("*.py"))
+    assert unit
+    assert not [str(path.relative_to(ROOT)) for path in unit if asleep.search(path.read_text())]

@@ -1,0 +1,28 @@
+"""Where the repository is and which of its files are sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = sorted(link.name for link in (ROOT / "src" / "dips").iterdir() if link.is_symlink())
+
+
+def modules() -> list[Path]:
+    """Every hand-written module of the package, by its real path."""
+    found = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return sorted(path for path in found if "_pb2" not in path.name)
+
+
+def texts() -> list[Path]:
+    """Every hand-written text file that belongs to the project."""
+    folders = [*PACKAGES, "tests", "docs", "examples", "benchmarks", "deploy", ".ci"]
+    inside = (path for folder in folders for path in (ROOT / folder).rglob("*"))
+    top = (path for path in ROOT.iterdir() if path.name != "LICENSE")
+    return sorted(path for path in (*inside, *top) if path.is_file() and _is_text(path))
+
+
+def _is_text(path: Path) -> bool:
+    if "__pycache__" in path.parts or "_pb2" in path.name:
+        return False
+    return b"\0" not in path.read_bytes()[:8192]
