@@ -1,14 +1,14 @@
-"""The outer step, compiled: the same signatures as core/outer_numpy.py and the same bits, in one pass over
-memory.
+"""The outer step, compiled: the signatures of core/outer_numpy.py and its bits, in one pass over memory.
 
 It exists because the update is bound by memory: each function reads every stream once and writes it once, in
-tiles that stay in the first-level cache. It must never use fastmath or contract a multiply and an add into
-one rounding, never start threads of its own (a caller splits the range [start, stop); the interpreter lock is
+tiles that stay in a core's own caches. It must never use fastmath or contract a multiply and an add into one
+rounding, never start threads of its own (a caller splits the range [start, stop); the interpreter lock is
 released, and no result depends on how elements are split between calls of outer_step), and never touch memory
 that the checks of outer_numpy have not passed.
 
-Compiled at the first use, or by warm_up(), and cached on disk where numba puts it: beside this file, else in
-the user's cache folder, else in NUMBA_CACHE_DIR.
+Compiled at the first use, or by warm_up(). Numba keeps the result in NUMBA_CACHE_DIR if that is set, else
+beside this file, else in the user's cache folder; where none can be written, it is compiled again at each
+start (seconds).
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ from typing import Any, ParamSpec, TypeVar
 import numba
 import numpy as np
 
-from dips.core.outer_numpy import F32, F64, I64, LANES, check_gram, check_land, check_seed, check_step
+from dips.core.outer_numpy import F32, F64, I64, check_gram, check_land, check_seed, check_step
 
-TILE_ELEMS = 4096
-"""Elements worked on at a time, a multiple of ROWS * LANES. 16 KiB for each stream of a tile: the merge of a
-tile stays in the second-level cache (k = 8 in gram: 128 KiB), and a stream is long enough for the
-prefetcher."""
+LANES = 32
+"""outer_numpy.LANES, written again because numba's cache notices changes of this file only."""
+
+TILE_ELEMS = 16384
+"""Elements that outer_step works on at a time. The merge of a tile and its theta take 128 KiB and stay in a
+second-level cache, and each stream of memory is 64 KiB long, which the prefetcher needs: with 4 KiB the step
+is a quarter slower for eight clusters."""
+
+GRAM_TILE_ELEMS = 4096
+"""The same for gram, a multiple of ROWS * LANES: it keeps k pseudo-gradients of a tile (128 KiB for eight
+clusters)."""
 
 ROWS = 8
 """Rows of LANES elements whose products are added in registers before the sums go back to memory."""
@@ -35,7 +42,12 @@ R = TypeVar("R")
 
 def _compiled(function: Callable[P, R]) -> Callable[P, R]:
     """numba.njit, with the type of the function kept for the type checker."""
-    compiled: Callable[P, R] = numba.njit(cache=True, nogil=True, fastmath=False, error_model="numpy")(function)
+    options: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "numpy"}
+    compiled: Callable[P, R]
+    try:
+        compiled = numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder for a cache can be written: the same code, compiled again at every start
+        compiled = numba.njit(**options)(function)
     return compiled
 
 
@@ -183,9 +195,9 @@ def _gram(theta: F32, staging: F32, slots: I64, start: int, stop: int) -> tuple[
     k = len(slots)
     lanes = np.zeros((k, k, LANES), np.float64)
     counts = np.zeros(k, np.int64)
-    tile = np.zeros((k, TILE_ELEMS), np.float32)
-    for base in range(start, stop, TILE_ELEMS):
-        end = min(base + TILE_ELEMS, stop)
+    tile = np.zeros((k, GRAM_TILE_ELEMS), np.float32)
+    for base in range(start, stop, GRAM_TILE_ELEMS):
+        end = min(base + GRAM_TILE_ELEMS, stop)
         padded = -(-(end - base) // (ROWS * LANES)) * ROWS * LANES
         for j in range(k):
             counts[j] += _pseudo_gradient(theta[base:end], staging[slots[j], base:end], tile[j])

@@ -145,7 +145,7 @@ class MasterConfig(Knobs):
     )
 
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
-    log_json: bool = Field(False, description="Log JSON lines instead of text")
+    json_logs: bool = Field(False, description="Log JSON lines instead of text")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

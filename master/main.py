@@ -20,7 +20,7 @@ def run(config: MasterConfig, loaded: Loaded[MasterConfig] | None = None) -> int
     With `loaded` the settings are logged first, each with its source. Raises ConfigError (a directory, run id
     or port that cannot be used) and FatalError (a damaged journal) before anything is served.
     """
-    configure_logging("master", config.run_id, config.log_level, config.log_json)
+    configure_logging("master", config.run_id, config.log_level, config.json_logs)
     if loaded is not None:
         _logger.info("settings:\n%s", loaded.describe())
     return asyncio.run(serve(config, Coordinator)).exit_code

@@ -1,0 +1,200 @@
+"""How close the outer step comes to the memory's speed, measured against a floor from the same run.
+
+The update reads theta, the momentum and k stagings and writes theta' and momentum': nothing but memory bounds
+it. The floors are an in-place scale of a large array (reads and writes each line once) and a sum (reads
+only), with as many threads, each on its own part, as the kernels get. Nothing here judges a number; times
+depend on the machine and on who else uses it, so every result states its spread, and measurements of floors
+and kernels alternate.
+
+    python benchmarks/bench_update.py [--elems N] [--threads T] [--repeats R] [--json]
+
+ratio_to_memory_bandwidth = bytes that must move / time / floor_scale. Bytes count each stream once; a plain
+store also reads the line that it overwrites, which is not counted (it bounds the ratio of the step by (4 + k)
+/ (6 + k)).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from dips.core import kernels_numba
+
+CLUSTERS = (1, 2, 4, 8)
+F32 = NDArray[np.float32]
+Part = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measurement. spread: (slowest - fastest) / median of the repeats' times.
+
+    The rates are those of the medians; best_ratio compares the fastest times, which a busy machine hurts least.
+    """
+
+    name: str
+    clusters: int
+    bytes_moved: int
+    median_s: float
+    best_s: float
+    spread: float
+    gbytes_per_s: float
+    ratio_to_memory_bandwidth: float
+    best_ratio: float
+
+
+@numba.njit(nogil=True)
+def _scale(values: F32, factor: np.float32) -> None:
+    for i in range(len(values)):
+        values[i] = values[i] * factor
+
+
+@numba.njit(nogil=True)
+def _sum(values: F32) -> float:
+    lanes = np.zeros(64, np.float32)
+    for row in range(len(values) // 1024):
+        part = values[row * 1024 : (row + 1) * 1024]
+        for lane in range(64):
+            total = lanes[lane]
+            for step in range(16):
+                total += part[step * 64 + lane]
+            lanes[lane] = total
+    return float(lanes.sum())
+
+
+class Bench:
+    """The arrays of one slave, and what runs on them."""
+
+    def __init__(self, n_elems: int, threads: int) -> None:
+        rng = np.random.default_rng(0)
+        self.theta, self.momentum = rng.standard_normal((2, n_elems), np.float32)
+        self.staging = rng.standard_normal((max(CLUSTERS), n_elems), np.float32)
+        self.outputs = np.ones((2, n_elems), np.float32)
+        edges = np.linspace(0, n_elems, threads + 1).astype(int).tolist()
+        self.parts: list[Part] = list(itertools.pairwise(edges))
+        self.pool = ThreadPoolExecutor(threads)
+        self.n_elems = n_elems
+
+    def time_s(self, work: Callable[[Part], Any]) -> float:
+        """Wall time of the work on all parts, one thread each."""
+        start = time.perf_counter()
+        if len(self.parts) == 1:
+            work(self.parts[0])
+        else:
+            list(self.pool.map(work, self.parts))
+        return time.perf_counter() - start
+
+    def works(self) -> dict[tuple[str, int], tuple[int, Callable[[Part], Any]]]:
+        """(name, k): (bytes that must move, the work on one part)."""
+        size, outputs = 4 * self.n_elems, (self.outputs[0], self.outputs[1])
+        works: dict[tuple[str, int], tuple[int, Callable[[Part], Any]]] = {
+            ("floor_scale", 0): (2 * size, lambda p: _scale(self.outputs[0, p[0] : p[1]], np.float32(1))),
+            ("floor_sum", 0): (size, lambda p: _sum(self.theta[p[0] : p[1]])),
+            ("land", 1): (
+                2 * size,
+                lambda p: kernels_numba.land(self.outputs[0, p[0] : p[1]], self.theta[p[0] : p[1]]),
+            ),
+            ("seed_step", 1): (3 * size, lambda p: kernels_numba.seed_step(self.staging, 0, *outputs, p[0], p[1])),
+        }
+        for k in CLUSTERS:
+            works["outer_step", k] = ((4 + k) * size, self._step(k))
+            works["gram", k] = ((1 + k) * size, self._gram(k))
+        return works
+
+    def _step(self, k: int) -> Callable[[Part], Any]:
+        slots, weights = np.arange(k), np.full(k, 1 / k, np.float32)
+        theta, momentum, staging = self.theta, self.momentum, self.staging
+        out_theta, out_momentum = self.outputs
+        return lambda part: kernels_numba.outer_step(
+            theta, momentum, staging, slots, weights, 0.5, 0.7, 0.8, 0.8, out_theta, out_momentum, part[0], part[1]
+        )
+
+    def _gram(self, k: int) -> Callable[[Part], Any]:
+        slots = np.arange(k)
+        return lambda part: kernels_numba.gram(self.theta, self.staging, slots, *part)
+
+
+def measure(n_elems: int, threads: int, repeats: int) -> list[Result]:
+    """Every work once in each repeat, so that a slow spell of the machine hits all of them; one more to warm
+    up."""
+    kernels_numba.warm_up()
+    bench = Bench(n_elems, threads)
+    works = bench.works()
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in works}
+    for repeat in range(repeats + 1):
+        for key, (_, work) in works.items():
+            elapsed_s = bench.time_s(work)
+            if repeat > 0:
+                times[key].append(elapsed_s)
+    floor = (works["floor_scale", 0][0], times["floor_scale", 0])
+    return [_result(*key, works[key][0], times[key], floor) for key in works]
+
+
+def _result(name: str, clusters: int, bytes_moved: int, times_s: list[float], floor: tuple[int, list[float]]) -> Result:
+    median_s, (floor_bytes, floor_times_s) = statistics.median(times_s), floor
+    return Result(
+        name=name,
+        clusters=clusters,
+        bytes_moved=bytes_moved,
+        median_s=median_s,
+        best_s=min(times_s),
+        spread=(max(times_s) - min(times_s)) / median_s,
+        gbytes_per_s=bytes_moved / median_s / 1e9,
+        ratio_to_memory_bandwidth=bytes_moved / median_s / (floor_bytes / statistics.median(floor_times_s)),
+        best_ratio=bytes_moved / min(times_s) / (floor_bytes / min(floor_times_s)),
+    )
+
+
+def _table(results: list[Result]) -> str:
+    head = f"{'work':<12}{'k':>3}{'GB/s':>8}{'median ms':>12}{'best ms':>10}{'spread':>9}"
+    lines = [f"{head}{'ratio_to_memory_bandwidth':>28}{'best_ratio':>12}"]
+    lines += [
+        f"{r.name:<12}{r.clusters or '':>3}{r.gbytes_per_s:>8.1f}{r.median_s * 1e3:>12.2f}{r.best_s * 1e3:>10.2f}"
+        f"{r.spread:>9.0%}{r.ratio_to_memory_bandwidth:>28.2f}{r.best_ratio:>12.2f}"
+        for r in results
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--elems", type=int, default=24_000_000, help="elements of a slave (default 24 million)")
+    parser.add_argument("--threads", type=int, default=1, help="threads, each on its own part (default 1)")
+    parser.add_argument("--repeats", type=int, default=9, help="measurements of each (default 9)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    if min(arguments.elems, arguments.threads, arguments.repeats) < 1:
+        parser.error("--elems, --threads and --repeats must be at least 1")
+    results = measure(arguments.elems, arguments.threads, arguments.repeats)
+    setting = {
+        "elems": arguments.elems,
+        "threads": arguments.threads,
+        "repeats": arguments.repeats,
+        "cpus": os.cpu_count(),
+        "load_1min": os.getloadavg()[0],
+        "machine": platform.machine(),
+        "numba": numba.__version__,
+        "numpy": np.__version__,
+    }
+    if arguments.json:
+        print(json.dumps({"setting": setting, "results": [asdict(result) for result in results]}, indent=2))
+    else:
+        print(", ".join(f"{key} {value}" for key, value in setting.items()))
+        print(_table(results))
+
+
+if __name__ == "__main__":
+    main()

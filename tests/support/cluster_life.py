@@ -1,0 +1,270 @@
+"""Plays the master and the slaves for one worker Session, event by event, under a clock that the test holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import (
+    Admitted,
+    AwaitVerdictReply,
+    AwaitVerdictRequest,
+    BeginPullReply,
+    BeginPullRequest,
+    BeginPushReply,
+    BeginPushRequest,
+    DataMode,
+    DataPlan,
+    DataRange,
+    FinishPullReply,
+    FinishPullRequest,
+    FinishPushReply,
+    FinishPushRequest,
+    HeartbeatReply,
+    Hello,
+    JoinReply,
+    JoinRequest,
+    LeaveReply,
+    LeaveRequest,
+    PlacementSpec,
+    PullGrant,
+    ReturnDataReply,
+    ReturnDataRequest,
+    Settings,
+    SlaveAddress,
+    Ticket,
+    Verdict,
+    VerdictKind,
+)
+from dips.worker.state.effects import Call, Effect, Finished, Install, StartPull, StartPush
+from dips.worker.state.events import (
+    Beat,
+    CallDone,
+    CallFailed,
+    CallRefused,
+    Event,
+    Pulled,
+    PushSent,
+    Started,
+    Stepped,
+    Tick,
+)
+from dips.worker.state.phases import SessionPhase
+from dips.worker.state.session import Session
+from dips.worker.state.terms import SessionConfig
+
+LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (8,), "float32", f"layers.{i}") for i in range(4)))
+PLACEMENT = PlacementSpec(
+    (SlaveAddress("s0", "tcp://127.0.0.1:1"), SlaveAddress("s1", "tcp://127.0.0.1:2")), (0, 1, 0, 1), b"p"
+)
+OWN = DataPlan(DataMode.OWN)
+LEASED = DataPlan(DataMode.LEASED, b"digest", 1 << 20, 1 << 10)
+TICKET = Ticket(1, PLACEMENT, (0, 1, 2, 3))
+DIGESTS = (("s0", b"0" * 16), ("s1", b"1" * 16))
+SETTINGS = Settings(sync_every_steps=4, verdict_wait_s=30.0)
+TOKENS = 100
+
+K = TypeVar("K")
+
+
+def session_config(**changes: Any) -> SessionConfig:
+    return replace(SessionConfig(ClusterId("a"), LAYOUT, OWN, run_id="run"), **changes)
+
+
+class Life:
+    """One session, and what a master would remember of it."""
+
+    def __init__(self, config: SessionConfig | None = None, settings: Settings = SETTINGS, epoch: int = 1) -> None:
+        self.session = Session(config or session_config())
+        self.settings = settings
+        self.now_s = 0.0
+        self.epoch = epoch
+        self.n = 0
+        self.fence = 0
+        self.published: Version | None = Version(1, 5)
+        self.tokens = 10_000
+        self.local_steps = settings.sync_every_steps
+        self.effects: list[Effect] = []
+        self.every: list[Effect] = []
+        self.returned: list[DataRange] = []
+
+    # ---- raw ----
+
+    def say(self, event: Event) -> list[Effect]:
+        """Handle one event; its effects are also kept until they are taken."""
+        effects = self.session.handle(event, self.now_s)
+        self.effects += effects
+        self.every += effects
+        return effects
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.say(Tick())
+
+    def take(self, kind: type[K]) -> K:
+        """The oldest effect of this kind that was not taken; fails when there is none."""
+        for effect in self.effects:
+            if isinstance(effect, kind):
+                self.effects.remove(effect)
+                return effect
+        raise AssertionError(f"no {kind.__name__} among {self.effects}")
+
+    def has(self, kind: type[Effect]) -> bool:
+        return any(isinstance(effect, kind) for effect in self.effects)
+
+    def call(self, kind: type[K]) -> tuple[int, K]:
+        """The oldest call of this request type that was not answered: its id and its request."""
+        for effect in self.effects:
+            if isinstance(effect, Call) and isinstance(effect.request, kind):
+                self.effects.remove(effect)
+                return effect.call_id, effect.request
+        raise AssertionError(f"no call {kind.__name__} among {self.effects}")
+
+    def asked(self, kind: type[K]) -> K:
+        """The oldest unanswered request of this type, left unanswered."""
+        request = next((e.request for e in self.effects if isinstance(e, Call) and isinstance(e.request, kind)), None)
+        assert request is not None, f"no call {kind.__name__} among {self.effects}"
+        return request
+
+    def asks(self, kind: type[Any]) -> bool:
+        return any(isinstance(effect, Call) and isinstance(effect.request, kind) for effect in self.effects)
+
+    def answer(self, kind: type[Any], reply: Any) -> Any:
+        call_id, request = self.call(kind)
+        self.say(CallDone(call_id, reply))
+        return request
+
+    def fail(self, kind: type[Any]) -> Any:
+        call_id, request = self.call(kind)
+        self.say(CallFailed(call_id, "connection refused"))
+        return request
+
+    def refuse(self, kind: type[Any], code: RefusalCode, retry_after_s: float = 0.0) -> Any:
+        call_id, request = self.call(kind)
+        self.say(CallRefused(call_id, Refused(code, f"refused: {code.name}", retry_after_s)))
+        return request
+
+    @property
+    def phase(self) -> SessionPhase:
+        return self.session.phase
+
+    @property
+    def finished(self) -> Finished | None:
+        return next((effect for effect in self.every if isinstance(effect, Finished)), None)
+
+    @property
+    def waits(self) -> bool:
+        return self.session.must_wait(self.now_s)
+
+    # ---- a master's answers ----
+
+    def join_reply(self, last_push: Verdict | PushId | None = None, *, seed: bool = False) -> JoinReply:
+        self.n += 1
+        return JoinReply(
+            self.epoch, Incarnation(self.epoch, self.n), Hello(1, 1), self.settings, seed, self.fence, last_push,
+            self.published, self.tokens, self.local_steps, "run",
+        )  # fmt: skip
+
+    def join(self, last_push: Verdict | PushId | None = None, *, seed: bool = False) -> JoinRequest:
+        request = self.answer(JoinRequest, self.join_reply(last_push, seed=seed))
+        assert isinstance(request, JoinRequest)
+        return request
+
+    def grant(self) -> BeginPullRequest:
+        assert self.published is not None
+        grant = PullGrant(
+            self.published, self.fence, 7, PLACEMENT, (0, 1, 2, 3), DIGESTS, self.tokens, self.local_steps, None,
+            1 << 20, self.epoch, "run",
+        )  # fmt: skip
+        request = self.answer(BeginPullRequest, BeginPullReply(grant))
+        assert isinstance(request, BeginPullRequest)
+        return request
+
+    def pulled(self) -> Install:
+        """Answer BeginPull, finish the transfer; what is installed."""
+        self.grant()
+        self.say(Pulled(self.take(StartPull).transfer_id, 0.1))
+        install = self.take(Install)
+        self.answer(FinishPullRequest, FinishPullReply(self.local_steps))
+        return install
+
+    def beat(self, **changes: Any) -> None:
+        incarnation = self.session.core.terms.incarnation
+        assert incarnation is not None
+        reply = HeartbeatReply(self.epoch, self.published, self.tokens, self.local_steps, False, "IDLE")
+        self.say(Beat(incarnation, replace(reply, **changes)))
+
+    def verdict(self, kind: VerdictKind, push: PushId | None = None, **changes: Any) -> Verdict:
+        """The master decides: fence and version follow."""
+        push = push or self.push_id
+        if kind is not VerdictKind.ABORTED:
+            self.fence += 1
+        if kind is VerdictKind.APPLIED:
+            assert self.published is not None
+            self.published = self.published.next()
+        version = None if kind is VerdictKind.ABORTED else self.published
+        return Verdict(push, kind, version, **{"reason": f"because {kind.name}", **changes})
+
+    @property
+    def push_id(self) -> PushId:
+        push = self.session.pushing.open
+        assert push is not None, "no push is open"
+        return push.id
+
+    # ---- longer stretches ----
+
+    def begin(self) -> None:
+        """Started, joined, first version installed: TRAINING."""
+        self.say(Started())
+        self.join()
+        self.pulled()
+        assert self.phase is SessionPhase.TRAINING
+
+    def train(self, steps: int, loss: float = 2.0) -> None:
+        for _ in range(steps):
+            self.say(Stepped(TOKENS, (), loss))
+
+    def push_begun(self) -> BeginPushRequest:
+        """H steps: the push is due and asked for (not answered yet)."""
+        self.train(self.local_steps)
+        assert self.phase is SessionPhase.BEGINNING_PUSH
+        return self.asked(BeginPushRequest)
+
+    def ticket(self, attempt: int = 1) -> StartPush:
+        self.answer(BeginPushRequest, BeginPushReply(replace(TICKET, attempt=attempt)))
+        return self.take(StartPush)
+
+    def sent(self, start: StartPush) -> None:
+        self.say(PushSent(start.transfer_id, DIGESTS, 0.2))
+
+    def admitted(self) -> FinishPushRequest:
+        request = self.answer(FinishPushRequest, FinishPushReply(Admitted(RoundId(self.epoch, 1), 1.0)))
+        assert isinstance(request, FinishPushRequest)
+        return request
+
+    def awaiting(self) -> None:
+        """All the way into the window."""
+        self.push_begun()
+        self.sent(self.ticket())
+        self.admitted()
+        assert self.phase is SessionPhase.AWAITING
+
+    def decide(self, kind: VerdictKind, **changes: Any) -> Verdict:
+        verdict = self.verdict(kind, **changes)
+        self.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
+        return verdict
+
+    def left(self) -> LeaveRequest:
+        request = self.answer(LeaveRequest, LeaveReply())
+        assert isinstance(request, LeaveRequest)
+        return request
+
+    def give_back_answered(self) -> Sequence[DataRange]:
+        request = self.answer(ReturnDataRequest, ReturnDataReply())
+        assert isinstance(request, ReturnDataRequest)
+        self.returned.extend(request.ranges)
+        return request.ranges

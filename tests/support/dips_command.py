@@ -1,0 +1,100 @@
+"""The `dips` command as a person types it: real processes, for integration tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+_OURS = ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER")
+
+
+def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without a run that a person may have set, and with one thread a process."""
+    kept = {name: value for name, value in os.environ.items() if name not in _OURS}
+    return {**kept, "COLUMNS": "160", "OMP_NUM_THREADS": "1", **(added or {})}
+
+
+def dips(*arguments: object, timeout_s: float = 60.0, **added: str) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end."""
+    command = [sys.executable, "-m", "dips.launch", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, env=environment(added), check=False, cwd=ROOT
+    )
+
+
+@contextlib.contextmanager
+def started(*command: object, log: Path, cwd: Path = ROOT, **added: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs on; what it says goes to `log`. Ended with SIGTERM, then SIGKILL, if it still runs."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [str(word) for word in command], stdout=out, stderr=subprocess.STDOUT, env=environment(added), cwd=cwd
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def dips_started(*arguments: object, log: Path, **added: str) -> Iterator[subprocess.Popen[bytes]]:
+    with started(sys.executable, "-m", "dips.launch", *arguments, log=log, **added) as process:
+        yield process
+
+
+def until(true: Callable[[], bool], what: str, within_s: float = 60.0, log: Path | None = None) -> None:
+    """Wait until something is so; fails with the log's end when it does not come."""
+    deadline_s = time.monotonic() + within_s
+    while not true():
+        if time.monotonic() > deadline_s:
+            tail = log.read_text(errors="replace")[-3000:] if log is not None and log.exists() else ""
+            raise AssertionError(f"not within {within_s} s: {what}\n{tail}")
+        time.sleep(0.05)
+
+
+def ended(process: subprocess.Popen[bytes], within_s: float, log: Path) -> int:
+    """The exit code of a process that is to end by itself."""
+    until(lambda: process.poll() is not None, "the end of the process", within_s, log)
+    return int(process.returncode)
+
+
+def master_file(run_dir: Path) -> dict[str, Any]:
+    """The address file of a run's master; empty while there is none."""
+    try:
+        told: dict[str, Any] = json.loads((run_dir / "master" / "master.json").read_text())
+        return told
+    except (OSError, ValueError):
+        return {}
+
+
+def children(pid: int) -> set[int]:
+    """The processes that this one started and that still run."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                found.add(int(stat.parent.name))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that is gone, or only waits to be collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

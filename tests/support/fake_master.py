@@ -1,0 +1,173 @@
+"""A master that a test plays by hand: a real gRPC server of Slaves, one object for each stream that a slave opens.
+
+It checks nothing by itself; every expectation stands in the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from dips.core.codec_protobuf import from_message, to_message
+from dips.core.errors import Refused
+from dips.core.grpc_refusal import abort, channel_options
+from dips.core.ids import Incarnation
+from dips.core.messages import (
+    Caller,
+    CommandBody,
+    Hello,
+    Promised,
+    Settings,
+    SlaveBeat,
+    SlaveBody,
+    SlaveCommand,
+    SlaveHello,
+    SlaveMessage,
+    Welcome,
+)
+from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
+from dips.protos import slaves_pb2_grpc
+
+B = TypeVar("B")
+WAIT_S = 20.0
+"""For one answer on this machine; a test that waits so long has failed."""
+
+
+class SlaveLink:
+    """One stream of one slave, from its hello on."""
+
+    def __init__(self, master: FakeMaster) -> None:
+        self._master = master
+        self._in: asyncio.Queue[SlaveMessage | None] = asyncio.Queue()
+        self._out: asyncio.Queue[SlaveCommand | Refused | None] = asyncio.Queue()
+        self.beats: list[SlaveBeat] = []
+        self._beaten = asyncio.Condition()
+        self.callers: list[Caller] = []
+        self.incarnation: Incarnation | None = None
+        self.epoch = 0
+
+    async def hello(self) -> SlaveHello:
+        return await self.expect(SlaveHello)
+
+    async def welcome(self, epoch: int = 1, n: int = 1, settings: Settings | None = None) -> None:
+        """Welcome the slave and wait for its promise."""
+        self.epoch, self.incarnation = epoch, Incarnation(epoch, n)
+        hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
+        self.send(Welcome(hello, settings or self._master.settings))
+        assert (await self.expect(Promised)).epoch == epoch
+
+    def send(self, body: CommandBody, **changes: Any) -> None:
+        """Send a command; `changes` overwrite the command's own fields (epoch, run_id, incarnation)."""
+        fields: dict[str, Any] = {
+            "run_id": self._master.run_id,
+            "epoch": self.epoch,
+            "incarnation": self.incarnation,
+            "cause_id": "test",
+            "body": body,
+        }
+        self._out.put_nowait(SlaveCommand(**(fields | changes)))
+
+    def refuse(self, refused: Refused) -> None:
+        """End the stream with a refusal."""
+        self._out.put_nowait(refused)
+
+    def close(self) -> None:
+        """End the stream in peace."""
+        self._out.put_nowait(None)
+
+    async def expect(self, kind: type[B]) -> B:
+        """The next message that is not a beat; it must be of this kind."""
+        body = await self.any()
+        assert isinstance(body, kind), f"{kind.__name__} was expected, came {body}"
+        return body
+
+    async def any(self) -> SlaveBody:
+        """The body of the next message that is not a beat."""
+        message = await self.next()
+        assert message is not None, "the stream ended"
+        return message.body
+
+    async def next(self) -> SlaveMessage | None:
+        """The next message that is not a beat, None at the end of the stream."""
+        while True:
+            message = await asyncio.wait_for(self._in.get(), WAIT_S)
+            if message is None or not isinstance(message.body, SlaveBeat):
+                return message
+
+    async def beat(self, after: int = 0) -> SlaveBeat:
+        """Wait for a beat beyond the first `after` ones."""
+        async with asyncio.timeout(WAIT_S), self._beaten:
+            await self._beaten.wait_for(lambda: len(self.beats) > after)
+        return self.beats[-1]
+
+    async def run(self, requests: AsyncIterator[Any], context: Any) -> None:
+        """Carry messages both ways until either side ends."""
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while (command := await self._next_command(reader)) is not None:
+                if isinstance(command, Refused):
+                    await abort(context, command)
+                await context.write(to_message(command))
+        finally:
+            reader.cancel()
+            self._in.put_nowait(None)
+
+    async def _next_command(self, reader: asyncio.Task[None]) -> SlaveCommand | Refused | None:
+        getter = asyncio.create_task(self._out.get())
+        await asyncio.wait({getter, reader}, return_when=asyncio.FIRST_COMPLETED)
+        if getter.done():
+            return getter.result()
+        getter.cancel()
+        return None
+
+    async def _read(self, requests: AsyncIterator[Any]) -> None:
+        async for request in requests:
+            message = from_message(request, SlaveMessage)
+            self.callers.append(message.caller)
+            if isinstance(message.body, SlaveBeat):
+                async with self._beaten:
+                    self.beats.append(message.body)
+                    self._beaten.notify_all()
+            self._in.put_nowait(message)
+
+
+class FakeMaster(slaves_pb2_grpc.SlavesServicer):
+    """`async with FakeMaster() as master: link = await master.accept()`."""
+
+    def __init__(self, run_id: str = "run", settings: Settings | None = None) -> None:
+        self.run_id = run_id
+        self.settings = settings or Settings(heartbeat_s=0.1, chunk_bytes=1024)
+        self._links: asyncio.Queue[SlaveLink] = asyncio.Queue()
+        self._server: grpc.aio.Server | None = None
+        self.address = ""
+
+    async def __aenter__(self) -> FakeMaster:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.stop()
+
+    async def start(self, port: int = 0) -> None:
+        self._server = grpc.aio.server(options=channel_options(self.settings.max_message_bytes))
+        slaves_pb2_grpc.add_SlavesServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{bound}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(grace=None)
+
+    async def accept(self) -> SlaveLink:
+        """The next stream that a slave opens."""
+        return await asyncio.wait_for(self._links.get(), WAIT_S)
+
+    async def Attach(self, request_iterator: AsyncIterator[Any], context: Any) -> None:
+        link = SlaveLink(self)
+        self._links.put_nowait(link)
+        await link.run(request_iterator, context)

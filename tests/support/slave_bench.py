@@ -1,0 +1,155 @@
+"""A SlaveState with nothing around it: a test says what happens and reads what it wants done."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from support.slave_peers import LAYOUT, RUN, configure_for, open_staging, placement_over, prepare_of, push_id
+
+from dips.core.ids import Incarnation, PushId, RoundId, Version
+from dips.core.messages import (
+    BlockGram,
+    CommandBody,
+    Commit,
+    Configure,
+    Hello,
+    Measure,
+    Prepare,
+    Refusal,
+    Settings,
+    SlaveBody,
+    SlaveCommand,
+    SnapshotInfo,
+    StagedPush,
+    Welcome,
+)
+from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
+from dips.slave.state import effects, events
+from dips.slave.state.effects import Effect
+from dips.slave.state.shard import ShardPhase
+from dips.slave.state.slave import SlaveState
+
+E = TypeVar("E")
+PLACEMENT = placement_over("s0")
+V0, V1, V2 = (Version(1, v) for v in range(3))
+R1, R2, R3 = (RoundId(1, n) for n in (1, 2, 3))
+A, B = push_id("a"), push_id("b")
+
+
+def snapshot(version: Version, round_id: RoundId, committed: bool = True, digest: bytes = b"") -> SnapshotInfo:
+    return SnapshotInfo(
+        version,
+        round_id,
+        LAYOUT.layout_hash,
+        PLACEMENT.placement_hash,
+        digest or str(version).encode(),
+        committed,
+        b"hash" if committed else b"",
+    )
+
+
+def configure(info: SnapshotInfo | None = None, **changes: Any) -> Configure:
+    if info is not None:
+        changes |= {"load": info.version, "load_round": info.round, "load_digest": info.digest, "commit_hash": b"hash"}
+    return configure_for(PLACEMENT, **changes)
+
+
+class SlaveBench:
+    """Time stands at now_s; every event is followed by the checks that hold always."""
+
+    def __init__(
+        self, snapshots: tuple[SnapshotInfo, ...] = (), promised: int = 0, memory_bytes: int = 1 << 20
+    ) -> None:
+        self.state = SlaveState(RUN, "s0", "tcp://127.0.0.1:1", memory_bytes, 1 << 20, promised, snapshots)
+        self.now_s = 0.0
+        self.epoch, self.incarnation = 1, Incarnation(1, 1)
+        self.disk: tuple[SnapshotInfo, ...] = snapshots
+
+    @property
+    def phase(self) -> ShardPhase:
+        return self.state.shard.phase.now
+
+    def give(self, event: events.Event) -> list[Effect]:
+        self.now_s += 1
+        out = self.state.handle(event, self.now_s)
+        shard = self.state.shard
+        assert (shard.job is not None) == shard.busy
+        assert (shard.shadow is not None) == (shard.phase.now in (ShardPhase.PREPARED, ShardPhase.COMMITTING))
+        assert sum(type(effect).__name__.startswith("Run") for effect in out) <= 1
+        return out
+
+    def command(self, body: CommandBody, **changes: Any) -> list[Effect]:
+        fields: dict[str, Any] = {"run_id": RUN, "epoch": self.epoch, "incarnation": self.incarnation}
+        return self.give(events.Commanded(SlaveCommand(**(fields | changes), cause_id="cause", body=body)))
+
+    def link(self) -> list[Effect]:
+        return self.give(events.Linked())
+
+    def welcome(self, epoch: int = 1, n: int = 1, settings: Settings | None = None) -> list[Effect]:
+        """Welcome and the durable promise."""
+        self.epoch, self.incarnation = epoch, Incarnation(epoch, n)
+        hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
+        out = self.command(Welcome(hello, settings or Settings()))
+        return out + self.give(events.PromiseSaved(epoch))
+
+    def attach(self, epoch: int = 1, n: int = 1) -> None:
+        self.link()
+        self.welcome(epoch, n)
+
+    def job(self) -> int:
+        assert self.state.shard.job is not None
+        return self.state.shard.job.number
+
+    def loaded(self, info: SnapshotInfo | None = None) -> list[Effect]:
+        return self.give(events.LoadDone(self.job(), info, self.disk))
+
+    def measured(self) -> list[Effect]:
+        return self.give(events.MeasureDone(self.job(), (BlockGram(0, (1.0,), (0,)),)))
+
+    def prepared(self, info: SnapshotInfo) -> list[Effect]:
+        self.disk = (info, *self.disk)
+        return self.give(events.PrepareDone(self.job(), info, self.disk))
+
+    def committed(self, info: SnapshotInfo) -> list[Effect]:
+        self.disk = (info, *(other for other in self.disk if other.version != info.version))
+        return self.give(events.CommitDone(self.job(), info, self.disk))
+
+    def failed(self, refusal: Refusal) -> list[Effect]:
+        return self.give(events.JobFailed(self.job(), refusal))
+
+    def ready(self, info: SnapshotInfo | None = None) -> None:
+        """Attached, configured and at this version."""
+        self.attach()
+        if info is not None:
+            self.disk = self.state.shard.snapshots = (info,)
+        self.command(configure(info))
+        self.loaded(info)
+
+    def stage(self, push: PushId, slot: int, attempt: int = 1) -> list[Effect]:
+        """Open a slot and complete the push."""
+        (opened,) = only(self.command(open_staging(push, slot, attempt)), effects.OpenSlot)
+        return self.give(events.PushStaged(push, attempt, opened.opening, b"digest"))
+
+    def prepare(self, round_id: RoundId = R2, to: Version = V1, from_version: Version | None = V0) -> list[Effect]:
+        return self.command(prepare(round_id, to, from_version))
+
+
+def prepare(round_id: RoundId = R2, to: Version = V1, from_version: Version | None = V0, **changes: Any) -> Prepare:
+    return prepare_of(round_id, to, [A], from_version, **changes)
+
+
+def measure(round_id: RoundId = R2, version: Version = V0, *pushes: PushId) -> Measure:
+    return Measure(round_id, version, tuple(StagedPush(push, 1) for push in pushes or (A,)))
+
+
+def commit(round_id: RoundId = R2, version: Version = V1) -> Commit:
+    return Commit(round_id, version, b"hash", b"{}")
+
+
+def only(out: list[Effect], kind: type[E]) -> list[E]:
+    return [effect for effect in out if isinstance(effect, kind)]
+
+
+def said(out: list[Effect]) -> list[SlaveBody]:
+    """What went up to the master."""
+    return [effect.body for effect in only(out, effects.SendUp)]

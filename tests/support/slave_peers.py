@@ -1,0 +1,241 @@
+"""What surrounds a slave in a test: the slave itself (in this process or in its own), and a cluster's data client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+import zmq.asyncio
+from numpy.typing import NDArray
+
+from dips.core.chunks import Chunk, checksum, chunks_of, digest_of_array
+from dips.core.data_header import Codec, DataHeader, DataOp
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId, Version
+from dips.core.layout import Block, Layout, Parameter
+from dips.core.messages import Configure, OpenStaging, PlacementSpec, Prepare, SlaveAddress, StagedPush
+from dips.core.placement import Placement
+from dips.slave.config import SlaveConfig
+from dips.slave.main import serve
+
+F32 = NDArray[np.float32]
+WAIT_S = 20.0
+RUN = "run"
+
+LAYOUT = Layout(
+    tuple(Parameter(f"layers.{i}.weight", (n,), "float32", f"layers.{i}") for i, n in enumerate((700, 300, 513, 64))),
+    block_elems=400,
+)
+"""1577 elements in 6 blocks, none a multiple of a chunk."""
+
+
+def push_id(cluster: str, seq: int = 1) -> PushId:
+    return PushId(ClusterId(cluster), Incarnation(1, 1), seq)
+
+
+def placement_over(*slaves: str, layout: Layout = LAYOUT) -> Placement:
+    """The layout's blocks dealt to the slaves in turn."""
+    names = tuple(SlaveId(slave) for slave in slaves)
+    return Placement(names, tuple(block.block_id % len(names) for block in layout.blocks))
+
+
+def configure_for(placement: Placement, slots: int = 4, layout: Layout = LAYOUT, **load: Any) -> Configure:
+    addresses = tuple(SlaveAddress(slave, "tcp://127.0.0.1:1") for slave in placement.slaves)
+    spec = PlacementSpec(addresses, placement.slave_of_block, placement.placement_hash)
+    return replace(Configure(layout, layout.layout_hash, spec, slots), **load)
+
+
+def open_staging(push: PushId, slot: int, attempt: int = 1, base: Version | None = None) -> OpenStaging:
+    return OpenStaging(push, attempt, slot, base, fence=0, tokens=100)
+
+
+def prepare_of(
+    round_id: RoundId, to: Version, pushes: Sequence[PushId], from_version: Version | None, **changes: Any
+) -> Prepare:
+    n = len(pushes)
+    body = Prepare(
+        round_id,
+        from_version,
+        to,
+        tuple(StagedPush(push, 1) for push in pushes),
+        tuple([1.0 / n] * n),
+        scale=1.0,
+        outer_lr=0.7,
+        momentum_decay=0.8,
+        momentum_lookahead=0.8,
+    )
+    return replace(body, **changes)
+
+
+def shard_of(values: F32, placement: Placement, slave: str, layout: Layout = LAYOUT) -> F32:
+    """A slave's part of the flat model, as it stands in its memory."""
+    blocks = placement.blocks_of(SlaveId(slave), layout)
+    return np.concatenate([values[block.start_elem : block.stop_elem] for block in blocks])
+
+
+class DataClient:
+    """A DEALER that sends what a test asks for, also what no worker would send."""
+
+    def __init__(self, endpoint: str, blocks: Sequence[Block], chunk_bytes: int = 1024, run_id: str = RUN) -> None:
+        self.blocks = list(blocks)
+        self.chunk_bytes = chunk_bytes
+        self.run_id = run_id
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(endpoint)
+        self._requests = 0
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def chunks(self) -> list[Chunk]:
+        return chunks_of(self.blocks, self.chunk_bytes)
+
+    def payload(self, shard: F32, chunk: Chunk) -> bytes:
+        start = sum(block.n_bytes for block in self.blocks if block.block_id < chunk.block_id) + chunk.offset_bytes
+        return shard.tobytes()[start : start + chunk.length_bytes]
+
+    async def ask(self, header: DataHeader, *payload: bytes) -> tuple[DataHeader, bytes]:
+        """Send one message and wait for the answer with the same request number."""
+        self._requests += 1
+        await self.send_frames(replace(header, request=self._requests).encode(), *payload)
+        answer, body = await self.receive()
+        assert answer.request == self._requests
+        return answer, body
+
+    async def send_frames(self, *frames: bytes) -> None:
+        await self._socket.send_multipart(frames)
+
+    async def receive(self) -> tuple[DataHeader, bytes]:
+        frames = await asyncio.wait_for(self._socket.recv_multipart(), WAIT_S)
+        return DataHeader.decode(frames[0]), frames[1] if len(frames) > 1 else b""
+
+    def put_header(self, push: PushId, shard: F32, chunk: Chunk, attempt: int = 1, epoch: int = 1) -> DataHeader:
+        payload = self.payload(shard, chunk)
+        return DataHeader(
+            self.run_id,
+            epoch,
+            DataOp.PUT_CHUNK,
+            0,
+            push=push,
+            attempt=attempt,
+            block=chunk.block_id,
+            offset_bytes=chunk.offset_bytes,
+            length_bytes=chunk.length_bytes,
+            codec=Codec.F32,
+            checksum=checksum(payload),
+        )
+
+    async def put(self, push: PushId, shard: F32, chunk: Chunk, attempt: int = 1, epoch: int = 1) -> DataHeader:
+        header = self.put_header(push, shard, chunk, attempt, epoch)
+        answer, _ = await self.ask(header, self.payload(shard, chunk))
+        return answer
+
+    async def put_all(self, push: PushId, shard: F32, attempt: int = 1, epoch: int = 1) -> bytes:
+        """Send every chunk; returns the digest that the slave must report."""
+        for chunk in self.chunks():
+            answer = await self.put_patiently(push, shard, chunk, attempt, epoch)
+            assert answer.op is DataOp.ACK, answer.refusal
+        return digest_of_array(shard, self.blocks, self.chunk_bytes)
+
+    async def put_patiently(
+        self, push: PushId, shard: F32, chunk: Chunk, attempt: int = 1, epoch: int = 1
+    ) -> DataHeader:
+        """Send a chunk again for as long as the slave invites it: OpenStaging may still be on its way."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                answer = await self.put(push, shard, chunk, attempt, epoch)
+                if answer.refusal is None or not answer.refusal.retry_after_s:
+                    return answer
+                await asyncio.sleep(answer.refusal.retry_after_s / 10)
+
+    async def missing(self, push: PushId, attempt: int = 1, epoch: int = 1) -> DataHeader:
+        answer, _ = await self.ask(DataHeader(self.run_id, epoch, DataOp.QUERY_MISSING, 0, push=push, attempt=attempt))
+        return answer
+
+    async def get(self, version: Version, chunk: Chunk) -> tuple[DataHeader, bytes]:
+        return await self.ask(self.get_header(version, chunk))
+
+    def get_header(self, version: Version, chunk: Chunk) -> DataHeader:
+        return DataHeader(
+            self.run_id,
+            1,
+            DataOp.GET_CHUNK,
+            0,
+            version=version,
+            block=chunk.block_id,
+            offset_bytes=chunk.offset_bytes,
+            length_bytes=chunk.length_bytes,
+        )
+
+    async def pull(self, version: Version) -> F32:
+        """The whole shard of a version, each chunk verified."""
+        parts = []
+        for chunk in self.chunks():
+            answer, body = await self.get(version, chunk)
+            assert answer.op is DataOp.CHUNK, answer.refusal
+            assert answer.checksum == checksum(body)
+            parts.append(body)
+        return np.frombuffer(b"".join(parts), np.float32)
+
+
+def slave_config(directory: Path, master: str, slave_id: str = "s0", **knobs: Any) -> SlaveConfig:
+    return SlaveConfig(run_id=RUN, slave_id=slave_id, master=master, directory=directory, **knobs)
+
+
+@contextlib.asynccontextmanager
+async def slave_here(config: SlaveConfig) -> AsyncIterator[asyncio.Task[None]]:
+    """The slave in this process, on this event loop, ended in peace at the end."""
+    stop = asyncio.Event()
+    task = asyncio.create_task(serve(config, stop))
+    try:
+        yield task
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, WAIT_S)
+
+
+PROGRAM = (
+    "import json, sys; from dips.slave.config import SlaveConfig; from dips.slave.main import run; "
+    "sys.exit(run(SlaveConfig(**json.loads(sys.argv[1]))))"
+)
+
+
+@dataclass
+class SlaveProcess:
+    """The slave as a process of its own."""
+
+    process: asyncio.subprocess.Process
+
+    @classmethod
+    async def start(cls, config: SlaveConfig) -> SlaveProcess:
+        text = json.dumps(config.model_dump(mode="json"))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", PROGRAM, text, stderr=asyncio.subprocess.PIPE
+        )
+        return cls(process)
+
+    async def kill(self) -> None:
+        """SIGKILL: nothing is said, nothing is flushed."""
+        self.process.send_signal(signal.SIGKILL)
+        await self.process.communicate()
+
+    async def end(self) -> tuple[int, str]:
+        """SIGTERM if it still runs; its exit code and what it said on stderr."""
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGTERM)
+        return await self.wait()
+
+    async def wait(self) -> tuple[int, str]:
+        _, said = await asyncio.wait_for(self.process.communicate(), WAIT_S)
+        assert self.process.returncode is not None
+        return self.process.returncode, said.decode()

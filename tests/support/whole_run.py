@@ -1,0 +1,212 @@
+"""A whole run on loopback: master and slaves as real processes, clusters as threads that train with numpy.
+
+The clusters' inner steps walk towards a target of their own, so that a run is fast, needs no torch, and what each
+cluster pushed can be compared with what the slaves made of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import DataMode, DataPlan, StatusReply, Verdict
+from dips.launch.operator_client import OperatorClient
+from dips.worker.config import ClientConfig
+from dips.worker.driver import Driver
+
+F32 = NDArray[np.float32]
+WAIT_S = 60.0
+LAYOUT = Layout(
+    tuple(Parameter(f"layers.{i}.w", (7, 11 + i), "float32", f"layers.{i}") for i in range(6)), block_elems=50
+)
+LEASED = DataPlan(DataMode.LEASED, b"numbers", 100_000, 1_000)
+
+
+class Stuck(AssertionError):
+    """Something that had to happen did not, in WAIT_S."""
+
+
+def wait_until(happened: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
+    deadline_s = time.monotonic() + wait_s
+    while not happened():
+        if time.monotonic() > deadline_s:
+            raise Stuck(what)
+        time.sleep(0.02)
+
+
+class NumpyModel:
+    """Parameters that a step moves a tenth of the way to a target; remembers what was pushed and installed."""
+
+    def __init__(self, seed: int, layout: Layout = LAYOUT) -> None:
+        self._layout = layout
+        self.theta: F32 = np.random.default_rng(0).normal(size=layout.n_elems).astype(np.float32)
+        self.target: F32 = np.random.default_rng(seed).normal(size=layout.n_elems).astype(np.float32)
+        self.pushed: list[F32] = []
+        self.installed: list[F32] = []
+        self.resets = 0
+
+    def layout(self) -> Layout:
+        return self._layout
+
+    def snapshot(self, into: F32) -> None:
+        into[:] = self.theta
+        self.pushed.append(self.theta.copy())
+
+    def install(self, flat: F32) -> None:
+        self.theta[:] = flat
+        self.installed.append(self.theta.copy())
+
+    def reset_inner_optimizer(self) -> None:
+        self.resets += 1
+
+    def step(self) -> float:
+        self.theta += np.float32(0.1) * (self.target - self.theta)
+        return float(np.mean((self.target - self.theta) ** 2))
+
+
+class NumpyCluster:
+    """One cluster in a thread of its own, until it is done, has made `pushes` rounds, or is abandoned."""
+
+    def __init__(self, run: WholeRun, name: str, seed: int, step_s: float = 0.0, layout: Layout = LAYOUT) -> None:
+        self.name = name
+        self.model = NumpyModel(seed, layout)
+        config = ClientConfig(cluster_id=name, master=run.address, tape=run.directory / f"{name}.jsonl")
+        self.driver = Driver(config, self.model, layout, run.plan)
+        self.verdicts: list[Verdict] = []
+        self.error: Exception | None = None
+        self.paused = threading.Event()
+        self.steps_made = 0
+        self._step_s = step_s
+        self._run = run
+        self._spare: list[object] = []
+        self._thread = threading.Thread(target=self._work, name=f"cluster-{name}", daemon=True)
+
+    def start(self) -> NumpyCluster:
+        self._thread.start()
+        return self
+
+    def join(self) -> None:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), f"cluster {self.name} did not end: {self.driver.phase}"
+        if self.error is not None:
+            raise self.error
+
+    def _work(self) -> None:
+        try:
+            with self.driver:
+                while not self.driver.done:
+                    time.sleep(self._step_s)
+                    loss = self.model.step()
+                    self.steps_made += 1
+                    self._count(loss)
+                    last = self.driver.last_verdict
+                    if last is not None and last not in self.verdicts[-1:]:
+                        self.verdicts.append(last)
+        except Exception as error:  # handed to the test by join()
+            self.error = error
+
+    def _count(self, loss: float) -> None:
+        if self._run.plan.mode is DataMode.OWN:
+            self.driver.step(10, loss=loss)
+            return
+        ranges = self.driver.lease(10)
+        self.driver.step(sum(item.tokens for item in ranges), ranges, loss)
+
+
+class WholeRun:
+    """Context manager: starts a master and slaves under `directory`; stops everything at the end."""
+
+    def __init__(
+        self, directory: Path, n_slaves: int = 2, plan: DataPlan | None = None, **master: object
+    ) -> None:
+        self.directory = directory
+        self.plan = plan or DataPlan(DataMode.OWN)
+        self.n_slaves = n_slaves
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._master = {"sync_every": 4, "heartbeat_s": 0.5, "grace_s": 0.5, "linger_s": 20.0, **master}
+        self.address = ""
+
+    def __enter__(self) -> WholeRun:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.start_master()
+        for i in range(self.n_slaves):
+            self.start_slave(f"s{i}")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def start_master(self) -> None:
+        knobs = {"run_id": "test", "directory": self.directory / "master", "slaves": self.n_slaves, **self._master}
+        self._spawn("master", ["master", *_options(knobs)])
+        where = self.directory / "master" / "master.json"
+
+        def told() -> bool:
+            return where.exists() and json.loads(where.read_text())["pid"] == self.processes["master"].pid
+
+        wait_until(told, f"the master did not come up: {self.log('master')}")
+        self.address = json.loads(where.read_text())["address"]
+
+    def start_slave(self, name: str) -> None:
+        knobs = {"run_id": "test", "slave_id": name, "directory": self.directory / name, "master": self.address}
+        self._spawn(name, ["slave", *_options(knobs)])
+
+    def kill(self, name: str) -> None:
+        """SIGKILL: at whatever line it is."""
+        self.processes[name].send_signal(signal.SIGKILL)
+        self.processes[name].wait(10)
+
+    def cluster(self, name: str, seed: int, step_s: float = 0.0, layout: Layout = LAYOUT) -> NumpyCluster:
+        return NumpyCluster(self, name, seed, step_s, layout).start()
+
+    def status(self) -> StatusReply:
+        with OperatorClient(self.address) as client:
+            return client.status()
+
+    def version(self) -> int:
+        """The published version's number; -1 while there is none or no answer."""
+        try:
+            published = self.status().published
+        except Exception:
+            return -1
+        return published.v if published else -1
+
+    def wait_for_version(self, v: int) -> None:
+        wait_until(lambda: self.version() >= v, f"version {v} was not published: {self.status().waiting_for}")
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text()[-2000:]
+
+    def _spawn(self, name: str, arguments: Sequence[str]) -> None:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
+        with (self.directory / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "dips.launch", *arguments], stdout=log, stderr=log, env=environment
+            )
+
+
+def _options(knobs: dict[str, object]) -> list[str]:
+    words: list[str] = []
+    for name, value in knobs.items():
+        option = "--" + name.replace("_", "-")
+        words += [option if value else option.replace("--", "--no-", 1)] if isinstance(value, bool) else [option, str(value)]
+    return words
