@@ -1,0 +1,154 @@
+"""The trainer in a whole run on loopback: real master, slaves and clusters, each a process of its own.
+
+Shows what people are promised: the model learns, the held-out loss of each version is on the tape, the last version
+is among them, and an exported version has the very loss that was reported for it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import START_S, MasterProcess
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import parse_version
+from dips.core.telemetry import read_tape
+from dips.launch.options import command_line
+from dips.worker.config import ClientConfig
+from dips.worker.reader import fetch_version
+from dips.worker.trainer import evaluate as evaluation
+from dips.worker.trainer.config import TrainConfig
+from dips.worker.trainer.evaluate import evaluate_file, evaluate_live, follow
+from dips.worker.trainer.export import export_model
+from dips.worker.trainer.run_watch import RunWatch
+
+TOKENS = 40_000
+TRAIN = TrainConfig(max_bytes=1_500_000, heldout_max_bytes=8192, warmup_tokens=4000, log_every_steps=4)
+
+
+class Processes:
+    """Children of one test, with their logs; killed when it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, arguments: Sequence[str]) -> None:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
+        with (self._folder / f"{name}.log").open("ab") as log:
+            command = [sys.executable, "-m", "dips.launch", *arguments]
+            self._running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def exit_code(self, name: str) -> int:
+        return self._running[name].wait(START_S)
+
+    def log(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text()
+
+    def kill_all(self) -> None:
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    children = Processes(tmp_path)
+    yield children
+    children.kill_all()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    knobs = ("slaves=2", "min_clusters=2", "sync_every=8", f"tk_max={TOKENS}", "grace_s=0.2", "linger_s=600")
+    master = MasterProcess(tmp_path / "run", *knobs, module="support.real_master")
+    yield master.started().address
+    master.popen.kill()
+    master.popen.wait(START_S)
+
+
+@pytest.fixture(autouse=True)
+def _keep_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(evaluation, "configure_logging", lambda *args: None)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def start_cluster(processes: Processes, address: str, name: str, folder: Path, **changes: Any) -> None:
+    train = TRAIN.model_copy(update=changes)
+    client = ["--master", address, "--cluster-id", name, "--tape", str(folder / f"{name}.tape")]
+    processes.start(name, ["train", *command_line(train), *client])
+
+
+def start_slaves(processes: Processes, address: str, folder: Path) -> None:
+    for slave in ("s0", "s1"):
+        own = ["--run-id", "demo", "--slave-id", slave, "--directory", str(folder / slave)]
+        processes.start(slave, ["slave", "--master", address, *own])
+
+
+def wait_for_cluster(address: str) -> None:
+    end_s = time.monotonic() + START_S
+    with RunWatch(address, "demo", 5.0) as watch:
+        while not watch.status().clusters:
+            assert time.monotonic() < end_s, "no cluster joined"
+            time.sleep(0.05)
+
+
+def records(tape: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_tape(tape) if record["kind"] == kind]
+
+
+def test_a_run_from_the_seed_to_an_exported_model(processes: Processes, address: str, tmp_path: Path) -> None:
+    start_slaves(processes, address, tmp_path)
+    for cluster, gap in (("a", 0.0), ("b", 0.4)):
+        start_cluster(processes, address, cluster, tmp_path, emulate_gap=gap)
+    tape = tmp_path / "heldout.tape"
+    # The evaluator is this process; it ends because the run does.
+    client = ClientConfig(master=address, tape=tape, connect_wait_s=60.0)
+    assert follow(TRAIN, client) == 0
+    for cluster in ("a", "b"):
+        assert processes.exit_code(cluster) == 0, processes.log(cluster)
+
+    heldout = records(tape, "heldout")
+    assert heldout[0]["version"] == "1:0"
+    assert heldout[0]["loss"] == pytest.approx(5.3, abs=0.3)
+    assert heldout[-1]["loss"] < heldout[0]["loss"] - 1.0
+    assert heldout[-1]["tokens"] >= TOKENS
+    for cluster in ("a", "b"):
+        losses = [record["loss"] for record in records(tmp_path / f"{cluster}.tape", "step")]
+        assert losses[-1] < losses[0] - 1.0
+
+    reported, last = heldout[-1]["loss"], parse_version(heldout[-1]["version"])
+    assert evaluate_live(address, "demo", TRAIN).loss == pytest.approx(reported, abs=1e-6)
+    fetched = fetch_version(address, "demo", "test")
+    assert fetched.version == last
+    export_model(fetched, tmp_path / "model.safetensors")
+    evaluated = evaluate_file(tmp_path / "model.safetensors", TRAIN.model_copy(update={"threads": 2}))
+    assert evaluated.loss == pytest.approx(reported, abs=1e-6)
+    assert (evaluated.version, evaluated.tokens) == (last, heldout[-1]["tokens"])
+
+    with pytest.raises(Refused) as gone:
+        fetch_version(address, "demo", "test", version=parse_version("1:0"), deadline_s=10.0)
+    assert gone.value.code is RefusalCode.VERSION_GONE
+
+
+def test_a_cluster_with_another_text_is_refused_with_a_sentence(
+    processes: Processes, address: str, tmp_path: Path
+) -> None:
+    # The first cluster's text is the run's; a run of two cannot end before the second one comes.
+    start_slaves(processes, address, tmp_path)
+    start_cluster(processes, address, "a", tmp_path)
+    wait_for_cluster(address)
+    start_cluster(processes, address, "b", tmp_path, data_seed=1)
+    assert processes.exit_code("b") == Refused.exit_code, processes.log("b")
+    assert processes.log("b").strip().splitlines()[-1].startswith("dips: ")
+    assert "Traceback" not in processes.log("b")

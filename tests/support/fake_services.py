@@ -1,0 +1,432 @@
+"""A small run for the worker to talk to: a gRPC Clusters server and data slaves, in this process, on real sockets.
+
+Much simpler than the real ones and independent of them: a push becomes the next version as it is. Faults are
+switched on by the test: a slave can fall silent, be cut off and come back; the master can go away and come back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from dips.core.chunks import checksum, chunks_of, digest_of_array, shard_digest
+from dips.core.codec_protobuf import encode, from_message, to_message
+from dips.core.data_header import Codec, DataHeader, DataOp, MissingChunk
+from dips.core.errors import RefusalCode
+from dips.core.grpc_refusal import REFUSAL_KEY
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
+from dips.core.layout import Block, Layout, Parameter
+from dips.core.messages import (
+    Admitted,
+    AwaitVerdictReply,
+    AwaitVerdictRequest,
+    BeginPullReply,
+    BeginPullRequest,
+    BeginPushReply,
+    BeginPushRequest,
+    Busy,
+    DataRange,
+    FinishPullReply,
+    FinishPullRequest,
+    FinishPushReply,
+    FinishPushRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
+    Hello,
+    JoinReply,
+    JoinRequest,
+    LeaseDataReply,
+    LeaseDataRequest,
+    LeaveReply,
+    LeaveRequest,
+    PlacementSpec,
+    PullGrant,
+    Refusal,
+    ReturnDataReply,
+    ReturnDataRequest,
+    Settings,
+    SlaveAddress,
+    Ticket,
+    Verdict,
+    VerdictKind,
+)
+from dips.protos import clusters_pb2_grpc
+
+F32 = NDArray[np.float32]
+RUN = "run"
+CHUNK_BYTES = 4096
+N_ELEMS = 6000
+LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (N_ELEMS,), "float32", f"layers.{i}") for i in range(5)), 4000)
+"""5 layers of 2 blocks of 4 and 2 chunks."""
+
+
+class NumpyModel:
+    """A ParameterStore; `training` is set while a step is made, and installing then is an error."""
+
+    def __init__(self, seed: int, layout: Layout = LAYOUT) -> None:
+        self._layout = layout
+        self.theta: F32 = np.random.default_rng(seed).normal(size=layout.n_elems).astype(np.float32)
+        self.thread = threading.current_thread()
+        self.installs = 0
+        self.resets = 0
+
+    def layout(self) -> Layout:
+        return self._layout
+
+    def snapshot(self, into: F32) -> None:
+        assert threading.current_thread() is self.thread, "live parameters belong to the training thread"
+        into[:] = self.theta
+
+    def install(self, flat: F32) -> None:
+        assert threading.current_thread() is self.thread, "live parameters belong to the training thread"
+        self.theta[:] = flat
+        self.installs += 1
+
+    def reset_inner_optimizer(self) -> None:
+        self.resets += 1
+
+
+class FakeSlave:
+    """One ROUTER on one thread. `mute`: hears nothing. `hook(header)` may return a Refusal, or raise to say nothing."""
+
+    def __init__(self, slave_id: str, blocks: list[Block]) -> None:
+        self.slave_id = slave_id
+        self.blocks = blocks
+        self.landed: dict[PushId, dict[tuple[int, int], bytes]] = {}
+        self.versions: dict[Version, F32] = {}
+        self.mute = False
+        self.hook: Callable[[DataHeader], Refusal | None] = lambda header: None
+        self.heard: list[DataHeader] = []
+        self._context = zmq.Context()
+        self._port = 0
+        self._stop = threading.Event()
+        self.listen()
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://127.0.0.1:{self._port}"
+
+    def listen(self) -> None:
+        """Bind (the same port again after hang_up)."""
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 0)
+        self._stop.clear()
+        if self._port:
+            router.bind(self.endpoint)
+        else:
+            self._port = router.bind_to_random_port("tcp://127.0.0.1")
+        self._thread = threading.Thread(target=self._serve, args=(router,), name=f"fake {self.slave_id}")
+        self._thread.start()
+
+    def hang_up(self) -> None:
+        """Close the data socket: connections break, whatever is under way is lost."""
+        self._stop.set()
+        self._thread.join()
+
+    def close(self) -> None:
+        self.hang_up()
+        self._context.destroy(linger=0)
+
+    def digest(self, push: PushId) -> bytes | None:
+        """Of a complete push; None while chunks lack."""
+        landed = self.landed.get(push, {})
+        chunks = chunks_of(self.blocks, CHUNK_BYTES)
+        if any((c.block_id, c.offset_bytes) not in landed for c in chunks):
+            return None
+        return shard_digest([checksum(landed[c.block_id, c.offset_bytes]) for c in chunks])
+
+    def share(self, push: PushId) -> F32:
+        landed = self.landed[push]
+        chunks = chunks_of(self.blocks, CHUNK_BYTES)
+        return np.frombuffer(b"".join(landed[c.block_id, c.offset_bytes] for c in chunks), "<f4")
+
+    def _serve(self, router: zmq.Socket[bytes]) -> None:
+        while not self._stop.is_set():
+            if router.poll(10):
+                peer, *frames = router.recv_multipart()
+                header = DataHeader.decode(frames[0])
+                if not self.mute:
+                    self.heard.append(header)
+                    for answer in self._answer(header, frames[1] if len(frames) > 1 else b""):
+                        router.send_multipart([peer, *answer])
+        router.close(linger=0)
+
+    def _answer(self, header: DataHeader, payload: bytes) -> list[list[bytes]]:
+        refusal = self.hook(header)
+        if self.mute:
+            return []
+        if refusal is not None:
+            return [[DataHeader(RUN, header.epoch, DataOp.REFUSED, header.request, refusal=refusal).encode()]]
+        if header.op is DataOp.GET_CHUNK:
+            return [self._chunk(header)]
+        assert header.push is not None
+        landed = self.landed.setdefault(header.push, {})
+        if header.op is DataOp.PUT_CHUNK:
+            assert checksum(payload) == header.checksum
+            assert len(payload) == header.length_bytes
+            landed[header.block, header.offset_bytes] = payload
+        chunks = chunks_of(self.blocks, CHUNK_BYTES)
+        lacking = [c for c in chunks if (c.block_id, c.offset_bytes) not in landed]
+        op = DataOp.ACK if header.op is DataOp.PUT_CHUNK else DataOp.MISSING
+        missing = tuple(MissingChunk(c.block_id, c.offset_bytes) for c in lacking) if op is DataOp.MISSING else ()
+        return [[DataHeader(RUN, header.epoch, op, header.request, missing=missing, complete=not lacking).encode()]]
+
+    def _chunk(self, header: DataHeader) -> list[bytes]:
+        assert header.version is not None
+        start = 0
+        for block in self.blocks:
+            if block.block_id == header.block:
+                break
+            start += block.n_bytes
+        begin = start + header.offset_bytes
+        payload = self.versions[header.version].tobytes()[begin : begin + header.length_bytes]
+        answer = DataHeader(
+            RUN, header.epoch, DataOp.CHUNK, header.request, version=header.version, block=header.block,
+            offset_bytes=header.offset_bytes, length_bytes=len(payload), codec=Codec.F32, checksum=checksum(payload),
+        )  # fmt: skip
+        return [answer.encode(), payload]
+
+
+class Stop(Exception):
+    """Ends a call with a refusal."""
+
+    def __init__(self, code: RefusalCode, sentence: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(sentence)
+        self.refusal = Refusal(code, sentence, retry_after_s)
+
+
+class FakeRun:
+    """Master and two slaves. `decide(push_id)` gives each push its verdict's kind; None: not decided yet."""
+
+    def __init__(self, settings: Settings | None = None, theta: F32 | None = None) -> None:
+        half = len(LAYOUT.blocks) // 2
+        indices = tuple(0 if block.block_id < half else 1 for block in LAYOUT.blocks)
+        self.slaves = [FakeSlave(f"s{i}", [b for b in LAYOUT.blocks if indices[b.block_id] == i]) for i in range(2)]
+        self._indices = indices
+        self.settings = settings or Settings(
+            sync_every_steps=4, heartbeat_s=0.05, verdict_wait_s=5.0, chunk_bytes=CHUNK_BYTES, window_chunks=4
+        )
+        self.decide: Callable[[PushId], VerdictKind | None] = lambda push: VerdictKind.APPLIED
+        self.version: Version | None = None
+        self.tokens = 0
+        self.fence = 0
+        self.epoch = 1
+        self.n = 0
+        self.stop = False
+        self.attempts: dict[PushId, int] = {}
+        self.pushes: list[BeginPushRequest] = []
+        self.verdicts: dict[PushId, Verdict] = {}
+        self.joins: list[JoinRequest] = []
+        self.leaves: list[LeaveRequest] = []
+        self.beats: list[HeartbeatRequest] = []
+        self.returned: list[DataRange] = []
+        self.released: list[FinishPullRequest] = []
+        self.hook: Callable[[str, Any], None] = lambda method, request: None
+        self._lock = threading.RLock()
+        self._port = 0
+        self._server: grpc.Server | None = None
+        if theta is not None:
+            self.publish(theta)
+        self.up()
+
+    # ---- what the test does ----
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    def up(self) -> None:
+        """Serve (on the same port again after down)."""
+        options = [("grpc.so_reuseport", 0)]
+        self._server = grpc.server(ThreadPoolExecutor(16), options=options)
+        clusters_pb2_grpc.add_ClustersServicer_to_server(_Servicer(self), self._server)
+        self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
+        self._server.start()
+
+    def down(self) -> None:
+        if self._server is not None:
+            self._server.stop(None).wait()
+            self._server = None
+
+    def restart(self) -> None:
+        """Come back in the next epoch: everybody must join again."""
+        self.down()
+        self.epoch += 1
+        self.up()
+
+    def close(self) -> None:
+        self.stop = True
+        self.down()
+        for slave in self.slaves:
+            slave.close()
+
+    def publish(self, theta: F32) -> None:
+        with self._lock:
+            self.version = self.version.next() if self.version else Version(1, 0)
+            for slave in self.slaves:
+                parts = [theta[b.start_elem : b.stop_elem] for b in slave.blocks]
+                slave.versions[self.version] = np.concatenate(parts).astype(np.float32)
+
+    def theta_of(self, push: PushId) -> F32:
+        """What the slaves hold of a push, as one vector."""
+        theta = np.empty(LAYOUT.n_elems, np.float32)
+        for slave in self.slaves:
+            share, start = slave.share(push), 0
+            for block in slave.blocks:
+                theta[block.start_elem : block.stop_elem] = share[start : start + block.n_elems]
+                start += block.n_elems
+        return theta
+
+    def wait_for(self, what: Callable[[], bool], within_s: float = 20.0) -> None:
+        """Until another thread has done its part; fails loudly."""
+        end_s = time.monotonic() + within_s
+        while not what():
+            assert time.monotonic() < end_s, "it did not happen in time"
+            time.sleep(0.005)
+
+    # ---- the calls ----
+
+    def call(self, method: str, request: Any) -> Any:
+        self.hook(method, request)
+        with self._lock:
+            caller = request.caller
+            if method != "Join" and not getattr(request, "reader", False):
+                if caller.epoch != self.epoch:
+                    raise Stop(RefusalCode.STALE_EPOCH, f"epoch {caller.epoch} is over: join again")
+                if caller.incarnation != Incarnation(self.epoch, self.n):
+                    raise Stop(RefusalCode.FENCED, f"incarnation {caller.incarnation} is over: join again")
+            return getattr(self, f"_{method}")(request)
+
+    def _Join(self, request: JoinRequest) -> JoinReply:
+        self.joins.append(request)
+        self.n += 1
+        last = next(reversed(self.verdicts.values()), None)
+        return JoinReply(
+            self.epoch, Incarnation(self.epoch, self.n), Hello(1, 1), self.settings, self.version is None, self.fence,
+            last, self.version, self.tokens, self.settings.sync_every_steps, RUN,
+        )  # fmt: skip
+
+    def _Heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
+        self.beats.append(request)
+        steps = self.settings.sync_every_steps
+        return HeartbeatReply(self.epoch, self.version, self.tokens, steps, self.stop, "IDLE")
+
+    def _BeginPush(self, request: BeginPushRequest) -> BeginPushReply:
+        push = self._id(request, request.seq)
+        if push in self.verdicts:
+            return BeginPushReply(self.verdicts[push])
+        if push not in self.attempts:
+            self.pushes.append(request)
+        self.attempts[push] = self.attempts.get(push, 0) + 1
+        return BeginPushReply(Ticket(self.attempts[push], self._placement(), tuple(range(len(LAYOUT.blocks)))))
+
+    def _FinishPush(self, request: FinishPushRequest) -> FinishPushReply:
+        push = self._id(request, request.seq)
+        for slave in self.slaves:
+            digest = slave.digest(push)
+            if digest is None:
+                return FinishPushReply(Busy(0.05, f"slave {slave.slave_id} has not all of it"))
+            assert dict(request.digest_of_slave)[slave.slave_id] == digest
+        return FinishPushReply(Admitted(RoundId(self.epoch, 1), 0.1))
+
+    def _AwaitVerdict(self, request: AwaitVerdictRequest) -> AwaitVerdictReply:
+        push = request.push
+        kind = self.decide(push)
+        if push not in self.verdicts and kind is not None:
+            self._apply(push, kind)
+        if push in self.verdicts:
+            return AwaitVerdictReply(self.verdicts[push])
+        return AwaitVerdictReply(Busy(0.05, "the round goes on"))
+
+    def _apply(self, push: PushId, kind: VerdictKind) -> None:
+        if kind is VerdictKind.APPLIED:
+            self.publish(self.theta_of(push))
+            self.tokens += self.pushes[-1].tokens
+        if kind is not VerdictKind.ABORTED:
+            self.fence += 1
+        version = None if kind is VerdictKind.ABORTED else self.version
+        self.verdicts[push] = Verdict(push, kind, version, kind.name, kind is VerdictKind.EXCLUDED)
+
+    def _BeginPull(self, request: BeginPullRequest) -> BeginPullReply:
+        wanted = request.at_least
+        if self.version is None or (wanted is not None and wanted > self.version):
+            return BeginPullReply(Busy(0.05, "no such version is published yet"))
+        version = wanted if request.exact and wanted is not None else self.version
+        if version not in self.slaves[0].versions:
+            raise Stop(RefusalCode.VERSION_GONE, f"version {version} is not kept")
+        digests = tuple(
+            (s.slave_id, digest_of_array(s.versions[version], s.blocks, CHUNK_BYTES)) for s in self.slaves
+        )
+        return BeginPullReply(
+            PullGrant(
+                version, self.fence, 1, self._placement(), tuple(range(len(LAYOUT.blocks))), digests, self.tokens,
+                self.settings.sync_every_steps, LAYOUT if request.reader else None, CHUNK_BYTES, self.epoch, RUN,
+            )
+        )  # fmt: skip
+
+    def _FinishPull(self, request: FinishPullRequest) -> FinishPullReply:
+        self.released.append(request)
+        return FinishPullReply(self.settings.sync_every_steps)
+
+    def _LeaseData(self, request: LeaseDataRequest) -> LeaseDataReply:
+        return LeaseDataReply((DataRange(1, 0, 0, 0, request.want_tokens),))
+
+    def _ReturnData(self, request: ReturnDataRequest) -> ReturnDataReply:
+        self.returned += request.ranges
+        return ReturnDataReply()
+
+    def _Leave(self, request: LeaveRequest) -> LeaveReply:
+        self.leaves.append(request)
+        return LeaveReply()
+
+    def _id(self, request: Any, seq: int) -> PushId:
+        return PushId(ClusterId(request.caller.name), request.caller.incarnation, seq)
+
+    def _placement(self) -> PlacementSpec:
+        addresses = tuple(SlaveAddress(s.slave_id, s.endpoint) for s in self.slaves)
+        return PlacementSpec(addresses, self._indices, b"placement")
+
+
+class _Servicer(clusters_pb2_grpc.ClustersServicer):
+    def __init__(self, run: FakeRun) -> None:
+        self._run = run
+
+    def Heartbeat(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        for message in requests:
+            yield self._answer("Heartbeat", HeartbeatRequest, message, context)
+
+    def _answer(self, method: str, kind: type[Any], message: Any, context: grpc.ServicerContext) -> Any:
+        try:
+            return to_message(self._run.call(method, from_message(message, kind)))
+        except Stop as stop:
+            context.set_trailing_metadata(((REFUSAL_KEY, encode(stop.refusal)),))
+            context.abort(grpc.StatusCode.ABORTED, stop.refusal.sentence)
+
+
+def _add(method: str, kind: type[Any]) -> None:
+    def serve(self: _Servicer, message: Any, context: grpc.ServicerContext) -> Any:
+        return self._answer(method, kind, message, context)
+
+    setattr(_Servicer, method, serve)
+
+
+for _method, _kind in {
+    "Join": JoinRequest,
+    "BeginPush": BeginPushRequest,
+    "FinishPush": FinishPushRequest,
+    "AwaitVerdict": AwaitVerdictRequest,
+    "BeginPull": BeginPullRequest,
+    "FinishPull": FinishPullRequest,
+    "LeaseData": LeaseDataRequest,
+    "ReturnData": ReturnDataRequest,
+    "Leave": LeaveRequest,
+}.items():
+    _add(_method, _kind)

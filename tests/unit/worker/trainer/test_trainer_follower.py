@@ -1,0 +1,210 @@
+"""The held-out evaluator: every version if it can, the last one always, and an end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from dips.core.clock import ManualClock
+from dips.core.errors import RefusalCode, Refused, RetryLater
+from dips.core.ids import Version
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import StatusReply
+from dips.core.telemetry import Tape, read_tape
+from dips.worker.trainer.follower import Follower, next_version
+
+LAYOUT = Layout((Parameter("w", (2,), "float32", "w"),))
+
+
+def v(number: int, timeline: int = 1) -> Version:
+    return Version(timeline, number)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    version: Version
+    run_id: str = "run"
+    layout: Layout = LAYOUT
+    flat: NDArray[np.float32] = field(default_factory=lambda: np.zeros(2, np.float32))
+
+    @property
+    def tokens(self) -> int:
+        return 100 * self.version.v
+
+
+@dataclass(frozen=True)
+class Loss:
+    loss: float
+
+
+def evaluate(fetched: Fetched) -> Loss:
+    return Loss(10.0 - fetched.version.v)
+
+
+def status(published: Version | None, stopped: bool = False) -> StatusReply:
+    return StatusReply("run", 1, published, 0, 0, "IDLE", None, 0.0, 0.0, "", stopped=stopped)
+
+
+class Run:
+    """A run that publishes by a script: each status call takes the next entry; the last one stays."""
+
+    def __init__(self, *script: StatusReply | RetryLater | Refused, kept: int = 2) -> None:
+        self.script = list(script)
+        self.kept = kept
+        self.newest: Version | None = None
+        self.asked: list[Version | None] = []
+
+    def status(self) -> StatusReply:
+        entry = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        if isinstance(entry, Exception):
+            raise entry
+        self.newest = entry.published
+        return entry
+
+    def fetch(self, version: Version | None) -> Fetched:
+        assert self.newest is not None
+        self.asked.append(version)
+        if version is None:
+            return Fetched(self.newest)
+        if version.timeline != self.newest.timeline or version.v <= self.newest.v - self.kept:
+            raise Refused(RefusalCode.VERSION_GONE, f"version {version} is gone")
+        return Fetched(version)
+
+
+class Waits:
+    """wait() that moves a clock; says stop after `limit` calls, so that no test runs for ever."""
+
+    def __init__(self, clock: ManualClock, limit: int = 200) -> None:
+        self.clock = clock
+        self.calls = 0
+        self.limit = limit
+
+    def __call__(self, seconds: float) -> bool:
+        self.calls += 1
+        self.clock.advance(seconds)
+        return self.calls > self.limit
+
+
+def follow(run: Run, tape: Path, limit: int = 200, fetch: Callable[[Version | None], Fetched] | None = None) -> Waits:
+    clock = ManualClock()
+    waits = Waits(clock, limit)
+    with Tape(tape, "worker", "heldout", clock) as records:
+        Follower(run.status, fetch or run.fetch, evaluate, records, patience_s=20.0, clock=clock).run(waits)  # type: ignore[arg-type]
+    return waits
+
+
+def evaluated(tape: Path) -> list[tuple[str, int, float]]:
+    return [(r["version"], r["tokens"], r["loss"]) for r in read_tape(tape) if r["kind"] == "heldout"]
+
+
+def versions(tape: Path) -> list[str]:
+    return [version for version, _, _ in evaluated(tape)]
+
+
+@pytest.mark.parametrize(
+    ("published", "last", "wanted"),
+    [
+        (None, None, None),
+        (v(0), None, v(0)),
+        (v(3), None, v(3)),
+        (v(3), v(3), None),
+        (v(4), v(3), v(4)),
+        (v(9), v(3), v(4)),
+        (v(1, timeline=2), v(3), v(1, timeline=2)),
+    ],
+)
+def test_the_next_version_is_the_one_after_the_last(
+    published: Version | None, last: Version | None, wanted: Version | None
+) -> None:
+    assert next_version(published, last) == wanted
+
+
+def test_every_version_is_evaluated_when_it_can_keep_up(tmp_path: Path) -> None:
+    tape = tmp_path / "tape"
+    script: Iterable[StatusReply] = (status(None), status(v(0)), status(v(1)), status(v(1)), status(v(2), stopped=True))
+    waits = follow(Run(*script), tape)
+    assert evaluated(tape) == [("1:0", 0, 10.0), ("1:1", 100, 9.0), ("1:2", 200, 8.0)]
+    assert waits.calls < waits.limit
+
+
+def test_versions_that_are_still_kept_are_caught_up(tmp_path: Path) -> None:
+    tape = tmp_path / "tape"
+    follow(Run(status(v(0)), status(v(3)), status(v(3), stopped=True), kept=5), tape)
+    assert versions(tape) == ["1:0", "1:1", "1:2", "1:3"]
+
+
+def test_versions_that_are_gone_are_left_out(tmp_path: Path) -> None:
+    tape = tmp_path / "tape"
+    run = Run(status(v(0)), status(v(7)), status(v(8), stopped=True))
+    follow(run, tape)
+    assert versions(tape) == ["1:0", "1:7", "1:8"]
+    assert run.asked == [v(0), v(1), None, v(8)]
+
+
+def test_the_last_version_is_evaluated_before_the_end(tmp_path: Path) -> None:
+    tape = tmp_path / "tape"
+    follow(Run(status(v(0)), status(v(5), stopped=True)), tape)
+    assert versions(tape)[-1] == "1:5"
+
+
+def test_a_run_that_stopped_without_a_version_is_an_end(tmp_path: Path) -> None:
+    tape = tmp_path / "tape"
+    waits = follow(Run(status(None, stopped=True)), tape)
+    assert evaluated(tape) == []
+    assert waits.calls == 1
+
+
+def test_a_rollback_is_followed(tmp_path: Path) -> None:
+    tape = tmp_path / "tape"
+    follow(Run(status(v(5)), status(v(4, timeline=2)), status(v(5, timeline=2), stopped=True)), tape)
+    assert versions(tape) == ["1:5", "2:4", "2:5"]
+
+
+def test_a_master_that_is_away_is_waited_for(tmp_path: Path) -> None:
+    tape = tmp_path / "tape"
+    away = RetryLater("nobody answers", 1.0)
+    follow(Run(status(v(0)), away, away, away, status(v(1), stopped=True)), tape)
+    assert versions(tape) == ["1:0", "1:1"]
+
+
+def test_a_master_that_is_away_for_too_long_is_an_error(tmp_path: Path) -> None:
+    run = Run(status(v(0)), RetryLater("nobody answers", 1.0))
+    with pytest.raises(RetryLater, match=r"could not be read for \d+ s: nobody answers"):
+        follow(run, tmp_path / "tape")
+
+
+def test_a_fetch_that_fails_for_now_is_tried_again(tmp_path: Path) -> None:
+    run, tape = Run(status(v(0)), status(v(0)), status(v(0), stopped=True)), tmp_path / "tape"
+    fails = iter([True, True])
+
+    def fetch(version: Version | None) -> Fetched:
+        if next(fails, False):
+            raise RetryLater("a slave restarts", 0.5)
+        return run.fetch(version)
+
+    follow(run, tape, fetch=fetch)
+    assert versions(tape) == ["1:0"]
+
+
+def test_a_refusal_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="another run"):
+        follow(Run(Refused(RefusalCode.RUN_ID, "this is another run")), tmp_path / "tape")
+
+
+def test_a_signal_ends_it_between_two_versions(tmp_path: Path) -> None:
+    tape = tmp_path / "tape"
+    script = [status(v(n)) for n in range(50)]
+    follow(Run(*script), tape, limit=3)
+    assert versions(tape) == ["1:0", "1:1", "1:2"]
+
+
+def test_waiting_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    away = RetryLater("nobody answers", 1.0)
+    with caplog.at_level("WARNING", "dips.trainer"):
+        follow(Run(status(v(0)), away, away, away, status(v(0), stopped=True)), tmp_path / "tape")
+    assert [r.message for r in caplog.records] == ["waiting for the run: nobody answers"]

@@ -1,0 +1,288 @@
+"""The training loop against a scripted driver, and the same loop without a master."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dips.core.errors import ConfigError, RefusalCode, Refused
+from dips.core.ids import Version
+from dips.core.layout import Layout
+from dips.core.messages import DataPlan, DataRange, Settings
+from dips.core.telemetry import Tape, read_tape
+from dips.worker.config import ClientConfig
+from dips.worker.parameters import ParameterStore
+from dips.worker.trainer import train as module
+from dips.worker.trainer.config import TrainConfig
+from dips.worker.trainer.data import all_ranges
+from dips.worker.trainer.train import run, schedule_of
+
+CHUNK = 64
+CLIENT = ClientConfig(master="127.0.0.1:1", cluster_id="a")
+
+
+class ScriptedDriver:
+    """Lends whole chunks and counts; `at_step` may do anything, such as ending the run."""
+
+    last: ScriptedDriver
+    end_after: int = 6
+    lends_tokens: int | None = None
+    at_start: Callable[[ScriptedDriver], None] = staticmethod(lambda driver: None)
+    at_step: Callable[[ScriptedDriver], None] = staticmethod(lambda driver: None)
+
+    def __init__(self, config: ClientConfig, parameters: ParameterStore, layout: Layout, data_plan: DataPlan) -> None:
+        type(self).last = self
+        assert parameters.layout() == layout
+        self.tape = Tape(config.tape, "worker", config.cluster_id)
+        self.settings = Settings(tk_max_tokens=10_000)
+        self.version = Version(1, 4)
+        self.cause = "cause"
+        self.local_steps = 3
+        self.progress = 0
+        self.done = False
+        self.exit_reason = ""
+        self.steps: list[tuple[int, tuple[DataRange, ...], float]] = []
+        self.lent: list[DataRange] = []
+        self.wanted: list[int] = []
+        self.closed: list[str] = []
+        self._source = all_ranges(data_plan)
+
+    def start(self) -> None:
+        self.at_start(self)
+
+    def lease(self, tokens: int) -> list[DataRange]:
+        self.wanted.append(tokens)
+        fresh: list[DataRange] = []
+        while sum(part.tokens for part in fresh) < (self.lends_tokens or tokens):
+            fresh.append(next(self._source))
+        self.lent += fresh
+        return fresh
+
+    def step(self, tokens: int, ranges: Sequence[DataRange], loss: float) -> None:
+        self.steps.append((tokens, tuple(ranges), loss))
+        self.progress += tokens
+        self.at_step(self)
+        self.done = self.done or len(self.steps) >= self.end_after
+
+    def request_stop(self) -> None:
+        self.done = True
+        self.exit_reason = "asked to stop"
+
+    def close(self, reason: str) -> None:
+        self.closed.append(reason)
+        self.tape.close()
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ScriptedDriver]]:
+    kind = type("OneDriver", (ScriptedDriver,), {})
+    monkeypatch.setattr(module, "Driver", kind)
+    threads = torch.get_num_threads()
+    yield kind
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _keep_pytests_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "configure_logging", lambda *args: None)
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> TrainConfig:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(10):
+        words = np.random.default_rng(number).choice(["if ", "else ", "for x in y:\n", "    "], 600)
+        (folder / f"{number}.txt").write_text("".join(words))
+    knobs: dict[str, Any] = {"chunk_tokens": CHUNK, "sequence_tokens": 16, "batch_size": 2, "log_every_steps": 2}
+    return TrainConfig(data=(folder,), heldout_fraction=0.2, device="cpu", **knobs)
+
+
+def test_it_trains_until_the_driver_is_done_and_leaves(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    assert run(train, CLIENT) == 0
+    assert len(driver.last.steps) == driver.end_after
+    assert driver.last.closed == ["finished"]
+
+
+def test_steps_claim_exactly_what_they_trained_on(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    driver.end_after = 40
+    run(train, CLIENT)
+    seen: Counter[tuple[int, int]] = Counter()
+    for tokens, ranges, loss in driver.last.steps:
+        assert tokens == sum(part.tokens for part in ranges) == train.step_tokens
+        assert math.isfinite(loss)
+        seen.update((part.chunk, token) for part in ranges for token in range(part.begin_tokens, part.end_tokens))
+    lent = {(part.chunk, token) for part in driver.last.lent for token in range(part.begin_tokens, part.end_tokens)}
+    assert set(seen.values()) == {1}
+    assert set(seen) <= lent
+
+
+def test_it_leases_enough_to_mix_chunks_and_for_the_steps_to_come(
+    driver: type[ScriptedDriver], train: TrainConfig
+) -> None:
+    def longer(scripted: ScriptedDriver) -> None:
+        scripted.local_steps = 20
+
+    run(train, CLIENT)
+    assert driver.last.wanted[0] == 2 * train.batch_size * CHUNK
+    driver.at_start = staticmethod(longer)
+    run(train, CLIENT)
+    assert driver.last.wanted[0] == 20 * train.step_tokens
+
+
+def test_a_master_that_lends_little_is_asked_again(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    driver.lends_tokens = 1
+    driver.end_after = 9
+    assert run(train, CLIENT) == 0
+    assert len(driver.last.wanted) == 5
+    assert len(driver.last.steps) == 9
+
+
+def test_a_driver_that_ends_while_lending_ends_the_loop(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    def ends(scripted: ScriptedDriver) -> None:
+        def lease(tokens: int) -> list[DataRange]:
+            scripted.done = True
+            return []
+
+        scripted.lease = lease  # type: ignore[method-assign]
+
+    driver.at_start = staticmethod(ends)
+    assert run(train, CLIENT) == 0
+    assert driver.last.steps == []
+
+
+def test_a_run_that_is_over_at_the_start_is_left_at_once(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    driver.at_start = staticmethod(ScriptedDriver.request_stop)
+    assert run(train, CLIENT) == 0
+    assert (driver.last.steps, driver.last.wanted) == ([], [])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_makes_it_leave(
+    driver: type[ScriptedDriver], train: TrainConfig, number: signal.Signals, code: int
+) -> None:
+    def kill(scripted: ScriptedDriver) -> None:
+        if len(scripted.steps) == 3:
+            os.kill(os.getpid(), number)
+
+    driver.at_step = staticmethod(kill)
+    assert run(train, CLIENT) == code
+    assert len(driver.last.steps) == 3
+    assert driver.last.closed == ["finished"]
+
+
+def test_a_signal_while_it_waits_to_join_is_heard(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    driver.at_start = staticmethod(lambda scripted: os.kill(os.getpid(), signal.SIGTERM))
+    assert run(train, CLIENT) == 0
+    assert driver.last.steps == []
+
+
+def test_an_error_is_the_reason_it_leaves_with(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    def fail(scripted: ScriptedDriver) -> None:
+        raise Refused(RefusalCode.DATA_PLAN, "another text")
+
+    driver.at_start = staticmethod(fail)
+    with pytest.raises(Refused, match="another text"):
+        run(train, CLIENT)
+    assert driver.last.closed == ["Refused: another text"]
+
+
+def test_the_wait_of_a_slower_cluster_comes_before_the_driver_hears_of_the_step(
+    driver: type[ScriptedDriver], train: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[tuple[int, float]] = []
+
+    def wait(signals: module.StopSignals, timeout_s: float) -> bool:
+        waits.append((len(driver.last.steps), timeout_s))
+        return False
+
+    monkeypatch.setattr(module.StopSignals, "wait", wait)
+    run(train.model_copy(update={"emulate_gap": 0.5}), CLIENT)
+    assert [steps for steps, _ in waits] == list(range(driver.end_after))
+    assert all(timeout_s > 0 for _, timeout_s in waits)
+
+
+def test_the_tape_tells_loss_over_the_tokens_of_the_run(
+    driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
+) -> None:
+    run(train, CLIENT.model_copy(update={"tape": tmp_path / "tape"}))
+    records = [record for record in read_tape(tmp_path / "tape") if record["kind"] == "step"]
+    assert [record["tokens"] for record in records] == [2 * 32, 4 * 32, 6 * 32]
+    losses = [loss for _, _, loss in driver.last.steps]
+    assert records[0]["loss"] == pytest.approx((losses[0] + losses[1]) / 2)
+    assert records[0]["version"] == "1:4"
+    assert records[0]["cause"] == "cause"
+
+
+def test_the_learning_rate_goes_by_the_runs_tokens(
+    driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
+) -> None:
+    def late(scripted: ScriptedDriver) -> None:
+        scripted.progress = 9_900
+
+    driver.at_start = staticmethod(late)
+    slow = train.model_copy(update={"warmup_tokens": 100})
+    run(slow, CLIENT.model_copy(update={"tape": tmp_path / "tape"}))
+    rates = [record["lr"] for record in read_tape(tmp_path / "tape") if record["kind"] == "step"]
+    assert rates[-1] == pytest.approx(train.lr * train.min_lr_fraction, rel=0.01)
+    assert schedule_of(slow, 10_000).at(9_900) == pytest.approx(rates[0], rel=0.01)
+
+
+def test_a_client_without_a_name_is_told_so(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match="DIPS_CLUSTER"):
+        run(train, ClientConfig(master="127.0.0.1:1"))
+
+
+# ---- without a master ----
+
+
+def test_without_a_master_it_trains_for_so_many_steps(train: TrainConfig, tmp_path: Path) -> None:
+    tape = tmp_path / "tape"
+    assert run(train.model_copy(update={"steps": 10, "warmup_tokens": 0}), ClientConfig(tape=tape)) == 0
+    records = list(read_tape(tape))
+    steps = [record for record in records if record["kind"] == "step"]
+    assert [record["steps"] for record in steps] == [2, 4, 6, 8, 10]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert records[-1]["kind"] == "heldout"
+    assert records[-1]["tokens"] == 10 * train.step_tokens
+    assert records[-1]["loss"] < math.log(256)
+
+
+def test_training_alone_can_be_repeated_to_the_bit(train: TrainConfig, tmp_path: Path) -> None:
+    losses = []
+    for name in ("one", "two"):
+        run(train.model_copy(update={"steps": 6}), ClientConfig(tape=tmp_path / name))
+        losses.append([record["loss"] for record in read_tape(tmp_path / name)])
+    assert losses[0] == losses[1]
+
+
+def test_without_a_master_and_steps_both_remedies_are_named(train: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match=r"--master HOST:PORT .* or --steps N"):
+        run(train, ClientConfig())
+
+
+def test_ctrl_c_ends_training_alone(
+    train: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, made = module.InnerTrainer.step, []
+
+    def interrupted(inner: module.InnerTrainer, *args: Any) -> float:
+        made.append(step(inner, *args))
+        if len(made) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return made[-1]
+
+    monkeypatch.setattr(module.InnerTrainer, "step", interrupted)
+    tape = tmp_path / "tape"
+    assert run(train.model_copy(update={"steps": 1000}), ClientConfig(tape=tape)) == 130
+    assert len(made) == 4
+    assert list(read_tape(tape))[-1]["tokens"] == 4 * train.step_tokens

@@ -1,0 +1,191 @@
+"""Text files: which are read, which are kept for evaluation, and in which order they are trained.
+
+Clusters that lie in different places must find the same text, so nothing here depends on where a folder lies, on
+the order of a directory, on the clock or on a library's random generator: every choice is a SHA-256 of a file's
+relative name. A file is held out as a whole, so that no part of it is ever trained on.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dips.core.errors import ConfigError
+
+SEPARATOR = b"\0"
+"""Stands between two documents. No document holds it: a file with a NUL is taken to be binary."""
+
+_SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
+"""Left out of the standard library: what is installed beside it, and tests, which many systems do not install."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file. key: the position of the path it was found under, and its name relative to that path."""
+
+    key: str
+    text: bytes
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """training: whole documents, by key. heldout: slices of held-out documents, joined by SEPARATOR."""
+
+    training: tuple[Document, ...]
+    heldout: bytes
+
+
+@dataclass(frozen=True)
+class CorpusLimits:
+    """How much text is read, the share of files held out, and how many bytes of these are evaluated."""
+
+    max_bytes: int
+    heldout_fraction: float
+    heldout_max_bytes: int
+
+
+@dataclass(frozen=True)
+class _Source:
+    key: str
+    path: Path
+
+
+def standard_library() -> Path:
+    """The source text of the running Python: real text that is there already."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def read_corpus(paths: Sequence[Path], limits: CorpusLimits) -> Corpus:
+    """Read text files and folders of them; no paths: the Python standard library's *.py files.
+
+    Hidden files, binary files (a NUL, or not UTF-8) and what is beyond max_bytes are left out; which files that
+    limit reaches is decided by the hash of their names. Raises ConfigError naming the path and what to do.
+    """
+    sources = _sources_of(paths) if paths else _library_sources()
+    documents = list(_readable(sources, limits.max_bytes))
+    if not documents:
+        places = ", ".join(str(path) for path in paths) or str(standard_library())
+        raise ConfigError(f"no text was found in {places}: give files or folders that hold UTF-8 text")
+    training, heldout = _split(documents, limits.heldout_fraction)
+    return Corpus(
+        tuple(sorted(training, key=lambda document: document.key)),
+        _slices(heldout, limits.heldout_max_bytes),
+    )
+
+
+def name_hash(*parts: object) -> bytes:
+    """32 bytes that stand for these names, the same on every machine."""
+    return hashlib.sha256("\0".join(str(part) for part in parts).encode("utf-8", "surrogateescape")).digest()
+
+
+def _library_sources() -> list[_Source]:
+    root = standard_library()
+    if not root.is_dir():
+        raise ConfigError(f"the Python standard library has no source files at {root}: give text with --data")
+    found = _walk(root, skipped=_SKIPPED_FOLDERS)
+    return [_source(0, root, path) for path in found if path.suffix == ".py"]
+
+
+def _sources_of(paths: Sequence[Path]) -> list[_Source]:
+    sources: list[_Source] = []
+    for position, path in enumerate(paths):
+        if path.is_dir():
+            sources += [_source(position, path, found) for found in _walk(path)]
+        elif path.exists():
+            sources.append(_Source(f"{position}/{path.name}", path))
+        else:
+            raise ConfigError(f"data path {path} does not exist: give a text file or a folder of text files")
+    return sources
+
+
+def _source(position: int, root: Path, path: Path) -> _Source:
+    return _Source(f"{position}/{path.relative_to(root).as_posix()}", path)
+
+
+def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """The regular files below root; links to folders are not followed, so that no loop is entered."""
+
+    def fail(error: OSError) -> None:
+        raise ConfigError(f"data folder {error.filename} cannot be read: {error.strerror}") from error
+
+    for folder, folders, names in os.walk(root, onerror=fail):
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+        candidates = (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (path for path in candidates if path.is_file())
+
+
+def _readable(sources: Sequence[_Source], max_bytes: int) -> Iterator[Document]:
+    """Documents in the order of their names' hashes until max_bytes are read; the last one may be cut."""
+    rest_bytes = max_bytes
+    for source in sorted(sources, key=lambda source: name_hash("order", source.key)):
+        if rest_bytes <= 0:
+            return
+        text = _read(source.path, rest_bytes)
+        if text and _is_text(text):
+            rest_bytes -= len(text)
+            yield Document(source.key, text)
+
+
+def _read(path: Path, limit_bytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(limit_bytes)
+    except OSError as error:
+        raise ConfigError(f"data file {path} cannot be read: {error.strerror}") from error
+
+
+def _is_text(text: bytes) -> bool:
+    """Not binary. A character that the limit cut in two is no fault of the file's."""
+    if SEPARATOR in text:
+        return False
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(text)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _split(documents: list[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """(training, held out), at least `fraction` of the files and of the bytes held out.
+
+    A file's side depends on its own name alone as long as that holds. How much is evaluated must not move a file.
+    """
+    if len(documents) == 1:
+        return _split_file(documents[0], fraction)
+    ordered = sorted(documents, key=_position)
+    least_bytes = fraction * sum(len(document.text) for document in documents)
+    n_heldout, heldout_bytes = 0, 0
+    for document in ordered[:-1]:
+        if _position(document) >= fraction and heldout_bytes >= least_bytes:
+            break
+        n_heldout, heldout_bytes = n_heldout + 1, heldout_bytes + len(document.text)
+    return ordered[n_heldout:], ordered[:n_heldout]
+
+
+def _position(document: Document) -> float:
+    """Where the file's name falls in [0, 1)."""
+    return int.from_bytes(name_hash("heldout", document.key)[:6], "big") / 2**48
+
+
+def _split_file(document: Document, fraction: float) -> tuple[list[Document], list[Document]]:
+    """A single file has no other file to hold out: its end is held out."""
+    cut = len(document.text) - max(1, int(len(document.text) * fraction))
+    head, tail = document.text[:cut], document.text[cut:]
+    return [Document(document.key, head)] if head else [], [Document(document.key, tail)]
+
+
+def _slices(documents: Sequence[Document], max_bytes: int) -> bytes:
+    """The middle of every held-out document, equal shares as far as their lengths allow, by key."""
+    slices: dict[str, bytes] = {}
+    rest_bytes = max_bytes
+    for n_taken, document in enumerate(sorted(documents, key=lambda d: (len(d.text), d.key))):
+        share = min(len(document.text), rest_bytes // (len(documents) - n_taken))
+        start = (len(document.text) - share) // 2
+        slices[document.key] = document.text[start : start + share]
+        rest_bytes -= share
+    return SEPARATOR.join(text for _, text in sorted(slices.items()) if text)

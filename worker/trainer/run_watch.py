@@ -1,0 +1,41 @@
+"""What the master says of its run, asked now and then: one blocking call with a deadline."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from dips.core.codec_protobuf import from_message, to_message
+from dips.core.grpc_refusal import refused_from
+from dips.core.messages import StatusReply, StatusRequest
+from dips.protos import operator_pb2_grpc
+from dips.worker.client import open_channel
+
+
+class RunWatch:
+    """A channel to the master of one run ("": whichever it serves)."""
+
+    def __init__(self, master: str, run_id: str, deadline_s: float) -> None:
+        """Raises ConfigError for an address that is not one, or not loopback."""
+        self._channel = open_channel(master)
+        self._stub: Any = operator_pb2_grpc.OperatorStub(self._channel)
+        self._run_id = run_id
+        self._deadline_s = deadline_s
+
+    def status(self) -> StatusReply:
+        """Raises Refused, or RetryLater when nobody answers in time."""
+        try:
+            answer = self._stub.Status(to_message(StatusRequest(self._run_id)), timeout=self._deadline_s)
+        except grpc.RpcError as error:
+            raise refused_from(error) from error
+        return from_message(answer, StatusReply)
+
+    def __enter__(self) -> RunWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._channel.close()

@@ -1,0 +1,70 @@
+"""SIGTERM and SIGINT as a wish to end: told once, heard at the next step boundary.
+
+Nothing but a flag and one byte in a pipe happens inside the handler: locks of the interrupted thread may be held.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+ASKED_TO_END = 0
+INTERRUPTED = 130
+"""Exit codes: SIGTERM is how a supervisor ends a process in good order; a person's ctrl-C is 128 + 2, as in shells."""
+
+
+class StopSignals:
+    """While entered, the first SIGTERM or SIGINT sets `caught`; a second SIGINT is an ordinary KeyboardInterrupt.
+
+    Outside the main thread, where Python allows no handlers, it only waits.
+    """
+
+    def __init__(self) -> None:
+        self.caught: signal.Signals | None = None
+        self._heard: Callable[[], None] | None = None
+        self._before: dict[signal.Signals, object] = {}
+        self._reader, self._writer = os.pipe()
+
+    @property
+    def exit_code(self) -> int:
+        return INTERRUPTED if self.caught is signal.SIGINT else ASKED_TO_END
+
+    def when_heard(self, action: Callable[[], None]) -> None:
+        """Call `action` inside the handler, or now if a signal was caught already; it must be safe there."""
+        self._heard = action
+        if self.caught is not None:
+            action()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait, at most until a signal comes; tells whether one has."""
+        if self.caught is None and timeout_s > 0:
+            select.select([self._reader], [], [], timeout_s)
+        return self.caught is not None
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.caught is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self.caught = signal.Signals(number)
+        os.write(self._writer, b"!")
+        if self._heard is not None:
+            self._heard()
