@@ -7,9 +7,10 @@ versions; it only refuses what no slave and no worker may act on (another protoc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+from dips.core.chunks import checksum
 from dips.core.codec_protobuf import decode, encode
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, Version
@@ -21,6 +22,11 @@ MAX_HEADER_BYTES = 64 * 1024
 
 MAX_MISSING = 2048
 """Entries of one MISSING answer; the worker sends these chunks and asks again for the rest."""
+
+_TRAILER_TAG = b"\x91\x01"
+"""Protobuf's key of field 18 as fixed64: (18 << 3) | 1 as a varint."""
+
+_TRAILER_BYTES = len(_TRAILER_TAG) + 8
 
 
 class DataOp(IntEnum):
@@ -78,19 +84,23 @@ class DataHeader:
     missing: tuple[MissingChunk, ...] = ()
     complete: bool = False
     protocol: int = PROTOCOL_VERSION
+    header_checksum: int = field(default=0, compare=False, repr=False)
+    """As it was read; encode() computes its own."""
 
     def encode(self) -> bytes:
-        """The header frame."""
-        return encode(self)
+        """The header frame, ending with the checksum of the bytes before it."""
+        body = encode(self if not self.header_checksum else replace(self, header_checksum=0))
+        return body + _TRAILER_TAG + checksum(body).to_bytes(8, "little")
 
     @classmethod
     def decode(cls, frame: bytes | memoryview) -> DataHeader:
-        """Parse a header frame. Raises Refused(MALFORMED) for anything else, an unknown op or codec included."""
+        """Parse a header frame. Raises Refused(MALFORMED) for anything else: a damaged byte, an unknown op or codec."""
         if len(frame) > MAX_HEADER_BYTES:
             raise Refused(
                 RefusalCode.MALFORMED,
                 f"a data header of {len(frame)} bytes is longer than the {MAX_HEADER_BYTES} that are read",
             )
+        _check_trailer(bytes(frame))
         header = decode(bytes(frame), cls)
         _check_fields(header)
         return header
@@ -109,6 +119,13 @@ class DataHeader:
                 f"the data header names run {self.run_id[:80]!r}, this side serves run {run_id!r}: "
                 "check DIPS_MASTER and the run id",
             )
+
+
+def _check_trailer(frame: bytes) -> None:
+    """A damaged block or offset must not send right bytes to a wrong place: the payload's checksum cannot see it."""
+    body, tag, claimed = frame[:-_TRAILER_BYTES], frame[-_TRAILER_BYTES:-8], frame[-8:]
+    if tag != _TRAILER_TAG or checksum(body) != int.from_bytes(claimed, "little"):
+        raise Refused(RefusalCode.MALFORMED, "a data header is damaged: its bytes are not those that were sent")
 
 
 def _check_fields(header: DataHeader) -> None:

@@ -221,6 +221,7 @@ class FakeRun:
         self.epoch = 1
         self.n = 0
         self.stop = False
+        self.false_digests = False
         self.attempts: dict[PushId, int] = {}
         self.pushes: list[BeginPushRequest] = []
         self.verdicts: dict[PushId, Verdict] = {}
@@ -362,9 +363,8 @@ class FakeRun:
         version = wanted if request.exact and wanted is not None else self.version
         if version not in self.slaves[0].versions:
             raise Stop(RefusalCode.VERSION_GONE, f"version {version} is not kept")
-        digests = tuple(
-            (s.slave_id, digest_of_array(s.versions[version], s.blocks, CHUNK_BYTES)) for s in self.slaves
-        )
+        blocks = [(s, s.blocks[:1] if self.false_digests else s.blocks) for s in self.slaves]
+        digests = tuple((s.slave_id, digest_of_array(s.versions[version], b, CHUNK_BYTES)) for s, b in blocks)
         return BeginPullReply(
             PullGrant(
                 version, self.fence, 1, self._placement(), tuple(range(len(LAYOUT.blocks))), digests, self.tokens,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dips.core.chunks import checksum
 from dips.core.data_header import (
     MAX_HEADER_BYTES,
     MAX_MISSING,
@@ -60,9 +61,7 @@ def test_round_trip(header: DataHeader) -> None:
 
 
 def test_op_numbers_are_those_of_the_wire() -> None:
-    assert {op.name: op.value for op in DataOp} == {
-        name: number for name, number in data_pb2.DataOp.items() if number
-    }
+    assert {op.name: op.value for op in DataOp} == {name: number for name, number in data_pb2.DataOp.items() if number}
     assert Codec.F32 == data_pb2.CODEC_F32
     assert Codec.NONE == data_pb2.CODEC_UNSPECIFIED
 
@@ -95,13 +94,25 @@ def test_an_unknown_enum_is_malformed(field: str) -> None:
     message.ParseFromString(PUT.encode())
     setattr(message, field, 99)
     with pytest.raises(Refused, match="99") as caught:
-        DataHeader.decode(message.SerializeToString())
+        DataHeader.decode(sealed(message))
     assert caught.value.code is RefusalCode.MALFORMED
 
 
 def test_no_op_at_all_is_malformed() -> None:
     with pytest.raises(Refused, match="DataOp"):
-        DataHeader.decode(b"")
+        DataHeader.decode(sealed(data_pb2.DataHeader()))
+
+
+def sealed(message: data_pb2.DataHeader) -> bytes:
+    """The bytes of a message with the right checksum at the end, whatever it says."""
+    message.ClearField("header_checksum")
+    body = message.SerializeToString()
+    return body + data_pb2.DataHeader(header_checksum=checksum(body)).SerializeToString()
+
+
+def test_the_checksum_is_an_ordinary_last_field() -> None:
+    assert sealed(data_pb2.DataHeader.FromString(PUT.encode())) == PUT.encode()
+    assert DataHeader.decode(replace(DataHeader.decode(PUT.encode()), block=6).encode()) == replace(PUT, block=6)
 
 
 def test_an_oversized_header_is_refused_unread() -> None:
@@ -115,23 +126,37 @@ def test_the_longest_honest_header_fits() -> None:
     assert len(header.encode()) <= MAX_HEADER_BYTES
 
 
-@given(st.binary(max_size=300))
-def test_any_bytes_are_a_header_or_a_refusal(data: bytes) -> None:
+def code_of(data: bytes) -> RefusalCode | None:
+    """What reading these bytes is refused with; None when they are a header."""
     try:
         DataHeader.decode(data)
     except Refused as refused:
-        assert refused.code is RefusalCode.MALFORMED
+        return refused.code
+    return None
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_header_or_a_refusal(data: bytes) -> None:
+    assert code_of(data) in (None, RefusalCode.MALFORMED)
+
+
+@given(st.binary(max_size=300))
+def test_any_sealed_bytes_are_a_header_or_a_refusal(body: bytes) -> None:
+    trailer = data_pb2.DataHeader(header_checksum=checksum(body)).SerializeToString()
+    assert code_of(body + trailer) in (None, RefusalCode.MALFORMED)
 
 
 @given(st.data())
-def test_a_damaged_header_is_a_header_or_a_refusal(data: st.DataObject) -> None:
+def test_any_damage_to_a_header_is_seen(data: st.DataObject) -> None:
     damaged = bytearray(PUT.encode())
-    for _ in range(data.draw(st.integers(1, 4))):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        DataHeader.decode(bytes(damaged))
-    except Refused as refused:
-        assert refused.code is RefusalCode.MALFORMED
+    for position in data.draw(st.sets(st.integers(0, len(damaged) - 1), min_size=1, max_size=4)):
+        damaged[position] ^= data.draw(st.integers(1, 255))
+    assert code_of(bytes(damaged)) is RefusalCode.MALFORMED
+
+
+@pytest.mark.parametrize("length", [0, 1, 9, 10, 30])
+def test_a_cut_header_is_seen(length: int) -> None:
+    assert code_of(PUT.encode()[:length]) is RefusalCode.MALFORMED
 
 
 def test_check_common_accepts_this_run_and_protocol() -> None:
@@ -139,7 +164,7 @@ def test_check_common_accepts_this_run_and_protocol() -> None:
 
 
 def test_another_run_is_refused_by_name() -> None:
-    with pytest.raises(Refused, match="'run'.*'other'") as caught:
+    with pytest.raises(Refused, match=r"'run'.*'other'") as caught:
         PUT.check_common("other")
     assert caught.value.code is RefusalCode.RUN_ID
 

@@ -1,0 +1,92 @@
+"""A slave's own knobs. What the whole group must agree on is not here: the master advertises it in Welcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from dips.core.config import Knobs
+from dips.core.errors import ConfigError
+from dips.core.ids import check_name
+from dips.core.net import parse_address, require_loopback
+from dips.core.units import Bytes
+
+GIB = 1 << 30
+
+
+class SlaveConfig(Knobs):
+    """Settings of one slave; the table [slave] of a settings file, DIPS_SLAVE_<FIELD>, or the command line."""
+
+    run_id: str = Field(description="the run that this slave serves")
+    slave_id: str = Field(description="this slave's name in the run; it keeps it for life")
+    master: str = Field(default="127.0.0.1:29400", description="where the master listens, HOST:PORT")
+    directory: Path = Field(description="where snapshots and the promised epoch stand; this slave's alone")
+    data_host: str = Field(default="127.0.0.1", description="address that the data port binds; loopback only")
+    data_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=0, description="the data port; 0 lets the system choose"
+    )
+    advertise: str = Field(
+        default="",
+        description="address of the data port as clusters reach it, HOST:PORT; empty: where it is bound",
+    )
+    memory_bytes: Bytes = Field(default=GIB, description="what parameters may use here, staging and pins included")
+    max_chunk_bytes: Bytes = Field(
+        default=2 << 20,
+        ge=1024,
+        le=64 << 20,
+        description="largest data frame that the data port takes; the run's chunk_bytes must not be above it",
+    )
+    snapshots_kept: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=3, description="committed snapshots that stay on disk"
+    )
+    tape: Path | None = Field(default=None, description="file of this slave's event record; empty: none")
+    log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR")
+    json_logs: bool = Field(default=False, description="log lines as JSON")
+
+    @field_validator("run_id")
+    @classmethod
+    def _check_run_id(cls, value: str) -> str:
+        return _valid(lambda: check_name(value, "run_id"), value)
+
+    @field_validator("slave_id")
+    @classmethod
+    def _check_slave_id(cls, value: str) -> str:
+        return _valid(lambda: check_name(value, "slave_id"), value)
+
+    @field_validator("master")
+    @classmethod
+    def _check_master(cls, value: str) -> str:
+        return _valid(lambda: _check_address(value, "master"), value)
+
+    @field_validator("data_host")
+    @classmethod
+    def _check_data_host(cls, value: str) -> str:
+        return _valid(lambda: _check_host(value), value)
+
+    @field_validator("advertise")
+    @classmethod
+    def _check_advertise(cls, value: str) -> str:
+        if not value:
+            return value
+        return _valid(lambda: _check_address(value, "advertise"), value)
+
+
+def _check_host(value: str) -> None:
+    require_loopback(value, "data_host")
+
+
+def _check_address(value: str, what: str) -> None:
+    parse_address(value, what)
+    require_loopback(value, what)
+
+
+def _valid(check: Callable[[], object], value: str) -> str:
+    """pydantic wants ValueError, and adds the field's name itself."""
+    try:
+        check()
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return value

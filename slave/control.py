@@ -1,0 +1,145 @@
+"""The slave's stream to the master: it dials, says hello, beats, obeys, and dials again for ever.
+
+Runs on the event loop and does no arithmetic and no disk work, so that a beat is never late because of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+import grpc
+import grpc.aio
+
+from dips.core.codec_protobuf import from_message, to_message
+from dips.core.errors import RefusalCode, Refused, RetryLater
+from dips.core.grpc_refusal import channel_options, refused_from
+from dips.core.messages import Settings, SlaveCommand, SlaveMessage
+from dips.core.telemetry import ChangeLogger
+from dips.protos import slaves_pb2, slaves_pb2_grpc
+from dips.slave.data_server import DataServer, with_resident_bytes
+from dips.slave.engine import Engine
+from dips.slave.state import events
+
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 2.0
+"""Between two dials. A restarted master is found within this; more slaves than seconds would not hurt it."""
+
+FIRST_COMMAND_S = 10.0
+"""A master that answers hello with nothing for so long is dialled again."""
+
+FOR_GOOD = frozenset(
+    {
+        RefusalCode.PROTOCOL_VERSION,
+        RefusalCode.RUN_ID,
+        RefusalCode.NOT_LOOPBACK,
+        RefusalCode.CONFIG,
+        RefusalCode.UNKNOWN_NAME,
+    }
+)
+"""Refusals that no amount of dialling cures: the slave ends and the operator reads the sentence."""
+
+log = logging.getLogger("dips.slave")
+
+Attachment = grpc.aio.StreamStreamCall[slaves_pb2.SlaveMessage, slaves_pb2.SlaveCommand]
+
+
+class Control:
+    """master: "host:port". run() returns never; it raises Refused when the master refuses this slave for good."""
+
+    def __init__(self, master: str, engine: Engine, data: DataServer) -> None:
+        self._master = master
+        self._engine = engine
+        self._data = data
+        self._changes = ChangeLogger(log)
+        self._up: asyncio.Queue[SlaveMessage] = asyncio.Queue()
+        self._call: Attachment | None = None
+        self._welcomed, self._closed_by_us = False, ""
+        engine.send = self._send
+        engine.close_link = self._close_link
+
+    async def run(self) -> None:
+        """Attach, and attach again, until cancelled."""
+        wait_s = FIRST_WAIT_S
+        async with grpc.aio.insecure_channel(
+            self._master, options=channel_options(Settings().max_message_bytes)
+        ) as channel:
+            stub = slaves_pb2_grpc.SlavesStub(channel)
+            while True:
+                why = await self._attach(stub)
+                self._changes.report("link", f"no stream to the master at {self._master}: {why}", "WARNING")
+                wait_s = FIRST_WAIT_S if self._welcomed else min(LONGEST_WAIT_S, wait_s * 2)
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+
+    async def _attach(self, stub: slaves_pb2_grpc.SlavesStub) -> str:
+        """One stream, from hello to its end. Returns why it ended."""
+        self._up = asyncio.Queue()
+        self._welcomed, self._closed_by_us = False, ""
+        self._call = call = stub.Attach()
+        self._engine.handle(events.Linked())
+        helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
+        why = "the master ended it"
+        try:
+            await self._read(call)
+        except grpc.RpcError as error:
+            why = self._judge(error)
+        except (Refused, RetryLater) as refused:
+            why = str(refused)
+        except TimeoutError:
+            why = f"nothing was heard for {FIRST_COMMAND_S:g} s after hello"
+        finally:
+            self._call = None
+            for helper in helpers:
+                helper.cancel()
+            call.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+            self._engine.handle(events.Unlinked(why))
+        return why
+
+    def _judge(self, error: grpc.RpcError) -> str:
+        """What the end of a stream means. Raises Refused when dialling again is useless."""
+        meaning = refused_from(error)
+        if isinstance(meaning, RetryLater):
+            return str(meaning)
+        if meaning.code in FOR_GOOD:
+            raise meaning
+        if meaning.code is RefusalCode.FENCED:
+            self._engine.handle(events.Fenced())
+        return meaning.sentence
+
+    async def _read(self, call: Attachment) -> None:
+        async with asyncio.timeout(FIRST_COMMAND_S):
+            message = await call.read()
+        while isinstance(message, slaves_pb2.SlaveCommand):
+            self._welcomed = True
+            self._engine.handle(events.Commanded(from_message(message, SlaveCommand)))
+            if self._closed_by_us:
+                raise RetryLater(self._closed_by_us)
+            if self._engine.state.link.attached:
+                self._changes.report("link", f"attached to the master at {self._master}")
+            message = await call.read()
+
+    async def _write(self, call: Attachment) -> None:
+        while True:
+            message = await self._up.get()
+            try:
+                await call.write(to_message(message))  # type: ignore[arg-type]
+            except (grpc.RpcError, asyncio.InvalidStateError):
+                return  # the reader learns why
+
+    async def _beat(self) -> None:
+        while True:
+            welcome = self._engine.state.link.welcome
+            await asyncio.sleep(welcome.settings.heartbeat_s if welcome is not None else FIRST_WAIT_S)
+            self._engine.note_refusals()
+            if self._engine.state.link.attached:
+                self._send(SlaveMessage(self._engine.state.caller(), with_resident_bytes(self._data.beat())))
+
+    def _send(self, message: SlaveMessage) -> None:
+        if self._call is not None:
+            self._up.put_nowait(message)
+
+    def _close_link(self, sentence: str) -> None:
+        """The state machine wants no more of this stream; only a command that came down it can lead here."""
+        self._closed_by_us = sentence

@@ -1,0 +1,306 @@
+"""Carries out what the slave's state machine decides: memory, disk, data port, tape, and messages up.
+
+Runs on the control thread's event loop. Arithmetic runs on the one thread "dips-outer", the disk on the one
+thread "dips-disk"; jobs come back as events. Never decides anything itself, and never lets a failed job pass
+for a done one: a refusal is an event, anything else ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from dips.core import kernels_numba
+from dips.core.chunks import shard_digest
+from dips.core.clock import Clock
+from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
+from dips.core.grpc_refusal import to_refusal
+from dips.core.messages import SlaveMessage, SnapshotInfo
+from dips.core.telemetry import ChangeLogger, Tape
+from dips.slave import calculation
+from dips.slave.data_server import DataServer
+from dips.slave.memory import ShardMemory
+from dips.slave.snapshots import SnapshotStore
+from dips.slave.state import checks, effects, events
+from dips.slave.state.slave import SlaveState
+
+T = TypeVar("T")
+log = logging.getLogger("dips.slave")
+
+
+class Engine:
+    """One slave at work. `ended` resolves with the reason of a StopSlave, or raises what ends the process."""
+
+    def __init__(
+        self,
+        state: SlaveState,
+        slave_id: str,
+        memory_bytes: int,
+        store: SnapshotStore,
+        data: DataServer,
+        tape: Tape,
+        clock: Clock,
+    ) -> None:
+        self.state = state
+        self._slave_id = slave_id
+        self._memory_bytes = memory_bytes
+        self._store = store
+        self._data = data
+        self._tape = tape
+        self._clock = clock
+        self._changes = ChangeLogger(log)
+        self._loop = asyncio.get_running_loop()
+        self._memory: ShardMemory | None = None
+        self._outer = ThreadPoolExecutor(1, "dips-outer")
+        self._disk = ThreadPoolExecutor(1, "dips-disk")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._settling: asyncio.Future[None] | None = None
+        self._said_refused = 0
+        self.send: Callable[[SlaveMessage], None] | None = None
+        self.close_link: Callable[[str], None] | None = None
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+
+    async def warm_up(self) -> None:
+        """Compile the kernels before anyone waits for them: compiling holds the interpreter lock."""
+        await self._loop.run_in_executor(self._outer, kernels_numba.warm_up)
+
+    def handle(self, event: events.Event) -> None:
+        """Give the state machine an event and carry out what it wants, in order."""
+        try:
+            for effect in self.state.handle(event, self._clock.monotonic_s()):
+                self._carry_out(effect)
+        except LocalProtocolError as error:
+            self.fail(error)
+
+    def handle_soon(self, event: events.Event) -> None:
+        """From any other thread."""
+        self._loop.call_soon_threadsafe(self.handle, event)
+
+    def fail(self, error: BaseException) -> None:
+        """End the process with this error."""
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
+    def fail_soon(self, error: BaseException) -> None:
+        """From any other thread."""
+        self._loop.call_soon_threadsafe(self.fail, error)
+
+    async def close(self) -> None:
+        """Let the disk finish what it writes, drop the rest. Call after the data server stopped."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for executor in (self._outer, self._disk):
+            executor.shutdown(wait=True, cancel_futures=True)
+        if self.ended.done() and not self.ended.cancelled():
+            self.ended.exception()
+
+    # ---- effects ----
+
+    def _carry_out(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.SendUp(body):
+                if self.send is not None:
+                    self.send(SlaveMessage(self.state.caller(), body))
+            case effects.Record(kind, cause, fields):
+                self._tape.write(kind, cause, **fields)
+            case effects.Log(level, key, sentence):
+                self._changes.report(key, sentence, level)
+            case effects.OpenSlot(push, attempt, slot, opening):
+                self._data.open(push, attempt, slot, opening)
+            case effects.CloseSlot(push):
+                self._data.close(push)
+            case effects.CloseAllSlots():
+                self._data.close_all()
+            case effects.Serve(epoch):
+                self._data.set_epoch(epoch)
+            case effects.CloseLink(sentence):
+                if self.close_link is not None:
+                    self.close_link(sentence)
+            case effects.Stop(reason):
+                if not self.ended.done():
+                    self.ended.set_result(reason)
+            case effects.GiveUp(refusal):
+                self.fail(Refused(refusal.code, refusal.sentence))
+            case _:
+                self._work(effect)
+
+    def _work(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.SavePromise(epoch):
+                self._spawn(self._save_promise(epoch))
+            case effects.DropShadow(shadow):
+                self._drop_shadow(shadow)
+            case effects.SetPins(versions):
+                if self._memory is not None:
+                    self._memory.pin(versions)
+                    self._settle()
+            case effects.RunLoad():
+                self._spawn(self._job(effect.job, self._load(effect), effect.delay_s))
+            case effects.RunMeasure():
+                self._spawn(self._job(effect.job, self._measure(effect)))
+            case effects.RunPrepare():
+                self._spawn(self._job(effect.job, self._prepare(effect)))
+            case effects.RunCommit():
+                self._spawn(self._job(effect.job, self._commit(effect), effect.delay_s))
+            case _:
+                raise LocalProtocolError(f"no one carries out {type(effect).__name__}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    async def _job(self, job: int, work: Coroutine[Any, Any, events.JobEvent], delay_s: float = 0.0) -> None:
+        try:
+            await asyncio.sleep(delay_s)
+            event = await work
+        except Refused as refused:
+            event = events.JobFailed(job, to_refusal(refused))
+        finally:
+            work.close()  # a delay that was cancelled leaves work that never began
+        self.handle(event)
+
+    async def _on(self, executor: Executor, function: Callable[..., T], *args: Any) -> T:
+        return await self._loop.run_in_executor(executor, function, *args)
+
+    # ---- the data port's view of memory ----
+
+    def _settle(self) -> None:
+        """Tell the data port what may be read; `_settled` waits until it reads nothing else."""
+        memory = self._made()
+        settling = self._settling = self._loop.create_future()
+        settling.add_done_callback(lambda _: memory.left() if settling is self._settling else None)
+        self._data.set_readable(memory.readable(), lambda: self._resolve_soon(settling))
+
+    async def _settled(self) -> None:
+        if self._settling is not None:
+            await self._settling
+
+    def _resolve_soon(self, future: asyncio.Future[None]) -> None:
+        self._loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
+
+    async def _serve_memory(self, memory: ShardMemory | None) -> None:
+        done: asyncio.Future[None] = self._loop.create_future()
+        shard, staging = (memory.map, memory.staging) if memory is not None else (None, None)
+        self._data.set_memory(shard, staging, lambda: self._resolve_soon(done))
+        await done
+
+    def _made(self) -> ShardMemory:
+        if self._memory is None:
+            raise LocalProtocolError("a round reached a slave without memory")
+        return self._memory
+
+    # ---- jobs ----
+
+    async def _save_promise(self, epoch: int) -> None:
+        try:
+            await self._on(self._disk, self._store.save_promise, epoch)
+        except OSError as error:
+            raise FatalError(
+                f"epoch {epoch} cannot be promised, {self._store.directory} fails: {error.strerror}; free or replace "
+                "the slave's disk and start it again"
+            ) from error
+        self.handle(events.PromiseSaved(epoch))
+
+    def _drop_shadow(self, shadow: SnapshotInfo) -> None:
+        self._made().drop_shadow()
+        self._spawn(self._delete_shadow(shadow))
+
+    async def _delete_shadow(self, shadow: SnapshotInfo) -> None:
+        try:
+            await self._on(self._disk, self._store.drop_shadow, shadow)
+        except OSError as error:
+            log.warning("the shadow of round %s cannot be deleted: %s", shadow.round, error.strerror)
+
+    async def _load(self, effect: effects.RunLoad) -> events.LoadDone:
+        await self._settled()
+        await self._serve_memory(None)
+        self._memory = self._settling = None
+        blocks = checks.own_blocks(self._slave_id, effect.configure)
+        slots, room = effect.configure.staging_slots, self._memory_bytes
+        memory = await self._on(self._outer, ShardMemory, blocks, effect.chunk_bytes, slots, room)
+        current = None if effect.source is None else await self._fill(memory, effect, effect.source)
+        await self._serve_memory(memory)
+        self._memory = memory
+        self._settle()
+        await self._settled()
+        snapshots = await self._on(self._disk, self._store.infos)
+        return events.LoadDone(effect.job, current, snapshots)
+
+    async def _fill(self, memory: ShardMemory, effect: effects.RunLoad, source: SnapshotInfo) -> SnapshotInfo:
+        """Read a snapshot into fresh memory and check it against the digest of its COMMIT."""
+        theta, body = memory.take().theta, effect.configure
+        await self._on(self._disk, self._store.load, source, theta, memory.next_momentum)
+        sums = await self._on(self._outer, calculation.chunk_checksums, theta, memory.blocks, memory.map.chunk_bytes)
+        if shard_digest(sums) != body.load_digest:
+            raise Refused(
+                RefusalCode.DIGEST,
+                f"the snapshot of version {source.version} has digest {shard_digest(sums).hex()}, its COMMIT names "
+                f"{body.load_digest.hex()}",
+            )
+        if not source.committed:
+            source = await self._on(self._disk, self._store.commit, source, body.commit_hash, body.commit_record)
+        memory.name_shadow(source, sums)
+        memory.flip(source)
+        self._tape.write(
+            "snapshot_loaded", "", version=str(source.version), round=str(source.round), digest=source.digest.hex()
+        )
+        return source
+
+    async def _measure(self, effect: effects.RunMeasure) -> events.MeasureDone:
+        memory = self._made()
+        assert memory.current is not None
+        blocks = await self._on(self._outer, calculation.measure, memory, memory.current.theta, effect.slots)
+        return events.MeasureDone(effect.job, blocks)
+
+    async def _prepare(self, effect: effects.RunPrepare) -> events.PrepareDone:
+        await self._settled()
+        memory, body = self._made(), effect.prepare
+        made = self.state.shard.made
+        assert made is not None
+        shadow = await self._on(self._outer, memory.take)
+        theta = memory.current.theta if memory.current is not None else None
+        try:
+            sums = await self._on(self._outer, calculation.prepare, memory, theta, shadow.theta, body, effect.slots)
+            info = SnapshotInfo(
+                body.to_version, body.round, made.layout_hash, made.placement_hash, shard_digest(sums), committed=False
+            )
+            memory.name_shadow(info, sums)
+            await self._on(self._disk, self._store.write_shadow, info, shadow.theta, memory.next_momentum)
+        except BaseException:
+            memory.drop_shadow()
+            raise
+        snapshots = await self._on(self._disk, self._store.infos)
+        return events.PrepareDone(effect.job, info, snapshots)
+
+    async def _commit(self, effect: effects.RunCommit) -> events.CommitDone:
+        memory = self._made()
+        commit_hash, record = effect.commit_hash, effect.commit_record
+        info = await self._on(self._disk, self._store.commit, effect.shadow, commit_hash, record)
+        memory.flip(info)
+        self._settle()
+        await self._settled()
+        for problem in await self._on(self._disk, self._store.tidy, info):
+            log.warning("%s", problem)
+        snapshots = await self._on(self._disk, self._store.infos)
+        return events.CommitDone(effect.job, info, snapshots)
+
+    # ---- beats ----
+
+    def note_refusals(self) -> None:
+        """Put refused messages on the tape, at most one line a beat however many came (DESIGN I16)."""
+        total = self._data.beat().refused_chunks
+        if total != self._said_refused:
+            fresh, self._said_refused = total - self._said_refused, total
+            reason = self._data.last_refusal
+            self._tape.write("refused_chunk", "", count=fresh, total=total, last_reason=reason)
+            self._changes.report("refused_chunk", f"{fresh} data messages refused, the last: {reason}", "WARNING")

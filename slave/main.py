@@ -1,0 +1,131 @@
+"""The slave process: puts the parts together, and takes them apart in an order that loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+from dips.core.clock import SystemClock
+from dips.core.errors import DipsError
+from dips.core.net import require_loopback
+from dips.core.telemetry import Tape, configure_logging
+from dips.slave.config import SlaveConfig
+from dips.slave.control import Control
+from dips.slave.data_server import DataServer
+from dips.slave.engine import Engine
+from dips.slave.snapshots import SnapshotStore
+from dips.slave.state import events
+from dips.slave.state.slave import SlaveState
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may hold the interpreter while others wait. The default of 5 ms would add up to 5 ms to each
+chunk's answer whenever the event loop is at work; at 1 MiB chunks that would halve a fast link."""
+
+log = logging.getLogger("dips.slave")
+
+
+def run(config: SlaveConfig) -> int:
+    """Serve until told to stop. Returns the process's exit code; says an error in one sentence on stderr.
+
+    0: stopped by the master, SIGTERM or SIGINT. Others: DipsError.exit_code of what ended it.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        configure_logging("slave", config.slave_id, config.log_level, config.json_logs)
+        return asyncio.run(_until_signalled(config))
+    except DipsError as error:
+        print(f"dips slave {config.slave_id}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+async def _until_signalled(config: SlaveConfig) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await serve(config, stop)
+    return 0
+
+
+async def serve(config: SlaveConfig, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set or the master says StopSlave. Raises the DipsError that ends the slave."""
+    require_loopback(config.data_host, "data_host")
+    require_loopback(config.master, "master")
+    clock = SystemClock()
+    store = SnapshotStore(config.directory, config.run_id, config.slave_id, config.snapshots_kept)
+    try:
+        with Tape(config.tape, "slave", config.slave_id, clock) as tape:
+            await _serve(config, stop, store, tape, clock)
+    finally:
+        store.close()
+
+
+async def _serve(
+    config: SlaveConfig, stop: asyncio.Event, store: SnapshotStore, tape: Tape, clock: SystemClock
+) -> None:
+    for problem in await asyncio.to_thread(store.scan):
+        log.warning("%s", problem)
+        tape.write("snapshot_skipped", "", reason=problem)
+    relay = _Relay()
+    data = DataServer(
+        config.data_host, config.data_port, config.run_id, config.max_chunk_bytes, relay.staged, relay.crashed
+    )
+    engine = None
+    try:
+        endpoint = f"tcp://{config.advertise}" if config.advertise else data.endpoint
+        state = SlaveState(
+            config.run_id,
+            config.slave_id,
+            endpoint,
+            config.memory_bytes,
+            config.max_chunk_bytes,
+            store.promised_epoch,
+            store.infos(),
+        )
+        engine = Engine(state, config.slave_id, config.memory_bytes, store, data, tape, clock)
+        relay.engine = engine
+        await engine.warm_up()
+        data.start()
+        tape.write("started", "", endpoint=endpoint, pid=os.getpid(), snapshots=len(store.infos()))
+        log.info("run %s: data port %s, master %s", config.run_id, endpoint, config.master)
+        await _until_ended(engine, Control(config.master, engine, data), stop, tape)
+    finally:
+        data.stop()
+        if engine is not None:
+            await engine.close()
+
+
+async def _until_ended(engine: Engine, control: Control, stop: asyncio.Event, tape: Tape) -> None:
+    stopped = asyncio.create_task(stop.wait())
+    dialling = asyncio.create_task(control.run())
+    try:
+        ends: list[asyncio.Future[Any]] = [engine.ended, stopped, dialling]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if dialling.done():
+            dialling.result()
+        reason = engine.ended.result() if engine.ended.done() else "a signal"
+        tape.write("stopped", "", reason=reason)
+        log.info("stopped: %s", reason)
+    finally:
+        for task in (dialling, stopped):
+            task.cancel()
+        await asyncio.gather(dialling, stopped, return_exceptions=True)
+
+
+class _Relay:
+    """Carries the data thread's words to the engine, which is made after the data port is bound."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+
+    def staged(self, event: events.PushStaged) -> None:
+        if self.engine is not None:
+            self.engine.handle_soon(event)
+
+    def crashed(self, error: BaseException) -> None:
+        if self.engine is not None:
+            self.engine.fail_soon(error)

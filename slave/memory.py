@@ -1,0 +1,170 @@
+"""The slave's memory: a ring of theta buffers, two momentum buffers and the staging rows, made once.
+
+Shapes: n = elements of this slave's blocks, one block after the other in block-id order; theta and momentum
+(n,) float32, staging (slots, n) float32.
+
+One caller at a time: the control thread, or the job that it awaits. A buffer of a version that can still be
+read is never written (DESIGN I3); when pins hold every buffer the round is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dips.core.errors import LocalProtocolError, RefusalCode, Refused
+from dips.core.ids import Version
+from dips.core.layout import FLOAT32_BYTES, Block
+from dips.core.messages import SnapshotInfo
+from dips.core.placement import memory_bytes_needed
+from dips.slave.state.staging import ShardMap
+
+F32 = NDArray[np.float32]
+
+RING_BUFFERS = 3
+"""theta of v, v-1 and v+1; pins come on top."""
+
+BUSY_RETRY_S = 0.5
+
+
+@dataclass
+class Buffer:
+    """One theta. checksums: xxh3-64 of each chunk, in (block, offset) order."""
+
+    theta: F32
+    info: SnapshotInfo | None = None
+    checksums: Sequence[int] = ()
+
+
+class ShardMemory:
+    """memory_bytes bounds all arrays together. Raises Refused(MEMORY) when not even the ring fits."""
+
+    def __init__(self, blocks: Sequence[Block], chunk_bytes: int, staging_slots: int, memory_bytes: int) -> None:
+        self.blocks = tuple(blocks)
+        self.map = ShardMap(blocks, chunk_bytes)
+        self.n_elems = self.map.n_bytes // FLOAT32_BYTES
+        spare = memory_bytes - memory_bytes_needed(self.n_elems, staging_slots, pins=0)
+        if spare < 0:
+            raise Refused(
+                RefusalCode.MEMORY,
+                f"{self.n_elems} elements do not fit {memory_bytes} bytes: raise this slave's memory_bytes",
+            )
+        self.max_buffers = RING_BUFFERS + spare // max(1, self.map.n_bytes)
+        self.staging = _touched((staging_slots, self.n_elems))
+        self._buffers = [Buffer(_touched((self.n_elems,))) for _ in range(RING_BUFFERS)]
+        self._momentum = [_touched((self.n_elems,)) for _ in range(2)]
+        self.current: Buffer | None = None
+        self.previous: Buffer | None = None
+        self.shadow: Buffer | None = None
+        self._pins: frozenset[Version] = frozenset()
+        self._readable: dict[Version, Buffer] = {}
+        self._leaving: list[Buffer] = []
+
+    @property
+    def momentum(self) -> F32:
+        """Of the current version."""
+        return self._momentum[0]
+
+    @property
+    def next_momentum(self) -> F32:
+        """Of the shadow."""
+        return self._momentum[1]
+
+    @property
+    def n_bytes(self) -> int:
+        """What all arrays take together."""
+        arrays = [self.staging, *self._momentum, *(buffer.theta for buffer in self._buffers)]
+        return sum(array.nbytes for array in arrays)
+
+    def spans(self) -> list[tuple[Block, int, int]]:
+        """Each block with its first and last-plus-one element in this memory."""
+        out, start = [], 0
+        for block in self.blocks:
+            out.append((block, start, start + block.n_elems))
+            start += block.n_elems
+        return out
+
+    def take(self) -> Buffer:
+        """A buffer to write the shadow into. Raises Refused(BUSY) while every one is read or pinned."""
+        if self.shadow is not None:
+            raise LocalProtocolError("a second shadow was begun while one stands")
+        for buffer in self._buffers:
+            if not self._held(buffer):
+                self.shadow = buffer
+                return buffer
+        if len(self._buffers) >= self.max_buffers:
+            raise Refused(
+                RefusalCode.BUSY,
+                f"all {len(self._buffers)} buffers of this slave hold versions that are read or pinned: raise its "
+                "memory_bytes or wait for the pulls to end",
+                BUSY_RETRY_S,
+            )
+        self._buffers.append(Buffer(_touched((self.n_elems,))))
+        self.shadow = self._buffers[-1]
+        return self.shadow
+
+    def name_shadow(self, info: SnapshotInfo, checksums: Sequence[int]) -> None:
+        """The shadow is complete: from now on it may become the current version."""
+        assert self.shadow is not None
+        self.shadow.info, self.shadow.checksums = info, checksums
+
+    def drop_shadow(self) -> None:
+        if self.shadow is not None:
+            self.shadow.info, self.shadow = None, None
+
+    def flip(self, info: SnapshotInfo) -> None:
+        """The shadow becomes the current version; the current one becomes the previous one."""
+        if self.shadow is None or self.shadow.info is None or self.shadow.info.version != info.version:
+            raise LocalProtocolError(f"version {info.version} was flipped to, but no such shadow stands")
+        self.shadow.info = info
+        self.previous, self.current, self.shadow = self.current, self.shadow, None
+        self._momentum.reverse()
+        self._sort_out()
+
+    def pin(self, versions: Iterable[Version]) -> None:
+        """Keep these versions readable, where they still are; others but current and previous leave."""
+        self._pins = frozenset(versions)
+        self._sort_out()
+
+    def readable(self) -> Mapping[Version, Buffer]:
+        """What the data port may serve."""
+        return dict(self._readable)
+
+    def left(self) -> None:
+        """The data port reads nothing but readable() any more: buffers that left may be written again."""
+        for buffer in self._leaving:
+            buffer.info = None
+        self._leaving = []
+
+    def _held(self, buffer: Buffer) -> bool:
+        return buffer is self.shadow or any(buffer is other for other in (*self._readable.values(), *self._leaving))
+
+    def _sort_out(self) -> None:
+        keep: dict[Version, Buffer] = {}
+        for buffer in (self.current, self.previous):
+            if buffer is not None and buffer.info is not None:
+                keep[buffer.info.version] = buffer
+        keep |= {version: self._readable[version] for version in self._pins if version in self._readable}
+        self._leaving += [buffer for version, buffer in self._readable.items() if version not in keep]
+        self._readable = keep
+
+
+def bytes_of(array: F32) -> memoryview:
+    """The raw bytes of a contiguous array, without a copy; also of an empty one, which memoryview.cast refuses."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _touched(shape: tuple[int, ...]) -> F32:
+    """Zeros whose pages are really there: running out of memory must show now, not in the middle of a round."""
+    try:
+        array = np.empty(shape, np.float32)
+    except MemoryError as error:
+        raise Refused(
+            RefusalCode.MEMORY, f"this host has no {4 * math.prod(shape)} bytes left: lower the slave's memory_bytes"
+        ) from error
+    array.fill(0)
+    return array

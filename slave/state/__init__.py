@@ -1,0 +1,1 @@
+"""What a slave decides: pure code that takes (event, now) and returns effects."""

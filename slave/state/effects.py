@@ -1,0 +1,169 @@
+"""What the slave's state machine wants done. The server modules carry effects out in order.
+
+A Run effect is a job: at most one is under way, and its completion is an event with the same number.
+delay_s: how long to wait before it begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dips.core.ids import PushId, RoundId, Version
+from dips.core.messages import Configure, Prepare, Refusal, SlaveBody, SnapshotInfo
+
+
+@dataclass(frozen=True)
+class SendUp:
+    """Send this body to the master, if the stream still stands."""
+
+    body: SlaveBody
+
+
+@dataclass(frozen=True)
+class CloseLink:
+    """End the stream and dial again later."""
+
+    sentence: str
+
+
+@dataclass(frozen=True)
+class SavePromise:
+    """Write the promised epoch and fsync it, then PromiseSaved."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Serve:
+    """The data port refuses chunks of older epochs from now on."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class RunLoad:
+    """Make memory for the blocks and fill it from `source` (None: leave it empty); a shadow becomes a committed one."""
+
+    job: int
+    configure: Configure
+    chunk_bytes: int
+    source: SnapshotInfo | None
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunMeasure:
+    """Gram matrices of the pushes in `slots` (cluster-id order) at the current version."""
+
+    job: int
+    round: RoundId
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RunPrepare:
+    """Compute the shadow of the next version from the pushes in `slots` and write it to disk."""
+
+    job: int
+    prepare: Prepare
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RunCommit:
+    """Write the manifest of the shadow that stands in memory, then flip."""
+
+    job: int
+    shadow: SnapshotInfo
+    commit_hash: bytes
+    commit_record: bytes
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class DropShadow:
+    """Forget the shadow in memory and delete its file."""
+
+    shadow: SnapshotInfo
+
+
+@dataclass(frozen=True)
+class OpenSlot:
+    """Take chunks of this push. The same `opening` adopts what has landed, another one begins with nothing."""
+
+    push: PushId
+    attempt: int
+    slot: int
+    opening: int
+
+
+@dataclass(frozen=True)
+class CloseSlot:
+    """Take no more chunks of this push, and forget those that landed."""
+
+    push: PushId
+
+
+@dataclass(frozen=True)
+class CloseAllSlots:
+    """Every push of the incarnation that ended is forgotten."""
+
+
+@dataclass(frozen=True)
+class SetPins:
+    """These versions stay readable, beside the current one and the one before."""
+
+    versions: tuple[Version, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the tape."""
+
+    kind: str
+    cause: str
+    fields: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Log:
+    """One sentence for a person, said when it changes."""
+
+    level: str
+    key: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The master asks this slave to end, exit code 0."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """This slave can never serve this master: end with the sentence and exit code 3."""
+
+    refusal: Refusal
+
+
+Effect = (
+    SendUp
+    | CloseLink
+    | SavePromise
+    | Serve
+    | RunLoad
+    | RunMeasure
+    | RunPrepare
+    | RunCommit
+    | DropShadow
+    | OpenSlot
+    | CloseSlot
+    | CloseAllSlots
+    | SetPins
+    | Record
+    | Log
+    | Stop
+    | GiveUp
+)

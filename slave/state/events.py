@@ -1,0 +1,97 @@
+"""What happens to a slave: the inputs of its state machine, made by the server modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dips.core.ids import PushId
+from dips.core.messages import BlockGram, Refusal, SlaveCommand, SnapshotInfo
+
+
+@dataclass(frozen=True)
+class Linked:
+    """A stream to the master is open."""
+
+
+@dataclass(frozen=True)
+class Unlinked:
+    """The stream ended."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """The master ended the stream because this incarnation is over: the next hello names none."""
+
+
+@dataclass(frozen=True)
+class Commanded:
+    """A command came down the stream."""
+
+    command: SlaveCommand
+
+
+@dataclass(frozen=True)
+class PromiseSaved:
+    """The promise of this epoch is on disk."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class PushStaged:
+    """Every chunk of this push that belongs here has landed and is verified. opening: as in OpenSlot."""
+
+    push: PushId
+    attempt: int
+    opening: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class LoadDone:
+    """Memory is made and holds `current` (None: no version exists)."""
+
+    job: int
+    current: SnapshotInfo | None
+    snapshots: tuple[SnapshotInfo, ...]
+
+
+@dataclass(frozen=True)
+class MeasureDone:
+    """The Gram matrices of this slave's blocks, in block-id order."""
+
+    job: int
+    blocks: tuple[BlockGram, ...]
+
+
+@dataclass(frozen=True)
+class PrepareDone:
+    """The shadow stands in memory and, verified, on disk."""
+
+    job: int
+    shadow: SnapshotInfo
+    snapshots: tuple[SnapshotInfo, ...]
+
+
+@dataclass(frozen=True)
+class CommitDone:
+    """The manifest is on disk, memory has flipped, and the data port serves the new version."""
+
+    job: int
+    current: SnapshotInfo
+    snapshots: tuple[SnapshotInfo, ...]
+
+
+@dataclass(frozen=True)
+class JobFailed:
+    """The job changed nothing durable; the slave goes on."""
+
+    job: int
+    refusal: Refusal
+
+
+JobEvent = LoadDone | MeasureDone | PrepareDone | CommitDone | JobFailed
+
+Event = Linked | Unlinked | Fenced | Commanded | PromiseSaved | PushStaged | JobEvent

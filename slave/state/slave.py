@@ -1,0 +1,227 @@
+"""The slave's whole decision: one event and the time go in, effects come out.
+
+It joins the bond with the master (link), the parameters (shard) and the open stagings (slots), and keeps the
+commands that must wait for the job under way, in their order. It must never obey a command of an older epoch,
+of another incarnation or of another run (DESIGN I8).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from dips.core.errors import LocalProtocolError, Refused
+from dips.core.machine import Story
+from dips.core.messages import (
+    AbortRound,
+    Caller,
+    CloseStaging,
+    Commit,
+    Configure,
+    Hello,
+    Measure,
+    OpenStaging,
+    Prepare,
+    Promised,
+    Refusal,
+    Retain,
+    SlaveCommand,
+    SlaveHello,
+    SnapshotInfo,
+    StopSlave,
+    Welcome,
+)
+from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION, agree
+from dips.slave.state import effects, events
+from dips.slave.state.effects import Effect
+from dips.slave.state.link import LinkState
+from dips.slave.state.shard import ShardState
+from dips.slave.state.slots import Slots
+
+SOFTWARE = "dips slave 0.1.0"
+
+MAX_WAITING = 1024
+"""Commands that may wait for one job. A master that sends more is broken, and the stream is closed."""
+
+
+class SlaveState:
+    """One life of a slave process. memory_bytes and max_chunk_bytes are this slave's own limits."""
+
+    def __init__(
+        self,
+        run_id: str,
+        slave_id: str,
+        data_endpoint: str,
+        memory_bytes: int,
+        max_chunk_bytes: int,
+        promised_epoch: int,
+        snapshots: Sequence[SnapshotInfo],
+    ) -> None:
+        self.story = Story()
+        self.link = LinkState(run_id, promised_epoch, self.story)
+        self.slots = Slots()
+        self.shard = ShardState(slave_id, memory_bytes, max_chunk_bytes, snapshots, self.slots, self.story)
+        self._slave_id = slave_id
+        self._data_endpoint = data_endpoint
+        self._memory_bytes = memory_bytes
+        self._waiting: deque[SlaveCommand] = deque()
+        self._mute_job = 0
+
+    def caller(self, cause_id: str = "") -> Caller:
+        """What stands in every message of this slave."""
+        link = self.link
+        return Caller(link.run_id, link.promised_epoch, self._slave_id, link.incarnation, cause_id)
+
+    def handle(self, event: events.Event, now_s: float) -> list[Effect]:
+        """Take one event; returns what to do, in order."""
+        out = self._take(event, now_s)
+        while self._waiting and self._may_run(self._waiting[0]):
+            out += self._obey(self._waiting.popleft(), now_s)
+        return out
+
+    def _take(self, event: events.Event, now_s: float) -> list[Effect]:
+        match event:
+            case events.Linked():
+                self.link.opened(now_s)
+                return [effects.SendUp(self._hello())]
+            case events.Unlinked(why):
+                self.link.closed(now_s, why)
+                self._waiting.clear()
+                return []
+            case events.Fenced():
+                self.link.fenced()
+                return []
+            case events.Commanded(command):
+                return self._commanded(command, now_s)
+            case events.PromiseSaved(epoch):
+                return self._promise_saved(epoch, now_s)
+            case events.PushStaged():
+                return self._staged(event)
+            case _:
+                return self._completed(event, now_s)
+
+    # ---- the link ----
+
+    def _hello(self) -> SlaveHello:
+        return SlaveHello(
+            Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), SOFTWARE),
+            self._data_endpoint,
+            self._memory_bytes,
+            self.link.promised_epoch,
+            self.shard.snapshots,
+        )
+
+    def _commanded(self, command: SlaveCommand, now_s: float) -> list[Effect]:
+        why_not = self.link.why_not(command)
+        name = type(command.body).__name__
+        if why_not:
+            sentence = f"{name} refused: {why_not}"
+            out: list[Effect] = [
+                effects.Log("WARNING", "command", sentence),
+                effects.Record("refused_command", command.cause_id, {"command": name, "reason": why_not}),
+            ]
+            return [*out, effects.CloseLink(sentence)] if isinstance(command.body, Welcome) else out
+        if isinstance(command.body, Welcome):
+            return self._welcomed(command, command.body, now_s)
+        if isinstance(command.body, StopSlave):
+            return [effects.Stop(command.body.reason)]
+        if len(self._waiting) >= MAX_WAITING:
+            return [effects.CloseLink(f"{MAX_WAITING} commands wait for one job")]
+        self._waiting.append(command)
+        return []
+
+    def _welcomed(self, command: SlaveCommand, welcome: Welcome, now_s: float) -> list[Effect]:
+        hello = welcome.hello
+        try:
+            agree(hello.protocol_min, hello.protocol_max, hello.capabilities, "the master")
+        except Refused as refused:
+            return [effects.GiveUp(Refusal(refused.code, refused.sentence))]
+        self._waiting.clear()
+        out: list[Effect] = []
+        if self.link.welcomed(command, welcome, now_s):
+            self.slots.clear()
+            self._mute_job = self.shard.job.number if self.shard.job else 0
+            out.append(effects.CloseAllSlots())
+            out.append(effects.Record("incarnation", command.cause_id, {"incarnation": str(command.incarnation)}))
+        return [*out, effects.SavePromise(command.epoch)]
+
+    def _promise_saved(self, epoch: int, now_s: float) -> list[Effect]:
+        attached = self.link.promise_saved(epoch, now_s)
+        out: list[Effect] = [effects.Serve(self.link.promised_epoch)]
+        if attached:
+            out.append(effects.SendUp(Promised(epoch)))
+            out += [effects.SendUp(staged) for staged in self.slots.all_staged()]
+        return out
+
+    # ---- commands that wait their turn ----
+
+    def _may_run(self, command: SlaveCommand) -> bool:
+        """Whether the command can run now; the first that cannot holds back all behind it."""
+        if self.link.promising:
+            return False
+        if not self.shard.busy:
+            return True
+        rows = self.shard.job.slots if self.shard.job else ()
+        loading = isinstance(self.shard.job.body, Configure) if self.shard.job else False
+        if isinstance(command.body, OpenStaging):
+            held = self.slots.slot_of(command.body.push)
+            return not loading and command.body.slot not in rows and held not in rows
+        if isinstance(command.body, CloseStaging):
+            return not loading and self.slots.slot_of(command.body.push) not in rows
+        return False
+
+    def _obey(self, command: SlaveCommand, now_s: float) -> list[Effect]:
+        cause = command.cause_id
+        match command.body:
+            case Configure() as body:
+                assert self.link.welcome is not None
+                return self.shard.configure(body, self.link.welcome.settings, cause, now_s)
+            case OpenStaging() as body:
+                return self._open(body, cause)
+            case CloseStaging(push):
+                self.slots.close(push)
+                return [effects.CloseSlot(push)]
+            case Measure() as body:
+                return self.shard.measure(body, cause, now_s)
+            case Prepare() as body:
+                return self.shard.prepare(body, cause, now_s)
+            case AbortRound() as body:
+                return self.shard.abort(body, cause, now_s)
+            case Commit() as body:
+                return self.shard.commit(body, cause, now_s)
+            case Retain(versions):
+                return [effects.SetPins(versions)]
+            case other:
+                raise LocalProtocolError(f"{type(other).__name__} does not wait for its turn")
+
+    def _open(self, body: OpenStaging, cause: str) -> list[Effect]:
+        n_slots = self.shard.made.staging_slots if self.shard.made else 0
+        if not 0 <= body.slot < n_slots:
+            sentence = f"OpenStaging of push {body.push} names slot {body.slot}, this slave has {n_slots}"
+            return [
+                effects.Log("ERROR", "open", sentence),
+                effects.Record("refused_command", cause, {"reason": sentence}),
+            ]
+        opening = self.slots.open(body)
+        if opening is None:
+            sentence = f"push {body.push}: attempt {body.attempt} is older than the open one"
+            return [effects.Log("WARNING", "open", sentence)]
+        return [effects.OpenSlot(body.push, body.attempt, body.slot, opening)]
+
+    # ---- what came from below ----
+
+    def _staged(self, event: events.PushStaged) -> list[Effect]:
+        staged = self.slots.staged(event.push, event.attempt, event.opening, event.digest)
+        if staged is None:
+            return []
+        fields = {"push": str(event.push), "attempt": event.attempt, "digest": event.digest.hex()}
+        out: list[Effect] = [effects.Record("staged", "", dict(fields))]
+        return [effects.SendUp(staged), *out] if self.link.attached else out
+
+    def _completed(self, event: events.JobEvent, now_s: float) -> list[Effect]:
+        out = self.shard.completed(event, now_s)
+        if self.link.attached and event.job != self._mute_job:
+            return out
+        # Nobody hears the answer, or it was asked of an earlier incarnation: a command that comes again is
+        # answered again.
+        return [effect for effect in out if not isinstance(effect, effects.SendUp)]

@@ -1,0 +1,251 @@
+"""The data port without sockets: whatever a peer sends becomes an answer, and only right bytes reach staging."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.slave_peers import LAYOUT, push_id
+
+from dips.core.chunks import Chunk, checksum, chunks_of, digest_of_array
+from dips.core.data_header import Codec, DataHeader, DataOp
+from dips.core.errors import RefusalCode
+from dips.core.ids import RoundId, Version
+from dips.core.messages import Refusal, SnapshotInfo
+from dips.slave.calculation import chunk_checksums
+from dips.slave.data_port import Answer, DataPort
+from dips.slave.memory import Buffer
+from dips.slave.state.events import PushStaged
+from dips.slave.state.staging import ShardMap
+
+CHUNK_BYTES = 1024
+BLOCKS = LAYOUT.blocks
+VALUES = np.random.default_rng(2).standard_normal(LAYOUT.n_elems).astype(np.float32)
+DATA = VALUES.tobytes()
+CHUNKS = chunks_of(BLOCKS, CHUNK_BYTES)
+A = push_id("a")
+V0 = Version(1, 0)
+
+
+class Port:
+    """A data port with one open push and one readable version."""
+
+    def __init__(self) -> None:
+        self.staged: list[PushStaged] = []
+        self.port = DataPort("run", self.staged.append)
+        self.staging = np.zeros((2, LAYOUT.n_elems), np.float32)
+        self.port.set_epoch(3)
+        self.port.set_memory(ShardMap(BLOCKS, CHUNK_BYTES), self.staging)
+        self.port.open(A, 1, 1, opening=5)
+        info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", b"", committed=True)
+        self.buffer = Buffer(VALUES.copy(), info, chunk_checksums(VALUES, BLOCKS, CHUNK_BYTES))
+        self.port.set_readable({V0: self.buffer})
+
+    def send(self, header: DataHeader, *payload: bytes) -> Answer:
+        return self.port.answer([memoryview(header.encode()), *(memoryview(part) for part in payload)])
+
+    def refused(self, header: DataHeader, *payload: bytes) -> Refusal:
+        """The refusal; nothing may have changed but the count."""
+        before, count = self.staging.copy(), self.port.refused_chunks
+        answer = self.send(header, *payload)
+        assert answer.header.op is DataOp.REFUSED
+        assert answer.header.request == header.request
+        assert answer.header.refusal is not None
+        assert self.port.refused_chunks == count + 1
+        assert self.port.last_refusal == answer.header.refusal.sentence
+        np.testing.assert_array_equal(self.staging, before)
+        return answer.header.refusal
+
+
+@pytest.fixture
+def port() -> Port:
+    return Port()
+
+
+def payload(chunk: Chunk) -> bytes:
+    start = BLOCKS[chunk.block_id].start_elem * 4 + chunk.offset_bytes
+    return DATA[start : start + chunk.length_bytes]
+
+
+def put(chunk: Chunk) -> DataHeader:
+    return DataHeader(
+        "run",
+        3,
+        DataOp.PUT_CHUNK,
+        17,
+        push=A,
+        attempt=1,
+        block=chunk.block_id,
+        offset_bytes=chunk.offset_bytes,
+        length_bytes=chunk.length_bytes,
+        codec=Codec.F32,
+        checksum=checksum(payload(chunk)),
+        cause_id="why",
+    )
+
+
+def get(chunk: Chunk, version: Version = V0) -> DataHeader:
+    return replace(put(chunk), op=DataOp.GET_CHUNK, push=None, attempt=0, version=version, codec=Codec.NONE, checksum=0)
+
+
+def test_a_whole_push_lands_in_its_row_and_is_said_once(port: Port) -> None:
+    for chunk in [*CHUNKS[:-1], *CHUNKS]:
+        answer = port.send(put(chunk), payload(chunk)).header
+        assert (answer.op, answer.request, answer.push, answer.cause_id) == (DataOp.ACK, 17, A, "why")
+        assert (answer.block, answer.offset_bytes) == (chunk.block_id, chunk.offset_bytes)
+    assert answer.complete
+    np.testing.assert_array_equal(port.staging[1], VALUES)
+    assert not port.staging[0].any()
+    digest = digest_of_array(VALUES, BLOCKS, CHUNK_BYTES)
+    assert port.staged == [PushStaged(A, 1, 5, digest)]
+    assert port.port.beat().staging_bytes == len(DATA)
+
+
+def test_a_new_attempt_of_a_complete_push_is_said_again(port: Port) -> None:
+    for chunk in CHUNKS:
+        port.send(put(chunk), payload(chunk))
+    port.port.open(A, 2, 1, opening=5)
+    assert [(staged.attempt, staged.opening) for staged in port.staged] == [(1, 5), (2, 5)]
+
+
+def test_query_missing_names_what_is_left(port: Port) -> None:
+    for chunk in CHUNKS[2:]:
+        port.send(put(chunk), payload(chunk))
+    answer = port.send(replace(put(CHUNKS[0]), op=DataOp.QUERY_MISSING)).header
+    assert answer.op is DataOp.MISSING
+    assert [(m.block, m.offset_bytes) for m in answer.missing] == [(c.block_id, c.offset_bytes) for c in CHUNKS[:2]]
+    assert not answer.complete
+
+
+def test_a_version_is_served_from_its_own_memory_with_its_checksums(port: Port) -> None:
+    for chunk in CHUNKS:
+        answer = port.send(get(chunk))
+        assert answer.payload is not None
+        assert bytes(answer.payload) == payload(chunk)
+        assert np.shares_memory(np.frombuffer(answer.payload, np.uint8), port.buffer.theta)
+        header = answer.header
+        assert (header.op, header.version, header.codec) == (DataOp.CHUNK, V0, Codec.F32)
+        assert (header.checksum, header.length_bytes) == (checksum(payload(chunk)), chunk.length_bytes)
+    assert port.port.beat().served_bytes == len(DATA)
+
+
+def test_reads_do_not_ask_for_the_epoch_because_a_version_never_changes(port: Port) -> None:
+    assert port.send(replace(get(CHUNKS[0]), epoch=1)).header.op is DataOp.CHUNK
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"protocol": 9}, RefusalCode.PROTOCOL_VERSION),
+        ({"run_id": "other"}, RefusalCode.RUN_ID),
+        ({"epoch": 2}, RefusalCode.STALE_EPOCH),
+        ({"push": push_id("b")}, RefusalCode.UNKNOWN_PUSH),
+        ({"attempt": 2}, RefusalCode.UNKNOWN_PUSH),
+        ({"block": 77}, RefusalCode.CHUNK),
+        ({"offset_bytes": 2}, RefusalCode.CHUNK),
+        ({"length_bytes": 8}, RefusalCode.CHUNK),
+        ({"codec": Codec.NONE}, RefusalCode.CHUNK),
+        ({"checksum": 1}, RefusalCode.CHUNK),
+        ({"push": None}, RefusalCode.MALFORMED),
+        ({"op": DataOp.ACK}, RefusalCode.MALFORMED),
+        ({"op": DataOp.QUERY_MISSING}, RefusalCode.MALFORMED),
+    ],
+)
+def test_a_wrong_put_is_refused(port: Port, changes: dict[str, object], code: RefusalCode) -> None:
+    header = replace(put(CHUNKS[0]), **changes)  # type: ignore[arg-type]
+    answer = port.send(header, payload(CHUNKS[0])).header
+    assert answer.refusal is not None
+    assert answer.refusal.code is code
+    assert not port.staging.any()
+    assert port.port.refused_chunks == 1
+
+
+def test_a_damaged_payload_is_refused_and_may_come_again(port: Port) -> None:
+    damaged = bytearray(payload(CHUNKS[0]))
+    damaged[100] ^= 1
+    refusal = port.refused(put(CHUNKS[0]), bytes(damaged))
+    assert refusal.code is RefusalCode.CHUNK
+    assert "send it again" in refusal.sentence
+    assert port.send(put(CHUNKS[0]), payload(CHUNKS[0])).header.op is DataOp.ACK
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1025, 4096])
+def test_a_payload_of_another_length_than_its_header_is_refused(port: Port, size: int) -> None:
+    assert port.refused(put(CHUNKS[0]), bytes(size)).code is RefusalCode.CHUNK
+
+
+def test_a_landed_chunk_is_not_replaced_by_other_bytes(port: Port) -> None:
+    port.send(put(CHUNKS[0]), payload(CHUNKS[0]))
+    other = bytes(1024)
+    refusal = port.refused(replace(put(CHUNKS[0]), checksum=checksum(other)), other)
+    assert refusal.code is RefusalCode.DIGEST
+
+
+def test_missing_and_surplus_frames_are_refused(port: Port) -> None:
+    assert port.refused(put(CHUNKS[0])).code is RefusalCode.MALFORMED
+    assert port.refused(put(CHUNKS[0]), payload(CHUNKS[0]), b"").code is RefusalCode.MALFORMED
+    assert port.refused(get(CHUNKS[0]), b"").code is RefusalCode.MALFORMED
+    assert port.port.answer([]).header.op is DataOp.REFUSED
+
+
+def test_a_version_that_left_is_gone(port: Port) -> None:
+    assert port.refused(get(CHUNKS[0], Version(1, 1))).code is RefusalCode.VERSION_GONE
+    port.port.set_readable({})
+    assert port.refused(get(CHUNKS[0])).code is RefusalCode.VERSION_GONE
+
+
+def test_a_slave_without_memory_asks_for_patience(port: Port) -> None:
+    port.port.set_memory(None, None)
+    port.port.open(A, 1, 0)
+    port.port.close(A)
+    port.port.close_all()
+    for header, parts in ((put(CHUNKS[0]), [payload(CHUNKS[0])]), (get(CHUNKS[0]), [])):
+        refusal = port.send(header, *parts).header.refusal
+        assert refusal is not None
+        assert refusal.code is RefusalCode.BUSY
+        assert refusal.retry_after_s > 0
+    assert port.port.beat().staging_open == 0
+
+
+def test_new_memory_forgets_every_staging(port: Port) -> None:
+    port.send(put(CHUNKS[0]), payload(CHUNKS[0]))
+    port.port.set_memory(ShardMap(BLOCKS, CHUNK_BYTES), np.zeros((1, LAYOUT.n_elems), np.float32))
+    assert port.refused(put(CHUNKS[0]), payload(CHUNKS[0])).code is RefusalCode.UNKNOWN_PUSH
+
+
+def test_the_beat_shows_open_stagings(port: Port) -> None:
+    port.send(put(CHUNKS[0]), payload(CHUNKS[0]))
+    beat = port.port.beat()
+    assert beat.staging_open == 1
+    assert [(p.push, p.attempt, p.landed_bytes) for p in beat.progress] == [(A, 1, 1024)]
+    port.port.close(A)
+    assert port.port.beat().staging_open == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.binary(max_size=200), max_size=4))
+def test_any_frames_get_one_answer_and_change_nothing(frames: list[bytes]) -> None:
+    port = Port()
+    answer = port.port.answer([memoryview(frame) for frame in frames])
+    assert answer.header.op is DataOp.REFUSED
+    assert not port.staging.any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_damaged_message_never_lands_wrong_bytes(data: st.DataObject) -> None:
+    """Bits flipped anywhere in header and payload are seen, and nothing lands."""
+    port = Port()
+    chunk = data.draw(st.sampled_from(CHUNKS))
+    frames = [bytearray(put(chunk).encode()), bytearray(payload(chunk))]
+    for _ in range(data.draw(st.integers(1, 3))):
+        frame = data.draw(st.sampled_from(frames))
+        frame[data.draw(st.integers(0, len(frame) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    if frames == [put(chunk).encode(), payload(chunk)]:
+        return  # the same bit twice
+    answer = port.port.answer([memoryview(bytes(frame)) for frame in frames])
+    assert answer.header.op is DataOp.REFUSED
+    assert not port.staging.any()

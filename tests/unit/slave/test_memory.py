@@ -1,0 +1,181 @@
+"""The ring of buffers: what stays readable is never written, and memory stays within what was stated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.slave_peers import LAYOUT
+
+from dips.core.errors import LocalProtocolError, RefusalCode, Refused
+from dips.core.ids import RoundId, Version
+from dips.core.messages import SnapshotInfo
+from dips.core.placement import memory_bytes_needed
+from dips.slave.memory import Buffer, ShardMemory, bytes_of
+
+BLOCKS = LAYOUT.blocks
+N = LAYOUT.n_elems
+SLOTS = 2
+
+
+def info(v: int) -> SnapshotInfo:
+    return SnapshotInfo(Version(1, v), RoundId(1, v + 1), b"l", b"p", b"d", committed=True)
+
+
+def make(pins: int = 0, extra_bytes: int = 0) -> ShardMemory:
+    return ShardMemory(BLOCKS, 1024, SLOTS, memory_bytes_needed(N, SLOTS, pins) + extra_bytes)
+
+
+def publish(memory: ShardMemory, v: int) -> Buffer:
+    """One round: write v everywhere in the shadow, flip, and let the data port follow."""
+    buffer = memory.take()
+    buffer.theta.fill(v)
+    memory.next_momentum.fill(-v)
+    memory.name_shadow(info(v), [v])
+    memory.flip(info(v))
+    memory.left()
+    return buffer
+
+
+def test_exactly_the_stated_memory_is_enough_and_one_byte_less_is_not() -> None:
+    memory = make()
+    assert memory.n_bytes == memory_bytes_needed(N, SLOTS, 0) == 28 * N
+    with pytest.raises(Refused, match="raise this slave's memory_bytes") as caught:
+        make(extra_bytes=-1)
+    assert caught.value.code is RefusalCode.MEMORY
+
+
+def test_the_current_and_the_previous_version_stay_readable() -> None:
+    memory = make()
+    for v in range(5):
+        publish(memory, v)
+        readable = memory.readable()
+        assert sorted(readable) == [Version(1, x) for x in range(max(0, v - 1), v + 1)]
+        assert all((buffer.theta == version.v).all() for version, buffer in readable.items())
+        assert (memory.momentum == -v).all()
+    assert memory.n_bytes == 28 * N
+
+
+def test_a_pinned_version_stays_and_costs_one_buffer() -> None:
+    memory = make(pins=1)
+    publish(memory, 0)
+    memory.pin([Version(1, 0)])
+    for v in range(1, 6):
+        publish(memory, v)
+        assert (memory.readable()[Version(1, 0)].theta == 0).all()
+    assert memory.n_bytes == memory_bytes_needed(N, SLOTS, 1)
+    memory.pin([])
+    assert sorted(memory.readable()) == [Version(1, 4), Version(1, 5)]
+    memory.left()
+    publish(memory, 6)
+    assert memory.n_bytes == memory_bytes_needed(N, SLOTS, 1)
+
+
+def test_more_pins_than_memory_refuse_the_round_and_not_the_readers() -> None:
+    memory = make()
+    publish(memory, 0)
+    publish(memory, 1)
+    memory.pin([Version(1, 0)])
+    publish(memory, 2)
+    with pytest.raises(Refused, match="pinned") as caught:
+        memory.take()
+    assert caught.value.code is RefusalCode.BUSY
+    assert caught.value.retry_after_s > 0
+    assert (memory.readable()[Version(1, 0)].theta == 0).all()
+
+
+def test_a_pin_of_a_version_that_left_brings_nothing_back() -> None:
+    memory = make(pins=2)
+    for v in range(4):
+        publish(memory, v)
+    memory.pin([Version(1, 0), Version(9, 9)])
+    assert sorted(memory.readable()) == [Version(1, 2), Version(1, 3)]
+
+
+def test_a_buffer_that_left_waits_for_the_data_port() -> None:
+    memory = make()
+    first = publish(memory, 0)
+    publish(memory, 1)
+    memory.take()
+    memory.name_shadow(info(2), [2])
+    memory.flip(info(2))
+    with pytest.raises(Refused, match="read or pinned"):
+        memory.take()
+    memory.left()
+    assert memory.take() is first
+
+
+def test_a_dropped_shadow_gives_its_buffer_back() -> None:
+    memory = make()
+    publish(memory, 0)
+    publish(memory, 1)
+    first = memory.take()
+    memory.drop_shadow()
+    memory.drop_shadow()
+    assert memory.take() is first
+
+
+def test_a_shadow_that_is_not_complete_or_another_version_cannot_be_flipped_to() -> None:
+    memory = make()
+    with pytest.raises(LocalProtocolError):
+        memory.flip(info(0))
+    memory.take()
+    with pytest.raises(LocalProtocolError):
+        memory.flip(info(0))
+    memory.name_shadow(info(0), [])
+    with pytest.raises(LocalProtocolError):
+        memory.flip(info(1))
+
+
+def test_a_second_shadow_is_a_bug() -> None:
+    memory = make()
+    memory.take()
+    with pytest.raises(LocalProtocolError, match="second shadow"):
+        memory.take()
+
+
+def test_spans_cover_the_memory_in_block_order() -> None:
+    spans = make().spans()
+    assert [block.block_id for block, _, _ in spans] == [block.block_id for block in BLOCKS]
+    assert [start for _, start, _ in spans] == [0, *(stop for _, _, stop in spans[:-1])]
+    assert spans[-1][2] == N
+
+
+def test_a_slave_without_blocks_works() -> None:
+    memory = ShardMemory([], 1024, SLOTS, 0)
+    for v in range(3):
+        publish(memory, v)
+    assert memory.n_bytes == 0
+
+
+def test_bytes_of_is_the_memory_itself_also_when_empty() -> None:
+    array = np.arange(3, dtype=np.float32)
+    bytes_of(array)[:4] = b"\0\0\x80\x3f"
+    assert array[0] == 1.0
+    assert len(bytes_of(np.empty(0, np.float32))) == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["publish", "pin", "drop"]), st.sets(st.integers(0, 12), max_size=3)), max_size=25
+    )
+)
+def test_whatever_comes_readable_versions_keep_their_content(steps: list[tuple[str, set[int]]]) -> None:
+    memory, v = make(pins=2), 0
+    for step, versions in steps:
+        if step == "publish":
+            try:
+                publish(memory, v)
+                v += 1
+            except Refused:
+                memory.drop_shadow()
+        elif step == "pin":
+            memory.pin(Version(1, x) for x in versions)
+        else:
+            memory.left()
+        assert memory.n_bytes <= memory_bytes_needed(N, SLOTS, 2)
+        for version, buffer in memory.readable().items():
+            assert (buffer.theta == version.v).all()
+            assert buffer.checksums == [version.v]

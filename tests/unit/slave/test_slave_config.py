@@ -1,0 +1,57 @@
+"""A slave's knobs: wrong ones are told what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dips.core.config import load
+from dips.core.errors import ConfigError
+from dips.slave.config import SlaveConfig
+
+GIVEN = {"run_id": "run", "slave_id": "s0", "directory": "d"}
+
+
+def read(**knobs: Any) -> SlaveConfig:
+    return load(SlaveConfig, "slave", environment={}, overrides=GIVEN | knobs).value
+
+
+def test_defaults_bind_loopback_and_let_the_system_choose_the_port() -> None:
+    config = read()
+    assert (config.data_host, config.data_port, config.advertise) == ("127.0.0.1", 0, "")
+    assert (config.memory_bytes, config.snapshots_kept, config.directory) == (1 << 30, 3, Path("d"))
+
+
+def test_sizes_are_written_with_units() -> None:
+    assert read(memory_bytes="2 GiB").memory_bytes == 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"data_host": "0.0.0.0"}, "not a loopback address"),
+        ({"master": "10.0.0.1:1"}, "not a loopback address"),
+        ({"advertise": "example.org:80"}, "not a loopback address"),
+        ({"master": "localhost"}, "write HOST:PORT"),
+        ({"advertise": "127.0.0.1"}, "write HOST:PORT"),
+        ({"run_id": "Not a name"}, "is not a name"),
+        ({"slave_id": "../x"}, "is not a name"),
+        ({"data_port": 70000}, "65535"),
+        ({"memory_bytes": "much"}, "memory_bytes"),
+        ({"memory_bytes": -1}, "negative"),
+        ({"snapshots_kept": 0}, "snapshots_kept"),
+        ({"max_chunk_bytes": 10}, "max_chunk_bytes"),
+        ({"memory": 3}, "did you mean 'memory_bytes'"),
+    ],
+)
+def test_a_wrong_knob_is_named_with_its_reason(knobs: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(**knobs)
+    assert words in str(caught.value)
+
+
+def test_what_has_no_default_must_be_given() -> None:
+    with pytest.raises(ConfigError, match="directory is not given"):
+        load(SlaveConfig, "slave", environment={}, overrides={"run_id": "run", "slave_id": "s0"})

@@ -1,0 +1,231 @@
+"""Which chunks are accepted, and when a push is complete."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.slave_peers import LAYOUT, push_id
+
+from dips.core.chunks import Chunk, chunks_of, digest_of_array
+from dips.core.chunks import checksum as checksum_of
+from dips.core.data_header import MAX_MISSING, Codec, DataHeader, DataOp, MissingChunk
+from dips.core.errors import LocalProtocolError, RefusalCode, Refused
+from dips.core.ids import PushId, Version
+from dips.core.layout import Block
+from dips.slave.state.staging import ShardMap, StagingTable, find_version
+
+CHUNK_BYTES = 1024
+BLOCKS = [block for block in LAYOUT.blocks if block.block_id % 2 == 0]
+VALUES = np.random.default_rng(1).standard_normal(sum(b.n_elems for b in BLOCKS)).astype(np.float32)
+DATA = VALUES.tobytes()
+CHUNKS = chunks_of(BLOCKS, CHUNK_BYTES)
+A, B = push_id("a"), push_id("b")
+
+
+def payload(chunk: Chunk) -> bytes:
+    start = sum(b.n_bytes for b in BLOCKS if b.block_id < chunk.block_id) + chunk.offset_bytes
+    return DATA[start : start + chunk.length_bytes]
+
+
+def put(chunk: Chunk, push: PushId = A, attempt: int = 1) -> DataHeader:
+    return DataHeader(
+        "run",
+        1,
+        DataOp.PUT_CHUNK,
+        1,
+        push=push,
+        attempt=attempt,
+        block=chunk.block_id,
+        offset_bytes=chunk.offset_bytes,
+        length_bytes=chunk.length_bytes,
+        codec=Codec.F32,
+        checksum=checksum_of(payload(chunk)),
+    )
+
+
+@pytest.fixture
+def table() -> StagingTable:
+    table = StagingTable(ShardMap(BLOCKS, CHUNK_BYTES), 3)
+    table.open(A, 1, 0)
+    return table
+
+
+def land(table: StagingTable, header: DataHeader) -> bool:
+    """As the data port does it; returns whether this chunk completed the push."""
+    staging, landing, landed = table.admit(header, header.length_bytes)
+    table.check_invariants()
+    return False if landed else table.land(staging, landing, header.checksum)
+
+
+def refusal(table: StagingTable, header: DataHeader, payload_bytes: int | None = None) -> Refused:
+    before = table.progress()
+    with pytest.raises(Refused) as caught:
+        table.admit(header, header.length_bytes if payload_bytes is None else payload_bytes)
+    assert table.progress() == before
+    return caught.value
+
+
+def test_every_chunk_has_its_own_place_without_gaps() -> None:
+    shard = ShardMap(BLOCKS, CHUNK_BYTES)
+    places = [shard.find(put(chunk)) for chunk in CHUNKS]
+    assert [place.index for place in places] == list(range(len(CHUNKS)))
+    ends = [place.start_byte + place.length_bytes for place in places]
+    assert [place.start_byte for place in places] == [0, *ends[:-1]]
+    assert ends[-1] == shard.n_bytes == len(DATA)
+    assert shard.n_chunks == len(CHUNKS)
+
+
+@given(st.data())
+def test_any_order_and_any_duplicates_end_in_the_same_digest(data: st.DataObject) -> None:
+    table = StagingTable(ShardMap(BLOCKS, CHUNK_BYTES), 1)
+    staging = table.open(A, 1, 0)
+    order = data.draw(st.permutations(range(len(CHUNKS))))
+    completed = 0
+    for index in order:
+        for _ in range(data.draw(st.integers(1, 2))):
+            completed += land(table, put(CHUNKS[index]))
+        repeat = data.draw(st.integers(0, len(order) - 1))
+        if staging.checksums[repeat] is not None:
+            completed += land(table, put(CHUNKS[repeat]))
+    assert completed == 1
+    assert staging.complete
+    assert staging.digest() == digest_of_array(VALUES, BLOCKS, CHUNK_BYTES)
+    assert staging.landed_bytes == len(DATA)
+    assert table.missing(staging) == ()
+
+
+@given(st.sets(st.integers(0, len(CHUNKS) - 1)))
+def test_what_is_missing_is_exactly_what_did_not_land(landed: set[int]) -> None:
+    table = StagingTable(ShardMap(BLOCKS, CHUNK_BYTES), 1)
+    staging = table.open(A, 1, 0)
+    for index in landed:
+        land(table, put(CHUNKS[index]))
+    left = [MissingChunk(c.block_id, c.offset_bytes) for i, c in enumerate(CHUNKS) if i not in landed]
+    assert list(table.missing(staging)) == left
+    assert staging.complete is (not left)
+
+
+def test_one_answer_names_at_most_max_missing_chunks() -> None:
+    big = [Block(0, "l", 0, 256 * (MAX_MISSING + 5))]
+    table = StagingTable(ShardMap(big, CHUNK_BYTES), 1)
+    assert len(table.missing(table.open(A, 1, 0))) == MAX_MISSING
+
+
+def test_an_incomplete_push_has_no_digest(table: StagingTable) -> None:
+    with pytest.raises(LocalProtocolError, match="0 of"):
+        table.find(A, 1).digest()
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ({"push": B}, RefusalCode.UNKNOWN_PUSH, "ask the master for a ticket"),
+        ({"attempt": 2}, RefusalCode.UNKNOWN_PUSH, "attempt 2"),
+        ({"block": 1}, RefusalCode.CHUNK, "does not hold the block"),
+        ({"block": 99}, RefusalCode.CHUNK, "does not hold the block"),
+        ({"offset_bytes": 4}, RefusalCode.CHUNK, "multiple of 1024"),
+        ({"offset_bytes": 1024 * 1024}, RefusalCode.CHUNK, "below the block's"),
+        ({"offset_bytes": 2**63}, RefusalCode.CHUNK, "below the block's"),
+        ({"length_bytes": 1020}, RefusalCode.CHUNK, "this chunk has 1024"),
+        ({"length_bytes": 2**62}, RefusalCode.CHUNK, "this chunk has 1024"),
+        ({"codec": Codec.NONE}, RefusalCode.CHUNK, "F32"),
+    ],
+)
+def test_a_wrong_header_is_refused_with_its_reason(
+    table: StagingTable, change: dict[str, object], code: RefusalCode, words: str
+) -> None:
+    refused = refusal(table, replace(put(CHUNKS[0]), **change))  # type: ignore[arg-type]
+    assert refused.code is code
+    assert words in refused.sentence
+
+
+def test_a_payload_of_another_length_is_refused(table: StagingTable) -> None:
+    assert refusal(table, put(CHUNKS[0]), 1023).code is RefusalCode.CHUNK
+
+
+def test_an_early_chunk_is_invited_again_but_a_replaced_attempt_is_not(table: StagingTable) -> None:
+    assert refusal(table, put(CHUNKS[0], B)).retry_after_s > 0
+    table.open(A, 2, 0)
+    late = refusal(table, put(CHUNKS[0], attempt=1))
+    assert late.code is RefusalCode.UNKNOWN_PUSH
+    assert late.retry_after_s == 0
+    assert "replaced by 2" in late.sentence
+
+
+def test_a_landed_chunk_never_changes(table: StagingTable) -> None:
+    land(table, put(CHUNKS[0]))
+    refused = refusal(table, replace(put(CHUNKS[0]), checksum=1))
+    assert refused.code is RefusalCode.DIGEST
+    assert "never change" in refused.sentence
+
+
+def test_a_new_attempt_adopts_what_landed(table: StagingTable) -> None:
+    for chunk in CHUNKS[:-1]:
+        land(table, put(chunk))
+    staging = table.open(A, 2, 0)
+    assert staging.n_landed == len(CHUNKS) - 1
+    assert land(table, put(CHUNKS[-1], attempt=2))
+    assert staging.digest() == digest_of_array(VALUES, BLOCKS, CHUNK_BYTES)
+
+
+def test_an_older_attempt_does_not_open_again(table: StagingTable) -> None:
+    table.open(A, 3, 0)
+    with pytest.raises(Refused, match="older than 3"):
+        table.open(A, 2, 0)
+
+
+@pytest.mark.parametrize(("slot", "opening"), [(0, 1), (1, 0)])
+def test_another_opening_or_slot_begins_with_nothing(table: StagingTable, slot: int, opening: int) -> None:
+    land(table, put(CHUNKS[0]))
+    assert table.open(A, 1, slot, opening).n_landed == 0
+    table.check_invariants()
+
+
+def test_another_push_throws_the_old_one_out_of_its_slot(table: StagingTable) -> None:
+    land(table, put(CHUNKS[0]))
+    table.open(B, 1, 0)
+    table.check_invariants()
+    assert refusal(table, put(CHUNKS[1])).code is RefusalCode.UNKNOWN_PUSH
+    assert not land(table, put(CHUNKS[1], B))
+
+
+@pytest.mark.parametrize("slot", [-1, 3])
+def test_a_slot_that_does_not_exist_is_refused(table: StagingTable, slot: int) -> None:
+    with pytest.raises(Refused, match="3 slots"):
+        table.open(B, 1, slot)
+
+
+def test_a_closed_push_is_unknown_and_closing_twice_is_nothing(table: StagingTable) -> None:
+    table.close(A)
+    table.close(A)
+    assert refusal(table, put(CHUNKS[0])).code is RefusalCode.UNKNOWN_PUSH
+    table.open(A, 1, 0)
+    table.open(B, 1, 1)
+    table.close_all()
+    assert table.progress() == ()
+
+
+def test_a_slave_without_blocks_has_every_push_at_once() -> None:
+    staging = StagingTable(ShardMap([], CHUNK_BYTES), 1).open(A, 1, 0)
+    assert staging.complete
+    assert staging.digest() == digest_of_array(np.empty(0, np.float32), [], CHUNK_BYTES)
+
+
+def test_progress_is_in_push_order(table: StagingTable) -> None:
+    table.open(push_id("b"), 4, 2)
+    land(table, put(CHUNKS[0]))
+    assert [(p.push, p.attempt, p.landed_bytes) for p in table.progress()] == [(A, 1, 1024), (B, 4, 0)]
+
+
+def test_a_version_that_left_is_gone_and_says_what_is_kept() -> None:
+    shard = ShardMap(BLOCKS, CHUNK_BYTES)
+    get = replace(put(CHUNKS[1]), op=DataOp.GET_CHUNK, version=Version(1, 4))
+    kept = frozenset({Version(1, 4), Version(1, 5)})
+    assert find_version(shard, get, kept).index == 1
+    with pytest.raises(Refused, match=r"1:3 is not kept here \(kept: 1:4, 1:5\)") as caught:
+        find_version(shard, replace(get, version=Version(1, 3)), kept)
+    assert caught.value.code is RefusalCode.VERSION_GONE
