@@ -91,7 +91,8 @@ class DataPort:
             return self._serve(header, frames)
         except Refused as refused:
             self.refused_chunks += 1
-            self.last_refusal = refused.sentence
+            if refused.retry_after_s == 0:  # else it is early, not wrong: no news for people
+                self.last_refusal = refused.sentence
             refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
             return Answer(DataHeader(self._run_id, self._epoch, DataOp.REFUSED, request, refusal=refusal))
 

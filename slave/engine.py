@@ -303,4 +303,5 @@ class Engine:
             fresh, self._said_refused = total - self._said_refused, total
             reason = self._data.last_refusal
             self._tape.write("refused_chunk", "", count=fresh, total=total, last_reason=reason)
-            self._changes.report("refused_chunk", f"{fresh} data messages refused, the last: {reason}", "WARNING")
+            if reason:
+                self._changes.report("refused_chunk", f"data messages are refused, the last: {reason}", "WARNING")

@@ -16,7 +16,7 @@ from dips.core.ids import PushId, Version
 from dips.core.layout import Block
 from dips.core.messages import StagingProgress
 
-OPENING_RETRY_S = 0.2
+OPENING_RETRY_S = 0.05
 """A ticket may reach the worker before OpenStaging reaches the slave: both leave the master at the same time."""
 
 
