@@ -55,7 +55,8 @@ class Port:
         assert answer.header.request == header.request
         assert answer.header.refusal is not None
         assert self.port.refused_chunks == count + 1
-        assert self.port.last_refusal == answer.header.refusal.sentence
+        early = answer.header.refusal.retry_after_s > 0
+        assert early or self.port.last_refusal == answer.header.refusal.sentence
         np.testing.assert_array_equal(self.staging, before)
         return answer.header.refusal
 
@@ -161,6 +162,11 @@ def test_a_wrong_put_is_refused(port: Port, changes: dict[str, object], code: Re
     assert answer.refusal.code is code
     assert not port.staging.any()
     assert port.port.refused_chunks == 1
+
+
+def test_a_chunk_that_comes_before_its_staging_is_open_is_no_news_for_people(port: Port) -> None:
+    assert port.refused(replace(put(CHUNKS[0]), attempt=2), payload(CHUNKS[0])).retry_after_s > 0
+    assert port.port.last_refusal == ""
 
 
 def test_a_damaged_payload_is_refused_and_may_come_again(port: Port) -> None:

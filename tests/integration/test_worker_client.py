@@ -1,0 +1,497 @@
+"""The worker's driver over real sockets, against a small run that the test controls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.fake_services import LAYOUT, FakeRun, NumpyModel, Stop
+
+from dips.core.data_header import DataHeader, DataOp
+from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RemoteProtocolError, RetryLater
+from dips.core.ids import Incarnation, Version
+from dips.core.messages import DataMode, DataPlan, DataRange, Refusal, VerdictKind
+from dips.core.telemetry import read_tape
+from dips.worker.config import ClientConfig
+from dips.worker.driver import Driver
+from dips.worker.reader import fetch_version
+
+OWN = DataPlan(DataMode.OWN)
+TOKENS = 100
+
+
+@pytest.fixture
+def run() -> Iterator[FakeRun]:
+    run = FakeRun(theta=NumpyModel(7).theta)
+    yield run
+    run.close()
+
+
+def driver(run: FakeRun, model: NumpyModel, plan: DataPlan = OWN, **knobs: object) -> Driver:
+    given: dict[str, object] = {
+        "master": run.address, "cluster_id": "a", "data_silence_s": 0.3, "call_deadline_s": 2.0, "retry_max_s": 0.3,
+        "connect_wait_s": 10.0, "leave_wait_s": 5.0,
+    }  # fmt: skip
+    return Driver(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
+
+
+def train(driver: Driver, model: NumpyModel, steps: int) -> None:
+    """Each step adds 1 to every parameter, so that rebasing can be checked by counting."""
+    for _ in range(steps):
+        model.theta += 1
+        driver.step(TOKENS, loss=2.0)
+
+
+def test_the_first_version_is_installed_bit_for_bit(run: FakeRun) -> None:
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        assert np.array_equal(model.theta, NumpyModel(7).theta)
+        assert (client.version, client.incarnation) == (Version(1, 0), Incarnation(1, 1))
+        assert client.run_id == "run"
+        assert client.settings == run.settings
+        run.wait_for(lambda: len(run.released) == 1)
+    assert [leave.reason for leave in run.leaves] == ["the training loop has ended"]
+
+
+def test_the_first_cluster_seeds_its_own_parameters() -> None:
+    run = FakeRun()
+    try:
+        model = NumpyModel(3)
+        with driver(run, model) as client:
+            assert np.array_equal(model.theta, NumpyModel(3).theta)
+            assert client.version == Version(1, 0)
+            assert (run.pushes[0].base, run.pushes[0].tokens) == (None, 0)
+        assert np.array_equal(run.theta_of(next(iter(run.verdicts))), NumpyModel(3).theta)
+    finally:
+        run.close()
+
+
+def test_pushed_bytes_arrive_bit_exact_and_come_back(run: FakeRun) -> None:
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        model.theta[:5] = [np.float32("nan"), np.inf, -0.0, 1e-45, 3.4e38]
+        before = model.theta.copy()
+        for _ in range(4):
+            before += 1
+        train(client, model, 4)
+        push = next(iter(run.verdicts))
+        assert run.theta_of(push).tobytes() == before.tobytes()
+        assert model.theta.tobytes() == before.tobytes()
+        assert client.version == Version(1, 1)
+        assert client.last_verdict is not None
+        assert client.last_verdict.kind is VerdictKind.APPLIED
+        assert (client.tokens_global, client.progress) == (400, 400)
+
+
+def test_steps_made_while_the_verdict_is_out_are_kept(run: FakeRun) -> None:
+    run.settings = replace(run.settings, verdict_wait_s=0.0)
+    released = threading.Event()
+    run.decide = lambda push: VerdictKind.APPLIED if released.is_set() else None
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        train(client, model, 4)
+        pushed = model.theta.copy()
+        train(client, model, 3)
+        released.set()
+        while client.version == Version(1, 0):
+            client.step(TOKENS)  # a step that changes nothing
+            time.sleep(0.01)
+        assert np.array_equal(model.theta, pushed + ((pushed + 3) - pushed))
+        assert client.progress > client.tokens_global
+
+
+def test_excluded_drops_steps_and_resets_the_inner_optimizer(run: FakeRun) -> None:
+    run.decide = lambda push: VerdictKind.EXCLUDED
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        train(client, model, 4)
+        assert np.array_equal(model.theta, NumpyModel(7).theta)
+        assert model.resets == 1
+        assert client.progress == 0
+
+
+def test_aborted_keeps_parameters_and_the_next_push_carries_both(run: FakeRun) -> None:
+    kinds = iter([VerdictKind.ABORTED, VerdictKind.APPLIED])
+    decided: dict[object, VerdictKind] = {}
+    run.decide = lambda push: decided.setdefault(push, next(kinds)) if push not in decided else decided[push]
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        train(client, model, 4)
+        assert np.array_equal(model.theta, NumpyModel(7).theta + 1 + 1 + 1 + 1)
+        train(client, model, 4)
+        assert [(push.seq, push.tokens, push.steps) for push in run.pushes] == [(1, 400, 4), (2, 800, 8)]
+
+
+# ---- the data flow fails ----
+
+
+def test_a_push_survives_a_data_socket_that_is_cut_in_the_middle(run: FakeRun) -> None:
+    slave = run.slaves[1]
+    cut = threading.Event()
+
+    def hook(header: DataHeader) -> None:
+        if header.op is DataOp.PUT_CHUNK and len(slave.heard) > 6 and not cut.is_set():
+            slave.mute = True
+            cut.set()
+
+    slave.hook = hook
+
+    def reconnect() -> None:
+        cut.wait()
+        slave.hang_up()
+        slave.mute = False
+        slave.listen()
+
+    helper = threading.Thread(target=reconnect)
+    helper.start()
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        train(client, model, 4)
+        push = next(iter(run.verdicts))
+        assert client.version == Version(1, 1)
+    helper.join()
+    assert np.array_equal(run.theta_of(push), model.theta)
+    puts = [(h.block, h.offset_bytes) for h in slave.heard if h.op is DataOp.PUT_CHUNK]
+    assert len(puts) - len(set(puts)) <= run.settings.window_chunks, "only what was in flight is sent again"
+
+
+def test_a_slave_that_comes_back_on_another_port_is_found_through_the_master(run: FakeRun) -> None:
+    slave = run.slaves[0]
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        train(client, model, 3)
+        slave.hang_up()
+        old = slave.endpoint
+        slave._port = 0
+
+        def come_back() -> None:
+            run.wait_for(lambda: max(run.attempts.values(), default=0) >= 1)
+            slave.listen()
+
+        helper = threading.Thread(target=come_back)
+        helper.start()
+        train(client, model, 1)
+        while client.version == Version(1, 0):
+            client.step(TOKENS)
+            time.sleep(0.02)
+        helper.join()
+        assert slave.endpoint != old
+
+
+def test_damaged_chunks_are_asked_for_again(run: FakeRun) -> None:
+    slave = run.slaves[0]
+    genuine, damaged = slave._chunk, []
+
+    def chunk(header: DataHeader) -> list[bytes]:
+        answer = genuine(header)
+        if len(damaged) < 3:
+            damaged.append(header)
+            answer[1] = bytes(len(answer[1]))
+        return answer
+
+    slave._chunk = chunk  # type: ignore[method-assign]
+    model = NumpyModel(1)
+    with driver(run, model):
+        assert np.array_equal(model.theta, NumpyModel(7).theta)
+    assert len(damaged) == 3
+
+
+def test_a_version_whose_bytes_contradict_its_digest_is_never_installed(run: FakeRun) -> None:
+    run.false_digests = True
+    first = NumpyModel(1)
+    client = driver(run, first)
+    with pytest.raises(RemoteProtocolError, match="digest"):
+        client.start()
+    client.close()
+    assert np.array_equal(first.theta, NumpyModel(1).theta)
+    assert first.installs == 0
+
+
+def test_refusals_on_the_data_port_are_waited_out(run: FakeRun) -> None:
+    began_s = time.monotonic()
+    refusal = Refusal(RefusalCode.UNKNOWN_PUSH, "no staging is open", 0.2)
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        run.slaves[0].hook = lambda header: refusal if time.monotonic() < began_s + 0.5 else None
+        train(client, model, 4)
+        assert client.version == Version(1, 1)
+
+
+# ---- the control flow fails ----
+
+
+def test_training_goes_on_while_the_master_is_down(run: FakeRun) -> None:
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        run.down()
+        longest_s = 0.0
+        for _ in range(40):
+            began_s = time.monotonic()
+            train(client, model, 1)
+            longest_s = max(longest_s, time.monotonic() - began_s)
+            time.sleep(0.01)
+        assert longest_s < 2.5, "never longer than one call's deadline"
+        assert client.version == Version(1, 0)
+        run.up()
+        while client.version == Version(1, 0):
+            client.step(TOKENS)
+            time.sleep(0.01)
+        assert run.pushes[0].steps == 4, "the push is the one that was frozen"
+
+
+def rejoined(client: Driver, model: NumpyModel) -> None:
+    """Train until the cluster has become another incarnation."""
+    before = client.incarnation
+    end_s = time.monotonic() + 20
+    while client.incarnation == before:
+        assert time.monotonic() < end_s, "it did not join again"
+        train(client, model, 1)
+        time.sleep(0.01)
+
+
+def test_a_restarted_master_is_joined_again_and_nothing_is_lost(run: FakeRun) -> None:
+    run.settings = replace(run.settings, sync_every_steps=100_000)
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        train(client, model, 2)
+        run.restart()
+        rejoined(client, model)
+        assert client.incarnation == Incarnation(2, 2)
+        assert run.joins[1].caller.incarnation == Incarnation(1, 1)
+        assert client.progress == client.steps * TOKENS
+        assert np.allclose(model.theta, NumpyModel(7).theta + client.steps, atol=1e-2)
+        assert model.installs == 1
+
+
+def test_an_evicted_cluster_joins_again_and_beats_under_its_new_name(run: FakeRun) -> None:
+    run.settings = replace(run.settings, sync_every_steps=100_000)
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        run.n += 1  # only the heartbeat can notice: there is nothing to push
+        rejoined(client, model)
+        assert client.incarnation == Incarnation(1, 3)
+        run.wait_for(lambda: run.beats[-1].caller.incarnation == Incarnation(1, 3))
+        assert len(run.joins) == 2
+
+
+def test_heartbeats_flow_while_the_training_thread_is_busy(run: FakeRun) -> None:
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        train(client, model, 5)
+        before = len(run.beats)
+        time.sleep(0.5)  # the training thread is busy elsewhere
+        assert len(run.beats) - before >= 5
+        train(client, model, 1)
+        run.wait_for(lambda: run.beats[-1].steps == 6)
+        beat = run.beats[-1]
+        assert (beat.base, beat.phase, beat.loss) == (Version(1, 1), "TRAINING", 2.0)
+        assert beat.tokens_per_s > 0
+        assert beat.push_s > 0
+        assert beat.pull_s > 0
+
+
+def test_a_master_that_hangs_is_hung_up_on_and_beaten_again(run: FakeRun) -> None:
+    hung, release = threading.Event(), threading.Event()
+
+    def hook(method: str, request: object) -> None:
+        if method == "Heartbeat" and not hung.is_set():
+            hung.set()
+            release.wait(20)
+
+    with driver(run, NumpyModel(1)):
+        run.hook = hook
+        run.wait_for(hung.is_set)
+        beats = len(run.beats)
+        run.wait_for(lambda: len(run.beats) > beats)
+        assert not release.is_set(), "the new stream did not wait for the old one"
+        release.set()
+
+
+def test_the_measured_speed_is_of_computing_alone(run: FakeRun) -> None:
+    model = NumpyModel(1)
+
+    def hook(method: str, request: object) -> None:
+        if method == "AwaitVerdict":
+            time.sleep(0.4)
+
+    run.hook = hook
+    with driver(run, model) as client:
+        began_s = time.monotonic()
+        for _ in range(8):
+            time.sleep(0.02)
+            train(client, model, 1)
+        assert time.monotonic() - began_s > 8 * 0.02 + 0.6, "two verdicts were waited for"
+        assert client.steps_per_s > 25
+
+
+def test_the_masters_stop_ends_the_loop_with_the_last_version(run: FakeRun) -> None:
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        train(client, model, 2)
+        last = NumpyModel(11).theta
+        run.publish(last)
+        run.stop = True
+        while not client.done:
+            train(client, model, 1)
+            time.sleep(0.01)
+        assert np.array_equal(model.theta, last)
+        assert client.version == Version(1, 1)
+        assert client.exit_reason == "the run has ended"
+        client.step(TOKENS)
+        assert np.array_equal(model.theta, last)
+    assert len(run.leaves) == 1
+
+
+def test_a_stop_from_a_signal_handler_leaves_at_the_next_step(run: FakeRun) -> None:
+    model = NumpyModel(1)
+    with driver(run, model) as client:
+        client.request_stop("SIGTERM")
+        train(client, model, 1)
+        assert client.done
+        assert client.exit_reason == "SIGTERM"
+    assert [leave.reason for leave in run.leaves] == ["SIGTERM"]
+
+
+def test_an_exception_in_the_loop_is_the_reason_for_leaving(run: FakeRun) -> None:
+    with pytest.raises(ZeroDivisionError), driver(run, NumpyModel(1)):
+        raise ZeroDivisionError("oops")
+    assert [leave.reason for leave in run.leaves] == ["ZeroDivisionError: oops"]
+
+
+def test_close_without_a_master_is_quick(run: FakeRun) -> None:
+    client = driver(run, NumpyModel(1))
+    client.start()
+    run.down()
+    began_s = time.monotonic()
+    client.close()
+    client.close()
+    assert time.monotonic() - began_s < 4
+
+
+# ---- refusals ----
+
+
+def test_a_refused_join_raises_the_masters_sentence(run: FakeRun) -> None:
+    def hook(method: str, request: object) -> None:
+        if method == "Join":
+            raise Stop(RefusalCode.LAYOUT, "parameter 'x' has another shape")
+
+    run.hook = hook
+    with pytest.raises(Refused, match="another shape") as caught:
+        driver(run, NumpyModel(1)).__enter__()
+    assert caught.value.code is RefusalCode.LAYOUT
+    ours = [t.name for t in threading.enumerate() if t.name.startswith("dips-")]
+    assert not ours, "a start that fails leaves no thread behind"
+
+
+def test_no_master_at_all_is_said_after_a_bounded_wait() -> None:
+    run = FakeRun()
+    run.close()
+    client = driver(run, NumpyModel(1), connect_wait_s=0.5)
+    with pytest.raises(RetryLater, match=r"0\.5 s"):
+        client.start()
+    client.close()
+
+
+def test_an_expectation_that_the_run_does_not_meet_is_a_config_error(run: FakeRun) -> None:
+    client = driver(run, NumpyModel(1), outer_lr=0.123)
+    with pytest.raises(ConfigError, match="outer_lr"):
+        client.start()
+    client.close()
+    assert len(run.leaves) == 1, "it joined, so it leaves"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "sentence"),
+    [
+        ({"master": ""}, "DIPS_MASTER"),
+        ({"master": "10.1.2.3:5"}, "loopback"),
+        ({"master": "nonsense"}, "HOST:PORT"),
+        ({"cluster_id": ""}, "DIPS_CLUSTER"),
+        ({"cluster_id": "Ä!"}, "not a name"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_starts(
+    run: FakeRun, knobs: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        driver(run, NumpyModel(1), **knobs)
+
+
+def test_counts_below_one_are_refused(run: FakeRun) -> None:
+    with driver(run, NumpyModel(1)) as client, pytest.raises(ConfigError, match="at least 1"):
+        client.step(0)
+
+
+# ---- data, tape, reader ----
+
+
+def test_leased_data_is_lent_counted_and_pushed_by_name(run: FakeRun) -> None:
+    model = NumpyModel(1)
+    plan = DataPlan(DataMode.LEASED, b"d", 1000, 1000)
+    with driver(run, model, plan) as client:
+        (lent,) = client.lease(400)
+        for i in range(4):
+            piece = DataRange(lent.lease_id, lent.pass_index, lent.chunk, 100 * i, 100 * (i + 1))
+            model.theta += 1
+            client.step(100, [piece])
+        assert run.pushes[0].ranges == (lent,)
+        assert run.pushes[0].tokens == 400
+
+
+def test_lease_needs_a_leased_plan(run: FakeRun) -> None:
+    with driver(run, NumpyModel(1)) as client, pytest.raises(LocalProtocolError, match="leased"):
+        client.lease(10)
+
+
+def test_the_tape_tells_the_story_of_a_round(run: FakeRun, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    model = NumpyModel(1)
+    with driver(run, model, tape=path) as client:
+        train(client, model, 4)
+    kinds = [event["kind"] for event in read_tape(path)]
+    assert kinds == [
+        "joined", "installed", "push_begun", "push_sent", "admitted", "verdict", "installed", "leaving", "left",
+    ]  # fmt: skip
+    assert {event["name"] for event in read_tape(path)} == {"a"}
+
+
+def test_a_reader_fetches_the_newest_or_a_named_version(run: FakeRun) -> None:
+    run.publish(NumpyModel(8).theta)
+    newest = fetch_version(run.address, "run", "eval", deadline_s=10)
+    assert newest.version == Version(1, 1)
+    assert newest.layout == LAYOUT
+    assert newest.flat.tobytes() == NumpyModel(8).theta.tobytes()
+    named = fetch_version(run.address, None, "eval", version=Version(1, 0), deadline_s=10)
+    assert named.flat.tobytes() == NumpyModel(7).theta.tobytes()
+    run.wait_for(lambda: len(run.released) == 2)
+    assert all(request.reader for request in run.released)
+
+
+def test_a_reader_waits_for_a_version_and_says_what_it_waited_for(run: FakeRun) -> None:
+    with pytest.raises(RetryLater, match="no such version is published yet"):
+        fetch_version(run.address, "run", "eval", at_least=Version(1, 5), deadline_s=0.4)
+    publisher = threading.Timer(0.3, lambda: run.publish(NumpyModel(9).theta))
+    publisher.start()
+    fetched = fetch_version(run.address, "run", "eval", at_least=Version(1, 1), deadline_s=10)
+    assert np.array_equal(fetched.flat, NumpyModel(9).theta)
+    publisher.join()
+
+
+def test_a_reader_is_told_when_a_version_is_gone(run: FakeRun) -> None:
+    run.publish(NumpyModel(8).theta)
+    del run.slaves[0].versions[Version(1, 0)]
+    with pytest.raises(Refused, match="not kept"):
+        fetch_version(run.address, "run", "eval", version=Version(1, 0), deadline_s=5)
+
+
+def test_a_reader_without_a_master_says_so() -> None:
+    run = FakeRun()
+    run.close()
+    with pytest.raises(RetryLater, match="does not answer"):
+        fetch_version(run.address, "run", "eval", deadline_s=0.3)

@@ -1,0 +1,102 @@
+"""dips.DiLoCo without a master: it must change nothing; and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import dips
+from dips.core.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DIPS_MASTER", "DIPS_CLUSTER", "DIPS_RUN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(4)).square().sum().backward()
+    optimizer.step()
+
+
+def test_without_a_master_the_loop_is_ordinary_training(caplog: pytest.LogCaptureFixture) -> None:
+    plain, plain_optimizer = make()
+    for _ in range(5):
+        step(plain, plain_optimizer)
+    model, optimizer = make()
+    with caplog.at_level(logging.INFO), dips.DiLoCo(model, optimizer, tokens_per_step=10, steps=5) as sync:
+        assert not sync.active
+        assert sync.version is None
+        while not sync.done:
+            step(model, optimizer)
+    assert torch.equal(model.weight, plain.weight)  # type: ignore[arg-type]
+    assert sync.steps == 5
+    assert [r.message for r in caplog.records] == ["DIPS_MASTER is not set: training alone, nothing is shared"]
+
+
+def test_without_steps_it_never_ends_by_itself() -> None:
+    model, optimizer = make()
+    with dips.DiLoCo(model, optimizer, tokens_per_step=10) as sync:
+        for _ in range(3):
+            step(model, optimizer)
+            assert not sync.done
+
+
+def test_count_overrides_the_next_step_only() -> None:
+    model, optimizer = make()
+    with dips.DiLoCo(model, optimizer, tokens_per_step=10) as sync:
+        sync.count(3, loss=1.0)
+        step(model, optimizer)
+        step(model, optimizer)
+        assert sync.progress == 13
+
+
+def test_the_hook_is_gone_afterwards() -> None:
+    model, optimizer = make()
+    with dips.DiLoCo(model, optimizer, tokens_per_step=10) as sync:
+        step(model, optimizer)
+    step(model, optimizer)
+    assert sync.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"tokens_per_step": 0}, "tokens_per_step is 0"),
+        ({"tokens_per_step": 1, "steps": -1}, "steps is -1"),
+        ({"tokens_per_step": 1, "wire_dtype": "int4"}, "'int4' is not available in this release: float32"),
+        ({"tokens_per_step": 1, "master": "8.8.8.8:1", "cluster_id": "a"}, "loopback"),
+        ({"tokens_per_step": 1, "master": "127.0.0.1:1"}, "DIPS_CLUSTER"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_at_once(arguments: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        dips.DiLoCo(*make(), **arguments)  # type: ignore[arg-type]
+
+
+def test_count_refuses_nothing_trained() -> None:
+    with dips.DiLoCo(*make(), tokens_per_step=10) as sync, pytest.raises(ConfigError, match="at least 1 token"):
+        sync.count(0)
+
+
+def test_import_dips_does_not_import_torch() -> None:
+    code = "import sys, dips, dips.worker.driver, dips.worker.reader; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+def test_unknown_names_are_refused_as_by_any_module() -> None:
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = dips.no_such_thing

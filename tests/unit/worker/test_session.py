@@ -1,0 +1,556 @@
+"""How a session starts, holds the training loop, meets an absent master, and ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.cluster_life import LEASED, OWN, SETTINGS, TOKENS, Life, session_config
+
+from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RemoteProtocolError, RetryLater
+from dips.core.ids import Incarnation, Version
+from dips.core.messages import (
+    AwaitVerdictReply,
+    AwaitVerdictRequest,
+    BeginPullReply,
+    BeginPullRequest,
+    BeginPushRequest,
+    Busy,
+    DataMode,
+    DataRange,
+    FinishPullReply,
+    FinishPullRequest,
+    FinishPushReply,
+    FinishPushRequest,
+    Hello,
+    JoinRequest,
+    LeaseDataReply,
+    LeaseDataRequest,
+    LeaveRequest,
+    VerdictKind,
+)
+from dips.core.protocol import PROTOCOL_VERSION
+from dips.worker.state.effects import (
+    CancelTransfer,
+    Install,
+    InstallMode,
+    Log,
+    Record,
+    Snapshot,
+    StartPull,
+    StartPush,
+)
+from dips.worker.state.events import (
+    BeatRefused,
+    CallDone,
+    LeaseWanted,
+    Pulled,
+    PullFailed,
+    PushFailed,
+    PushSent,
+    Started,
+    Stepped,
+    StopWanted,
+)
+from dips.worker.state.phases import SessionPhase
+
+
+@pytest.fixture
+def life() -> Life:
+    life = Life()
+    life.begin()
+    return life
+
+
+# ---- the start ----
+
+
+def test_a_new_cluster_joins_pulls_and_may_train() -> None:
+    life = Life()
+    life.say(Started())
+    assert life.waits
+    request = life.join()
+    assert (request.caller.run_id, request.caller.name, request.caller.incarnation) == ("run", "a", None)
+    assert request.hello.protocol_max == PROTOCOL_VERSION
+    assert request.layout_hash == request.layout.layout_hash
+    assert life.waits, "there is nothing to train on yet"
+    assert life.pulled() == Install(InstallMode.REPLACE, False)
+    assert not life.waits
+    assert life.session.core.base == Version(1, 5)
+
+
+def test_the_first_cluster_seeds_with_no_work_and_pulls_what_became_of_it() -> None:
+    life = Life()
+    life.published = None
+    life.say(Started())
+    life.join(seed=True)
+    life.take(Snapshot)
+    request = life.asked(BeginPushRequest)
+    assert (request.base, request.ranges, request.tokens, request.steps, request.fence) == (None, (), 0, 0, 0)
+    life.sent(life.ticket())
+    life.admitted()
+    life.pass_s(1000)
+    assert life.waits, "nobody trains on parameters that are not published"
+    life.published = Version(1, 0)
+    verdict = replace(life.verdict(VerdictKind.APPLIED), version=Version(1, 0))
+    life.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
+    assert life.pulled().mode is InstallMode.REPLACE
+    assert life.phase is SessionPhase.TRAINING
+
+
+def test_an_aborted_seed_is_pushed_again_under_a_new_number() -> None:
+    life = Life()
+    life.published = None
+    life.say(Started())
+    life.join(seed=True)
+    life.sent(life.ticket())
+    life.admitted()
+    life.decide(VerdictKind.ABORTED)
+    request = life.asked(BeginPushRequest)
+    assert (request.seq, request.base) == (2, None)
+
+
+def test_nobody_seeds_over_a_version() -> None:
+    life = Life()
+    life.published = None
+    life.say(Started())
+    life.join(seed=True)
+    life.refuse(BeginPushRequest, RefusalCode.SEED_EXISTS)
+    life.published = Version(1, 0)
+    assert life.pulled().mode is InstallMode.REPLACE
+
+
+def test_busy_pull_is_repeated_until_a_version_is_there() -> None:
+    life = Life()
+    life.say(Started())
+    life.join()
+    life.answer(BeginPullRequest, BeginPullReply(Busy(0.5, "no version is published yet")))
+    assert life.session.waiting_for() == "no version is published yet"
+    assert life.session.next_deadline_s() == pytest.approx(0.5)
+    life.pass_s(0.5)
+    life.pulled()
+
+
+def test_a_cluster_that_waits_may_be_told_to_join_again_as_seed() -> None:
+    life = Life()
+    life.published = None
+    life.say(Started())
+    life.join()
+    life.refuse(BeginPullRequest, RefusalCode.FENCED)
+    life.join(seed=True)
+    assert life.asked(BeginPushRequest).base is None
+
+
+def test_an_unknown_master_is_tried_for_a_bounded_time() -> None:
+    life = Life(session_config(connect_wait_s=5.0))
+    life.say(Started())
+    while not life.finished:
+        life.fail(JoinRequest)
+        assert life.now_s < 10
+        life.pass_s(3.0)  # longer than any pause so far
+    assert isinstance(life.finished.error, RetryLater)
+    assert "5 s" in str(life.finished.error)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [RefusalCode.LAYOUT, RefusalCode.RUN_ID, RefusalCode.PROTOCOL_VERSION, RefusalCode.DATA_PLAN, RefusalCode.FENCED],
+)
+def test_a_refused_join_ends_with_the_masters_sentence(code: RefusalCode) -> None:
+    life = Life()
+    life.say(Started())
+    life.refuse(JoinRequest, code)
+    assert life.finished is not None
+    assert isinstance(life.finished.error, Refused)
+    assert life.finished.error.code is code
+
+
+def test_a_join_that_is_put_off_is_repeated() -> None:
+    life = Life()
+    life.say(Started())
+    life.refuse(JoinRequest, RefusalCode.BUSY, retry_after_s=5.0)
+    life.pass_s(4.9)
+    assert not life.asks(JoinRequest)
+    life.pass_s(0.1)
+    life.join()
+
+
+def test_joining_a_run_that_has_ended_is_no_failure() -> None:
+    life = Life()
+    life.say(Started())
+    life.refuse(JoinRequest, RefusalCode.STOPPING)
+    assert life.finished is not None
+    assert life.finished.error is None
+
+
+@pytest.mark.parametrize(
+    ("expectation", "sentence"),
+    [
+        ({"expect_outer_lr": 0.1}, "outer_lr = 0.1, the run's is 0.7"),
+        ({"expect_outer_momentum": 0.5}, "outer_momentum"),
+        ({"expect_sync_every": 99}, "sync_every = 99, the run's is 4"),
+    ],
+)
+def test_settings_that_differ_from_the_runs_are_refused_at_join(expectation: dict[str, float], sentence: str) -> None:
+    life = Life(session_config(**expectation))
+    life.say(Started())
+    life.join()
+    life.left()
+    assert life.finished is not None
+    assert isinstance(life.finished.error, ConfigError)
+    assert sentence in str(life.finished.error)
+
+
+def test_settings_that_agree_are_accepted() -> None:
+    life = Life(session_config(expect_outer_lr=0.7, expect_outer_momentum=0.8, expect_sync_every=4))
+    life.begin()
+
+
+def test_a_master_of_another_protocol_is_left() -> None:
+    life = Life()
+    life.say(Started())
+    life.answer(JoinRequest, replace(life.join_reply(), hello=Hello(90, 91)))
+    life.left()
+    assert life.finished is not None
+    assert isinstance(life.finished.error, Refused)
+    assert life.finished.error.code is RefusalCode.PROTOCOL_VERSION
+
+
+# ---- waiting, bounded ----
+
+
+def test_the_wait_for_an_exchange_is_bounded(life: Life) -> None:
+    life.awaiting()
+    assert life.waits
+    life.pass_s(29.9)
+    assert life.waits
+    assert life.session.next_deadline_s() == pytest.approx(30.0)
+    life.pass_s(0.2)
+    assert not life.waits
+    life.train(20)  # trains on, far beyond H, with one undecided push
+    assert not life.asks(BeginPushRequest)
+    life.decide(VerdictKind.APPLIED)
+    assert life.waits, "the pull is waited for again"
+    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
+    assert life.asked(BeginPushRequest).steps == 20
+
+
+def test_no_wait_at_all_when_the_master_says_so() -> None:
+    life = Life(settings=replace(SETTINGS, verdict_wait_s=0.0))
+    life.begin()
+    life.awaiting()
+    assert not life.waits
+
+
+def test_an_absent_master_ends_the_wait_and_is_asked_again_with_growing_pauses(life: Life) -> None:
+    first = life.push_begun()
+    pauses = []
+    for _ in range(8):
+        assert life.fail(BeginPushRequest) == first
+        assert not life.waits, "training goes on"
+        life.train(1)
+        pause_s = life.session.next_deadline_s() - life.now_s
+        pauses.append(round(pause_s, 6))
+        life.pass_s(pause_s)
+    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    life.ticket()
+    assert life.phase is SessionPhase.TRANSFERRING
+
+
+@pytest.mark.parametrize("kind", [FinishPushRequest, AwaitVerdictRequest])
+def test_an_unanswered_call_is_repeated_as_it_was(life: Life, kind: type) -> None:
+    life.push_begun()
+    life.sent(life.ticket())
+    if kind is AwaitVerdictRequest:
+        life.admitted()
+    request = life.fail(kind)
+    life.pass_s(0.2)
+    assert life.asked(kind) == request
+
+
+def test_a_late_answer_of_an_old_call_is_ignored(life: Life) -> None:
+    life.awaiting()
+    call_id, _ = life.call(AwaitVerdictRequest)
+    life.beat(epoch=2)
+    life.epoch = 2
+    life.say(CallDone(call_id, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED))))
+    assert life.phase is SessionPhase.JOINING
+
+
+# ---- transfers ----
+
+
+def test_a_failed_push_transfer_takes_a_new_attempt_of_the_same_push(life: Life) -> None:
+    first = life.push_begun()
+    start = life.ticket()
+    life.say(PushFailed(start.transfer_id, "slave s0 answers nothing"))
+    assert not life.waits
+    life.pass_s(0.2)
+    assert life.asked(BeginPushRequest) == first
+    second = life.ticket(attempt=2)
+    assert (second.push, second.ticket.attempt) == (start.push, 2)
+    assert sum(isinstance(effect, Snapshot) for effect in life.every) == 1
+
+
+def test_an_incomplete_push_is_completed_with_the_same_ticket(life: Life) -> None:
+    life.push_begun()
+    start = life.ticket()
+    life.sent(start)
+    life.answer(FinishPushRequest, FinishPushReply(Busy(0.2, "slave s1 has not all")))
+    again = life.take(StartPush)
+    assert again.ticket == start.ticket
+    assert again.transfer_id != start.transfer_id
+    life.sent(start)  # the old transfer's end counts no more
+    assert life.phase is SessionPhase.TRANSFERRING
+    life.sent(again)
+    assert not life.asks(FinishPushRequest)
+    life.pass_s(0.2)
+    life.admitted()
+
+
+def test_a_failed_pull_is_asked_for_again_and_its_pin_released(life: Life) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    life.grant()
+    life.say(PullFailed(life.take(StartPull).transfer_id, "version gone"))
+    assert life.asked(FinishPullRequest).pin_id == 7
+    life.pass_s(0.5)
+    assert life.pulled().mode is InstallMode.REPLACE
+
+
+def test_bytes_that_are_wrong_again_and_again_end_the_session(life: Life) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    for _ in range(3):
+        life.grant()
+        life.say(PullFailed(life.take(StartPull).transfer_id, "digest differs", corrupt=True))
+        life.pass_s(0.5)
+    assert not any(isinstance(effect, Install) for effect in life.effects)
+    assert isinstance(life.session._ending.error, RemoteProtocolError)
+
+
+def test_a_version_that_is_gone_is_replaced_by_the_newest(life: Life) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    life.refuse(BeginPullRequest, RefusalCode.VERSION_GONE)
+    life.pass_s(1.0)
+    assert life.asked(BeginPullRequest).at_least is None
+
+
+def test_fencing_cancels_the_transfer(life: Life) -> None:
+    life.push_begun()
+    start = life.ticket()
+    life.say(BeatRefused(Incarnation(1, 1), Refused(RefusalCode.FENCED, "evicted")))
+    assert life.take(CancelTransfer).transfer_id == start.transfer_id
+    life.say(PushSent(start.transfer_id, (), 0.1))
+    assert life.phase is SessionPhase.JOINING
+
+
+def test_a_fence_of_an_older_incarnation_is_ignored(life: Life) -> None:
+    life.say(BeatRefused(Incarnation(1, 0), Refused(RefusalCode.FENCED, "evicted")))
+    assert life.phase is SessionPhase.TRAINING
+
+
+def test_another_refused_heartbeat_is_only_said(life: Life) -> None:
+    life.say(BeatRefused(Incarnation(1, 1), Refused(RefusalCode.MALFORMED, "strange")))
+    assert life.phase is SessionPhase.TRAINING
+    assert any(isinstance(effect, Log) and "strange" in effect.sentence for effect in life.effects)
+
+
+# ---- data ----
+
+
+def test_leases_are_handed_out_once_and_survive_an_absent_master() -> None:
+    life = Life(session_config(data_plan=LEASED))
+    life.begin()
+    life.say(LeaseWanted(500))
+    life.fail(LeaseDataRequest)
+    life.pass_s(0.2)
+    assert life.asked(LeaseDataRequest).want_tokens == 500
+    lent = (DataRange(3, 0, 1, 0, 1024),)
+    life.answer(LeaseDataRequest, LeaseDataReply(lent))
+    assert life.session.take_leased() == list(lent)
+    assert life.session.take_leased() == []
+    life.pass_s(100)
+    assert not life.asks(LeaseDataRequest)
+
+
+def test_a_lease_that_is_not_there_yet_is_asked_for_again() -> None:
+    life = Life(session_config(data_plan=LEASED))
+    life.begin()
+    life.say(LeaseWanted(500))
+    life.answer(LeaseDataRequest, LeaseDataReply(()))
+    life.pass_s(0.5)
+    life.answer(LeaseDataRequest, LeaseDataReply((DataRange(3, 0, 1, 0, 1024),)))
+    assert len(life.session.take_leased()) == 1
+
+
+def test_a_lease_asked_for_while_joining_again_is_asked_after_it() -> None:
+    life = Life(session_config(data_plan=LEASED))
+    life.begin()
+    life.say(LeaseWanted(500))
+    life.refuse(LeaseDataRequest, RefusalCode.STALE_EPOCH)
+    assert not life.asks(LeaseDataRequest)
+    life.join()
+    assert life.asked(LeaseDataRequest).caller.incarnation == Incarnation(1, 2)
+
+
+def test_a_step_must_account_for_its_tokens() -> None:
+    life = Life(session_config(data_plan=LEASED))
+    life.begin()
+    with pytest.raises(LocalProtocolError, match="hold 0"):
+        life.say(Stepped(100))
+    with pytest.raises(LocalProtocolError, match="does not hold"):
+        life.say(Stepped(10, (DataRange(9, 0, 0, 0, 10),)))
+    assert life.session.core.work.tokens == 0
+
+
+def test_own_data_pushes_name_no_ranges(life: Life) -> None:
+    request = life.push_begun()
+    assert life.session.config.data_plan.mode is DataMode.OWN
+    assert OWN.mode is DataMode.OWN
+    assert (request.ranges, request.tokens) == ((), 4 * TOKENS)
+
+
+def test_local_steps_follow_the_masters_word(life: Life) -> None:
+    life.beat(local_steps=2)
+    life.train(2)
+    assert life.phase is SessionPhase.BEGINNING_PUSH
+
+
+def test_progress_never_runs_back_on_one_timeline(life: Life) -> None:
+    life.beat(tokens=12_000)
+    life.beat(tokens=11_000)
+    assert life.session.core.terms.tokens == 12_000
+    life.beat(tokens=500, published=Version(2, 0))
+    assert life.session.core.terms.tokens == 500
+
+
+# ---- the end ----
+
+
+def test_the_runs_end_pulls_the_last_version_and_leaves(life: Life) -> None:
+    life.train(2)
+    life.published = Version(1, 9)
+    life.beat(stop=True)
+    assert life.phase is SessionPhase.PULLING
+    assert life.waits
+    assert life.asked(BeginPullRequest).at_least == Version(1, 9)
+    assert life.pulled().mode is InstallMode.REPLACE
+    assert life.left().reason == "the run has ended"
+    assert life.finished is not None
+    assert life.finished.error is None
+    assert life.phase is SessionPhase.LEFT
+
+
+def test_the_runs_end_waits_for_the_open_verdict(life: Life) -> None:
+    life.awaiting()
+    life.beat(stop=True)
+    assert life.phase is SessionPhase.AWAITING
+    life.decide(VerdictKind.APPLIED)
+    life.pulled()
+    life.left()
+
+
+def test_the_runs_end_gives_up_a_push_that_is_not_complete(life: Life) -> None:
+    life.push_begun()
+    start = life.ticket()
+    life.beat(stop=True)
+    assert life.take(CancelTransfer).transfer_id == start.transfer_id
+    life.pulled()
+    life.left()
+
+
+def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: Life) -> None:
+    life.beat(stop=True)
+    life.grant()
+    life.published = Version(1, 6)
+    life.beat(stop=True)
+    life.say(Pulled(life.take(StartPull).transfer_id, 0.1))
+    assert life.asked(BeginPullRequest).at_least == Version(1, 6)
+    life.pulled()
+    assert life.asks(LeaveRequest) or life.asks(FinishPullRequest)
+
+
+def test_the_runs_end_is_left_in_time_even_when_no_version_can_be_pulled(life: Life) -> None:
+    life.beat(stop=True)
+    life.answer(BeginPullRequest, BeginPullReply(Busy(0.5, "slave s0 is away")))
+    life.pass_s(30.0)
+    assert "could not be pulled" in life.left().reason
+
+
+def test_a_push_refused_because_the_run_ends_waits_for_the_heartbeats_word(life: Life) -> None:
+    life.push_begun()
+    life.refuse(BeginPushRequest, RefusalCode.STOPPING)
+    assert life.phase is SessionPhase.BEGINNING_PUSH
+    life.beat(stop=True)
+    assert life.phase is SessionPhase.PULLING
+
+
+@pytest.mark.parametrize("stretch", ["training", "pushing", "awaiting", "pulling"])
+def test_a_stop_from_outside_leaves_from_every_phase(life: Life, stretch: str) -> None:
+    if stretch == "pushing":
+        life.push_begun()
+        life.ticket()
+    elif stretch != "training":
+        life.awaiting()
+    if stretch == "pulling":
+        life.decide(VerdictKind.APPLIED)
+        life.grant()
+    life.say(StopWanted("SIGTERM"))
+    assert life.left().reason == "SIGTERM"
+    assert life.finished is not None
+
+
+def test_leaving_comes_after_the_small_calls(life: Life) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    life.grant()
+    life.say(Pulled(life.take(StartPull).transfer_id, 0.1))
+    life.say(StopWanted("enough"))
+    assert not life.asks(LeaveRequest)
+    life.answer(FinishPullRequest, FinishPullReply(4))
+    life.left()
+
+
+def test_leaving_an_absent_master_does_not_wait(life: Life) -> None:
+    life.say(StopWanted("enough"))
+    life.fail(LeaveRequest)
+    assert life.finished is not None
+    assert life.finished.error is None
+
+
+def test_a_stop_before_the_join_is_answered_leaves_at_once() -> None:
+    life = Life()
+    life.say(Started())
+    life.say(StopWanted("ctrl-C"))
+    assert life.finished is not None
+    assert life.phase is SessionPhase.LEFT
+
+
+def test_nothing_moves_after_the_end(life: Life) -> None:
+    life.say(StopWanted("enough"))
+    life.left()
+    n = len(life.every)
+    life.say(Stepped(TOKENS))
+    life.beat(stop=True)
+    life.pass_s(100)
+    assert len(life.every) == n
+
+
+def test_a_push_that_can_never_be_accepted_ends_the_session_with_the_sentence(life: Life) -> None:
+    life.push_begun()
+    life.refuse(BeginPushRequest, RefusalCode.TOKENS)
+    life.left()
+    assert life.finished is not None
+    assert isinstance(life.finished.error, Refused)
+
+
+def test_every_record_names_its_cause(life: Life) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    life.pulled()
+    records = [effect for effect in life.every if isinstance(effect, Record)]
+    kinds = [record.kind for record in records]
+    assert kinds == ["joined", "installed", "push_begun", "push_sent", "admitted", "verdict", "installed"]
+    assert {record.cause for record in records[2:]} == {"a/1.1#1"}

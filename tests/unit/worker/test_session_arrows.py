@@ -1,0 +1,217 @@
+"""Every arrow of the session's transition table is taken by some life, and no life takes another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from support.cluster_life import LEASED, Life, session_config
+
+from dips.core.errors import LocalProtocolError, RefusalCode
+from dips.core.ids import Incarnation, PushId, Version
+from dips.core.messages import (
+    AwaitVerdictRequest,
+    BeginPullRequest,
+    BeginPushReply,
+    BeginPushRequest,
+    Busy,
+    FinishPushReply,
+    FinishPushRequest,
+    Stale,
+    StaleKind,
+    VerdictKind,
+)
+from dips.worker.state.events import PushFailed, Started, StopWanted
+from dips.worker.state.phases import SESSION_TABLE, SessionPhase
+
+Arrow = tuple[SessionPhase, str, SessionPhase]
+_MOVE = re.compile(r"(\w+) -> (\w+) upon ([a-z ]+)")
+
+
+def training() -> Life:
+    life = Life()
+    life.begin()
+    return life
+
+
+def beginning() -> Life:
+    life = training()
+    life.push_begun()
+    return life
+
+
+def transferring() -> Life:
+    life = beginning()
+    life.ticket()
+    return life
+
+
+def finishing() -> Life:
+    life = beginning()
+    life.sent(life.ticket())
+    return life
+
+
+def awaiting() -> Life:
+    life = training()
+    life.awaiting()
+    return life
+
+
+def pulling() -> Life:
+    life = awaiting()
+    life.decide(VerdictKind.APPLIED)
+    return life
+
+
+def seeding(to: Callable[[Life], None]) -> Life:
+    life = Life()
+    life.published = None
+    life.say(Started())
+    life.join(seed=True)
+    to(life)
+    return life
+
+
+def joining() -> Life:
+    life = Life()
+    life.say(Started())
+    return life
+
+
+PRESENT = (training, beginning, transferring, finishing, awaiting, pulling)
+
+
+def lives() -> list[Life]:
+    """A life for every arrow; many take more than one."""
+    made = [make() for make in PRESENT]
+    for make in PRESENT:
+        life = make()
+        life.say(StopWanted("enough"))
+        life.left()
+        made.append(life)
+        life = make()
+        life.beat(epoch=2)
+        life.join()
+        made.append(life)
+    made += [joined_undecided(), stopped_before_join(), stopped_while_joining_again()]
+    made += [pulled_to_the_end(), *pushes_answered(), *seeds()]
+    return made
+
+
+def joined_undecided() -> Life:
+    life = awaiting()
+    life.refuse(AwaitVerdictRequest, RefusalCode.FENCED)
+    life.join(life.push_id)
+    return life
+
+
+def stopped_before_join() -> Life:
+    life = joining()
+    life.say(StopWanted("enough"))
+    return life
+
+
+def stopped_while_joining_again() -> Life:
+    life = training()
+    life.beat(epoch=2)
+    life.say(StopWanted("enough"))
+    return life
+
+
+def pulled_to_the_end() -> Life:
+    life = pulling()
+    life.pulled()
+    life.beat(stop=True)
+    return life
+
+
+def pushes_answered() -> list[Life]:
+    made = []
+    answers = [
+        BeginPushReply(Stale(StaleKind.FENCE, "stale")),
+        BeginPushReply(PushId(session_config().cluster_id, Incarnation(1, 1), 77)),
+    ]
+    for answer in answers:
+        life = beginning()
+        life.answer(BeginPushRequest, answer)
+        made.append(life)
+    calls = ((beginning, BeginPushRequest, BeginPushReply), (finishing, FinishPushRequest, FinishPushReply))
+    for make, kind, reply in calls:
+        for verdict in (VerdictKind.APPLIED, VerdictKind.ABORTED):
+            life = make()
+            life.answer(kind, reply(life.verdict(verdict)))
+            made.append(life)
+        for code in (RefusalCode.RANGES, RefusalCode.SEQ):
+            life = make()
+            life.refuse(kind, code)
+            made.append(life)
+    for make in (beginning, transferring):
+        life = make()
+        life.beat(stop=True)
+        made.append(life)
+    life = beginning()
+    life.say(PushFailed(life.ticket().transfer_id, "lost"))
+    made.append(life)
+    life = finishing()
+    life.answer(FinishPushRequest, FinishPushReply(Busy(0.2, "not all")))
+    made.append(life)
+    life = finishing()
+    life.refuse(FinishPushRequest, RefusalCode.DIGEST)
+    made.append(life)
+    life = awaiting()
+    life.decide(VerdictKind.ABORTED)
+    made.append(life)
+    return made
+
+
+def seeds() -> list[Life]:
+    def aborted_at_begin(life: Life) -> None:
+        life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED)))
+
+    def aborted_at_finish(life: Life) -> None:
+        life.sent(life.ticket())
+        life.answer(FinishPushRequest, FinishPushReply(life.verdict(VerdictKind.ABORTED)))
+
+    def aborted_in_the_round(life: Life) -> None:
+        life.sent(life.ticket())
+        life.admitted()
+        life.decide(VerdictKind.ABORTED)
+
+    return [seeding(aborted_at_begin), seeding(aborted_at_finish), seeding(aborted_in_the_round)]
+
+
+def arrows_of(life: Life) -> set[Arrow]:
+    moves = [_MOVE.search(line.text) for line in life.session.core.story.lines()]
+    return {(SessionPhase(m[1]), m[3].strip(), SessionPhase(m[2])) for m in moves if m}
+
+
+def test_every_arrow_is_taken_and_no_other() -> None:
+    taken = set().union(*map(arrows_of, lives()))
+    assert taken == set(SESSION_TABLE.arrows())
+
+
+def test_an_arrow_that_is_not_there_raises_with_the_story() -> None:
+    life = training()
+    with pytest.raises(LocalProtocolError, match="TRAINING to LEFT upon left"):
+        life.session.core.move("left", SessionPhase.LEFT)
+    assert life.phase is SessionPhase.TRAINING
+
+
+def test_every_phase_can_be_left() -> None:
+    for phase in SessionPhase:
+        if phase is not SessionPhase.LEFT:
+            assert any(start is phase for start, _, _ in SESSION_TABLE.arrows())
+
+
+def test_versions_of_another_life_do_not_confuse_a_new_process() -> None:
+    """A new process under an old name: the verdict of its predecessor says nothing about its parameters."""
+    for kind in VerdictKind:
+        life = Life(session_config(data_plan=LEASED))
+        life.published = Version(1, 8)
+        life.say(Started())
+        life.join(life.verdict(kind, PushId(session_config().cluster_id, Incarnation(1, 7), 3)))
+        assert life.asked(BeginPullRequest)
+        life.pulled()
+        assert life.phase is SessionPhase.TRAINING

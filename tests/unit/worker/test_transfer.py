@@ -1,0 +1,362 @@
+"""Transfers over a network that loses, doubles, reorders and delays, under virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dips.core.chunks import Chunk, shard_digest
+from dips.core.data_header import MAX_MISSING, MissingChunk
+from dips.core.errors import RefusalCode
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import PlacementSpec, Refusal, SlaveAddress
+from dips.worker.transfer import (
+    Ask,
+    PullTransfer,
+    PushTransfer,
+    Transfer,
+    TransferSettings,
+    shares_of,
+)
+
+CHUNK = 16
+LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (10,), "float32", f"layers.{i}") for i in range(5)))
+PLACEMENT = PlacementSpec(
+    (SlaveAddress("s0", "a"), SlaveAddress("s1", "b"), SlaveAddress("idle", "c")), (0, 1, 0, 1, 0), b""
+)
+SETTINGS = TransferSettings(CHUNK, 3, silence_s=2.0, stall_s=60.0)
+ORDER = (4, 3, 2, 1, 0)
+RTT_S = 0.1
+
+
+def shares() -> dict[str, list[Chunk]]:
+    return shares_of(LAYOUT, PLACEMENT, ORDER, CHUNK)
+
+
+def sum_of(chunk: Chunk) -> int:
+    """A chunk's checksum, as everybody would compute it."""
+    return hash((chunk.block_id, chunk.offset_bytes)) & 0xFFFF
+
+
+def promised() -> dict[str, bytes]:
+    return {slave: shard_digest([sum_of(c) for c in sorted(chunks)]) for slave, chunks in shares().items()}
+
+
+@dataclass
+class Network:
+    """Slaves behind a bad network. A message is lost or doubled by chance, and arrives after RTT_S or later."""
+
+    transfer: Transfer
+    seed: int = 0
+    loss: float = 0.0
+    doubling: float = 0.0
+    jitter_s: float = 0.0
+    now_s: float = 0.0
+    held: dict[str, set[Chunk]] = field(default_factory=dict)
+    asks: list[Ask] = field(default_factory=list)
+    most_in_flight: int = 0
+    refuse: Callable[[Ask, float], Refusal | None] = lambda ask, now_s: None
+    lost: Callable[[Ask, float], bool] = lambda ask, now_s: False
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.count = 0
+
+    def run(self, until_s: float = 1000.0) -> None:
+        while not (self.transfer.done or self.transfer.failure) and self.now_s < until_s:
+            for action in self.transfer.actions(self.now_s):
+                if isinstance(action, Ask):
+                    self.send(action)
+            in_flight = max(len(p.in_flight) for p in self.transfer._peers.values())
+            self.most_in_flight = max(self.most_in_flight, in_flight)
+            self.advance()
+
+    def advance(self) -> None:
+        wake_s = self.transfer.next_deadline_s()
+        if self.queue and self.queue[0][0] <= wake_s:
+            at_s, _, deliver = heapq.heappop(self.queue)
+            self.now_s = max(self.now_s, at_s)
+            deliver()
+        else:
+            self.now_s = max(self.now_s, wake_s)
+
+    def send(self, ask: Ask) -> None:
+        self.asks.append(ask)
+        for _ in range(2 if self.random.random() < self.doubling else 1):
+            if self.random.random() >= self.loss and not self.lost(ask, self.now_s):
+                self.post(lambda: self.arrive(ask))
+
+    def post(self, deliver: Callable[[], None]) -> None:
+        delay_s = RTT_S / 2 + self.random.random() * self.jitter_s
+        self.count += 1
+        heapq.heappush(self.queue, (self.now_s + delay_s, self.count, deliver))
+
+    def answer(self, deliver: Callable[[], None]) -> None:
+        if self.random.random() >= self.loss:
+            self.post(deliver)
+
+    def arrive(self, ask: Ask) -> None:
+        refusal = self.refuse(ask, self.now_s)
+        transfer = self.transfer
+        if refusal is not None:
+            self.answer(lambda: transfer.refused(ask.slave, ask.request, refusal, self.now_s))
+        elif isinstance(transfer, PushTransfer):
+            self.put(transfer, ask)
+        elif isinstance(transfer, PullTransfer):
+            chunk = ask.chunk
+            assert chunk is not None
+            self.answer(lambda: transfer.landed(ask.slave, ask.request, sum_of(chunk), self.now_s))
+
+    def put(self, transfer: PushTransfer, ask: Ask) -> None:
+        held = self.held.setdefault(ask.slave, set())
+        every = set(shares()[ask.slave])
+        if ask.chunk is not None:
+            held.add(ask.chunk)
+            complete = held == every
+            self.answer(lambda: transfer.acked(ask.slave, ask.request, complete, self.now_s))
+            return
+        missing = [MissingChunk(c.block_id, c.offset_bytes) for c in sorted(every - held)][:MAX_MISSING]
+        self.answer(lambda: transfer.missing(ask.slave, ask.request, missing, not missing, self.now_s))
+
+
+def push() -> PushTransfer:
+    return PushTransfer(shares(), SETTINGS, 0.0)
+
+
+def pull() -> PullTransfer:
+    return PullTransfer(shares(), promised(), SETTINGS, 0.0)
+
+
+def test_shares_follow_the_schedule_and_cover_every_byte_once() -> None:
+    split = shares()
+    assert [c.block_id for c in split["s0"]] == [4, 4, 4, 2, 2, 2, 0, 0, 0]
+    assert [c.block_id for c in split["s1"]] == [3, 3, 3, 1, 1, 1]
+    assert split["idle"] == []
+    assert sum(c.length_bytes for chunks in split.values() for c in chunks) == LAYOUT.n_bytes
+
+
+def test_blocks_that_the_schedule_forgets_are_sent_too() -> None:
+    split = shares_of(LAYOUT, PLACEMENT, (2, 2, 99), CHUNK)
+    assert sum(len(chunks) for chunks in split.values()) == 15
+
+
+def test_a_clean_push_asks_first_and_then_sends_each_chunk_once() -> None:
+    network = Network(push())
+    network.run()
+    transfer = network.transfer
+    assert transfer.done
+    assert [a.chunk for a in network.asks[:2]] == [None, None]
+    sent = [a.chunk for a in network.asks if a.chunk is not None]
+    assert len(sent) == len(set(sent)) == 15
+    assert [c for c in sent if c in shares()["s0"]] == shares()["s0"], "in the order of the schedule"
+    assert network.most_in_flight == SETTINGS.window_chunks
+    assert transfer.moved_bytes == transfer.total_bytes == LAYOUT.n_bytes
+    assert transfer.reconnects == 0
+
+
+def test_the_digest_counts_chunks_in_block_order_whatever_the_schedule() -> None:
+    transfer = push()
+    every = {c: sum_of(c) for chunks in shares().values() for c in chunks}
+    assert dict(transfer.digests(every)) == promised()
+
+
+def test_a_new_attempt_sends_only_what_is_missing() -> None:
+    network = Network(push())
+    network.held = {"s0": set(shares()["s0"]), "s1": set(shares()["s1"][:4])}
+    network.run()
+    assert network.transfer.done
+    assert [a.chunk for a in network.asks if a.chunk is not None] == shares()["s1"][4:]
+
+
+def test_a_push_that_is_all_there_sends_nothing() -> None:
+    network = Network(push())
+    network.held = {slave: set(chunks) for slave, chunks in shares().items()}
+    network.run()
+    assert network.transfer.done
+    assert all(a.chunk is None for a in network.asks)
+
+
+def test_a_slave_that_names_only_some_missing_chunks_is_asked_again() -> None:
+    transfer = push()
+    first = next(a for a in transfer.actions(0.0) if isinstance(a, Ask) and a.slave == "s1")
+    some = [MissingChunk(c.block_id, c.offset_bytes) for c in shares()["s1"][:2]]
+    transfer.missing("s1", first.request, some, False, 0.1)
+    asks = [a for a in transfer.actions(0.1) if isinstance(a, Ask)]
+    assert [a.chunk for a in asks] == shares()["s1"][:2]
+    for ask in asks:
+        transfer.acked("s1", ask.request, False, 0.2)
+    assert [a.chunk for a in transfer.actions(0.2) if isinstance(a, Ask) and a.slave == "s1"] == [None]
+
+
+def test_missing_chunks_of_another_layout_fail_the_push() -> None:
+    transfer = push()
+    first = next(a for a in transfer.actions(0.0) if isinstance(a, Ask) and a.slave == "s0")
+    transfer.missing("s0", first.request, [MissingChunk(1, 0)], False, 0.1)
+    assert "another layout" in transfer.failure
+
+
+def test_a_clean_pull_fetches_each_chunk_once() -> None:
+    network = Network(pull())
+    network.run()
+    assert network.transfer.done
+    assert len(network.asks) == 15
+    assert [a.slave for a in network.asks[:4]] == ["s0", "s1", "s0", "s1"], "both links are busy from the start"
+    assert network.most_in_flight == SETTINGS.window_chunks
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.booleans(), st.integers(0, 2**32), st.floats(0, 0.3), st.floats(0, 0.5), st.floats(0, 0.5))
+def test_a_bad_network_only_delays(pushing: bool, seed: int, loss: float, doubling: float, jitter_s: float) -> None:
+    """One attempt may give up (two silences in a row); the attempts together get there and lose nothing."""
+    held: dict[str, set[Chunk]] = {}
+    for attempt in range(60):
+        network = Network(push() if pushing else pull(), seed + attempt, loss, doubling, jitter_s, held=held)
+        network.run()
+        assert network.transfer.done or "answered nothing" in network.transfer.failure
+        if network.transfer.done:
+            break
+    assert network.transfer.done
+    if pushing:
+        assert all(held.get(slave, set()) == set(chunks) for slave, chunks in shares().items())
+
+
+def test_silence_reconnects_and_resumes() -> None:
+    transfer = push()
+    network = Network(transfer)
+    network.lost = lambda ask, now_s: ask.slave == "s1" and 0.05 < now_s < 1.5
+    network.run()
+    assert transfer.done
+    assert transfer.reconnects == 1
+    queries = [a for a in network.asks if a.slave == "s1" and a.chunk is None]
+    assert len(queries) == 2, "after the silence, what is missing is asked before anything is sent"
+    resent = [a.chunk for a in network.asks if a.slave == "s1" and a.chunk is not None]
+    assert len(resent) - len(set(resent)) == SETTINGS.window_chunks, "only what was in flight is sent again"
+
+
+def test_a_slave_that_stays_silent_is_given_up_with_its_name() -> None:
+    network = Network(push())
+    network.lost = lambda ask, now_s: ask.slave == "s1"
+    network.run()
+    assert "slave s1 answered nothing" in network.transfer.failure
+    assert network.now_s == pytest.approx(6.0)  # 2 s, then twice as long
+    assert network.transfer.actions(network.now_s) == []
+    assert not network.transfer.done
+
+
+def test_a_slow_link_earns_patience() -> None:
+    transfer = PullTransfer({"s0": shares()["s0"]}, promised(), SETTINGS, 0.0)
+    now_s, pending, gap_s = 0.0, [], 1.5
+    while not transfer.done:
+        pending += [a for a in transfer.actions(now_s) if isinstance(a, Ask)]
+        now_s += gap_s  # each answer takes longer than the one before, far beyond the first 2 s
+        gap_s *= 1.3
+        ask = pending.pop(0)
+        assert ask.chunk is not None
+        transfer.landed("s0", ask.request, sum_of(ask.chunk), now_s)
+    assert gap_s > 10
+    assert transfer.reconnects == 0
+
+
+def test_a_push_that_is_not_open_yet_is_waited_for() -> None:
+    network = Network(push())
+    unknown = Refusal(RefusalCode.UNKNOWN_PUSH, "no staging is open", 0.2)
+    network.refuse = lambda ask, now_s: unknown if now_s < 0.7 else None
+    network.run()
+    assert network.transfer.done
+    assert sum(a.chunk is not None for a in network.asks) == 15
+
+
+def test_a_push_that_stays_unknown_is_for_the_master_to_settle() -> None:
+    network = Network(push())
+    network.refuse = lambda ask, now_s: Refusal(RefusalCode.UNKNOWN_PUSH, "no staging is open", 0.2)
+    network.run()
+    assert "no staging is open" in network.transfer.failure
+    assert 5 < network.now_s < 8
+
+
+@pytest.mark.parametrize("code", [RefusalCode.VERSION_GONE, RefusalCode.STALE_EPOCH, RefusalCode.RUN_ID])
+def test_what_only_the_master_can_settle_fails_at_once(code: RefusalCode) -> None:
+    network = Network(pull())
+    network.refuse = lambda ask, now_s: Refusal(code, "not here")
+    network.run()
+    assert "not here" in network.transfer.failure
+    assert network.now_s < 1
+
+
+def test_a_chunk_that_arrives_damaged_is_sent_again() -> None:
+    network = Network(push())
+    refused: list[Chunk] = []
+
+    def damage(ask: Ask, now_s: float) -> Refusal | None:
+        if ask.chunk is not None and ask.chunk not in refused and len(refused) < 3:
+            refused.append(ask.chunk)
+            return Refusal(RefusalCode.CHUNK, "checksum")
+        return None
+
+    network.refuse = damage
+    network.run()
+    assert network.transfer.done
+    assert len(refused) == 3
+
+
+def test_a_chunk_damaged_on_the_way_here_is_asked_for_again() -> None:
+    transfer = pull()
+    ask = next(a for a in transfer.actions(0.0) if isinstance(a, Ask))
+    transfer.damaged(ask.slave, ask.request, "checksum", 0.1)
+    network = Network(transfer)
+    for other in [a for a in transfer.actions(0.1) if isinstance(a, Ask)]:
+        network.send(other)
+    network.run()
+    assert transfer.done or "answered nothing" in transfer.failure
+
+
+def test_a_share_with_another_digest_is_fetched_again_and_then_refused() -> None:
+    transfer = PullTransfer(shares(), {**promised(), "s1": b"x" * 16}, SETTINGS, 0.0)
+    network = Network(transfer)
+    network.run()
+    assert transfer.corrupt
+    assert not transfer.done
+    assert "slave s1" in transfer.failure
+    assert sum(a.slave == "s1" for a in network.asks) == 3 * len(shares()["s1"])
+    assert sum(a.slave == "s0" for a in network.asks) == len(shares()["s0"])
+
+
+def test_a_slave_without_a_promised_digest_is_never_believed() -> None:
+    transfer = PullTransfer(shares(), {"s0": promised()["s0"]}, SETTINGS, 0.0)
+    Network(transfer).run()
+    assert transfer.corrupt
+
+
+def test_late_and_unasked_answers_change_nothing() -> None:
+    transfer = push()
+    asks = [a for a in transfer.actions(0.0) if isinstance(a, Ask)]
+    transfer.acked("s0", 999, True, 0.1)
+    transfer.acked("nobody", asks[0].request, True, 0.1)
+    assert not transfer.done
+    transfer.missing("s0", asks[0].request, (), True, 0.1)
+    transfer.missing("s0", asks[0].request, (), True, 0.1)
+    assert transfer.moved_bytes == sum(c.length_bytes for c in shares()["s0"])
+
+
+def test_only_wanted_chunks_may_land() -> None:
+    transfer = pull()
+    ask = next(a for a in transfer.actions(0.0) if isinstance(a, Ask))
+    assert transfer.wants(ask.slave, ask.request) == ask.chunk
+    assert transfer.wants(ask.slave, 999) is None
+    assert transfer.wants("nobody", ask.request) is None
+
+
+def test_no_progress_ends_a_transfer_with_the_last_reason() -> None:
+    transfer = PushTransfer(shares(), TransferSettings(CHUNK, 3, 2.0, 5.0), 0.0)
+    network = Network(transfer)
+    network.refuse = lambda ask, now_s: Refusal(RefusalCode.MEMORY, "no room")
+    network.run()
+    assert transfer.failure == "no progress for 5 s: slave s0 refuses: no room" or "s1" in transfer.failure
+    assert 5.0 <= network.now_s < 6.0

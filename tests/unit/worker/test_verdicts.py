@@ -1,0 +1,360 @@
+"""What each verdict or answer means for a cluster: the table of docs/protocol.md, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.cluster_life import LEASED, SETTINGS, TICKET, TOKENS, Life, session_config
+
+from dips.core.errors import RefusalCode, RemoteProtocolError
+from dips.core.ids import Incarnation, PushId, Version
+from dips.core.messages import (
+    AwaitVerdictReply,
+    AwaitVerdictRequest,
+    BeginPullRequest,
+    BeginPushReply,
+    BeginPushRequest,
+    Busy,
+    DataRange,
+    FinishPushReply,
+    FinishPushRequest,
+    LeaseDataReply,
+    LeaseDataRequest,
+    ReturnDataRequest,
+    Stale,
+    StaleKind,
+    Verdict,
+    VerdictKind,
+)
+from dips.worker.state.effects import InstallMode, Snapshot
+from dips.worker.state.events import LeaseWanted, Started, Stepped
+from dips.worker.state.phases import SessionPhase
+
+
+class LeasedLife(Life):
+    """A cluster that trains on leased data: every step takes TOKENS tokens of its one lease."""
+
+    def __init__(self) -> None:
+        super().__init__(session_config(data_plan=LEASED))
+        self.used = 0
+
+    def begin(self) -> None:
+        super().begin()
+        self.say(LeaseWanted(1000))
+        self.answer(LeaseDataRequest, LeaseDataReply((DataRange(1, 0, 0, 0, 100_000),)))
+
+    def train(self, steps: int, loss: float = 2.0) -> None:
+        for _ in range(steps):
+            self.say(Stepped(TOKENS, (self.span(self.used, self.used + TOKENS),), loss))
+            self.used += TOKENS
+
+    @staticmethod
+    def span(begin: int, end: int) -> DataRange:
+        return DataRange(1, 0, 0, begin, end)
+
+
+@pytest.fixture
+def life() -> LeasedLife:
+    life = LeasedLife()
+    life.begin()
+    return life
+
+
+def test_applied_rebases_later_steps_and_forgets_the_ranges(life: LeasedLife) -> None:
+    life.awaiting()
+    life.train(2)
+    verdict = life.decide(VerdictKind.APPLIED)
+    assert life.asked(BeginPullRequest).at_least == verdict.version
+    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
+    work = life.session.core.work
+    assert work.in_push is None
+    assert (work.pending.ranges, work.pending.steps) == ((life.span(400, 600),), 2)
+    assert not life.asks(ReturnDataRequest)
+    life.train(2)  # H = 4 counts from the push: two later steps and these two
+    request = life.call(BeginPushRequest)[1]
+    assert (request.seq, request.tokens, request.steps) == (2, 4 * TOKENS, 4)
+    assert request.ranges == (life.span(400, 800),)
+    assert (request.base, request.fence) == (verdict.version, 1)
+
+
+def test_applied_without_later_steps_installs_the_pulled_bits(life: LeasedLife) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    install = life.pulled()
+    assert install.mode is InstallMode.REPLACE
+    assert not install.reset_inner
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_excluded_drops_later_steps_and_returns_only_later_ranges(life: LeasedLife, reset: bool) -> None:
+    life.awaiting()
+    life.train(3)
+    verdict = life.decide(VerdictKind.EXCLUDED, reset_inner_optimizer=reset)
+    assert life.waits, "steps made now would be dropped"
+    assert list(life.give_back_answered()) == [life.span(400, 700)]
+    assert life.asked(BeginPullRequest).at_least == verdict.version
+    install = life.pulled()
+    assert (install.mode, install.reset_inner) == (InstallMode.REPLACE, reset)
+    assert life.session.core.work.tokens == 0
+    assert life.phase is SessionPhase.TRAINING
+
+
+def test_aborted_keeps_everything_and_the_next_push_carries_both(life: LeasedLife) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.ABORTED)
+    assert life.phase is SessionPhase.TRAINING
+    assert not life.asks(BeginPullRequest)
+    assert not life.waits
+    life.train(4)
+    request = life.call(BeginPushRequest)[1]
+    assert (request.seq, request.tokens, request.steps) == (2, 8 * TOKENS, 8)
+    assert request.ranges == (life.span(0, 800),)
+    assert request.mean_loss == pytest.approx(2.0)
+
+
+def test_stale_versions_rebases_from_base_and_keeps_all_ranges(life: LeasedLife) -> None:
+    life.push_begun()
+    life.answer(BeginPushRequest, BeginPushReply(Stale(StaleKind.VERSIONS, "too old")))
+    assert life.phase is SessionPhase.PULLING
+    life.published = Version(1, 30)
+    assert life.pulled().mode is InstallMode.REBASE_FROM_BASE
+    request = life.call(BeginPushRequest)[1]  # at once: the work has waited long enough
+    assert (request.seq, request.base, request.ranges) == (2, Version(1, 30), (life.span(0, 400),))
+
+
+@pytest.mark.parametrize("kind", [StaleKind.FENCE, StaleKind.TIMELINE])
+def test_stale_fence_and_timeline_drop_and_return_everything(life: LeasedLife, kind: StaleKind) -> None:
+    life.push_begun()
+    life.train(1)
+    life.answer(BeginPushRequest, BeginPushReply(Stale(kind, "not your base")))
+    assert life.waits
+    assert list(life.give_back_answered()) == [life.span(0, 500)]
+    assert life.pulled().mode is InstallMode.REPLACE
+    assert life.session.core.work.tokens == 0
+
+
+def test_rolled_back_drops_and_returns_everything(life: LeasedLife) -> None:
+    life.awaiting()
+    life.train(1)
+    life.decide(VerdictKind.ROLLED_BACK)
+    assert list(life.give_back_answered()) == [life.span(0, 500)]
+    assert life.pulled().mode is InstallMode.REPLACE
+
+
+def test_a_verdict_may_answer_begin_push_and_finish_push(life: LeasedLife) -> None:
+    life.push_begun()
+    life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED)))
+    assert life.phase is SessionPhase.TRAINING
+    life.train(4)
+    life.sent(life.ticket())
+    life.answer(FinishPushRequest, FinishPushReply(life.verdict(VerdictKind.APPLIED)))
+    assert life.phase is SessionPhase.PULLING
+
+
+# ---- FENCED: join again ----
+
+
+def fenced(life: LeasedLife) -> None:
+    life.refuse(AwaitVerdictRequest, RefusalCode.FENCED)
+    assert life.phase is SessionPhase.JOINING
+    assert not life.waits, "training goes on while joining again"
+
+
+def test_fenced_join_names_the_old_life_and_every_range(life: LeasedLife) -> None:
+    life.awaiting()
+    life.train(1)
+    fenced(life)
+    request = life.join()
+    assert request.caller.incarnation == Incarnation(1, 1)
+    assert request.held_ranges == (life.span(0, 100_000),)
+    assert life.session.core.terms.incarnation == Incarnation(1, 2)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_fenced_with_verdict_aborted_or_none_keeps_everything(life: LeasedLife, known: bool) -> None:
+    life.awaiting()
+    fenced(life)
+    life.train(1)
+    life.join(life.verdict(VerdictKind.ABORTED) if known else None)
+    assert not life.asks(BeginPushRequest)
+    assert life.phase is SessionPhase.TRAINING
+    life.train(3)
+    request = life.call(BeginPushRequest)[1]
+    assert (request.seq, request.steps, request.ranges) == (2, 8, (life.span(0, 800),))
+    assert request.caller.incarnation == Incarnation(1, 2)
+
+
+@pytest.mark.parametrize("what", ["fence", "timeline"])
+def test_fenced_with_another_fence_or_timeline_is_as_stale_fence(life: LeasedLife, what: str) -> None:
+    life.awaiting()
+    fenced(life)
+    aborted = life.verdict(VerdictKind.ABORTED)
+    if what == "fence":
+        life.fence += 1
+    else:
+        life.published = Version(9, 0)
+    life.join(aborted)
+    assert life.phase is SessionPhase.PULLING
+    assert list(life.give_back_answered()) == [life.span(0, 400)]
+    assert life.pulled().mode is InstallMode.REPLACE
+
+
+def test_fenced_with_verdict_applied_acts_on_that_row(life: LeasedLife) -> None:
+    life.awaiting()
+    fenced(life)
+    life.train(2)
+    life.join(life.verdict(VerdictKind.APPLIED))
+    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
+    assert life.session.core.work.pending.ranges == (life.span(400, 600),)
+    assert not life.asks(ReturnDataRequest)
+
+
+def test_fenced_with_verdict_excluded_acts_on_that_row(life: LeasedLife) -> None:
+    life.awaiting()
+    fenced(life)
+    life.train(2)
+    life.join(life.verdict(VerdictKind.EXCLUDED, reset_inner_optimizer=True))
+    assert list(life.give_back_answered()) == [life.span(400, 600)]
+    assert life.pulled().reset_inner
+
+
+def test_fenced_and_undecided_waits_then_acts(life: LeasedLife) -> None:
+    life.awaiting()
+    push = life.push_id
+    fenced(life)
+    life.join(push)
+    assert life.phase is SessionPhase.AWAITING
+    assert life.asked(AwaitVerdictRequest).push == push
+    life.answer(AwaitVerdictRequest, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED)))
+    assert life.pulled().mode is InstallMode.REPLACE
+    assert life.session.core.work.tokens == 0
+
+
+def test_fenced_between_verdict_and_pull_goes_on_with_the_pull(life: LeasedLife) -> None:
+    life.awaiting()
+    life.train(1)
+    verdict = life.decide(VerdictKind.APPLIED)
+    life.refuse(BeginPullRequest, RefusalCode.STALE_EPOCH)
+    life.join(verdict)
+    assert life.phase is SessionPhase.PULLING
+    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
+    assert life.session.core.work.pending.steps == 1
+
+
+def test_fenced_while_idle_keeps_training(life: LeasedLife) -> None:
+    life.train(2)
+    life.beat(epoch=2)
+    life.epoch = 2
+    assert life.phase is SessionPhase.JOINING
+    life.train(1)
+    life.join()
+    assert life.phase is SessionPhase.TRAINING
+    life.train(1)
+    assert life.call(BeginPushRequest)[1].caller.epoch == 2
+
+
+def test_rolled_back_after_applied_is_learnt_at_join(life: LeasedLife) -> None:
+    life.awaiting()
+    applied = life.decide(VerdictKind.APPLIED)
+    life.pulled()
+    life.train(1)
+    life.beat(epoch=2)
+    life.epoch, life.published = 2, Version(2, 3)
+    life.fence += 1
+    life.join(Verdict(applied.push, VerdictKind.ROLLED_BACK, Version(2, 3)))
+    assert list(life.give_back_answered()) == [life.span(400, 500)]
+    assert life.pulled().mode is InstallMode.REPLACE
+
+
+# ---- other answers ----
+
+
+def test_busy_repeats_the_very_same_push(life: LeasedLife) -> None:
+    first = life.push_begun()
+    life.answer(BeginPushRequest, BeginPushReply(Busy(2.0, "slaves are away")))
+    assert life.session.waiting_for() == "slaves are away"
+    life.train(1)
+    assert not life.asks(BeginPushRequest)
+    life.pass_s(2.0)
+    again = life.call(BeginPushRequest)[1]
+    assert again == first
+    assert sum(isinstance(effect, Snapshot) for effect in life.every) == 1
+
+
+def test_undecided_push_of_an_earlier_life_is_awaited_first() -> None:
+    life = Life()
+    life.say(Started())
+    earlier = PushId(life.session.config.cluster_id, Incarnation(1, 9), 4)
+    life.join(earlier)
+    assert life.phase is SessionPhase.AWAITING
+    verdict = life.verdict(VerdictKind.APPLIED, earlier)
+    life.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
+    request = life.grant()
+    assert request.at_least == verdict.version
+
+
+def test_undecided_answer_for_our_own_push_awaits_it(life: LeasedLife) -> None:
+    life.push_begun()
+    life.answer(BeginPushRequest, BeginPushReply(life.push_id))  # the admission's answer was lost
+    assert life.phase is SessionPhase.AWAITING
+    life.decide(VerdictKind.APPLIED)
+    assert life.phase is SessionPhase.PULLING
+
+
+def test_undecided_answer_for_another_push_keeps_the_work(life: LeasedLife) -> None:
+    life.push_begun()
+    other = PushId(life.session.config.cluster_id, Incarnation(1, 1), 99)
+    life.answer(BeginPushRequest, BeginPushReply(other))
+    assert life.asked(AwaitVerdictRequest).push == other
+    life.answer(AwaitVerdictRequest, AwaitVerdictReply(life.verdict(VerdictKind.ABORTED, other)))
+    assert life.call(BeginPushRequest)[1].ranges == (life.span(0, 400),)
+
+
+def test_ranges_that_are_not_ours_are_dropped_and_not_returned(life: LeasedLife) -> None:
+    life.push_begun()
+    life.train(1)
+    life.refuse(BeginPushRequest, RefusalCode.RANGES)
+    assert list(life.give_back_answered()) == [life.span(400, 500)]
+    assert life.pulled().mode is InstallMode.REPLACE
+
+
+def test_a_used_number_is_replaced_by_the_next(life: LeasedLife) -> None:
+    life.push_begun()
+    life.refuse(BeginPushRequest, RefusalCode.SEQ)
+    request = life.call(BeginPushRequest)[1]
+    assert (request.seq, request.ranges) == (2, (life.span(0, 400),))
+
+
+@pytest.mark.parametrize("code", [RefusalCode.DIGEST, RefusalCode.UNKNOWN_PUSH])
+def test_a_lost_attempt_is_begun_again(life: LeasedLife, code: RefusalCode) -> None:
+    first = life.push_begun()
+    life.sent(life.ticket())
+    life.refuse(FinishPushRequest, code)
+    assert life.phase is SessionPhase.BEGINNING_PUSH
+    life.pass_s(1.0)
+    assert life.call(BeginPushRequest)[1] == first
+
+
+def test_tickets_that_do_not_fit_the_layout_end_the_session(life: LeasedLife) -> None:
+    life.push_begun()
+    broken = replace(TICKET, placement=replace(TICKET.placement, slave_of_block=(0, 1)))
+    life.answer(BeginPushRequest, BeginPushReply(broken))
+    life.left()
+    assert life.finished is not None
+    assert isinstance(life.finished.error, RemoteProtocolError)
+    assert "layout" in str(life.finished.error)
+
+
+def test_fixed_h_counts_from_the_push_and_dynamic_h_from_the_pull() -> None:
+    for dynamic, more in ((False, 2), (True, 4)):
+        life = Life(settings=replace(SETTINGS, dynamic_local_steps=dynamic))
+        life.begin()
+        life.awaiting()
+        life.train(2)
+        life.decide(VerdictKind.APPLIED)
+        life.pulled()
+        life.train(more - 1)
+        assert life.phase is SessionPhase.TRAINING
+        life.train(1)
+        assert life.phase is SessionPhase.BEGINNING_PUSH

@@ -1,0 +1,254 @@
+"""Ranges and tokens: nothing is lost, nothing is counted twice (I12), however events fall."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cluster_life import LEASED, TICKET, TOKENS, Life, session_config
+
+from dips.core.errors import LocalProtocolError, RefusalCode
+from dips.core.ids import Version
+from dips.core.messages import (
+    AwaitVerdictReply,
+    AwaitVerdictRequest,
+    BeginPullRequest,
+    BeginPushReply,
+    BeginPushRequest,
+    DataRange,
+    FinishPullReply,
+    FinishPullRequest,
+    FinishPushRequest,
+    JoinRequest,
+    LeaseDataReply,
+    LeaseDataRequest,
+    ReturnDataReply,
+    ReturnDataRequest,
+    Stale,
+    StaleKind,
+    VerdictKind,
+)
+from dips.worker.state.effects import StartPull, StartPush
+from dips.worker.state.events import LeaseWanted, Pulled, PullFailed, PushFailed, Started, Stepped
+from dips.worker.state.work import Work, WorkBook, joined
+
+
+def piece(begin: int, end: int, lease: int = 1) -> DataRange:
+    return DataRange(lease, 0, lease, begin, end)
+
+
+def tokens_of(ranges: Iterable[DataRange]) -> list[tuple[int, int]]:
+    """Every single token, as (lease, position)."""
+    return sorted((r.lease_id, at) for r in ranges for at in range(r.begin_tokens, r.end_tokens))
+
+
+def test_steps_split_what_is_held_and_neighbours_join() -> None:
+    book = WorkBook()
+    book.leased([piece(0, 100)])
+    book.stepped(10, [piece(40, 50)], 3.0)
+    book.stepped(10, [piece(50, 60)], float("nan"))
+    assert book.held == (piece(0, 40), piece(60, 100))
+    assert book.pending == Work((piece(40, 60),), 20, 2, 3.0, 1)
+    assert book.pending.mean_loss == 3.0
+
+
+def test_a_range_cannot_be_trained_twice() -> None:
+    book = WorkBook()
+    book.leased([piece(0, 10)])
+    book.stepped(5, [piece(0, 5)], 1.0)
+    with pytest.raises(LocalProtocolError, match="counted before"):
+        book.stepped(5, [piece(4, 9)], 1.0)
+    assert book.held == (piece(5, 10),)
+    assert book.tokens == 5
+
+
+def test_freeze_thaw_decide_and_drop() -> None:
+    book = WorkBook()
+    book.leased([piece(0, 30)])
+    book.stepped(10, [piece(0, 10)], 1.0)
+    assert book.freeze().tokens == 10
+    with pytest.raises(LocalProtocolError, match="open already"):
+        book.freeze()
+    book.stepped(10, [piece(10, 20)], 2.0)
+    assert book.tokens == 20
+    book.thaw()
+    assert book.pending == Work((piece(0, 20),), 20, 2, 3.0, 2)
+    book.freeze()
+    book.stepped(10, [piece(20, 30)], 2.0)
+    assert book.drop() == (piece(0, 30),)
+    assert book.tokens == 0
+    assert book.all_ranges() == ()
+
+
+def test_work_without_losses_has_no_mean() -> None:
+    assert Work().mean_loss != Work().mean_loss
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 20), st.integers(1, 5)), max_size=12))
+def test_joined_keeps_every_token(items: list[tuple[int, int, int]]) -> None:
+    ranges = [piece(begin, begin + n, lease) for lease, begin, n in items]
+    once = [r for i, r in enumerate(ranges) if not set(tokens_of([r])) & set(tokens_of(ranges[:i]))]
+    result = joined(once)
+    assert tokens_of(result) == tokens_of(once)
+    assert len(result) <= len(once)
+
+
+class RandomLife(Life):
+    """A leased cluster whose every token's fate is followed: lent, and then exactly one of the places below."""
+
+    def __init__(self) -> None:
+        super().__init__(session_config(data_plan=LEASED))
+        self.lent: list[DataRange] = []
+        self.unused: list[DataRange] = []
+        self.settled: list[DataRange] = []
+        self.said_push: tuple[DataRange, ...] = ()
+
+    def lease(self) -> None:
+        self.say(LeaseWanted(5 * TOKENS))
+        if self.asks(LeaseDataRequest):
+            lease = len(self.lent) + 1
+            new = DataRange(lease, 0, lease, 0, 5 * TOKENS)
+            self.answer(LeaseDataRequest, LeaseDataReply((new,)))
+            self.lent.append(new)
+            self.unused += self.session.take_leased()
+
+    def step(self) -> None:
+        if not self.unused or self.waits:
+            return
+        first = self.unused.pop(0)
+        used = DataRange(first.lease_id, 0, first.chunk, first.begin_tokens, first.begin_tokens + TOKENS)
+        if used.end_tokens < first.end_tokens:
+            self.unused.insert(0, DataRange(first.lease_id, 0, first.chunk, used.end_tokens, first.end_tokens))
+        self.say(Stepped(TOKENS, (used,), 1.0))
+
+    def act(self, what: int) -> None:
+        """One thing of the outside world happens, if it can."""
+        kinds = [VerdictKind.APPLIED, VerdictKind.EXCLUDED, VerdictKind.ABORTED, VerdictKind.ROLLED_BACK]
+        self.note_push()
+        match what % 12:
+            case 0 | 1 | 2:
+                self.step()
+            case 3:
+                self.lease()
+            case 4 | 5:
+                self.progress(kinds[what // 12 % 4])
+            case 6:
+                self.restart(what // 12)
+            case 7:
+                self.stale(list(StaleKind)[what // 12 % 3])
+            case 8:
+                self.fail_something(what // 12)
+            case 9:
+                self.pass_s(0.5 + what // 12)
+            case 10 if self.session.core.base is not None and not self.asks(JoinRequest):
+                self.beat(local_steps=1 + what // 12 % 6)
+            case 11 if self.has(StartPull):
+                self.say(PullFailed(self.take(StartPull).transfer_id, "lost"))
+            case _:
+                pass
+        self.collect_returns()
+        self.check()
+
+    def note_push(self) -> None:
+        push = self.session.pushing.open
+        self.said_push = push.work.ranges if push else ()
+
+    def progress(self, kind: VerdictKind) -> None:
+        """The exchange goes one step on, in the best case."""
+        if self.asks(JoinRequest):
+            self.join()
+        elif self.asks(BeginPushRequest):
+            self.answer(BeginPushRequest, BeginPushReply(TICKET))
+        elif self.has(StartPush):
+            self.sent(self.take(StartPush))
+        elif self.asks(FinishPushRequest):
+            self.admitted()
+        elif self.asks(AwaitVerdictRequest):
+            ranges = self.said_push
+            self.answer(AwaitVerdictRequest, AwaitVerdictReply(self.verdict(kind)))
+            if kind in (VerdictKind.APPLIED, VerdictKind.EXCLUDED):
+                self.settled += ranges
+        elif self.asks(BeginPullRequest):
+            self.grant()
+        elif self.has(StartPull):
+            self.say(Pulled(self.take(StartPull).transfer_id, 0.1))
+            if self.asks(FinishPullRequest):
+                self.answer(FinishPullRequest, FinishPullReply(self.local_steps))
+
+    def restart(self, what: int) -> None:
+        """The master restarts; the open push turns out APPLIED, EXCLUDED, undecided, or unknown."""
+        if self.asks(JoinRequest) or self.session.core.terms.incarnation is None:
+            return
+        self.epoch += 1
+        if what % 5 == 4:
+            self.published = Version(self.epoch, 0)
+        self.returned += self.on_the_way()  # Join frees what it does not name
+        self.beat(epoch=self.epoch)
+        self.effects = [e for e in self.effects if not isinstance(e, StartPush | StartPull)]
+        self.effects = [e for e in self.effects if not self.is_stale_call(e)]
+        if not self.asks(JoinRequest):
+            return
+        push, ranges = self.session.pushing.open, self.said_push
+        if push is None or what % 5 in (3, 4):
+            self.join(self.session.pushing.last_verdict)
+        elif what % 5 == 2:
+            self.join(push.id)
+        else:
+            kind = (VerdictKind.APPLIED, VerdictKind.EXCLUDED)[what % 5]
+            self.join(self.verdict(kind))
+            self.settled += ranges
+
+    def is_stale_call(self, effect: object) -> bool:
+        call_id = getattr(effect, "call_id", None)
+        return call_id is not None and self.session.core.lane_of(call_id) is None
+
+    def stale(self, kind: StaleKind) -> None:
+        if self.asks(BeginPushRequest) and self.session.pushing.open is not None:
+            self.answer(BeginPushRequest, BeginPushReply(Stale(kind, "stale")))
+
+    def fail_something(self, what: int) -> None:
+        if self.has(StartPush) and what % 2:
+            self.say(PushFailed(self.take(StartPush).transfer_id, "lost"))
+            return
+        for kind in (BeginPushRequest, FinishPushRequest, AwaitVerdictRequest, BeginPullRequest, JoinRequest):
+            if self.asks(kind):
+                if what % 3 == 0 and kind is FinishPushRequest:
+                    self.refuse(kind, RefusalCode.UNKNOWN_PUSH)
+                else:
+                    self.fail(kind)
+                return
+
+    def collect_returns(self) -> None:
+        while self.asks(ReturnDataRequest):
+            request = self.answer(ReturnDataRequest, ReturnDataReply())
+            self.returned += request.ranges
+        self.effects = [e for e in self.effects if not self.is_stale_call(e)]
+
+    def check(self) -> None:
+        work = self.session.core.work
+        in_push = work.in_push.ranges if work.in_push else ()
+        on_the_way = self.on_the_way()
+        places = [work.held, work.pending.ranges, in_push, self.settled, self.returned, on_the_way]
+        everywhere = sorted(token for place in places for token in tokens_of(place))
+        assert everywhere == tokens_of(self.lent), "every token is in exactly one place"
+        assert work.pending.tokens == sum(r.tokens for r in work.pending.ranges)
+        assert tokens_of(self.unused) == tokens_of(work.held)
+
+    def on_the_way(self) -> list[DataRange]:
+        """Ranges in a ReturnData that waits behind another small call."""
+        waiting = [build() for build in self.session.core._side_queue]
+        return [r for request in waiting if isinstance(request, ReturnDataRequest) for r in request.ranges]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 59), min_size=20, max_size=120))
+def test_no_order_of_events_loses_a_range(script: list[int]) -> None:
+    life = RandomLife()
+    life.say(Started())
+    life.join()
+    life.grant()
+    life.say(Pulled(life.take(StartPull).transfer_id, 0.1))
+    for what in script:
+        life.act(what)

@@ -1,0 +1,75 @@
+"""What one training cluster may set for itself.
+
+Settings that all clusters of a run must share (H, outer learning rate, chunk size) live on the master; where they
+stand here they only say what this cluster expects, and a difference is refused at Join. Never holds a secret.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from dips.core.config import Knobs
+from dips.core.errors import ConfigError
+from dips.core.ids import check_name
+from dips.core.net import parse_address, require_loopback
+from dips.core.units import Seconds
+
+SECTION = "worker"
+"""The TOML table, and the middle of the environment names DIPS_WORKER_<FIELD>."""
+
+PositiveSeconds = Annotated[Seconds, Field(gt=0)]
+
+
+class ClientConfig(Knobs):
+    """One cluster's settings; the precedence is core.config's."""
+
+    run_id: str = Field("", description="The run to take part in; empty: whichever the master serves.")
+    cluster_id: str = Field("", description="This cluster's name; the same after a restart.")
+    master: str = Field("", description="The master's HOST:PORT.")
+    tape: Path | None = Field(None, description="File to which this process appends its event record.")
+    declared_tokens_per_s: float = Field(
+        0.0, ge=0, description="Speed at which this cluster claims to train until it is measured; 0: unknown."
+    )
+    connect_wait_s: PositiveSeconds = Field(
+        120.0, description="How long the first join waits for a master that cannot be reached, before it gives up."
+    )
+    call_deadline_s: PositiveSeconds = Field(10.0, description="How long one control call may take.")
+    retry_max_s: PositiveSeconds = Field(
+        10.0, description="Longest pause between two tries of a call that failed; it begins at 0.2 s and doubles."
+    )
+    leave_wait_s: PositiveSeconds = Field(30.0, description="How long leaving may take before it is given up.")
+    # A chunk of 1 MiB takes 0.8 s at 10 Mbit/s; the timer adapts upwards from here to the gaps that it measures.
+    data_silence_s: PositiveSeconds = Field(
+        2.0, description="A slave that answers nothing for so long is asked again over a new connection."
+    )
+    data_stall_s: PositiveSeconds = Field(
+        30.0, description="A transfer without any progress for so long is given up and asked for anew."
+    )
+    sync_every: int | None = Field(
+        None, ge=1, description="Inner steps between two pushes that this cluster expects; empty: the master's word."
+    )
+    outer_lr: float | None = Field(
+        None, gt=0, description="Outer learning rate that this cluster expects; empty: the master's word."
+    )
+    outer_momentum: float | None = Field(
+        None, ge=0, lt=1, description="Outer momentum that this cluster expects; empty: the master's word."
+    )
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
+    json_logs: bool = Field(False, description="Write the log as JSON lines.")
+
+
+def check(config: ClientConfig) -> ClientConfig:
+    """Return the settings if a cluster can run with them. Raises ConfigError naming the setting and the remedy."""
+    if not config.master:
+        raise ConfigError("the master's address is missing: set DIPS_MASTER, or give --master HOST:PORT")
+    parse_address(config.master, "master")
+    require_loopback(config.master, "master")
+    if not config.cluster_id:
+        raise ConfigError("the cluster's name is missing: set DIPS_CLUSTER, or give --cluster-id NAME")
+    check_name(config.cluster_id, "cluster_id")
+    if config.run_id:
+        check_name(config.run_id, "run_id")
+    return config

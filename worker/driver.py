@@ -1,0 +1,346 @@
+"""Runs one cluster's session on the training thread: between steps it carries out what the session decides.
+
+The user's loop (worker/loop.py) and the trainer stand on this class; it knows no framework. Live parameters are
+touched only inside start(), step() and lease(), on the thread that calls them. Never raises because the master or a
+slave is away: training goes on, and the exchange is tried again at the steps to come.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+from collections.abc import Sequence
+from types import TracebackType
+
+from dips.core.clock import Clock, SystemClock
+from dips.core.errors import ConfigError, LocalProtocolError
+from dips.core.ids import ClusterId, Incarnation, Version
+from dips.core.layout import Layout
+from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, Settings, Verdict
+from dips.core.telemetry import ChangeLogger, Tape
+from dips.worker.client import MasterClient
+from dips.worker.config import ClientConfig, check
+from dips.worker.heartbeat import Facts, Heartbeat
+from dips.worker.pace import Pace
+from dips.worker.parameters import ParameterStore
+from dips.worker.state.effects import (
+    Call,
+    CancelTransfer,
+    Effect,
+    Finished,
+    Install,
+    Log,
+    Record,
+    Snapshot,
+    StartPull,
+    StartPush,
+)
+from dips.worker.state.events import Event, LeaseWanted, Started, Stepped, StopWanted, Tick
+from dips.worker.state.session import Session
+from dips.worker.state.terms import SessionConfig
+from dips.worker.transfers import Transfers
+from dips.worker.vectors import Vectors
+
+LONGEST_WAIT_S = 0.5
+"""How long a wait sleeps at most before the reason for it is looked at (and logged, if it changed)."""
+
+WORTH_A_LINE_S = 2.0
+"""A wait that is shorter belongs to every round and is not logged."""
+
+
+class Driver:
+    """One cluster's part in the run. Not safe for use by several threads, but for request_stop()."""
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        parameters: ParameterStore,
+        layout: Layout,
+        data_plan: DataPlan,
+        *,
+        clock: Clock | None = None,
+        tape: Tape | None = None,
+    ) -> None:
+        """Opens no connection yet. Raises ConfigError for settings that cannot work.
+
+        layout: parameters.layout(). tape: where records go; None: config.tape, closed by close().
+        """
+        self.config = check(config)
+        self._parameters = parameters
+        self._clock: Clock = clock or SystemClock()
+        self._session = Session(_session_config(config, layout, data_plan))
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._log = ChangeLogger(logging.getLogger("dips.worker"))
+        self._owns_tape = tape is None
+        self.tape = tape or Tape(config.tape, "worker", config.cluster_id, self._clock)
+        self._vectors = Vectors(layout.n_elems)
+        self._transfers = Transfers(config, layout, self._vectors, self._events.put, self._clock)
+        self._client = MasterClient(config.master, self._events.put)
+        self._heartbeat = Heartbeat(config.master, self._events.put, self._clock)
+        self._pace = Pace()
+        self._finished: Finished | None = None
+        self._raised = False
+        self._closed = False
+        self.steps = 0
+
+    # ---- the training loop's calls ----
+
+    def start(self) -> None:
+        """Join, seed or pull the first version; returns when the cluster may train, or when `done`.
+
+        Raises Refused or ConfigError when this cluster cannot take part (each says what to do), RetryLater when no
+        master could be reached within connect_wait_s.
+        """
+        self._handle(Started())
+        self._settle()
+        self._pace.resume(self._clock.monotonic_s())
+
+    def step(self, tokens: int, ranges: Sequence[DataRange] = (), loss: float = math.nan) -> None:
+        """Tell that an inner step was made on `tokens` tokens (leased mode: those of `ranges`); loss in nats per token.
+
+        May block (bounded by the master's verdict_wait_s) and may replace the parameters. Raises ConfigError for a
+        count below 1, LocalProtocolError for ranges that are not held, and whatever ends this cluster's part.
+        """
+        if self.done:
+            return
+        if tokens < 1:
+            raise ConfigError(f"a step counts {tokens} tokens: give the number of tokens it was trained on, at least 1")
+        self.steps += 1
+        self._pace.stepped(tokens, loss, self._clock.monotonic_s())
+        self._handle(Stepped(tokens, tuple(ranges), loss))
+        self._settle()
+        self._pace.resume(self._clock.monotonic_s())
+
+    def lease(self, tokens: int) -> list[DataRange]:
+        """Borrow at least `tokens` tokens of the corpus; blocks until the master lends them; [] only when `done`.
+
+        To be called between steps. Raises LocalProtocolError when the data plan is not LEASED.
+        """
+        if self._session.config.data_plan.mode is not DataMode.LEASED:
+            raise LocalProtocolError("lease() is for leased data; with its own data a cluster only counts tokens")
+        began_s = self._clock.monotonic_s()
+        if not self.done:
+            self._handle(LeaseWanted(tokens))
+        ranges = self._session.take_leased()
+        while not ranges and not self.done:
+            self._wait("data")
+            ranges = self._session.take_leased()
+        self._pace.pause(self._clock.monotonic_s() - began_s)
+        self._raise_if_failed()
+        return ranges
+
+    def request_stop(self, reason: str = "asked to stop") -> None:
+        """Leave at the next step() or lease(). May be called from a signal handler or another thread."""
+        self._events.put(StopWanted(reason))
+
+    def close(self, reason: str = "the training loop has ended") -> None:
+        """Leave the run, if that has not happened, and end all threads. May be called twice; raises nothing new."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._leave(reason)
+        finally:
+            self._heartbeat.close()
+            self._transfers.close()
+            self._client.close()
+            if self._owns_tape:
+                self.tape.close()
+
+    def __enter__(self) -> Driver:
+        try:
+            self.start()
+        except BaseException:
+            self.close("it could not begin")
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(reason_of(kind, error))
+
+    # ---- what may be read ----
+
+    @property
+    def done(self) -> bool:
+        """Whether this cluster takes no more part: the run ended, or it was asked to stop."""
+        return self._finished is not None
+
+    @property
+    def exit_reason(self) -> str:
+        return self._finished.reason if self._finished else ""
+
+    @property
+    def settings(self) -> Settings:
+        """The run's; the defaults before start()."""
+        return self._session.core.terms.settings
+
+    @property
+    def version(self) -> Version | None:
+        """The base: what was pulled last."""
+        return self._session.core.base
+
+    @property
+    def tokens_global(self) -> int:
+        """Applied by the whole run, as far as is known here."""
+        return self._session.core.terms.tokens
+
+    @property
+    def progress(self) -> int:
+        """tokens_global and this cluster's own that are not applied yet; what a schedule should go by."""
+        return self.tokens_global + self._session.core.work.tokens
+
+    @property
+    def local_steps(self) -> int:
+        """H_j, inner steps between two pushes as they stand now."""
+        return self._session.core.terms.local_steps
+
+    @property
+    def incarnation(self) -> Incarnation | None:
+        return self._session.core.terms.incarnation
+
+    @property
+    def run_id(self) -> str:
+        return self._session.core.terms.run_id
+
+    @property
+    def cluster_id(self) -> str:
+        return self.config.cluster_id
+
+    @property
+    def last_verdict(self) -> Verdict | None:
+        return self._session.pushing.last_verdict
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Measured, of computing alone."""
+        return self._pace.tokens_per_s
+
+    @property
+    def steps_per_s(self) -> float:
+        return self._pace.steps_per_s
+
+    @property
+    def phase(self) -> str:
+        return self._session.phase.value
+
+    @property
+    def cause(self) -> str:
+        """The cause id for records that the training loop writes to the tape."""
+        return self._session.core.cause
+
+    # ---- parts ----
+
+    def _settle(self) -> None:
+        """Handle what has arrived; wait while the session says so; raise what ended it."""
+        while not self._events.empty():
+            self._handle(self._events.get())
+        if self._session.next_deadline_s() <= self._clock.monotonic_s():
+            self._handle(Tick())
+        began_s = self._clock.monotonic_s()
+        while self._session.must_wait(now_s := self._clock.monotonic_s()):
+            self._wait("wait", quiet=now_s - began_s < WORTH_A_LINE_S)
+        self._log.report("wait", "")
+        self._tell_heartbeat()
+        self._raise_if_failed()
+
+    def _wait(self, key: str, *, quiet: bool = False) -> None:
+        """Sleep until something arrives or is due, and handle it; say why, unless `quiet`."""
+        if not quiet:
+            self._log.report(key, f"waiting: {self._session.waiting_for()}")
+        self._tell_heartbeat()
+        now_s = self._clock.monotonic_s()
+        pause_s = min(LONGEST_WAIT_S, max(0.0, self._session.next_deadline_s() - now_s))
+        try:
+            self._handle(self._events.get(timeout=pause_s))
+        except queue.Empty:
+            self._handle(Tick())
+
+    def _leave(self, reason: str) -> None:
+        if not self.done:
+            self._handle(StopWanted(reason))
+        give_up_s = self._clock.monotonic_s() + self.config.leave_wait_s
+        while not self.done and self._clock.monotonic_s() < give_up_s:
+            self._wait("wait")
+        if not self.done:
+            self._finished = Finished(f"{reason} (leaving was not answered)")
+
+    def _raise_if_failed(self) -> None:
+        if self._finished is not None and self._finished.error is not None and not self._raised:
+            self._raised = True
+            raise self._finished.error
+
+    def _handle(self, event: Event) -> None:
+        for effect in self._session.handle(event, self._clock.monotonic_s()):
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Call():
+                self._client.start(effect)
+            case Snapshot():
+                self._vectors.snapshot(self._parameters)
+            case Install():
+                self._install(effect)
+            case StartPush():
+                self._transfers.push(effect, self.run_id, self.settings)
+            case StartPull():
+                self._transfers.pull(effect)
+            case CancelTransfer():
+                self._transfers.cancel(effect.transfer_id)
+            case Record():
+                self.tape.write(effect.kind, effect.cause, **effect.fields)
+            case Log():
+                self._log.report(effect.key, effect.sentence, effect.level)
+            case Finished():
+                self._finished = effect
+
+    def _install(self, effect: Install) -> None:
+        self._vectors.install(self._parameters, effect.mode)
+        if effect.reset_inner:
+            self._parameters.reset_inner_optimizer()
+
+    def _tell_heartbeat(self) -> None:
+        core = self._session.core
+        if core.terms.incarnation is None or self.done:
+            return
+        request = HeartbeatRequest(
+            core.terms.caller(core.cause),
+            phase=self.phase,
+            steps=core.steps,
+            tokens_per_s=self._pace.tokens_per_s,
+            steps_per_s=self._pace.steps_per_s,
+            loss=self._pace.loss,
+            push_s=core.push_s,
+            pull_s=core.pull_s,
+            base=core.base,
+            note=core.note,
+        )
+        settings = core.terms.settings
+        self._heartbeat.tell(Facts(request, settings.heartbeat_s, settings.evict_after_beats))
+
+
+def reason_of(kind: type[BaseException] | None, error: BaseException | None) -> str:
+    """Why a `with` block was left, for Leave."""
+    if kind is None:
+        return "the training loop has ended"
+    return f"{kind.__name__}: {error}" if str(error or "") else kind.__name__
+
+
+def _session_config(config: ClientConfig, layout: Layout, data_plan: DataPlan) -> SessionConfig:
+    return SessionConfig(
+        ClusterId(config.cluster_id),
+        layout,
+        data_plan,
+        run_id=config.run_id,
+        declared_tokens_per_s=config.declared_tokens_per_s,
+        connect_wait_s=config.connect_wait_s,
+        call_deadline_s=config.call_deadline_s,
+        retry_max_s=config.retry_max_s,
+        leave_wait_s=config.leave_wait_s,
+        expect_sync_every=config.sync_every,
+        expect_outer_lr=config.outer_lr,
+        expect_outer_momentum=config.outer_momentum,
+    )

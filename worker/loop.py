@@ -1,0 +1,170 @@
+"""The user's side: a context manager around an ordinary PyTorch training loop.
+
+    with dips.DiLoCo(model, optimizer, tokens_per_step=batch * sequence) as sync:
+        while not sync.done:
+            loss = ...
+            loss.backward()
+            optimizer.step()
+
+Without a master (DIPS_MASTER unset) it changes nothing: the same file is ordinary training. It hooks the
+optimizer's step and nothing else; parameters change only inside optimizer.step(), after the inner update.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from dips.core.config import load
+from dips.core.errors import ConfigError
+from dips.core.ids import Version
+from dips.core.messages import DataMode, DataPlan, Verdict
+from dips.worker.config import SECTION, ClientConfig, check
+from dips.worker.driver import Driver
+from dips.worker.torch_parameters import TorchParameters
+
+_logger = logging.getLogger("dips")
+
+WIRE_DTYPES = ("float32",)
+
+
+class DiLoCo:
+    """Makes a training loop one cluster of a run (DiLoCo: many inner steps, then one outer step on the difference).
+
+    model, optimizer: the loop's own; the optimizer is the inner one. tokens_per_step: tokens (or samples, if every
+    cluster counts them alike) behind one optimizer.step(); count() overrides it. steps: `done` becomes true after so
+    many steps, with or without a master. sync_every, outer_lr, outer_momentum: what the user expects of the run;
+    the values live on the master, and another one there is refused at the start. master, cluster_id, run_id: else
+    DIPS_MASTER, DIPS_CLUSTER, DIPS_RUN. tape: a file for this cluster's event record.
+
+    Raises ConfigError for settings that cannot work; entering raises Refused when the run does not take this cluster
+    (another model, say) and RetryLater when no master answers.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        tokens_per_step: int,
+        steps: int | None = None,
+        sync_every: int | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        master: str | None = None,
+        cluster_id: str | None = None,
+        run_id: str | None = None,
+        wire_dtype: str = "float32",
+        tape: Path | str | None = None,
+    ) -> None:
+        _check_arguments(tokens_per_step, steps, wire_dtype)
+        self._model = model
+        self._optimizer = optimizer
+        self._tokens_per_step = tokens_per_step
+        self._steps_wanted = steps
+        self._next: tuple[int, float] | None = None
+        self._hook: RemovableHandle | None = None
+        self._driver: Driver | None = None
+        self._config: ClientConfig | None = None
+        self.steps = 0
+        self._own_tokens = 0
+        master = master or os.environ.get("DIPS_MASTER") or None
+        if master is not None:
+            self._config = check(
+                load(
+                    ClientConfig,
+                    SECTION,
+                    overrides={
+                        "master": master,
+                        "cluster_id": cluster_id or os.environ.get("DIPS_CLUSTER") or None,
+                        "run_id": run_id or os.environ.get("DIPS_RUN") or None,
+                        "sync_every": sync_every,
+                        "outer_lr": outer_lr,
+                        "outer_momentum": outer_momentum,
+                        "tape": None if tape is None else Path(tape),
+                    },
+                ).value
+            )
+
+    def __enter__(self) -> DiLoCo:
+        if self._config is None:
+            _logger.info("DIPS_MASTER is not set: training alone, nothing is shared")
+        else:
+            parameters = TorchParameters(self._model, self._optimizer)
+            plan = DataPlan(DataMode.OWN)
+            self._driver = Driver(self._config, parameters, parameters.layout(), plan)
+            self._driver.__enter__()
+        self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._driver is not None:
+            self._driver.__exit__(kind, error, trace)
+
+    def count(self, tokens: int, loss: float = math.nan) -> None:
+        """Say what the next optimizer.step() stands for, in place of tokens_per_step; loss in nats per token.
+
+        Raises ConfigError for fewer than one token.
+        """
+        if tokens < 1:
+            raise ConfigError(f"count({tokens}): a step is trained on at least 1 token")
+        self._next = (tokens, loss)
+
+    @property
+    def done(self) -> bool:
+        """Whether the loop should end: the run has (the model is then its last version), or `steps` are made."""
+        ended = self._driver is not None and self._driver.done
+        return ended or (self._steps_wanted is not None and self.steps >= self._steps_wanted)
+
+    @property
+    def active(self) -> bool:
+        """Whether this loop takes part in a run."""
+        return self._driver is not None
+
+    @property
+    def version(self) -> Version | None:
+        """The version that was pulled last; None when training alone."""
+        return self._driver.version if self._driver else None
+
+    @property
+    def progress(self) -> int:
+        """Tokens that the whole run has trained on, as far as is known here; alone, this loop's own steps' worth."""
+        return self._driver.progress if self._driver else self._own_tokens
+
+    @property
+    def last_verdict(self) -> Verdict | None:
+        return self._driver.last_verdict if self._driver else None
+
+    @property
+    def driver(self) -> Driver | None:
+        """For everything else; None when training alone."""
+        return self._driver
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        tokens, loss = self._next or (self._tokens_per_step, math.nan)
+        self._next = None
+        self.steps += 1
+        self._own_tokens += tokens
+        if self._driver is not None:
+            self._driver.step(tokens, loss=loss)
+
+
+def _check_arguments(tokens_per_step: int, steps: int | None, wire_dtype: str) -> None:
+    if tokens_per_step < 1:
+        raise ConfigError(f"tokens_per_step is {tokens_per_step}: give the tokens of one optimizer.step(), at least 1")
+    if steps is not None and steps < 0:
+        raise ConfigError(f"steps is {steps}: give the number of steps to make, or leave it out")
+    if wire_dtype not in WIRE_DTYPES:
+        raise ConfigError(f"wire_dtype {wire_dtype!r} is not available in this release: {', '.join(WIRE_DTYPES)}")

@@ -1,0 +1,51 @@
+"""How fast this cluster computes: over its last steps, leaving out what it waited for and transferred."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+WINDOW_STEPS = 32
+"""Long enough to smooth over a slow step, short enough to follow a change of speed within one round."""
+
+
+class Pace:
+    """Computing time from resume() to the next stepped(), less the pauses between. Times in seconds."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float, float]] = deque(maxlen=WINDOW_STEPS)
+        self._resumed_s: float | None = None
+        self._paused_s = 0.0
+        self._warm = False
+
+    def resume(self, now_s: float) -> None:
+        """The training loop computes from here on."""
+        self._resumed_s, self._paused_s = now_s, 0.0
+
+    def pause(self, seconds: float) -> None:
+        """So long the loop waited for data."""
+        self._paused_s += seconds
+
+    def stepped(self, tokens: int, loss: float, now_s: float) -> None:
+        """A step ended. The first one is left out: it holds compilation and first allocations."""
+        if self._resumed_s is not None and self._warm:
+            self._steps.append((tokens, max(0.0, now_s - self._resumed_s - self._paused_s), loss))
+        self._warm, self._resumed_s = True, None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._rate(sum(tokens for tokens, _, _ in self._steps))
+
+    @property
+    def steps_per_s(self) -> float:
+        return self._rate(len(self._steps))
+
+    @property
+    def loss(self) -> float:
+        """Mean of the finite losses in the window, nats per token; NaN when there is none."""
+        known = [loss for _, _, loss in self._steps if math.isfinite(loss)]
+        return sum(known) / len(known) if known else math.nan
+
+    def _rate(self, amount: float) -> float:
+        seconds = sum(computing_s for _, computing_s, _ in self._steps)
+        return amount / seconds if seconds > 0 else 0.0

@@ -1,0 +1,97 @@
+"""What the session asks of the driver. Install and Snapshot are done at once, on the training thread; the completion
+of a call or a transfer is an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from dips.core.errors import DipsError
+from dips.core.ids import PushId
+from dips.core.messages import ClusterRequest, PullGrant, Ticket
+
+
+class InstallMode(Enum):
+    """How a pulled version becomes the live parameters (docs/protocol.md, what a verdict means)."""
+
+    REPLACE = "theta = pulled, to the bit"
+    REBASE_FROM_PUSH = "theta = pulled + (theta_now - theta_at_push)"
+    REBASE_FROM_BASE = "theta = pulled + (theta_now - theta_base)"
+
+
+@dataclass(frozen=True)
+class Call:
+    """Ask the master; answer with CallDone, CallFailed or CallRefused of this id."""
+
+    call_id: int
+    request: ClusterRequest
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copy the live parameters to the push buffer: theta_at_push."""
+
+
+@dataclass(frozen=True)
+class StartPush:
+    """Send the push buffer to the slaves; chunks that they hold already are not sent again."""
+
+    transfer_id: int
+    push: PushId
+    ticket: Ticket
+    epoch: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class StartPull:
+    transfer_id: int
+    grant: PullGrant
+    cause: str
+
+
+@dataclass(frozen=True)
+class CancelTransfer:
+    """Its completion, if it still comes, is ignored."""
+
+    transfer_id: int
+
+
+@dataclass(frozen=True)
+class Install:
+    """Make the pull buffer the live parameters, and remember it as theta_base."""
+
+    mode: InstallMode
+    reset_inner: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line for the tape."""
+
+    kind: str
+    cause: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Log:
+    """One line for people, written when the sentence of this key changes. Level as in logging."""
+
+    level: int
+    key: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """This cluster takes no more part. error: why that is a failure, to be raised in the training loop."""
+
+    reason: str
+    error: DipsError | None = None
+
+
+Effect = Call | Snapshot | StartPush | StartPull | CancelTransfer | Install | Record | Log | Finished

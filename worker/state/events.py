@@ -1,0 +1,127 @@
+"""What can happen to a cluster's session. Call and transfer ids are the session's own; they come back in events."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dips.core.errors import Refused
+from dips.core.ids import Incarnation
+from dips.core.messages import ClusterReply, DataRange, HeartbeatReply
+
+
+@dataclass(frozen=True)
+class Started:
+    """The driver asks to take part."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """One inner step was made on `tokens` tokens; `ranges` are the leased ones among them. loss in nats per token."""
+
+    tokens: int
+    ranges: tuple[DataRange, ...] = ()
+    loss: float = math.nan
+
+
+@dataclass(frozen=True)
+class CallDone:
+    call_id: int
+    reply: ClusterReply
+
+
+@dataclass(frozen=True)
+class CallFailed:
+    """Nobody answered, or too late: whether the master acted on the call is unknown."""
+
+    call_id: int
+    sentence: str
+
+
+@dataclass(frozen=True)
+class CallRefused:
+    call_id: int
+    refused: Refused
+
+
+@dataclass(frozen=True)
+class PushSent:
+    """All slaves hold all chunks; the digests are of what was sent to each."""
+
+    transfer_id: int
+    digest_of_slave: tuple[tuple[str, bytes], ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PushFailed:
+    transfer_id: int
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """The whole version lies in the pull buffer, checked against the grant's digests."""
+
+    transfer_id: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PullFailed:
+    """`corrupt`: the bytes do not have the digest that the master promised, again and again."""
+
+    transfer_id: int
+    sentence: str
+    corrupt: bool = False
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The newest answer to this incarnation's heartbeats."""
+
+    incarnation: Incarnation
+    reply: HeartbeatReply
+
+
+@dataclass(frozen=True)
+class BeatRefused:
+    incarnation: Incarnation
+    refused: Refused
+
+
+@dataclass(frozen=True)
+class LeaseWanted:
+    """The training loop needs at least so many tokens more."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
+class StopWanted:
+    """This cluster is to leave now, whatever the run does."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Started
+    | Stepped
+    | CallDone
+    | CallFailed
+    | CallRefused
+    | PushSent
+    | PushFailed
+    | Pulled
+    | PullFailed
+    | Beat
+    | BeatRefused
+    | LeaseWanted
+    | StopWanted
+    | Tick
+)

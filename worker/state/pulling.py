@@ -1,0 +1,152 @@
+"""Pulling a version and making it the live parameters, at a step boundary (docs/protocol.md)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from dips.core.errors import RemoteProtocolError
+from dips.core.ids import Version
+from dips.core.messages import BeginPullRequest, Busy, FinishPullRequest, PlacementSpec, PullGrant
+from dips.worker.state.core import Core
+from dips.worker.state.effects import CancelTransfer, Install, InstallMode, StartPull
+from dips.worker.state.events import Pulled, PullFailed
+
+MAX_CORRUPT = 3
+"""Pulls in a row whose bytes contradict the master's digest, before this cluster gives up."""
+
+
+@dataclass
+class PullPlan:
+    """What a pull is for. `drops`: the live parameters are worth nothing, so training waits for it."""
+
+    mode: InstallMode
+    at_least: Version | None
+    reset_inner: bool = False
+    drops: bool = False
+    began_s: float = 0.0
+    grant: PullGrant | None = None
+    transfer_id: int | None = None
+
+
+class Pulling:
+    """The open pull, if there is one."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._corrupt = 0
+        self.plan: PullPlan | None = None
+
+    def begin(self, plan: PullPlan) -> None:
+        """Ask for a version; the caller has moved the phase to PULLING."""
+        plan.began_s = self._core.now_s
+        self.plan = plan
+        self._core.hold()
+        self._ask()
+
+    def resume(self) -> None:
+        """After a new Join: the same plan, asked for anew."""
+        if self.plan is not None:
+            self.plan.grant = self.plan.transfer_id = None
+            self._core.hold()
+            self._ask()
+
+    def answered(self, answer: PullGrant | Busy) -> None:
+        """Raises RemoteProtocolError when the grant's placement is not of this layout."""
+        core = self._core
+        if isinstance(answer, Busy):
+            core.note = answer.sentence
+            core.ask(self._request, max(answer.retry_after_s, 0.05))
+            return
+        check_placement(answer.placement, len(core.config.layout.blocks))
+        assert self.plan is not None, "a grant answers the question of a plan"
+        core.terms.granted(answer)
+        self.plan.grant, self.plan.transfer_id = answer, core.next_id()
+        core.note = f"pulling version {answer.version}"
+        core.emit(StartPull(self.plan.transfer_id, answer, core.cause))
+
+    def version_gone(self) -> None:
+        """No version as new as the verdict's is there any more (a rollback): the newest one will do."""
+        if self.plan is not None:
+            self.plan.at_least = None
+
+    def owns(self, transfer_id: int) -> bool:
+        return self.plan is not None and self.plan.transfer_id == transfer_id
+
+    def failed(self, event: PullFailed) -> None:
+        """Ask again. Raises RemoteProtocolError when what arrives is wrong again and again."""
+        core, plan = self._core, self.plan
+        assert plan is not None, "only the open pull fails"
+        core.train_on()
+        core.record("pull_failed", reason=event.sentence)
+        core.log("pull", f"the pull failed: {event.sentence}; it is tried again", logging.WARNING)
+        self._corrupt = self._corrupt + 1 if event.corrupt else 0
+        if self._corrupt >= MAX_CORRUPT:
+            raise RemoteProtocolError(
+                f"{self._corrupt} pulls in a row had wrong bytes ({event.sentence}): the slaves' memory or snapshots "
+                "are damaged; restart the slaves, then this cluster"
+            )
+        self._release_pin()
+        plan.grant = plan.transfer_id = None
+        core.ask(self._request, 0.5)
+
+    def install(self, event: Pulled) -> None:
+        """The pulled version becomes the base; the caller moves on."""
+        core, plan = self._core, self.plan
+        assert plan is not None, "only the open pull ends"
+        assert plan.grant is not None, "a transfer begins with a grant"
+        grant, self._corrupt = plan.grant, 0
+        mode = self._exact(plan.mode)
+        core.emit(Install(mode, plan.reset_inner))
+        core.base, core.base_fence = grant.version, grant.fence
+        core.pull_s = core.now_s - plan.began_s
+        self._count_from_here(mode)
+        core.record(
+            "installed", version=str(grant.version), mode=mode.name, transfer_s=event.seconds, pull_s=core.pull_s,
+            reset_inner=plan.reset_inner, tokens=grant.tokens, local_steps=core.terms.local_steps,
+        )  # fmt: skip
+        self._release_pin()
+        core.note, self.plan = "", None
+
+    def cancel(self) -> None:
+        """Stop the transfer; the plan is forgotten by whoever calls, or resumed."""
+        if self.plan is not None and self.plan.transfer_id is not None:
+            self._core.emit(CancelTransfer(self.plan.transfer_id))
+            self.plan.transfer_id = None
+
+    def _exact(self, mode: InstallMode) -> InstallMode:
+        """A rebase over no steps is the pulled version to the bit, so no arithmetic may touch it."""
+        core = self._core
+        ahead = core.steps_since_snapshot if mode is InstallMode.REBASE_FROM_PUSH else core.work.pending.steps
+        return mode if ahead else InstallMode.REPLACE
+
+    def _count_from_here(self, mode: InstallMode) -> None:
+        """Steps towards the next push. A dynamic H_j counts from the pull; a fixed H from the last push."""
+        core = self._core
+        if mode is InstallMode.REPLACE:
+            core.steps_towards_push = core.steps_since_snapshot = 0
+        elif mode is InstallMode.REBASE_FROM_PUSH and core.terms.settings.dynamic_local_steps:
+            core.steps_towards_push = 0
+
+    def _release_pin(self) -> None:
+        plan = self.plan
+        if plan is not None and plan.grant is not None:
+            pin_id, cause = plan.grant.pin_id, self._core.cause
+            self._core.aside(lambda: FinishPullRequest(self._core.terms.caller(cause), pin_id))
+
+    def _ask(self) -> None:
+        self._core.ask(self._request)
+
+    def _request(self) -> BeginPullRequest:
+        assert self.plan is not None, "asked only for an open plan"
+        return BeginPullRequest(self._core.terms.caller(self._core.cause), at_least=self.plan.at_least)
+
+
+def check_placement(placement: PlacementSpec, n_blocks: int) -> None:
+    """Raise RemoteProtocolError unless every block has a known slave."""
+    indices = placement.slave_of_block
+    if len(indices) != n_blocks or any(not 0 <= index < len(placement.slaves) for index in indices):
+        raise RemoteProtocolError(
+            f"the master's placement names {len(indices)} blocks on {len(placement.slaves)} slaves, the model has "
+            f"{n_blocks} blocks: the master and this cluster do not agree on the layout"
+        )

@@ -1,0 +1,112 @@
+"""What a Join's answer means for what this cluster was doing (docs/protocol.md, row FENCED of the verdicts)."""
+
+from __future__ import annotations
+
+from dips.core.ids import PushId
+from dips.core.messages import JoinReply, Verdict, VerdictKind
+from dips.worker.state.core import Core
+from dips.worker.state.effects import InstallMode
+from dips.worker.state.phases import SessionPhase
+from dips.worker.state.pulling import Pulling
+from dips.worker.state.pushing import Pushing
+
+
+class Rejoining:
+    """Reconciles the open push, the open pull and the base with the master's word."""
+
+    def __init__(self, core: Core, pushing: Pushing, pulling: Pulling) -> None:
+        self._core = core
+        self._pushing = pushing
+        self._pulling = pulling
+
+    def joined(self, reply: JoinReply) -> None:
+        core = self._core
+        core.steps = 0
+        core.note = ""
+        core.record(
+            "joined", incarnation=str(reply.incarnation), epoch=reply.epoch, seed=reply.seed, fence=reply.fence,
+            last_push=_words(reply.last_push), published=str(reply.published), run_id=reply.run_id,
+        )  # fmt: skip
+        core.log("join", f"joined run {reply.run_id} as incarnation {reply.incarnation}")
+        match reply.last_push:
+            case PushId() as push_id:
+                self._undecided(push_id)
+            case Verdict() as verdict:
+                self._decided(reply, verdict)
+            case None:
+                self._unknown(reply)
+
+    def _undecided(self, push_id: PushId) -> None:
+        """Wait, then act on that row."""
+        if self._pushing.open is not None and self._pushing.open.id != push_id:
+            self._pushing.abandon()
+        self._core.move("joined", SessionPhase.AWAITING)
+        self._pushing.await_push(push_id)
+
+    def _decided(self, reply: JoinReply, verdict: Verdict) -> None:
+        pushing = self._pushing
+        ours = pushing.open is not None and verdict.push == pushing.open.id
+        if ours and verdict.kind is not VerdictKind.ABORTED:
+            pushing.act(verdict, "joined")
+        elif ours:
+            pushing.tell(verdict)
+            self._unknown(reply)
+        elif self._acted_on(verdict):
+            pushing.abandon()
+            self._resume_or_settle(reply)
+        elif self._rolled_back(verdict):
+            pushing.tell(verdict)
+            pushing.drop("joined", at_least=verdict.version)
+        else:
+            self._unknown(reply)
+
+    def _acted_on(self, verdict: Verdict) -> bool:
+        last = self._pushing.last_verdict
+        return last is not None and last.push == verdict.push and last.kind is verdict.kind
+
+    def _rolled_back(self, verdict: Verdict) -> bool:
+        return verdict.kind is VerdictKind.ROLLED_BACK and self._core.base is not None
+
+    def _resume_or_settle(self, reply: JoinReply) -> None:
+        """The verdict is known; its pull may be open still, and stands on the fence that the verdict raised."""
+        if self._pulling.plan is not None:
+            self._core.move("joined", SessionPhase.PULLING)
+            self._pulling.resume()
+        else:
+            self._settle(reply)
+
+    def _unknown(self, reply: JoinReply) -> None:
+        """ABORTED, or the master knows no push of ours: keep everything, if the base still stands."""
+        self._pushing.abandon()
+        plan = self._pulling.plan
+        if plan is not None and plan.mode is InstallMode.REBASE_FROM_PUSH:
+            # The verdict that asked for this pull is not known to the master any more: its fence decides.
+            self._pulling.plan = None
+        self._settle(reply)
+
+    def _settle(self, reply: JoinReply) -> None:
+        core, pulling = self._core, self._pulling
+        if reply.seed:
+            core.base, pulling.plan = None, None
+            self._pushing.give_back(core.work.drop())
+            self._pushing.begin("joined", seed=True)
+        elif not self._base_stands(reply):
+            reset = pulling.plan is not None and pulling.plan.reset_inner
+            self._pushing.drop("joined", reset_inner=reset)
+        elif pulling.plan is not None:
+            core.move("joined", SessionPhase.PULLING)
+            pulling.resume()
+        else:
+            core.move("joined", SessionPhase.TRAINING)
+
+    def _base_stands(self, reply: JoinReply) -> bool:
+        base, published = self._core.base, reply.published
+        if base is None or published is None:
+            return False
+        return base.timeline == published.timeline and self._core.base_fence == reply.fence
+
+
+def _words(last_push: Verdict | PushId | None) -> str:
+    if isinstance(last_push, Verdict):
+        return f"{last_push.push} {last_push.kind.name}"
+    return "none" if last_push is None else f"{last_push} undecided"

@@ -1,0 +1,419 @@
+"""One cluster's session with the run: join, push, verdict, pull, leave, and what to do when any of it fails.
+
+handle(event, now_s) returns effects; the driver calls it on the training thread at step boundaries only, so that an
+Install effect never meets a step. Training goes on in every phase unless must_wait() says otherwise. Never reads a
+clock, never blocks, never touches a parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+from dips.core.errors import (
+    ConfigError,
+    DipsError,
+    LocalProtocolError,
+    RefusalCode,
+    Refused,
+    RemoteProtocolError,
+    RetryLater,
+)
+from dips.core.messages import (
+    AwaitVerdictReply,
+    BeginPullReply,
+    BeginPushReply,
+    Caller,
+    ClusterReply,
+    DataMode,
+    DataRange,
+    FinishPullReply,
+    FinishPushReply,
+    Hello,
+    JoinReply,
+    JoinRequest,
+    LeaseDataReply,
+    LeaseDataRequest,
+    LeaveReply,
+    LeaveRequest,
+    ReturnDataReply,
+)
+from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
+from dips.worker.state.core import Core
+from dips.worker.state.effects import Effect, Finished
+from dips.worker.state.events import (
+    Beat,
+    BeatRefused,
+    CallDone,
+    CallFailed,
+    CallRefused,
+    Event,
+    LeaseWanted,
+    Pulled,
+    PullFailed,
+    PushFailed,
+    PushSent,
+    Started,
+    Stepped,
+    StopWanted,
+    Tick,
+)
+from dips.worker.state.lane import Lane
+from dips.worker.state.phases import SessionPhase
+from dips.worker.state.pulling import Pulling
+from dips.worker.state.pushing import Pushing
+from dips.worker.state.refusals import Remedy, remedy_for
+from dips.worker.state.rejoining import Rejoining
+from dips.worker.state.terms import SessionConfig
+
+_GONE = (SessionPhase.LEAVING, SessionPhase.LEFT)
+_ABSENT = (SessionPhase.JOINING, *_GONE)
+_PUSHING = (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING, SessionPhase.FINISHING_PUSH)
+
+
+@dataclass
+class _Ending:
+    """Why this cluster leaves, and by when the last version must be there."""
+
+    reason: str = ""
+    error: DipsError | None = None
+    by_s: float = math.inf
+
+
+class Session:
+    """The decisions of one cluster; `core`, `pushing` and `pulling` may be read by the driver, never written."""
+
+    def __init__(self, config: SessionConfig) -> None:
+        self.config = config
+        self.core = Core(config)
+        self.pulling = Pulling(self.core)
+        self.pushing = Pushing(self.core, self.pulling)
+        self._rejoining = Rejoining(self.core, self.pushing, self.pulling)
+        self._ending = _Ending()
+        self._give_up_joining_s = math.inf
+        self._lease_tokens = 0
+        self._fresh: list[DataRange] = []
+
+    # ---- what the driver asks ----
+
+    @property
+    def phase(self) -> SessionPhase:
+        return self.core.phase.now
+
+    @property
+    def finished(self) -> bool:
+        return self.phase is SessionPhase.LEFT
+
+    def must_wait(self, now_s: float) -> bool:
+        """Whether the training loop is to hold: nothing to train on yet, steps that would be dropped, or the bounded
+        wait for an exchange.
+        """
+        if self.phase in _GONE:
+            return self.phase is SessionPhase.LEAVING
+        if self.core.base is None or self.core.terms.stop:
+            return True
+        if self.pulling.plan is not None and self.pulling.plan.drops:
+            return True
+        idle = self.phase in (SessionPhase.TRAINING, SessionPhase.JOINING)
+        return not idle and now_s < self.core.hold_until_s
+
+    def waiting_for(self) -> str:
+        """One sentence for people."""
+        return self.core.note or self.phase.value.lower().replace("_", " ")
+
+    def next_deadline_s(self) -> float:
+        """When a Tick is due at the latest; inf: only an event moves the session."""
+        wakes_s = [self.core.wake_s(), self._ending.by_s]
+        if self.core.hold_until_s > self.core.now_s:
+            wakes_s.append(self.core.hold_until_s)
+        return min(wakes_s)
+
+    def take_leased(self) -> list[DataRange]:
+        """Ranges lent since the last call; each is handed out once."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    # ---- events ----
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """Decide. Raises LocalProtocolError for a bug of ours or a step that claims data it does not hold."""
+        self.core.now_s = now_s
+        if not self.finished:
+            try:
+                self._dispatch(event)
+                self._decide()
+            except (ConfigError, Refused, RemoteProtocolError) as error:
+                self._fail(error)
+            self._say_goodbye()
+            self.core.send_due()
+        return self.core.take()
+
+    def _dispatch(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._give_up_joining_s = self.core.now_s + self.config.connect_wait_s
+                self.core.ask(self._join_request)
+            case Stepped():
+                self._stepped(event)
+            case CallDone() | CallFailed() | CallRefused():
+                self._call_ended(event)
+            case PushSent() | PushFailed() | Pulled() | PullFailed():
+                self._transfer_ended(event)
+            case Beat():
+                self._beat(event)
+            case BeatRefused():
+                self._beat_refused(event)
+            case LeaseWanted():
+                self._lease_tokens = event.tokens
+            case StopWanted():
+                self._leave(event.reason)
+            case Tick():
+                pass
+
+    def _stepped(self, event: Stepped) -> None:
+        if self.config.data_plan.mode is DataMode.LEASED:
+            total = sum(item.tokens for item in event.ranges)
+            if total != event.tokens:
+                raise LocalProtocolError(f"a step counts {event.tokens} tokens, but its ranges hold {total}")
+        self.core.work.stepped(event.tokens, event.ranges, event.loss)
+        self.core.steps += 1
+        self.core.steps_since_snapshot += 1
+        self.core.steps_towards_push += 1
+
+    def _decide(self) -> None:
+        """What is due now that no event asked for."""
+        core = self.core
+        if core.terms.stop and self.phase not in _GONE:
+            self._run_stops()
+        if self.phase is SessionPhase.TRAINING and not core.terms.stop and self._push_is_due():
+            self.pushing.begin("push due")
+        if self._lease_tokens and core.data.idle and self.phase not in _ABSENT:
+            tokens, cause = self._lease_tokens, core.cause
+            core.data.ask(lambda: LeaseDataRequest(core.terms.caller(cause), tokens), core.now_s)
+
+    def _say_goodbye(self) -> None:
+        """Leave is the last call: small ones on their way come first."""
+        core = self.core
+        if self.phase is SessionPhase.LEAVING and core.exchange.idle and core.asides_done():
+            core.ask(lambda: LeaveRequest(core.terms.caller(core.cause), self._ending.reason))
+
+    def _push_is_due(self) -> bool:
+        core = self.core
+        return core.steps_towards_push >= core.terms.local_steps and core.work.pending.tokens > 0
+
+    # ---- calls ----
+
+    def _call_ended(self, event: CallDone | CallFailed | CallRefused) -> None:
+        lane = self.core.lane_of(event.call_id)
+        if lane is None:
+            return
+        match event:
+            case CallDone():
+                lane.answered()
+                self.core.log("master", "")
+                if lane is not self.core.side:
+                    self.core.note = ""
+                self._reply(event.reply)
+            case CallFailed():
+                self._unanswered(lane, event.sentence)
+            case CallRefused():
+                self._refused(lane, event.refused)
+
+    def _reply(self, reply: ClusterReply) -> None:
+        match reply:
+            case JoinReply():
+                self.core.terms.joined(reply)
+                self._rejoining.joined(reply)
+            case BeginPushReply():
+                self.pushing.begun(reply.answer)
+            case FinishPushReply():
+                self.pushing.finished(reply.answer)
+            case AwaitVerdictReply():
+                self.pushing.awaited_answer(reply.answer)
+            case BeginPullReply():
+                self.pulling.answered(reply.answer)
+            case FinishPullReply():
+                self.core.terms.take_steps(reply.local_steps)
+            case LeaseDataReply():
+                self._leased(reply)
+            case ReturnDataReply():
+                pass
+            case LeaveReply():
+                self._left()
+            case _:
+                raise RemoteProtocolError(f"a {type(reply).__name__} answers none of this cluster's calls")
+
+    def _leased(self, reply: LeaseDataReply) -> None:
+        if reply.ranges:
+            self.core.work.leased(reply.ranges)
+            self._fresh.extend(reply.ranges)
+            self._lease_tokens = 0
+        else:
+            # Everything is lent out; asked again by _decide after a pause.
+            tokens, core = self._lease_tokens, self.core
+            core.note = "all data is lent out"
+            core.data.ask(lambda: LeaseDataRequest(core.terms.caller(core.cause), tokens), core.now_s + 0.5)
+
+    def _unanswered(self, lane: Lane, sentence: str) -> None:
+        core = self.core
+        lane.failed(core.now_s)
+        core.train_on()
+        if self.phase is SessionPhase.LEAVING:
+            core.log("leave", f"left without the master's answer: {sentence}", logging.WARNING)
+            self._left()
+            return
+        core.note = f"the master does not answer: {sentence}"
+        core.log("master", f"{core.note}; tried again, training goes on where it can", logging.WARNING)
+        if core.terms.incarnation is None and core.now_s >= self._give_up_joining_s:
+            wait_s = self.config.connect_wait_s
+            self._fail(RetryLater(f"no master could be joined within {wait_s:g} s: {sentence}"))
+
+    def _refused(self, lane: Lane, refused: Refused) -> None:
+        core = self.core
+        if self.phase is SessionPhase.LEAVING:
+            lane.answered()
+            if lane is core.exchange:
+                core.log("leave", f"the master says, of leaving: {refused.sentence}")
+                self._left()
+            return
+        joining = self.phase is SessionPhase.JOINING
+        pushing = lane is core.exchange and self.phase in _PUSHING
+        remedy = remedy_for(refused, joining=joining, pushing=pushing)
+        if remedy is Remedy.JOIN_AGAIN:
+            self._rejoin(refused.sentence)
+        elif remedy is Remedy.WAIT:
+            self._put_off(lane, refused)
+        elif lane is core.side:
+            lane.answered()
+            core.log("side", f"the master refuses: {refused.sentence}", logging.WARNING)
+        elif joining and refused.code is RefusalCode.STOPPING:
+            core.terms.incarnation = None  # the run ended without us: nobody is left to say good-bye to
+            self._leave(refused.sentence)
+        elif remedy is Remedy.GIVE_UP:
+            raise refused
+        else:
+            lane.answered()
+            self.pushing.refused(refused, remedy)
+
+    def _put_off(self, lane: Lane, refused: Refused) -> None:
+        core = self.core
+        core.note = refused.sentence
+        core.train_on()
+        if lane is core.exchange and self.phase is SessionPhase.PULLING:
+            self.pulling.version_gone()
+        lane.put_off(core.now_s, refused.retry_after_s or 1.0)
+
+    # ---- transfers ----
+
+    def _transfer_ended(self, event: PushSent | PushFailed | Pulled | PullFailed) -> None:
+        match event:
+            case PushSent() if self.pushing.owns(event.transfer_id):
+                self.pushing.sent(event)
+            case PushFailed() if self.pushing.owns(event.transfer_id):
+                self.pushing.failed(event)
+            case Pulled() if self.pulling.owns(event.transfer_id):
+                self._pulled(event)
+            case PullFailed() if self.pulling.owns(event.transfer_id):
+                self.pulling.failed(event)
+            case _:
+                pass  # of a transfer that was given up
+
+    def _pulled(self, event: Pulled) -> None:
+        self.pulling.install(event)
+        self.core.move("installed", SessionPhase.TRAINING)
+        self.core.train_on()
+        terms = self.core.terms
+        if terms.stop and (terms.published is None or terms.published == self.core.base):
+            self._leave("the run has ended")
+
+    # ---- heartbeats ----
+
+    def _beat(self, event: Beat) -> None:
+        if event.incarnation != self.core.terms.incarnation or self.phase in _ABSENT:
+            return
+        if event.reply.epoch != self.core.terms.epoch:
+            self._rejoin(f"the master is in epoch {event.reply.epoch}: it was restarted")
+            return
+        self.core.terms.beat(event.reply)
+
+    def _beat_refused(self, event: BeatRefused) -> None:
+        if event.incarnation != self.core.terms.incarnation or self.phase in _ABSENT:
+            return
+        if remedy_for(event.refused, joining=False, pushing=False) is Remedy.JOIN_AGAIN:
+            self._rejoin(event.refused.sentence)
+        else:
+            self.core.log("heartbeat", f"a heartbeat is refused: {event.refused.sentence}", logging.WARNING)
+
+    # ---- joining again, stopping, leaving ----
+
+    def _rejoin(self, why: str) -> None:
+        core = self.core
+        core.record("fenced", incarnation=str(core.terms.incarnation), reason=why)
+        core.log("join", f"joining again: {why}", logging.WARNING)
+        self.pushing.cancel()
+        self.pulling.cancel()
+        core.forget_asides()  # ranges on their way back are not named in Join either, which frees them
+        core.data.cancel()
+        core.move("fenced", SessionPhase.JOINING, why)
+        core.note = f"joining again: {why}"
+        core.ask(self._join_request)
+
+    def _join_request(self) -> JoinRequest:
+        config, core = self.config, self.core
+        caller = Caller(core.terms.run_id, 0, config.cluster_id, core.terms.incarnation, core.cause)
+        hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), "dips")
+        return JoinRequest(
+            caller,
+            hello,
+            config.layout,
+            config.layout.layout_hash,
+            config.data_plan,
+            config.declared_tokens_per_s,
+            core.work.all_ranges(),
+        )
+
+    def _run_stops(self) -> None:
+        """The run is over: no new push; the open one is decided or given up; the last version; leave."""
+        core = self.core
+        if math.isinf(self._ending.by_s):
+            self._ending.by_s = core.now_s + self.config.leave_wait_s
+            core.log("stop", "the run has ended: pulling its last version, then leaving")
+        if core.now_s >= self._ending.by_s:
+            self._leave("the run has ended; its last version could not be pulled in time")
+        elif self.phase in (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING):
+            self.pushing.abandon()
+            self.pushing.drop("run stops", at_least=core.terms.published)
+        elif self.phase is SessionPhase.TRAINING:
+            self.pushing.drop("run stops", at_least=core.terms.published)
+
+    def _leave(self, reason: str, error: DipsError | None = None) -> None:
+        """Give up what is open, and say good-bye."""
+        core = self.core
+        if self.phase in _GONE:
+            return
+        self._ending = _Ending(reason, error)
+        core.record("leaving", reason=reason)
+        self.pushing.cancel()
+        self.pulling.cancel()
+        core.exchange.cancel()
+        core.data.cancel()
+        core.note = f"leaving: {reason}"
+        if core.terms.incarnation is None:
+            core.move("leave", SessionPhase.LEFT, reason)
+            core.emit(Finished(reason, error))
+            return
+        core.move("leave", SessionPhase.LEAVING, reason)  # Leave frees whatever is leased and in no sealed push
+
+    def _left(self) -> None:
+        self.core.move("left", SessionPhase.LEFT)
+        self.core.record("left", reason=self._ending.reason)
+        self.core.emit(Finished(self._ending.reason, self._ending.error))
+
+    def _fail(self, error: DipsError) -> None:
+        """This cluster cannot go on: leave in good order, and let the training loop raise."""
+        self.core.record("failed", reason=str(error))
+        if self.phase is SessionPhase.LEAVING:
+            self._left()
+        elif not self.finished:
+            self._leave(str(error), error)

@@ -1,0 +1,90 @@
+"""What the master told this cluster: which run, which epoch, who it is here, and the settings all clusters share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dips.core.errors import ConfigError
+from dips.core.ids import ClusterId, Incarnation, Version
+from dips.core.layout import Layout
+from dips.core.messages import Caller, DataPlan, HeartbeatReply, JoinReply, PullGrant, Settings
+from dips.core.protocol import agree
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """What the session needs of ClientConfig, of the model and of the data; `expect_*` None: anything goes."""
+
+    cluster_id: ClusterId
+    layout: Layout
+    data_plan: DataPlan
+    run_id: str = ""
+    declared_tokens_per_s: float = 0.0
+    connect_wait_s: float = 120.0
+    call_deadline_s: float = 10.0
+    retry_max_s: float = 10.0
+    leave_wait_s: float = 30.0
+    expect_sync_every: int | None = None
+    expect_outer_lr: float | None = None
+    expect_outer_momentum: float | None = None
+
+
+class Terms:
+    """The master's word, as far as it is known."""
+
+    def __init__(self, config: SessionConfig) -> None:
+        self._config = config
+        self.run_id = config.run_id
+        self.epoch = 0
+        self.incarnation: Incarnation | None = None
+        self.settings = Settings()
+        self.local_steps = self.settings.sync_every_steps
+        self.tokens = 0
+        self.published: Version | None = None
+        self.stop = False
+
+    def caller(self, cause: str) -> Caller:
+        return Caller(self.run_id, self.epoch, self._config.cluster_id, self.incarnation, cause)
+
+    def joined(self, reply: JoinReply) -> None:
+        """Take a Join's terms. Raises ConfigError where this cluster was told otherwise, Refused for the protocol."""
+        self.run_id, self.epoch, self.incarnation = reply.run_id, reply.epoch, reply.incarnation
+        agree(reply.hello.protocol_min, reply.hello.protocol_max, reply.hello.capabilities, "the master")
+        self._check_expectations(reply.settings)
+        self.settings, self.tokens, self.published = reply.settings, reply.tokens, reply.published
+        self.take_steps(reply.local_steps)
+
+    def beat(self, reply: HeartbeatReply) -> None:
+        self._progressed(reply.tokens, reply.published)
+        self.take_steps(reply.local_steps)
+        self.stop = self.stop or reply.stop
+
+    def granted(self, grant: PullGrant) -> None:
+        self._progressed(grant.tokens, grant.version)
+        self.take_steps(grant.local_steps)
+
+    def take_steps(self, local_steps: int) -> None:
+        self.local_steps = local_steps or self.settings.sync_every_steps
+
+    def _progressed(self, tokens: int, published: Version | None) -> None:
+        """A beat and a pull's grant may overtake each other: only another timeline takes progress back."""
+        if published is None:
+            return
+        if self.published is not None and self.published.timeline != published.timeline:
+            self.tokens, self.published = tokens, published
+        else:
+            self.tokens, self.published = max(self.tokens, tokens), max(self.published or published, published)
+
+    def _check_expectations(self, settings: Settings) -> None:
+        config = self._config
+        pairs: tuple[tuple[str, float | None, float], ...] = (
+            ("sync_every", config.expect_sync_every, settings.sync_every_steps),
+            ("outer_lr", config.expect_outer_lr, settings.outer_lr),
+            ("outer_momentum", config.expect_outer_momentum, settings.outer_momentum),
+        )
+        for name, wanted, given in pairs:
+            if wanted is not None and wanted != given:
+                raise ConfigError(
+                    f"this cluster is told {name} = {wanted:g}, the run's is {given:g}: all clusters share the "
+                    f"master's setting, so leave {name} out here, or start the master with {wanted:g}"
+                )

@@ -1,0 +1,127 @@
+"""What this cluster has trained and not yet seen decided: steps, tokens, and which leased ranges they came from.
+
+Every leased range is in exactly one of held (not trained yet), pending (trained, not pushed), in the push, or gone
+from here (decided, or to be returned to the master). Never loses one, never counts one twice (I12).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dips.core.errors import LocalProtocolError
+from dips.core.messages import DataRange
+
+
+@dataclass(frozen=True)
+class Work:
+    """Some inner steps. loss_sum adds the finite losses of n_losses of them, nats per token."""
+
+    ranges: tuple[DataRange, ...] = ()
+    tokens: int = 0
+    steps: int = 0
+    loss_sum: float = 0.0
+    n_losses: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            joined(self.ranges + other.ranges),
+            self.tokens + other.tokens,
+            self.steps + other.steps,
+            self.loss_sum + other.loss_sum,
+            self.n_losses + other.n_losses,
+        )
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss_sum / self.n_losses if self.n_losses else math.nan
+
+
+class WorkBook:
+    """Held ranges, and the work that is pending and in the push."""
+
+    def __init__(self) -> None:
+        self.held: tuple[DataRange, ...] = ()
+        self.pending = Work()
+        self.in_push: Work | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Trained here and not decided yet."""
+        return self.pending.tokens + (self.in_push.tokens if self.in_push else 0)
+
+    def leased(self, ranges: Sequence[DataRange]) -> None:
+        self.held = joined(self.held + tuple(ranges))
+
+    def stepped(self, tokens: int, ranges: Sequence[DataRange], loss: float) -> None:
+        """Count one step. Raises LocalProtocolError, nothing changed, when a range is not held."""
+        self.held = _without(self.held, ranges)
+        known = math.isfinite(loss)
+        self.pending += Work(joined(ranges), tokens, 1, loss if known else 0.0, int(known))
+
+    def freeze(self) -> Work:
+        """All pending work goes into the push."""
+        if self.in_push is not None:
+            raise LocalProtocolError("a push is open already: its work must be decided before the next one")
+        self.in_push, self.pending = self.pending, Work()
+        return self.in_push
+
+    def thaw(self) -> None:
+        """The push counts for nothing: its work is pending again, before what came later."""
+        self.pending = (self.in_push or Work()) + self.pending
+        self.in_push = None
+
+    def decided(self) -> None:
+        """The push's ranges are APPLIED or EXCLUDED; they are the master's business now."""
+        self.in_push = None
+
+    def drop(self) -> tuple[DataRange, ...]:
+        """Forget all work; the ranges it came from, to be given back FREE."""
+        self.thaw()
+        ranges, self.pending = self.pending.ranges, Work()
+        return ranges
+
+    def all_ranges(self) -> tuple[DataRange, ...]:
+        in_push = self.in_push.ranges if self.in_push else ()
+        return joined(self.held + self.pending.ranges + in_push)
+
+
+def joined(ranges: Iterable[DataRange]) -> tuple[DataRange, ...]:
+    """The same tokens in order, neighbours of one lease as one range."""
+    merged: list[DataRange] = []
+    for item in sorted(ranges):
+        last = merged[-1] if merged else None
+        if last is not None and _place(last) == _place(item) and last.end_tokens == item.begin_tokens:
+            merged[-1] = _cut(last, last.begin_tokens, item.end_tokens)
+        else:
+            merged.append(item)
+    return tuple(merged)
+
+
+def _place(item: DataRange) -> tuple[int, int, int]:
+    return item.lease_id, item.pass_index, item.chunk
+
+
+def _cut(item: DataRange, begin_tokens: int, end_tokens: int) -> DataRange:
+    return DataRange(item.lease_id, item.pass_index, item.chunk, begin_tokens, end_tokens)
+
+
+def _without(held: Sequence[DataRange], taken: Sequence[DataRange]) -> tuple[DataRange, ...]:
+    rest = list(held)
+    for item in taken:
+        home = next((h for h in rest if _contains(h, item)), None)
+        if home is None:
+            raise LocalProtocolError(
+                f"a step claims tokens {item.begin_tokens}-{item.end_tokens} of chunk {item.chunk} (pass "
+                f"{item.pass_index}, lease {item.lease_id}), which this cluster does not hold or has counted before"
+            )
+        rest.remove(home)
+        pieces = (_cut(home, home.begin_tokens, item.begin_tokens), _cut(home, item.end_tokens, home.end_tokens))
+        rest.extend(piece for piece in pieces if piece.tokens > 0)
+    return tuple(sorted(rest))
+
+
+def _contains(home: DataRange, item: DataRange) -> bool:
+    inside = home.begin_tokens <= item.begin_tokens < item.end_tokens <= home.end_tokens
+    return inside and _place(home) == _place(item)

@@ -1,0 +1,81 @@
+"""The driver's side of the data flow: starts transfers on the data thread and turns their ends into events."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import zmq
+
+from dips.core.clock import Clock
+from dips.core.layout import Layout
+from dips.core.messages import Settings
+from dips.worker.config import ClientConfig
+from dips.worker.state.effects import StartPull, StartPush
+from dips.worker.state.events import Event, Pulled, PullFailed, PushFailed, PushSent
+from dips.worker.transfer import TransferSettings
+from dips.worker.transfer_zmq import Common, DataThread, carry_pull, carry_push
+from dips.worker.vectors import Vectors
+
+PULL_WINDOW_CHUNKS = 16
+"""Asked for at once from one slave; pushes take the master's window_chunks."""
+
+
+class Transfers:
+    """One transfer at a time. `deliver` is called on the data thread."""
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        layout: Layout,
+        vectors: Vectors,
+        deliver: Callable[[Event], None],
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._vectors = vectors
+        self._deliver = deliver
+        self._clock = clock
+        self._thread = DataThread()
+
+    def push(self, effect: StartPush, run_id: str, settings: Settings) -> None:
+        """Send the push vector; ends in PushSent or PushFailed."""
+        flat, clock = self._vectors.push, self._clock
+        limits = self._settings(settings.chunk_bytes, settings.window_chunks)
+        common = Common(run_id, effect.epoch, effect.cause, self._layout, limits)
+
+        def job(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
+            began_s = clock.monotonic_s()
+            transfer, digests = carry_push(context, common, flat, effect.push, effect.ticket, clock, cancelled)
+            if transfer.done:
+                self._deliver(PushSent(effect.transfer_id, digests, clock.monotonic_s() - began_s))
+            elif transfer.failure:
+                self._deliver(PushFailed(effect.transfer_id, transfer.failure))
+
+        self._thread.run(effect.transfer_id, job, lambda why: self._deliver(PushFailed(effect.transfer_id, why)))
+
+    def pull(self, effect: StartPull) -> None:
+        """Fetch into the pull vector; ends in Pulled or PullFailed."""
+        grant, flat, clock = effect.grant, self._vectors.pull, self._clock
+        limits = self._settings(grant.chunk_bytes, PULL_WINDOW_CHUNKS)
+        common = Common(grant.run_id, grant.epoch, effect.cause, self._layout, limits)
+
+        def job(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
+            began_s = clock.monotonic_s()
+            transfer = carry_pull(context, common, flat, grant, clock, cancelled)
+            if transfer.done:
+                self._deliver(Pulled(effect.transfer_id, clock.monotonic_s() - began_s))
+            elif transfer.failure:
+                self._deliver(PullFailed(effect.transfer_id, transfer.failure, transfer.corrupt))
+
+        self._thread.run(effect.transfer_id, job, lambda why: self._deliver(PullFailed(effect.transfer_id, why)))
+
+    def cancel(self, transfer_id: int) -> None:
+        self._thread.cancel(transfer_id)
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def _settings(self, chunk_bytes: int, window_chunks: int) -> TransferSettings:
+        return TransferSettings(chunk_bytes, window_chunks, self._config.data_silence_s, self._config.data_stall_s)
