@@ -1,4 +1,4 @@
-"""Clusters: join, beat, leave, eviction. Eviction changes liveness and fencing only (DESIGN 5, membership)."""
+"""Clusters: join, beat, leave, eviction. Eviction changes liveness and fencing only."""
 
 from __future__ import annotations
 
@@ -180,8 +180,9 @@ class Membership:
         member.beat_s, member.beat = world.now_s, request
         if not member.local_steps:
             member.local_steps = pacing.local_steps(world, member)
-        stop = bool(world.ledger.stopping or member.draining) and member.push is None
         published = world.published.version if world.published else None
+        everything_out = published == world.ledger.version  # else the last version is still on its way
+        stop = bool(world.ledger.stopping or member.draining) and member.push is None and everything_out
         world.reply(
             token,
             HeartbeatReply(

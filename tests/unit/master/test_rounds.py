@@ -308,6 +308,17 @@ def test_token_limit_stops_the_run_after_everyone_pulled_and_left() -> None:
     assert bench.halted.exit_code == 0
 
 
+def test_nobody_is_told_to_stop_before_the_last_version_is_published() -> None:
+    bench = Bench(settings=Settings(tk_max_tokens=100), grace_s=1.0).running("a", "b")
+    bench.slaves[0].hold.add(Commit)
+    bench.push("a", 100)
+    bench.advance(1.0)
+    assert bench.status().phase == "COMMIT"
+    assert not bench.beat("b").stop
+    bench.slaves[0].release(Commit)
+    assert bench.beat("b").stop
+
+
 def test_token_limit_reached_in_mid_round_aborts_the_pushes_that_come_too_late() -> None:
     bench = Bench(settings=Settings(tk_max_tokens=100), grace_s=1.0).running("a", "b")
     bench.push("a", 100)
