@@ -176,6 +176,7 @@ class FinishPullReply:
 class LeaseDataRequest:
     caller: Caller
     want_tokens: int
+    request: int = 0
 
 
 @dataclass(frozen=True)

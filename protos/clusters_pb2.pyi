@@ -292,12 +292,14 @@ class FinishPullReply(_message.Message):
     def __init__(self, local_steps: _Optional[int] = ...) -> None: ...
 
 class LeaseDataRequest(_message.Message):
-    __slots__ = ("caller", "want_tokens")
+    __slots__ = ("caller", "want_tokens", "request")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     WANT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     want_tokens: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., want_tokens: _Optional[int] = ...) -> None: ...
+    request: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., want_tokens: _Optional[int] = ..., request: _Optional[int] = ...) -> None: ...
 
 class LeaseDataReply(_message.Message):
     __slots__ = ("ranges",)

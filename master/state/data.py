@@ -29,7 +29,12 @@ class Data:
                 RefusalCode.TOKENS,
                 f"{request.want_tokens} tokens are asked for: ask for 1 to {most} at a time",
             )
+        number, ranges = member.last_lease
+        if request.request and request.request == number:
+            world.reply(token, LeaseDataReply(ranges))  # its answer was lost on the way
+            return
         ranges = leases.lease(member.cluster, request.want_tokens)
+        member.last_lease = (request.request, ranges)
         world.journal("LEASE", {"cluster": member.cluster, "leases": [r.lease_id for r in ranges]})
         world.record(
             "lease",

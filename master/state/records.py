@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dips.core.ids import Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.machine import Phase
-from dips.core.messages import BeginPushRequest, BlockGram, HeartbeatRequest, SlaveBeat, SnapshotInfo
+from dips.core.messages import BeginPushRequest, BlockGram, DataRange, HeartbeatRequest, SlaveBeat, SnapshotInfo
 from dips.master.state.ledger import CommitInfo
 from dips.master.state.penalty import Judgement
 from dips.master.state.tables import PushPhase, RoundPhase, SlavePhase
@@ -62,6 +62,7 @@ class Member:
     score: float = float("nan")
     cosine: float = float("nan")
     local_steps: int = 0
+    last_lease: tuple[int, tuple[DataRange, ...]] = (0, ())
 
 
 @dataclass

@@ -93,6 +93,7 @@ class Session:
         self._ending = _Ending()
         self._give_up_joining_s = math.inf
         self._lease_tokens = 0
+        self._leases_asked = 0
         self._fresh: list[DataRange] = []
 
     # ---- what the driver asks ----
@@ -189,8 +190,7 @@ class Session:
         if self.phase is SessionPhase.TRAINING and not core.terms.stop and self._push_is_due():
             self.pushing.begin("push due")
         if self._lease_tokens and core.data.idle and self.phase not in _ABSENT:
-            tokens, cause = self._lease_tokens, core.cause
-            core.data.ask(lambda: LeaseDataRequest(core.terms.caller(cause), tokens), core.now_s)
+            self._ask_for_data(core.now_s)
 
     def _say_goodbye(self) -> None:
         """Leave is the last call: small ones on their way come first."""
@@ -251,9 +251,14 @@ class Session:
             self._lease_tokens = 0
         else:
             # Everything is lent out; asked again by _decide after a pause.
-            tokens, core = self._lease_tokens, self.core
-            core.note = "all data is lent out"
-            core.data.ask(lambda: LeaseDataRequest(core.terms.caller(core.cause), tokens), core.now_s + 0.5)
+            self.core.note = "all data is lent out"
+            self._ask_for_data(self.core.now_s + 0.5)
+
+    def _ask_for_data(self, at_s: float) -> None:
+        """A number of its own for each request: repeated after a lost answer, it gets the same ranges."""
+        self._leases_asked += 1
+        core, tokens, number = self.core, self._lease_tokens, self._leases_asked
+        core.data.ask(lambda: LeaseDataRequest(core.terms.caller(core.cause), tokens, number), at_s)
 
     def _unanswered(self, lane: Lane, sentence: str) -> None:
         core = self.core

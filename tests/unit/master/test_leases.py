@@ -122,6 +122,15 @@ def test_lease_and_return_calls() -> None:
         bench.ask(ReturnDataRequest(bench.caller("a"), ranges[1:]))
 
 
+def test_request_repeated_after_a_lost_answer_gets_the_same_ranges() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    first = bench.ask(LeaseDataRequest(bench.caller("a"), 100, 1))
+    assert bench.ask(LeaseDataRequest(bench.caller("a"), 100, 1)) == first
+    assert bench.status().leased_tokens == 100
+    second = bench.ask(LeaseDataRequest(bench.caller("a"), 100, 2))
+    assert not set(first.ranges) & set(second.ranges)
+
+
 def test_ranges_in_an_undecided_push_cannot_be_returned() -> None:
     bench = Bench(plan=LEASED).running("a")
     ranges = bench.lease("a", 100)

@@ -367,6 +367,7 @@ def test_leases_are_handed_out_once_and_survive_an_absent_master() -> None:
     life.fail(LeaseDataRequest)
     life.pass_s(0.2)
     assert life.asked(LeaseDataRequest).want_tokens == 500
+    assert life.asked(LeaseDataRequest).request == 1, "the same request: its answer may have been lost"
     lent = (DataRange(3, 0, 1, 0, 1024),)
     life.answer(LeaseDataRequest, LeaseDataReply(lent))
     assert life.session.take_leased() == list(lent)
