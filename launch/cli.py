@@ -1,0 +1,268 @@
+"""The `dips` command: finds the sub-command, runs it, and turns every error into a sentence and an exit code.
+
+A sub-command's module is imported only when it is the one that runs, so that a slave's host needs no torch
+and `dips --help` is quick. It must never show a stack trace for a person's mistake; a bug of ours keeps
+its trace.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+
+import typer
+import typer.main
+from rich.markup import escape
+
+from dips.core.errors import ConfigError, DipsError
+
+INTERRUPTED = 130
+"""128 + SIGINT, as shells have it."""
+
+TERMINATED = 143
+"""128 + SIGTERM."""
+
+_USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_EXTRA_OF_PACKAGE = {"torch": "worker", "numba": "slave", "matplotlib": "demo"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A sub-command: `module`.`function`, one line about it, and examples for its --help."""
+
+    name: str
+    module: str
+    function: str
+    summary: str
+    panel: str
+    examples: tuple[str, ...] = ()
+
+
+_RUN, _ROLES, _ASK, _MODEL = "Run here", "One process of a run", "Ask and steer a run", "Models"
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        "demo",
+        "command_demo",
+        "demo",
+        "Train a small model on this machine, with faults on the way.",
+        _RUN,
+        ("dips demo", "dips demo --data ~/notes --clusters 3 --minutes 2 --no-faults"),
+    ),
+    Command(
+        "up",
+        "command_up",
+        "up",
+        "Run master, slaves and clusters from a file; restart what dies.",
+        _RUN,
+        ("dips up examples/local.toml",),
+    ),
+    Command(
+        "master",
+        "command_master",
+        "master",
+        "The master of a run.",
+        _ROLES,
+        ("dips master --run-id mine --directory runs/mine/master --slaves 1 --listen 127.0.0.1:29400",),
+    ),
+    Command(
+        "slave",
+        "command_slave",
+        "slave",
+        "A slave: holds blocks of the model and merges pushes.",
+        _ROLES,
+        ("dips slave --run-id mine --slave-id s0 --directory runs/mine/s0 --master 127.0.0.1:29400",),
+    ),
+    Command(
+        "train",
+        "command_train",
+        "train",
+        "A cluster that trains a byte-level language model.",
+        _ROLES,
+        (
+            "dips train --cluster-id a --master 127.0.0.1:29400 --data ~/notes",
+            "dips train --steps 200  (no master: ordinary training)",
+        ),
+    ),
+    Command(
+        "status",
+        "command_operator",
+        "status",
+        "What a run does now.",
+        _ASK,
+        ("dips status --master 127.0.0.1:29400 --watch", "dips status --run-dir runs/demo --json"),
+    ),
+    Command(
+        "pause",
+        "command_operator",
+        "pause",
+        "Begin no new round until resumed; clusters train on.",
+        _ASK,
+        ("dips pause --run-dir runs/mine --reason 'moving a slave'",),
+    ),
+    Command("resume", "command_operator", "resume", "End a pause.", _ASK, ("dips resume --run-dir runs/mine",)),
+    Command(
+        "stop",
+        "command_operator",
+        "stop",
+        "End a run: finish the open round, all pull it and leave.",
+        _ASK,
+        ("dips stop --run-dir runs/mine",),
+    ),
+    Command(
+        "evict",
+        "command_operator",
+        "evict",
+        "End a cluster's incarnation; it may join again.",
+        _ASK,
+        ("dips evict b --run-dir runs/mine --reason 'wrong data'",),
+    ),
+    Command(
+        "drain",
+        "command_operator",
+        "drain",
+        "Let a cluster finish its push and leave.",
+        _ASK,
+        ("dips drain b --run-dir runs/mine",),
+    ),
+    Command(
+        "export",
+        "command_model",
+        "export",
+        "Write a published version as one safetensors model.",
+        _MODEL,
+        (
+            "dips export model.safetensors --master 127.0.0.1:29400",
+            "dips export model.safetensors --run-dir runs/demo  (also after the run has ended)",
+        ),
+    ),
+    Command(
+        "eval",
+        "command_model",
+        "evaluate",
+        "The held-out loss of a model, in nats per byte.",
+        _MODEL,
+        ("dips eval model.safetensors", "dips eval --master 127.0.0.1:29400 --json"),
+    ),
+    Command(
+        "place",
+        "command_place",
+        "place",
+        "Choose the site of the servers from bandwidths and speeds.",
+        _MODEL,
+        ("dips place examples/sites.toml",),
+    ),
+)
+
+
+def main() -> NoReturn:
+    """The entry point of the `dips` command."""
+    signal.signal(signal.SIGTERM, _terminated)
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns its exit code. Errors end as one sentence on standard error."""
+    try:
+        app = build_app(next((word for word in arguments if not word.startswith("-")), ""))
+        command = typer.main.get_command(app)
+        result = command.main(args=list(arguments) or ["--help"], prog_name="dips", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except DipsError as error:
+        return _fail(str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        return _missing_package(error)
+    except Exception as error:
+        if not isinstance(error, _USAGE_ERROR):
+            raise
+        return _fail(_usage_sentence(error, arguments), ConfigError.exit_code)
+
+
+def build_app(chosen: str) -> typer.Typer:
+    """The command with all its sub-commands; only the chosen one is imported, the others are names for
+    --help."""
+    app = typer.Typer(
+        help="Train one language model on several clusters in different places: an asynchronous parameter server.",
+        epilog="Begin with:  dips demo",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    app.callback()(_no_command)
+    for command in COMMANDS:
+        function = _load(command) if command.name == chosen else _named(command)
+        app.command(
+            command.name,
+            help=escape(_paragraphs(function.__doc__ or "")),
+            short_help=command.summary,
+            epilog=escape("\n\n".join(("Examples:", *command.examples))),
+            rich_help_panel=command.panel,
+        )(function)
+    return app
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from dips.launch.report import software_versions
+
+        print(f"dips {software_versions().get('dips', 'not installed')}")
+        raise typer.Exit
+
+
+def _no_command(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and end.", is_eager=True, callback=_version
+    ),
+) -> None:
+    """Nothing to do before a sub-command; --version ends the process before this is called."""
+
+
+def _paragraphs(docstring: str) -> str:
+    """Each paragraph in one line, so that a terminal of any width wraps it well."""
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(docstring).split("\n\n"))
+
+
+def _load(command: Command) -> Callable[..., int | None]:
+    module = importlib.import_module(f"dips.launch.{command.module}")
+    function: Callable[..., int | None] = getattr(module, command.function)
+    return function
+
+
+def _named(command: Command) -> Callable[..., int | None]:
+    def not_loaded() -> None:
+        raise AssertionError(f"{command.name} was not loaded")
+
+    not_loaded.__doc__ = command.summary
+    return not_loaded
+
+
+def _fail(sentence: str, exit_code: int) -> int:
+    print(f"dips: {sentence}", file=sys.stderr)
+    return exit_code
+
+
+def _usage_sentence(error: Exception, arguments: Sequence[str]) -> str:
+    told = getattr(error, "format_message", error.__str__)()
+    names = [command.name for command in COMMANDS if command.name in arguments[:1]]
+    return f"{told} `{' '.join(['dips', *names, '--help'])}` shows what can be said."
+
+
+def _missing_package(error: ModuleNotFoundError) -> int:
+    package = (error.name or "").partition(".")[0]
+    extra = _EXTRA_OF_PACKAGE.get(package)
+    if extra is None:
+        raise error
+    return _fail(f"this command needs {package}: pip install 'dips[{extra}]'", ConfigError.exit_code)
+
+
+def _terminated(signal_number: int, frame: FrameType | None) -> None:
+    """Unwind like ctrl-C does, so that a launcher ends its children; roles install their own handlers."""
+    raise SystemExit(TERMINATED)

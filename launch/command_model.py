@@ -1,0 +1,153 @@
+"""`dips export` and `dips eval`: a published version as a file, and the held-out loss of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dips.core.config import load
+from dips.core.errors import ConfigError, RetryLater
+from dips.core.ids import Version, parse_version
+from dips.core.units import format_count
+from dips.launch.offline import load_stored
+from dips.launch.operator_client import OperatorClient, master_address
+from dips.launch.options import overrides_for, with_knobs
+from dips.launch.plan import EVALUATION_KNOBS
+from dips.launch.settings import ConfigFile, role_settings
+from dips.master.directory import read_address
+from dips.worker.config import SECTION as CLIENT_SECTION
+from dips.worker.config import ClientConfig
+from dips.worker.reader import fetch_version
+from dips.worker.trainer.config import SECTION as TRAIN_SECTION
+from dips.worker.trainer.config import TrainConfig
+from dips.worker.trainer.evaluate import Evaluation, evaluate_file, evaluate_live, follow
+from dips.worker.trainer.export import Fetched, export_model
+
+FETCH_S = 10.0
+_LOOK_S = 2.0
+_READER = "export"
+
+Master = Annotated[
+    str | None, typer.Option("--master", metavar="HOST:PORT", help="The master's address; else DIPS_MASTER.")
+]
+RunDir = Annotated[
+    Path | None, typer.Option("--run-dir", metavar="DIR", help="Directory of a run, whether it runs or has ended.")
+]
+AVersion = Annotated[
+    str | None, typer.Option("--version", metavar="T:V", help="A version as `dips status` names it; else the newest.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
+
+_NOT_OF_EVALUATION = (set(TrainConfig.model_fields) - EVALUATION_KNOBS) | (set(ClientConfig.model_fields) - {"tape"})
+
+
+def export(
+    file: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
+    master: Master = None,
+    run_dir: RunDir = None,
+    version: AVersion = None,
+    wait_s: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="How long to wait for a first version.")
+    ] = FETCH_S,
+    as_json: AsJson = False,
+) -> int:
+    """Write a published version as one safetensors file, while training goes on or after it has ended.
+
+    From a master, or from a run's directory: of a run that has ended, the slaves' snapshots are put together.
+    """
+    wanted = parse_version(version) if version else None
+    fetched = _fetch(master, run_dir, wanted, wait_s)
+    export_model(fetched, file)
+    told = {
+        "file": str(file),
+        "run_id": fetched.run_id,
+        "timeline": fetched.version.timeline,
+        "version": fetched.version.v,
+        "tokens": fetched.tokens,
+        "elements": fetched.layout.n_elems,
+    }
+    sentence = f"{file}: version {fetched.version} of run {fetched.run_id}, {format_count(fetched.tokens)} tokens"
+    print(json.dumps(told) if as_json else sentence)
+    return 0
+
+
+@with_knobs(TrainConfig, ClientConfig, without=_NOT_OF_EVALUATION)
+def evaluate(
+    file: Annotated[Path | None, typer.Argument(metavar="[MODEL.safetensors]", help="A file of `dips export`.")] = None,
+    master: Master = None,
+    version: AVersion = None,
+    follow_run: Annotated[
+        bool, typer.Option("--follow", help="Every version as it is published, to --tape, until the run has stopped.")
+    ] = False,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+    **given: Any,
+) -> int:
+    """Print the held-out loss of an exported model, or of a version that a run still keeps.
+
+    Give the same --data and held-out settings as in training: the text is then the same that was never trained on, and
+    the loss is the one that the run reported.
+    """
+    train = role_settings(TrainConfig, TRAIN_SECTION, config, given).value
+    if follow_run:
+        return follow(train, _reader(master, given))
+    _tell(_evaluation(file, master, version, train), as_json)
+    return 0
+
+
+def _evaluation(file: Path | None, master: str | None, version: str | None, train: TrainConfig) -> Evaluation:
+    if file is not None:
+        if master or version:
+            raise ConfigError("a file and a run are two models: give MODEL.safetensors, or --master and --version")
+        return evaluate_file(file, train)
+    wanted = parse_version(version) if version else None
+    return evaluate_live(master_address(master, None), None, train, wanted)
+
+
+def _reader(master: str | None, given: dict[str, Any]) -> ClientConfig:
+    ours: dict[str, object] = {**overrides_for(ClientConfig, given), "master": master_address(master, None)}
+    return load(ClientConfig, CLIENT_SECTION, overrides=ours).value
+
+
+def _tell(evaluation: Evaluation, as_json: bool) -> None:
+    told = {
+        "run_id": evaluation.run_id,
+        "timeline": evaluation.version.timeline,
+        "version": evaluation.version.v,
+        "tokens": evaluation.tokens,
+        "loss": evaluation.loss,
+    }
+    sentence = (
+        f"held-out loss {evaluation.loss:.6f} nats per byte: version {evaluation.version} of run {evaluation.run_id}, "
+        f"{format_count(evaluation.tokens)} tokens"
+    )
+    print(json.dumps(told) if as_json else sentence)
+
+
+def _live_address(master: str | None, run_dir: Path | None) -> str | None:
+    """The master to ask; None when the run of that directory has no master that answers any more."""
+    if run_dir is None:
+        return master_address(master, None)
+    told = read_address(run_dir / "master")
+    return told.address if told is not None and _answers(told.address, told.run_id) else None
+
+
+def _answers(address: str, run_id: str) -> bool:
+    """Whether that run is served there: a killed master leaves its address behind."""
+    try:
+        with OperatorClient(address, run_id, _LOOK_S) as operator:
+            operator.status()
+    except RetryLater:
+        return False
+    return True
+
+
+def _fetch(master: str | None, run_dir: Path | None, version: Version | None, wait_s: float) -> Fetched:
+    address = _live_address(master, run_dir)
+    if address is not None:
+        return fetch_version(address, None, _READER, version=version, deadline_s=wait_s)
+    assert run_dir is not None, "without a directory there is an address, or an error"
+    return load_stored(run_dir, version)

@@ -1,0 +1,127 @@
+"""`dips status`, and what an operator may wish of a run: pause, resume, stop, evict, drain."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from dips.core.errors import RetryLater
+from dips.core.messages import StatusReply
+from dips.launch.operator_client import OperatorClient, master_address
+from dips.launch.view import status_json, status_view
+
+Master = Annotated[
+    str | None, typer.Option("--master", metavar="HOST:PORT", help="The master's address; else DIPS_MASTER.")
+]
+RunDir = Annotated[
+    Path | None, typer.Option("--run-dir", metavar="DIR", help="Find the master in the directory of a run.")
+]
+RunId = Annotated[str, typer.Option("--run-id", metavar="TEXT", help="Refuse to talk to the master of any other run.")]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; it stands in the log and on the tape.")]
+ClusterArgument = Annotated[str, typer.Argument(metavar="CLUSTER", help="The cluster's name.")]
+
+
+def status(
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until ctrl-C.")] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=0.1, max=3600.0, help="Seconds between two looks with --watch.")
+    ] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output; one line a look.")] = False,
+) -> int:
+    """Show what a run does now: why it waits, its version and tokens, its clusters, slaves and last rounds.
+
+    With --json the keys are those of the status message, ids in their text form, unknown numbers null.
+    """
+    with OperatorClient(master_address(master, run_dir), run_id) as operator:
+        if not watch:
+            _print_once(operator.status(), as_json)
+        elif as_json or not sys.stdout.isatty():
+            _print_for_ever(operator, interval_s, as_json)
+        else:
+            _show_for_ever(operator, interval_s)
+    return 0
+
+
+def pause(master: Master = None, run_dir: RunDir = None, run_id: RunId = "", reason: Reason = "asked to") -> int:
+    """Begin no new round until resumed. Pushes stay admitted, and clusters train on."""
+    with OperatorClient(master_address(master, run_dir), run_id) as operator:
+        print(operator.pause(reason))
+    return 0
+
+
+def resume(master: Master = None, run_dir: RunDir = None, run_id: RunId = "", reason: Reason = "asked to") -> int:
+    """End a pause: rounds begin again."""
+    with OperatorClient(master_address(master, run_dir), run_id) as operator:
+        print(operator.resume(reason))
+    return 0
+
+
+def stop(master: Master = None, run_dir: RunDir = None, run_id: RunId = "", reason: Reason = "asked to") -> int:
+    """End a run in good order: the open round finishes, every cluster pulls the last version and leaves."""
+    with OperatorClient(master_address(master, run_dir), run_id) as operator:
+        print(operator.stop(reason))
+    return 0
+
+
+def evict(
+    cluster: ClusterArgument,
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    reason: Reason = "asked to",
+) -> int:
+    """End a cluster's incarnation at once. It may join again as a new one."""
+    with OperatorClient(master_address(master, run_dir), run_id) as operator:
+        print(operator.evict(cluster, reason))
+    return 0
+
+
+def drain(
+    cluster: ClusterArgument,
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    reason: Reason = "asked to",
+) -> int:
+    """Let a cluster finish its push and leave."""
+    with OperatorClient(master_address(master, run_dir), run_id) as operator:
+        print(operator.drain(cluster, reason))
+    return 0
+
+
+def _print_once(status: StatusReply, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(status_json(status), allow_nan=False), flush=True)
+    else:
+        Console().print(status_view(status))
+
+
+def _print_for_ever(operator: OperatorClient, interval_s: float, as_json: bool) -> None:
+    while True:
+        _print_once(operator.status(), as_json)
+        time.sleep(interval_s)
+
+
+def _show_for_ever(operator: OperatorClient, interval_s: float) -> None:
+    with Live(auto_refresh=False, screen=True) as live:
+        while True:
+            live.update(_look(operator), refresh=True)
+            time.sleep(interval_s)
+
+
+def _look(operator: OperatorClient) -> RenderableType:
+    try:
+        return status_view(operator.status())
+    except RetryLater as error:
+        return Text(str(error), style="bold red")

@@ -1,0 +1,24 @@
+"""`dips slave`: a slave's process, with every one of its knobs as an option."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from dips.launch.options import with_knobs
+from dips.launch.settings import ConfigFile, role_settings
+from dips.slave.config import SlaveConfig
+from dips.slave.main import run
+
+
+@with_knobs(SlaveConfig)
+def slave(config: ConfigFile = None, **given: Any) -> int:
+    """Run a slave: it holds blocks of the model, stages pushes and computes the outer step. It needs no
+    torch.
+
+    Settings: the options below, else the environment (DIPS_SLAVE_<NAME>), else table [slave] of --config.
+    DIPS_MASTER stands for --master.
+    """
+    loaded = role_settings(SlaveConfig, "slave", config, given)
+    print(f"settings:\n{loaded.describe()}", file=sys.stderr, flush=True)
+    return run(loaded.value)

@@ -1,0 +1,30 @@
+"""`dips train`: a cluster that trains the byte model, with every knob of trainer and client as an option."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from dips.core.telemetry import configure_logging
+from dips.launch.options import with_knobs
+from dips.launch.settings import ConfigFile, role_settings
+from dips.worker.config import SECTION as CLIENT_SECTION
+from dips.worker.config import ClientConfig
+from dips.worker.trainer.config import SECTION as TRAIN_SECTION
+from dips.worker.trainer.config import TrainConfig
+from dips.worker.trainer.train import run
+
+
+@with_knobs(TrainConfig, ClientConfig)
+def train(config: ConfigFile = None, **given: Any) -> int:
+    """Train a LLaMA-style byte-level language model on text files, as one cluster of a run.
+
+    Without a master it is ordinary training of the same model for --steps steps.
+    Settings: the options below, else the environment (DIPS_TRAIN_<NAME>, DIPS_WORKER_<NAME>), else tables [train] and
+    [worker] of --config. DIPS_MASTER stands for --master, DIPS_CLUSTER for --cluster-id.
+    """
+    trainer = role_settings(TrainConfig, TRAIN_SECTION, config, given)
+    client = role_settings(ClientConfig, CLIENT_SECTION, config, given)
+    configure_logging("worker", client.value.cluster_id, client.value.log_level, client.value.json_logs)
+    print(f"settings:\n{trainer.describe()}\n{client.describe()}", file=sys.stderr, flush=True)
+    return run(trainer.value, client.value)

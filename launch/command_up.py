@@ -1,0 +1,83 @@
+"""`dips up`: a run on this machine, as a file describes it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dips.core.clock import SystemClock
+from dips.launch.local_run import LocalRun
+from dips.launch.plan import RunPlan
+from dips.launch.progress import Progress, progress_for
+from dips.launch.run_directory import UP, Mark, RunDirectory, claim
+from dips.launch.run_file import read_run_file
+from dips.launch.supervisor import POLL_S
+from dips.launch.tapes import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
+
+
+def up(
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="What to run; see examples/local.toml.")],
+    check: Annotated[bool, typer.Option("--check", help="Only check the file, and end.")] = False,
+) -> int:
+    """Run the master, slaves and clusters that a file describes, on this machine, and restart what dies.
+
+    It ends when the run has reached its tk_max or was stopped (`dips stop`), and upon ctrl-C; started
+    again with the same file it goes on from what was published last.
+    """
+    run, plan = read_run_file(file)
+    if check:
+        print(f"{file}: {len(plan.slaves)} slaves, {len(plan.clusters)} clusters, all settings are good")
+        return 0
+    clock = SystemClock()
+    console = Console(stderr=True)
+    with claim(run.directory, Mark(plan.run_id, UP, " ".join(sys.argv))) as directory:
+        with progress_for(console, clock) as progress, LocalRun(plan, directory, clock, progress.say) as local:
+            _serve(local, progress, directory)
+        _tell_end(local, directory)
+    return 0
+
+
+def _serve(local: LocalRun, progress: Progress, directory: RunDirectory) -> None:
+    """Until the run has ended. A master whose run was stopped while its clusters were away is ended as well."""
+    address = local.start()
+    progress.say(f"the run's master listens on {address}")
+    for line in how_to_join(local.plan, address):
+        progress.say(line)
+    asked_to_stop = False
+    while not local.finished:
+        status = local.tick()
+        if status is not None:
+            progress.show(status, _heldout(local, directory), ())
+        if status is not None and local.deserted and not asked_to_stop:
+            answer = local.stop_run("all clusters have ended")
+            asked_to_stop = answer is not None
+            progress.say(answer or "all clusters have ended; the master does not answer yet")
+        time.sleep(POLL_S)
+    local.finish()
+
+
+def _heldout(local: LocalRun, directory: RunDirectory) -> list[HeldoutPoint] | None:
+    return heldout_losses(tape_path(directory.path, HELDOUT_TAPE)) if local.plan.evaluate is not None else None
+
+
+def how_to_join(plan: RunPlan, address: str) -> list[str]:
+    """What a person types to bring a loop of their own, when the file starts no cluster."""
+    if plan.clusters:
+        return []
+    return [
+        "no clusters are in the file: start your own training loops, each in a terminal of its own, such as",
+        f"  DIPS_MASTER={address} DIPS_CLUSTER=a python examples/own_loop.py",
+        f"  DIPS_MASTER={address} DIPS_CLUSTER=b python examples/own_loop.py",
+        f"end the run with:  dips stop --master {address}",
+    ]
+
+
+def _tell_end(local: LocalRun, directory: RunDirectory) -> None:
+    if local.status is not None:
+        print(f"run {local.plan.run_id} ended at version {local.status.published}, {local.status.tokens} tokens")
+    print(f"its files stand in {directory.path}; next: dips export model.safetensors --run-dir {directory.path}")

@@ -1,0 +1,149 @@
+"""The command line of a role, made from its knobs: one option for each field, so that none can be forgotten.
+
+Values stay text here (units such as "2 s" are read by the configuration itself); precedence and errors are
+those of dips.core.config. It must never give a default: an option that is not given is not there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic.fields import FieldInfo
+from rich.markup import escape
+
+from dips.core.config import Knobs
+
+Knob = tuple[type[Knobs], str, FieldInfo]
+
+
+def with_knobs(
+    *kinds: type[Knobs], without: Iterable[str] = ()
+) -> Callable[[Callable[..., int | None]], Callable[..., int | None]]:
+    """Decorate a command that takes `**knobs`: it gets an option for every field of the kinds.
+
+    A field that several kinds have is one option for all of them. Fields named in `without` get none.
+    """
+    hidden = frozenset(without)
+
+    def decorate(command: Callable[..., int | None]) -> Callable[..., int | None]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        made = [_parameter(knob) for knob in _knobs(kinds) if knob[1] not in hidden]
+        return _with_signature(command, [*own, *made])
+
+    return decorate
+
+
+def overrides_for(kind: type[Knobs], given: Mapping[str, object]) -> dict[str, object]:
+    """Of the values given on the command line, those that are fields of this kind; not-given ones left out."""
+    return {name: given[name] for name in kind.model_fields if given.get(name) is not None}
+
+
+def command_line(config: Knobs, without: Iterable[str] = ()) -> list[str]:
+    """The options that make these knobs, as a command line: the inverse of with_knobs.
+
+    Fields that have their default are left out.
+    """
+    hidden = frozenset(without)
+    arguments: list[str] = []
+    for name, info in type(config).model_fields.items():
+        value = getattr(config, name)
+        if name not in hidden and value is not None and value != info.get_default(call_default_factory=True):
+            arguments += _as_arguments(name, value)
+    return arguments
+
+
+def option_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _as_arguments(name: str, value: object) -> list[str]:
+    option = option_name(name)
+    if isinstance(value, bool):
+        return [option if value else f"--no-{option[2:]}"]
+    if isinstance(value, (tuple, list)):
+        return [part for item in value for part in (option, _text(item))]
+    return [option, _text(value)]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return repr(value)
+    return str(value.value if isinstance(value, Enum) else value)
+
+
+def _knobs(kinds: Sequence[type[Knobs]]) -> list[Knob]:
+    found: dict[str, Knob] = {}
+    for kind in kinds:
+        for name, info in kind.model_fields.items():
+            found.setdefault(name, (kind, name, info))
+    return list(found.values())
+
+
+def _parameter(knob: Knob) -> inspect.Parameter:
+    kind, name, info = knob
+    outer, several = _shape(info.annotation)
+    text, panel = escape(_help(info, several)), _panel(kind)
+    if outer is bool:
+        names = f"{option_name(name)}/--no-{option_name(name)[2:]}"
+        option = typer.Option(names, help=text, show_default=False, rich_help_panel=panel)
+        annotation: Any = Annotated[bool | None, option]
+    else:
+        metavar = _metavar(outer)
+        option = typer.Option(option_name(name), help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
+        annotation = Annotated[list[str] | None if several else str | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _shape(annotation: Any) -> tuple[Any, bool]:
+    """The plain type of a field, and whether it holds several values."""
+    while typing.get_origin(annotation) is Annotated:
+        annotation = typing.get_args(annotation)[0]
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        rest = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
+        return _shape(rest[0]) if len(rest) == 1 else (str, False)
+    if typing.get_origin(annotation) in (tuple, list):
+        return _shape(typing.get_args(annotation)[0])[0], True
+    return annotation, False
+
+
+def _metavar(kind: Any) -> str:
+    names = {int: "COUNT", float: "NUMBER", Path: "PATH", str: "TEXT"}
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(str(choice) for choice in typing.get_args(kind))
+    return names.get(kind, "TEXT")
+
+
+def _help(info: FieldInfo, several: bool) -> str:
+    text = info.description or ""
+    default = None if info.is_required() else info.get_default(call_default_factory=True)
+    if several:
+        text += " (may be given several times)"
+    if default not in (None, "", (), []):
+        text += f" [default: {_text(default)}]"
+    return text
+
+
+def _panel(kind: type[Knobs]) -> str:
+    """The heading above a kind's options."""
+    return f"Settings of {kind.__name__.removesuffix('Config').lower()}"
+
+
+def _with_signature(
+    command: Callable[..., int | None], parameters: Sequence[inspect.Parameter]
+) -> Callable[..., int | None]:
+    def run(**given: Any) -> int | None:
+        return command(**given)
+
+    keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in keyword_only}
+    run.__doc__ = command.__doc__
+    run.__name__ = command.__name__
+    return run

@@ -1,0 +1,141 @@
+"""The processes of a run on this machine: which there are, and the command line of each.
+
+A plan is made from settings that are already checked, so that a mistake is told before anything starts.
+Children get all their settings on the command line; the environment that the launcher read its own
+settings from is not theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dips.launch.options import command_line, option_name
+from dips.launch.run_directory import RunDirectory
+from dips.launch.supervisor import ChildSpec, Stage
+from dips.launch.tapes import HELDOUT_TAPE, tape_path
+
+if TYPE_CHECKING:
+    from dips.master.config import MasterConfig
+    from dips.slave.config import SlaveConfig
+    from dips.worker.config import ClientConfig
+    from dips.worker.trainer.config import TrainConfig
+
+MASTER = "master"
+EVALUATOR = "heldout"
+EVALUATOR_NICENESS = 10
+"""A tenth of the weight of the others: it reads along, and must not take the processor from the training."""
+
+EVALUATION_KNOBS = frozenset(
+    {"data", "max_bytes", "heldout_fraction", "heldout_max_bytes", "sequence_tokens", "threads"}
+)
+"""The trainer's settings that decide which text a model is evaluated on, and how fast."""
+
+_SECTIONS = ("MASTER", "SLAVE", "WORKER", "TRAIN")
+
+
+@dataclass(frozen=True)
+class TrainedCluster:
+    """A cluster that runs `dips train`."""
+
+    train: TrainConfig
+    client: ClientConfig
+
+    @property
+    def cluster_id(self) -> str:
+        return self.client.cluster_id
+
+    def command(self, address: str) -> list[str]:
+        knobs = [*command_line(self.train), *command_line(self.client, without={"master"})]
+        return _dips("train", *knobs, option_name("master"), address)
+
+
+@dataclass(frozen=True)
+class OwnCluster:
+    """A cluster that runs a person's own command; it finds the run in its environment."""
+
+    cluster_id: str
+    own_command: tuple[str, ...]
+
+    def command(self, address: str) -> list[str]:
+        return list(self.own_command)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All processes of a run. The evaluator uses `evaluate`'s data, or there is none."""
+
+    run_id: str
+    master: MasterConfig
+    slaves: tuple[SlaveConfig, ...]
+    clusters: tuple[TrainedCluster | OwnCluster, ...] = ()
+    evaluate: TrainConfig | None = None
+
+    @property
+    def cluster_ids(self) -> list[str]:
+        return [cluster.cluster_id for cluster in self.clusters]
+
+    @property
+    def slave_ids(self) -> list[str]:
+        return [slave.slave_id for slave in self.slaves]
+
+
+def master_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec:
+    """The master; with port 0 it takes the same port again when it is restarted."""
+    command = _dips("master", *command_line(plan.master))
+    return ChildSpec(MASTER, tuple(command), directory.log(MASTER), _environment(), Stage.LAST)
+
+
+def slave_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
+    return [_slave_spec(slave, directory, address) for slave in plan.slaves]
+
+
+def cluster_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
+    return [_cluster_spec(plan, cluster, directory, address) for cluster in plan.clusters]
+
+
+def evaluator_spec(plan: RunPlan, directory: RunDirectory, address: str) -> ChildSpec | None:
+    """The process that measures the held-out loss of each published version; None when there is no text
+    for it."""
+    if plan.evaluate is None:
+        return None
+    tape = tape_path(directory.path, HELDOUT_TAPE)
+    knobs = evaluation_options(plan.evaluate)
+    command = _dips("eval", "--follow", "--tape", str(tape), option_name("master"), address, *knobs)
+    log = directory.log(EVALUATOR)
+    return ChildSpec(EVALUATOR, tuple(command), log, _environment(), niceness=EVALUATOR_NICENESS)
+
+
+def evaluation_options(train: TrainConfig) -> list[str]:
+    """The options of `dips eval` that make it evaluate on the text that these settings hold out."""
+    return command_line(train, without=set(type(train).model_fields) - EVALUATION_KNOBS)
+
+
+def _slave_spec(slave: SlaveConfig, directory: RunDirectory, address: str) -> ChildSpec:
+    knobs = command_line(slave, without={"master"})
+    command = _dips("slave", *knobs, option_name("master"), address)
+    name = slave.slave_id
+    return ChildSpec(name, tuple(command), directory.log(name), _environment(), Stage.SECOND)
+
+
+def _cluster_spec(
+    plan: RunPlan, cluster: TrainedCluster | OwnCluster, directory: RunDirectory, address: str
+) -> ChildSpec:
+    name = cluster.cluster_id
+    found = {"DIPS_MASTER": address, "DIPS_RUN": plan.run_id, "DIPS_CLUSTER": name}
+    return ChildSpec(name, tuple(cluster.command(address)), directory.log(name), _environment(found))
+
+
+def _dips(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "dips.launch", *arguments]
+
+
+def _environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without settings of the roles, and with what is added."""
+    prefixes = tuple(f"DIPS_{section}_" for section in _SECTIONS)
+    kept = {k: v for k, v in os.environ.items() if k != "DIPS_MASTER" and not k.startswith(prefixes)}
+    # A log that is read while the process runs must not wait in a buffer.
+    return {**kept, "PYTHONUNBUFFERED": "1", **(added or {})}

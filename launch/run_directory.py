@@ -1,0 +1,143 @@
+"""Who owns a run's directory: one launcher at a time, one run for ever.
+
+A directory that `dips demo` made may be replaced by the next demo; nothing else is ever deleted. Names of
+what a run keeps in its directory stand here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from dips.core.errors import ConfigError
+
+_MARK = "run.json"
+_LOCK = "launch.lock"
+_OURS = ("master", "slaves", "tapes", "logs", "report.json", "loss.png", _MARK)
+DEMO = "dips demo"
+UP = "dips up"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What run.json says about a directory."""
+
+    run_id: str
+    made_by: str
+    command: str
+
+
+class RunDirectory:
+    """A directory that this process holds until it closes it (or dies)."""
+
+    def __init__(self, path: Path, lock: IO[str], replaced: bool, resumed: bool) -> None:
+        self.path = path
+        self.replaced = replaced
+        self.resumed = resumed
+        self._lock = lock
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.close()
+
+    @property
+    def master(self) -> Path:
+        return self.path / "master"
+
+    def slave(self, slave_id: str) -> Path:
+        return self.path / "slaves" / slave_id
+
+    def log(self, name: str) -> Path:
+        return self.path / "logs" / f"{name}.log"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.json"
+
+    @property
+    def picture(self) -> Path:
+        return self.path / "loss.png"
+
+
+def claim(path: Path, mark: Mark) -> RunDirectory:
+    """Take a directory for a run, making it if needed.
+
+    A demo replaces what an earlier demo left; `dips up` goes on with its own run. Raises ConfigError when
+    another launcher holds the directory, when it belongs to another run, or when it holds something else.
+    """
+    earlier = read_mark(path)
+    if earlier is None and path.exists() and _has_content(path):
+        raise ConfigError(f"{path} is not empty and holds no run of dips: choose another directory")
+    if earlier is not None and (earlier.made_by, earlier.run_id) != (mark.made_by, mark.run_id):
+        raise ConfigError(
+            f"{path} belongs to run {earlier.run_id!r} of `{earlier.made_by}`, not to run {mark.run_id!r} of "
+            f"`{mark.made_by}`: choose another directory, or remove that one"
+        )
+    _make(path)
+    lock = _lock(path)
+    if earlier is not None and mark.made_by != DEMO:
+        return RunDirectory(path, lock, replaced=False, resumed=True)
+    _clear(path)
+    _write_mark(path, mark)
+    return RunDirectory(path, lock, replaced=earlier is not None, resumed=False)
+
+
+def read_mark(path: Path) -> Mark | None:
+    """Which run a directory belongs to; None when it has no mark. Raises ConfigError when the mark is
+    damaged."""
+    file = path / _MARK
+    if not file.is_file():
+        return None
+    try:
+        raw: dict[str, Any] = json.loads(file.read_text())
+        return Mark(str(raw["run_id"]), str(raw["made_by"]), str(raw["command"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error!r}): choose another directory, or remove this one") from error
+
+
+def _write_mark(path: Path, mark: Mark) -> None:
+    content = {"run_id": mark.run_id, "made_by": mark.made_by, "command": mark.command, "wall_s": time.time()}
+    (path / _MARK).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _has_content(path: Path) -> bool:
+    if not path.is_dir():
+        raise ConfigError(f"{path} is a file: a run needs a directory; choose another path")
+    return any(entry.name != _LOCK for entry in path.iterdir())
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made: {error.strerror}; choose another directory") from error
+
+
+def _lock(path: Path) -> IO[str]:
+    lock = (path / _LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise ConfigError(f"another dips process runs in {path}: end it first, or choose another directory") from error
+    return lock
+
+
+def _clear(path: Path) -> None:
+    """Remove what a run keeps, and only that: a person's own files in the directory stay."""
+    for name in _OURS:
+        entry = path / name
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)

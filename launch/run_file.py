@@ -1,0 +1,174 @@
+"""Reads the file of `dips up` and makes a plan of it.
+
+[run] says what there is, [master], [slave], [worker] and [train] are the settings of the roles (the same
+tables that `dips master --config` and its siblings read, with the same precedence), and each [[clusters]]
+is one cluster, which may set any setting of [worker] and [train] for itself. It must find every mistake
+before anything starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import Field
+
+from dips.core.config import Knobs, Loaded, load, load_table, read_tables
+from dips.core.errors import ConfigError
+from dips.core.ids import check_name
+from dips.launch.plan import OwnCluster, RunPlan, TrainedCluster
+from dips.launch.tapes import tape_path
+from dips.master.config import MasterConfig
+from dips.slave.config import SlaveConfig
+from dips.worker.config import SECTION as WORKER_SECTION
+from dips.worker.config import ClientConfig
+
+if TYPE_CHECKING:
+    from dips.worker.trainer.config import TrainConfig
+
+TABLES = ("run", "master", "slave", "worker", "train", "clusters")
+NOT_YET_KNOWN = "127.0.0.1:0"
+"""Stands for the master's address until the master has told it."""
+
+K = TypeVar("K", bound=Knobs)
+
+
+class RunKnobs(Knobs):
+    """The table [run]."""
+
+    id: str = Field(description="Name of the run.")
+    directory: Path = Field(description="Where the run keeps everything; relative to where `dips up` is started.")
+    slaves: int = Field(1, ge=1, le=64, description="How many slaves.")
+    evaluate: bool = Field(
+        False, description="Measure the held-out loss of each published version, with [train]'s text."
+    )
+
+
+class ClusterKnobs(Knobs):
+    """What only a table [[clusters]] says."""
+
+    id: str = Field(description="Name of the cluster.")
+    gap: float = Field(0.0, ge=0, le=0.95, description="How much slower than this machine it is made to be, 0 to 0.95.")
+    command: tuple[str, ...] = Field((), description="A command of your own instead of `dips train`.")
+
+
+def read_run_file(file: Path) -> tuple[RunKnobs, RunPlan]:
+    """The plan that a file describes. Raises ConfigError naming file, table, key and remedy."""
+    tables = read_tables(file, TABLES)
+    run = load(RunKnobs, "run", file=file).value
+    check_name(run.id, f"{file} [run] id")
+    clusters = _cluster_tables(file, tables)
+    trained = any(not table.get("command") for table in clusters) if clusters else False
+    base = _base_train(file) if trained or run.evaluate else None
+    plan = RunPlan(
+        run.id,
+        _master(file, run, len(clusters)),
+        make_slaves(run.directory, run.id, run.slaves, file),
+        _clusters(file, run, clusters, base),
+        base.value if base is not None and run.evaluate else None,
+    )
+    return run, plan
+
+
+def make_slaves(directory: Path, run_id: str, how_many: int, file: Path | None = None) -> tuple[SlaveConfig, ...]:
+    """Slaves s0, s1, ... with their directories and tapes inside the run's."""
+    return tuple(_slave(directory, run_id, f"s{index}", file) for index in range(how_many))
+
+
+def explicit(loaded: Loaded[K]) -> dict[str, object]:
+    """The settings that somebody gave, without the defaults."""
+    return {name: getattr(loaded.value, name) for name, where in loaded.provenance.items() if where != "default"}
+
+
+def _master(file: Path, run: RunKnobs, n_clusters: int) -> MasterConfig:
+    ours: dict[str, object] = {"run_id": run.id, "directory": run.directory / "master", "slaves": run.slaves}
+    loaded = load(MasterConfig, "master", file=file, overrides=ours)
+    if n_clusters > loaded.value.max_clusters:
+        raise ConfigError(
+            f"{file} lists {n_clusters} clusters, but [master] max_clusters is {loaded.value.max_clusters}: raise it"
+        )
+    return loaded.value
+
+
+def _slave(directory: Path, run_id: str, name: str, file: Path | None) -> SlaveConfig:
+    ours: dict[str, object] = {
+        "run_id": run_id,
+        "slave_id": name,
+        "master": NOT_YET_KNOWN,
+        "directory": directory / "slaves" / name,
+        "tape": tape_path(directory, name),
+    }
+    return load(SlaveConfig, "slave", file=file, overrides=ours).value
+
+
+def _base_train(file: Path) -> Loaded[TrainConfig]:
+    from dips.worker.trainer.config import TrainConfig
+
+    return load(TrainConfig, "train", file=file)
+
+
+def _cluster_tables(file: Path, tables: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    clusters = tables.get("clusters", [])
+    if not isinstance(clusters, list) or not all(isinstance(table, dict) for table in clusters):
+        raise ConfigError(f"{file}: each cluster is a table of its own: write [[clusters]], not [clusters]")
+    return clusters
+
+
+def _clusters(
+    file: Path, run: RunKnobs, tables: list[Mapping[str, Any]], base: Loaded[TrainConfig] | None
+) -> tuple[TrainedCluster | OwnCluster, ...]:
+    found = [_cluster(file, run, table, f"{file} [[clusters]] {n}", base) for n, table in enumerate(tables, 1)]
+    names = [cluster.cluster_id for cluster in found]
+    doubles = {name for name in names if names.count(name) > 1}
+    if doubles:
+        raise ConfigError(f"{file}: two clusters have the id {sorted(doubles)[0]!r}: give each its own")
+    reserved = {"master", "heldout", *(f"s{index}" for index in range(run.slaves))}.intersection(names)
+    if reserved:
+        raise ConfigError(
+            f"{file}: the cluster id {sorted(reserved)[0]!r} is the name of another process: choose another"
+        )
+    return tuple(found)
+
+
+def _cluster(
+    file: Path, run: RunKnobs, table: Mapping[str, Any], where: str, base: Loaded[TrainConfig] | None
+) -> TrainedCluster | OwnCluster:
+    own = load_table(ClusterKnobs, {k: v for k, v in table.items() if k in ClusterKnobs.model_fields}, where)
+    check_name(own.id, f"{where} id")
+    rest = {k: v for k, v in table.items() if k not in ClusterKnobs.model_fields}
+    if own.command or base is None:
+        _check_known(rest, (), where)
+        return OwnCluster(own.id, own.command)
+    return _trained(file, run, own, rest, where, base)
+
+
+def _trained(
+    file: Path, run: RunKnobs, own: ClusterKnobs, rest: Mapping[str, Any], where: str, base: Loaded[TrainConfig]
+) -> TrainedCluster:
+    train_kind = type(base.value)
+    _check_known(rest, (*train_kind.model_fields, *ClientConfig.model_fields), where)
+    gap = {"emulate_gap": own.gap} if own.gap else {}
+    of_train = {k: v for k, v in rest.items() if k in train_kind.model_fields}
+    of_client = {k: v for k, v in rest.items() if k in ClientConfig.model_fields}
+    ours: dict[str, object] = {
+        "run_id": run.id,
+        "cluster_id": own.id,
+        "master": NOT_YET_KNOWN,
+        "tape": tape_path(run.directory, own.id),
+    }
+    client = load(ClientConfig, WORKER_SECTION, file=file)
+    return TrainedCluster(
+        load_table(train_kind, {**explicit(base), **gap, **of_train}, where),
+        load_table(ClientConfig, {**explicit(client), **of_client, **ours}, where),
+    )
+
+
+def _check_known(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    names = (*ClusterKnobs.model_fields, *known)
+    for key in table:
+        if key not in names:
+            close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(sorted(names))}"
+            raise ConfigError(f"{where}: {key!r} is not a setting; {hint}")

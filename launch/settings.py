@@ -1,0 +1,33 @@
+"""Reads a role's settings for its command: all sources, and the short variables such as DIPS_MASTER."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from dips.core.config import Knobs, Loaded, load
+from dips.launch.options import overrides_for
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="TOML file; the options below win over its table of this role."),
+]
+
+_SHORT_NAMES = {"master": "DIPS_MASTER", "cluster_id": "DIPS_CLUSTER", "run_id": "DIPS_RUN"}
+"""Variables that say where and who a process is, whatever its role; a person's own loop reads the same ones."""
+
+K = TypeVar("K", bound=Knobs)
+
+
+def role_settings(kind: type[K], section: str, file: Path | None, given: Mapping[str, object]) -> Loaded[K]:
+    """The settings of a role. `given`: what the command line says, not-given options None. Raises
+    ConfigError."""
+    overrides = overrides_for(kind, given)
+    for name, variable in _SHORT_NAMES.items():
+        if name in kind.model_fields and os.environ.get(variable):
+            overrides.setdefault(name, os.environ[variable])
+    return load(kind, section, file=file, overrides=overrides)

@@ -1,0 +1,258 @@
+"""Keeps a run's processes alive: starts them, restarts what dies, ends all of them, and tells what happened.
+
+Single-threaded: the owner calls poll() a few times a second from the main thread (which the kernel's tie
+between parent and child needs). It never reads a child's output: that goes straight to the child's log
+file. It never decides about the run itself: what a death means there is the master's business.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+
+from dips.core.clock import Clock
+from dips.core.errors import ConfigError, DipsError, FatalError
+from dips.launch.child import wrapped
+from dips.launch.restart import FailureCount, RestartPolicy
+
+POLL_S = 0.1
+"""How often poll() is meant to be called; also the resolution of stop()."""
+
+_STOP_TERMINATE_S = 15.0
+_STOP_KILL_S = 5.0
+_LOG_TAIL_LINES = 12
+_LOG_TAIL_BYTES = 8192
+
+
+class Stage(Enum):
+    """When a process is ended on stop(): what uses others ends before what it uses."""
+
+    FIRST = 1
+    SECOND = 2
+    LAST = 3
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """One process to keep alive. `environment` is the whole environment of the process; `niceness` as in nice(1)."""
+
+    name: str
+    command: tuple[str, ...]
+    log_path: Path
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    stage: Stage = Stage.FIRST
+    restart: bool = True
+    niceness: int = 0
+
+
+@dataclass(frozen=True)
+class ChildEvent:
+    """Something that happened to a child. kind: started, ended, failed, killed or stopped."""
+
+    name: str
+    kind: str
+    life: int
+    pid: int
+    exit_code: int | None
+    sentence: str
+
+
+@dataclass
+class _Child:
+    spec: ChildSpec
+    failures: FailureCount
+    process: subprocess.Popen[bytes] | None = None
+    life: int = 0
+    started_s: float = 0.0
+    start_again_s: float | None = None
+    kill_expected: bool = False
+    restart_delay_s: float = 0.0
+    exit_code: int | None = None
+
+
+class Supervisor:
+    """Use as a context manager: leaving it ends every process that still runs."""
+
+    def __init__(self, clock: Clock, report: Callable[[ChildEvent], None], policy: RestartPolicy | None = None) -> None:
+        self._clock = clock
+        self._report = report
+        self._policy = policy or RestartPolicy()
+        self._children: dict[str, _Child] = {}
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # ---- what runs ----
+
+    def start(self, spec: ChildSpec) -> int:
+        """Start a process and keep it alive; returns its pid. Raises ConfigError when it cannot be started."""
+        child = _Child(spec, FailureCount(self._policy))
+        self._children[spec.name] = child
+        return self._spawn(child)
+
+    def pid(self, name: str) -> int | None:
+        """The process id of the current life; None between lives and after the end."""
+        process = self._children[name].process
+        return process.pid if process else None
+
+    def lives(self, name: str) -> int:
+        return self._children[name].life
+
+    def exit_code(self, name: str) -> int | None:
+        """The exit code of a process that ended for good; None while it is kept alive."""
+        return self._children[name].exit_code
+
+    def ended(self, names: Iterable[str]) -> bool:
+        """Whether all of these processes ended for good."""
+        return all(self._children[name].exit_code is not None for name in names)
+
+    # ---- what happens ----
+
+    def poll(self) -> None:
+        """Notice deaths, and start again what is due.
+
+        Raises ConfigError when a process found its own configuration wrong, and FatalError when one failed
+        too often in a row; both show the end of its log.
+        """
+        for child in list(self._children.values()):
+            if child.process is not None and child.process.poll() is not None:
+                self._buried(child, child.process)
+            elif child.start_again_s is not None and self._clock.monotonic_s() >= child.start_again_s:
+                self._spawn(child)
+
+    def kill(self, name: str, restart_delay_s: float = 0.5) -> int | None:
+        """Kill a process with SIGKILL on purpose; it is started again after the delay.
+
+        Returns its pid, or None when it does not run just now.
+        """
+        child = self._children[name]
+        if child.process is None or child.process.poll() is not None:
+            return None
+        child.kill_expected = True
+        child.restart_delay_s = restart_delay_s
+        child.process.send_signal(signal.SIGKILL)
+        return child.process.pid
+
+    def stop(self) -> None:
+        """End everything: stage by stage, politely first, then with SIGKILL. Bounded, and safe to repeat."""
+        for stage in Stage:
+            children = [child for child in self._children.values() if child.spec.stage is stage]
+            self._end(children, signal.SIGTERM, _STOP_TERMINATE_S)
+            self._end(children, signal.SIGKILL, _STOP_KILL_S)
+
+    def stop_names(self, names: Iterable[str]) -> None:
+        """End these processes for good, like stop()."""
+        children = [self._children[name] for name in names]
+        self._end(children, signal.SIGTERM, _STOP_TERMINATE_S)
+        self._end(children, signal.SIGKILL, _STOP_KILL_S)
+
+    # ---- how ----
+
+    def _spawn(self, child: _Child) -> int:
+        spec = child.spec
+        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log_path.open("ab") as log:
+            log.write(f"---- {spec.name}, life {child.life + 1}: {' '.join(spec.command)}\n".encode())
+            log.flush()
+            try:
+                child.process = subprocess.Popen(
+                    wrapped(spec.command, spec.niceness),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=dict(spec.environment),
+                    # Its own process group: ctrl-C reaches the supervisor only, which ends the others in order.
+                    process_group=0,
+                )
+            except OSError as error:
+                raise ConfigError(f"{spec.name} cannot be started: {error}") from error
+        child.life += 1
+        child.started_s = self._clock.monotonic_s()
+        child.start_again_s = None
+        self._tell(child, "started", child.process.pid, None, f"life {child.life}, pid {child.process.pid}")
+        return child.process.pid
+
+    def _buried(self, child: _Child, process: subprocess.Popen[bytes]) -> None:
+        code = process.returncode
+        child.process = None
+        now_s = self._clock.monotonic_s()
+        if code == 0 or not child.spec.restart:
+            child.exit_code = code
+            self._tell(child, "ended", process.pid, code, f"ended with exit code {code}")
+        elif child.kill_expected:
+            child.kill_expected = False
+            child.start_again_s = now_s + child.restart_delay_s
+            self._tell(child, "killed", process.pid, code, "killed with SIGKILL on purpose, is started again")
+        else:
+            self._failed(child, process.pid, code, now_s)
+
+    def _failed(self, child: _Child, pid: int, code: int, now_s: float) -> None:
+        how = how_it_ended(code)
+        if code == ConfigError.exit_code:
+            self._give_up(child, ConfigError, code, f"{child.spec.name} refused its configuration")
+        delay_s = child.failures.failed(now_s - child.started_s)
+        if delay_s is None:
+            count = child.failures.quick
+            self._give_up(child, FatalError, code, f"{child.spec.name} {how}, {count} times in a row")
+        else:
+            child.start_again_s = now_s + delay_s
+            self._tell(child, "failed", pid, code, f"{how}, is started again in {delay_s:g} s")
+
+    def _give_up(self, child: _Child, kind: type[DipsError], code: int, what: str) -> None:
+        child.exit_code = code
+        raise kind(f"{what}; the end of {child.spec.log_path}:\n{log_tail(child.spec.log_path)}")
+
+    def _end(self, children: Sequence[_Child], how: signal.Signals, wait_s: float) -> None:
+        running = [child for child in children if child.process is not None]
+        for child in children:
+            child.start_again_s = None
+        for child in running:
+            assert child.process is not None
+            child.process.send_signal(how)
+        deadline_s = self._clock.monotonic_s() + wait_s
+        while running and self._clock.monotonic_s() < deadline_s:
+            running = [child for child in running if not self._reaped(child)]
+            if running:
+                time.sleep(POLL_S / 2)
+
+    def _reaped(self, child: _Child) -> bool:
+        process = child.process
+        if process is None or process.poll() is None:
+            return process is None
+        child.process = None
+        child.exit_code = process.returncode
+        self._tell(child, "stopped", process.pid, process.returncode, how_it_ended(process.returncode))
+        return True
+
+    def _tell(self, child: _Child, kind: str, pid: int, exit_code: int | None, sentence: str) -> None:
+        self._report(ChildEvent(child.spec.name, kind, child.life, pid, exit_code, sentence))
+
+
+def how_it_ended(exit_code: int) -> str:
+    """A few words for a process's return code; negative ones are signals."""
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
+
+
+def log_tail(path: Path, lines: int = _LOG_TAIL_LINES) -> str:
+    """The last lines of a log file, indented; says so when there is none."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+    except OSError as error:
+        return f"  (no log: {error.strerror})"
+    return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])

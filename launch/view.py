@@ -1,0 +1,191 @@
+"""What a person sees of a run's status: tables, one plain line, and the same as JSON with stable keys.
+
+Shapes nothing and asks nothing: everything here is a function of a StatusReply. The sentence `waiting_for`
+stands on top, because "why does nothing move" is the first question.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dips.core.ids import Incarnation, PushId, RoundId, Version
+from dips.core.messages import ClusterStatus, RoundSummary, SlaveStatus, StatusReply
+from dips.core.units import format_bytes, format_count
+
+_VERDICT_STYLES = {"applied": "green", "excluded": "red", "aborted": "yellow", "rolled_back": "magenta"}
+_RECENT_ROUNDS = 5
+_WRAPPED = frozenset({"last verdict", "why"})
+"""Columns of sentences; the others keep to one line."""
+
+
+def status_json(value: Any) -> Any:
+    """A status as JSON values: ids in their text form, numbers that are not known as null."""
+    if isinstance(value, (Version, Incarnation, RoundId, PushId)):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: status_json(getattr(value, field.name)) for field in fields}
+    if isinstance(value, (tuple, list)):
+        return [status_json(item) for item in value]
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, bytes):
+        return value.hex()
+    return value
+
+
+def status_view(status: StatusReply, width_is_narrow: bool = False) -> RenderableType:
+    """Everything that `dips status` shows."""
+    parts: list[RenderableType] = [headline(status)]
+    if status.waiting_for:
+        parts.append(Text(waiting_sentence(status), style="bold yellow"))
+    parts.append(cluster_table(status.clusters))
+    parts.append(slave_table(status.slaves))
+    if status.recent_rounds and not width_is_narrow:
+        parts.append(round_table(status.recent_rounds[-_RECENT_ROUNDS:]))
+    return Group(*parts)
+
+
+def headline(status: StatusReply) -> Text:
+    """Run, version, tokens and the round's phase in one line."""
+    return Text.assemble(
+        (f"run {status.run_id}", "bold"),
+        f"  version {status.published or 'none yet'}",
+        f"  tokens {format_count(status.tokens)}{_of_goal(status)}",
+        f"  round {status.round or 'none yet'} ",
+        (status.phase, "cyan"),
+        f"  {rounds_sentence(status)}",
+        (f"  {_state_words(status)}", "bold"),
+    )
+
+
+def waiting_sentence(status: StatusReply) -> str:
+    """Why nothing moves, in the master's words; empty when all is well."""
+    why = status.waiting_for
+    return f"waiting: {why}" if why and not why.startswith("waiting") else why
+
+
+def rounds_sentence(status: StatusReply) -> str:
+    lost = [f"{n} {word}" for n, word in ((status.rounds_void, "void"), (status.rounds_aborted, "aborted")) if n]
+    return ", ".join([f"rounds {status.rounds_committed} ({status.rounds_merged} merged)", *lost])
+
+
+def _of_goal(status: StatusReply) -> str:
+    if not status.tk_max_tokens:
+        return ""
+    share = min(1.0, status.tokens / status.tk_max_tokens)
+    return f"/{format_count(status.tk_max_tokens)} ({share:.0%})"
+
+
+def _state_words(status: StatusReply) -> str:
+    for on, word in ((status.stopped, "stopped"), (status.stopping, "stopping"), (status.paused, "paused")):
+        if on:
+            return word
+    return ""
+
+
+def cluster_table(clusters: Sequence[ClusterStatus]) -> Table:
+    columns = ("cluster", "phase", "life", "steps", "steps/s", "tokens", "loss", "pushes", "last verdict")
+    table = _table("clusters", columns, right={"steps", "steps/s", "tokens", "loss"})
+    for cluster in clusters:
+        table.add_row(
+            Text(cluster.cluster_id, style="bold" if cluster.alive else "dim"),
+            cluster.phase if cluster.alive else Text(cluster.phase or "gone", style="dim"),
+            str(cluster.incarnation or "-"),
+            format_count(cluster.steps_total),
+            number(cluster.steps_per_s, 2),
+            format_count(cluster.tokens_applied),
+            number(cluster.loss, 3),
+            _pushes(cluster),
+            _verdict(cluster),
+        )
+    return table
+
+
+def _pushes(cluster: ClusterStatus) -> str:
+    more = [(cluster.pushes_excluded, "excluded"), (cluster.pushes_aborted, "aborted")]
+    return ", ".join([f"{cluster.pushes_applied} applied", *(f"{n} {word}" for n, word in more if n)])
+
+
+def _verdict(cluster: ClusterStatus) -> Text:
+    text = Text(cluster.last_verdict, style=_VERDICT_STYLES.get(cluster.last_verdict.lower(), ""))
+    if cluster.last_reason:
+        text.append(f": {cluster.last_reason}", style="default")
+    if cluster.quarantined:
+        text.append(" (quarantined)", style="bold red")
+    return text
+
+
+def slave_table(slaves: Sequence[SlaveStatus]) -> Table:
+    columns = ("slave", "phase", "life", "version", "memory", "staging", "served", "refused")
+    table = _table("slaves", columns, right={"memory", "staging", "served", "refused"})
+    for slave in slaves:
+        table.add_row(
+            Text(slave.slave_id, style="bold" if slave.alive else "dim"),
+            slave.phase if slave.alive else Text(slave.phase or "gone", style="dim"),
+            str(slave.incarnation or "-"),
+            str(slave.version or "-"),
+            format_bytes(slave.resident_bytes),
+            format_bytes(slave.staging_bytes),
+            format_bytes(slave.served_bytes),
+            str(slave.refused_chunks),
+        )
+    return table
+
+
+def round_table(rounds: Sequence[RoundSummary]) -> Table:
+    columns = ("round", "outcome", "version", "accepted", "excluded", "clip", "share", "tokens", "why")
+    table = _table("last rounds", columns, right={"clip", "share", "tokens"})
+    for entry in rounds:
+        table.add_row(
+            str(entry.round),
+            entry.outcome,
+            str(entry.version or "-"),
+            " ".join(entry.accepted) or "-",
+            " ".join(entry.excluded) or "-",
+            number(entry.kappa, 3),
+            number(entry.rho, 3),
+            format_count(entry.tokens),
+            entry.reason,
+        )
+    return table
+
+
+def _table(title: str, columns: Sequence[str], right: set[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column not in _WRAPPED)
+    return table
+
+
+def plain_line(status: StatusReply) -> str:
+    """One line for a log: what a person wants to see every few seconds without a terminal."""
+    clusters = " ".join(_plain_cluster(cluster) for cluster in status.clusters)
+    run = (
+        f"version {status.published or '-'} tokens {format_count(status.tokens)}{_of_goal(status)} "
+        f"{rounds_sentence(status)} phase {status.phase}"
+    )
+    return " | ".join(part for part in (run, clusters, waiting_sentence(status)) if part)
+
+
+def _plain_cluster(cluster: ClusterStatus) -> str:
+    if not cluster.alive:
+        return f"{cluster.cluster_id}:{cluster.phase or 'gone'}"
+    return f"{cluster.cluster_id}:{cluster.phase} loss {number(cluster.loss, 3)}"
+
+
+def number(value: float, digits: int) -> str:
+    """A number with so many decimals; '-' when it is not known."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-"

@@ -1,0 +1,157 @@
+"""A run without clusters: what an operator can ask and wish, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.dips_command import children, dips, dips_started, ended, is_running, master_file, until
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running `dips up` with a master and two slaves."""
+
+    pid: int
+    file: Path
+    run_dir: Path
+    address: str
+
+
+def run_file(folder: Path) -> Path:
+    file = folder / "run.toml"
+    file.write_text(
+        f'[run]\nid = "served"\ndirectory = "{folder / "run"}"\nslaves = 2\n[slave]\nmemory_bytes = "8 MiB"\n'
+    )
+    return file
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    file, log = run_file(folder), folder / "up.log"
+    with dips_started("up", file, log=log) as process:
+        until(lambda: "address" in master_file(folder / "run"), "the master's address", log=log)
+        address = master_file(folder / "run")["address"]
+
+        def slaves_there() -> bool:
+            told = dips("status", "--master", address, "--json")
+            return told.returncode == 0 and sum(slave["alive"] for slave in json.loads(told.stdout)["slaves"]) == 2
+
+        until(slaves_there, "two slaves", log=log)
+        yield Served(process.pid, file, folder / "run", address)
+
+
+def test_status_says_why_nothing_moves(served: Served) -> None:
+    text = dips("status", "--run-dir", served.run_dir)
+    assert text.returncode == 0
+    assert "run served" in text.stdout
+    assert "waits for the model's layout" in text.stdout
+
+
+def test_status_as_json_by_the_environment(served: Served) -> None:
+    told = dips("status", "--json", DIPS_MASTER=served.address)
+    status = json.loads(told.stdout)
+    assert (status["run_id"], status["epoch"], status["published"]) == ("served", 1, None)
+    assert [slave["slave_id"] for slave in status["slaves"]] == ["s0", "s1"]
+
+
+def test_status_can_be_watched_by_a_script(served: Served, tmp_path: Path) -> None:
+    log = tmp_path / "watch.log"
+    with dips_started(
+        "status", "--master", served.address, "--watch", "--json", "--interval", "0.1", log=log
+    ) as process:
+        until(lambda: len(log.read_text().splitlines()) >= 3, "three looks", log=log)
+        process.send_signal(signal.SIGINT)
+        assert ended(process, 20, log) == 130
+    assert json.loads(log.read_text().splitlines()[0])["run_id"] == "served"
+    assert "Traceback" not in log.read_text()
+
+
+def test_pause_and_resume(served: Served) -> None:
+    assert dips("pause", "--run-dir", served.run_dir, "--reason", "a look").returncode == 0
+    assert json.loads(dips("status", "--run-dir", served.run_dir, "--json").stdout)["paused"] is True
+    assert dips("resume", "--run-dir", served.run_dir).returncode == 0
+    assert json.loads(dips("status", "--run-dir", served.run_dir, "--json").stdout)["paused"] is False
+
+
+@pytest.mark.parametrize("wish", ["evict", "drain"])
+def test_a_cluster_that_is_not_there(served: Served, wish: str) -> None:
+    told = dips(wish, "ghost", "--master", served.address)
+    assert told.returncode == 3
+    assert "no cluster 'ghost' is here" in told.stderr
+
+
+def test_another_run_is_refused(served: Served) -> None:
+    told = dips("status", "--master", served.address, "--run-id", "other")
+    assert told.returncode == 3
+    assert "'other'" in told.stderr
+    assert "served" in told.stderr
+
+
+def test_a_port_in_use_is_told(served: Served, tmp_path: Path) -> None:
+    told = dips("master", "--run-id", "x", "--directory", tmp_path, "--listen", served.address)
+    assert told.returncode == 2
+    assert served.address.rpartition(":")[2] in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+def test_a_second_launcher_in_the_same_directory_is_refused(served: Served) -> None:
+    told = dips("up", served.file)
+    assert told.returncode == 2
+    assert "another dips process runs in" in told.stderr
+    assert is_running(served.pid)
+
+
+def test_another_runs_directory_is_refused(served: Served) -> None:
+    told = dips("demo", "--run-dir", served.run_dir)
+    assert told.returncode == 2
+    assert "belongs to run 'served' of `dips up`" in told.stderr
+
+
+def test_there_is_nothing_to_export_yet(served: Served) -> None:
+    told = dips("export", served.run_dir / "m.safetensors", "--run-dir", served.run_dir, "--wait", "0.5")
+    assert told.returncode == 4
+    assert "waits for the model's layout" in told.stderr or "no version" in told.stderr
+    assert not (served.run_dir / "m.safetensors").exists()
+
+
+def test_a_slave_that_is_killed_by_anyone_comes_back(served: Served) -> None:
+    def endpoint_of_s1() -> str | None:
+        slaves = json.loads(dips("status", "--run-dir", served.run_dir, "--json").stdout)["slaves"]
+        return next((slave["data_endpoint"] for slave in slaves if slave["slave_id"] == "s1" and slave["alive"]), None)
+
+    before = endpoint_of_s1()
+    (victim,) = [pid for pid in children(served.pid) if b"--slave-id\0s1\0" in command_of(pid)]
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: endpoint_of_s1() not in (None, before), "another life of s1")
+    assert not is_running(victim)
+
+
+def test_a_launcher_that_is_told_to_end_ends_everything(tmp_path: Path) -> None:
+    log = tmp_path / "up.log"
+    with dips_started("up", run_file(tmp_path), log=log) as process:
+        until(lambda: len(children(process.pid)) == 3, "three processes", log=log)
+        mine = children(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert ended(process, 40, log) == 130
+    assert not [pid for pid in mine if is_running(pid)]
+    assert "Traceback" not in log.read_text()
+
+
+def test_a_launcher_that_is_killed_leaves_no_orphans(tmp_path: Path) -> None:
+    log = tmp_path / "up.log"
+    with dips_started("up", run_file(tmp_path), log=log) as process:
+        until(lambda: len(children(process.pid)) == 3, "three processes", log=log)
+        mine = children(process.pid)
+        process.kill()
+        until(lambda: not [pid for pid in mine if is_running(pid)], "the end of its children", 20)

@@ -1,0 +1,218 @@
+"""Real processes: what dies is started again, what cannot live is given up, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dips.core.clock import SystemClock
+from dips.core.errors import ConfigError, FatalError
+from dips.launch.child import wrapped
+from dips.launch.restart import RestartPolicy
+from dips.launch.supervisor import ChildEvent, ChildSpec, Stage, Supervisor, how_it_ended, log_tail
+
+QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.02, quick_s=10.0, quick_failures_max=3)
+SLEEP = "import time; print('up', flush=True); time.sleep(60)"
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def spec(name: str, code: str, folder: Path, stage: Stage = Stage.FIRST, restart: bool = True) -> ChildSpec:
+    return ChildSpec(name, python(code), folder / f"{name}.log", stage=stage, restart=restart)
+
+
+def until(true: Callable[[], bool], what: str, within_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline_s, f"not within {within_s} s: {what}"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that is gone or is only waiting to be collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def events() -> list[ChildEvent]:
+    return []
+
+
+@pytest.fixture
+def supervisor(events: list[ChildEvent]) -> Iterator[Supervisor]:
+    with Supervisor(SystemClock(), events.append, QUICK) as made:
+        yield made
+
+
+def polled(supervisor: Supervisor, true: Callable[[], bool]) -> Callable[[], bool]:
+    def poll_then_ask() -> bool:
+        supervisor.poll()
+        return true()
+
+    return poll_then_ask
+
+
+def test_a_process_that_is_killed_by_others_is_started_again(
+    supervisor: Supervisor, events: list[ChildEvent], tmp_path: Path
+) -> None:
+    first = supervisor.start(spec("s0", SLEEP, tmp_path))
+    os.kill(first, signal.SIGKILL)
+    until(polled(supervisor, lambda: supervisor.lives("s0") == 2), "a second life")
+    assert supervisor.pid("s0") != first
+    assert [event.kind for event in events] == ["started", "failed", "started"]
+    assert "ended by SIGKILL" in events[1].sentence
+
+
+def test_a_process_that_ends_well_is_not_started_again(supervisor: Supervisor, tmp_path: Path) -> None:
+    supervisor.start(spec("a", "print('done')", tmp_path))
+    until(polled(supervisor, lambda: supervisor.ended(["a"])), "the end")
+    assert (supervisor.exit_code("a"), supervisor.lives("a"), supervisor.pid("a")) == (0, 1, None)
+    assert log_tail(tmp_path / "a.log").endswith("done")
+
+
+def test_a_process_killed_on_purpose_comes_back_and_is_no_failure(
+    supervisor: Supervisor, events: list[ChildEvent], tmp_path: Path
+) -> None:
+    supervisor.start(spec("a", SLEEP, tmp_path))
+    for life in range(1, 5):  # more often than failures would be forgiven
+        assert supervisor.kill("a", restart_delay_s=0.0) is not None
+        until(polled(supervisor, lambda life=life: supervisor.lives("a") == life + 1), "the next life")
+    assert "failed" not in {event.kind for event in events}
+    assert supervisor.exit_code("a") is None
+
+
+def test_somebody_who_does_not_run_cannot_be_killed(supervisor: Supervisor, tmp_path: Path) -> None:
+    supervisor.start(spec("a", "pass", tmp_path))
+    until(polled(supervisor, lambda: supervisor.ended(["a"])), "the end")
+    assert supervisor.kill("a") is None
+
+
+def test_a_process_that_cannot_live_is_given_up_with_the_end_of_its_log(supervisor: Supervisor, tmp_path: Path) -> None:
+    supervisor.start(spec("s1", "import sys; sys.exit('the disk is on fire')", tmp_path))
+    with pytest.raises(FatalError, match=r"s1 ended with exit code 1, 3 times in a row") as told:
+        until(polled(supervisor, lambda: False), "giving up")
+    assert "the disk is on fire" in str(told.value)
+    assert str(tmp_path / "s1.log") in str(told.value)
+    assert supervisor.lives("s1") == QUICK.quick_failures_max
+
+
+def test_a_process_that_refuses_its_settings_is_given_up_at_once(supervisor: Supervisor, tmp_path: Path) -> None:
+    code = "import sys; print('dips: --data nowhere: there is no such path', file=sys.stderr); sys.exit(2)"
+    supervisor.start(spec("a", code, tmp_path))
+    with pytest.raises(ConfigError, match="there is no such path"):
+        until(polled(supervisor, lambda: False), "giving up")
+    assert supervisor.lives("a") == 1
+
+
+def test_without_restart_the_exit_code_is_kept(supervisor: Supervisor, tmp_path: Path) -> None:
+    supervisor.start(spec("a", "import sys; sys.exit(9)", tmp_path, restart=False))
+    until(polled(supervisor, lambda: supervisor.ended(["a"])), "the end")
+    assert supervisor.exit_code("a") == 9
+
+
+def test_a_command_that_does_not_exist_is_told(supervisor: Supervisor, tmp_path: Path) -> None:
+    supervisor.start(ChildSpec("a", ("/nowhere/at/all",), tmp_path / "a.log", restart=False))
+    until(polled(supervisor, lambda: supervisor.ended(["a"])), "the end")
+    assert supervisor.exit_code("a") == 127
+    assert "/nowhere/at/all cannot be started" in log_tail(tmp_path / "a.log")
+
+
+def test_stop_ends_stages_in_order_and_kills_who_does_not_listen(
+    supervisor: Supervisor, events: list[ChildEvent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dips.launch.supervisor._STOP_TERMINATE_S", 0.5)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
+    pids = {
+        "master": supervisor.start(spec("master", SLEEP, tmp_path, Stage.LAST)),
+        "slave": supervisor.start(spec("slave", deaf, tmp_path, Stage.SECOND)),
+        "cluster": supervisor.start(spec("cluster", SLEEP, tmp_path)),
+    }
+    until(lambda: all(log_tail(tmp_path / f"{name}.log").endswith("up") for name in pids), "all are up")
+    supervisor.stop()
+    stopped = [event for event in events if event.kind == "stopped"]
+    assert [event.name for event in stopped] == ["cluster", "slave", "master"]
+    assert [event.exit_code for event in stopped] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
+    assert not any(is_running(pid) for pid in pids.values())
+    supervisor.stop()
+    assert len([event for event in events if event.kind == "stopped"]) == 3
+
+
+def test_what_waits_for_its_next_life_is_not_started_after_a_stop(supervisor: Supervisor, tmp_path: Path) -> None:
+    supervisor.start(spec("a", SLEEP, tmp_path))
+    supervisor.kill("a", restart_delay_s=0.2)
+    until(polled(supervisor, lambda: supervisor.pid("a") is None), "the death")
+    supervisor.stop()
+    time.sleep(0.3)
+    supervisor.poll()
+    assert supervisor.lives("a") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child's life to its parent's")
+def test_no_child_outlives_a_supervisor_that_is_itself_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    code = f"""
+import subprocess, sys, time
+from pathlib import Path
+from dips.launch.child import wrapped
+children = [subprocess.Popen(wrapped([sys.executable, "-c", {SLEEP!r}]), stdout=subprocess.PIPE) for _ in range(2)]
+for child in children:
+    assert child.stdout.readline() == b"up\\n"
+Path({str(pids)!r}).write_text(" ".join(str(child.pid) for child in children))
+time.sleep(60)
+"""
+    parent = subprocess.Popen(python(code))
+    try:
+        until(pids.exists, "the children", within_s=30.0)
+        until(lambda: len(pids.read_text().split()) == 2, "their pids")
+        children = [int(pid) for pid in pids.read_text().split()]
+        assert all(is_running(pid) for pid in children)
+        parent.kill()
+        parent.wait()
+        until(lambda: not any(is_running(pid) for pid in children), "the children's end")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            parent.kill()
+        parent.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child's life to its parent's")
+def test_a_child_whose_parent_is_gone_already_does_not_start(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    command = wrapped(python(f"open({str(trace)!r}, 'w')"))
+    command[3] = str(os.getpid() + 1_000_000)  # a parent that this process is not
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, "ended with exit code 0"), (70, "ended with exit code 70"), (-9, "was ended by SIGKILL")]
+)
+def test_how_a_process_ended_in_words(code: int, words: str) -> None:
+    assert how_it_ended(code) == words
+
+
+def test_the_end_of_a_log_is_bounded(tmp_path: Path) -> None:
+    log = tmp_path / "long.log"
+    log.write_text("".join(f"line {i}\n" for i in range(10_000)))
+    assert log_tail(log, lines=2) == "  line 9998\n  line 9999"
+    assert "no log" in log_tail(tmp_path / "none.log")
+
+
+def test_a_nice_child_steps_back(supervisor: Supervisor, tmp_path: Path) -> None:
+    log = tmp_path / "nice.log"
+    supervisor.start(ChildSpec("nice", python("import os; print(os.nice(0))"), log, niceness=10))
+    until(polled(supervisor, lambda: supervisor.ended(["nice"])), "the end")
+    assert log_tail(log, lines=1) == f"  {os.nice(0) + 10}"

@@ -1,0 +1,116 @@
+"""`dips up` and a person's own loop: whole runs, to their end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+from support.dips_command import ROOT, children, dips, dips_started, ended, environment, master_file, started, until
+
+from dips.launch.tapes import heldout_losses, tape_path
+
+OWN_LOOP = ROOT / "examples" / "own_loop.py"
+TEXT = Path(asyncio.__file__).parent
+SLAVE = '[slave]\nmemory_bytes = "64 MiB"\n'
+
+
+def write(folder: Path, text: str, slaves: int = 1, evaluate: bool = False) -> Path:
+    file = folder / "run.toml"
+    head = (
+        f'[run]\nid = "mine"\ndirectory = "{folder / "run"}"\nslaves = {slaves}\nevaluate = {str(evaluate).lower()}\n'
+    )
+    file.write_text(head + SLAVE + text)
+    return file
+
+
+def test_the_example_is_short() -> None:
+    assert len(OWN_LOOP.read_text().splitlines()) <= 60
+
+
+def test_own_loop_without_a_master_is_ordinary_training(tmp_path: Path) -> None:
+    log = tmp_path / "loop.log"
+    with started(sys.executable, OWN_LOOP, log=log, cwd=tmp_path) as loop:
+        assert ended(loop, 100, log) == 0
+    losses = [
+        float(line.partition("loss ")[2].partition(",")[0]) for line in log.read_text().splitlines() if "loss" in line
+    ]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] - 1
+    assert list(tmp_path.iterdir()) == [log]
+
+
+def test_own_loop_as_two_clusters_in_two_terminals(tmp_path: Path) -> None:
+    file = write(tmp_path, '[master]\nsync_every = 8\nmin_clusters = 2\ntk_max = "60k"\n')
+    log, run_dir = tmp_path / "up.log", tmp_path / "run"
+    logs = {name: tmp_path / f"{name}.log" for name in "ab"}
+    with dips_started("up", file, log=log) as up:
+        until(lambda: "address" in master_file(run_dir), "the master's address", log=log)
+        there = {"DIPS_MASTER": master_file(run_dir)["address"]}
+        with (
+            started(sys.executable, OWN_LOOP, log=logs["a"], cwd=tmp_path, DIPS_CLUSTER="a", **there) as a,
+            started(sys.executable, OWN_LOOP, log=logs["b"], cwd=tmp_path, DIPS_CLUSTER="b", **there) as b,
+        ):
+            assert ended(a, 100, logs["a"]) == 0
+            assert ended(b, 100, logs["b"]) == 0
+        assert ended(up, 60, log) == 0, log.read_text()
+    for name in "ab":
+        assert "the run has ended" in logs[name].read_text()
+        assert "version 1:" in logs[name].read_text()
+    assert "DIPS_CLUSTER=a python" in log.read_text()
+    told = dips("export", tmp_path / "m.safetensors", "--run-dir", run_dir, "--json")
+    assert told.returncode == 0, told.stderr
+    assert json.loads(told.stdout)["tokens"] >= 60_000
+    assert load_file(tmp_path / "m.safetensors")["embedding.weight"].shape == (256, 64)
+
+
+def test_up_runs_clusters_evaluates_ends_and_is_not_begun_twice(tmp_path: Path) -> None:
+    text = (
+        '[master]\nsync_every = 8\npreset = "dynamic"\nmin_clusters = 2\ntk_max = "40k"\n'
+        f'[train]\nlog_every_steps = 4\ndata = ["{TEXT}"]\nheldout_fraction = 0.2\n'
+        '[[clusters]]\nid = "a"\n[[clusters]]\nid = "b"\ngap = 0.3\n'
+    )
+    file = write(tmp_path, text, slaves=2, evaluate=True)
+    assert dips("up", file, "--check").returncode == 0
+    assert not (tmp_path / "run").exists()
+    log = tmp_path / "up.log"
+    with dips_started("up", file, log=log) as up:
+        until(lambda: len(children(up.pid)) == 6, "master, two slaves, two clusters, evaluator", log=log)
+        assert ended(up, 110, log) == 0, log.read_text()
+    points = heldout_losses(tape_path(tmp_path / "run", "heldout"))
+    assert points[-1].tokens >= 40_000
+    assert points[-1].loss < points[0].loss
+    again = dips("up", file)
+    assert again.returncode == 2
+    assert "has ended after" in again.stderr
+
+
+def test_a_data_path_that_does_not_exist_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    text = '[train]\ndata = ["/nowhere/at/all"]\n[[clusters]]\nid = "a"\n'
+    told = dips("up", write(tmp_path, text), timeout_s=60)
+    assert told.returncode == 2
+    assert "a refused its configuration" in told.stderr
+    assert "/nowhere/at/all" in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+def test_a_cluster_command_of_ones_own_is_told_where_the_run_is(tmp_path: Path) -> None:
+    seen = tmp_path / "seen.json"
+    code = (
+        "import json, os, pathlib; found = {k: v for k, v in os.environ.items() if k.startswith('DIPS_')}; "
+        f"pathlib.Path({str(seen)!r}).write_text(json.dumps(found))"
+    )
+    command = json.dumps([sys.executable, "-c", code])
+    told = dips("up", write(tmp_path, f'[[clusters]]\nid = "x"\ncommand = {command}\n'), timeout_s=60)
+    assert told.returncode == 0, told.stderr  # the only cluster has ended, so the run is stopped
+    found = json.loads(seen.read_text())
+    assert (found["DIPS_CLUSTER"], found["DIPS_RUN"]) == ("x", "mine")
+    assert found["DIPS_MASTER"].startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("variable", ["DIPS_MASTER", "DIPS_RUN"])
+def test_tests_do_not_inherit_a_run_of_the_person_who_runs_them(variable: str) -> None:
+    assert variable not in environment()

@@ -1,0 +1,197 @@
+"""The command line: help that teaches, one sentence for an error, and exit codes that scripts can use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dips.core.errors import FatalError, RefusalCode, Refused, RetryLater
+from dips.launch import cli, command_operator, command_place
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.run(arguments)
+    out, error = capsys.readouterr()
+    return code, out, error
+
+
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_help_lists_every_command_and_imports_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(capsys, *arguments)
+    assert code == 0
+    for command in cli.COMMANDS:
+        assert f" {command.name} " in out
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_help_with_an_example(
+    command: cli.Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = told(capsys, command.name, "--help")
+    assert code == 0
+    assert "Examples:" in out
+    assert all(example in out for example in command.examples)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+def test_examples_are_of_their_command(command: cli.Command) -> None:
+    assert command.examples
+    assert all(example.startswith(f"dips {command.name}") for example in command.examples)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(capsys, "--version")
+    assert code == 0
+    assert out.startswith("dips 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["status", "--nonsense"], "No such option: --nonsense"),
+        (["up"], "Missing argument 'FILE.toml'"),
+        (["demo", "--clusters", "none"], "Invalid value for '--clusters'"),
+        (["demo", "--minutes", "0"], "Invalid value for '--minutes'"),
+        (["status", "one", "two"], "Got unexpected extra argument"),
+        (["evict"], "Missing argument 'CLUSTER'"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_with_a_hint_and_exit_code_2(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, error = told(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert error.startswith("dips: ")
+    assert sentence in error
+    assert "--help` shows" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["status"], "no master is named: give --master HOST:PORT"),
+        (["status", "--master", "10.0.0.1:29400"], "not a loopback address"),
+        (["status", "--master", "localhost"], "write HOST:PORT"),
+        (["status", "--run-dir", "/nowhere"], "no master runs in /nowhere"),
+        (["up", "/nowhere.toml"], "settings file /nowhere.toml cannot be read"),
+        (["master", "--run-id", "x", "--directory", "/tmp/x", "--grace-s", "1 min"], "lower grace_s"),
+        (["master", "--run-id", "x", "--directory", "/tmp/x", "--listen", "0.0.0.0:1"], "not a loopback address"),
+        (["slave", "--run-id", "x"], "slave_id is not given"),
+        (
+            ["slave", "--run-id", "x", "--slave-id", "s", "--directory", "/x", "--memory-bytes", "1 XB"],
+            "'1 XB' is not a size",
+        ),
+        (["place", "/nowhere.toml"], "/nowhere.toml cannot be read"),
+        (["export", "m.safetensors", "--run-dir", "/nowhere"], "no snapshots"),
+        (["export", "m.safetensors", "--run-dir", "/nowhere", "--version", "7"], "'7' is not a version"),
+        (["eval", "/nowhere.safetensors"], "no model file /nowhere.safetensors"),
+        (["eval", "m.safetensors", "--master", "127.0.0.1:1"], "two models"),
+        (["train", "--steps", "1", "--data", "/nowhere"], "/nowhere"),
+        (["train", "--steps", "1", "--model-size", "huge"], "choose one of tiny, small"),
+        (["train"], "neither a master nor a number of steps"),
+    ],
+)
+def test_a_persons_mistake_is_a_sentence_and_exit_code_2(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER"):
+        monkeypatch.delenv(name, raising=False)
+    code, _, error = told(capsys, *arguments)
+    assert code == 2
+    assert sentence in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (Refused(RefusalCode.RUN_ID, "another run is served here"), 3),
+        (RetryLater("the master is away"), 4),
+        (FatalError("the disk is gone"), 6),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes_of_errors(
+    raised: BaseException, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(command_operator, "master_address", fails)
+    assert cli.run(["status"]) == code
+    error = capsys.readouterr().err
+    assert error == (f"dips: {raised}\n" if code != 130 else "")
+
+
+def test_our_own_bug_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise KeyError("bug")
+
+    monkeypatch.setattr(command_operator, "master_address", fails)
+    with pytest.raises(KeyError, match="bug"):
+        cli.run(["status"])
+
+
+def test_a_missing_package_names_its_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch.nn")
+
+    monkeypatch.setattr(command_operator, "master_address", fails)
+    code, _, error = told(capsys, "status")
+    assert (code, error) == (2, "dips: this command needs torch: pip install 'dips[worker]'\n")
+
+
+def test_a_module_of_ours_that_is_missing_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'dips.gone'", name="dips.gone")
+
+    monkeypatch.setattr(command_operator, "master_address", fails)
+    with pytest.raises(ModuleNotFoundError):
+        cli.run(["status"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        (["--help"], ["torch", "numba", "grpc", "matplotlib"]),
+        (["slave", "--help"], ["torch", "matplotlib"]),
+        (["master", "--help"], ["torch", "numba", "matplotlib"]),
+        (["status", "--help"], ["torch", "numba", "matplotlib"]),
+        (["up", "--help"], ["torch", "matplotlib"]),
+        (["place", "--help"], ["torch", "numba", "matplotlib", "grpc"]),
+    ],
+)
+def test_a_command_imports_only_what_it_needs(arguments: list[str], absent: list[str]) -> None:
+    code = f"""
+import sys
+from dips.launch.cli import run
+assert run({arguments!r}) == 0
+found = [name for name in {absent!r} if name in sys.modules]
+assert not found, found
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_place_prints_a_sentence_or_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "sites.toml"
+    file.write_text(
+        "[sites]\nnames = ['x', 'y']\nbandwidth_gbps = [[1.0, 1.0], [2.0, 1.0]]\ntokens_per_s = [5.0, 5.0]\n"
+    )
+    assert command_place.place(file) == 0
+    assert "Place the parameter servers at y" in capsys.readouterr().out
+    assert command_place.place(file, as_json=True) == 0
+    assert capsys.readouterr().out == '{"site": "y", "index": 1, "demand": {"x": 10.0, "y": 15.0}}\n'
+
+
+def test_output_into_a_closed_pipe_leaves_no_trace() -> None:
+    command = f"set -o pipefail; {sys.executable} -m dips.launch --help | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1)
+    assert done.stderr == ""

@@ -1,0 +1,86 @@
+"""Faults happen once, at their time, to someone who is there; and are over when the victim is at work again."""
+
+from __future__ import annotations
+
+import pytest
+from support.run_status import cluster_status, run_status, slave_status
+
+from dips.core.ids import Incarnation, Version
+from dips.launch.faults import CLUSTER, SLAVE, Fault, FaultPlan, Moment, PlannedFault
+
+KILL_B = PlannedFault(CLUSTER, "b", 0.35)
+KILL_S1 = PlannedFault(SLAVE, "s1", 0.60)
+
+
+def plan_after_both() -> tuple[FaultPlan, list[Fault]]:
+    plan = FaultPlan([KILL_B, KILL_S1])
+    status = run_status(tokens=650_000)
+    return plan, [plan.was_done(KILL_B, 71, status, 40.0), plan.was_done(KILL_S1, 72, status, 41.0)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "due"),
+    [(0, []), (349_999, []), (350_000, [KILL_B]), (599_999, [KILL_B]), (600_000, [KILL_B, KILL_S1])],
+)
+def test_a_fault_is_due_at_its_share_of_the_tokens(tokens: int, due: list[PlannedFault]) -> None:
+    assert FaultPlan([KILL_B, KILL_S1]).due(run_status(tokens=tokens)) == due
+
+
+def test_a_fault_happens_once() -> None:
+    plan, _ = plan_after_both()
+    assert plan.due(run_status(tokens=999_999)) == []
+    assert plan.never_happened == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tk_max_tokens": 0},
+        {"stopping": True},
+        {"stopped": True},
+        {"clusters": (cluster_status("b", alive=False),), "slaves": (slave_status("s1", alive=False),)},
+        {"clusters": (), "slaves": ()},
+    ],
+)
+def test_nobody_is_killed_who_is_not_there_or_when_the_run_ends(changes: dict[str, object]) -> None:
+    plan = FaultPlan([KILL_B, KILL_S1])
+    assert plan.due(run_status(tokens=900_000, **changes)) == []
+    assert plan.never_happened == [KILL_B, KILL_S1]
+
+
+def test_what_is_remembered_of_a_fault() -> None:
+    plan, faults = plan_after_both()
+    assert plan.happened == faults
+    assert faults[0].when == Moment(40.0, 650_000, 12)
+    assert (faults[0].pid, faults[0].incarnation) == (71, "1.4")
+    assert faults[0].what == "cluster b killed with SIGKILL"
+
+
+def test_the_old_incarnation_is_not_back_even_while_the_master_still_thinks_it_alive() -> None:
+    plan, _ = plan_after_both()
+    assert plan.observe(run_status(), 42.0) == []
+
+
+def test_a_cluster_is_back_when_it_has_joined_as_a_new_incarnation() -> None:
+    plan, faults = plan_after_both()
+    away = run_status(clusters=(cluster_status("b", incarnation=Incarnation(1, 5), alive=False),))
+    assert plan.observe(away, 43.0) == []
+    again = run_status(clusters=(cluster_status("b", incarnation=Incarnation(1, 5)),), tokens=700_000)
+    assert plan.observe(again, 47.5) == [faults[0]]
+    assert faults[0].back == Moment(47.5, 700_000, 12)
+    assert faults[0].back_as == "1.5"
+    assert plan.observe(again, 48.0) == []
+
+
+def test_a_slave_is_back_only_with_the_published_version() -> None:
+    plan, faults = plan_after_both()
+    loading = slave_status("s1", incarnation=Incarnation(1, 6), version=Version(1, 11))
+    assert plan.observe(run_status(slaves=(loading,)), 44.0) == []
+    ready = slave_status("s1", incarnation=Incarnation(1, 6), version=Version(1, 12))
+    assert plan.observe(run_status(slaves=(ready,)), 45.0) == [faults[1]]
+
+
+def test_a_moment_before_any_version_has_none() -> None:
+    plan = FaultPlan([KILL_B])
+    fault = plan.was_done(KILL_B, 1, run_status(published=None), 1.0)
+    assert fault.when.version is None

@@ -1,0 +1,166 @@
+"""A run that has ended can still be exported: from the slaves' snapshots, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from dips.core.errors import ConfigError
+from dips.core.ids import RoundId, SlaveId, Version
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import SnapshotInfo
+from dips.core.placement import Placement
+from dips.launch.offline import load_stored
+from dips.master.state.ledger import Ledger
+from dips.slave.snapshots import SnapshotStore
+
+LAYOUT = Layout(
+    (
+        Parameter("embedding.weight", (8, 4), "float32", "embedding"),
+        Parameter("layers.0.weight", (5, 4), "float32", "layers.0"),
+        Parameter("layers.1.weight", (7,), "float32", "layers.1"),
+    ),
+    block_elems=10,
+)
+PLACEMENT = Placement((SlaveId("s0"), SlaveId("s1")), (0, 1, 0, 1, 0, 1, 0)[: len(LAYOUT.blocks)])
+
+
+def model(v: int) -> NDArray[np.float32]:
+    return np.arange(LAYOUT.n_elems, dtype=np.float32) + 1000 * v
+
+
+def store(run_dir: Path, v: int, committed: bool = True, slaves: tuple[str, ...] = ("s0", "s1")) -> None:
+    """What the slaves write for version 1:v of 100 * v tokens."""
+    digests = {slave: f"{v:02x}{i:02x}" for i, slave in enumerate(PLACEMENT.slaves)}
+    ledger = Ledger("mine", LAYOUT, slaves={s: 1 << 20 for s in PLACEMENT.slaves}, placement=PLACEMENT, tokens=100 * v)
+    record = json.dumps({"digests": digests, "ledger": json.loads(ledger.to_json(with_commit=False))})
+    for slave in map(SlaveId, slaves):
+        theta = np.concatenate([model(v)[b.start_elem : b.stop_elem] for b in PLACEMENT.blocks_of(slave, LAYOUT)])
+        info = SnapshotInfo(
+            Version(1, v),
+            RoundId(1, v + 1),
+            LAYOUT.layout_hash,
+            PLACEMENT.placement_hash,
+            bytes.fromhex(digests[slave]),
+            committed=False,
+        )
+        snapshots = SnapshotStore(run_dir / "slaves" / slave, "mine", slave, 9)
+        try:
+            snapshots.write_shadow(info, theta, np.zeros_like(theta))
+            if committed:
+                snapshots.commit(info, b"", record.encode())
+        finally:
+            snapshots.close()
+
+
+def snapshot_file(run_dir: Path, slave: str, v: int) -> Path:
+    (found,) = (run_dir / "slaves" / slave).glob(f"v*-{v:010d}-*.safetensors")
+    return found
+
+
+def test_the_newest_version_of_all_slaves_is_put_together(tmp_path: Path) -> None:
+    store(tmp_path, 3)
+    store(tmp_path, 4)
+    stored = load_stored(tmp_path)
+    assert (stored.run_id, stored.version, stored.tokens, stored.layout) == ("mine", Version(1, 4), 400, LAYOUT)
+    np.testing.assert_array_equal(stored.flat, model(4))
+
+
+def test_an_older_version_can_be_named(tmp_path: Path) -> None:
+    store(tmp_path, 3)
+    store(tmp_path, 4)
+    stored = load_stored(tmp_path, Version(1, 3))
+    assert (stored.version, stored.tokens) == (Version(1, 3), 300)
+    np.testing.assert_array_equal(stored.flat, model(3))
+
+
+def test_a_version_that_is_gone_names_those_that_are_there(tmp_path: Path) -> None:
+    store(tmp_path, 3)
+    with pytest.raises(ConfigError, match="no snapshot of version 1:9, only of 1:3"):
+        load_stored(tmp_path, Version(1, 9))
+
+
+def test_a_version_that_one_slave_lacks_is_not_used(tmp_path: Path) -> None:
+    store(tmp_path, 3)
+    store(tmp_path, 4, slaves=("s0",))
+    assert load_stored(tmp_path).version == Version(1, 3)
+    with pytest.raises(ConfigError, match="slave s1 has no committed snapshot of it"):
+        load_stored(tmp_path, Version(1, 4))
+
+
+def test_a_shadow_that_was_never_committed_is_not_used(tmp_path: Path) -> None:
+    store(tmp_path, 3)
+    store(tmp_path, 4, committed=False)
+    assert load_stored(tmp_path).version == Version(1, 3)
+
+
+def test_a_damaged_snapshot_is_not_used(tmp_path: Path) -> None:
+    store(tmp_path, 3)
+    store(tmp_path, 4)
+    file = snapshot_file(tmp_path, "s1", 4)
+    data = bytearray(file.read_bytes())
+    data[-60] ^= 1
+    file.write_bytes(data)
+    assert load_stored(tmp_path).version == Version(1, 3)
+    with pytest.raises(ConfigError, match="not those that were written"):
+        load_stored(tmp_path, Version(1, 4))
+
+
+def test_a_torn_or_missing_snapshot_is_not_used(tmp_path: Path) -> None:
+    store(tmp_path, 4)
+    file = snapshot_file(tmp_path, "s0", 4)
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ConfigError, match="it is torn"):
+        load_stored(tmp_path)
+    file.unlink()
+    with pytest.raises(ConfigError, match="No such file"):
+        load_stored(tmp_path)
+
+
+def test_a_snapshot_of_another_commit_is_not_used(tmp_path: Path) -> None:
+    store(tmp_path, 4)
+    manifest = snapshot_file(tmp_path, "s1", 4).with_suffix(".json")
+    outer = json.loads(manifest.read_text())
+    outer["body"]["digest"] = "ffff"
+    manifest.write_text(json.dumps(outer))
+    with pytest.raises(ConfigError, match="does not hold what the COMMIT record"):
+        load_stored(tmp_path)
+
+
+def test_a_snapshot_exchanged_for_another_whole_one_is_not_used(tmp_path: Path) -> None:
+    store(tmp_path, 3)
+    store(tmp_path, 4)
+    snapshot_file(tmp_path, "s0", 4).write_bytes(snapshot_file(tmp_path, "s0", 3).read_bytes())
+    with pytest.raises(ConfigError, match="not the file that its manifest names"):
+        load_stored(tmp_path, Version(1, 4))
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"body": {}}', '{"body": {"commit_record": "{"}}'])
+def test_a_file_that_is_no_manifest_is_told(tmp_path: Path, text: str) -> None:
+    store(tmp_path, 4)
+    (tmp_path / "slaves" / "s0" / "v000001-x.json").write_text(text)
+    with pytest.raises(ConfigError, match="is not a manifest of a slave"):
+        load_stored(tmp_path)
+
+
+def test_a_directory_without_snapshots_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no snapshots of slaves"):
+        load_stored(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"layout": None}, {"placement": None}, {"tokens": "many"}, {"slaves": 5}])
+def test_a_record_that_does_not_say_where_blocks_stand_is_told(tmp_path: Path, change: dict[str, object]) -> None:
+    store(tmp_path, 4)
+    for slave in PLACEMENT.slaves:
+        manifest = snapshot_file(tmp_path, slave, 4).with_suffix(".json")
+        outer = json.loads(manifest.read_text())
+        record = json.loads(outer["body"]["commit_record"])
+        record["ledger"].update(change)
+        outer["body"]["commit_record"] = json.dumps(record)
+        manifest.write_text(json.dumps(outer))
+    with pytest.raises(ConfigError, match=r"the COMMIT record beside .* cannot be read"):
+        load_stored(tmp_path)

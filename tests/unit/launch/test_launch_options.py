@@ -1,0 +1,157 @@
+"""A role's command line has every knob of the role, and says exactly what was given."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+from typer.testing import CliRunner
+
+from dips.core.config import Knobs, load
+from dips.core.units import Bytes, Seconds
+from dips.launch.options import command_line, option_name, overrides_for, with_knobs
+from dips.master.config import MasterConfig
+from dips.slave.config import SlaveConfig
+from dips.worker.config import ClientConfig
+from dips.worker.trainer.config import TrainConfig
+
+
+class SomeKnobs(Knobs):
+    name: str = Field(description="A name [in brackets].")
+    size_bytes: Bytes = Field(4096, description="A size.")
+    wait_s: Annotated[Seconds, Field(gt=0)] = Field(2.5, description="A time.")
+    grace_s: Literal["auto"] | Seconds = Field("auto", description="Either.")
+    kind: Literal["x", "y"] = Field("x", description="One of two.")
+    paths: tuple[Path, ...] = Field((), description="Several.")
+    on: bool = Field(False, description="A switch.")
+    maybe: bool | None = Field(None, description="A switch or nothing.")
+    folder: Path | None = Field(None, description="A folder or nothing.")
+
+
+class MoreKnobs(Knobs):
+    name: str = Field(description="The same name.")
+    steps: int = Field(1, ge=1, description="Steps.")
+
+
+def run(arguments: list[str], *kinds: type[Knobs], without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What a command with these knobs is called with."""
+    seen: dict[str, Any] = {}
+
+    @with_knobs(*kinds, without=without)
+    def command(word: str = "none", **given: Any) -> int:
+        """A command."""
+        seen.update(given, word=word)
+        return 0
+
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return seen
+
+
+def test_nothing_given_is_nothing_said() -> None:
+    seen = run([], SomeKnobs)
+    assert seen.pop("word") == "none"
+    assert set(seen) == set(SomeKnobs.model_fields)
+    assert overrides_for(SomeKnobs, seen) == {}
+
+
+def test_values_reach_the_settings_as_written() -> None:
+    seen = run(
+        ["--name", "n", "--size-bytes", "1 MiB", "--wait-s", "250 ms", "--paths", "a", "--paths", "b", "--on"],
+        SomeKnobs,
+    )
+    loaded = load(SomeKnobs, "some", environment={}, overrides=overrides_for(SomeKnobs, seen)).value
+    assert loaded == SomeKnobs(name="n", size_bytes=1 << 20, wait_s=0.25, paths=(Path("a"), Path("b")), on=True)
+
+
+def test_a_switch_can_be_turned_off_and_left_alone() -> None:
+    assert run(["--no-on"], SomeKnobs)["on"] is False
+    assert run([], SomeKnobs)["on"] is None
+    assert run(["--maybe"], SomeKnobs)["maybe"] is True
+
+
+def test_a_knob_that_two_kinds_share_is_one_option_for_both() -> None:
+    seen = run(["--name", "n", "--steps", "3"], SomeKnobs, MoreKnobs)
+    assert overrides_for(SomeKnobs, seen) == {"name": "n"}
+    assert overrides_for(MoreKnobs, seen) == {"name": "n", "steps": "3"}
+
+
+def test_knobs_can_be_left_out() -> None:
+    assert "folder" not in run([], SomeKnobs, without=("folder",))
+
+
+def test_the_own_options_of_a_command_stay() -> None:
+    assert run(["--word", "hello"], SomeKnobs)["word"] == "hello"
+
+
+def test_help_shows_description_default_and_choices() -> None:
+    @with_knobs(SomeKnobs)
+    def command(**given: Any) -> int:
+        """A command."""
+        return 0
+
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+    for word in (
+        "A name [in brackets].",
+        "[default: 4096]",
+        "x|y",
+        "may be given several times",
+        "Settings of someknobs",
+    ):
+        assert word in text
+
+
+@pytest.mark.parametrize("kind", [MasterConfig, SlaveConfig, ClientConfig, TrainConfig])
+def test_every_knob_of_every_role_is_an_option(kind: type[Knobs]) -> None:
+    @with_knobs(kind)
+    def command(**given: Any) -> int:
+        return 0
+
+    names = set(inspect.signature(command).parameters)
+    assert names == set(kind.model_fields)
+
+
+VALUES = st.fixed_dictionaries(
+    {
+        "name": st.text(st.characters(codec="ascii", exclude_categories=["C"]), min_size=1).filter(
+            lambda text: not text.startswith("-")
+        ),
+        "size_bytes": st.integers(0, 1 << 40),
+        "wait_s": st.floats(1e-6, 1e9, allow_nan=False),
+        "grace_s": st.one_of(st.just("auto"), st.floats(0, 1e6, allow_nan=False)),
+        "kind": st.sampled_from(["x", "y"]),
+        "paths": st.lists(st.sampled_from([Path("a"), Path("b/c"), Path("/d e")])).map(tuple),
+        "on": st.booleans(),
+        "maybe": st.sampled_from([None, True, False]),
+        "folder": st.sampled_from([None, Path("here"), Path("/there")]),
+    }
+)
+
+
+@given(VALUES)
+def test_the_command_line_of_settings_makes_these_settings_again(values: dict[str, Any]) -> None:
+    config = SomeKnobs(**values)
+    seen = run(command_line(config), SomeKnobs)
+    again = load(SomeKnobs, "some", environment={}, overrides=overrides_for(SomeKnobs, seen)).value
+    assert again == config
+
+
+def test_the_command_line_leaves_out_defaults_and_what_is_hidden() -> None:
+    config = SomeKnobs(name="n", size_bytes=4096, wait_s=3, on=False)
+    assert command_line(config) == ["--name", "n", "--wait-s", "3.0"]
+    assert command_line(config, without={"name"}) == ["--wait-s", "3.0"]
+    assert command_line(SomeKnobs(name="n", maybe=False)) == ["--name", "n", "--no-maybe"]
+
+
+def test_option_names() -> None:
+    assert option_name("memory_bytes") == "--memory-bytes"

@@ -1,0 +1,81 @@
+"""The loss picture holds what the tapes hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dips.core.ids import Version
+from dips.launch.faults import CLUSTER, SLAVE, Fault, Moment, PlannedFault
+from dips.launch.picture import draw_losses, running_mean
+from dips.launch.tapes import HeldoutPoint, LossPoint
+
+TRAINING = {
+    name: [LossPoint(1000 * step, 5.5 - 0.03 * step + 0.1 * k) for step in range(100)] for k, name in enumerate("abcd")
+}
+HELDOUT = [HeldoutPoint(Version(1, v), 10_000 * v, 5.5 - 0.3 * v) for v in range(10)]
+FAULTS = [
+    Fault(PlannedFault(CLUSTER, "b", 0.35), 1, "1.2", Moment(60.0, 35_000, 3), Moment(67.0, 41_000, 4), "1.5"),
+    Fault(PlannedFault(SLAVE, "s1", 0.6), 2, "1.1", Moment(110.0, 60_000, 6)),
+]
+
+
+def size_of_png(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+def test_a_picture_is_made_and_large_enough_to_read(tmp_path: Path) -> None:
+    path = tmp_path / "loss.png"
+    draw_losses(path, TRAINING, HELDOUT, FAULTS, "four clusters")
+    width, height = size_of_png(path)
+    assert width >= 1000
+    assert height >= 600
+
+
+def test_labels_say_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_args, **_options: drawn.append(self))
+    draw_losses(tmp_path / "loss.png", TRAINING, HELDOUT, FAULTS, "four clusters")
+    axes = drawn[0].axes[0]
+    labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert sum(label.startswith("cluster ") for label in labels) == 4
+    assert any("held-out" in label and "2.800" in label for label in labels)
+    assert "tokens" in axes.get_xlabel()
+    assert "nats per byte" in axes.get_ylabel()
+    notes = [text.get_text() for text in axes.texts]
+    assert "cluster b killed with SIGKILL at 60 s, back at 67 s" in notes
+    assert "slave s1 killed with SIGKILL at 110 s, not back" in notes
+    held_out = axes.get_lines()[4]
+    assert list(held_out.get_xdata()) == [point.tokens for point in HELDOUT]
+    assert list(held_out.get_ydata()) == [point.loss for point in HELDOUT]
+
+
+def test_clusters_differ_in_colour_and_in_style(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_args, **_options: drawn.append(self))
+    draw_losses(tmp_path / "loss.png", TRAINING, HELDOUT)
+    lines = drawn[0].axes[0].get_lines()[:4]
+    assert len({line.get_color() for line in lines}) == 4
+    assert len({str(line.get_linestyle()) for line in lines}) == 4
+
+
+@pytest.mark.parametrize(("training", "heldout"), [({}, []), ({"a": []}, HELDOUT[:1]), (TRAINING, [])])
+def test_a_run_that_recorded_little_still_has_a_picture(
+    tmp_path: Path, training: dict[str, list[LossPoint]], heldout: list[HeldoutPoint]
+) -> None:
+    draw_losses(tmp_path / "loss.png", training, heldout)
+    assert size_of_png(tmp_path / "loss.png")[0] > 0
+
+
+def test_the_running_mean_is_of_the_last_points_only() -> None:
+    points = [LossPoint(i, float(i)) for i in range(5)]
+    assert running_mean(points, of=3) == [0.0, 0.5, 1.0, 2.0, 3.0]
+    assert running_mean(points, of=1) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert running_mean([], of=3) == []

@@ -1,0 +1,107 @@
+"""The command lines of a run's processes are exactly the settings of its plan."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dips.launch.demo_plan import DemoWish, make_plan, train_settings
+from dips.launch.plan import (
+    OwnCluster,
+    RunPlan,
+    cluster_specs,
+    evaluation_options,
+    evaluator_spec,
+    master_spec,
+    slave_specs,
+)
+from dips.launch.run_directory import DEMO, Mark, RunDirectory, claim
+from dips.launch.supervisor import Stage
+
+ADDRESS = "127.0.0.1:4711"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[RunDirectory]:
+    with claim(tmp_path / "run", Mark("demo", DEMO, "dips demo")) as claimed:
+        yield claimed
+
+
+@pytest.fixture
+def plan(directory: RunDirectory) -> RunPlan:
+    wish = DemoWish(run_dir=directory.path, data=(Path("some text"), Path("more")), minutes=1)
+    return make_plan(wish, train_settings(wish), 500_000)
+
+
+def option(command: tuple[str, ...], name: str) -> list[str]:
+    return [value for word, value in itertools.pairwise(command) if word == name]
+
+
+def test_every_process_is_this_python_and_this_dips(plan: RunPlan, directory: RunDirectory) -> None:
+    evaluator = evaluator_spec(plan, directory, ADDRESS)
+    assert evaluator is not None
+    specs = [
+        master_spec(plan, directory),
+        *slave_specs(plan, directory, ADDRESS),
+        *cluster_specs(plan, directory, ADDRESS),
+    ]
+    for spec in [*specs, evaluator]:
+        assert spec.command[:3] == (sys.executable, "-m", "dips.launch")
+        assert spec.log_path.parent == directory.path / "logs"
+    assert [spec.name for spec in specs] == ["master", "s0", "s1", "a", "b", "c", "d"]
+    assert [spec.stage for spec in specs] == [Stage.LAST, Stage.SECOND, Stage.SECOND, *[Stage.FIRST] * 4]
+
+
+def test_everybody_but_the_master_is_told_where_the_master_is(plan: RunPlan, directory: RunDirectory) -> None:
+    evaluator = evaluator_spec(plan, directory, ADDRESS)
+    assert evaluator is not None
+    for spec in [*slave_specs(plan, directory, ADDRESS), *cluster_specs(plan, directory, ADDRESS), evaluator]:
+        assert option(spec.command, "--master") == [ADDRESS]
+    assert option(master_spec(plan, directory).command, "--master") == []
+
+
+def test_the_settings_are_on_the_command_line(plan: RunPlan, directory: RunDirectory) -> None:
+    master = master_spec(plan, directory).command
+    assert option(master, "--tk-max") == ["500000"]
+    assert option(master, "--preset") == ["dynamic"]
+    last = cluster_specs(plan, directory, ADDRESS)[-1].command
+    assert option(last, "--emulate-gap") == ["0.5"]
+    assert option(last, "--data") == ["some text", "more"]
+    assert option(last, "--cluster-id") == ["d"]
+
+
+def test_the_evaluator_uses_the_text_of_the_training_and_nothing_else_of_it(
+    plan: RunPlan, directory: RunDirectory
+) -> None:
+    spec = evaluator_spec(plan, directory, ADDRESS)
+    assert spec is not None
+    assert option(spec.command, "--data") == ["some text", "more"]
+    assert "--follow" in spec.command
+    assert "--model-size" not in spec.command
+    assert plan.evaluate is not None
+    assert evaluation_options(plan.evaluate) == ["--data", "some text", "--data", "more"]
+
+
+def test_a_command_of_ones_own_finds_the_run_in_its_environment(plan: RunPlan, directory: RunDirectory) -> None:
+    own = RunPlan("mine", plan.master, plan.slaves, (OwnCluster("x", ("python", "loop.py")),))
+    spec = cluster_specs(own, directory, ADDRESS)[0]
+    assert spec.command == ("python", "loop.py")
+    found = {name: spec.environment[name] for name in ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER")}
+    assert found == {"DIPS_MASTER": ADDRESS, "DIPS_RUN": "mine", "DIPS_CLUSTER": "x"}
+    assert evaluator_spec(own, directory, ADDRESS) is None
+
+
+def test_the_launchers_own_settings_are_not_inherited(
+    plan: RunPlan, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DIPS_MASTER", "DIPS_MASTER_TK_MAX", "DIPS_SLAVE_MEMORY_BYTES", "DIPS_TRAIN_LR", "DIPS_WORKER_TAPE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/somewhere")
+    environment = master_spec(plan, directory).environment
+    assert not [name for name in environment if name.startswith("DIPS_")]
+    assert environment["NUMBA_CACHE_DIR"] == "/somewhere"
+    assert environment["PYTHONUNBUFFERED"] == "1"

@@ -1,0 +1,101 @@
+"""Progress: a line every few seconds without a terminal, a picture that renews itself with one."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from support.run_status import run_status
+
+from dips.core.clock import ManualClock
+from dips.core.ids import Version
+from dips.launch.faults import CLUSTER, Fault, Moment, PlannedFault
+from dips.launch.progress import (
+    LiveProgress,
+    PlainProgress,
+    TokenRate,
+    fault_sentence,
+    left_sentence,
+    loss_sentence,
+    progress_for,
+)
+from dips.launch.tapes import HeldoutPoint
+
+HELDOUT = [HeldoutPoint(Version(1, 11), 380_000, 2.75)]
+FAULT = Fault(PlannedFault(CLUSTER, "b", 0.35), 71, "1.4", Moment(40.0, 350_000, 5))
+
+
+def test_lines_come_at_once_and_then_every_few_seconds() -> None:
+    out, clock = io.StringIO(), ManualClock()
+    with PlainProgress(Console(file=out, width=60), clock, every_s=5.0) as progress:
+        for _ in range(21):
+            progress.show(run_status(), HELDOUT, ())
+            clock.advance(0.5)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[1].startswith("   5.0 s  version 1:12 ")
+    assert "held-out loss 2.750 at version 1:11" in lines[0]
+
+
+def test_what_happens_is_said_at_once_in_one_line() -> None:
+    out = io.StringIO()
+    progress = PlainProgress(Console(file=out, width=20), ManualClock())
+    progress.say("slave s1: was ended by SIGKILL, is started again in 0.5 s [odd]")
+    assert out.getvalue() == "   0.0 s  slave s1: was ended by SIGKILL, is started again in 0.5 s [odd]\n"
+
+
+def test_the_live_picture_shows_tables_loss_and_faults() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=140, height=60, force_terminal=True)
+    with LiveProgress(console, ManualClock()) as progress:
+        progress.say("hello")
+        progress.show(run_status(), HELDOUT, [FAULT])
+    for word in (
+        "hello",
+        "clusters",
+        "slaves",
+        "held-out loss 2.750",
+        "cluster b killed with SIGKILL at 40 s, not back yet",
+    ):
+        assert word in out.getvalue()
+
+
+@pytest.mark.parametrize(("terminal", "kind"), [(True, LiveProgress), (False, PlainProgress)])
+def test_a_terminal_gets_the_picture(terminal: bool, kind: type[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(file=io.StringIO(), force_terminal=terminal)
+    assert isinstance(progress_for(console, ManualClock()), kind)
+
+
+def test_a_terminal_that_can_do_nothing_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(progress_for(Console(file=io.StringIO(), force_terminal=True), ManualClock()), PlainProgress)
+
+
+def test_the_rate_is_that_of_the_last_half_minute() -> None:
+    rate = TokenRate()
+    for second in range(100):
+        rate.add(float(second), 1000 * second if second < 60 else 60_000 + 100 * (second - 60))
+    assert rate.per_s() == pytest.approx(100.0)
+    assert rate.left_s(6000) == pytest.approx(60.0)
+
+
+def test_nothing_is_promised_before_anything_is_known() -> None:
+    rate = TokenRate()
+    assert rate.left_s(1000) is None
+    rate.add(1.0, 500)
+    assert rate.left_s(1000) is None
+    assert left_sentence(run_status(), rate) == ""
+
+
+def test_sentences() -> None:
+    rate = TokenRate()
+    rate.add(0.0, 0)
+    rate.add(10.0, 100_000)
+    assert left_sentence(run_status(tokens=400_000), rate) == "about 1 min left"
+    assert left_sentence(run_status(tk_max_tokens=0), rate) == ""
+    assert loss_sentence([]) == "held-out loss: not yet"
+    assert loss_sentence(None) == ""
+    FAULT_BACK = Fault(FAULT.planned, 71, "1.4", FAULT.when, Moment(46.0, 1, 6), "1.5")
+    assert fault_sentence(FAULT_BACK) == "cluster b killed with SIGKILL at 40 s, back at 46 s as 1.5"

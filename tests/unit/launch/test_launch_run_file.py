@@ -1,0 +1,116 @@
+"""The file of `dips up`: what it makes, and that every mistake is told before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dips.core.errors import ConfigError
+from dips.launch.plan import OwnCluster, TrainedCluster
+from dips.launch.run_file import read_run_file
+from dips.launch.tapes import tape_path
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+HEAD = '[run]\nid = "mine"\ndirectory = "runs/mine"\n'
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        '[run]\nid = "mine"\ndirectory = "runs/mine"\nslaves = 2\nevaluate = true\n'
+        '[master]\nsync_every = 8\ntk_max = "1.5M"\n[slave]\nmemory_bytes = "64 MiB"\n'
+        "[worker]\ncall_deadline_s = 7\n[train]\nlr = 0.002\nbatch_size = 8\n"
+        '[[clusters]]\nid = "a"\n'
+        '[[clusters]]\nid = "b"\ngap = 0.5\nlr = 0.001\ncall_deadline_s = "9 s"\n',
+    )
+    run, plan = read_run_file(file)
+    assert (run.id, plan.run_id, plan.slave_ids, plan.cluster_ids) == ("mine", "mine", ["s0", "s1"], ["a", "b"])
+    assert (plan.master.sync_every, plan.master.tk_max, plan.master.slaves) == (8, 1_500_000, 2)
+    assert plan.master.directory == Path("runs/mine/master")
+    assert plan.slaves[1].directory == Path("runs/mine/slaves/s1")
+    assert {slave.memory_bytes for slave in plan.slaves} == {64 << 20}
+    first, second = plan.clusters
+    assert isinstance(first, TrainedCluster)
+    assert isinstance(second, TrainedCluster)
+    assert (first.train.lr, first.train.emulate_gap, first.client.call_deadline_s) == (0.002, 0.0, 7.0)
+    assert (second.train.lr, second.train.emulate_gap, second.client.call_deadline_s) == (0.001, 0.5, 9.0)
+    assert (second.train.batch_size, second.client.run_id) == (8, "mine")
+    assert second.client.tape == tape_path(Path("runs/mine"), "b")
+    assert plan.evaluate is not None
+    assert plan.evaluate.lr == 0.002
+
+
+def test_a_run_without_clusters_is_for_loops_of_ones_own(tmp_path: Path) -> None:
+    _, plan = read_run_file(write(tmp_path, HEAD))
+    assert (plan.clusters, plan.evaluate, plan.slave_ids) == ((), None, ["s0"])
+
+
+def test_a_cluster_can_be_a_command(tmp_path: Path) -> None:
+    text = HEAD + '[[clusters]]\nid = "a"\ncommand = ["python", "my_loop.py"]\n'
+    _, plan = read_run_file(write(tmp_path, text))
+    assert plan.clusters == (OwnCluster("a", ("python", "my_loop.py")),)
+
+
+def test_the_environment_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPS_MASTER_SYNC_EVERY", "5")
+    monkeypatch.setenv("DIPS_TRAIN_LR", "0.5")
+    text = HEAD + '[master]\nsync_every = 8\n[train]\nlr = 0.1\n[[clusters]]\nid = "a"\n'
+    _, plan = read_run_file(write(tmp_path, text))
+    assert plan.master.sync_every == 5
+    assert isinstance(plan.clusters[0], TrainedCluster)
+    assert plan.clusters[0].train.lr == 0.5
+
+
+@pytest.mark.parametrize("name", ["local.toml", "server.toml"])
+def test_the_examples_are_good(name: str) -> None:
+    run, plan = read_run_file(EXAMPLES / name)
+    assert plan.run_id == run.id
+    assert plan.master.tk_max > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('[run]\nid = "mine"\n', "directory is not given"),
+        ('[run]\nid = "Not A Name"\ndirectory = "x"\n', "is not a name"),
+        (HEAD + "slave = 3\n", "did you mean 'slaves'"),
+        (HEAD + "[masters]\nsync_every = 1\n", "'masters' is unknown; did you mean 'master'"),
+        (HEAD + "[master]\nsync_evry = 1\n", "did you mean 'sync_every'"),
+        (HEAD + '[master]\ngrace_s = "1 min"\n', "lower grace_s"),
+        (HEAD + '[slave]\nmemory_bytes = "much"\n', "memory_bytes = 'much'"),
+        (HEAD + '[worker]\nmastr = "x"\n[[clusters]]\nid = "a"\n', "did you mean 'master'"),
+        (HEAD + '[train]\nlr = -1\n[[clusters]]\nid = "a"\n', "lr = -1"),
+        (HEAD + '[[clusters]]\nid = "a"\ngapp = 0.1\n', "[[clusters]] 1: 'gapp' is not a setting; did you mean 'gap'"),
+        (HEAD + '[[clusters]]\nid = "a"\ngap = 1.5\n', "[[clusters]] 1: gap = 1.5"),
+        (HEAD + '[[clusters]]\nid = "a"\n[[clusters]]\nid = "b"\nlr = "fast"\n', "[[clusters]] 2: lr = 'fast'"),
+        (HEAD + "[[clusters]]\ngap = 0.1\n", "[[clusters]] 1: id is not given"),
+        (HEAD + '[[clusters]]\nid = "a b"\n', "is not a name"),
+        (HEAD + '[[clusters]]\nid = "a"\n[[clusters]]\nid = "a"\n', "two clusters have the id 'a'"),
+        (HEAD + '[[clusters]]\nid = "s0"\n', "'s0' is the name of another process"),
+        (HEAD + '[[clusters]]\nid = "master"\n', "'master' is the name of another process"),
+        (HEAD + '[clusters]\nid = "a"\n', "write [[clusters]], not [clusters]"),
+        (HEAD + '[[clusters]]\nid = "a"\ncommand = ["x"]\nlr = 0.1\n', "'lr' is not a setting"),
+        (
+            HEAD + '[master]\nmax_clusters = 1\n[[clusters]]\nid = "a"\n[[clusters]]\nid = "b"\n',
+            "max_clusters is 1: raise it",
+        ),
+        ("[run\n", "is not TOML"),
+    ],
+)
+def test_a_mistake_is_told_with_its_place_and_remedy(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        read_run_file(write(tmp_path, text))
+    assert sentence in str(told.value)

@@ -1,0 +1,61 @@
+"""What is read back from tapes is what was recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from dips.core.clock import ManualClock
+from dips.core.ids import Version
+from dips.core.telemetry import Tape
+from dips.launch.tapes import HeldoutPoint, LossPoint, heldout_losses, records, tape_path, training_losses
+
+
+def write(path: Path, *lines: dict[str, object]) -> Path:
+    with Tape(path, "worker", "a", ManualClock()) as tape:
+        for line in lines:
+            tape.write(str(line["kind"]), "-", **{k: v for k, v in line.items() if k != "kind"})
+    return path
+
+
+def test_training_losses_in_the_order_of_the_steps(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.tape.jsonl",
+        {"kind": "step", "tokens": 100, "loss": 5.5, "version": "1:0"},
+        {"kind": "pulled", "tokens": 150},
+        {"kind": "step", "tokens": 200, "loss": float("nan")},
+        {"kind": "step", "tokens": 180, "loss": 4.5},
+    )
+    assert training_losses(path) == [LossPoint(100, 5.5), LossPoint(180, 4.5)]
+
+
+def test_heldout_losses_by_version_each_once(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "h.tape.jsonl",
+        {"kind": "heldout", "version": "1:2", "tokens": 200, "loss": 3.0},
+        {"kind": "heldout", "version": "1:1", "tokens": 100, "loss": 4.0},
+        {"kind": "heldout", "version": "1:2", "tokens": 200, "loss": 3.0},
+        {"kind": "heldout", "version": "2:1", "tokens": 300, "loss": 2.0},
+        {"kind": "heldout", "version": "1:3", "tokens": 250, "loss": float("inf")},
+    )
+    assert heldout_losses(path) == [
+        HeldoutPoint(Version(1, 1), 100, 4.0),
+        HeldoutPoint(Version(1, 2), 200, 3.0),
+        HeldoutPoint(Version(2, 1), 300, 2.0),
+    ]
+
+
+def test_a_tape_that_does_not_exist_holds_nothing(tmp_path: Path) -> None:
+    assert list(records(tmp_path / "none")) == []
+    assert heldout_losses(tmp_path / "none") == []
+
+
+def test_half_a_line_of_a_killed_writer_is_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tape.jsonl", {"kind": "step", "tokens": 1, "loss": 2.0})
+    with path.open("a") as tape:
+        tape.write(json.dumps({"kind": "step", "tokens": 2, "loss": 1.0})[:-5])
+    assert training_losses(path) == [LossPoint(1, 2.0)]
+
+
+def test_where_tapes_stand(tmp_path: Path) -> None:
+    assert tape_path(tmp_path, "heldout") == tmp_path / "tapes" / "heldout.tape.jsonl"

@@ -1,0 +1,119 @@
+"""What a person and a script see of a status."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from support.run_status import cluster_status, run_status, slave_status
+
+from dips.core.ids import Incarnation, PushId, RoundId, Version
+from dips.core.messages import RoundSummary, StatusReply
+from dips.launch.view import headline, number, plain_line, status_json, status_view
+
+
+def shown(status: StatusReply, width: int = 160) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(status_view(status))
+    return console.export_text()
+
+
+def test_json_has_the_keys_of_the_status_and_ids_as_text() -> None:
+    raw = status_json(run_status())
+    assert set(raw) == set(StatusReply.__dataclass_fields__)
+    assert (raw["published"], raw["round"]) == ("1:12", "r1.13")
+    assert raw["clusters"][0]["incarnation"] == "1.3"
+    assert raw["settings"]["sync_every_steps"] == 64
+    assert json.loads(json.dumps(raw, allow_nan=False)) == raw
+
+
+def test_json_says_null_for_what_is_not_known() -> None:
+    raw = status_json(run_status(published=None, clusters=(cluster_status(loss=float("nan"), base=None),)))
+    assert raw["published"] is None
+    assert raw["clusters"][0]["loss"] is None
+    assert raw["clusters"][0]["base"] is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Version(2, 3), "2:3"),
+        (RoundId(1, 2), "r1.2"),
+        (PushId("a", Incarnation(1, 2), 3), "a/1.2#3"),
+        (b"\x01\xff", "01ff"),
+    ],
+)
+def test_json_of_ids(value: object, text: str) -> None:
+    assert status_json(value) == text
+
+
+def test_the_reason_to_wait_stands_above_the_tables() -> None:
+    text = shown(run_status(waiting_for="slave s1 is away"))
+    assert text.index("waiting: slave s1 is away") < text.index("clusters")
+    assert "waiting" not in shown(run_status())
+
+
+def test_clusters_show_phase_life_loss_and_verdict_with_its_reason() -> None:
+    excluded = cluster_status(
+        "c", last_verdict="EXCLUDED", last_reason="norm 31 is 30 times the median", pushes_excluded=2
+    )
+    text = shown(run_status(clusters=(cluster_status(), excluded)))
+    for word in ("TRAINING", "1.3", "2.310", "12 applied, 2 excluded", "EXCLUDED: norm 31 is 30 times the median"):
+        assert word in text
+
+
+def test_a_quarantined_cluster_is_marked() -> None:
+    assert "(quarantined)" in shown(run_status(clusters=(cluster_status(quarantined=True),)))
+
+
+def test_who_is_gone_is_still_listed() -> None:
+    gone = run_status(
+        clusters=(cluster_status("b", alive=False, phase=""),), slaves=(slave_status("s0", alive=False, phase=""),)
+    )
+    assert shown(gone).count("gone") == 2
+
+
+def test_rounds_are_listed_with_what_was_merged() -> None:
+    void = RoundSummary(RoundId(1, 14), "void", "all were rejected", None, (), ("a", "b"))
+    text = shown(run_status(recent_rounds=(void,)))
+    for word in ("r1.14", "void", "a b", "all were rejected"):
+        assert word in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_every_width_can_be_shown(width: int) -> None:
+    assert max(len(line) for line in shown(run_status(), width).splitlines()) <= width
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({"stopped": True}, "stopped"), ({"stopping": True}, "stopping"), ({"paused": True}, "paused")],
+)
+def test_the_headline_says_when_the_run_does_not_go_on(changes: dict[str, bool], word: str) -> None:
+    assert headline(run_status(**changes)).plain.endswith(word)
+
+
+def test_the_headline_counts_lost_rounds_only_when_there_are_some() -> None:
+    assert "rounds 13 (9 merged)" in headline(run_status()).plain
+    assert "void" not in headline(run_status()).plain
+    assert "2 void, 1 aborted" in headline(run_status(rounds_void=2, rounds_aborted=1)).plain
+
+
+def test_a_run_without_a_goal_shows_no_share() -> None:
+    assert "400k/1M (40%)" in headline(run_status()).plain
+    assert "%" not in headline(run_status(tk_max_tokens=0)).plain
+
+
+def test_the_plain_line_holds_everything_in_one_line() -> None:
+    line = plain_line(run_status(waiting_for="nothing"))
+    assert "\n" not in line
+    for word in ("version 1:12", "400k", "phase WINDOW", "a:TRAINING loss 2.310", "waiting: nothing"):
+        assert word in line
+    assert plain_line(run_status(clusters=())).count("|") == 0
+
+
+@pytest.mark.parametrize(("value", "text"), [(1.25, "1.2"), (float("nan"), "-"), (float("inf"), "-"), (0.0, "0.0")])
+def test_numbers_that_are_not_known_are_a_dash(value: float, text: str) -> None:
+    assert number(value, 1) == text
