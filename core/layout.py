@@ -24,6 +24,9 @@ DEFAULT_BLOCK_ELEMS = 4 * 1024 * 1024
 
 MAX_PARAMETERS = 1_000_000
 MAX_ELEMS = 1 << 44
+MAX_BLOCKS = 1 << 21
+"""Twice MAX_PARAMETERS; blocks are listed one by one, so a tiny block_elems must not fill the memory."""
+
 MAX_NAME_CHARS = 512
 DTYPES = frozenset({"float32", "bfloat16", "float16"})
 FLOAT32_BYTES = 4
@@ -193,6 +196,8 @@ def _check(layout: Layout) -> None:
         raise refuse("two parameters of the model have the same name")
     if layout.n_elems > MAX_ELEMS:
         raise refuse(f"the model has {layout.n_elems} elements, at most {MAX_ELEMS} are served")
+    if layout.n_elems // layout.block_elems > MAX_BLOCKS - MAX_PARAMETERS:
+        raise refuse(f"blocks of {layout.block_elems} elements would be more than {MAX_BLOCKS}: make them larger")
 
 
 def _check_parameter(parameter: Parameter) -> None:

@@ -1,6 +1,6 @@
 """The outer step in plain numpy: the readable reference that core/kernels_numba.py must equal to the bit.
 
-It exists so that the arithmetic of DESIGN section 7 (paper section 4.1 and Algorithm 1, lines 12 and 17-18)
+It exists so that the arithmetic of docs/algorithm.md (paper section 4.1 and Algorithm 1, lines 12 and 17-18)
 can be read in one place. It must never become clever: one operator a line, float32 where the kernel works in
 float32, and an order of additions that depends on nothing but the arguments.
 
@@ -43,7 +43,7 @@ def outer_step(
     start: int,
     stop: int,
 ) -> int:
-    """PREPARE (DESIGN 7; paper 4.1 step 3): one Nesterov step on [start, stop), in float32, in exactly this
+    """PREPARE (docs/algorithm.md; paper 4.1 step 3): one Nesterov step on [start, stop), in float32, in exactly this
     order.
 
         d    = w_0 (theta - x_0);  d = d + w_j (theta - x_j) for j = 1 .. k-1     (consumed-token average)
@@ -72,7 +72,7 @@ def outer_step(
 
 
 def seed_step(staging: F32, slot: int, out_theta: F32, out_momentum: F32, start: int, stop: int) -> int:
-    """Version 0 (DESIGN 5): theta is the seed's parameters, momentum is zero. Returns theta's non-finite
+    """Version 0: theta is the seed's parameters, momentum is zero. Returns theta's non-finite
     elements."""
     check_seed(staging, slot, out_theta, out_momentum, start, stop)
     out_theta[start:stop] = staging[slot, start:stop]
@@ -81,7 +81,7 @@ def seed_step(staging: F32, slot: int, out_theta: F32, out_momentum: F32, start:
 
 
 def gram(theta: F32, staging: F32, slots: I64, start: int, stop: int) -> tuple[F64, I64]:
-    """MEASURE (DESIGN 7; paper 4.1 step 1) for one block, which is the range [start, stop).
+    """MEASURE (docs/algorithm.md; paper 4.1 step 1) for one block, which is the range [start, stop).
 
     Returns (float64 (k, k) symmetric, int64 (k,)): Gram_jk = <theta - x_j, theta - x_k> and the number of
     non-finite elements of each x_j. theta - x is rounded to float32, as in outer_step; products (exact) and
@@ -102,8 +102,7 @@ def gram(theta: F32, staging: F32, slots: I64, start: int, stop: int) -> tuple[F
 
 
 def land(dst: F32, src: F32) -> int:
-    """Copy src into dst, both float32 (m,); returns src's non-finite elements, counted in the same pass
-    (DESIGN 6)."""
+    """Copy src into dst, both float32 (m,); returns src's non-finite elements, counted in the same pass."""
     check_land(dst, src)
     dst[:] = src
     return _count_nonfinite(dst)

@@ -12,7 +12,7 @@ from dips.core.ids import SlaveId
 from dips.core.layout import Block, Layout
 
 BYTES_PER_ELEM_FIXED = 20
-"""theta v, v-1 and v+1, momentum v and v+1, float32 each (DESIGN, memory of a slave)."""
+"""theta v, v-1 and v+1, momentum v and v+1, float32 each (docs/architecture.md, memory of a slave)."""
 
 BYTES_PER_ELEM_SLOT = 4
 """One staging slot, or one pinned version."""

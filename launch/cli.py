@@ -77,7 +77,7 @@ COMMANDS: tuple[Command, ...] = (
         "slave",
         "A slave: holds blocks of the model and merges pushes.",
         _ROLES,
-        ("dips slave --run-id mine --slave-id s0 --directory runs/mine/s0 --master 127.0.0.1:29400",),
+        ("dips slave --run-id mine --slave-id s0 --directory runs/mine/slaves/s0 --master 127.0.0.1:29400",),
     ),
     Command(
         "train",

@@ -2,7 +2,7 @@
 
 A decision counts only once it stands here, so `append` returns only after the disk has it, and every append
 asserts, inside its own transaction, that no newer epoch was begun. It must never decide anything, and never
-let two masters write to one directory (DESIGN 5 "Fencing", 8 "Master").
+let two masters write to one directory (docs/architecture.md, durable state; docs/protocol.md, fencing).
 
 Every method blocks on the disk. Use a journal from one thread at a time.
 """

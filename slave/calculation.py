@@ -1,4 +1,4 @@
-"""A slave's arithmetic on its memory: Gram matrices, the outer step, checksums (DESIGN 7). No input or output.
+"""A slave's arithmetic on its memory: Gram matrices, the outer step, checksums (docs/algorithm.md). No input or output.
 
 Shapes: n = elements of the shard, k = pushes of the round in cluster-id order; theta, momentum (n,) float32,
 staging (slots, n) float32. Runs on the executor thread "dips-outer"; kernels and checksums release the
@@ -21,7 +21,7 @@ from dips.slave.memory import F32, ShardMemory, bytes_of
 
 
 def measure(memory: ShardMemory, theta: F32, rows: Sequence[int]) -> tuple[BlockGram, ...]:
-    """The Gram matrix of the rows' pseudo-gradients at theta, block by block (DESIGN 7, MEASURE)."""
+    """The Gram matrix of the rows' pseudo-gradients at theta, block by block (docs/algorithm.md, MEASURE)."""
     slots = np.asarray(rows, np.int64)
     return tuple(
         _block_gram(block, *kernels.gram(theta, memory.staging, slots, start, stop))
@@ -36,7 +36,7 @@ def _block_gram(block: Block, gram: NDArray[np.float64], nonfinite: NDArray[np.i
 
 
 def prepare(memory: ShardMemory, theta: F32 | None, out: F32, body: Prepare, rows: Sequence[int]) -> list[int]:
-    """Compute the next theta into `out` and its momentum into memory.next_momentum (DESIGN 7, PREPARE).
+    """Compute the next theta into `out` and its momentum into memory.next_momentum (docs/algorithm.md, PREPARE).
 
     theta: the current version's, None for the seed. Returns the checksums of the new theta's chunks. Raises
     Refused(NONFINITE) when an element of either is NaN or infinite.

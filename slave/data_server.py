@@ -183,7 +183,7 @@ class DataServer:
         return True
 
     def _send(self, peer: bytes, answer: Answer) -> None:
-        """A peer that is gone, or reads nothing, loses its answer: it asks again (DESIGN 6)."""
+        """A peer that is gone, or reads nothing, loses its answer: it asks again (docs/protocol.md, the data flow)."""
         frames: list[bytes | memoryview] = [answer.header.encode()]
         if answer.payload is not None:
             frames.append(answer.payload)
@@ -194,7 +194,8 @@ class DataServer:
                 return
             raise
         # Copied on purpose: a frame that referred to the version's memory would, with a peer that asks and never
-        # reads, hold that buffer for ever and stop the rounds (DESIGN I15). The copy costs 0.1 ms for 1 MiB.
+        # reads, hold that buffer for ever and stop the rounds (I15 of docs/architecture.md). The copy costs
+        # 0.1 ms for 1 MiB.
         self._router.send_multipart(frames, zmq.NOBLOCK)
 
     def _end(self) -> None:

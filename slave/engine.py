@@ -297,7 +297,7 @@ class Engine:
     # ---- beats ----
 
     def note_refusals(self) -> None:
-        """Put refused messages on the tape, at most one line a beat however many came (DESIGN I16)."""
+        """Put refused messages on the tape, at most one line a beat however many came (I16 of docs/architecture.md)."""
         total = self._data.beat().refused_chunks
         if total != self._said_refused:
             fresh, self._said_refused = total - self._said_refused, total

@@ -4,7 +4,7 @@ Shapes: n = elements of this slave's blocks, one block after the other in block-
 (n,) float32, staging (slots, n) float32.
 
 One caller at a time: the control thread, or the job that it awaits. A buffer of a version that can still be
-read is never written (DESIGN I3); when pins hold every buffer the round is refused.
+read is never written (I3 of docs/architecture.md); when pins hold every buffer the round is refused.
 """
 
 from __future__ import annotations

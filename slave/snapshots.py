@@ -2,8 +2,8 @@
 
 A snapshot is a safetensors file; a manifest beside it, written only at COMMIT, makes it a committed one.
 Without a manifest it is a shadow. Order is everything here: file before manifest, manifest before Flipped, and
-when a snapshot leaves, its manifest before its file (DESIGN 8). Never deletes what a manifest of a kept version
-names, and never trusts a file that it has not read back in full since the process began or written itself.
+when a snapshot leaves, its manifest before its file (docs/architecture.md). Never deletes what a manifest of a kept
+version names, and never trusts a file that it has not read back in full since the process began or written itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""JUDGE: which pushes of a sealed round are merged, with what weights, and how far the model may move (DESIGN
-7).
+"""JUDGE: which pushes of a sealed round are merged, with what weights, and how far the model may move
+(docs/algorithm.md, JUDGE).
 
-Paper section 4.1 (steps 1 to 3) with the repairs that DESIGN's appendix gives reasons for. Pure: it sees
+Paper section 4.1 (steps 1 to 3) with the repairs that docs/algorithm.md gives reasons for. Pure: it sees
 numbers only, never parameters. The detector's state changes by nothing but the state that a Judgement
 carries, and only once the COMMIT record or the VOID record that holds it is durable.
 

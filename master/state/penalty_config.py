@@ -1,4 +1,4 @@
-"""The knobs of the pseudo-gradient penalty and of the merge (DESIGN 7, paper 4.1), and their presets by name.
+"""The knobs of the pseudo-gradient penalty and of the merge (docs/algorithm.md, paper 4.1), and their presets by name.
 
 It stands apart from penalty.py so that a configuration can be made, checked and printed without judging
 anything. It must never hold a rule: it says which rule applies and with what numbers.
@@ -26,14 +26,14 @@ MOMENTUM_SCALINGS = ("off", "tokens")
 class PenaltyConfig:
     """One run's penalty. The defaults are the preset `safe`; raises ConfigError for a value that cannot be.
 
-    preset: where the values came from; nothing is decided by it. detector: `score` is DESIGN 7; `literal` the
-    paper's text without repairs; `edit` the rule of EDiT; `off` leaves
+    preset: where the values came from; nothing is decided by it. detector: `score` is that of
+    docs/algorithm.md; `literal` the paper's text without repairs; `edit` the rule of EDiT; `off` leaves
         only the checks that every detector makes (finite, positive norm and tokens).
-    weighting: `tokens` w_j = T_j / sum T; `softmax` w = softmax(-G). participation_scaling: rho as in DESIGN
-    7; false means rho = 1. momentum_scaling: `tokens` decays the momentum by mu^rho for each round, so that a
-    partial round forgets only a part. outer_momentum: mu_o, in [0, 1). clip_norm: the bound of the merged
-    pseudo-gradient's norm; infinity means that nothing is clipped. clip_scope: `global` uses clip_norm;
-    `auto` the median norm of the last clip_window_rounds merges, and clip_norm
+    weighting: `tokens` w_j = T_j / sum T; `softmax` w = softmax(-G). participation_scaling: rho as in
+    docs/algorithm.md; false means rho = 1. momentum_scaling: `tokens` decays the momentum by mu^rho for
+    each round, so that a partial round forgets only a part. outer_momentum: mu_o, in [0, 1). clip_norm: the
+    bound of the merged pseudo-gradient's norm; infinity means that nothing is clipped. clip_scope: `global`
+    uses clip_norm; `auto` the median norm of the last clip_window_rounds merges, and clip_norm
         until there is one.
     beta, alpha: the threshold factor and the smallest average factor of the paper. warm_up_pushes: accepted
     pushes of a cluster before its score is defined. window_pushes: accepted norms and scores, of all clusters
@@ -160,5 +160,5 @@ PRESETS: Mapping[str, PenaltyConfig] = {
         clip_norm=10.0,
     ),
 }
-"""`safe` (also `dips`): DESIGN 7. `dynamic`: safe, with dynamic local steps. `paper`: safe with rho = 1.
+"""`safe` (also `dips`): docs/algorithm.md. `dynamic`: safe, with dynamic local steps. `paper`: safe with rho = 1.
 `paper-literal`: also the detector as printed. `edit`: the detector, weights and clip of EDiT, and rho = 1."""

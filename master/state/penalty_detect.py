@@ -1,4 +1,4 @@
-"""Outlier detection (DESIGN 7, paper 4.1 step 2): which pushes of a round are bad, against the state before
+"""Outlier detection (docs/algorithm.md, paper 4.1 step 2): which pushes of a round are bad, against the state before
 it.
 
 It must never change what is remembered; a finding is an opinion until the round is committed or void.
@@ -72,7 +72,7 @@ def detect(
 def threshold(state: DetectorState, config: PenaltyConfig) -> float:
     """tau: a score above it is an outlier.
 
-    DESIGN's is within [beta, beta^2], so that accepted scores can widen it, but not without end.
+    That of docs/algorithm.md is within [beta, beta^2], so that accepted scores can widen it, but not without end.
     """
     if config.detector == "off":
         return math.inf

@@ -1,7 +1,7 @@
 """How far a round may move the model: the share of a full round that took part, and the momentum that goes
 with it.
 
-DESIGN 7, participation and momentum scaling. It must never look at norms: what a push is worth is
+Participation and momentum scaling of docs/algorithm.md. It must never look at norms: what a push is worth is
 penalty.py's.
 """
 

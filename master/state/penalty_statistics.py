@@ -87,7 +87,7 @@ class DetectorState:
 
     def after_master_restart(self) -> DetectorState:
         """Every Tbar_j is unknown again: the first push after an outage may carry any number of tokens
-        (DESIGN 7)."""
+        (docs/algorithm.md)."""
         return self.with_clusters(
             {cluster: dataclasses.replace(known, mean_tokens=None, steps=0) for cluster, known in self.clusters}
         )

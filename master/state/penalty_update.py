@@ -1,4 +1,4 @@
-"""How the detector's memory moves on after a round (DESIGN 7, COMMIT and the rules below it).
+"""How the detector's memory moves on after a round (docs/algorithm.md, COMMIT and the rules below it).
 
 Rejected values never enter it (the preset `paper-literal` excepted: the paper's recurrence has no condition).
 What rejections do change are counters, and those lead back: restarted statistics, cleared histories,

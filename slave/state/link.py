@@ -1,6 +1,6 @@
 """The slave's bond with the master: which epoch it promised, which incarnation it is, what it may obey.
 
-A promise is durable before it is said, and epochs below it are refused for ever (DESIGN 5, fencing). This
+A promise is durable before it is said, and epochs below it are refused for ever (docs/protocol.md, fencing). This
 module must never lower the promised epoch.
 """
 
@@ -87,7 +87,7 @@ class LinkState:
         return True
 
     def why_not(self, command: SlaveCommand) -> str:
-        """Why this command must not be obeyed; empty when it may (DESIGN I8)."""
+        """Why this command must not be obeyed; empty when it may (I8 of docs/architecture.md)."""
         if command.run_id != self.run_id:
             return f"it names run {command.run_id!r}, this slave serves {self.run_id!r}"
         floor = max(self.promised_epoch, self._promising_epoch if self.promising else 0)

@@ -3,7 +3,7 @@
 One job at a time works on memory; commands that come meanwhile wait (state/slave.py keeps them in order), so
 nothing here ever races. Commands may be sent again at any time: a repeated one is answered again, never done
 twice. A shadow leaves only by COMMIT, ABORT, a later round or the load of another version, so that a logged
-COMMIT can always be completed (DESIGN I5).
+COMMIT can always be completed (I5 of docs/architecture.md).
 """
 
 from __future__ import annotations

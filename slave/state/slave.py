@@ -2,7 +2,7 @@
 
 It joins the bond with the master (link), the parameters (shard) and the open stagings (slots), and keeps the
 commands that must wait for the job under way, in their order. It must never obey a command of an older epoch,
-of another incarnation or of another run (DESIGN I8).
+of another incarnation or of another run (I8 of docs/architecture.md).
 """
 
 from __future__ import annotations

@@ -198,7 +198,10 @@ class StagingTable:
         return tuple(StagingProgress(s.push, s.attempt, s.landed_bytes) for _, s in sorted(self._open.items()))
 
     def check_invariants(self) -> None:
-        """No slot holds two pushes and counts agree with the bitmaps (DESIGN I9). Raises LocalProtocolError."""
+        """No slot holds two pushes and counts agree with the bitmaps (I9 of docs/architecture.md).
+
+        Raises LocalProtocolError.
+        """
         slots = [staging.slot for staging in self._open.values()]
         if len(set(slots)) != len(slots):
             raise LocalProtocolError(f"two pushes share a staging slot: {sorted(slots)}")

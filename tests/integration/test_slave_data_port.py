@@ -273,7 +273,7 @@ async def test_a_reader_that_asks_and_never_reads_stops_no_round(tmp_path: Path)
 
 
 async def test_large_chunks_arrive_whole_while_rounds_go_on(tmp_path: Path) -> None:
-    """What is read while the next version is made is never torn (DESIGN I3)."""
+    """What is read while the next version is made is never torn (I3 of docs/architecture.md)."""
     layout = Layout((Parameter("w", (700_001,), "float32", "w"),), block_elems=500_000)
     values = np.random.default_rng(8).standard_normal(layout.n_elems).astype(np.float32)
     master = FakeMaster(settings=Settings(heartbeat_s=0.1))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.whole_run import LAYOUT, LEASED, F32, NumpyCluster, WholeRun, wait_until
+from support.whole_run import F32, LAYOUT, LEASED, NumpyCluster, WholeRun, wait_until
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.layout import Layout, Parameter

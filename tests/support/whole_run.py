@@ -145,7 +145,9 @@ class WholeRun:
             self.start_slave(f"s{i}")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for process in self.processes.values():
             process.terminate()
         for process in self.processes.values():
@@ -208,5 +210,6 @@ def _options(knobs: dict[str, object]) -> list[str]:
     words: list[str] = []
     for name, value in knobs.items():
         option = "--" + name.replace("_", "-")
-        words += [option if value else option.replace("--", "--no-", 1)] if isinstance(value, bool) else [option, str(value)]
+        no = option.replace("--", "--no-", 1)
+        words += [option if value else no] if isinstance(value, bool) else [option, str(value)]
     return words

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,20 +15,12 @@ from hypothesis import strategies as st
 from support.numerics import F32, Shard, assert_same_bits, random_slots
 
 from dips.core import kernels_numba, outer_numpy
-from dips.core.kernels_numba import ROWS, TILE_ELEMS
+from dips.core.kernels_numba import GRAM_TILE_ELEMS, ROWS, TILE_ELEMS
 from dips.core.outer_numpy import LANES
 
 SIZES = [
-    1,
-    2,
-    LANES - 1,
-    LANES + 1,
-    ROWS * LANES,
-    TILE_ELEMS - 1,
-    TILE_ELEMS,
-    TILE_ELEMS + 1,
-    3 * TILE_ELEMS + 77,
-    100_003,
+    *(1, 2, LANES - 1, LANES + 1, ROWS * LANES, GRAM_TILE_ELEMS - 1, GRAM_TILE_ELEMS, 3 * GRAM_TILE_ELEMS + 77),
+    *(TILE_ELEMS, TILE_ELEMS + 1, 100_003),
 ]
 
 
@@ -208,6 +202,21 @@ def test_warm_up_compiles_all_that_a_round_needs() -> None:
     test_land_takes_a_read_only_frame_at_any_address(1)
     test_seed_and_land_equal_the_reference(False)
     assert [len(dispatcher.signatures) for dispatcher in dispatchers] == before  # type: ignore[attr-defined]
+
+
+def test_both_twins_mean_the_same_lanes() -> None:
+    assert kernels_numba.LANES == LANES
+    assert GRAM_TILE_ELEMS % (ROWS * LANES) == 0
+
+
+def test_without_a_folder_for_the_cache_it_compiles_all_the_same() -> None:
+    """A function without a file is what numba finds no cache folder for, as in a read-only image without a
+    home."""
+    namespace: dict[str, Any] = {}
+    exec("def twice(x):\n    return 2 * x", namespace)
+    with pytest.raises(RuntimeError, match="cannot cache"):
+        numba.njit(cache=True)(namespace["twice"])
+    assert kernels_numba._compiled(namespace["twice"])(21) == 42
 
 
 def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:

@@ -133,6 +133,7 @@ def test_other_differences_are_named() -> None:
         ((parameter("", 2, layer="x"),), 8, "its name or layer is empty"),
         ((parameter("n" * (MAX_NAME_CHARS + 1), 2),), 8, "longer than 512 characters"),
         ((parameter("a", 2**40), parameter("b", 2**44)), 8, "elements, at most 17592186044416 are served"),
+        ((parameter("a", 2**40),), 1, "blocks of 1 elements would be more than 2097152"),
     ],
 )
 def test_an_impossible_layout_is_refused(parameters: tuple[Parameter, ...], block_elems: int, sentence: str) -> None:

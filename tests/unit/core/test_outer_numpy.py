@@ -1,4 +1,4 @@
-"""The reference does what DESIGN section 7 says: torch's plain operators, DiLoCo, exact Gram entries,
+"""The reference does what docs/algorithm.md says: torch's plain operators, DiLoCo, exact Gram entries,
 refusals."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The stability table of DESIGN's appendix, from the reference kernel itself.
+"""The stability table of docs/algorithm.md, from the reference kernel itself.
 
 Model: K clusters that make no inner progress arrive one a round; each pushes the version that its own push
 before made, so the pseudo-gradient of round t is theta_t - theta_(t-K+1). The state is the last K thetas and
@@ -54,7 +54,7 @@ def largest_stable_lr(clusters: int, momentum: float) -> float:
 @pytest.mark.parametrize(
     ("momentum", "clusters"), [(momentum, clusters) for momentum, row in TABLE.items() for clusters in row]
 )
-def test_largest_stable_lr_is_that_of_the_appendix(momentum: float, clusters: int) -> None:
+def test_largest_stable_lr_is_that_of_the_document(momentum: float, clusters: int) -> None:
     expected, half_digit = TABLE[momentum][clusters]
     assert largest_stable_lr(clusters, momentum) == pytest.approx(expected, abs=half_digit + 1e-5)
 

@@ -1,4 +1,4 @@
-"""JUDGE and COMMIT, rule by rule (DESIGN 7)."""
+"""JUDGE and COMMIT, rule by rule (docs/algorithm.md)."""
 
 from __future__ import annotations
 

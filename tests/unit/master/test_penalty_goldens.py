@@ -1,4 +1,4 @@
-"""Numeric goldens: mocked updates, failures included, and what DESIGN 7 makes of them.
+"""Numeric goldens: mocked updates, failures included, and what docs/algorithm.md makes of them.
 
 penalty_goldens.json holds the updates (vectors) and the expected outcomes. The outcomes come from the
 straightforward implementation below: numpy on the vectors themselves, dictionaries, no Gram matrix, no code
@@ -76,7 +76,7 @@ def _with_fault(push: dict[str, Any], fault: str) -> dict[str, Any]:
 
 
 class Straightforward:
-    """DESIGN 7 as a person would type it in an afternoon; the defaults of the preset safe."""
+    """docs/algorithm.md as a person would type it in an afternoon; the defaults of the preset safe."""
 
     def __init__(self) -> None:
         self.of: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Participation, T_round and momentum scaling (DESIGN 7)."""
+"""Participation, T_round and momentum scaling (docs/algorithm.md)."""
 
 from __future__ import annotations
 

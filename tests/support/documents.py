@@ -1,0 +1,115 @@
+"""The documents as data: fenced blocks with what stands above them, commands, links, and names in code spans."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.repository import ROOT
+
+SHELL = ("sh", "bash", "console")
+EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".toml"))
+
+_FENCE = re.compile(r"^```(\w*)$(.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"<!-- ((?:(?!-->).)*) -->\n\Z", re.DOTALL)
+_SPAN = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+_ASSIGNMENT = re.compile(r"[A-Z_]+=")
+_HEADER_COMMAND = re.compile(r"(?:^|[:?])\s*((?:[A-Z_]+=\S+ )*(?:dips|python) \S.*?)(?=\s{2,}|$)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. `note` is the HTML comment directly above it, or nothing."""
+
+    file: Path
+    line: int
+    language: str
+    text: str
+    note: str
+
+    @property
+    def not_run(self) -> str:
+        """Why nobody runs it; empty when it is run."""
+        return self.note.removeprefix("not run:").strip() if self.note.startswith("not run:") else ""
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line}"
+
+
+def documents() -> list[Path]:
+    """Every document that a person reads, the README first."""
+    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    return [*top, *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(file: Path) -> list[Block]:
+    text = file.read_text()
+    return [_block(file, text, match) for match in _FENCE.finditer(text)]
+
+
+def _block(file: Path, text: str, match: re.Match[str]) -> Block:
+    above = _COMMENT.search(text[: match.start()])
+    note = " ".join(above[1].split()) if above else ""
+    return Block(file, text[: match.start()].count("\n") + 1, match[1], match[2].strip("\n"), note)
+
+
+def prose(file: Path) -> str:
+    """The document without its fenced blocks."""
+    return _FENCE.sub("", file.read_text())
+
+
+def spans(file: Path) -> list[str]:
+    """What stands between single backticks."""
+    return _SPAN.findall(prose(file))
+
+
+def links(file: Path) -> list[str]:
+    return _LINK.findall(prose(file))
+
+
+def anchors(file: Path) -> set[str]:
+    """The names under which a reader's browser finds the headings, as GitHub makes them."""
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in _HEADING.findall(prose(file)))
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def shell_lines(block: Block) -> list[str]:
+    """The commands of a shell block; continued lines joined, remarks cut off."""
+    joined = block.text.replace("\\\n", " ")
+    lines = (shlex.join(shlex.split(line, comments=True)) for line in joined.splitlines())
+    return [line for line in lines if line]
+
+
+def without_environment(command: str) -> list[str]:
+    """A command's words, without NAME=VALUE in front."""
+    words = shlex.split(command)
+    while words and _ASSIGNMENT.match(words[0]):
+        words = words[1:]
+    return words
+
+
+def header_commands(example: Path) -> list[str]:
+    """The commands that stand in the comment or docstring at an example's top."""
+    text = example.read_text()
+    head = text.split('"""')[1] if example.suffix == ".py" else "\n".join(_comment_lines(text))
+    return [match[1].strip() for match in _HEADER_COMMAND.finditer(head)]
+
+
+def _comment_lines(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            return
+        yield line.removeprefix("#").strip()
+
+
+def table(file: Path, heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its own head."""
+    below = file.read_text().partition(f"## {heading}\n")[2]
+    rows = re.search(r"(?:^\|.*\|$\n?)+", below, re.MULTILINE)
+    assert rows, f"{file.name} has no table below {heading!r}"
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[0].splitlines()[2:]]
