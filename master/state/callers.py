@@ -34,4 +34,5 @@ def check_member(world: World, caller: Caller) -> Member:
             RefusalCode.FENCED,
             f"incarnation {caller.incarnation} of cluster {caller.name!r} is no longer valid ({now}): join again",
         )
+    world.ledger.entry(caller.name).spoke = member.incarnation
     return member

@@ -186,8 +186,8 @@ class Coordinator:
 
     def _stop(self, token: int, reason: str) -> None:
         world = self.world
-        if world.stopped_s is not None:
-            self._done(token, "stop", "the run has ended; the master stops now")
+        if world.ledger.stopping and not world.members:
+            self._done(token, "stop", "no cluster is left; the master stops now")
             self._halt()
             return
         world.stop_when_idle = reason
@@ -208,8 +208,10 @@ class Coordinator:
         self._last_tick_s = world.now_s
         if gap_s > world.config.settings.heartbeat_s / 2:
             world.record("stood_still", "-", gap_s=gap_s)
-            self._members.rearm()
+            self._members.rearm(gap_s)
             self._slaves.rearm()
+            self._pushes.rearm(gap_s)
+            self._pulls.rearm(gap_s)
             self._rounds.rearm(gap_s)
         self._slaves.tick()
         self._members.tick()
@@ -226,7 +228,8 @@ class Coordinator:
             world.journal("STOP", {"reason": world.stop_when_idle})
             self._rounds.settle()
         self._members.finish_leaving()
-        if world.ledger.stopping and idle and not world.members and world.stopped_s is None:
+        ended = world.ledger.stopping and idle and not world.members and world.everything_out
+        if ended and world.stopped_s is None:
             world.stopped_s = world.now_s
             world.record("stopped", "-", reason=world.ledger.stopping, tokens=world.ledger.tokens)
             world.log("master", f"the run has ended: {world.ledger.stopping}; no cluster is left")

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import LeaseDataReply, LeaseDataRequest, ReturnDataReply, ReturnDataRequest
 from dips.master.state.callers import check_member
-from dips.master.state.leases import LeaseTable, TokenState
+from dips.master.state.leases import MAX_PIECES_AT_ONCE, LeaseTable, TokenState, overlapping
 from dips.master.state.world import World
-
-MAX_CHUNKS_AT_ONCE = 256
-"""So that no cluster takes the run's data away from the others with one call."""
 
 
 class Data:
@@ -23,7 +20,7 @@ class Data:
         member = check_member(world, request.caller)
         leases, plan = self._leases(member.cluster), world.ledger.data_plan
         assert plan is not None, "a lease table has a plan"
-        most = MAX_CHUNKS_AT_ONCE * plan.chunk_tokens
+        most = MAX_PIECES_AT_ONCE * plan.chunk_tokens
         if not 0 < request.want_tokens <= most:
             raise Refused(
                 RefusalCode.TOKENS,
@@ -33,6 +30,8 @@ class Data:
         if request.request and request.request == number:
             world.reply(token, LeaseDataReply(ranges))  # its answer was lost on the way
             return
+        if 0 < request.request < number:
+            raise Refused(RefusalCode.SEQ, f"request {request.request} was overtaken by request {number}: ask again")
         ranges = leases.lease(member.cluster, request.want_tokens)
         member.last_lease = (request.request, ranges)
         world.journal("LEASE", {"cluster": member.cluster, "leases": [r.lease_id for r in ranges]})
@@ -50,7 +49,7 @@ class Data:
         leases = self._leases(member.cluster)
         leases.check(member.cluster, request.ranges)
         in_push = member.push.request.ranges if member.push else ()
-        if taken := set(in_push) & set(request.ranges):
+        if taken := overlapping(request.ranges, in_push):
             raise Refused(RefusalCode.RANGES, f"{len(taken)} of the ranges are in an undecided push: await its verdict")
         leases.settle(request.ranges, TokenState.FREE)
         world.journal("RETURN", {"cluster": member.cluster, "tokens": sum(item.tokens for item in request.ranges)})

@@ -16,6 +16,10 @@ from dips.core.messages import DataPlan, DataRange
 from dips.master.state.intervals import IntervalMap
 
 MAX_RANGES_IN_A_MESSAGE = 65_536
+"""Also the most pieces that one cluster may hold: it must be able to name them all when it joins again."""
+
+MAX_PIECES_AT_ONCE = 256
+"""So that no cluster takes the run's data away from the others with one call."""
 
 
 class TokenState(Enum):
@@ -46,11 +50,22 @@ class LeaseTable:
         self._next_lease_id = 1
 
     def lease(self, cluster: str, want_tokens: int) -> tuple[DataRange, ...]:
-        """Lend at least want_tokens, whole free pieces of chunks, oldest pass first; a new pass when none is free."""
+        """Lend whole free pieces of chunks, oldest pass first, until they hold want_tokens or are too many for once.
+
+        A new pass begins when nothing is free. Raises Refused(RANGES) when the cluster holds too many pieces already.
+        """
+        held = sum(holding.cluster == cluster for _, _, _, holding in self.holdings())
+        if held + MAX_PIECES_AT_ONCE > MAX_RANGES_IN_A_MESSAGE:
+            raise Refused(
+                RefusalCode.RANGES,
+                f"cluster {cluster} holds {held} pieces of data and cannot have more: train on them, or return some",
+            )
         granted: list[DataRange] = []
-        while sum(r.tokens for r in granted) < want_tokens:
+        tokens = 0
+        while tokens < want_tokens and len(granted) < MAX_PIECES_AT_ONCE:
             pass_index, begin, end = self._first_free()
             granted.append(self._grant(cluster, pass_index, begin, end))
+            tokens += end - begin
         return tuple(granted)
 
     def check(self, cluster: str, ranges: Sequence[DataRange]) -> None:
@@ -76,10 +91,7 @@ class LeaseTable:
 
     def free_all_but(self, cluster: str, kept: Iterable[DataRange]) -> int:
         """Free what the cluster leases, except `kept`; returns the number of tokens freed."""
-        keep: dict[tuple[int, int], list[DataRange]] = {}
-        for item in kept:
-            keep.setdefault((item.pass_index, item.chunk), []).append(item)
-        freed = 0
+        keep, freed = _by_chunk(kept), 0
         for pass_index, line in enumerate(self._passes):
             for begin, end, holding in line:
                 if holding.state is TokenState.LEASED and holding.cluster == cluster:
@@ -87,6 +99,16 @@ class LeaseTable:
                         line.put(low, high, FREE)
                         freed += high - low
         return freed
+
+    def free(self, cluster: str, ranges: Iterable[DataRange], kept: Iterable[DataRange]) -> None:
+        """Free what the cluster still leases of `ranges`, except `kept`."""
+        keep = _by_chunk(kept)
+        for item in ranges:
+            line, mine = self._passes[item.pass_index], Holding(TokenState.LEASED, cluster, item.lease_id)
+            for low, high in self._without(item.pass_index, *self._line(item), keep):
+                for begin, end, holding in line.over(low, high):
+                    if holding == mine:
+                        line.put(begin, end, FREE)
 
     def totals(self) -> dict[TokenState, int]:
         """Tokens by state over all passes that were begun."""
@@ -140,8 +162,8 @@ class LeaseTable:
         """The range's place on its pass's line; raises Refused(RANGES) when it has none."""
         origin = item.chunk * self._plan.chunk_tokens
         begin, end = origin + item.begin_tokens, origin + item.end_tokens
-        inside = 0 <= item.begin_tokens < item.end_tokens <= self._plan.chunk_tokens
-        if not (inside and item.pass_index < len(self._passes) and end <= self._plan.total_tokens):
+        inside = 0 <= item.begin_tokens < item.end_tokens <= self._plan.chunk_tokens and item.chunk >= 0
+        if not (inside and 0 <= item.pass_index < len(self._passes) and end <= self._plan.total_tokens):
             raise Refused(RefusalCode.RANGES, f"range {describe(item)} lies outside the run's data")
         return begin, end
 
@@ -160,6 +182,24 @@ class LeaseTable:
         if at < end:
             pieces.append((at, end))
         return [(low, high) for low, high in pieces if low < high]
+
+
+def overlapping(ranges: Iterable[DataRange], others: Iterable[DataRange]) -> list[DataRange]:
+    """Those of `ranges` that share a token with one of `others`."""
+    taken = _by_chunk(others)
+    return [
+        item
+        for item in ranges
+        for other in taken.get((item.pass_index, item.chunk), ())
+        if item.begin_tokens < other.end_tokens and other.begin_tokens < item.end_tokens
+    ]
+
+
+def _by_chunk(ranges: Iterable[DataRange]) -> dict[tuple[int, int], list[DataRange]]:
+    found: dict[tuple[int, int], list[DataRange]] = {}
+    for item in ranges:
+        found.setdefault((item.pass_index, item.chunk), []).append(item)
+    return found
 
 
 def describe(item: DataRange) -> str:

@@ -36,10 +36,11 @@ class CommitInfo:
 
 @dataclass
 class ClusterEntry:
-    """What is remembered of a cluster id, whether it is here or not."""
+    """What is remembered of a cluster id, whether it is here or not. spoke: its newest incarnation that ever called."""
 
     fence: int = 0
     incarnation: Incarnation | None = None
+    spoke: Incarnation | None = None
     incarnations: int = 0
     member: bool = False
     declared_tokens_per_s: float = 0.0
@@ -196,12 +197,17 @@ _PLAIN = (
 
 def _entry_to_json(entry: ClusterEntry) -> dict[str, Any]:
     raw = {name: getattr(entry, name) for name in _PLAIN}
-    return raw | {"incarnation": pair(entry.incarnation), "last_verdict": verdict_to_json(entry.last_verdict)}
+    return raw | {
+        "incarnation": pair(entry.incarnation),
+        "spoke": pair(entry.spoke),
+        "last_verdict": verdict_to_json(entry.last_verdict),
+    }
 
 
 def _entry_from_json(raw: Mapping[str, Any]) -> ClusterEntry:
     entry = ClusterEntry(**{name: raw[name] for name in _PLAIN})
     entry.incarnation = Incarnation(*raw["incarnation"]) if raw["incarnation"] else None
+    entry.spoke = Incarnation(*raw["spoke"]) if raw["spoke"] else None
     entry.last_verdict = _verdict_from_json(raw["last_verdict"])
     return entry
 

@@ -1,4 +1,4 @@
-"""How many inner steps a cluster makes before its next push (DESIGN 5, dynamic local steps).
+"""How many inner steps a cluster makes before its next push (docs/algorithm.md, dynamic local steps).
 
 Dynamic: H_j = clamp(speed_j x (t* - now - pull_j - push_j), H/8, H), t* the next planned window. t* is an absolute
 target, one fastest round apart, so that the clusters' phases align however they drifted.

@@ -23,8 +23,9 @@ from dips.core.messages import (
 from dips.core.protocol import PROTOCOL_MIN, agree
 from dips.master.state import pacing
 from dips.master.state.callers import check_member, check_run
-from dips.master.state.leases import LeaseTable
+from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE, LeaseTable
 from dips.master.state.ledger import ClusterEntry, pair
+from dips.master.state.push_checks import OWN_DATA_START_S
 from dips.master.state.records import Member, Push
 from dips.master.state.slave_desk import SlaveDesk
 from dips.master.state.verdicts import Verdicts
@@ -53,12 +54,15 @@ class Membership:
         slot = self._slot(name)
         self._adopt_model(request)
         entry = world.ledger.entry(name)
+        if not entry.incarnations:
+            world.counted_since_s[name] = world.now_s - OWN_DATA_START_S
+        before = world.members.get(name)
         undecided = self._retire(name, f"cluster {name} joined anew")
         entry.incarnations += 1
         entry.incarnation = Incarnation(world.epoch, entry.incarnations)
         entry.member, entry.declared_tokens_per_s = True, request.declared_tokens_per_s
-        self._reattach(name, request.held_ranges, undecided)
-        member = Member(name, entry.incarnation, slot, world.now_s, world.now_s, push=undecided)
+        held = self._reattach(name, request.held_ranges, undecided)
+        member = Member(name, entry.incarnation, slot, world.now_s, world.now_s, held_at_join=held, push=undecided)
         world.members[name] = member
         self._away_since_s.pop(name, None)
         if world.ledger.version is None and world.seed_cluster not in world.members:
@@ -66,6 +70,7 @@ class Membership:
         world.journal("JOIN", {"cluster": name, "incarnation": pair(entry.incarnation)})
         world.record("join", request.caller.cause_id, cluster=name, incarnation=str(entry.incarnation))
         world.log(f"cluster {name}", f"cluster {name} joined as incarnation {entry.incarnation}")
+        self._answer_leave(before)
         versions = Hello(PROTOCOL_MIN, hello.version, tuple(sorted(hello.capabilities)))
         world.reply(token, self._join_reply(member, entry, versions))
 
@@ -96,11 +101,12 @@ class Membership:
         check_run(world, request.caller.run_id, f"cluster {name!r}")
         if world.ledger.stopping:
             raise Refused(RefusalCode.STOPPING, f"the run has reached its end: {world.ledger.stopping}")
-        latest = world.ledger.clusters[name].incarnation if name in world.ledger.clusters else None
-        if previous is not None and latest is not None and previous < latest:
+        # An incarnation that never spoke may be this very process's, whose Join was answered in vain.
+        spoke = world.ledger.clusters[name].spoke if name in world.ledger.clusters else None
+        if previous is not None and spoke is not None and previous < spoke:
             raise Refused(
                 RefusalCode.FENCED,
-                f"another process took over cluster {name!r} as incarnation {latest}: this one, {previous}, must stop; "
+                f"another process took over cluster {name!r} as incarnation {spoke}: this one, {previous}, must stop; "
                 "give each process a cluster id of its own",
             )
         if not 0 <= request.declared_tokens_per_s <= MAX_DECLARED_TOKENS_PER_S:
@@ -108,6 +114,11 @@ class Membership:
                 RefusalCode.TOKENS,
                 f"{request.declared_tokens_per_s} tokens/s are declared: state 0 (unknown) to "
                 f"{MAX_DECLARED_TOKENS_PER_S:g}",
+            )
+        if len(request.held_ranges) > MAX_RANGES_IN_A_MESSAGE:
+            raise Refused(
+                RefusalCode.RANGES,
+                f"{len(request.held_ranges)} ranges are named as held: at most {MAX_RANGES_IN_A_MESSAGE} can be",
             )
         if request.layout.layout_hash != request.layout_hash:
             raise Refused(
@@ -164,25 +175,26 @@ class Membership:
                 self._verdicts.abort(member.push, reason)
         return next((push for push in world.round.participants if push.cluster == name), None)
 
-    def _reattach(self, name: str, held: tuple[DataRange, ...], undecided: Push | None) -> None:
-        """Leases that this process still holds, or that a sealed push carries, stay; the rest is free."""
+    def _reattach(self, name: str, held: tuple[DataRange, ...], undecided: Push | None) -> tuple[DataRange, ...]:
+        """Leases that this process still holds (they are returned), or that a sealed push carries, stay; the rest is
+        free."""
         leases = self._world.ledger.leases
         if leases is None:
-            return
-        kept = [item for item in held if _leased(leases, name, item)]
+            return ()
+        kept = tuple(item for item in held if _leased(leases, name, item))
         leases.free_all_but(name, [*kept, *(undecided.request.ranges if undecided else ())])
+        return kept
 
     # ---- beats, leaving, eviction ----
 
     def beat(self, token: int, request: HeartbeatRequest) -> None:
         world = self._world
         member = check_member(world, request.caller)
-        member.beat_s, member.beat = world.now_s, request
+        member.beat_s, member.beat = world.now_s, pacing.plausible(request)
         if not member.local_steps:
             member.local_steps = pacing.local_steps(world, member)
         published = world.published.version if world.published else None
-        everything_out = published == world.ledger.version  # else the last version is still on its way
-        stop = bool(world.ledger.stopping or member.draining) and member.push is None and everything_out
+        stop = bool(world.ledger.stopping or member.draining) and member.push is None and world.everything_out
         world.reply(
             token,
             HeartbeatReply(
@@ -199,11 +211,11 @@ class Membership:
         """Waits for the verdict of a sealed push, aborts any other."""
         world = self._world
         member = check_member(world, request.caller)
-        if member.push is not None and member.push.sealed:
-            member.leave_token = token
-            return
-        self._depart(member, "LEAVE", request.reason or "it left")
-        world.reply(token, LeaveReply())
+        if member.leave_token is not None:
+            world.refuse(member.leave_token, Refused(RefusalCode.BUSY, "Leave was called again", 1.0))
+        member.leave_token = token
+        if member.push is None or not member.push.sealed:
+            self._depart(member, "LEAVE", request.reason or "it left")
 
     def finish_leaving(self) -> None:
         """Clusters that waited for a verdict before they leave."""
@@ -211,9 +223,7 @@ class Membership:
         while world.leave_ready:
             member = world.members.get(world.leave_ready.pop())
             if member is not None and member.leave_token is not None:
-                token = member.leave_token
                 self._depart(member, "LEAVE", "it left")
-                world.reply(token, LeaveReply())
 
     def evict(self, cluster: str, reason: str) -> None:
         member = self._world.members[cluster]
@@ -233,6 +243,13 @@ class Membership:
         world.record(kind.lower(), str(member.incarnation), cluster=name, reason=reason)
         if kind == "LEAVE":
             world.log(f"cluster {name}", f"cluster {name} left: {reason}")
+        self._answer_leave(member)
+
+    def _answer_leave(self, member: Member | None) -> None:
+        """Whatever ended it, a cluster that is gone has left."""
+        if member is not None and member.leave_token is not None:
+            self._world.reply(member.leave_token, LeaveReply())
+            member.leave_token = None
 
     # ---- time ----
 
@@ -244,9 +261,10 @@ class Membership:
                 self.evict(member.cluster, f"no heartbeat for {silent_s:.1f} s")
         self._expire_leases()
 
-    def rearm(self) -> None:
+    def rearm(self, gap_s: float) -> None:
         for member in self._world.members.values():
             member.beat_s = self._world.now_s
+        self._away_since_s = {name: since_s + gap_s for name, since_s in self._away_since_s.items()}
 
     def _expire_leases(self) -> None:
         """What a cluster leased is free again when it stays away for lease_ttl."""

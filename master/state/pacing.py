@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
+from dips.core.messages import HeartbeatRequest
 from dips.master.state.local_steps import (
     Pace,
     dynamic_steps,
@@ -16,6 +18,28 @@ from dips.master.state.world import World
 
 GRACE_SHARE = 0.1
 GRACE_LEAST_S = 1.0
+
+DAY_S = 86_400.0
+MAX_WORDS = 200
+MAX_STEPS_TOLD = 1 << 48
+
+
+def plausible(beat: HeartbeatRequest) -> HeartbeatRequest:
+    """The beat with every measurement that cannot be one set to 0, unknown: no peer's number may stop the master."""
+    return replace(
+        beat,
+        phase=beat.phase[:MAX_WORDS],
+        note=beat.note[:MAX_WORDS],
+        steps=min(beat.steps, MAX_STEPS_TOLD),
+        tokens_per_s=_within(beat.tokens_per_s, 1e-6, 1e12),
+        steps_per_s=_within(beat.steps_per_s, 1e-6, 1e9),
+        push_s=_within(beat.push_s, 0.0, DAY_S),
+        pull_s=_within(beat.pull_s, 0.0, DAY_S),
+    )
+
+
+def _within(value: float, least: float, most: float) -> float:
+    return value if least <= value <= most else 0.0  # NaN is within nothing
 
 
 def pace_of(member: Member) -> Pace:

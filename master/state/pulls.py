@@ -18,8 +18,8 @@ from dips.master.state.records import Kept, Member, Pin
 from dips.master.state.schedule import block_order
 from dips.master.state.world import World
 
-EXTRA_READERS = 2
-"""Readers (evaluator, export) beside the clusters that may hold a pin at once."""
+MAX_READERS = 2
+"""Readers (evaluator, export) that may hold a pin at once; each cluster has one beside them."""
 
 
 class Pulls:
@@ -40,7 +40,7 @@ class Pulls:
             world.reply(token, BeginPullReply(busy))
             return
         kept = self._wanted(request)
-        owner = member.cluster if member else f"reader {request.caller.name}"
+        owner = _owner(request, member)
         pin = Pin(self._next_pin, owner, kept.version, world.now_s + world.config.ticket_ttl_s)
         self._next_pin += 1
         world.pins = {pin_id: old for pin_id, old in world.pins.items() if old.owner != owner} | {pin.pin_id: pin}
@@ -50,14 +50,23 @@ class Pulls:
     def finish(self, token: int, request: FinishPullRequest) -> None:
         world = self._world
         member = None if request.reader else check_member(world, request.caller)
-        world.pins.pop(request.pin_id, None)
+        pin = world.pins.get(request.pin_id)
+        if pin is not None and pin.owner == _owner(request, member):
+            del world.pins[request.pin_id]
         if member is not None:
             member.local_steps = pacing.local_steps(world, member)
         world.reply(token, FinishPullReply(member.local_steps if member else 0))
 
     def tick(self) -> None:
+        """A cluster's pin lasts while it is here, since a pull may take long; a reader's only for a while."""
         world = self._world
-        world.pins = {pin_id: pin for pin_id, pin in world.pins.items() if pin.until_s > world.now_s}
+        world.pins = {
+            pin_id: pin for pin_id, pin in world.pins.items() if pin.owner in world.members or pin.until_s > world.now_s
+        }
+
+    def rearm(self, gap_s: float) -> None:
+        for pin in self._world.pins.values():
+            pin.until_s += gap_s
 
     def _busy(self, request: BeginPullRequest, member: Member | None) -> Busy | None:
         world = self._world
@@ -75,8 +84,11 @@ class Pulls:
         behind = request.at_least is not None and request.at_least > world.published.version
         if behind and not request.exact:
             return Busy(0.2, f"version {request.at_least} is not published yet")
-        limit = world.config.max_clusters + EXTRA_READERS
-        return Busy(1.0, f"{limit} pulls are under way") if len(world.pins) >= limit else None
+        if any(slave.version is not None and slave.version > world.published.version for slave in world.ready_slaves()):
+            return Busy(0.2, f"version {world.ledger.version} is about to be published")
+        readers = {pin.owner for pin in world.pins.values()} - set(world.members) - {_owner(request, member)}
+        crowded = member is None and len(readers) >= MAX_READERS
+        return Busy(1.0, f"{MAX_READERS} readers pull already") if crowded else None
 
     def _wanted(self, request: BeginPullRequest) -> Kept:
         world = self._world
@@ -111,3 +123,8 @@ class Pulls:
             world.epoch,
             world.config.run_id,
         )
+
+
+def _owner(request: BeginPullRequest | FinishPullRequest, member: Member | None) -> str:
+    """Whose pin it is; no cluster id holds a space."""
+    return member.cluster if member else f"reader {request.caller.name}"

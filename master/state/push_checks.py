@@ -13,8 +13,11 @@ from dips.master.state.world import World
 MAX_TOKENS = 1 << 50
 """More than any cluster could train on between two pushes; anything above is a mistake."""
 
+MAX_STEPS = 1 << 32
+"""Likewise for steps; sums of them must stay within 64 bits."""
+
 OWN_DATA_SLACK = 2.0
-"""A cluster with its own data may count at most its declared rate x the elapsed time x this (DESIGN 5, data)."""
+"""A cluster with its own data may count at most its declared rate x the elapsed time x this."""
 
 OWN_DATA_START_S = 60.0
 """Elapsed time granted to a first push, whose clock starts at Join and not at its first step."""
@@ -49,6 +52,8 @@ def check(world: World, member: Member, request: BeginPushRequest) -> None:
             f"push {request.seq} of cluster {member.cluster!r} comes after push {member.last_seq}: a number is "
             "used once; raise it by one for each push",
         )
+    if request.steps > MAX_STEPS:
+        raise Refused(RefusalCode.MALFORMED, f"{request.steps} steps in one push: at most {MAX_STEPS} can be counted")
     if request.base is None:
         _check_seed(world, member, request)
     else:
@@ -56,18 +61,23 @@ def check(world: World, member: Member, request: BeginPushRequest) -> None:
 
 
 def _check_seed(world: World, member: Member, request: BeginPushRequest) -> None:
+    _check_may_seed(world, member.cluster)
+    if request.tokens or request.ranges:
+        raise Refused(RefusalCode.TOKENS, "a seed carries no training: send 0 tokens and no ranges")
+
+
+def _check_may_seed(world: World, cluster: str) -> None:
+    """Holds at every later check too: another seed may be published, or asked for, while this one travels."""
     if world.ledger.version is not None:
         raise Refused(
             RefusalCode.SEED_EXISTS,
             f"version {world.ledger.version} exists: nobody may seed over it; pull it, or start a new run",
         )
-    if world.seed_cluster != member.cluster:
+    if world.seed_cluster != cluster:
         raise Refused(
             RefusalCode.SEED_EXISTS,
             f"cluster {world.seed_cluster!r} seeds this run: wait for its version and pull",
         )
-    if request.tokens or request.ranges:
-        raise Refused(RefusalCode.TOKENS, "a seed carries no training: send 0 tokens and no ranges")
 
 
 def _check_counts(world: World, member: Member, request: BeginPushRequest) -> None:
@@ -90,9 +100,10 @@ def _check_counts(world: World, member: Member, request: BeginPushRequest) -> No
 def _check_own(world: World, member: Member, request: BeginPushRequest) -> None:
     if request.ranges:
         raise Refused(RefusalCode.RANGES, "this run's clusters bring their own data: send no ranges")
-    entry = world.ledger.entry(member.cluster)
-    since = member.last_admitted_s if member.last_admitted_s is not None else member.joined_s - OWN_DATA_START_S
-    bound = entry.declared_tokens_per_s * (world.now_s - since) * OWN_DATA_SLACK
+    entry, since_s = world.ledger.entry(member.cluster), world.counted_since_s.get(member.cluster)
+    if since_s is None:
+        return  # counted last by an earlier life of the master: how long ago is not known
+    bound = entry.declared_tokens_per_s * (world.now_s - since_s) * OWN_DATA_SLACK
     if entry.declared_tokens_per_s > 0 and request.tokens > bound:
         raise Refused(
             RefusalCode.TOKENS,
@@ -118,10 +129,11 @@ def recheck(world: World, push: Push) -> str | None:
     too_old = stale(world, push.request)
     if too_old is not None:
         return too_old.sentence
-    plan, leases = world.ledger.data_plan, world.ledger.leases
-    if leases is not None and plan is not None and plan.mode is DataMode.LEASED and not push.is_seed:
-        try:
-            leases.check(push.cluster, push.request.ranges)
-        except Refused as refused:
-            return refused.sentence
+    try:
+        if push.is_seed:
+            _check_may_seed(world, push.cluster)
+        elif world.ledger.leases is not None:
+            world.ledger.leases.check(push.cluster, push.request.ranges)
+    except Refused as refused:
+        return refused.sentence
     return None

@@ -24,12 +24,13 @@ from dips.core.messages import (
     Ticket,
     Verdict,
 )
+from dips.master.state import pacing
 from dips.master.state.callers import check_member
 from dips.master.state.push_checks import check, recheck, stale
 from dips.master.state.reasons import slaves_away
 from dips.master.state.records import Member, Push, Slave
 from dips.master.state.schedule import block_order
-from dips.master.state.tables import PUSH_TABLE, PushPhase
+from dips.master.state.tables import PUSH_TABLE, PushPhase, RoundPhase
 from dips.master.state.verdicts import Verdicts
 from dips.master.state.world import World
 
@@ -58,14 +59,16 @@ class Pushes:
         if (busy := self._busy()) is not None:
             world.reply(token, BeginPushReply(busy))
             return
+        self._end_pull(member)
         push = self._ticket(member, push_id, request)
         world.reply(token, BeginPushReply(self._ticket_for(push)))
 
-    def _known(self, member: Member, push_id: PushId) -> Ticket | PushId | Verdict | None:
+    def _known(self, member: Member, push_id: PushId) -> Ticket | Busy | PushId | Verdict | None:
         """The answer when this cluster has an undecided push, or this very push is decided."""
         current = member.push
         if current is not None and current.id == push_id and current.phase.allows("new attempt"):
-            return self._new_attempt(current)
+            # A slave that is away may come back under another address: no ticket names it until then.
+            return self._busy() or self._new_attempt(current)
         if current is not None:
             return current.id
         last = self._world.ledger.entry(member.cluster).last_verdict
@@ -74,6 +77,11 @@ class Pushes:
     def _busy(self) -> Busy | None:
         away = slaves_away(self._world)
         return Busy(1.0, away) if away else None
+
+    def _end_pull(self, member: Member) -> None:
+        """Who pushes reads no longer."""
+        world = self._world
+        world.pins = {pin_id: pin for pin_id, pin in world.pins.items() if pin.owner != member.cluster}
 
     def _ticket(self, member: Member, push_id: PushId, request: BeginPushRequest) -> Push:
         world = self._world
@@ -96,6 +104,7 @@ class Pushes:
     def _new_attempt(self, push: Push) -> Ticket:
         """Send again what is missing: slaves keep the chunks that they verified."""
         world = self._world
+        self._release(push, Refused(RefusalCode.UNKNOWN_PUSH, f"a new attempt of push {push.id} has begun"))
         push.phase.move("new attempt", PushPhase.TICKETED, world.now_s, push.request.caller.cause_id)
         push.attempt += 1
         push.renewed_s = world.now_s
@@ -155,6 +164,7 @@ class Pushes:
                 f"attempt {request.attempt} of push {push_id} is over, attempt {push.attempt} is open",
             )
         else:
+            self._release(push, FinishPushReply(Busy(0.2, f"FinishPush of push {push_id} was called again")))
             push.finish_token, push.claimed = token, dict(request.digest_of_slave)
             push.finish_until_s = world.now_s + FINISH_WAIT_S
             if push.phase.now is PushPhase.STAGED:
@@ -182,11 +192,11 @@ class Pushes:
         world.reply(token, FinishPushReply(self._admitted(push)))
 
     def _admitted(self, push: Push) -> Admitted:
-        world = self._world
-        return Admitted(
-            RoundId(world.epoch, world.ledger.round_n + 1),
-            max(0.0, world.round.window_closes_s - world.now_s),
-        )
+        """The round that it is in, or the one that opens next."""
+        world, state = self._world, self._world.round
+        if state.id is not None and (push.sealed or state.phase.now is RoundPhase.WINDOW):
+            return Admitted(state.id, max(0.0, state.window_closes_s - world.now_s))
+        return Admitted(RoundId(world.epoch, world.ledger.round_n + 1), pacing.grace_s(world))
 
     def _measure_pace(self, push: Push) -> None:
         """Tokens a second between two admissions of the same incarnation (enters T_round)."""
@@ -213,6 +223,13 @@ class Pushes:
                 self._verdicts.abort(push, f"nothing arrived for {world.config.ticket_ttl_s:g} s, the ticket ran out")
         self._verdicts.tick()
 
+    def rearm(self, gap_s: float) -> None:
+        """The master stood still for gap_s: no ticket and no held call is the older for it."""
+        for push in self._world.pushes():
+            push.renewed_s += gap_s
+            push.finish_until_s += gap_s
+        self._verdicts.rearm(gap_s)
+
     def deadlines(self) -> Sequence[float]:
         holds = [push.finish_until_s for push in self._world.pushes() if push.finish_token is not None]
         return [*self._verdicts.deadlines(), *holds]
@@ -226,10 +243,16 @@ class Pushes:
 
     def _not_staged(self, push: Push) -> None:
         missing = sorted(s for s in self._slave_ids() if s not in push.digest_of_slave)
+        sentence = f"slave {', '.join(missing)} has not all of push {push.id} yet: send what is missing"
+        self._release(push, FinishPushReply(Busy(0.2, sentence)))
+
+    def _release(self, push: Push, answer: FinishPushReply | Refused) -> None:
+        """Answer a held FinishPush, if there is one."""
         token, push.finish_token = push.finish_token, None
-        assert token is not None, "asked only for a held call"
-        sentence = f"slave {missing[0]} has not all of push {push.id} yet: send what is missing"
-        self._world.reply(token, FinishPushReply(Busy(0.2, sentence)))
+        if token is not None and isinstance(answer, Refused):
+            self._world.refuse(token, answer)
+        elif token is not None and isinstance(answer, FinishPushReply):
+            self._world.reply(token, answer)
 
     def _slave_ids(self) -> Sequence[str]:
         placement = self._world.ledger.placement

@@ -42,6 +42,11 @@ class Push:
     def sealed(self) -> bool:
         return self.phase.now is PushPhase.SEALED
 
+    def forget(self, slave: str) -> None:
+        """The slave is lost, and with it what had landed there."""
+        self.digest_of_slave.pop(slave, None)
+        self.landed_bytes.pop(slave, None)
+
 
 @dataclass
 class Member:
@@ -52,6 +57,7 @@ class Member:
     slot: int
     joined_s: float
     beat_s: float
+    held_at_join: tuple[DataRange, ...] = ()
     last_seq: int = 0
     beat: HeartbeatRequest | None = None
     push: Push | None = None

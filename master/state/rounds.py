@@ -1,4 +1,5 @@
-"""The round: IDLE -> WINDOW -> SEALED -> MEASURE -> JUDGE -> PREPARE -> COMMIT -> PUBLISH -> IDLE (DESIGN 5).
+"""The round: IDLE -> WINDOW -> SEALED -> MEASURE -> JUDGE -> PREPARE -> COMMIT -> PUBLISH -> IDLE
+(docs/protocol.md, one round).
 
 Two rounds never overlap. Before the COMMIT record is durable an abort is presumed; after it there is only forward.
 Which pushes take part is told by their phases: ADMITTED waits for the next window, SEALED is in the round.
@@ -45,16 +46,22 @@ class Rounds:
     def settle(self) -> None:
         """Open, close or empty the window as the admitted pushes and the time demand."""
         world, state = self._world, self._world.round
-        if state.phase.now is RoundPhase.IDLE and not world.ledger.stopping and self._admitted():
+        ending = world.ledger.stopping or world.stop_when_idle
+        if state.phase.now is RoundPhase.IDLE and not ending and self._admitted():
             self._open()
         if state.phase.now is RoundPhase.WINDOW:
+            if ending and not self._may_go_on():
+                self._abort_pushes(ending)
             if not self._admitted():
                 self._move("nobody left", RoundPhase.IDLE)
             elif self._may_close():
                 self._seal()
         if state.phase.now is RoundPhase.IDLE and world.ledger.stopping:
-            for push in list(world.pushes()):
-                self._verdicts.abort(push, f"the run ends: {world.ledger.stopping}")
+            self._abort_pushes(world.ledger.stopping)
+
+    def _abort_pushes(self, why: str) -> None:
+        for push in list(self._world.pushes()):
+            self._verdicts.abort(push, f"the run ends: {why}")
 
     def tick(self) -> None:
         state = self._world.round
@@ -64,7 +71,8 @@ class Rounds:
     def deadlines(self) -> list[float]:
         state = self._world.round
         if state.phase.now is RoundPhase.WINDOW:
-            return [max(state.window_closes_s, state.not_before_s)]
+            # What else the window waits for comes as an event, not with time.
+            return [max(state.window_closes_s, state.not_before_s)] if self._may_go_on() else []
         return [] if state.deadline_s is None else [state.deadline_s]
 
     def rearm(self, gap_s: float) -> None:
@@ -88,11 +96,14 @@ class Rounds:
         world.window_opened_s = world.now_s
         self._move("push admitted", RoundPhase.WINDOW)
 
+    def _may_go_on(self) -> bool:
+        world = self._world
+        begun = world.ledger.version is None or world.enough_clusters()
+        return begun and not world.paused and world.all_slaves_ready()
+
     def _may_close(self) -> bool:
         world, state = self._world, self._world.round
-        if world.paused or not world.all_slaves_ready() or world.now_s < state.not_before_s:
-            return False
-        if world.ledger.version is not None and not world.enough_clusters():
+        if not self._may_go_on() or world.now_s < state.not_before_s:
             return False
         everyone_in = all(
             member.push is not None and member.push.phase.now is PushPhase.ADMITTED
@@ -270,7 +281,8 @@ class Rounds:
             seeds = list(state.participants)
             self.abort(reason)
             for push in seeds:
-                self._verdicts.abort(push, reason)
+                if push.phase.allows("aborted"):
+                    self._verdicts.abort(push, reason)
             return
         if state.phase.now is RoundPhase.PREPARE:
             assert state.id is not None, "a round that prepares has an id"
@@ -291,10 +303,15 @@ class Rounds:
         world.log("round", f"round {state.id} is aborted: {reason}; complete pushes enter the next one")
         state.timeout_factor = min(MAX_TIMEOUT_FACTOR, state.timeout_factor * 2)
         state.not_before_s = world.now_s + RETRY_PAUSE_S * state.timeout_factor / 2
-        orphans = [push for push in state.participants if world.member_push(push.cluster) is not push]
+        given_up = [push for push in state.participants if self._nobody_waits_for(push)]
         self._end("abort")
-        for push in orphans:
+        for push in given_up:
             self._verdicts.abort(push, reason)
+
+    def _nobody_waits_for(self, push: Push) -> bool:
+        """Its cluster is gone, or only waits for this to be able to leave."""
+        member = self._world.members.get(push.cluster)
+        return member is None or member.push is not push or member.leave_token is not None
 
     def refused(self, slave: Slave, body: RoundRefused) -> None:
         state = self._world.round
@@ -307,10 +324,16 @@ class Rounds:
             self.abort(sentence)
 
     def slave_lost(self, slave: Slave, reason: str) -> None:
-        """Its stagings are gone: an open round aborts, and so does every push that it held completely."""
+        """Its stagings are gone: an open round aborts, and so does every push that it held completely.
+
+        It comes back with the newest version only, so older ones can be read no longer.
+        """
+        world = self._world
+        world.kept = {v: kept for v, kept in world.kept.items() if kept is world.published}
         if self._world.round.phase.now in (RoundPhase.MEASURE, RoundPhase.PREPARE):
             self.abort(reason)
         for push in list(self._world.pushes()):
+            push.forget(slave.id)
             if push.phase.now in (PushPhase.STAGED, PushPhase.ADMITTED):
                 self._verdicts.abort(push, reason)
 

@@ -59,6 +59,7 @@ class SlaveDesk:
         slave = self._of_link(link)
         if (
             slave is None
+            or message.caller.name != slave.id
             or message.caller.incarnation != slave.incarnation
             or message.caller.epoch != self._world.epoch
         ):
@@ -118,14 +119,16 @@ class SlaveDesk:
 
     def _hello(self, link: int, message: SlaveMessage, body: SlaveHello) -> None:
         world, name = self._world, SlaveId(message.caller.name)
+        if self._of_link(link) is not None:
+            raise Refused(RefusalCode.MALFORMED, f"this stream attached before, now as {name!r}: one hello for each")
         self._check_hello(name, message, body)
         slave = world.slaves.get(name)
-        if slave is None:
-            slave = world.slaves[name] = self._new(name, body.memory_bytes)
-        if slave.link is not None:
+        if slave is not None and slave.link is not None:
             taken = Refused(RefusalCode.FENCED, f"another process attached as slave {name}")
             world.close(slave.link, taken)
             self._lose(slave, f"slave {name} attached anew")
+        # Looked up again: before blocks are placed, a slave that is lost is forgotten.
+        slave = world.slaves.setdefault(name, self._new(name, body.memory_bytes))
         slave.incarnations += 1
         slave.link, slave.incarnation = link, Incarnation(world.epoch, slave.incarnations)
         slave.memory_bytes, slave.endpoint, slave.snapshots = (
@@ -154,7 +157,8 @@ class SlaveDesk:
                 f"data endpoint {body.data_endpoint!r} is not of the form tcp://HOST:PORT",
             )
         expected = world.slaves_expected()
-        if name not in expected and len(expected) >= world.config.n_slaves:
+        full = world.ledger.placement is not None or len(expected) >= world.config.n_slaves
+        if name not in expected and full:
             raise Refused(
                 RefusalCode.UNKNOWN_NAME,
                 f"slave {name!r} is not one of this run's {len(expected)} slaves ({', '.join(expected)}): start it "
@@ -212,8 +216,14 @@ class SlaveDesk:
                 f"its directory holds version {newest}, newer than the master's {commit.version}: "
                 "the master's directory is an old copy; restore the newest one"
             )
+        here = [s for s in slave.snapshots if s.version == commit.version]
+        if any(s.committed and s.commit_hash != commit.commit_hash for s in here):
+            return (
+                f"its directory holds version {commit.version} of another history than the master's: one of the two "
+                "was restored from a copy; restore the newest of both"
+            )
         digest = dict(commit.digest_of_slave)[slave.id]
-        if any(s.version == commit.version and s.digest == digest for s in slave.snapshots):
+        if any(s.digest == digest for s in here):
             return ""
         held = ", ".join(sorted(str(s.version) for s in slave.snapshots)) or "none"
         return (
@@ -233,7 +243,7 @@ class SlaveDesk:
                 self._promised(slave, body, cause)
             case Ready() as body:
                 self._ready(slave, body, cause)
-            case ConfigureRefused(refusal):
+            case ConfigureRefused(refusal) if slave.phase.now is SlavePhase.CONFIGURING:
                 slave.trouble = refusal.sentence
                 self._world.log(f"slave {slave.id}", f"slave {slave.id}: {refusal.sentence}", logging.ERROR)
             case Staged() as body if slave.ready:
@@ -259,7 +269,7 @@ class SlaveDesk:
             world.log(f"slave {slave.id}", f"slave {slave.id}: {slave.trouble}", logging.ERROR)
             return
         slave.phase.move("ready", SlavePhase.READY, world.now_s, cause)
-        slave.version = body.version
+        slave.version, slave.trouble = body.version, ""
         world.record("slave_ready", cause, slave=slave.id, version=str(body.version))
         world.log(f"slave {slave.id}", f"slave {slave.id} is ready at version {body.version}")
         self._rounds.slave_back()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.ids import PushId
+from dips.core.ids import Incarnation, PushId
 from dips.core.messages import (
     AwaitVerdictReply,
     AwaitVerdictRequest,
@@ -15,7 +15,7 @@ from dips.core.messages import (
 )
 from dips.master.state.callers import check_member
 from dips.master.state.reasons import waiting_for
-from dips.master.state.records import Push
+from dips.master.state.records import Member, Push
 from dips.master.state.tables import PushPhase
 from dips.master.state.world import World
 
@@ -29,13 +29,14 @@ class Verdicts:
     def await_verdict(self, token: int, request: AwaitVerdictRequest) -> None:
         world = self._world
         check_member(world, request.caller)
-        push = self.find(request.push)
         if request.push.cluster != request.caller.name:
             raise Refused(RefusalCode.UNKNOWN_PUSH, f"push {request.push} is not of cluster {request.caller.name!r}")
+        push = self.find(request.push)
         if push is None:
             world.reply(token, AwaitVerdictReply(self.verdict_of(request.push)))
             return
-        until_s = world.now_s + min(max(request.wait_s, 0.0), world.config.round_timeout_s)
+        wait_s = request.wait_s if request.wait_s > 0 else 0.0  # also for NaN, which no comparison could end
+        until_s = world.now_s + min(wait_s, world.config.round_timeout_s)
         world.waiters.setdefault(push.id, []).append((token, until_s))
 
     def decide(self, push: Push, verdict: Verdict) -> Verdict:
@@ -49,7 +50,9 @@ class Verdicts:
         if member is not None and member.push is push:
             member.push = None
         if kind is VerdictKind.ABORTED:
-            world.aborted_of[push.cluster] = world.aborted_of.get(push.cluster, 0) + 1
+            self._count_nothing(push, member)
+        elif not push.is_seed:
+            world.counted_since_s[push.cluster] = push.began_s
         world.record(
             "verdict",
             push.request.caller.cause_id,
@@ -66,6 +69,13 @@ class Verdicts:
         """Decide ABORTED: presumed for whatever is not committed, so no journal entry is owed."""
         return self.decide(push, Verdict(push.id, VerdictKind.ABORTED, None, reason))
 
+    def _count_nothing(self, push: Push, member: Member | None) -> None:
+        """Its ranges stay with its cluster, unless that is a new incarnation which does not hold them."""
+        world = self._world
+        world.aborted_of[push.cluster] = world.aborted_of.get(push.cluster, 0) + 1
+        if world.ledger.leases is not None and member is not None and member.incarnation != push.id.incarnation:
+            world.ledger.leases.free(push.cluster, push.request.ranges, member.held_at_join)
+
     def _tell(self, push: Push, verdict: Verdict) -> None:
         world = self._world
         for token, _ in world.waiters.pop(push.id, ()):
@@ -78,10 +88,22 @@ class Verdicts:
             world.leave_ready.append(member.cluster)
 
     def verdict_of(self, push_id: PushId) -> Verdict:
-        """The verdict of a push that is not open: the last one, or ABORTED, which is presumed of the unknown."""
+        """The verdict of a push that is not open: the last one, or ABORTED, which is presumed of the unknown.
+
+        Raises Refused(UNKNOWN_PUSH) for a push before the last one: its verdict was told, and is not kept. What is
+        called ABORTED here can not begin any more.
+        """
         last = self._world.ledger.entry(push_id.cluster).last_verdict
         if last is not None and last.push == push_id:
             return last
+        if last is not None and _order(push_id) < _order(last.push):
+            raise Refused(
+                RefusalCode.UNKNOWN_PUSH,
+                f"push {push_id} comes before push {last.push}, the last one decided: its verdict was told before",
+            )
+        member = self._world.members.get(push_id.cluster)
+        if member is not None and member.incarnation == push_id.incarnation:
+            member.last_seq = max(member.last_seq, push_id.seq)
         return Verdict(
             push_id, VerdictKind.ABORTED, None, "the master knows no such push: it was given up", False, None
         )
@@ -105,6 +127,11 @@ class Verdicts:
         for push_id, waiting in list(self._world.waiters.items()):
             self._expire_waiters(push_id, waiting)
 
+    def rearm(self, gap_s: float) -> None:
+        waiters = self._world.waiters
+        for push_id, waiting in waiters.items():
+            waiters[push_id] = [(token, until_s + gap_s) for token, until_s in waiting]
+
     def deadlines(self) -> list[float]:
         return [until for waiting in self._world.waiters.values() for _, until in waiting]
 
@@ -112,3 +139,8 @@ class Verdicts:
         """The caller hung up."""
         for push_id, waiting in list(self._world.waiters.items()):
             self._world.waiters[push_id] = [item for item in waiting if item[0] != token]
+
+
+def _order(push_id: PushId) -> tuple[Incarnation, int]:
+    """The pushes of one cluster, in the order of time."""
+    return push_id.incarnation, push_id.seq

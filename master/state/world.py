@@ -61,6 +61,7 @@ class World:
         self.recent: deque[RoundSummary] = deque(maxlen=RECENT_ROUNDS)
         self.rounds_aborted = 0
         self.aborted_of: dict[str, int] = {}
+        self.counted_since_s: dict[str, float] = {}
         self._were_enough = ledger.tokens > 0
         self.out = Outbox()
 
@@ -77,13 +78,20 @@ class World:
         return list(self.ledger.placement.slaves) if self.ledger.placement else sorted(self.slaves)
 
     def all_slaves_ready(self) -> bool:
-        expected = self.slaves_expected()
-        return len(expected) >= self.config.n_slaves and len(self.ready_slaves()) == len(expected)
+        """Once blocks are placed, the slaves that hold them are all there need be, whatever the settings say now."""
+        placement = self.ledger.placement
+        return placement is not None and len(self.ready_slaves()) == len(placement.slaves)
 
     def enough_clusters(self) -> bool:
         """Whether min_clusters were ever here at once: the run's beginning waits for them, nothing later does."""
         self._were_enough = self._were_enough or len(self.members) >= self.config.min_clusters
         return self._were_enough
+
+    @property
+    def everything_out(self) -> bool:
+        """Whether the last version that was committed, if there is one, is published."""
+        published = self.published.version if self.published else None
+        return published == self.ledger.version
 
     def s_max(self) -> int:
         return self.config.settings.max_staleness_versions or max(8, 4 * len(self.members))

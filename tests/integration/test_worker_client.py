@@ -275,7 +275,7 @@ def test_an_evicted_cluster_joins_again_and_beats_under_its_new_name(run: FakeRu
         run.n += 1  # only the heartbeat can notice: there is nothing to push
         rejoined(client, model)
         assert client.incarnation == Incarnation(1, 3)
-        run.wait_for(lambda: run.beats[-1].caller.incarnation == Incarnation(1, 3))
+        run.wait_for(lambda: any(beat.caller.incarnation == Incarnation(1, 3) for beat in run.beats[-1:]))
         assert len(run.joins) == 2
 
 
@@ -287,7 +287,7 @@ def test_heartbeats_flow_while_the_training_thread_is_busy(run: FakeRun) -> None
         time.sleep(0.5)  # the training thread is busy elsewhere
         assert len(run.beats) - before >= 5
         train(client, model, 1)
-        run.wait_for(lambda: run.beats[-1].steps == 6)
+        run.wait_for(lambda: any(beat.steps == 6 for beat in run.beats[-1:]))
         beat = run.beats[-1]
         assert (beat.base, beat.phase, beat.loss) == (Version(1, 1), "TRAINING", 2.0)
         assert beat.tokens_per_s > 0

@@ -94,6 +94,19 @@ class NumpyModel:
         self.resets += 1
 
 
+def bind_again(router: zmq.Socket[bytes], endpoint: str) -> None:
+    """libzmq gives a closed socket's port back in its own time."""
+    deadline_s = time.monotonic() + 5.0
+    while True:
+        try:
+            router.bind(endpoint)
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.01)
+
+
 class FakeSlave:
     """One ROUTER on one thread. `mute`: hears nothing. `hook(header)` may return a Refusal, or raise to say nothing."""
 
@@ -120,7 +133,7 @@ class FakeSlave:
         router.setsockopt(zmq.LINGER, 0)
         self._stop.clear()
         if self._port:
-            router.bind(self.endpoint)
+            bind_again(router, self.endpoint)
         else:
             self._port = router.bind_to_random_port("tcp://127.0.0.1")
         self._thread = threading.Thread(target=self._serve, args=(router,), name=f"fake {self.slave_id}")
@@ -324,6 +337,8 @@ class FakeRun:
         push = self._id(request, request.seq)
         if push in self.verdicts:
             return BeginPushReply(self.verdicts[push])
+        if push not in self.attempts and self.stop:
+            raise Stop(RefusalCode.STOPPING, "no more pushes: the run has reached its end")
         if push not in self.attempts:
             self.pushes.append(request)
         self.attempts[push] = self.attempts.get(push, 0) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,15 @@ from hypothesis import strategies as st
 from support.master_bench import LEASED, OWN, Bench, refused_with
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.messages import DataMode, DataPlan, LeaseDataRequest, ReturnDataRequest
+from dips.core.messages import DataMode, DataPlan, LeaseDataRequest, Measure, ReturnDataRequest
 from dips.master.state.intervals import IntervalMap
-from dips.master.state.leases import FREE, LeaseTable, TokenState
+from dips.master.state.leases import (
+    FREE,
+    MAX_PIECES_AT_ONCE,
+    MAX_RANGES_IN_A_MESSAGE,
+    LeaseTable,
+    TokenState,
+)
 
 PLAN = DataPlan(DataMode.LEASED, b"x", 950, 100)
 
@@ -158,3 +165,68 @@ def test_faster_cluster_leases_more() -> None:
     bench.lease("b", 100)
     leased = {c.cluster_id: c.leased_tokens for c in bench.status().clusters}
     assert leased == {"a": 300, "b": 100}
+
+
+def test_part_of_a_range_in_an_undecided_push_cannot_be_returned() -> None:
+    bench = Bench(plan=LEASED).running("a", "b")
+    (lease,) = bench.lease("a", 100)
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a", 100, (lease,))
+    bench.advance(1.5)
+    half = replace(lease, begin_tokens=50)
+    with refused_with(RefusalCode.RANGES):
+        bench.ask(ReturnDataRequest(bench.caller("a"), (half,)))
+    assert bench.lease("b", 50)[0].chunk == 1
+    bench.slaves[0].release(Measure)
+    assert bench.status().tokens == 100
+    assert applied(bench) == 100
+
+
+def applied(bench: Bench) -> int:
+    leases = bench.state.world.ledger.leases
+    assert leases is not None
+    return leases.totals()[TokenState.APPLIED]
+
+
+def test_ranges_of_an_aborted_push_are_free_when_the_process_that_held_them_is_gone() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    ranges = bench.lease("a", 200)
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a", 200, ranges)
+    bench.join("a", held=(replace(ranges[0], end_tokens=30),))
+    other = bench.lease("a", 100)
+    bench.slaves[0].die()
+    assert bench.status().leased_tokens == 130, "what the new process said it holds, and its own lease"
+    leases = bench.state.world.ledger.leases
+    assert leases is not None
+    leases.check("a", (replace(ranges[0], end_tokens=30), *other))
+
+
+def test_ranges_of_an_aborted_push_stay_with_the_process_that_made_it() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    ranges = bench.lease("a", 200)
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a", 200, ranges)
+    bench.slaves[0].die()
+    assert bench.status().leased_tokens == 200
+
+
+def test_no_cluster_holds_more_pieces_than_it_can_name() -> None:
+    table = LeaseTable(DataPlan(DataMode.LEASED, b"x", 1 << 40, 1))
+    for _ in range(MAX_RANGES_IN_A_MESSAGE // MAX_PIECES_AT_ONCE):
+        assert len(table.lease("a", 1 << 30)) == MAX_PIECES_AT_ONCE
+        if len(list(table.holdings())) > 2000:
+            break
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dips.master.state.leases.MAX_RANGES_IN_A_MESSAGE", 2000)
+        with pytest.raises(Refused, match="return some"):
+            table.lease("a", 1)
+        assert table.lease("b", 1)
+
+
+def test_lease_request_that_was_overtaken_lends_nothing() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    bench.ask(LeaseDataRequest(bench.caller("a"), 100, 2))
+    with refused_with(RefusalCode.SEQ):
+        bench.ask(LeaseDataRequest(bench.caller("a"), 100, 1))
+    assert bench.status().leased_tokens == 100

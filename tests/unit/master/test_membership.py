@@ -7,23 +7,32 @@ import math
 import pytest
 from support.master_bench import LAYOUT, LEASED, OWN, Bench, Unanswered, refused_with
 
+from dips.core.codec_protobuf import encode
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import (
+    BeginPullRequest,
     Caller,
+    Commit,
     DataMode,
     DataPlan,
+    DataRange,
     DrainRequest,
     EvictRequest,
+    HeartbeatRequest,
     Hello,
+    LeaveRequest,
     Measure,
     OperatorRequest,
+    Prepare,
+    Refusal,
+    RoundRefused,
     Settings,
     Verdict,
     VerdictKind,
 )
-from dips.master.state.events import Stop
+from dips.master.state.events import Pause, Stop
 
 
 def test_join_waits_for_all_slaves() -> None:
@@ -198,6 +207,7 @@ def test_second_process_with_the_same_cluster_id_takes_over_and_the_first_must_s
     bench = Bench().running("a")
     first = bench.clusters["a"].join.incarnation
     bench.join("a")
+    bench.beat("a")
     with refused_with(RefusalCode.FENCED) as refused:
         bench.join("a", previous=first)
     assert "another process" in str(refused.value)
@@ -299,3 +309,218 @@ def test_last_push_is_of_the_cluster() -> None:
     assert isinstance(reply.last_push, Verdict)
     assert isinstance(push, PushId)
     assert reply.last_push.push == push
+
+
+@pytest.mark.parametrize("after_restart", [False, True])
+def test_cluster_whose_join_was_answered_in_vain_may_join_again(after_restart: bool) -> None:
+    bench = Bench().running("a")
+    bench.silent.add("a")
+    bench.advance(11.0)
+    known = bench.clusters["a"].join.incarnation
+    bench.join("a", previous=known)  # its answer is lost
+    if after_restart:
+        bench.start_master()
+        bench.attach_all()
+    assert bench.join("a", previous=known).incarnation > known
+    assert bench.beat("a")
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"steps_per_s": math.nan, "push_s": math.nan, "pull_s": math.nan, "tokens_per_s": math.nan},
+        {"steps_per_s": math.inf, "push_s": math.inf, "pull_s": math.inf, "tokens_per_s": math.inf},
+        {"steps_per_s": 100.0, "push_s": math.nan},
+        {"steps_per_s": 100.0, "pull_s": math.inf},
+        {"steps_per_s": 5e-324},
+        {"steps_per_s": 1e308, "push_s": -1e308},
+        {"steps_per_s": -1.0, "push_s": -1.0, "tokens_per_s": -1.0},
+        {"steps": (1 << 64) - 1, "note": "x" * 100_000},
+    ],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_absurd_numbers_in_a_beat_stop_nobody(numbers: dict[str, float], dynamic: bool) -> None:
+    bench = Bench(settings=Settings(dynamic_local_steps=dynamic)).running("a", "b")
+    bench.silent.add("a")  # beats by hand only
+    for n in range(3):
+        bench.ask(HeartbeatRequest(bench.caller("a"), **numbers))  # type: ignore[arg-type]
+        bench.push("b")
+        bench.advance(2.0)
+        assert bench.status().published == Version(1, n + 1)
+        bench.pull("a")
+        bench.pull("b")
+    bench.ask(HeartbeatRequest(bench.caller("a"), **numbers))  # type: ignore[arg-type]
+    bench.join("a")
+    encode(bench.status())
+
+
+@pytest.mark.parametrize("end", ["evict", "join"])
+def test_leave_that_waits_is_answered_when_the_cluster_is_gone_otherwise(end: str) -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a")
+    token = bench.leave("a")
+    if end == "evict":
+        bench.operate(EvictRequest("", "a"))
+    else:
+        bench.join("a")
+    assert bench.result(token)
+
+
+def test_leave_that_is_called_again_answers_the_first_call_too() -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a")
+    first = bench.leave("a")
+    second = bench.call(LeaveRequest(bench.caller("a"), "again"))
+    with refused_with(RefusalCode.BUSY):
+        bench.result(first)
+    bench.slaves[0].release(Measure)
+    assert bench.result(second)
+
+
+def test_leave_does_not_wait_for_another_round_after_an_abort() -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].hold.add(Measure)
+    push = bench.push("a")
+    token = bench.leave("a")
+    round_id = bench.status().round
+    assert round_id is not None
+    bench.slaves[0].say(RoundRefused(round_id, "measure", Refusal(RefusalCode.DISK, "the disk is full")))
+    assert bench.result(token)
+    assert not bench.alive("a")
+    reply = bench.join("a")
+    assert isinstance(reply.last_push, Verdict)
+    assert (reply.last_push.push, reply.last_push.kind) == (push, VerdictKind.ABORTED)
+
+
+def test_stop_takes_effect_although_every_round_aborts() -> None:
+    bench = Bench(settings=Settings(heartbeat_s=2.0)).running("a")
+    bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.DISK, "the disk is full")
+    bench.push("a")
+    bench.operate(Stop(OperatorRequest("", "enough")))
+    bench.advance(20.0)
+    assert bench.status().stopping
+    assert bench.verdict("a").kind is VerdictKind.ABORTED
+
+
+def test_stop_takes_effect_although_clusters_push_without_a_pause() -> None:
+    bench = Bench(grace_s=0.0).running("a", "b")
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a")
+    bench.push("b")
+    bench.operate(Stop(OperatorRequest("", "enough")))
+    bench.slaves[0].release(Measure)
+    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    assert bench.verdict("b").kind is VerdictKind.ABORTED
+    assert bench.status().stopping
+
+
+@pytest.mark.parametrize("why", ["paused", "too few clusters"])
+def test_stop_does_not_wait_for_a_window_that_cannot_close(why: str) -> None:
+    bench = Bench(min_clusters=1 if why == "paused" else 2).running("a")
+    if why == "paused":
+        bench.operate(Pause(OperatorRequest("", "a break")))
+    bench.push("a")
+    assert bench.status().phase == "WINDOW"
+    bench.operate(Stop(OperatorRequest("", "enough")))
+    assert bench.status().stopping
+    assert bench.verdict("a").kind is VerdictKind.ABORTED
+
+
+def test_paused_master_gives_up_no_ticket_no_pin_and_no_lease() -> None:
+    bench = Bench(plan=LEASED, ticket_ttl_s=10.0, lease_ttl_s=60.0).running("a", "b")
+    held = bench.lease("b", 100)
+    bench.silent.add("b")
+    bench.advance(20.0)
+    assert not bench.alive("b")
+    bench.begin_push("a", 100, bench.lease("a", 100))
+    bench.ask(BeginPullRequest(Caller("", 0, "export"), reader=True))
+    bench.jump(3600.0)
+    bench.advance(5.0)
+    assert bench.state.world.members["a"].push is not None
+    assert bench.state.world.pins
+    bench.join("b", previous=bench.clusters["b"].join.incarnation, held=held)
+    leases = bench.state.world.ledger.leases
+    assert leases is not None
+    leases.check("b", held)
+
+
+def test_run_that_ends_publishes_its_last_version_first() -> None:
+    bench = Bench(settings=Settings(tk_max_tokens=100), linger_s=1.0).running("a")
+    for slave in bench.slaves:
+        slave.hold.add(Commit)
+    bench.push("a")
+    for slave in bench.slaves:
+        slave.alive = False
+        slave.hold.clear()
+    bench.start_master()
+    bench.advance(60.0)
+    assert bench.status().stopping
+    assert not bench.status().stopped
+    bench.attach_all()
+    assert bench.status().published == Version(1, 1)
+    assert bench.status().stopped
+    bench.advance(1.0)
+    assert bench.halted is not None
+    assert bench.halted.exit_code == 0
+
+
+def test_stop_waits_for_a_round_that_is_beyond_its_commit_point() -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].hold.add(Commit)
+    bench.push("a")
+    bench.slaves[0].die()
+    bench.operate(EvictRequest("", "a"))
+    bench.operate(Stop(OperatorRequest("")))
+    assert not bench.status().stopping
+    bench.slaves[0].attach()
+    assert bench.status().stopped
+
+
+def test_operator_who_insists_need_not_wait_for_a_slave_that_never_returns() -> None:
+    bench = Bench(settings=Settings(tk_max_tokens=100)).running("a")
+    bench.push("a")
+    for slave in bench.slaves:
+        slave.alive = False
+    bench.start_master()
+    bench.slaves[0].attach()
+    assert not bench.status().stopped
+    bench.operate(Stop(OperatorRequest("")))
+    assert bench.halted is not None
+    assert bench.halted.exit_code == 0
+
+
+def test_join_that_names_too_many_ranges_is_refused() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    with refused_with(RefusalCode.RANGES):
+        bench.join("b", held=(DataRange(1, 0, 0, 0, 1),) * 65_537)
+
+
+@pytest.mark.parametrize("kind", [Measure, Prepare, Commit])
+@pytest.mark.parametrize("then", ["evict", "join", "leave", "drain", "pause", "stop", "newcomer"])
+def test_whatever_happens_in_a_round_its_pushes_are_counted_once(kind: type, then: str) -> None:
+    bench = Bench(linger_s=5.0).running("a", "b")
+    bench.slaves[0].hold.add(kind)
+    bench.push("a")
+    push = bench.push("b")
+    match then:
+        case "evict":
+            bench.operate(EvictRequest("", "b"))
+        case "join":
+            assert bench.join("b").last_push == push
+        case "leave":
+            bench.leave("b")
+        case "drain":
+            bench.operate(DrainRequest("", "b"))
+        case "pause":
+            bench.operate(Pause(OperatorRequest("")))
+        case "stop":
+            bench.operate(Stop(OperatorRequest("")))
+        case "newcomer":
+            assert not bench.join("c").seed
+    bench.slaves[0].release(kind)
+    status = bench.status()
+    assert (status.published, status.tokens) == (Version(1, 1), 200)
+    assert [c.pushes_applied for c in status.clusters][:2] == [1, 1]
+    assert bench.alive("b") == (then not in ("evict", "leave"))

@@ -7,7 +7,7 @@ from support.master_bench import Bench, refused_with
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.core.messages import BeginPullRequest, Busy, Caller, FinishPullRequest, PullGrant
+from dips.core.messages import BeginPullRequest, Busy, Caller, Commit, FinishPullRequest, PullGrant
 
 
 def reader(name: str = "r") -> Caller:
@@ -92,9 +92,65 @@ def test_pins_are_released_replaced_and_run_out() -> None:
 
 def test_number_of_pulls_is_bounded() -> None:
     bench = Bench(max_clusters=1).running("a")
-    for n in range(3):
+    for n in range(2):
         assert isinstance(bench.ask(BeginPullRequest(reader(f"r{n}"), True)).answer, PullGrant)
     assert isinstance(bench.ask(BeginPullRequest(reader("r9"), True)).answer, Busy)
+    assert isinstance(bench.ask(BeginPullRequest(reader("r1"), True)).answer, PullGrant), "instead of its own"
+
+
+def test_readers_take_no_pull_away_from_a_cluster() -> None:
+    bench = Bench(max_clusters=1).running("a")
+    for n in range(20):
+        bench.ask(BeginPullRequest(reader(f"r{n}"), True))
+    assert bench.pull("a").version == Version(1, 0)
+
+
+def test_nobody_finishes_another_one_s_pull() -> None:
+    bench = Bench().running("a", "b")
+    grant = bench.ask(BeginPullRequest(bench.caller("a"))).answer
+    bench.ask(FinishPullRequest(bench.caller("b"), grant.pin_id))
+    bench.ask(FinishPullRequest(reader(), grant.pin_id, True))
+    assert set(bench.state.world.pins) == {grant.pin_id}
+
+
+def test_slow_pull_of_a_live_cluster_keeps_its_pin_until_it_ends() -> None:
+    bench = Bench(ticket_ttl_s=10.0).running("a", "b")
+    grant = bench.ask(BeginPullRequest(bench.caller("b"))).answer
+    bench.advance(60.0)
+    assert set(bench.state.world.pins) == {grant.pin_id}
+    bench.begin_push("b")
+    assert not bench.state.world.pins, "who pushes reads no longer"
+    bench.ask(BeginPullRequest(bench.caller("a")))
+    bench.silent.add("a")
+    bench.advance(11.0)
+    assert not bench.state.world.pins
+
+
+def test_version_that_a_restarted_slave_does_not_hold_cannot_be_read() -> None:
+    bench = Bench().running("a")
+    bench.push("a")
+    old = BeginPullRequest(reader(), True, Version(1, 0), True)
+    assert isinstance(bench.ask(old).answer, PullGrant)
+    bench.slaves[0].die()
+    bench.slaves[0].attach()
+    with refused_with(RefusalCode.VERSION_GONE):
+        bench.ask(old)
+
+
+def test_pull_waits_for_the_version_that_a_restarted_slave_holds_already() -> None:
+    bench = Bench().running("a", "b")
+    for slave in bench.slaves:
+        slave.hold.add(Commit)
+    bench.push("a")
+    bench.advance(1.5)
+    bench.slaves[0].die()
+    bench.slaves[0].attach()
+    assert bench.status().published == Version(1, 0)
+    answer = bench.ask(BeginPullRequest(bench.caller("b"))).answer
+    assert isinstance(answer, Busy)
+    assert "1:1" in answer.sentence
+    bench.slaves[1].release(Commit)
+    assert bench.pull("b").version == Version(1, 1)
 
 
 def test_pull_waits_while_a_slave_is_away() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,11 @@ from dips.core.messages import (
     Busy,
     CloseStaging,
     DataRange,
+    EvictRequest,
     OpenStaging,
+    Prepare,
+    Refusal,
+    RoundRefused,
     Settings,
     SlaveBeat,
     StagingProgress,
@@ -422,3 +427,212 @@ def test_no_ticket_while_a_slave_is_away() -> None:
     answer = bench.begin_push("a")
     assert isinstance(answer, Busy)
     assert "s1 is away" in answer.sentence
+
+
+def seeding(*names: str) -> Bench:
+    """The first cluster's seed stands in PREPARE, where slave s0 has yet to answer; then its cluster is evicted."""
+    bench = Bench()
+    bench.attach_all()
+    for name in names:
+        bench.join(name)
+    bench.slaves[0].hold.add(Prepare)
+    bench.seed(names[0])
+    bench.operate(EvictRequest("", names[0]))
+    return bench
+
+
+def test_seed_that_was_begun_before_another_one_was_published_is_never_applied() -> None:
+    bench = seeding("a", "b")
+    assert isinstance(bench.begin_push("b", 0, base=None), Ticket)
+    bench.slaves[0].release(Prepare)
+    assert bench.status().published == Version(1, 0)
+    bench.stage("b")
+    answer = bench.result(bench.finish_push("b")).answer
+    assert isinstance(answer, Verdict)
+    assert answer.kind is VerdictKind.ABORTED
+    assert "exists" in answer.reason
+    bench.advance(3.0)
+    assert bench.status().published == Version(1, 0)
+
+
+def test_of_two_seeds_only_that_of_the_cluster_that_was_asked_last_is_taken() -> None:
+    bench = seeding("a", "b")
+    bench.begin_push("b", 0, base=None)
+    bench.stage("b")
+    token = bench.finish_push("b")
+    assert isinstance(bench.result(token).answer, Admitted)
+    old = bench.clusters["a"].push_id
+    bench.join("a")
+    slave = bench.slaves[0]
+    round_id = bench.status().round
+    assert round_id is not None
+    slave.hold.clear()
+    slave.say(RoundRefused(round_id, "prepare", Refusal(RefusalCode.DISK, "the disk is full")))
+    bench.advance(3.0)
+    assert bench.verdict("a", old).kind is VerdictKind.ABORTED
+    assert bench.verdict("b").kind is VerdictKind.APPLIED
+    assert bench.status().published == Version(1, 0)
+
+
+def test_seed_of_a_cluster_that_is_gone_may_turn_out_not_finite() -> None:
+    bench = seeding("a", "b")
+    round_id = bench.status().round
+    assert round_id is not None
+    bench.slaves[0].hold.clear()
+    bench.slaves[0].say(RoundRefused(round_id, "prepare", Refusal(RefusalCode.NONFINITE, "NaN in the parameters")))
+    assert bench.join("b").seed
+    bench.seed("b")
+    bench.advance(3.0)
+    assert bench.status().published == Version(1, 0)
+
+
+def test_slave_that_is_lost_takes_its_part_of_a_push_with_it() -> None:
+    bench = Bench().running("a")
+    bench.begin_push("a")
+    push = bench.clusters["a"].push_id
+    bench.slaves[1].stage(push)
+    bench.slaves[1].die()
+    bench.slaves[0].stage(push)
+    token = bench.finish_push("a")
+    with pytest.raises(Unanswered):
+        bench.result(token)
+    bench.slaves[1].attach()
+    bench.slaves[1].stage(push)
+    assert isinstance(bench.result(token).answer, Admitted)
+    assert bench.status().published == Version(1, 1)
+
+
+def test_ticket_lives_while_bytes_arrive_again_at_a_slave_that_restarted() -> None:
+    bench = Bench(ticket_ttl_s=10.0).running("a")
+    bench.begin_push("a")
+    push = bench.clusters["a"].push_id
+    bench.slaves[1].say(SlaveBeat(progress=(StagingProgress(push, 1, 1000),)))
+    bench.slaves[1].die()
+    bench.slaves[1].attach()
+    for landed in range(1, 5):
+        bench.advance(8.0)
+        bench.slaves[1].say(SlaveBeat(progress=(StagingProgress(push, 1, landed),)))
+    assert bench.state.world.members["a"].push is not None
+
+
+def test_finish_push_that_is_repeated_answers_the_first_call_too() -> None:
+    bench = Bench().running("a")
+    bench.begin_push("a")
+    first, second = bench.finish_push("a"), bench.finish_push("a")
+    assert isinstance(bench.result(first).answer, Busy)
+    bench.stage("a")
+    assert isinstance(bench.result(second).answer, Admitted)
+
+
+def test_finish_push_of_an_attempt_that_is_over_admits_nothing() -> None:
+    bench = Bench().running("a")
+    bench.begin_push("a")
+    held = bench.finish_push("a")
+    bench.clusters["a"].seq -= 1
+    bench.begin_push("a")
+    with refused_with(RefusalCode.UNKNOWN_PUSH):
+        bench.result(held)
+    bench.stage("a")
+    assert bench.status().published == Version(1, 0)
+    assert isinstance(bench.result(bench.finish_push("a", attempt=2)).answer, Admitted)
+
+
+def test_no_new_attempt_while_a_slave_is_away_because_its_address_may_change() -> None:
+    bench = Bench().running("a")
+    bench.begin_push("a")
+    bench.slaves[1].die()
+    bench.clusters["a"].seq -= 1
+    answer = bench.begin_push("a")
+    assert isinstance(answer, Busy)
+    assert "s1 is away" in answer.sentence
+    bench.slaves[1].attach()
+    bench.clusters["a"].seq -= 1
+    ticket = bench.begin_push("a")
+    assert isinstance(ticket, Ticket)
+    assert f":{5000 + bench.slaves[1].link}" in ticket.placement.slaves[1].data_endpoint
+
+
+def test_admitted_names_the_round_that_the_push_will_be_in() -> None:
+    bench = Bench(grace_s=9.0).running("a", "b", "c")
+    rounds = set()
+    for name in ("a", "b"):
+        bench.begin_push(name)
+        bench.stage(name)
+        answer = bench.result(bench.finish_push(name)).answer
+        assert isinstance(answer, Admitted)
+        assert answer.window_closes_in_s == pytest.approx(9.0)
+        rounds.add(answer.round)
+    assert rounds == {bench.status().round}
+
+
+def test_verdict_of_a_push_before_the_last_one_is_never_told_wrong() -> None:
+    bench = Bench().running("a")
+    first = bench.push("a")
+    bench.pull("a")
+    bench.push("a")
+    with refused_with(RefusalCode.UNKNOWN_PUSH) as refused:
+        bench.verdict("a", first)
+    assert "told before" in str(refused.value)
+    bench.clusters["a"].seq = first.seq
+    with refused_with(RefusalCode.UNKNOWN_PUSH):
+        bench.result(bench.finish_push("a"))
+
+
+def test_push_that_was_called_aborted_can_not_begin_after_all() -> None:
+    bench = Bench().running("a")
+    late = PushId("a", bench.clusters["a"].join.incarnation, 5)  # type: ignore[arg-type]
+    assert bench.verdict("a", late).kind is VerdictKind.ABORTED
+    bench.clusters["a"].seq = 4
+    with refused_with(RefusalCode.SEQ):
+        bench.begin_push("a")
+    assert isinstance(bench.begin_push("a"), Ticket)
+
+
+def declared(rate: float, *names: str) -> Bench:
+    bench = Bench(plan=OWN, grace_s=30.0)
+    bench.attach_all()
+    for name in names:
+        bench.join(name, declared_tokens_per_s=rate)
+    bench.seed(names[0])
+    for name in names:
+        bench.pull(name)
+    return bench
+
+
+def test_declared_rate_counts_from_the_last_push_that_was_not_aborted() -> None:
+    bench = declared(10.0, "a", "b")
+    bench.advance(50.0)
+    bench.push("a", 500)
+    bench.slaves[0].die()
+    assert bench.verdict("a").kind is VerdictKind.ABORTED
+    bench.slaves[0].attach()
+    bench.advance(10.0)
+    assert isinstance(bench.begin_push("a", 600), Ticket), "the work of the aborted push comes with the next one"
+
+
+def test_declared_rate_counts_the_time_that_a_cluster_was_cut_off() -> None:
+    bench = declared(10.0, "a", "b")
+    base, fence = bench.clusters["a"].base, bench.clusters["a"].fence
+    bench.silent.add("a")
+    bench.advance(200.0)
+    assert not bench.alive("a")
+    bench.join("a", previous=bench.clusters["a"].join.incarnation, declared_tokens_per_s=10.0)
+    assert isinstance(bench.begin_push("a", 2000, base=base, fence=fence), Ticket)
+
+
+def test_absurd_number_of_steps_is_refused() -> None:
+    bench = Bench().running("a")
+    with refused_with(RefusalCode.MALFORMED):
+        bench.begin_push("a", steps=(1 << 64) - 1)
+
+
+@pytest.mark.parametrize("wait_s", [math.nan, math.inf, -math.inf, -1.0])
+def test_await_verdict_with_an_absurd_wait_is_answered_all_the_same(wait_s: float) -> None:
+    bench = Bench(grace_s=60.0).running("a", "b")
+    bench.push("a")
+    token = bench.await_verdict("a", wait_s=wait_s)
+    deadline_s = bench.state.next_deadline_s()
+    assert deadline_s is not None
+    assert math.isfinite(deadline_s)
+    bench.advance(31.0)
+    assert isinstance(bench.result(token).answer, Busy)

@@ -410,3 +410,21 @@ def test_every_arrow_of_the_round_is_walked_by_these_scenarios() -> None:
     run(stale)
     arrows = {(name, end.value) for _, name, end in ROUND_TABLE.arrows()}
     assert arrows - walked == set()
+
+
+@pytest.mark.parametrize("why", ["paused", "a slave is away", "too few clusters"])
+def test_window_that_waits_for_more_than_time_asks_for_no_tick(why: str) -> None:
+    from dips.core.messages import OperatorRequest
+    from dips.master.state.events import Pause
+
+    bench = Bench(min_clusters=2 if why == "too few clusters" else 1, grace_s=1.0).running("a", "b")
+    if why == "too few clusters":
+        bench = Bench(min_clusters=2, grace_s=1.0).running("a")
+    if why == "paused":
+        bench.operate(Pause(OperatorRequest("")))
+    bench.push("a")
+    if why == "a slave is away":
+        bench.slaves[0].die()
+    bench.advance(10.0)
+    deadline_s = bench.state.next_deadline_s()
+    assert deadline_s is None or deadline_s > bench.now_s

@@ -13,6 +13,7 @@ from dips.core.messages import (
     Caller,
     Commit,
     Configure,
+    ConfigureRefused,
     Hello,
     Measure,
     Prepare,
@@ -181,8 +182,6 @@ def test_loaded_digest_that_differs_from_the_commit_is_not_ready() -> None:
 
 
 def test_configure_refused_is_shown() -> None:
-    from dips.core.messages import ConfigureRefused
-
     bench = Bench()
     bench.slaves[0].hold.add(Configure)
     bench.attach_all()
@@ -239,3 +238,75 @@ def test_fewer_blocks_than_slaves_is_refused() -> None:
     bench.attach_all()
     with refused_with(RefusalCode.CONFIG):
         bench.join("a")
+
+
+def test_slave_that_attaches_anew_before_blocks_are_placed_is_not_forgotten() -> None:
+    bench = Bench()
+    bench.attach_all()
+    bench.slaves[0].attach()
+    assert bench.join("a").seed
+    bench.seed("a")
+    assert bench.status().published == Version(1, 0)
+
+
+def test_stream_has_one_hello() -> None:
+    bench = Bench()
+    hello(bench, "s0", link=7)
+    hello(bench, "s1", link=7)
+    assert bench.closed[7].code is RefusalCode.MALFORMED
+    assert [slave.slave_id for slave in bench.status().slaves] == ["s0"]
+
+
+def test_slave_speaks_for_itself_only() -> None:
+    bench = Bench().running("a")
+    slave = bench.slaves[0]
+    slave.hold.add(Measure)
+    bench.push("a")
+    slave.name = "s1"
+    slave.release(Measure)
+    assert bench.status().phase == "MEASURE"
+
+
+def test_slave_whose_disk_failed_for_a_while_is_ready_when_it_says_so() -> None:
+    bench = Bench().running("a")
+    slave = bench.slaves[0]
+    slave.die()
+    slave.hold.add(Configure)
+    slave.attach()
+    slave.say(ConfigureRefused(Refusal(RefusalCode.DISK, "no space left", 1.0)))
+    assert "no space left" in bench.status().waiting_for
+    slave.release(Configure)
+    assert bench.status().waiting_for == ""
+    bench.push("a")
+    assert bench.status().published == Version(1, 1)
+
+
+def test_late_word_of_a_refused_configure_changes_nothing() -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].say(ConfigureRefused(Refusal(RefusalCode.DISK, "no space left", 1.0)))
+    bench.push("a")
+    assert bench.status().published == Version(1, 1)
+
+
+def test_run_whose_blocks_are_placed_needs_no_slave_beside_those_that_hold_them() -> None:
+    bench = Bench(n_slaves=2).running("a")
+    for slave in bench.slaves:
+        slave.alive = False
+    bench.config = replace(bench.config, n_slaves=3)
+    bench.start_master()
+    bench.attach_all()
+    hello(bench, "s2")
+    assert bench.closed[99].code is RefusalCode.UNKNOWN_NAME, "no block would be left for it"
+    bench.join("a")
+    bench.pull("a")
+    bench.push("a")
+    assert bench.status().published == Version(1, 1)
+
+
+def test_slave_with_another_history_of_the_same_version_is_not_taken() -> None:
+    bench = Bench().running("a")
+    slave = bench.slaves[0]
+    slave.die()
+    slave.snapshots[Version(1, 0)] = replace(slave.snapshots[Version(1, 0)], commit_hash=b"other")
+    slave.attach()
+    assert "another history" in bench.status().waiting_for

@@ -1,0 +1,151 @@
+"""Whatever a peer can put on the wire, right in most fields or in none: the master goes on and can send its answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.master_bench import HELLO, LAYOUT, LEASED, Bench
+from support.wire_values import values_of
+
+from dips.core.codec_protobuf import encode
+from dips.core.ids import Version
+from dips.core.messages import (
+    AwaitVerdictRequest,
+    BeginPullRequest,
+    BeginPushRequest,
+    Caller,
+    CommandBody,
+    Commit,
+    ConfigureRefused,
+    FinishPullRequest,
+    FinishPushRequest,
+    Flipped,
+    HeartbeatRequest,
+    JoinRequest,
+    LeaseDataRequest,
+    LeaveRequest,
+    Measure,
+    Measured,
+    Prepare,
+    Prepared,
+    Promised,
+    Ready,
+    Refusal,
+    ReturnDataRequest,
+    RoundRefused,
+    Settings,
+    SlaveBeat,
+    SlaveHello,
+    SlaveMessage,
+    Staged,
+    StagingProgress,
+)
+from dips.master.state.events import ClusterCall, SlaveSaid, Tick
+
+PHASES = {"IDLE": None, "MEASURE": Measure, "PREPARE": Prepare, "COMMIT": Commit}
+
+
+def in_phase(phase: str) -> Bench:
+    """Cluster a's push is in the round, b's has a ticket; slave s0 does nothing from now on but talk."""
+    bench = Bench(plan=LEASED, settings=Settings(dynamic_local_steps=True), grace_s=0.0).running("a", "b", "c")
+    ranges = {name: bench.lease(name, 100) for name in ("a", "b")}
+    bench.begin_push("b", 100, ranges["b"])
+    held = PHASES[phase]
+    if held is not None:
+        bench.slaves[0].hold.add(held)
+        bench.push("a", 100, ranges["a"])
+    bench.slaves[0].hold |= set(typing.get_args(CommandBody))
+    return bench
+
+
+def calls(bench: Bench) -> list[Any]:
+    """A call of each kind that would be right, or nearly."""
+    a, b = bench.caller("a"), bench.caller("b")
+    push = bench.clusters["b"].push_id
+    base, fence = bench.clusters["b"].base, bench.clusters["b"].fence
+    (lease,) = bench.lease("c", 100)
+    digests = tuple((slave.name, slave.digest(push)) for slave in bench.slaves)
+    return [
+        JoinRequest(a, HELLO, LAYOUT, LAYOUT.layout_hash, LEASED, 0.0, (lease,)),
+        HeartbeatRequest(bench.caller("c"), steps_per_s=1.0),
+        BeginPushRequest(bench.caller("c"), 5, base, fence, (lease,), 100, 3),
+        BeginPushRequest(b, push.seq, base, fence, (), 100, 3),
+        FinishPushRequest(b, push.seq, 1, digests),
+        AwaitVerdictRequest(b, push, 1.0),
+        BeginPullRequest(a),
+        FinishPullRequest(a, 1),
+        LeaseDataRequest(a, 100, 1),
+        ReturnDataRequest(bench.caller("c"), (lease,)),
+        LeaveRequest(a, ""),
+    ]
+
+
+def words(bench: Bench) -> list[Any]:
+    """What slave s0 could rightly say, or nearly."""
+    push, state = bench.clusters["b"].push_id, bench.state.world.round
+    refusal = Refusal(1, "no")  # type: ignore[arg-type]
+    bodies: list[Any] = [
+        SlaveHello(HELLO, "tcp://127.0.0.1:1", 1 << 30, 0),
+        Promised(bench.epoch),
+        Ready(Version(1, 0), b""),
+        SlaveBeat(progress=(StagingProgress(push, 1, 7),)),
+        Staged(push, 1, b""),
+        ConfigureRefused(refusal),
+    ]
+    if state.id is not None:
+        bodies += [
+            Measured(state.id, ()),
+            Prepared(state.id, b"x"),
+            RoundRefused(state.id, "measure", refusal),
+            Flipped(state.id, Version(1, 1)),
+        ]
+    return bodies
+
+
+def nearly(draw: st.DrawFn, right: Any) -> Any:
+    """The same value with some of its fields replaced by anything that the wire can carry."""
+    anything = draw(values_of(type(right)))
+    fields = [field.name for field in dataclasses.fields(right) if field.name != "caller"]
+    taken = draw(st.sets(st.sampled_from(fields), max_size=3)) if fields else set()
+    return dataclasses.replace(right, **{name: getattr(anything, name) for name in taken})
+
+
+def sendable(bench: Bench) -> None:
+    for answer in [*bench.replies.values(), *bench.refusals.values(), *bench.closed.values()]:
+        encode(answer)
+    encode(bench.status())
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@settings(max_examples=int(os.environ.get("DIPS_TEST_MESSAGES", "15")), deadline=None)
+@given(data=st.data())
+def test_no_message_ends_the_master(phase: str, data: st.DataObject) -> None:
+    bench = in_phase(phase)
+    slave = bench.slaves[0]
+    said = Caller(bench.run_id, bench.epoch, slave.name, slave.incarnation)
+    for number in range(data.draw(st.integers(1, 5))):
+        if data.draw(st.booleans()):
+            request = nearly(data.draw, data.draw(st.sampled_from(calls(bench))))
+            if data.draw(st.integers(0, 9)) == 0:
+                request = dataclasses.replace(request, caller=data.draw(values_of(Caller)))
+            bench.event(ClusterCall(10_000 + number, request))
+            bench.call(FinishPullRequest(bench.caller("c"), 1))  # answers with what follows from c's beats
+        else:
+            body = nearly(data.draw, data.draw(st.sampled_from(words(bench))))
+            bench.event(SlaveSaid(slave.link, SlaveMessage(said, body)))
+        bench.event(Tick())
+        sendable(bench)
+        deadline_s = bench.state.next_deadline_s()
+        assert deadline_s is None or math.isfinite(deadline_s)
+    for name in ("a", "b"):
+        bench.silent.add(name)
+    bench.advance(12.0)
+    sendable(bench)
+    assert bench.halted is None or bench.halted.exit_code == 6, "only a newer epoch, promised by a slave, ends it"
