@@ -278,11 +278,7 @@ class Rounds:
         """Version and momentum stay; every participant is EXCLUDED, durably. A seed has no judgement: it is aborted."""
         world, state = self._world, self._world.round
         if state.judgement is None:
-            seeds = list(state.participants)
-            self.abort(reason)
-            for push in seeds:
-                if push.phase.allows("aborted"):
-                    self._verdicts.abort(push, reason)
+            self._give_up(reason)
             return
         if state.phase.now is RoundPhase.PREPARE:
             assert state.id is not None, "a round that prepares has an id"
@@ -308,6 +304,14 @@ class Rounds:
         for push in given_up:
             self._verdicts.abort(push, reason)
 
+    def _give_up(self, reason: str) -> None:
+        """Abort, and the pushes too: they would fail the next round for the same reason. Nothing of them is lost."""
+        pushes = list(self._world.round.participants)
+        self.abort(reason)
+        for push in pushes:
+            if push.phase.allows("aborted"):
+                self._verdicts.abort(push, reason)
+
     def _nobody_waits_for(self, push: Push) -> bool:
         """Its cluster is gone, or only waits for this to be able to leave."""
         member = self._world.members.get(push.cluster)
@@ -320,6 +324,8 @@ class Rounds:
         sentence = f"slave {slave.id} cannot {body.command}: {body.refusal.sentence}"
         if body.refusal.code is RefusalCode.NONFINITE and state.phase.now is RoundPhase.PREPARE:
             self._void(sentence)
+        elif body.refusal.code is RefusalCode.UNKNOWN_PUSH:
+            self._give_up(sentence)
         else:
             self.abort(sentence)
 

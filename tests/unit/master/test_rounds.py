@@ -209,6 +209,18 @@ def test_refused_prepare_aborts_and_the_complete_push_goes_into_the_next_round()
     assert bench.status().published == Version(1, 1)
 
 
+@pytest.mark.parametrize("command", ["measure", "prepare"])
+def test_push_that_a_slave_does_not_hold_is_given_up_and_comes_again(command: str) -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].refuse[command] = Refusal(RefusalCode.UNKNOWN_PUSH, "no complete staging of this push")
+    bench.push("a")
+    assert bench.verdict("a").kind is VerdictKind.ABORTED
+    bench.slaves[0].refuse.clear()
+    bench.push("a")
+    bench.advance(2.0)
+    assert bench.status().published == Version(1, 1)
+
+
 def test_silent_slave_lets_the_round_run_out_of_time_and_the_next_one_waits_longer() -> None:
     bench = Bench(round_timeout_s=4.0).running("a")
     bench.slaves[0].hold.add(Measure)
