@@ -193,7 +193,7 @@ class WholeRun:
         return published.v if published else -1
 
     def wait_for_version(self, v: int) -> None:
-        wait_until(lambda: self.version() >= v, f"version {v} was not published: {self.status().waiting_for}")
+        wait_until(lambda: self.version() >= v, f"version {v} was not published: see {self.directory}")
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()[-2000:]
