@@ -10,6 +10,7 @@ of 1 MiB keep a 1 Gbit/s link of 130 ms full, and bound what a peer must buffer 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,7 +91,7 @@ class _Peer:
         return None in self.in_flight.values()
 
 
-class Transfer:
+class Transfer(ABC):
     """What push and pull have in common: windows, silence, pauses, stalls. `failure` is a sentence once it failed."""
 
     def __init__(self, shares: Mapping[str, Sequence[Chunk]], settings: TransferSettings, now_s: float) -> None:
@@ -212,8 +213,9 @@ class Transfer:
         peer.in_flight[self._last_request] = chunk
         return Ask(peer.slave, self._last_request, chunk)
 
+    @abstractmethod
     def _asks(self, peer: _Peer, now_s: float) -> Iterator[Ask]:
-        raise NotImplementedError
+        """What to ask of this slave now."""
 
     def _moved(self, peer: _Peer, chunk: Chunk, now_s: float) -> None:
         peer.moved.add(chunk)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ class Links:
             dealer.close(linger=0)
 
 
-class _Carrier:
+class _Carrier(ABC):
     """Carries one transfer out, until it is done, has failed, or is cancelled."""
 
     def __init__(self, common: Common, links: Links, memory: memoryview, transfer: Transfer, clock: Clock) -> None:
@@ -149,11 +150,13 @@ class _Carrier:
             for slave, frames in links.receive(min(max(pause_s, 0.0), LONGEST_POLL_S)):
                 self._hear(slave, frames)
 
+    @abstractmethod
     def message(self, ask: Ask) -> tuple[DataHeader, memoryview | None]:
-        raise NotImplementedError
+        """The header, and the payload that goes with it."""
 
+    @abstractmethod
     def take(self, slave: str, header: DataHeader, payload: memoryview | None) -> None:
-        raise NotImplementedError
+        """What a slave answered."""
 
     def place(self, chunk: Chunk) -> memoryview:
         """The chunk's bytes in the flat vector."""

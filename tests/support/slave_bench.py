@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from support.slave_peers import LAYOUT, RUN, configure_for, open_staging, placement_over, prepare_of, push_id
 
+from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import (
     BlockGram,
@@ -153,3 +154,10 @@ def only(out: list[Effect], kind: type[E]) -> list[E]:
 def said(out: list[Effect]) -> list[SlaveBody]:
     """What went up to the master."""
     return [effect.body for effect in only(out, effects.SendUp)]
+
+
+BASE = snapshot(V0, R1)
+SHADOW = snapshot(V1, R2, committed=False)
+NEXT = snapshot(V1, R2)
+FULL = Refusal(RefusalCode.DISK, "the disk is full")
+FULL_NOW = Refusal(RefusalCode.DISK, "the disk is full", 1.5)

@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.slave_bench import (
+    BASE,
+    FULL,
+    FULL_NOW,
+    NEXT,
     R1,
     R2,
     R3,
+    SHADOW,
     V0,
     V1,
     V2,
@@ -28,19 +33,15 @@ from support.slave_bench import (
 from support.slave_peers import configure_for, open_staging, placement_over
 
 from dips.core.errors import LocalProtocolError, RefusalCode
-from dips.core.ids import Incarnation, RoundId, Version
+from dips.core.ids import Incarnation, RoundId
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import (
     AbortRound,
     CloseStaging,
     ConfigureRefused,
-    Flipped,
     Hello,
-    Measured,
-    Prepared,
     Promised,
     Ready,
-    Refusal,
     Retain,
     RoundRefused,
     Settings,
@@ -52,31 +53,6 @@ from dips.core.messages import (
 from dips.slave.state import effects, events
 from dips.slave.state.link import LINK_TABLE, LinkPhase
 from dips.slave.state.shard import SHARD_TABLE, ShardPhase
-from dips.slave.state.slave import MAX_WAITING
-
-BASE = snapshot(V0, R1)
-SHADOW = snapshot(V1, R2, committed=False)
-NEXT = snapshot(V1, R2)
-FULL = Refusal(RefusalCode.DISK, "the disk is full")
-FULL_NOW = Refusal(RefusalCode.DISK, "the disk is full", 1.5)
-
-
-@pytest.fixture
-def bench() -> SlaveBench:
-    """At version 0, with push A staged in slot 0."""
-    bench = SlaveBench()
-    bench.ready(BASE)
-    bench.stage(A, 0)
-    return bench
-
-
-@pytest.fixture
-def prepared_bench(bench: SlaveBench) -> SlaveBench:
-    """With the shadow of version 1 in memory and on disk."""
-    bench.prepare()
-    bench.prepared(SHADOW)
-    return bench
-
 
 # ---- the bond ----
 
@@ -373,220 +349,6 @@ def test_other_rows_are_opened_while_a_job_runs(bench: SlaveBench) -> None:
     bench.command(measure())
     assert only(bench.command(open_staging(B, 1)), effects.OpenSlot)
     assert only(bench.command(CloseStaging(B)), effects.CloseSlot)
-
-
-# ---- rounds ----
-
-
-def test_a_whole_round(bench: SlaveBench) -> None:
-    (run,) = only(bench.command(measure()), effects.RunMeasure)
-    assert run.slots == (0,)
-    (measured,) = said(bench.measured())
-    assert isinstance(measured, Measured)
-    (prepare_run,) = only(bench.prepare(), effects.RunPrepare)
-    assert prepare_run.slots == (0,)
-    assert said(bench.prepared(SHADOW)) == [Prepared(R2, SHADOW.digest)]
-    (commit_run,) = only(bench.command(commit()), effects.RunCommit)
-    assert (commit_run.shadow, commit_run.commit_hash, commit_run.commit_record) == (SHADOW, b"hash", b"{}")
-    out = bench.committed(NEXT)
-    assert said(out) == [Flipped(R2, V1)]
-    assert bench.state.shard.current == NEXT
-    (record,) = only(out, effects.Record)
-    assert (record.kind, record.fields["version"], record.fields["round"]) == ("committed", "1:1", "r1.2")
-
-
-def test_every_command_of_a_round_is_answered_again_and_not_done_again(bench: SlaveBench) -> None:
-    bench.command(measure())
-    first = said(bench.measured())
-    again = bench.command(measure())
-    assert said(again) == first
-    bench.prepare()
-    first = said(bench.prepared(SHADOW))
-    out = bench.prepare()
-    assert said(out) == first
-    assert not only(out, effects.RunPrepare)
-    bench.command(commit())
-    first = said(bench.committed(NEXT))
-    out = bench.command(commit())
-    assert said(out) == first
-    assert not only(out, effects.RunCommit)
-
-
-def test_commands_wait_for_the_job_and_keep_their_order(bench: SlaveBench) -> None:
-    bench.command(measure())
-    assert bench.prepare() == []
-    assert bench.command(AbortRound(R2, "late")) == []
-    out = bench.measured()
-    assert isinstance(said(out)[0], Measured)
-    assert only(out, effects.RunPrepare)
-    out = bench.prepared(SHADOW)
-    assert said(out) == [Prepared(R2, SHADOW.digest)]
-    assert only(out, effects.DropShadow) == [effects.DropShadow(SHADOW)]
-    assert bench.phase is ShardPhase.READY
-
-
-def test_abort_drops_the_shadow_and_the_round_never_comes_back(prepared_bench: SlaveBench) -> None:
-    out = prepared_bench.command(AbortRound(R2, "a slave was lost"))
-    assert only(out, effects.DropShadow) == [effects.DropShadow(SHADOW)]
-    assert SHADOW not in prepared_bench.state.shard.snapshots
-    (refused,) = said(prepared_bench.command(commit()))
-    assert isinstance(refused, RoundRefused)
-    assert (refused.command, refused.refusal.code) == ("commit", RefusalCode.VERSION_GONE)
-
-
-def test_abort_of_another_round_keeps_the_shadow(prepared_bench: SlaveBench) -> None:
-    assert not only(prepared_bench.command(AbortRound(R1, "old news")), effects.DropShadow)
-    assert prepared_bench.phase is ShardPhase.PREPARED
-
-
-@pytest.mark.parametrize("body", [measure(R3), prepare(R3)])
-def test_a_later_round_drops_a_shadow_whose_abort_was_lost(prepared_bench: SlaveBench, body: Any) -> None:
-    out = prepared_bench.command(body)
-    assert only(out, effects.DropShadow) == [effects.DropShadow(SHADOW)]
-    assert only(out, effects.RunMeasure) or only(out, effects.RunPrepare)
-
-
-def test_a_round_that_is_over_is_refused(bench: SlaveBench) -> None:
-    bench.command(AbortRound(R3, "late"))
-    for body in (measure(), prepare()):
-        (refused,) = said(bench.command(body))
-        assert isinstance(refused, RoundRefused)
-        assert refused.refusal.code is RefusalCode.STALE_EPOCH
-
-
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        (measure(R2, V1), RefusalCode.VERSION_GONE),
-        (measure(R2, V0, B), RefusalCode.UNKNOWN_PUSH),
-        (measure(R2, V0, A, B), RefusalCode.UNKNOWN_PUSH),
-        (prepare(from_version=V1, to=V2), RefusalCode.VERSION_GONE),
-        (prepare(from_version=None), RefusalCode.SEED_EXISTS),
-        (prepare(to=V0), RefusalCode.MALFORMED),
-        (prepare(to=Version(0, 9)), RefusalCode.MALFORMED),
-        (prepare(weights=(0.5, 0.5)), RefusalCode.MALFORMED),
-        (prepare(weights=(float("nan"),)), RefusalCode.NONFINITE),
-        (prepare(scale=float("inf")), RefusalCode.NONFINITE),
-    ],
-)
-def test_an_impossible_round_is_refused_and_changes_nothing(bench: SlaveBench, body: Any, code: RefusalCode) -> None:
-    out = bench.command(body)
-    (refused,) = said(out)
-    assert isinstance(refused, RoundRefused)
-    assert refused.refusal.code is code
-    assert refused.command == type(body).__name__.lower()
-    assert bench.phase is ShardPhase.READY
-
-
-def test_a_measure_without_participants_is_refused(bench: SlaveBench) -> None:
-    body = measure()
-    (refused,) = said(bench.command(type(body)(body.round, body.version, ())))
-    assert isinstance(refused, RoundRefused)
-    assert refused.refusal.code is RefusalCode.MALFORMED
-
-
-def test_the_seed_takes_exactly_one_push() -> None:
-    bench = SlaveBench()
-    bench.ready()
-    bench.stage(A, 0)
-    (refused,) = said(bench.command(prepare(R1, V0, None, accepted=prepare().accepted * 2, weights=(0.5, 0.5))))
-    assert isinstance(refused, RoundRefused)
-    (run,) = only(bench.command(prepare(R1, V0, None)), effects.RunPrepare)
-    assert run.prepare.from_version is None
-    bench.prepared(snapshot(V0, R1, committed=False))
-    bench.command(commit(R1, V0))
-    assert said(bench.committed(BASE)) == [Flipped(R1, V0)]
-
-
-def test_a_full_disk_at_prepare_refuses_the_round_and_the_slave_goes_on(bench: SlaveBench) -> None:
-    bench.prepare()
-    assert said(bench.failed(FULL)) == [RoundRefused(R2, "prepare", FULL)]
-    assert bench.phase is ShardPhase.READY
-    assert only(bench.prepare(), effects.RunPrepare)
-
-
-def test_a_commit_goes_only_forward_until_the_disk_takes_it(prepared_bench: SlaveBench) -> None:
-    (first,) = only(prepared_bench.command(commit()), effects.RunCommit)
-    for _ in range(3):
-        out = prepared_bench.failed(FULL_NOW)
-        assert said(out) == [RoundRefused(R2, "commit", FULL_NOW)]
-        (again,) = only(out, effects.RunCommit)
-        assert (again.shadow, again.commit_record, again.delay_s) == (SHADOW, first.commit_record, 1.5)
-        assert prepared_bench.phase is ShardPhase.COMMITTING
-    assert said(prepared_bench.committed(NEXT)) == [Flipped(R2, V1)]
-
-
-def test_a_promotion_goes_only_forward_too() -> None:
-    bench = SlaveBench((SHADOW, BASE))
-    bench.attach()
-    bench.command(configure(SHADOW))
-    out = bench.failed(FULL_NOW)
-    assert said(out) == [ConfigureRefused(FULL_NOW)]
-    (again,) = only(out, effects.RunLoad)
-    assert (again.source, again.delay_s) == (SHADOW, 1.5)
-    assert said(bench.loaded(NEXT)) == [Ready(V1, NEXT.digest)]
-
-
-def test_a_round_is_never_tried_again_by_itself(bench: SlaveBench) -> None:
-    bench.prepare()
-    out = bench.failed(FULL_NOW)
-    assert not only(out, effects.RunPrepare)
-    assert bench.phase is ShardPhase.READY
-
-
-def test_a_failed_commit_keeps_the_shadow_and_can_be_sent_again(prepared_bench: SlaveBench) -> None:
-    prepared_bench.command(commit())
-    assert said(prepared_bench.failed(FULL)) == [RoundRefused(R2, "commit", FULL)]
-    assert only(prepared_bench.command(commit()), effects.RunCommit)
-
-
-def test_a_failed_measure_leaves_the_slave_ready(bench: SlaveBench) -> None:
-    bench.command(measure())
-    assert said(bench.failed(FULL)) == [RoundRefused(R2, "measure", FULL)]
-    assert bench.phase is ShardPhase.READY
-
-
-def test_a_commit_of_another_round_is_refused(prepared_bench: SlaveBench) -> None:
-    for body in (commit(R3, V1), commit(R2, V2)):
-        (refused,) = said(prepared_bench.command(body))
-        assert isinstance(refused, RoundRefused)
-        assert "send Configure" in refused.refusal.sentence
-
-
-def test_an_answer_asked_by_an_earlier_incarnation_is_not_sent(bench: SlaveBench) -> None:
-    bench.command(measure())
-    bench.give(events.Unlinked("reset"))
-    bench.attach(2)
-    assert said(bench.measured()) == []
-
-
-def test_a_commit_that_ends_without_a_stream_still_flips(prepared_bench: SlaveBench) -> None:
-    prepared_bench.command(commit())
-    prepared_bench.give(events.Unlinked("reset"))
-    assert said(prepared_bench.committed(NEXT)) == []
-    assert prepared_bench.state.shard.current == NEXT
-    prepared_bench.attach(2)
-    assert said(prepared_bench.command(configure(NEXT))) == [Ready(V1, NEXT.digest)]
-
-
-def test_retain_sets_the_pins(bench: SlaveBench) -> None:
-    assert bench.command(Retain((V0, V1))) == [effects.SetPins((V0, V1))]
-
-
-def test_the_end_of_a_job_that_is_over_changes_nothing(bench: SlaveBench) -> None:
-    bench.command(measure())
-    job = bench.job()
-    bench.measured()
-    out = bench.give(events.JobFailed(job, FULL))
-    assert said(out) == []
-    assert bench.phase is ShardPhase.READY
-
-
-def test_too_many_waiting_commands_close_the_stream(bench: SlaveBench) -> None:
-    bench.command(measure())
-    for _ in range(MAX_WAITING):
-        assert bench.command(measure()) == []
-    assert only(bench.command(measure()), effects.CloseLink)
 
 
 # ---- the tables ----
