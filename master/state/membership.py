@@ -62,7 +62,7 @@ class Membership:
         entry.incarnation = Incarnation(world.epoch, entry.incarnations)
         entry.member, entry.declared_tokens_per_s = True, request.declared_tokens_per_s
         held = self._reattach(name, request.held_ranges, undecided)
-        member = Member(name, entry.incarnation, slot, world.now_s, world.now_s, held_at_join=held, push=undecided)
+        member = Member(name, entry.incarnation, slot, world.now_s, held_at_join=held, push=undecided)
         world.members[name] = member
         self._away_since_s.pop(name, None)
         if world.ledger.version is None and world.seed_cluster not in world.members:

@@ -186,7 +186,6 @@ class Pushes:
             world.reply(token, FinishPushReply(verdict))
             return
         push.phase.move("finish push", PushPhase.ADMITTED, world.now_s, push.request.caller.cause_id)
-        push.admitted_s = world.now_s
         self._measure_pace(push)
         world.record("admitted", push.request.caller.cause_id, push=str(push.id), tokens=push.request.tokens)
         world.reply(token, FinishPushReply(self._admitted(push)))

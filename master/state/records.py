@@ -28,7 +28,6 @@ class Push:
     finish_token: int | None = None
     finish_until_s: float = 0.0
     claimed: dict[str, bytes] = field(default_factory=dict)
-    admitted_s: float = 0.0
 
     @property
     def cluster(self) -> str:
@@ -55,7 +54,6 @@ class Member:
     cluster: str
     incarnation: Incarnation
     slot: int
-    joined_s: float
     beat_s: float
     held_at_join: tuple[DataRange, ...] = ()
     last_seq: int = 0

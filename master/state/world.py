@@ -96,10 +96,6 @@ class World:
     def s_max(self) -> int:
         return self.config.settings.max_staleness_versions or max(8, 4 * len(self.members))
 
-    def member_push(self, cluster: str) -> Push | None:
-        member = self.members.get(cluster)
-        return member.push if member else None
-
     def pushes(self) -> Iterator[Push]:
         for member in self.live():
             if member.push is not None:
