@@ -44,6 +44,7 @@ class JoinReply:
     tokens: int
     local_steps: int
     run_id: str
+    kept_ranges: tuple[DataRange, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class HeartbeatReply:
     local_steps: int
     stop: bool
     phase: str
+    donate: Version | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class BeginPushRequest:
     tokens: int
     steps: int
     mean_loss: float = NAN
+    donates: Version | None = None
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class SlaveStatus:
     refused_chunks: int = 0
     resident_bytes: int = 0
     incarnations: int = 0
+    durable: Version | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class StatusReply:
     leased_tokens: int = 0
     excluded_tokens: int = 0
     settings: Settings = field(default_factory=Settings)
+    durable: Version | None = None
+    recovery: str = ""
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,8 @@ class Settings:
     preset: str = "safe"
     durability: str = "sync"
     max_message_bytes: int = 64 << 20
+    ticket_ttl_s: float = 60.0
+    round_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class SlaveBeat:
     resident_bytes: int = 0
     staging_open: int = 0
     progress: tuple[StagingProgress, ...] = ()
+    durable: Version | None = None
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,26 @@ class Flipped:
     version: Version
 
 
+@dataclass(frozen=True)
+class CommitRecord:
+    version: Version
+    round: RoundId
+    record: bytes = b""
+    refusal: Refusal | None = None
+
+
 SlaveBody = (
-    SlaveHello | Promised | Ready | SlaveBeat | Staged | Measured | Prepared | RoundRefused | Flipped | ConfigureRefused
+    SlaveHello
+    | Promised
+    | Ready
+    | SlaveBeat
+    | Staged
+    | Measured
+    | Prepared
+    | RoundRefused
+    | Flipped
+    | ConfigureRefused
+    | CommitRecord
 )
 
 
@@ -135,6 +154,15 @@ class Configure:
     commit_hash: bytes = b""
     commit_record: bytes = b""
     pinned_versions: int = 2
+    origin: Version | None = None
+    origin_round: RoundId | None = None
+    empty: bool = False
+
+
+@dataclass(frozen=True)
+class SendCommitRecord:
+    version: Version
+    round: RoundId
 
 
 @dataclass(frozen=True)
@@ -204,7 +232,17 @@ class StopSlave:
 
 
 CommandBody = (
-    Welcome | Configure | OpenStaging | CloseStaging | Measure | Prepare | AbortRound | Commit | Retain | StopSlave
+    Welcome
+    | Configure
+    | OpenStaging
+    | CloseStaging
+    | Measure
+    | Prepare
+    | AbortRound
+    | Commit
+    | Retain
+    | StopSlave
+    | SendCommitRecord
 )
 
 

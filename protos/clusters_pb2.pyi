@@ -38,7 +38,7 @@ class JoinRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., data_plan: _Optional[_Union[_common_pb2.DataPlan, _Mapping]] = ..., declared_tokens_per_s: _Optional[float] = ..., held_ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("epoch", "incarnation", "hello", "settings", "seed", "fence", "verdict", "undecided", "published", "tokens", "local_steps", "run_id")
+    __slots__ = ("epoch", "incarnation", "hello", "settings", "seed", "fence", "verdict", "undecided", "published", "tokens", "local_steps", "run_id", "kept_ranges")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class JoinReply(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    KEPT_RANGES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     incarnation: _common_pb2.Incarnation
     hello: _common_pb2.Hello
@@ -63,7 +64,8 @@ class JoinReply(_message.Message):
     tokens: int
     local_steps: int
     run_id: str
-    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., settings: _Optional[_Union[_common_pb2.Settings, _Mapping]] = ..., seed: _Optional[bool] = ..., fence: _Optional[int] = ..., verdict: _Optional[_Union[_common_pb2.Verdict, _Mapping]] = ..., undecided: _Optional[_Union[_common_pb2.PushId, _Mapping]] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., local_steps: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
+    kept_ranges: _containers.RepeatedCompositeFieldContainer[_common_pb2.DataRange]
+    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., settings: _Optional[_Union[_common_pb2.Settings, _Mapping]] = ..., seed: _Optional[bool] = ..., fence: _Optional[int] = ..., verdict: _Optional[_Union[_common_pb2.Verdict, _Mapping]] = ..., undecided: _Optional[_Union[_common_pb2.PushId, _Mapping]] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., local_steps: _Optional[int] = ..., run_id: _Optional[str] = ..., kept_ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("caller", "phase", "steps", "tokens_per_s", "steps_per_s", "loss", "push_s", "pull_s", "base", "note")
@@ -90,23 +92,25 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., phase: _Optional[str] = ..., steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., push_s: _Optional[float] = ..., pull_s: _Optional[float] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., note: _Optional[str] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("epoch", "published", "tokens", "local_steps", "stop", "phase")
+    __slots__ = ("epoch", "published", "tokens", "local_steps", "stop", "phase", "donate")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
+    DONATE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     published: _common_pb2.Version
     tokens: int
     local_steps: int
     stop: bool
     phase: str
-    def __init__(self, epoch: _Optional[int] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., local_steps: _Optional[int] = ..., stop: _Optional[bool] = ..., phase: _Optional[str] = ...) -> None: ...
+    donate: _common_pb2.Version
+    def __init__(self, epoch: _Optional[int] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., local_steps: _Optional[int] = ..., stop: _Optional[bool] = ..., phase: _Optional[str] = ..., donate: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
 
 class BeginPushRequest(_message.Message):
-    __slots__ = ("caller", "seq", "base", "fence", "ranges", "tokens", "steps", "mean_loss")
+    __slots__ = ("caller", "seq", "base", "fence", "ranges", "tokens", "steps", "mean_loss", "donates")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +119,7 @@ class BeginPushRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     MEAN_LOSS_FIELD_NUMBER: _ClassVar[int]
+    DONATES_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     seq: int
     base: _common_pb2.Version
@@ -123,7 +128,8 @@ class BeginPushRequest(_message.Message):
     tokens: int
     steps: int
     mean_loss: float
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., seq: _Optional[int] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., fence: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., mean_loss: _Optional[float] = ...) -> None: ...
+    donates: _common_pb2.Version
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., seq: _Optional[int] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., fence: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., mean_loss: _Optional[float] = ..., donates: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("attempt", "placement", "block_order")

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SlaveMessage(_message.Message):
-    __slots__ = ("caller", "hello", "promised", "ready", "beat", "staged", "measured", "prepared", "round_refused", "flipped", "configure_refused")
+    __slots__ = ("caller", "hello", "promised", "ready", "beat", "staged", "measured", "prepared", "round_refused", "flipped", "configure_refused", "commit_record")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROMISED_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class SlaveMessage(_message.Message):
     ROUND_REFUSED_FIELD_NUMBER: _ClassVar[int]
     FLIPPED_FIELD_NUMBER: _ClassVar[int]
     CONFIGURE_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_RECORD_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     hello: SlaveHello
     promised: Promised
@@ -31,7 +32,8 @@ class SlaveMessage(_message.Message):
     round_refused: RoundRefused
     flipped: Flipped
     configure_refused: ConfigureRefused
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[SlaveHello, _Mapping]] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., beat: _Optional[_Union[SlaveBeat, _Mapping]] = ..., staged: _Optional[_Union[Staged, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., round_refused: _Optional[_Union[RoundRefused, _Mapping]] = ..., flipped: _Optional[_Union[Flipped, _Mapping]] = ..., configure_refused: _Optional[_Union[ConfigureRefused, _Mapping]] = ...) -> None: ...
+    commit_record: CommitRecord
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[SlaveHello, _Mapping]] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., beat: _Optional[_Union[SlaveBeat, _Mapping]] = ..., staged: _Optional[_Union[Staged, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., round_refused: _Optional[_Union[RoundRefused, _Mapping]] = ..., flipped: _Optional[_Union[Flipped, _Mapping]] = ..., configure_refused: _Optional[_Union[ConfigureRefused, _Mapping]] = ..., commit_record: _Optional[_Union[CommitRecord, _Mapping]] = ...) -> None: ...
 
 class SnapshotInfo(_message.Message):
     __slots__ = ("version", "round", "layout_hash", "placement_hash", "digest", "committed", "commit_hash")
@@ -86,20 +88,22 @@ class ConfigureRefused(_message.Message):
     def __init__(self, refusal: _Optional[_Union[_common_pb2.Refusal, _Mapping]] = ...) -> None: ...
 
 class SlaveBeat(_message.Message):
-    __slots__ = ("staging_bytes", "served_bytes", "refused_chunks", "resident_bytes", "staging_open", "progress")
+    __slots__ = ("staging_bytes", "served_bytes", "refused_chunks", "resident_bytes", "staging_open", "progress", "durable")
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     SERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     STAGING_OPEN_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
     staging_bytes: int
     served_bytes: int
     refused_chunks: int
     resident_bytes: int
     staging_open: int
     progress: _containers.RepeatedCompositeFieldContainer[StagingProgress]
-    def __init__(self, staging_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., refused_chunks: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., staging_open: _Optional[int] = ..., progress: _Optional[_Iterable[_Union[StagingProgress, _Mapping]]] = ...) -> None: ...
+    durable: _common_pb2.Version
+    def __init__(self, staging_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., refused_chunks: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., staging_open: _Optional[int] = ..., progress: _Optional[_Iterable[_Union[StagingProgress, _Mapping]]] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
 
 class StagingProgress(_message.Message):
     __slots__ = ("push", "attempt", "landed_bytes")
@@ -165,8 +169,20 @@ class Flipped(_message.Message):
     version: _common_pb2.Version
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
 
+class CommitRecord(_message.Message):
+    __slots__ = ("version", "round", "record", "refusal")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    version: _common_pb2.Version
+    round: _common_pb2.RoundId
+    record: bytes
+    refusal: _common_pb2.Refusal
+    def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., record: _Optional[bytes] = ..., refusal: _Optional[_Union[_common_pb2.Refusal, _Mapping]] = ...) -> None: ...
+
 class SlaveCommand(_message.Message):
-    __slots__ = ("run_id", "epoch", "incarnation", "cause_id", "welcome", "configure", "open_staging", "close_staging", "measure", "prepare", "abort_round", "commit", "retain", "stop")
+    __slots__ = ("run_id", "epoch", "incarnation", "cause_id", "welcome", "configure", "open_staging", "close_staging", "measure", "prepare", "abort_round", "commit", "retain", "stop", "send_commit_record")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +197,7 @@ class SlaveCommand(_message.Message):
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     RETAIN_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    SEND_COMMIT_RECORD_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     incarnation: _common_pb2.Incarnation
@@ -195,7 +212,8 @@ class SlaveCommand(_message.Message):
     commit: Commit
     retain: Retain
     stop: StopSlave
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., cause_id: _Optional[str] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., configure: _Optional[_Union[Configure, _Mapping]] = ..., open_staging: _Optional[_Union[OpenStaging, _Mapping]] = ..., close_staging: _Optional[_Union[CloseStaging, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., abort_round: _Optional[_Union[AbortRound, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., stop: _Optional[_Union[StopSlave, _Mapping]] = ...) -> None: ...
+    send_commit_record: SendCommitRecord
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., cause_id: _Optional[str] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., configure: _Optional[_Union[Configure, _Mapping]] = ..., open_staging: _Optional[_Union[OpenStaging, _Mapping]] = ..., close_staging: _Optional[_Union[CloseStaging, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., abort_round: _Optional[_Union[AbortRound, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., stop: _Optional[_Union[StopSlave, _Mapping]] = ..., send_commit_record: _Optional[_Union[SendCommitRecord, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("hello", "settings")
@@ -206,7 +224,7 @@ class Welcome(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., settings: _Optional[_Union[_common_pb2.Settings, _Mapping]] = ...) -> None: ...
 
 class Configure(_message.Message):
-    __slots__ = ("layout", "layout_hash", "placement", "staging_slots", "load", "load_round", "load_digest", "commit_hash", "commit_record", "pinned_versions")
+    __slots__ = ("layout", "layout_hash", "placement", "staging_slots", "load", "load_round", "load_digest", "commit_hash", "commit_record", "pinned_versions", "origin", "origin_round", "empty")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +235,9 @@ class Configure(_message.Message):
     COMMIT_HASH_FIELD_NUMBER: _ClassVar[int]
     COMMIT_RECORD_FIELD_NUMBER: _ClassVar[int]
     PINNED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_ROUND_FIELD_NUMBER: _ClassVar[int]
+    EMPTY_FIELD_NUMBER: _ClassVar[int]
     layout: _common_pb2.Layout
     layout_hash: bytes
     placement: _common_pb2.Placement
@@ -227,7 +248,18 @@ class Configure(_message.Message):
     commit_hash: bytes
     commit_record: bytes
     pinned_versions: int
-    def __init__(self, layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., staging_slots: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., load_round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., load_digest: _Optional[bytes] = ..., commit_hash: _Optional[bytes] = ..., commit_record: _Optional[bytes] = ..., pinned_versions: _Optional[int] = ...) -> None: ...
+    origin: _common_pb2.Version
+    origin_round: _common_pb2.RoundId
+    empty: bool
+    def __init__(self, layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., staging_slots: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., load_round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., load_digest: _Optional[bytes] = ..., commit_hash: _Optional[bytes] = ..., commit_record: _Optional[bytes] = ..., pinned_versions: _Optional[int] = ..., origin: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., origin_round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., empty: _Optional[bool] = ...) -> None: ...
+
+class SendCommitRecord(_message.Message):
+    __slots__ = ("version", "round")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    version: _common_pb2.Version
+    round: _common_pb2.RoundId
+    def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ...) -> None: ...
 
 class OpenStaging(_message.Message):
     __slots__ = ("push", "attempt", "slot", "base", "fence", "tokens", "ranges")
