@@ -1,16 +1,17 @@
 """State machines as tables: a phase and an input name give the phases that may follow.
 
 A pair that is not in the table raises LocalProtocolError with the story and leaves the phase unchanged.
-The diagrams in docs/protocol.md are generated from these tables.
+The diagrams in docs/protocol.md are generated from these tables. Observers (failpoints, coverage) are put in from
+outside; without one a move costs nothing more. This module must never import what can read a clock or the system.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from dips.core.errors import LocalProtocolError
 
@@ -57,6 +58,7 @@ class TransitionTable(Generic[P]):
         self.name = name
         self.initial = initial
         self.rows: dict[tuple[P, str], frozenset[P]] = {key: frozenset(to) for key, to in rows.items()}
+        _tables.append(self)
 
     def inputs(self) -> list[str]:
         return sorted({name for _, name in self.rows})
@@ -65,6 +67,45 @@ class TransitionTable(Generic[P]):
         """(from, input, to), in a stable order, for diagrams and coverage."""
         arrows = [(start, name, end) for (start, name), ends in self.rows.items() for end in ends]
         return sorted(arrows, key=lambda arrow: (arrow[0].value, arrow[1], arrow[2].value))
+
+
+@dataclass(frozen=True)
+class Move(Generic[P]):
+    """A step that a machine is about to make: its table has the arrow, its phase is `start` still."""
+
+    table: TransitionTable[P]
+    start: P
+    input_name: str
+    end: P
+
+    @property
+    def arrow(self) -> tuple[str, str, str, str]:
+        """(table, from, input, to), for coverage; comparable with every arrow of TransitionTable.arrows()."""
+        return (self.table.name, self.start.value, self.input_name, self.end.value)
+
+
+Observer = Callable[[Move[Any]], None]
+
+_tables: list[TransitionTable[Any]] = []
+_observers: tuple[Observer, ...] = ()
+
+
+def tables() -> list[TransitionTable[Any]]:
+    """Every table that was made in this process, in the order of their modules' import."""
+    return list(_tables)
+
+
+def observe(observer: Observer) -> None:
+    """Call `observer` before every move of every machine in this process, until forget(observer)."""
+    global _observers
+    if observer not in _observers:
+        _observers = (*_observers, observer)
+
+
+def forget(observer: Observer) -> None:
+    """Stop calling `observer`; nothing happens when it was not there."""
+    global _observers
+    _observers = tuple(known for known in _observers if known != observer)
 
 
 class Phase(Generic[P]):
@@ -88,6 +129,8 @@ class Phase(Generic[P]):
                 f"{self._label}: no transition from {self.now.value} to {to.value} upon {input_name}; "
                 f"its story:\n  {story}"
             )
+        for observer in _observers:
+            observer(Move(self._table, self.now, input_name, to))
         text = f"{self.now.value} -> {to.value} upon {input_name}" + (f": {why}" if why else "")
         self._story.add(at_s, self._label, cause, text)
         if to is not self.now:

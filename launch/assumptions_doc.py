@@ -1,0 +1,55 @@
+"""Writes docs/assumptions.md from the table of core/assumptions.py; a test checks that the page is current."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+
+from dips.core.assumptions import ROLES, Assumption
+
+WIDTH = 118
+
+_INTRODUCTION = """\
+# What settings assume of each other
+
+Written by `make docs` from `core/assumptions.py`. Each line is an inequality between settings of one process. It is
+checked when the settings are read, before anything starts; settings that break one are refused with the name, the
+values, what would go wrong and what to change, and exit code 2. A line that names `grace_s` does not apply while it
+is `auto`."""
+
+_TITLES = {"master": "Master", "slave": "Slave", "worker": "Cluster"}
+
+
+def page() -> str:
+    """The whole document."""
+    parts = [_INTRODUCTION]
+    for role, rows in ROLES.items():
+        parts.append(f"## {_TITLES[role]}")
+        parts.append("\n".join(map(_item, rows)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _item(row: Assumption) -> str:
+    text = f"`{row.text}` ({row.name}): {row.why}. Otherwise {row.harm}; {row.remedy}. Checked in `{row.checked}`."
+    return textwrap.fill(
+        text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--write", action="store_true", help="write the file; else exit 1 when it is stale")
+    arguments = parser.parse_args()
+    if arguments.write:
+        arguments.file.write_text(page())
+    elif not arguments.file.exists() or arguments.file.read_text() != page():
+        print(f"{arguments.file} is not current: run `make docs`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Every inequality between settings is checked where its row says, and refused with cause and remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from dips.core.assumptions import ROLES, Assumption, require, violations
+from dips.core.config import Knobs, load
+from dips.core.errors import ConfigError
+from dips.master.config import MasterConfig
+from dips.slave.config import SlaveConfig
+from dips.worker.config import ClientConfig
+
+CONFIGS: Mapping[str, tuple[type[Knobs], dict[str, object]]] = {
+    "master": (MasterConfig, {"run_id": "demo", "directory": "d"}),
+    "slave": (SlaveConfig, {"run_id": "demo", "slave_id": "s0", "directory": "d"}),
+    "worker": (ClientConfig, {}),
+}
+
+WRONG: Mapping[str, dict[str, object]] = {
+    "beats": {"heartbeat_s": 0},
+    "eviction": {"evict_after_beats": 2},
+    "round-step": {"round_timeout_s": 3.9},
+    "grace-in-round": {"grace_s": 30, "verdict_wait_s": 31},
+    "verdict-wait": {"verdict_wait_s": 5, "grace_s": 5},
+    "ticket": {"ticket_ttl_s": 9.9},
+    "lease": {"lease_ttl_s": 60},
+    "linger": {"linger_s": 1.9},
+    "smallest-chunk": {"chunk_bytes": 4092},
+    "largest-chunk": {"chunk_bytes": (64 << 20) + 4, "window_chunks": 1},
+    "window": {"chunk_bytes": 64 << 20, "window_chunks": 17},
+    "smallest-message": {"max_message_bytes": (1 << 20) - 1},
+    "largest-message": {"max_message_bytes": (1 << 30) + 1},
+    "enough-clusters": {"min_clusters": 9},
+    "async-lag": {"async_lag_versions": 0},
+    "journal": {"journal_records": 15},
+    "archive": {"archive_bytes": (4 << 20) - 1},
+    "snapshots": {"snapshots_kept": 1},
+    "data-frame": {"max_chunk_bytes": 1023},
+    "largest-data-frame": {"max_chunk_bytes": (64 << 20) + 1},
+    "silence": {"data_silence_s": 30},
+    "leaving-call": {"call_deadline_s": 31},
+    "leaving-retry": {"retry_max_s": 31},
+}
+"""For each row the least that breaks it, beside the defaults."""
+
+ROWS = [(role, row) for role, rows in ROLES.items() for row in rows]
+each_row = pytest.mark.parametrize(("role", "row"), ROWS, ids=[row.name for _, row in ROWS])
+
+
+def configured(role: str, knobs: Mapping[str, object]) -> Knobs:
+    kind, needed = CONFIGS[role]
+    return load(kind, role, environment={}, overrides={**needed, **knobs}).value
+
+
+def test_every_row_has_its_own_name_and_its_violation() -> None:
+    assert sorted(WRONG) == sorted(row.name for _, row in ROWS)
+
+
+@each_row
+def test_a_violation_is_refused_by_the_settings_with_cause_and_remedy(role: str, row: Assumption) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configured(role, WRONG[row.name])
+    sentence = str(caught.value)
+    assert f"{row.left} is " in sentence
+    assert row.harm in sentence
+    assert row.remedy in sentence
+
+
+@each_row
+def test_only_the_row_itself_is_broken(role: str, row: Assumption) -> None:
+    values = {**dict(configured(role, {})), **WRONG[row.name]}
+    [sentence] = violations(role, values)
+    assert row.harm in sentence
+
+
+@each_row
+def test_the_defaults_keep_it_and_it_is_checked_where_it_says(role: str, row: Assumption) -> None:
+    config = configured(role, {})
+    assert row.broken(dict(config)) is None
+    assert set(row.knobs()) <= set(type(config).model_fields)
+    assert f"dips.{row.checked.removesuffix('.py').replace('/', '.')}" == type(config).__module__
+
+
+def test_a_row_over_a_setting_that_is_a_word_does_not_apply() -> None:
+    row = next(row for _, row in ROWS if row.name == "grace-in-round")
+    assert row.broken({"grace_s": "auto", "round_timeout_s": 1.0}) is None
+    assert row.broken({"grace_s": 1.0, "round_timeout_s": 1.0}) is not None
+
+
+def test_a_row_whose_setting_is_missing_is_a_bug_and_no_silence() -> None:
+    with pytest.raises(KeyError, match="heartbeat_s"):
+        ROWS[0][1].broken({})
+
+
+def test_all_that_is_wrong_is_named_at_once() -> None:
+    values = dict(configured("slave", {})) | {"snapshots_kept": 1, "max_chunk_bytes": 1}
+    with pytest.raises(ConfigError, match=r"snapshots_kept is 1, .*; max_chunk_bytes is 1 B"):
+        require("slave", values)
+    require("slave", dict(configured("slave", {})))
+
+
+@pytest.mark.parametrize(
+    ("left", "relation", "right", "sentence"),
+    [
+        ("a_s", ">", "2 * b_s + 1", "a_s is 5 s, but must be more than 2 * b_s + 1 = 5 s"),
+        ("a_s - b_s", "<", "3", "a_s - b_s is 3 s, but must be less than 3 s"),
+        ("a_s", "<=", "b_s", "a_s is 5 s, but must be at most b_s = 2 s"),
+        ("b_s", ">=", "a_s", "b_s is 2 s, but must be at least a_s = 5 s"),
+    ],
+)
+def test_the_sentence_shows_both_sides(left: str, relation: str, right: str, sentence: str) -> None:
+    row = Assumption("x", left, relation, right, "why", "it breaks", "raise it", "somewhere.py")
+    assert row.broken({"a_s": 5.0, "b_s": 2.0}) == f"{sentence}: it breaks; raise it"
+
+
+def test_what_is_no_sum_or_product_is_not_calculated() -> None:
+    row = Assumption("x", "a_s", "<", "max(a_s, 1)", "why", "it breaks", "raise it", "somewhere.py")
+    with pytest.raises((ValueError, KeyError)):
+        row.broken({"a_s": 5.0, "max": 1})

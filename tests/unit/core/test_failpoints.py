@@ -1,0 +1,296 @@
+"""Failpoints do what they are told, as often as they are told, and nothing when nobody armed them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dips.core import failpoints, machine
+from dips.core.errors import ConfigError
+from dips.core.failpoint_names import all_names, obeyed
+from dips.core.failpoint_spec import CRASH_EXIT_CODE, Action, Kind, Term, check_name, parse, role_of, transition_name
+from dips.core.failpoints import armed, copies, failpoint, install, read_log
+from dips.core.machine import Phase, Story
+from dips.launch.protocol_doc import TABLES as DRAWN
+from dips.master.state.tables import ROUND_TABLE, RoundPhase
+
+PLACE = "master.journal.before_commit"
+OTHER = "master.journal.after_commit"
+LOSING = "master.slave_stream.before_send"
+SLEEP = Kind.SLEEP.value
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    failpoints.clear()
+    yield
+    failpoints.clear()
+
+
+# ---- the language ----
+
+
+@pytest.mark.parametrize(
+    ("text", "terms"),
+    [
+        ("off", (Term(Action(Kind.OFF)),)),
+        ("crash", (Term(Action(Kind.CRASH, exit_code=CRASH_EXIT_CODE)),)),
+        ("crash(9)", (Term(Action(Kind.CRASH, exit_code=9)),)),
+        (f"{SLEEP}(0.5)", (Term(Action(Kind.SLEEP, delay_s=0.5)),)),
+        ("error", (Term(Action(Kind.ERROR)),)),
+        ("error(no room)", (Term(Action(Kind.ERROR, message="no room")),)),
+        ("12.5%kill", (Term(Action(Kind.KILL), chance=0.125),)),
+        ("3*stop", (Term(Action(Kind.STOP), turns=3),)),
+        (
+            "2*off -> 50%1*crash(1)->note",
+            (
+                Term(Action(Kind.OFF), turns=2),
+                Term(Action(Kind.CRASH, exit_code=1), chance=0.5, turns=1),
+                Term(Action(Kind.NOTE)),
+            ),
+        ),
+    ],
+)
+def test_a_term_is_chance_turns_action_and_argument(text: str, terms: tuple[Term, ...]) -> None:
+    assert parse(f"{PLACE}={text}") == {PLACE: terms}
+
+
+def test_entries_are_divided_by_semicolons_and_blanks_do_not_matter() -> None:
+    assert set(parse(f" {PLACE} = off ;; {OTHER}=off; ")) == {PLACE, OTHER}
+    assert parse("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("master.journal.before_comit=off", ["no failpoint 'master.journal.before_comit'", f"did you mean {PLACE}"]),
+        ("nonsense=off", ["no failpoint 'nonsense'", "core/failpoint_names.py"]),
+        ("rounds.IDLE.abort=off", ["no table 'rounds'", "did you mean round"]),
+        (PLACE, ["write NAME=ACTION"]),
+        (f"{PLACE}=", ["write NAME=ACTION"]),
+        (f"{PLACE}=off;{PLACE}=off", ["twice", "->"]),
+        (f"{PLACE}=explode", ["'explode' is not an action", "crash"]),
+        (f"{PLACE}=off->", ["is not [p%][n*]action"]),
+        (f"{PLACE}=crash)9(", ["is not [p%][n*]action"]),
+        (f"{PLACE}=101%off", ["101 % is not a chance"]),
+        (f"{PLACE}=0%off", ["0 % is not a chance"]),
+        (f"{PLACE}=0*off", ["never happen"]),
+        (f"{PLACE}=sleep", ["sleep wants seconds"]),
+        (f"{PLACE}={SLEEP}(-1)", ["sleep wants seconds"]),
+        (f"{PLACE}={SLEEP}(nan)", ["sleep wants seconds"]),
+        (f"{PLACE}=crash(256)", ["exit code from 0 to 255"]),
+        (f"{PLACE}=kill(9)", ["kill takes no argument"]),
+        (f"{PLACE}=drop", [f"{PLACE} cannot drop", "none of drop, dup and corrupt"]),
+        (f"{LOSING}=corrupt", [f"{LOSING} cannot corrupt", "it can drop, dup"]),
+        ("round.IDLE.push_admitted=error", ["between two phases", "crash"]),
+    ],
+)
+def test_a_mistake_is_named_with_a_remedy(text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert [word for word in ["DIPS_FAILPOINTS", *words] if word not in str(caught.value)] == []
+
+
+def test_every_name_can_be_armed_and_belongs_to_a_role() -> None:
+    for name in all_names():
+        assert set(parse(f"{name}=note")) == {name}
+        assert role_of(name) in {"core", "master", "slave", "worker"}
+    for name, kinds in obeyed().items():
+        for kind in kinds:
+            assert parse(f"{name}={kind}")
+
+
+@pytest.mark.parametrize("table", DRAWN.values(), ids=lambda table: table.name)
+def test_every_arrow_of_every_table_can_be_armed(table: machine.TransitionTable[RoundPhase]) -> None:
+    for start, name in table.rows:
+        point = transition_name(table.name, start.value, name)
+        check_name(point)
+        with armed(f"{point}=note"):
+            assert failpoints.hits() == {point: 0}
+
+
+# ---- what happens ----
+
+
+def test_nothing_happens_when_nothing_is_armed() -> None:
+    assert failpoint(PLACE) is None
+    assert failpoints.hits() == {}
+
+
+def test_error_raises_and_hits_are_counted() -> None:
+    with armed(f"{PLACE}=2*off->1*error(no room)->off"):
+        assert failpoint(PLACE) is None
+        assert failpoint(PLACE) is None
+        with pytest.raises(OSError, match="no room"):
+            failpoint(PLACE)
+        assert failpoint(PLACE) is None
+        assert failpoint(OTHER) is None, "another name is not armed"
+        assert failpoints.hits() == {PLACE: 4}
+        assert failpoints.fired() == {PLACE: {"error": 1}}
+    assert failpoints.hits() == {}
+
+
+def test_sleep_waits_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(failpoints.time, "sleep", slept.append)
+    with armed(f"{PLACE}={SLEEP}(2.5)"):
+        assert failpoint(PLACE) is None
+    assert slept == [2.5]
+
+
+def test_an_error_without_words_names_its_failpoint() -> None:
+    with armed(f"{PLACE}=error"), pytest.raises(OSError, match=f"failpoint {PLACE}"):
+        failpoint(PLACE)
+
+
+def test_drop_and_dup_are_left_to_the_caller() -> None:
+    with armed(f"{LOSING}=1*drop->1*dup"):
+        assert [copies(failpoint(LOSING)) for _ in range(3)] == [0, 2, 1]
+
+
+def test_chances_come_from_a_seed_and_from_the_name_alone() -> None:
+    def run(seed: int, others: str = "") -> list[bool]:
+        with armed(f"{LOSING}=30%drop{others}", seed=seed):
+            return [failpoint(LOSING) is not None or failpoint(PLACE) is not None for _ in range(200)]
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+    assert run(1) == run(1, f";{PLACE}=50%note"), "one failpoint's chances do not disturb another's"
+    assert 30 < sum(run(1)) < 90
+
+
+def test_a_chance_that_fails_goes_on_to_the_next_term() -> None:
+    with armed(f"{LOSING}=1%drop->dup"):
+        assert sum(copies(failpoint(LOSING)) for _ in range(200)) > 300
+
+
+def test_an_arrow_is_hit_before_the_phase_changes() -> None:
+    phase = Phase(ROUND_TABLE, Story())
+    seen: list[RoundPhase] = []
+
+    def look(move: machine.Move[RoundPhase]) -> None:
+        seen.append(phase.now)
+
+    machine.observe(look)
+    try:
+        with armed("round.IDLE.push_admitted=note"):
+            phase.move("push admitted", RoundPhase.WINDOW, 1.0)
+            phase.move("nobody left", RoundPhase.IDLE, 2.0)
+            assert failpoints.fired() == {"round.IDLE.push_admitted": {"note": 1}}
+    finally:
+        machine.forget(look)
+    assert seen == [RoundPhase.IDLE, RoundPhase.WINDOW]
+    phase.move("push admitted", RoundPhase.WINDOW, 3.0)
+    assert len(seen) == 2, "nobody looks any more"
+
+
+def test_an_arrow_that_the_table_does_not_have_is_refused_with_those_it_has() -> None:
+    with pytest.raises(ConfigError, match=r"no 'round\.IDLE\.all_prepared'.*round\.IDLE\.push_admitted"):
+        failpoints.set_failpoints("round.IDLE.all_prepared=crash")
+
+
+# ---- the environment ----
+
+
+def test_a_process_arms_only_its_own_names_and_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    log = tmp_path / "fired"
+    environment = {
+        "DIPS_FAILPOINTS": f"{PLACE}=1*note;session.JOINING.joined=crash",
+        "DIPS_FAILPOINT_LOG": str(log),
+    }
+    with caplog.at_level(logging.WARNING):
+        install("master", environment)
+    assert f"failpoints are armed, this process will misbehave on purpose: {PLACE}" in caplog.text
+    assert set(failpoints.hits()) == {PLACE}
+    failpoint(PLACE)
+    failpoint(PLACE)
+    [line] = read_log(log.read_text())
+    assert (line.name, line.action) == (PLACE, "note")
+
+
+def test_installing_twice_does_not_give_turns_back() -> None:
+    environment = {"DIPS_FAILPOINTS": f"{PLACE}=1*error"}
+    install("master", environment)
+    with pytest.raises(OSError, match=PLACE):
+        failpoint(PLACE)
+    install("master", environment)
+    assert failpoint(PLACE) is None
+    failpoints.clear()
+    install("master", environment)
+    assert failpoints.hits() == {PLACE: 0}
+
+
+def test_an_environment_without_failpoints_arms_nothing_and_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    install("master", {})
+    install("master", {"DIPS_FAILPOINTS": "  "})
+    assert failpoints.hits() == {}
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"DIPS_FAILPOINTS": "slave.nothing=off"}, "no failpoint 'slave.nothing'"),
+        ({"DIPS_FAILPOINTS": f"{PLACE}=off", "DIPS_FAILPOINTS_SEED": "one"}, "DIPS_FAILPOINTS_SEED is 'one'"),
+    ],
+)
+def test_a_wrong_environment_is_refused(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        install("master", environment)
+
+
+# ---- the end of a process ----
+
+_DIE = """
+import sys
+from dips.core.failpoints import failpoint, install
+install("master")
+failpoint("master.journal.before_commit")
+print("alive", flush=True)
+failpoint("master.journal.before_commit")
+print("not reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("action", "code"), [("crash", CRASH_EXIT_CODE), ("crash(7)", 7), ("kill", -signal.SIGKILL)]
+)
+def test_a_process_dies_at_once_and_leaves_a_line(tmp_path: Path, action: str, code: int) -> None:
+    log = tmp_path / "fired"
+    environment = {"DIPS_FAILPOINTS": f"{PLACE}=1*off->{action}", "DIPS_FAILPOINT_LOG": str(log)}
+    done = subprocess.run(
+        [sys.executable, "-c", _DIE], env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (done.returncode, done.stdout) == (code, "alive\n"), done.stderr
+    assert "failpoints are armed" in done.stderr
+    [line] = read_log(log.read_text())
+    assert (line.name, line.action) == (PLACE, action.partition("(")[0])
+
+
+def test_a_process_that_is_stopped_goes_on_when_it_is_told(tmp_path: Path) -> None:
+    environment = {"DIPS_FAILPOINTS": f"{PLACE}=1*off->1*stop", "DIPS_FAILPOINT_LOG": str(tmp_path / "fired")}
+    child = subprocess.Popen([sys.executable, "-c", _DIE], env=environment, stdout=subprocess.PIPE, text=True)
+    with child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "alive\n"
+            assert _wait_until_stopped(child.pid) == signal.SIGSTOP
+            child.send_signal(signal.SIGCONT)
+            assert child.stdout.readline() == "not reached\n"
+            assert child.wait(100) == 0
+        finally:
+            child.kill()
+
+
+def _wait_until_stopped(pid: int) -> int:
+    """Block until the child stands still (the test's own time-out bounds it); the signal that stopped it."""
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    return os.WSTOPSIG(status)
