@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dips.core.errors import ConfigError, Refused
-from dips.core.ids import SlaveId, Version, parse_version
+from dips.core.ids import SlaveId, Version
 from dips.core.layout import Layout, layout_from_json
 from dips.core.placement import Placement
+from dips.slave import manifest as manifests
 from dips.slave.snapshot_file import FileStamp, SnapshotError, read_snapshot
 
 
@@ -67,7 +68,7 @@ def load_stored(run_dir: Path, version: Version | None = None) -> StoredModel:
 
 def _manifests(run_dir: Path) -> dict[Version, list[_Committed]]:
     found: dict[Version, list[_Committed]] = {}
-    for path in sorted((run_dir / "slaves").glob("*/v*.json")):
+    for path in sorted((run_dir / "slaves").glob("*/manifest-*.json")):
         committed = _read_manifest(path)
         found.setdefault(committed.version, []).append(committed)
     if not found:
@@ -79,13 +80,12 @@ def _manifests(run_dir: Path) -> dict[Version, list[_Committed]]:
 
 def _read_manifest(path: Path) -> _Committed:
     try:
-        body = json.loads(path.read_text())["body"]
-        record = json.loads(body["commit_record"])
-        stamp = FileStamp(int(body["file_bytes"]), str(body["file_xxh3_128"]))
-        file = path.with_name(body["file"])
-        return _Committed(parse_version(body["version"]), body["slave_id"], file, stamp, body["digest"], record)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not a manifest of a slave ({error!r}): remove it, or restore it") from error
+        found = manifests.decode(path.read_bytes(), str(path))
+        record = json.loads(found.record)
+        file, digest = path.with_name(found.file), found.info.digest.hex()
+        return _Committed(found.info.version, found.slave_id, file, found.stamp, digest, record)
+    except (OSError, ValueError, SnapshotError) as error:
+        raise ConfigError(f"{path} is not a manifest of a slave ({error}): remove it, or restore it") from error
 
 
 def _merge(parts: list[_Committed]) -> StoredModel:
@@ -116,7 +116,9 @@ def _place(part: _Committed, slave: SlaveId, layout: Layout, placement: Placemen
     blocks = placement.blocks_of(slave, layout)
     n_elems = sum(block.n_elems for block in blocks)
     theta, momentum = np.empty(n_elems, np.float32), np.empty(n_elems, np.float32)
-    if read_snapshot(part.file, theta, momentum) != part.stamp:
+    with part.file.open("rb") as file:
+        head = read_snapshot(file, str(part.file), theta, momentum)
+    if head.stamp != part.stamp:
         raise SnapshotError(f"{part.file} is not the file that its manifest names")
     if part.record["digests"].get(slave) != part.digest:
         raise SnapshotError(f"{part.file} does not hold what the COMMIT record of {part.version} says")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self, TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from dips.core.assumptions import require
 from dips.core.config import Knobs
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
@@ -15,6 +16,8 @@ from dips.core.net import parse_address, require_loopback
 from dips.core.units import Bytes
 
 GIB = 1 << 30
+
+T = TypeVar("T")
 
 
 class SlaveConfig(Knobs):
@@ -35,16 +38,21 @@ class SlaveConfig(Knobs):
     memory_bytes: Bytes = Field(default=GIB, description="what parameters may use here, staging and pins included")
     max_chunk_bytes: Bytes = Field(
         default=2 << 20,
-        ge=1024,
-        le=64 << 20,
         description="largest data frame that the data port takes; the run's chunk_bytes must not be above it",
     )
-    snapshots_kept: Annotated[int, Field(ge=1, le=1000)] = Field(
-        default=3, description="committed snapshots that stay on disk"
+    snapshots_kept: Annotated[int, Field(le=1000)] = Field(
+        default=3, description="committed snapshots that stay on disk; one file more is made, 8 bytes a parameter each"
+    )
+    record_pushes: bool = Field(
+        default=False, description="keep every accepted push on disk, so that `dips verify --replay` can compute again"
     )
     tape: Path | None = Field(default=None, description="file of this slave's event record; empty: none")
     log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR")
     json_logs: bool = Field(default=False, description="log lines as JSON")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return _valid(lambda: require("slave", dict(self)), self)
 
     @field_validator("run_id")
     @classmethod
@@ -83,7 +91,7 @@ def _check_address(value: str, what: str) -> None:
     require_loopback(value, what)
 
 
-def _valid(check: Callable[[], object], value: str) -> str:
+def _valid(check: Callable[[], object], value: T) -> T:
     """pydantic wants ValueError, and adds the field's name itself."""
     try:
         check()

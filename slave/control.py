@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from dips.core.codec_protobuf import from_message, to_message
 from dips.core.errors import RefusalCode, Refused, RetryLater
+from dips.core.failpoints import copies, failpoint
 from dips.core.grpc_refusal import channel_options, refused_from
 from dips.core.messages import Settings, SlaveCommand, SlaveMessage
 from dips.core.telemetry import ChangeLogger
@@ -55,7 +58,8 @@ class Control:
         self._changes = ChangeLogger(log)
         self._up: asyncio.Queue[SlaveMessage] = asyncio.Queue()
         self._call: Attachment | None = None
-        self._welcomed, self._closed_by_us = False, ""
+        self._welcomed = False
+        self._closing: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         engine.send = self._send
         engine.close_link = self._close_link
 
@@ -75,12 +79,13 @@ class Control:
     async def _attach(self, stub: slaves_pb2_grpc.SlavesStub) -> str:
         """One stream, from hello to its end. Returns why it ended."""
         self._up = asyncio.Queue()
-        self._welcomed, self._closed_by_us = False, ""
+        self._welcomed, self._closing = False, asyncio.get_running_loop().create_future()
         self._call = call = stub.Attach()
         self._engine.handle(events.Linked())
         helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
         why = "the master ended it"
         try:
+            failpoint("slave.link.before_attach")
             await self._read(call)
         except grpc.RpcError as error:
             why = self._judge(error)
@@ -88,6 +93,8 @@ class Control:
             why = str(refused)
         except TimeoutError:
             why = f"nothing was heard for {FIRST_COMMAND_S:g} s after hello"
+        except OSError as error:
+            why = f"the stream failed here: {error.strerror}"
         finally:
             self._call = None
             for helper in helpers:
@@ -110,23 +117,43 @@ class Control:
 
     async def _read(self, call: Attachment) -> None:
         async with asyncio.timeout(FIRST_COMMAND_S):
-            message = await call.read()
+            message = await self._next(call)
         while isinstance(message, slaves_pb2.SlaveCommand):
             self._welcomed = True
-            self._engine.handle(events.Commanded(from_message(message, SlaveCommand)))
-            if self._closed_by_us:
-                raise RetryLater(self._closed_by_us)
+            for _ in range(copies(failpoint("slave.link.after_receive"))):
+                self._engine.handle(events.Commanded(from_message(message, SlaveCommand)))
             if self._engine.state.link.attached:
                 self._changes.report("link", f"attached to the master at {self._master}")
-            message = await call.read()
+            message = await self._next(call)
+
+    async def _next(self, call: Attachment) -> object:
+        """The next command, or the end. Raises RetryLater when the state machine wants no more of this stream."""
+        if self._closing.done():
+            raise RetryLater(self._closing.result())
+        failpoint("slave.link.before_receive")
+        reading = asyncio.ensure_future(call.read())
+        try:
+            either: list[asyncio.Future[Any]] = [reading, self._closing]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._closing.done():
+                raise RetryLater(self._closing.result())
+            return reading.result()
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def _write(self, call: Attachment) -> None:
         while True:
             message = await self._up.get()
             try:
-                await call.write(to_message(message))  # type: ignore[arg-type]
+                for _ in range(copies(failpoint("slave.link.before_send"))):
+                    await call.write(to_message(message))  # type: ignore[arg-type]
+                failpoint("slave.link.after_send")
             except (grpc.RpcError, asyncio.InvalidStateError):
                 return  # the reader learns why
+            except OSError as error:
+                self._close_link(f"nothing can be sent: {error.strerror}")
+                return
 
     async def _beat(self) -> None:
         while True:
@@ -134,12 +161,14 @@ class Control:
             await asyncio.sleep(welcome.settings.heartbeat_s if welcome is not None else FIRST_WAIT_S)
             self._engine.note_refusals()
             if self._engine.state.link.attached:
-                self._send(SlaveMessage(self._engine.state.caller(), with_resident_bytes(self._data.beat())))
+                beat = replace(with_resident_bytes(self._data.beat()), durable=self._engine.state.shard.saving.durable)
+                self._send(SlaveMessage(self._engine.state.caller(), beat))
 
     def _send(self, message: SlaveMessage) -> None:
         if self._call is not None:
             self._up.put_nowait(message)
 
     def _close_link(self, sentence: str) -> None:
-        """The state machine wants no more of this stream; only a command that came down it can lead here."""
-        self._closed_by_us = sentence
+        """The state machine wants no more of this stream."""
+        if not self._closing.done():
+            self._closing.set_result(sentence)

@@ -17,6 +17,8 @@ import zmq
 
 from dips.core.data_header import MAX_HEADER_BYTES
 from dips.core.errors import ConfigError
+from dips.core.failpoint_spec import Kind
+from dips.core.failpoints import failpoint
 from dips.core.ids import PushId, Version
 from dips.core.messages import SlaveBeat
 from dips.slave.data_port import Answer, DataPort
@@ -187,6 +189,10 @@ class DataServer:
         frames: list[bytes | memoryview] = [answer.header.encode()]
         if answer.payload is not None:
             frames.append(answer.payload)
+        for faulty in _through_failpoint(frames):
+            self._send_frames(peer, faulty)
+
+    def _send_frames(self, peer: bytes, frames: list[bytes | memoryview]) -> None:
         try:
             self._router.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -200,6 +206,22 @@ class DataServer:
 
     def _end(self) -> None:
         self._ended = True
+
+
+def _through_failpoint(frames: list[bytes | memoryview]) -> list[list[bytes | memoryview]]:
+    """The answer as it goes out: once, unless a failpoint loses, doubles or garbles it."""
+    try:
+        action = failpoint("slave.data.before_answer")
+    except OSError:
+        return []  # as when the peer is gone
+    if action is None:
+        return [frames]
+    if action.kind is Kind.CORRUPT:
+        *first, last = frames
+        garbled = bytearray(last)
+        garbled[-1] ^= 1
+        return [[*first, bytes(garbled)]]
+    return {Kind.DROP: [], Kind.DUP: [frames, frames]}.get(action.kind, [frames])
 
 
 def with_resident_bytes(beat: SlaveBeat) -> SlaveBeat:

@@ -8,9 +8,11 @@ for a done one: a refusal is an event, anything else ends the process.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from dips.core import kernels_numba
@@ -18,11 +20,13 @@ from dips.core.chunks import shard_digest
 from dips.core.clock import Clock
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.grpc_refusal import to_refusal
-from dips.core.messages import SlaveMessage, SnapshotInfo
+from dips.core.messages import CommitRecord, Configure, SlaveMessage, SnapshotInfo
 from dips.core.telemetry import ChangeLogger, Tape
 from dips.slave import calculation
 from dips.slave.data_server import DataServer
-from dips.slave.memory import ShardMemory
+from dips.slave.memory import F32, ShardMemory
+from dips.slave.push_record import PushRecord
+from dips.slave.ring import disk_refusal
 from dips.slave.snapshots import SnapshotStore
 from dips.slave.state import checks, effects, events
 from dips.slave.state.slave import SlaveState
@@ -43,11 +47,14 @@ class Engine:
         data: DataServer,
         tape: Tape,
         clock: Clock,
+        pushes: PushRecord | None = None,
     ) -> None:
         self.state = state
         self._slave_id = slave_id
         self._memory_bytes = memory_bytes
         self._store = store
+        self._ring = store.ring
+        self._pushes = pushes
         self._data = data
         self._tape = tape
         self._clock = clock
@@ -58,6 +65,8 @@ class Engine:
         self._disk = ThreadPoolExecutor(1, "dips-disk")
         self._tasks: set[asyncio.Task[None]] = set()
         self._settling: asyncio.Future[None] | None = None
+        self._saving: asyncio.Future[None] | None = None
+        self._saving_theta: F32 | None = None
         self._said_refused = 0
         self.send: Callable[[SlaveMessage], None] | None = None
         self.close_link: Callable[[str], None] | None = None
@@ -138,6 +147,12 @@ class Engine:
                 if self._memory is not None:
                     self._memory.pin(versions)
                     self._settle()
+            case effects.SaveVersion():
+                self._spawn(self._save(effect, *self._held_for_saving(effect.info)))
+            case effects.SaveLater(delay_s):
+                self._spawn(self._later(delay_s, events.SaveAgain()))
+            case effects.ReadRecord():
+                self._spawn(self._read_record(effect))
             case effects.RunLoad():
                 self._spawn(self._job(effect.job, self._load(effect), effect.delay_s))
             case effects.RunMeasure():
@@ -164,7 +179,7 @@ class Engine:
             await asyncio.sleep(delay_s)
             event = await work
         except Refused as refused:
-            event = events.JobFailed(job, to_refusal(refused))
+            event = events.JobFailed(job, to_refusal(refused), self._ring.infos())
         finally:
             work.close()  # a delay that was cancelled leaves work that never began
         self.handle(event)
@@ -213,19 +228,16 @@ class Engine:
 
     def _drop_shadow(self, shadow: SnapshotInfo) -> None:
         self._made().drop_shadow()
-        self._spawn(self._delete_shadow(shadow))
-
-    async def _delete_shadow(self, shadow: SnapshotInfo) -> None:
-        try:
-            await self._on(self._disk, self._store.drop_shadow, shadow)
-        except OSError as error:
-            log.warning("the shadow of round %s cannot be deleted: %s", shadow.round, error.strerror)
+        self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
 
     async def _load(self, effect: effects.RunLoad) -> events.LoadDone:
         await self._settled()
+        await self._saved_to_file()
         await self._serve_memory(None)
         self._memory = self._settling = None
         blocks = checks.own_blocks(self._slave_id, effect.configure)
+        await self._on(self._disk, self._ring.close_round)
+        await self._on(self._disk, self._ring.make, sum(block.n_elems for block in blocks))
         slots, room = effect.configure.staging_slots, self._memory_bytes
         memory = await self._on(self._outer, ShardMemory, blocks, effect.chunk_bytes, slots, room)
         current = None if effect.source is None else await self._fill(memory, effect, effect.source)
@@ -233,13 +245,12 @@ class Engine:
         self._memory = memory
         self._settle()
         await self._settled()
-        snapshots = await self._on(self._disk, self._store.infos)
-        return events.LoadDone(effect.job, current, snapshots)
+        return events.LoadDone(effect.job, current, self._ring.infos())
 
     async def _fill(self, memory: ShardMemory, effect: effects.RunLoad, source: SnapshotInfo) -> SnapshotInfo:
         """Read a snapshot into fresh memory and check it against the digest of its COMMIT."""
         theta, body = memory.take().theta, effect.configure
-        await self._on(self._disk, self._store.load, source, theta, memory.next_momentum)
+        await self._on(self._disk, self._ring.load, source, theta, memory.next_momentum)
         sums = await self._on(self._outer, calculation.chunk_checksums, theta, memory.blocks, memory.map.chunk_bytes)
         if shard_digest(sums) != body.load_digest:
             raise Refused(
@@ -247,14 +258,27 @@ class Engine:
                 f"the snapshot of version {source.version} has digest {shard_digest(sums).hex()}, its COMMIT names "
                 f"{body.load_digest.hex()}",
             )
-        if not source.committed:
-            source = await self._on(self._disk, self._store.commit, source, body.commit_hash, body.commit_record)
+        source = await self._name(source, body)
         memory.name_shadow(source, sums)
         memory.flip(source)
         self._tape.write(
             "snapshot_loaded", "", version=str(source.version), round=str(source.round), digest=source.digest.hex()
         )
         return source
+
+    async def _name(self, source: SnapshotInfo, body: Configure) -> SnapshotInfo:
+        """Give the snapshot the name and the COMMIT that the master has for it, durably."""
+        assert body.load is not None
+        assert body.load_round is not None
+        named = replace(source, version=body.load, round=body.load_round)
+        commit = (body.commit_hash, body.commit_record)
+        here, problems = await self._on(self._disk, self._ring.adopt, source, named, body.origin, *commit)
+        self._warn(problems)
+        return here
+
+    def _warn(self, problems: list[str]) -> None:
+        for problem in problems:
+            log.warning("%s", problem)
 
     async def _measure(self, effect: effects.RunMeasure) -> events.MeasureDone:
         memory = self._made()
@@ -265,6 +289,7 @@ class Engine:
     async def _prepare(self, effect: effects.RunPrepare) -> events.PrepareDone:
         await self._settled()
         memory, body = self._made(), effect.prepare
+        await self._momentum_free(memory)
         made = self.state.shard.made
         assert made is not None
         shadow = await self._on(self._outer, memory.take)
@@ -275,24 +300,95 @@ class Engine:
                 body.to_version, body.round, made.layout_hash, made.placement_hash, shard_digest(sums), committed=False
             )
             memory.name_shadow(info, sums)
-            await self._on(self._disk, self._store.write_shadow, info, shadow.theta, memory.next_momentum)
+            if self._pushes is not None:
+                await self._record_pushes(self._pushes, effect, info)
+            if effect.durable:
+                await self._on(self._disk, self._ring.write_shadow, info, shadow.theta, memory.next_momentum)
         except BaseException:
             memory.drop_shadow()
             raise
-        snapshots = await self._on(self._disk, self._store.infos)
-        return events.PrepareDone(effect.job, info, snapshots)
+        return events.PrepareDone(effect.job, info, self._ring.infos())
+
+    async def _record_pushes(self, pushes: PushRecord, effect: effects.RunPrepare, info: SnapshotInfo) -> None:
+        memory = self._made()
+        rows = [memory.staging[slot] for slot in effect.slots]
+        try:
+            await self._on(self._disk, pushes.write, effect.prepare, info, rows, memory.map.chunk_bytes)
+        except OSError as error:
+            raise disk_refusal(f"the record of the pushes of round {info.round}", error) from error
 
     async def _commit(self, effect: effects.RunCommit) -> events.CommitDone:
         memory = self._made()
-        commit_hash, record = effect.commit_hash, effect.commit_record
-        info = await self._on(self._disk, self._store.commit, effect.shadow, commit_hash, record)
+        info = replace(effect.shadow, committed=True, commit_hash=effect.commit_hash)
+        if effect.durable:
+            assert memory.shadow is not None
+            arrays = (memory.shadow.theta, memory.next_momentum)
+            await self._on(self._disk, self._ring.write_committed, info, *arrays, effect.commit_record)
         memory.flip(info)
         self._settle()
         await self._settled()
-        for problem in await self._on(self._disk, self._store.tidy, info):
-            log.warning("%s", problem)
-        snapshots = await self._on(self._disk, self._store.infos)
-        return events.CommitDone(effect.job, info, snapshots)
+        if effect.durable:
+            self._warn(await self._on(self._disk, self._ring.tidy, info))
+        return events.CommitDone(effect.job, info, self._ring.infos())
+
+    # ---- durability "async" ----
+
+    def _held_for_saving(self, info: SnapshotInfo) -> tuple[F32, F32]:
+        """The arrays of the current version. Until they are in the file, no round may write into them."""
+        memory = self._made()
+        if memory.current is None or memory.current.info != info:
+            raise LocalProtocolError(f"version {info.version} is to be saved and is not the current one")
+        self._saving, self._saving_theta = self._loop.create_future(), memory.current.theta
+        return memory.current.theta, memory.momentum
+
+    async def _save(self, effect: effects.SaveVersion, theta: F32, momentum: F32) -> None:
+        saving, info = self._saving, effect.info
+        assert saving is not None
+        event: events.SaveEvent
+        try:
+            await self._on(
+                self._disk, self._ring.write_committed, info, theta, momentum, effect.commit_record,
+                lambda: self._resolve_soon(saving),
+            )  # fmt: skip
+            event = events.Saved(effect.number, info, self._ring.infos())
+        except Refused as refused:
+            event = events.SaveFailed(effect.number, to_refusal(refused))
+        finally:
+            if not saving.done():
+                saving.set_result(None)
+        self.handle(event)
+
+    async def _later(self, delay_s: float, event: events.Event) -> None:
+        await asyncio.sleep(delay_s)
+        self.handle(event)
+
+    async def _saved_to_file(self) -> None:
+        """Return when no array of memory is on its way into a file."""
+        if self._saving is not None:
+            await self._saving
+
+    async def _momentum_free(self, memory: ShardMemory) -> None:
+        """Wait while the previous version is on its way to the disk: its momentum is where the next shadow's will be.
+
+        Its theta is not at stake before the round after that. So a disk that is slower than the rounds slows them
+        down, and memory needs no copy (docs/storage.md).
+        """
+        if memory.current is not None and memory.current.theta is not self._saving_theta:
+            await self._saved_to_file()
+
+    # ---- questions ----
+
+    async def _read_record(self, effect: effects.ReadRecord) -> None:
+        version, round_id = effect.version, effect.round
+        try:
+            record, commit_hash = await self._on(self._disk, self._ring.record, version, round_id)
+            if hashlib.sha256(record).digest() != commit_hash:
+                sentence = f"the COMMIT record of {version} ({round_id}) does not have the hash that was committed"
+                raise Refused(RefusalCode.DIGEST, sentence)
+            answer = CommitRecord(version, round_id, record)
+        except Refused as refused:
+            answer = CommitRecord(version, round_id, refusal=to_refusal(refused))
+        self.handle(events.RecordRead(effect.asked_by, answer))
 
     # ---- beats ----
 

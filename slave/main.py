@@ -9,14 +9,16 @@ import signal
 import sys
 from typing import Any
 
+from dips.core import failpoints
 from dips.core.clock import SystemClock
-from dips.core.errors import DipsError
+from dips.core.errors import ConfigError, DipsError
 from dips.core.net import require_loopback
 from dips.core.telemetry import Tape, configure_logging
 from dips.slave.config import SlaveConfig
 from dips.slave.control import Control
 from dips.slave.data_server import DataServer
 from dips.slave.engine import Engine
+from dips.slave.push_record import DIRECTORY, PushRecord
 from dips.slave.snapshots import SnapshotStore
 from dips.slave.state import events
 from dips.slave.state.slave import SlaveState
@@ -36,6 +38,7 @@ def run(config: SlaveConfig) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         configure_logging("slave", config.slave_id, config.log_level, config.json_logs)
+        failpoints.install("slave")
         return asyncio.run(_until_signalled(config))
     except DipsError as error:
         print(f"dips slave {config.slave_id}: {error}", file=sys.stderr, flush=True)
@@ -84,19 +87,29 @@ async def _serve(
             config.memory_bytes,
             config.max_chunk_bytes,
             store.promised_epoch,
-            store.infos(),
+            store.ring.infos(),
         )
-        engine = Engine(state, config.slave_id, config.memory_bytes, store, data, tape, clock)
+        engine = Engine(state, config.slave_id, config.memory_bytes, store, data, tape, clock, _push_record(config))
         relay.engine = engine
         await engine.warm_up()
         data.start()
-        tape.write("started", "", endpoint=endpoint, pid=os.getpid(), snapshots=len(store.infos()))
+        tape.write("started", "", endpoint=endpoint, pid=os.getpid(), snapshots=len(store.ring.infos()))
         log.info("run %s: data port %s, master %s", config.run_id, endpoint, config.master)
         await _until_ended(engine, Control(config.master, engine, data), stop, tape)
     finally:
         data.stop()
         if engine is not None:
             await engine.close()
+
+
+def _push_record(config: SlaveConfig) -> PushRecord | None:
+    if not config.record_pushes:
+        return None
+    try:
+        return PushRecord(config.directory, config.run_id, config.slave_id)
+    except OSError as error:
+        where = config.directory / DIRECTORY
+        raise ConfigError(f"{where} cannot be made: {error.strerror}; or leave record_pushes off") from error
 
 
 async def _until_ended(engine: Engine, control: Control, stop: asyncio.Event, tape: Tape) -> None:

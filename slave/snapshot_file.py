@@ -1,32 +1,35 @@
-"""One snapshot file: theta and momentum as safetensors, written so that a crash leaves a whole file or none.
+"""One snapshot file: theta and momentum as safetensors, so that a file that is not whole is known as such.
 
-The format is safetensors' own (8-byte length, JSON header, raw tensors; any safetensors reader opens it),
-written by hand because the library copies every tensor and never fsyncs. Nothing here decides what to keep.
+The format is safetensors' own (8-byte length, JSON header, raw tensors; any safetensors reader opens it), written by
+hand because the library copies every tensor and can only make new files. The header has a fixed length, so that every
+version of a shard has a file of the same size; it holds the checksums of both tensors and of itself, so that any
+mixture of two versions' bytes is found out. Nothing here writes or decides what to keep.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
 
 import xxhash
 
 from dips.core.errors import DipsError
 from dips.core.ids import RoundId, Version
+from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import SnapshotInfo
+from dips.slave.durable import IO_BYTES
 from dips.slave.memory import F32, bytes_of
 
-IO_BYTES = 4 << 20
-"""Read and written in pieces of this size: large enough for the disk, small enough for the cache."""
+HEADER_BYTES = 4096
+"""The length and the JSON, padded with blanks: one page, so that the tensors begin on a page of their own."""
 
-MAX_HEADER_BYTES = 1 << 20
+FORMAT = "dips-snapshot-2"
 TENSORS = ("theta", "momentum")
 _HASHES = ("layout_hash", "placement_hash", "digest")
+_SEAL = "xxh3_128_header"
 
 
 class SnapshotError(DipsError):
@@ -35,172 +38,149 @@ class SnapshotError(DipsError):
 
 @dataclass(frozen=True)
 class FileStamp:
-    """What proves that a file is the one that was written: length and xxh3-128 of all its bytes."""
+    """What proves that a file is the one that was written: its length, and xxh3-128 of its header, which seals all."""
 
     n_bytes: int
-    xxh3_128: str
+    header_xxh3_128: str
 
 
-def write_snapshot(path: Path, info: SnapshotInfo, theta: F32, momentum: F32, run_id: str, slave_id: str) -> FileStamp:
-    """Write, fsync and rename into place. theta, momentum: (n,) float32. Raises OSError, leaving no file behind."""
-    header = _header(info, {"theta": theta, "momentum": momentum}, run_id, slave_id)
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        stamp = _write_parts(temporary, [header, bytes_of(theta), bytes_of(momentum)])
-        os.replace(temporary, path)
-        fsync_directory(path.parent)
-    except OSError:
-        for leftover in (temporary, path):
-            with contextlib.suppress(OSError):
-                leftover.unlink()
-        raise
-    return stamp
+@dataclass(frozen=True)
+class FileHead:
+    """What a header says. info: never committed, that is for a manifest to say."""
+
+    info: SnapshotInfo
+    run_id: str
+    slave_id: str
+    n_elems: int
+    stamp: FileStamp
+    sums: tuple[str, str]
 
 
-def read_snapshot(path: Path, theta: F32, momentum: F32) -> FileStamp:
-    """Read both tensors into the arrays given, checking each against the header's checksum.
-
-    Raises SnapshotError when the file is torn, altered or of another length; OSError when it cannot be read.
-    """
-    return _read(path, {"theta": bytes_of(theta), "momentum": bytes_of(momentum)})
+def file_bytes(n_elems: int) -> int:
+    """How long the snapshot file of a shard of n_elems parameters is: 8 bytes for each, and the header."""
+    return HEADER_BYTES + len(TENSORS) * FLOAT32_BYTES * n_elems
 
 
-def verify_snapshot(path: Path) -> tuple[SnapshotInfo, Mapping[str, str], FileStamp]:
-    """Read the whole file and check it. Returns what it is, its metadata and stamp. Raises as read_snapshot."""
-    metadata = _metadata(path)
-    stamp = _read(path, None)
-    return _info(path, metadata), metadata, stamp
-
-
-def fsync_directory(directory: Path) -> None:
-    """Make names durable: a rename is not until its directory is synced."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Replace a small file as a whole: temporary file, fsync, rename, fsync of the directory. Raises OSError."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        _write_parts(temporary, [memoryview(data)])
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    fsync_directory(path.parent)
-
-
-def _write_parts(path: Path, parts: list[memoryview]) -> FileStamp:
-    hasher, total = xxhash.xxh3_128(), 0
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        for part in parts:
-            for begin in range(0, len(part), IO_BYTES):
-                piece = part[begin : begin + IO_BYTES]
-                hasher.update(piece)
-                total += len(piece)
-                while piece:
-                    piece = piece[os.write(handle, piece) :]
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return FileStamp(total, hasher.hexdigest())
-
-
-def _header(info: SnapshotInfo, tensors: Mapping[str, F32], run_id: str, slave_id: str) -> memoryview:
+def build_header(info: SnapshotInfo, theta: F32, momentum: F32, run_id: str, slave_id: str) -> tuple[bytes, FileHead]:
+    """The header of a file of these tensors, both (n,) float32; reads all of them for their checksums."""
+    sums = (xxhash.xxh3_128_hexdigest(bytes_of(theta)), xxhash.xxh3_128_hexdigest(bytes_of(momentum)))
+    n_elems = theta.size
     metadata = {
-        "format": "dips-snapshot-1",
+        "format": FORMAT,
         "run_id": run_id,
         "slave_id": slave_id,
         "version": f"{info.version.timeline}:{info.version.v}",
         "round": f"{info.round.epoch}.{info.round.n}",
-        "layout_hash": info.layout_hash.hex(),
-        "placement_hash": info.placement_hash.hex(),
-        "digest": info.digest.hex(),
+        **{name: getattr(info, name).hex() for name in _HASHES},
+        **{f"xxh3_128_{name}": value for name, value in zip(TENSORS, sums, strict=True)},
     }
-    header: dict[str, Any] = {"__metadata__": metadata}
-    start = 0
-    for name, tensor in tensors.items():
-        metadata[f"xxh3_128_{name}"] = xxhash.xxh3_128_hexdigest(bytes_of(tensor))
-        stop = start + tensor.nbytes
-        header[name] = {"dtype": "F32", "shape": [tensor.size], "data_offsets": [start, stop]}
-        start = stop
+    header = _tensor_places(n_elems) | {"__metadata__": metadata}
+    metadata[_SEAL] = _seal(header)
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return memoryview(len(text).to_bytes(8, "little") + text)
+    raw = (HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(HEADER_BYTES - 8)
+    assert len(raw) == HEADER_BYTES, "names and hashes are bounded, so a page holds them"
+    stamp = FileStamp(file_bytes(n_elems), xxhash.xxh3_128_hexdigest(raw))
+    plain = replace(info, committed=False, commit_hash=b"")
+    return raw, FileHead(plain, run_id, slave_id, n_elems, stamp, sums)
 
 
-def _read_header(path: Path, file: Any) -> tuple[dict[str, Any], bytes]:
-    prefix = file.read(8)
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or not 2 <= length <= MAX_HEADER_BYTES:
-        raise SnapshotError(f"{path} does not begin as a snapshot does")
-    text = file.read(length)
+def read_head(file: BinaryIO, where: str) -> FileHead | None:
+    """The header of a file at its beginning; None for a file that was made and never written.
+
+    Raises SnapshotError when it is no header of this release or the file has another length than it says.
+    """
+    raw = file.read(HEADER_BYTES)
+    if len(raw) == HEADER_BYTES and not any(raw):
+        return None
+    if len(raw) < HEADER_BYTES or int.from_bytes(raw[:8], "little") != HEADER_BYTES - 8:
+        raise SnapshotError(f"{where} does not begin as a snapshot of this release does")
+    head = _parse(raw, where)
+    size = file.seek(0, os.SEEK_END)
+    if size != head.stamp.n_bytes:
+        raise SnapshotError(f"{where} has {size} bytes, its header speaks of {head.stamp.n_bytes}: it is torn")
+    file.seek(HEADER_BYTES)
+    return head
+
+
+def read_tensors(file: BinaryIO, where: str, head: FileHead, into: tuple[F32, F32] | None = None) -> None:
+    """Read what follows the header and check it, into theta and momentum if given, both (n,) float32.
+
+    Raises SnapshotError when a byte is not what was written, or the arrays have another length.
+    """
+    n_bytes = head.n_elems * FLOAT32_BYTES
+    scratch = memoryview(bytearray(min(IO_BYTES, n_bytes) if into is None else 0))
+    for index, name in enumerate(TENSORS):
+        target = bytes_of(into[index]) if into is not None else None
+        if target is not None and len(target) != n_bytes:
+            raise SnapshotError(f"{where}: {name} has {n_bytes} bytes, this slave's blocks have {len(target)}")
+        found = xxhash.xxh3_128()
+        for at in range(0, n_bytes, IO_BYTES):
+            size = min(IO_BYTES, n_bytes - at)
+            piece = target[at : at + size] if target is not None else scratch[:size]
+            _fill(where, file, piece)
+            found.update(piece)
+        if found.hexdigest() != head.sums[index]:
+            raise SnapshotError(f"{where}: the bytes of {name} are not those that were written")
+
+
+def read_snapshot(file: BinaryIO, where: str, theta: F32, momentum: F32) -> FileHead:
+    """Read a whole file into the arrays. Raises SnapshotError when it is not whole; OSError when it cannot be read."""
+    head = read_head(file, where)
+    if head is None:
+        raise SnapshotError(f"{where} was made and never written")
+    read_tensors(file, where, head, (theta, momentum))
+    return head
+
+
+def parse_round(text: str) -> RoundId:
+    """Read "r2.17" or "2.17", epoch and number. Raises ValueError."""
+    epoch, n = text.removeprefix("r").split(".")
+    return RoundId(int(epoch), int(n))
+
+
+def read_version(text: str) -> Version:
+    """Read "3:17". Raises ValueError, where core's parse_version speaks to operators."""
+    timeline, v = text.split(":")
+    return Version(int(timeline), int(v))
+
+
+def _tensor_places(n_elems: int) -> dict[str, Any]:
+    n_bytes = n_elems * FLOAT32_BYTES
+    return {
+        name: {"dtype": "F32", "shape": [n_elems], "data_offsets": [index * n_bytes, (index + 1) * n_bytes]}
+        for index, name in enumerate(TENSORS)
+    }
+
+
+def _seal(header: Mapping[str, Any]) -> str:
+    """xxh3-128 of all that the header says, the seal itself left out."""
+    metadata = {key: value for key, value in header["__metadata__"].items() if key != _SEAL}
+    said = {**header, "__metadata__": metadata}
+    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _parse(raw: bytes, where: str) -> FileHead:
     try:
-        header = json.loads(text)
-        begins = [header[name]["data_offsets"][0] for name in TENSORS]
-        ends = [header[name]["data_offsets"][1] for name in TENSORS]
-        size = file.seek(0, os.SEEK_END)
-        file.seek(8 + length)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise SnapshotError(f"{path}: its header cannot be read: {error}") from error
-    if begins[0] != 0 or begins[1] != ends[0] or size != 8 + length + ends[1]:
-        raise SnapshotError(f"{path} has {size} bytes, its header speaks of {8 + length + ends[1]}: it is torn")
-    return header, prefix + text
+        header = json.loads(raw[8:])
+        metadata = header["__metadata__"]
+        if metadata["format"] != FORMAT:
+            raise SnapshotError(f"{where} is not a snapshot of this release")
+        n_elems = header["theta"]["shape"][0]
+        if metadata[_SEAL] != _seal(header) or header != _tensor_places(n_elems) | {"__metadata__": metadata}:
+            raise SnapshotError(f"{where}: its header is not the one that was written")
+        layout_hash, placement_hash, digest = (bytes.fromhex(metadata[name]) for name in _HASHES)
+        version, round_id = read_version(metadata["version"]), parse_round(metadata["round"])
+        info = SnapshotInfo(version, round_id, layout_hash, placement_hash, digest, committed=False)
+        sums = (metadata["xxh3_128_theta"], metadata["xxh3_128_momentum"])
+        stamp = FileStamp(file_bytes(n_elems), xxhash.xxh3_128_hexdigest(raw))
+        return FileHead(info, metadata["run_id"], metadata["slave_id"], n_elems, stamp, sums)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise SnapshotError(f"{where}: its header cannot be read: {error}") from error
 
 
-def _metadata(path: Path) -> dict[str, str]:
-    with path.open("rb") as file:
-        header, _ = _read_header(path, file)
-    metadata = header.get("__metadata__")
-    if not isinstance(metadata, dict) or metadata.get("format") != "dips-snapshot-1":
-        raise SnapshotError(f"{path} is not a snapshot of this release")
-    return metadata
-
-
-def _read(path: Path, into: Mapping[str, memoryview] | None) -> FileStamp:
-    """One pass over the file: hash all of it and each tensor, and fill `into` if given."""
-    with path.open("rb", buffering=0) as file:
-        header, prefix = _read_header(path, file)
-        whole = xxhash.xxh3_128(prefix)
-        scratch = memoryview(bytearray(IO_BYTES))
-        total = len(prefix)
-        for name in TENSORS:
-            begin, end = header[name]["data_offsets"]
-            target = into[name] if into is not None else None
-            if target is not None and len(target) != end - begin:
-                raise SnapshotError(f"{path}: {name} has {end - begin} bytes, this slave's blocks have {len(target)}")
-            part = xxhash.xxh3_128()
-            for at in range(0, end - begin, IO_BYTES):
-                size = min(IO_BYTES, end - begin - at)
-                piece = target[at : at + size] if target is not None else scratch[:size]
-                _fill(path, file, piece)
-                part.update(piece)
-                whole.update(piece)
-            total += end - begin
-            if part.hexdigest() != header["__metadata__"].get(f"xxh3_128_{name}"):
-                raise SnapshotError(f"{path}: the bytes of {name} are not those that were written")
-    return FileStamp(total, whole.hexdigest())
-
-
-def _fill(path: Path, file: Any, piece: memoryview) -> None:
+def _fill(where: str, file: BinaryIO, piece: memoryview) -> None:
     while piece:
-        n = file.readinto(piece)
+        n = file.readinto(piece)  # type: ignore[attr-defined]  # every binary file has it, typing.BinaryIO does not say
         if not n:
-            raise SnapshotError(f"{path} ends early: it is torn")
+            raise SnapshotError(f"{where} ends early: it is torn")
         piece = piece[n:]
-
-
-def _info(path: Path, metadata: Mapping[str, str]) -> SnapshotInfo:
-    try:
-        timeline, v = metadata["version"].split(":")
-        epoch, n = metadata["round"].split(".")
-        layout, placement, digest = (bytes.fromhex(metadata[name]) for name in _HASHES)
-        version, round_id = Version(int(timeline), int(v)), RoundId(int(epoch), int(n))
-        return SnapshotInfo(version, round_id, layout, placement, digest, committed=False)
-    except (KeyError, ValueError) as error:
-        raise SnapshotError(f"{path}: its metadata cannot be read: {error}") from error

@@ -68,9 +68,12 @@ def check_settings(settings: Settings, max_chunk_bytes: int) -> None:
 
 
 def check_load(configure: Configure, current: SnapshotInfo | None, snapshots: Sequence[SnapshotInfo]) -> None:
-    """Raises Refused(SEED_EXISTS) when a master that knows no version meets a slave that holds committed ones."""
+    """Raises Refused(SEED_EXISTS) when a master that knows no version meets a slave that holds committed ones.
+
+    `empty` says that the master knows of them: none is common to all slaves, and a cluster brings the parameters.
+    """
     held = [info for info in (*snapshots, *([current] if current else [])) if info.committed]
-    if configure.load is None and held:
+    if configure.load is None and held and not configure.empty:
         raise Refused(
             RefusalCode.SEED_EXISTS,
             f"this slave holds version {max(info.version for info in held)} of the run and the master knows none: "
@@ -79,12 +82,19 @@ def check_load(configure: Configure, current: SnapshotInfo | None, snapshots: Se
 
 
 def find_load(configure: Configure, candidates: Sequence[SnapshotInfo]) -> SnapshotInfo | None:
-    """The snapshot that Configure asks for, committed ones before shadows. Raises Refused(VERSION_GONE)."""
+    """The snapshot that Configure asks for, committed ones before shadows, else the one that it has as its origin.
+
+    Raises Refused(VERSION_GONE).
+    """
     if configure.load is None:
         return None
-    fits = [info for info in candidates if _fits(info, configure)]
-    if fits:
-        return max(fits, key=lambda info: info.committed)
+    names = [(configure.load, configure.load_round)]
+    if configure.origin is not None:
+        names.append((configure.origin, configure.origin_round))
+    for name in names:
+        fits = [info for info in candidates if (info.version, info.round) == name and _fits(info, configure)]
+        if fits:
+            return max(fits, key=lambda info: info.committed)
     held = ", ".join(f"{info.version} ({info.round})" for info in candidates) or "none"
     raise Refused(
         RefusalCode.VERSION_GONE,
@@ -95,17 +105,21 @@ def find_load(configure: Configure, candidates: Sequence[SnapshotInfo]) -> Snaps
 
 def _fits(info: SnapshotInfo, configure: Configure) -> bool:
     return (
-        info.version == configure.load
-        and info.round == configure.load_round
-        and info.digest == configure.load_digest
+        info.digest == configure.load_digest
         and info.layout_hash == configure.layout_hash
         and info.placement_hash == configure.placement.placement_hash
     )
 
 
-def check_prepare(prepare: Prepare, current: SnapshotInfo | None) -> None:
-    """Raises Refused when the round does not start from the version that stands in memory, or is not a round."""
+def check_prepare(prepare: Prepare, current: SnapshotInfo | None, snapshots: Sequence[SnapshotInfo]) -> None:
+    """Raises Refused when the round does not start from the version that stands in memory, or is not a round.
+
+    snapshots: what is on disk; parameters that a cluster donates must stand on a newer timeline than any of it.
+    """
     here = current.version if current else None
+    newest = max((info.version for info in snapshots if info.committed), default=None)
+    if here is None and prepare.from_version is None and newest and prepare.to_version.timeline <= newest.timeline:
+        raise Refused(RefusalCode.SEED_EXISTS, f"round {prepare.round} would seed over version {newest} on disk")
     if prepare.from_version is None and here is not None:
         raise Refused(RefusalCode.SEED_EXISTS, f"round {prepare.round} would seed over version {here}")
     if prepare.from_version != here:

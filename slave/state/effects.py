@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dips.core.ids import PushId, RoundId, Version
+from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import Configure, Prepare, Refusal, SlaveBody, SnapshotInfo
 
 
@@ -42,7 +42,10 @@ class Serve:
 
 @dataclass(frozen=True)
 class RunLoad:
-    """Make memory for the blocks and fill it from `source` (None: leave it empty); a shadow becomes a committed one."""
+    """Make memory for the blocks and fill it from `source` (None: leave it empty); a shadow becomes a committed one.
+
+    A source of another name than configure.load is its origin: it gets that name, and what came after it leaves.
+    """
 
     job: int
     configure: Configure
@@ -62,27 +65,54 @@ class RunMeasure:
 
 @dataclass(frozen=True)
 class RunPrepare:
-    """Compute the shadow of the next version from the pushes in `slots` and write it to disk."""
+    """Compute the shadow of the next version from the pushes in `slots`; write it to disk if `durable`."""
 
     job: int
     prepare: Prepare
     slots: tuple[int, ...]
+    durable: bool = True
 
 
 @dataclass(frozen=True)
 class RunCommit:
-    """Write the manifest of the shadow that stands in memory, then flip."""
+    """Write the manifest of the shadow that stands in memory if `durable` (its file too, if it is not there); flip."""
 
     job: int
     shadow: SnapshotInfo
     commit_hash: bytes
     commit_record: bytes
+    durable: bool = True
     delay_s: float = 0.0
 
 
 @dataclass(frozen=True)
+class SaveVersion:
+    """Write this version, the newest in memory, and its manifest to disk; then Saved or SaveFailed."""
+
+    number: int
+    info: SnapshotInfo
+    commit_record: bytes
+
+
+@dataclass(frozen=True)
+class SaveLater:
+    """SaveAgain after this time."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class ReadRecord:
+    """Read the COMMIT record of a snapshot from its manifest, then RecordRead for the incarnation that asked."""
+
+    asked_by: Incarnation | None
+    version: Version
+    round: RoundId
+
+
+@dataclass(frozen=True)
 class DropShadow:
-    """Forget the shadow in memory and delete its file."""
+    """Forget the shadow in memory; its file is free space."""
 
     shadow: SnapshotInfo
 
@@ -157,6 +187,9 @@ Effect = (
     | RunMeasure
     | RunPrepare
     | RunCommit
+    | SaveVersion
+    | SaveLater
+    | ReadRecord
     | DropShadow
     | OpenSlot
     | CloseSlot

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dips.core.ids import PushId
-from dips.core.messages import BlockGram, Refusal, SlaveCommand, SnapshotInfo
+from dips.core.ids import Incarnation, PushId
+from dips.core.messages import BlockGram, CommitRecord, Refusal, SlaveCommand, SnapshotInfo
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class MeasureDone:
 
 @dataclass(frozen=True)
 class PrepareDone:
-    """The shadow stands in memory and, verified, on disk."""
+    """The shadow stands in memory and, if the job was durable, on disk."""
 
     job: int
     shadow: SnapshotInfo
@@ -77,7 +77,7 @@ class PrepareDone:
 
 @dataclass(frozen=True)
 class CommitDone:
-    """The manifest is on disk, memory has flipped, and the data port serves the new version."""
+    """The manifest is on disk if the job was durable, memory has flipped, and the data port serves the new version."""
 
     job: int
     current: SnapshotInfo
@@ -86,12 +86,44 @@ class CommitDone:
 
 @dataclass(frozen=True)
 class JobFailed:
-    """The job changed nothing durable; the slave goes on."""
+    """The job changed nothing that counts; the slave goes on. snapshots: what is on disk now, None if unchanged."""
 
     job: int
     refusal: Refusal
+    snapshots: tuple[SnapshotInfo, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The version of SaveVersion is on disk with its manifest."""
+
+    number: int
+    info: SnapshotInfo
+    snapshots: tuple[SnapshotInfo, ...]
+
+
+@dataclass(frozen=True)
+class SaveFailed:
+    """The disk did not take the version of SaveVersion."""
+
+    number: int
+    refusal: Refusal
+
+
+@dataclass(frozen=True)
+class SaveAgain:
+    """The time of SaveLater has passed."""
+
+
+@dataclass(frozen=True)
+class RecordRead:
+    """The answer to SendCommitRecord. asked_by: as in ReadRecord."""
+
+    asked_by: Incarnation | None
+    answer: CommitRecord
 
 
 JobEvent = LoadDone | MeasureDone | PrepareDone | CommitDone | JobFailed
+SaveEvent = Saved | SaveFailed | SaveAgain
 
-Event = Linked | Unlinked | Fenced | Commanded | PromiseSaved | PushStaged | JobEvent
+Event = Linked | Unlinked | Fenced | Commanded | PromiseSaved | PushStaged | JobEvent | SaveEvent | RecordRead

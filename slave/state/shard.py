@@ -9,7 +9,7 @@ COMMIT can always be completed (I5 of docs/architecture.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 from dips.core.errors import RefusalCode, Refused
@@ -27,13 +27,14 @@ from dips.core.messages import (
     Prepared,
     Ready,
     Refusal,
-    RoundRefused,
     Settings,
     SnapshotInfo,
     StagedPush,
 )
 from dips.slave.state import checks, effects, events
 from dips.slave.state.effects import Effect
+from dips.slave.state.jobs import Job, JobBody, Made, is_load, round_refused, say_failed, to_refusal, warn
+from dips.slave.state.saving import Saving
 from dips.slave.state.slots import Slots
 
 
@@ -75,28 +76,6 @@ SHARD_TABLE: TransitionTable[ShardPhase] = TransitionTable(
 )
 
 
-@dataclass(frozen=True)
-class Made:
-    """What memory was made for; an equal one need not be made again."""
-
-    layout_hash: bytes
-    placement_hash: bytes
-    staging_slots: int
-    pinned_versions: int
-    chunk_bytes: int
-
-
-@dataclass(frozen=True)
-class Job:
-    """The one piece of work under way. slots: rows of staging memory that it reads."""
-
-    number: int
-    body: Configure | Measure | Prepare | Commit
-    cause: str
-    began_s: float
-    slots: tuple[int, ...] = ()
-
-
 class ShardState:
     """memory_bytes: what parameters may use here. snapshots: what a start found on disk, verified."""
 
@@ -123,10 +102,24 @@ class ShardState:
         self._durable_work: effects.RunLoad | effects.RunCommit | None = None
         self._measured: Measured | None = None
         self._newest_round = RoundId(0, 0)
+        self._prepared: Prepare | None = None
+        self.saving = Saving(story)
 
     @property
     def busy(self) -> bool:
         return self.phase.now in BUSY
+
+    def offers(self) -> tuple[SnapshotInfo, ...]:
+        """What a master may ask to load, newest first: what is on disk, and what only memory holds."""
+        found = {(info.version, info.round): info for info in self.snapshots}
+        for info in (self.shadow, self.current):
+            if info is not None:
+                found[(info.version, info.round)] = info
+        return tuple(info for _, info in sorted(found.items(), reverse=True))
+
+    def must_save_first(self, body: Configure, settings: Settings) -> bool:
+        """Whether memory must be made anew for the very version that only memory holds: then the disk comes first."""
+        return self.saving.behind and is_load(self.current, body) and self.made != _made(body, settings)
 
     # ---- commands; only called while not busy ----
 
@@ -135,28 +128,23 @@ class ShardState:
         try:
             return self._configure(body, settings, cause, now_s)
         except Refused as refused:
-            return [effects.SendUp(ConfigureRefused(_refusal(refused))), _log("configure", refused.sentence)]
+            return [effects.SendUp(ConfigureRefused(to_refusal(refused))), warn("configure", refused.sentence)]
 
     def _configure(self, body: Configure, settings: Settings, cause: str, now_s: float) -> list[Effect]:
         checks.check_settings(settings, self._max_chunk_bytes)
         blocks = checks.own_blocks(self._slave_id, body)
         checks.check_memory(blocks, body, self._memory_bytes)
         checks.check_load(body, self.current, self.snapshots)
-        made = Made(
-            body.layout_hash,
-            body.placement.placement_hash,
-            body.staging_slots,
-            body.pinned_versions,
-            settings.chunk_bytes,
-        )
+        made, durable = _made(body, settings), is_durable(settings)
         if made == self.made:
-            if self.current is None if body.load is None else _is(self.current, body):
+            if self.current is None if body.load is None else is_load(self.current, body):
                 return [effects.SendUp(self._ready())]
-            if self.shadow is not None and _is(self.shadow, body):
-                return self._begin_commit("configure", body, body.commit_hash, body.commit_record, cause, now_s)
+            if self.shadow is not None and is_load(self.shadow, body):
+                return self._begin_commit("configure", body, durable, cause, now_s)
         source = checks.find_load(body, self.snapshots)
         self.made, self.current, self.shadow, self._measured = made, None, None, None
         self._slots.clear()
+        self.saving.dropped()
         job = self._begin("configure", ShardPhase.LOADING, body, cause, now_s)
         return [self._run(effects.RunLoad(job, body, settings.chunk_bytes, source))]
 
@@ -164,6 +152,7 @@ class ShardState:
         """Begin, or answer again, the Gram matrices of a round."""
         if self._measured is not None and self._measured.round == body.round:
             return [effects.SendUp(self._measured)]
+        out: list[Effect] = []
         try:
             out = self._enter_round(body.round, now_s)
             if self.current is None or self.current.version != body.version:
@@ -173,24 +162,26 @@ class ShardState:
                 raise Refused(RefusalCode.MALFORMED, f"round {body.round} has no participants to measure")
             rows = self._rows(body.participants)
         except Refused as refused:
-            return [_round_refused(body.round, "measure", refused)]
+            return [*out, round_refused(body.round, "measure", refused)]
         job = self._begin("measure", ShardPhase.MEASURING, body, cause, now_s, rows)
         return [*out, effects.RunMeasure(job, body.round, rows)]
 
-    def prepare(self, body: Prepare, cause: str, now_s: float) -> list[Effect]:
-        """Begin, or answer again, the shadow of a round."""
-        if self.shadow is not None and self.shadow.round == body.round:
+    def prepare(self, body: Prepare, settings: Settings, cause: str, now_s: float) -> list[Effect]:
+        """Begin, or answer again, the shadow of a round. A command that differs in anything is computed anew."""
+        if self.shadow is not None and self._prepared == body:
             return [effects.SendUp(Prepared(body.round, self.shadow.digest))]
+        out: list[Effect] = []
         try:
             out = self._enter_round(body.round, now_s)
-            checks.check_prepare(body, self.current)
+            checks.check_prepare(body, self.current, self.snapshots)
             rows = self._rows(body.accepted)
         except Refused as refused:
-            return [_round_refused(body.round, "prepare", refused)]
-        job = self._begin("prepare", ShardPhase.PREPARING, body, cause, now_s, rows)
-        return [*out, effects.RunPrepare(job, body, rows)]
+            return [*out, round_refused(body.round, "prepare", refused)]
+        durable = is_durable(settings)
+        job = self._begin("prepare", ShardPhase.PREPARING, body, cause, now_s, rows, durable)
+        return [*out, effects.RunPrepare(job, body, rows, durable)]
 
-    def commit(self, body: Commit, cause: str, now_s: float) -> list[Effect]:
+    def commit(self, body: Commit, settings: Settings, cause: str, now_s: float) -> list[Effect]:
         """Make the shadow the current version, or say again that it is."""
         if self.current is not None and (self.current.round, self.current.version) == (
             body.round,
@@ -202,8 +193,8 @@ class ShardState:
                 RefusalCode.VERSION_GONE,
                 f"no shadow of round {body.round} stands in memory: send Configure with that version to load",
             )
-            return [_round_refused(body.round, "commit", gone)]
-        return self._begin_commit("commit", body, body.commit_hash, body.commit_record, cause, now_s)
+            return [round_refused(body.round, "commit", gone)]
+        return self._begin_commit("commit", body, is_durable(settings), cause, now_s)
 
     def abort(self, body: AbortRound, cause: str, now_s: float) -> list[Effect]:
         """Drop the shadow of the round, if it stands; rounds up to this one never begin again."""
@@ -220,42 +211,78 @@ class ShardState:
         """Take the end of the job under way. Ends of other jobs cannot come: there is only ever one."""
         job = self.job
         if job is None or event.job != job.number:
-            return [_log("job", f"the end of job {event.job} came twice")]
+            return [warn("job", f"the end of job {event.job} came twice")]
         self.job = None
         if isinstance(event, events.JobFailed):
-            return self._failed(job, event.refusal, now_s)
-        return self._succeeded(job, event, now_s)
+            out = self._failed(job, event, now_s)
+        else:
+            out = self._succeeded(job, event, now_s)
+        return out + self._save(now_s)
+
+    def save_event(self, event: events.SaveEvent, now_s: float) -> list[Effect]:
+        """Take what became of a save; the next one begins when there is more to save."""
+        out: list[Effect] = []
+        match event:
+            case events.Saved(number, info, snapshots):
+                self.snapshots = snapshots
+                out = self.saving.saved(number, info, now_s)
+            case events.SaveFailed(_, refusal):
+                out = self.saving.failed(refusal, now_s)
+            case events.SaveAgain():
+                self.saving.again(now_s)
+        return out + self._save(now_s)
+
+    def _save(self, now_s: float) -> list[Effect]:
+        """Not while memory flips or is made anew: the job's end comes here again."""
+        return [] if self.phase.now in (_P.LOADING, _P.COMMITTING) else self.saving.begin(now_s)
 
     def _succeeded(self, job: Job, event: events.JobEvent, now_s: float) -> list[Effect]:
+        """The tape comes before the answer that it proves: a kill between the two must leave the evidence."""
         if isinstance(event, events.LoadDone):
-            self.phase.move("done", ShardPhase.READY, now_s, job.cause)
-            self.current, self.snapshots = event.current, event.snapshots
-            return [effects.SendUp(self._ready()), self._record("configured", job, now_s)]
+            return self._loaded(job, event, now_s)
         if isinstance(event, events.MeasureDone) and isinstance(job.body, Measure):
             self.phase.move("done", ShardPhase.READY, now_s, job.cause)
             self._measured = Measured(job.body.round, event.blocks)
-            return [effects.SendUp(self._measured), self._record("measured", job, now_s)]
+            about = _record("measured", job, now_s, None, version=str(job.body.version))
+            return [about, effects.SendUp(self._measured)]
         if isinstance(event, events.PrepareDone):
             self.phase.move("done", ShardPhase.PREPARED, now_s, job.cause)
             self.shadow, self.snapshots = event.shadow, event.snapshots
+            self._prepared = job.body if isinstance(job.body, Prepare) else None
             return [
+                _record("prepared", job, now_s, event.shadow, durable=job.durable, finite=True),
                 effects.SendUp(Prepared(event.shadow.round, event.shadow.digest)),
-                self._record("prepared", job, now_s, event.shadow),
             ]
         if isinstance(event, events.CommitDone):
             return self._flipped(job, event, now_s)
-        return [_log("job", f"job {event.job} ended as {type(event).__name__}, which it cannot")]
+        return [warn("job", f"job {event.job} ended as {type(event).__name__}, which it cannot")]
+
+    def _loaded(self, job: Job, event: events.LoadDone, now_s: float) -> list[Effect]:
+        self.phase.move("done", ShardPhase.READY, now_s, job.cause)
+        self.current, self.snapshots = event.current, event.snapshots
+        self.saving.loaded(event.current)
+        out: list[Effect] = []
+        if isinstance(job.body, Configure) and job.body.origin is not None and event.current is not None:
+            out.append(_record("rolled_back", job, now_s, event.current, origin=str(job.body.origin)))
+        return [*out, _record("configured", job, now_s, event.current), effects.SendUp(self._ready())]
 
     def _flipped(self, job: Job, event: events.CommitDone, now_s: float) -> list[Effect]:
         self.phase.move("done", ShardPhase.READY, now_s, job.cause)
         self.current, self.shadow, self.snapshots = event.current, None, event.snapshots
         self._measured = None
+        assert isinstance(job.body, Configure | Commit)
+        self.saving.committed(event.current, job.body.commit_record, job.durable)
         answer = (
             self._ready() if isinstance(job.body, Configure) else Flipped(event.current.round, event.current.version)
         )
-        return [effects.SendUp(answer), self._record("committed", job, now_s)]
+        commit_hash = event.current.commit_hash.hex()
+        about = _record("committed", job, now_s, event.current, commit_hash=commit_hash, durable=job.durable)
+        return [about, effects.SendUp(answer)]
 
-    def _failed(self, job: Job, refusal: Refusal, now_s: float) -> list[Effect]:
+    def _failed(self, job: Job, event: events.JobFailed, now_s: float) -> list[Effect]:
+        refusal = event.refusal
+        if event.snapshots is not None:
+            self.snapshots = event.snapshots
         if refusal.retry_after_s > 0 and self.phase.now in (ShardPhase.LOADING, ShardPhase.COMMITTING):
             return self._again(job, refusal, now_s)
         back = {
@@ -263,9 +290,14 @@ class ShardState:
             ShardPhase.COMMITTING: ShardPhase.PREPARED,
         }.get(self.phase.now, ShardPhase.READY)
         self.phase.move("failed", back, now_s, job.cause, refusal.sentence)
-        if back is ShardPhase.EMPTY:
-            self.made = None
-        return _say_failed(job, refusal)
+        if back is not ShardPhase.EMPTY:
+            return say_failed(job, refusal)
+        self.made = None
+        source = self._durable_work.source if isinstance(self._durable_work, effects.RunLoad) else None
+        if source is None or source in self.snapshots:
+            return say_failed(job, refusal)
+        gone = f"the snapshot of version {source.version} broke since it was offered: say anew what is here"
+        return [*say_failed(job, refusal), effects.CloseLink(gone)]
 
     def _again(self, job: Job, refusal: Refusal, now_s: float) -> list[Effect]:
         """After the commit point there is only forward: try until the disk takes it, and say what it waits for."""
@@ -274,7 +306,7 @@ class ShardState:
         self._jobs += 1
         self.job = replace(job, number=self._jobs)
         work = replace(self._durable_work, job=self._jobs, delay_s=refusal.retry_after_s)
-        return [*_say_failed(job, refusal), work]
+        return [*say_failed(job, refusal), work]
 
     # ---- helpers ----
 
@@ -282,28 +314,23 @@ class ShardState:
         self,
         input_name: str,
         to: ShardPhase,
-        body: Configure | Measure | Prepare | Commit,
+        body: JobBody,
         cause: str,
         now_s: float,
         rows: tuple[int, ...] = (),
+        durable: bool = True,
     ) -> int:
         self.phase.move(input_name, to, now_s, cause)
         self._jobs += 1
-        self.job = Job(self._jobs, body, cause, now_s, rows)
+        self.job = Job(self._jobs, body, cause, now_s, rows, durable)
         return self._jobs
 
     def _begin_commit(
-        self,
-        input_name: str,
-        body: Configure | Commit,
-        commit_hash: bytes,
-        record: bytes,
-        cause: str,
-        now_s: float,
+        self, input_name: str, body: Configure | Commit, durable: bool, cause: str, now_s: float
     ) -> list[Effect]:
         assert self.shadow is not None
-        job = self._begin(input_name, ShardPhase.COMMITTING, body, cause, now_s)
-        return [self._run(effects.RunCommit(job, self.shadow, commit_hash, record))]
+        job = self._begin(input_name, ShardPhase.COMMITTING, body, cause, now_s, durable=durable)
+        return [self._run(effects.RunCommit(job, self.shadow, body.commit_hash, body.commit_record, durable))]
 
     def _run(self, work: effects.RunLoad | effects.RunCommit) -> Effect:
         """Remember the work, because a disk that fails now may take it later."""
@@ -335,41 +362,21 @@ class ShardState:
     def _ready(self) -> Ready:
         return Ready(self.current.version, self.current.digest) if self.current else Ready(None)
 
-    def _record(self, kind: str, job: Job, now_s: float, info: SnapshotInfo | None = None) -> effects.Record:
-        about = info or self.current
-        fields: dict[str, object] = {"took_s": round(now_s - job.began_s, 6)}
-        if not isinstance(job.body, Configure):
-            fields["round"] = str(job.body.round)
-        if about is not None:
-            fields |= {"version": str(about.version), "digest": about.digest.hex()}
-        return effects.Record(kind, job.cause, fields)
+
+def _made(body: Configure, settings: Settings) -> Made:
+    placement_hash = body.placement.placement_hash
+    return Made(body.layout_hash, placement_hash, body.staging_slots, body.pinned_versions, settings.chunk_bytes)
 
 
-def _is(info: SnapshotInfo | None, body: Configure) -> bool:
-    return info is not None and (info.version, info.round, info.digest) == (
-        body.load,
-        body.load_round,
-        body.load_digest,
-    )
+def is_durable(settings: Settings) -> bool:
+    """Whether versions must be on disk before they are PREPARED."""
+    return settings.durability != "async"
 
 
-def _refusal(refused: Refused) -> Refusal:
-    return Refusal(refused.code, refused.sentence, refused.retry_after_s)
-
-
-def _round_refused(round_id: RoundId, command: str, refused: Refused) -> Effect:
-    return effects.SendUp(RoundRefused(round_id, command, _refusal(refused)))
-
-
-def _say_failed(job: Job, refusal: Refusal) -> list[Effect]:
-    if isinstance(job.body, Configure):
-        return [effects.SendUp(ConfigureRefused(refusal)), _log("configure", refusal.sentence)]
-    command = type(job.body).__name__.lower()
-    return [
-        effects.SendUp(RoundRefused(job.body.round, command, refusal)),
-        _log(command, f"round {job.body.round}: {refusal.sentence}"),
-    ]
-
-
-def _log(key: str, sentence: str) -> Effect:
-    return effects.Log("WARNING", key, sentence)
+def _record(kind: str, job: Job, now_s: float, about: SnapshotInfo | None, **more: object) -> effects.Record:
+    fields: dict[str, object] = {"took_s": round(now_s - job.began_s, 6)}
+    if about is not None:
+        fields |= {"version": str(about.version), "round": str(about.round), "digest": about.digest.hex()}
+    elif not isinstance(job.body, Configure):
+        fields["round"] = str(job.body.round)
+    return effects.Record(kind, job.cause, fields | more)

@@ -25,6 +25,8 @@ from dips.core.messages import (
     Promised,
     Refusal,
     Retain,
+    SendCommitRecord,
+    Settings,
     SlaveCommand,
     SlaveHello,
     SnapshotInfo,
@@ -97,6 +99,11 @@ class SlaveState:
                 return self._promise_saved(epoch, now_s)
             case events.PushStaged():
                 return self._staged(event)
+            case events.RecordRead(asked_by, answer):
+                heard = self.link.attached and asked_by == self.link.incarnation
+                return [effects.SendUp(answer)] if heard else []
+            case events.Saved() | events.SaveFailed() | events.SaveAgain():
+                return self.shard.save_event(event, now_s)
             case _:
                 return self._completed(event, now_s)
 
@@ -108,7 +115,7 @@ class SlaveState:
             self._data_endpoint,
             self._memory_bytes,
             self.link.promised_epoch,
-            self.shard.snapshots,
+            self.shard.offers(),
         )
 
     def _commanded(self, command: SlaveCommand, now_s: float) -> list[Effect]:
@@ -147,7 +154,7 @@ class SlaveState:
 
     def _promise_saved(self, epoch: int, now_s: float) -> list[Effect]:
         attached = self.link.promise_saved(epoch, now_s)
-        out: list[Effect] = [effects.Serve(self.link.promised_epoch)]
+        out: list[Effect] = [effects.Serve(self.link.promised_epoch), effects.Record("promised", "", {"epoch": epoch})]
         if attached:
             out.append(effects.SendUp(Promised(epoch)))
             out += [effects.SendUp(staged) for staged in self.slots.all_staged()]
@@ -159,8 +166,10 @@ class SlaveState:
         """Whether the command can run now; the first that cannot holds back all behind it."""
         if self.link.promising:
             return False
-        if not self.shard.busy:
+        if isinstance(command.body, SendCommitRecord):
             return True
+        if not self.shard.busy:
+            return not self._must_wait(command)
         rows = self.shard.job.slots if self.shard.job else ()
         loading = isinstance(self.shard.job.body, Configure) if self.shard.job else False
         if isinstance(command.body, OpenStaging):
@@ -170,12 +179,20 @@ class SlaveState:
             return not loading and self.slots.slot_of(command.body.push) not in rows
         return False
 
+    def _must_wait(self, command: SlaveCommand) -> bool:
+        return isinstance(command.body, Configure) and self.shard.must_save_first(command.body, self._settings())
+
+    def _settings(self) -> Settings:
+        assert self.link.welcome is not None, "commands are obeyed only after a Welcome"
+        return self.link.welcome.settings
+
     def _obey(self, command: SlaveCommand, now_s: float) -> list[Effect]:
         cause = command.cause_id
         match command.body:
             case Configure() as body:
-                assert self.link.welcome is not None
-                return self.shard.configure(body, self.link.welcome.settings, cause, now_s)
+                return self.shard.configure(body, self._settings(), cause, now_s)
+            case SendCommitRecord(version, round_id):
+                return [effects.ReadRecord(command.incarnation, version, round_id)]
             case OpenStaging() as body:
                 return self._open(body, cause)
             case CloseStaging(push):
@@ -184,11 +201,11 @@ class SlaveState:
             case Measure() as body:
                 return self.shard.measure(body, cause, now_s)
             case Prepare() as body:
-                return self.shard.prepare(body, cause, now_s)
+                return self.shard.prepare(body, self._settings(), cause, now_s)
             case AbortRound() as body:
                 return self.shard.abort(body, cause, now_s)
             case Commit() as body:
-                return self.shard.commit(body, cause, now_s)
+                return self.shard.commit(body, self._settings(), cause, now_s)
             case Retain(versions):
                 return [effects.SetPins(versions)]
             case other:
@@ -216,7 +233,7 @@ class SlaveState:
             return []
         fields = {"push": str(event.push), "attempt": event.attempt, "digest": event.digest.hex()}
         out: list[Effect] = [effects.Record("staged", "", dict(fields))]
-        return [effects.SendUp(staged), *out] if self.link.attached else out
+        return [*out, effects.SendUp(staged)] if self.link.attached else out
 
     def _completed(self, event: events.JobEvent, now_s: float) -> list[Effect]:
         out = self.shard.completed(event, now_s)

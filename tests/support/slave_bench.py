@@ -59,8 +59,13 @@ class SlaveBench:
     """Time stands at now_s; every event is followed by the checks that hold always."""
 
     def __init__(
-        self, snapshots: tuple[SnapshotInfo, ...] = (), promised: int = 0, memory_bytes: int = 1 << 20
+        self,
+        snapshots: tuple[SnapshotInfo, ...] = (),
+        promised: int = 0,
+        memory_bytes: int = 1 << 20,
+        settings: Settings | None = None,
     ) -> None:
+        self.settings = settings or Settings()
         self.state = SlaveState(RUN, "s0", "tcp://127.0.0.1:1", memory_bytes, 1 << 20, promised, snapshots)
         self.now_s = 0.0
         self.epoch, self.incarnation = 1, Incarnation(1, 1)
@@ -75,6 +80,7 @@ class SlaveBench:
         out = self.state.handle(event, self.now_s)
         shard = self.state.shard
         assert (shard.job is not None) == shard.busy
+        assert len(only(out, effects.SaveVersion)) <= 1
         assert (shard.shadow is not None) == (shard.phase.now in (ShardPhase.PREPARED, ShardPhase.COMMITTING))
         assert sum(type(effect).__name__.startswith("Run") for effect in out) <= 1
         return out
@@ -90,7 +96,7 @@ class SlaveBench:
         """Welcome and the durable promise."""
         self.epoch, self.incarnation = epoch, Incarnation(epoch, n)
         hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
-        out = self.command(Welcome(hello, settings or Settings()))
+        out = self.command(Welcome(hello, settings or self.settings))
         return out + self.give(events.PromiseSaved(epoch))
 
     def attach(self, epoch: int = 1, n: int = 1) -> None:
@@ -110,6 +116,10 @@ class SlaveBench:
     def prepared(self, info: SnapshotInfo) -> list[Effect]:
         self.disk = (info, *self.disk)
         return self.give(events.PrepareDone(self.job(), info, self.disk))
+
+    def flipped(self, info: SnapshotInfo) -> list[Effect]:
+        """Committed in memory, and nothing on disk."""
+        return self.give(events.CommitDone(self.job(), info, self.disk))
 
     def committed(self, info: SnapshotInfo) -> list[Effect]:
         self.disk = (info, *(other for other in self.disk if other.version != info.version))

@@ -27,7 +27,7 @@ from dips.slave.config import SlaveConfig
 from dips.slave.main import serve
 
 F32 = NDArray[np.float32]
-WAIT_S = 20.0
+WAIT_S = 60.0
 RUN = "run"
 
 LAYOUT = Layout(

@@ -1,0 +1,63 @@
+"""Whose directory it is: locked while a slave uses it, and named for the run and the slave that it belongs to."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from dips.core.errors import ConfigError
+from dips.slave.durable import Disk, LocalDisk, replace_durably
+from dips.slave.promise import read_small
+
+IDENTITY = "identity.json"
+
+
+class Lock:
+    """One slave's directory, made if needed and locked while this object is open. Raises ConfigError."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(f"the slave's directory {directory} cannot be used: {error.strerror}") from error
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._handle)
+            raise ConfigError(
+                f"another slave uses the directory {directory}: stop it, or give this one its own directory"
+            ) from error
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
+def claim(disk: LocalDisk, run_id: str, slave_id: str) -> None:
+    """Name the directory for this run and slave. Raises ConfigError when it is another's, or of an older release."""
+    names = disk.names()
+    old = next((name for name in names if name.startswith("v") and name.endswith(".safetensors")), None)
+    if old is not None:
+        raise ConfigError(
+            f"{disk.where(old)} is a snapshot of an older release, which this one does not read: end that run with the "
+            "release that it began with (`dips export` keeps its model), or give another directory"
+        )
+    ours = {"run_id": run_id, "slave_id": slave_id}
+    if IDENTITY not in names:
+        _write(disk, ours)
+        return
+    theirs = read_small(disk, IDENTITY)
+    if theirs != ours:
+        raise ConfigError(
+            f"the directory {disk.where('')} belongs to slave {theirs.get('slave_id')!r} of run "
+            f"{theirs.get('run_id')!r}, not to {slave_id!r} of {run_id!r}: give another directory"
+        )
+
+
+def _write(disk: Disk, body: dict[str, str]) -> None:
+    try:
+        replace_durably(disk, IDENTITY, json.dumps(body).encode())
+    except OSError as error:
+        raise ConfigError(f"{disk.where(IDENTITY)} cannot be written: {error.strerror}") from error

@@ -1,0 +1,68 @@
+"""Evidence of every round: the accepted pushes as they stood in staging, so that a version can be computed again.
+
+Off by default, because it costs 4 bytes of disk for each parameter and push, for ever. For round r1.7 the directory
+`pushes/` has one safetensors file for each accepted push (`r1.7-0.safetensors`: the tensor "push", float32, this
+slave's blocks in block-id order) and, written after all of them, `round-r1.7.json` with every scalar of the outer step
+(docs/storage.md). Rounds that were given up leave theirs, too: the COMMIT records say which ones count.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from dips.core.failpoints import failpoint
+from dips.core.messages import Prepare, SnapshotInfo
+from dips.slave.durable import LocalDisk, replace_durably
+from dips.slave.memory import F32
+
+FORMAT = "dips-round-1"
+DIRECTORY = "pushes"
+
+
+class PushRecord:
+    """directory: the slave's own; `pushes/` is made in it. Raises OSError."""
+
+    def __init__(self, directory: Path, run_id: str, slave_id: str) -> None:
+        self._directory = directory / DIRECTORY
+        self._directory.mkdir(exist_ok=True)
+        self._disk = LocalDisk(self._directory)
+        self._owner = {"format": FORMAT, "run_id": run_id, "slave_id": slave_id}
+
+    def write(self, body: Prepare, shadow: SnapshotInfo, rows: list[F32], chunk_bytes: int) -> None:
+        """rows: staging rows of body.accepted in that order, each (n,) float32. Raises OSError."""
+        round_id = str(body.round)
+        names = [f"{round_id}-{index}.safetensors" for index in range(len(rows))]
+        for index, (name, row) in enumerate(zip(names, rows, strict=True)):
+            said = self._push(body, index)
+            failpoint("slave.pushes.before_write")
+            metadata = self._owner | {"round": round_id, **{key: str(value) for key, value in said.items()}}
+            (self._directory / name).write_bytes(save({"push": np.ascontiguousarray(row)}, metadata))
+        pushes = [self._push(body, index) | {"file": name} for index, name in enumerate(names)]
+        text = json.dumps(self._owner | _scalars(body, shadow, chunk_bytes) | {"accepted": pushes}, indent=1)
+        replace_durably(self._disk, f"round-{round_id}.json", text.encode())
+
+    def _push(self, body: Prepare, index: int) -> dict[str, Any]:
+        staged = body.accepted[index]
+        return {"push": str(staged.push), "attempt": staged.attempt, "weight": body.weights[index]}
+
+
+def _scalars(body: Prepare, shadow: SnapshotInfo, chunk_bytes: int) -> dict[str, Any]:
+    """JSON keeps every bit of a float64: Python writes the shortest text that reads back the same."""
+    return {
+        "round": str(body.round),
+        "from_version": str(body.from_version) if body.from_version is not None else None,
+        "to_version": str(body.to_version),
+        "scale": body.scale,
+        "outer_lr": body.outer_lr,
+        "momentum_decay": body.momentum_decay,
+        "momentum_lookahead": body.momentum_lookahead,
+        "chunk_bytes": chunk_bytes,
+        "layout_hash": shadow.layout_hash.hex(),
+        "placement_hash": shadow.placement_hash.hex(),
+        "digest": shadow.digest.hex(),
+    }

@@ -1,0 +1,87 @@
+"""Every failpoint of a slave's disk is reached, an error there is a refusal and no crash, and answers obey theirs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.slave_bench import prepare, snapshot
+
+from dips.core import failpoints
+from dips.core.errors import DipsError
+from dips.core.failpoint_names import SLAVE, expand
+from dips.core.ids import RoundId, Version
+from dips.slave import data_server
+from dips.slave.push_record import PushRecord
+from dips.slave.snapshots import SnapshotStore
+
+N = 40
+NAMES = [name for pattern in SLAVE for name in expand(pattern)]
+OF_THE_DISK = [name for name in NAMES if name.split(".")[1] not in ("link", "data")]
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    failpoints.clear()
+
+
+def live(directory: Path, first: int = 0) -> None:
+    """A store that is made, promises, keeps evidence, and goes once around its ring, from this version on."""
+    with contextlib.closing(SnapshotStore(directory, "run", "s0", 2)) as store:
+        store.scan()
+        store.save_promise(store.promised_epoch + 1)
+        store.ring.make(N)
+        rows = np.zeros((1, N), np.float32)
+        for v in range(first, first + 4):
+            what = snapshot(Version(1, v), RoundId(1, v + 1), committed=False)
+            body = prepare(what.round, what.version, None)
+            PushRecord(directory, "run", "s0").write(body, what, [rows[0]], 1024)
+            store.ring.write_shadow(what, rows[0] + v, rows[0])
+            store.ring.tidy(store.ring.commit(what, b"h", b"{}"))
+
+
+def newest(directory: Path) -> int:
+    with contextlib.closing(SnapshotStore(directory, "run", "s0", 2)) as store:
+        assert store.scan() == []
+        return store.ring.infos()[0].version.v
+
+
+def test_every_failpoint_of_the_disk_is_reached(tmp_path: Path) -> None:
+    with failpoints.armed(";".join(f"{name}=off" for name in OF_THE_DISK)):
+        live(tmp_path)
+        assert {name for name, count in failpoints.hits().items() if count} == set(OF_THE_DISK)
+
+
+@pytest.mark.parametrize("name", OF_THE_DISK)
+@pytest.mark.parametrize("turns", ["", "3*off->"])
+def test_an_error_there_is_said_and_what_was_durable_stays(tmp_path: Path, name: str, turns: str) -> None:
+    with failpoints.armed(f"{name}={turns}1*error"):
+        with contextlib.suppress(DipsError, OSError):
+            live(tmp_path)
+    live(tmp_path, first=4)
+    assert newest(tmp_path) == 7
+
+
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [
+        ("off", [[b"header", b"payload"]]),
+        ("drop", []),
+        ("error", []),
+        ("dup", [[b"header", b"payload"]] * 2),
+        ("corrupt", [[b"header", b"payloae"]]),
+    ],
+)
+def test_answers_of_the_data_port_obey_their_failpoint(action: str, expected: list[list[bytes]]) -> None:
+    with failpoints.armed(f"slave.data.before_answer={action}"):
+        assert data_server._through_failpoint([b"header", b"payload"]) == expected
+        assert failpoints.hits() == {"slave.data.before_answer": 1}
+
+
+def test_an_answer_of_one_frame_can_be_garbled_too() -> None:
+    with failpoints.armed("slave.data.before_answer=corrupt"):
+        assert data_server._through_failpoint([b"ack"]) == [[b"acj"]]

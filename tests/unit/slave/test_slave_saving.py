@@ -1,0 +1,189 @@
+"""Durability "async": versions go to disk behind the rounds, and durable is only what is there."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.slave_bench import BASE, FULL, FULL_NOW, A, SlaveBench, commit, configure, only, prepare, said, snapshot
+
+from dips.core.ids import RoundId, Version
+from dips.core.messages import Flipped, Prepared, Ready, Settings, SlaveHello, SnapshotInfo
+from dips.slave.state import effects, events
+from dips.slave.state.effects import Effect
+from dips.slave.state.saving import SAVE_TABLE, SavePhase
+
+ASYNC = Settings(durability="async")
+
+
+@pytest.fixture
+def late() -> SlaveBench:
+    """At version 0, loaded from disk, with push A staged, durability async."""
+    bench = SlaveBench(settings=ASYNC)
+    bench.ready(BASE)
+    bench.stage(A, 0)
+    return bench
+
+
+def version(v: int, committed: bool = True) -> SnapshotInfo:
+    return snapshot(Version(1, v), RoundId(1, v + 1), committed)
+
+
+def one_round(bench: SlaveBench, v: int) -> list[Effect]:
+    """Version v is prepared and committed, in memory only."""
+    round_id = RoundId(1, v + 1)
+    bench.command(prepare(round_id, Version(1, v), Version(1, v - 1)))
+    bench.give(events.PrepareDone(bench.job(), version(v, committed=False), bench.disk))
+    bench.command(commit(round_id, Version(1, v)))
+    return bench.flipped(version(v))
+
+
+def saved(bench: SlaveBench, number: int, v: int) -> list[Effect]:
+    bench.disk = (version(v), *bench.disk)
+    return bench.give(events.Saved(number, version(v), bench.disk))
+
+
+def durable(bench: SlaveBench) -> int | None:
+    found = bench.state.shard.saving.durable
+    return found.v if found is not None else None
+
+
+def test_a_round_answers_without_the_disk_and_the_save_begins_with_the_commit(late: SlaveBench) -> None:
+    (run,) = only(late.command(prepare()), effects.RunPrepare)
+    assert not run.durable
+    out = late.give(events.PrepareDone(late.job(), version(1, committed=False), late.disk))
+    assert said(out) == [Prepared(RoundId(1, 2), version(1).digest)]
+    assert only(out, effects.Record)[0].fields["durable"] is False
+    (run_commit,) = only(late.command(commit()), effects.RunCommit)
+    assert not run_commit.durable
+    out = late.flipped(version(1))
+    assert said(out) == [Flipped(RoundId(1, 2), Version(1, 1))]
+    assert only(out, effects.SaveVersion) == [effects.SaveVersion(1, version(1), b"{}")]
+    record, answer, _ = out
+    assert isinstance(record, effects.Record), "the tape comes before the answer that it proves"
+    assert isinstance(answer, effects.SendUp)
+    assert durable(late) == 0
+
+
+def test_durable_moves_only_with_the_disk_and_the_tape_says_so(late: SlaveBench) -> None:
+    one_round(late, 1)
+    out = saved(late, 1, 1)
+    assert durable(late) == 1
+    (record,) = only(out, effects.Record)
+    assert (record.kind, record.fields["version"], record.fields["round"]) == ("persisted", "1:1", "r1.2")
+    assert not only(out, effects.SaveVersion)
+
+
+def test_versions_that_were_overtaken_are_skipped(late: SlaveBench) -> None:
+    assert only(one_round(late, 1), effects.SaveVersion)
+    for v in (2, 3, 4):
+        assert not only(one_round(late, v), effects.SaveVersion)
+    (save,) = only(saved(late, 1, 1), effects.SaveVersion)
+    assert (save.number, save.info) == (2, version(4))
+    assert durable(late) == 1
+    assert not only(saved(late, 2, 4), effects.SaveVersion)
+    assert durable(late) == 4
+
+
+def test_no_save_begins_while_memory_flips(late: SlaveBench) -> None:
+    one_round(late, 1)
+    late.command(prepare(RoundId(1, 3), Version(1, 2), Version(1, 1)))
+    late.give(events.PrepareDone(late.job(), version(2, committed=False), late.disk))
+    late.command(commit(RoundId(1, 3), Version(1, 2)))
+    assert not only(saved(late, 1, 1), effects.SaveVersion)
+    (save,) = only(late.flipped(version(2)), effects.SaveVersion)
+    assert save.info == version(2)
+
+
+def test_a_disk_that_fails_is_tried_again_with_what_is_newest_then(late: SlaveBench) -> None:
+    one_round(late, 1)
+    out = late.give(events.SaveFailed(1, FULL_NOW))
+    assert only(out, effects.SaveLater) == [effects.SaveLater(1.5)]
+    assert only(out, effects.Log)
+    assert not only(one_round(late, 2), effects.SaveVersion)
+    (save,) = only(late.give(events.SaveAgain()), effects.SaveVersion)
+    assert save.info == version(2)
+    assert only(late.give(events.SaveFailed(2, FULL)), effects.SaveLater)
+    assert durable(late) == 0
+
+
+def test_hello_offers_what_only_memory_holds_beside_what_is_on_disk(late: SlaveBench) -> None:
+    one_round(late, 1)
+    late.command(prepare(RoundId(1, 3), Version(1, 2), Version(1, 1)))
+    late.give(events.PrepareDone(late.job(), version(2, committed=False), late.disk))
+    late.give(events.Unlinked("reset"))
+    (hello,) = said(late.link())
+    assert isinstance(hello, SlaveHello)
+    assert hello.snapshots == (version(2, committed=False), version(1), BASE)
+    late.welcome(2, 1)
+    assert said(late.command(configure(version(1)))) == [Ready(Version(1, 1), version(1).digest)]
+
+
+def test_memory_is_made_anew_only_after_its_version_is_on_disk(late: SlaveBench) -> None:
+    one_round(late, 1)
+    assert not only(late.command(configure(version(1), slots=2)), effects.RunLoad)
+    (load,) = only(saved(late, 1, 1), effects.RunLoad)
+    assert load.source == version(1)
+    late.loaded(version(1))
+    assert durable(late) == 1
+
+
+def test_a_save_of_a_history_that_was_given_up_says_nothing_of_the_new_one(late: SlaveBench) -> None:
+    one_round(late, 1)
+    late.command(configure(BASE))
+    assert durable(late) is None
+    assert not only(saved(late, 1, 1), effects.SaveVersion)
+    assert durable(late) is None
+    late.loaded(BASE)
+    assert durable(late) == 0
+
+
+def test_with_sync_what_is_committed_is_durable_and_nothing_is_saved_later() -> None:
+    bench = SlaveBench()
+    bench.ready(BASE)
+    bench.stage(A, 0)
+    (run,) = only(bench.prepare(), effects.RunPrepare)
+    assert run.durable
+    bench.prepared(version(1, committed=False))
+    (run_commit,) = only(bench.command(commit()), effects.RunCommit)
+    assert run_commit.durable
+    out = bench.committed(version(1))
+    assert not only(out, effects.SaveVersion)
+    assert durable(bench) == 1
+    (record,) = only(out, effects.Record)
+    assert (record.fields["durable"], record.fields["commit_hash"]) == (True, b"hash".hex())
+
+
+def test_every_arrow_of_saving_is_walked_by_the_tests_above() -> None:
+    assert {start for start, _, _ in SAVE_TABLE.arrows()} == set(SavePhase)
+    assert SAVE_TABLE.inputs() == ["behind", "failed", "retry", "saved"]
+
+
+@given(st.lists(st.sampled_from(["round", "saved", "failed", "again"]), max_size=40))
+def test_whatever_happens_durable_is_on_disk_and_never_ahead_and_one_save_runs(script: list[str]) -> None:
+    bench = SlaveBench(settings=ASYNC)
+    bench.ready(BASE)
+    bench.stage(A, 0)
+    v, running, waiting = 0, None, False
+    for what in script:
+        out: list[Effect] = []
+        if what == "round":
+            v += 1
+            out = one_round(bench, v)
+        elif what == "saved" and running is not None:
+            done, running = running, None
+            out = saved(bench, done.number, done.info.version.v)
+        elif what == "failed" and running is not None:
+            running, waiting = None, True
+            out = bench.give(events.SaveFailed(0, FULL_NOW))
+        elif what == "again" and waiting:
+            waiting = False
+            out = bench.give(events.SaveAgain())
+        for save in only(out, effects.SaveVersion):
+            assert running is None
+            assert not waiting
+            assert save.info == version(v)
+            running = save
+        on_disk = max(info.version.v for info in bench.disk)
+        assert durable(bench) == on_disk
+        assert running is not None or waiting or on_disk == v
