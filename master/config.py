@@ -1,7 +1,8 @@
 """The master's knobs: what an operator may set, and which settings contradict each other.
 
 Group-wide settings stand here and nowhere else: the master advertises them, so that no cluster can diverge by
-its own. Only heartbeat and grace need thought; the other times have defaults that fit them.
+its own. Only heartbeat and grace need thought; the other times have defaults that fit them. What must hold between
+them stands in core/assumptions.py (docs/assumptions.md).
 """
 
 from __future__ import annotations
@@ -12,28 +13,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from dips.core.assumptions import violations
 from dips.core.config import Knobs
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.messages import Settings
 from dips.core.net import parse_address, require_loopback
-from dips.core.units import Bytes, Count, Seconds, format_bytes, format_seconds
+from dips.core.units import Bytes, Count, Seconds
 from dips.master.state.penalty_config import PenaltyConfig, dynamic_local_steps_of
 from dips.master.state.run_config import RunConfig
-
-MIN_CHUNK_BYTES = 4 << 10
-MAX_CHUNK_BYTES = 64 << 20
-"""Below 4 KiB headers outweigh the data; above 64 MiB one frame blocks a link for seconds."""
-
-MAX_WINDOW_BYTES = 1 << 30
-"""Chunks in flight stand in memory on both sides: window_chunks x chunk_bytes for each cluster and slave."""
-
-MIN_MESSAGE_BYTES = 1 << 20
-MAX_MESSAGE_BYTES = 1 << 30
-"""A Join carries the layout, about 100 bytes for each parameter tensor: 1 MiB is ten thousand tensors."""
-
-MIN_BEATS = 3
-"""One beat may be lost and one late without an eviction."""
 
 PENALTY_KNOBS = (
     "outer_momentum",
@@ -144,17 +132,32 @@ class MasterConfig(Knobs):
         None, description="Rejections in a row that quarantine a cluster; 0: never (3)"
     )
 
+    durability: Literal["sync", "async"] = Field(
+        "sync",
+        description="sync: a version is on every slave's disk before it is published; async: it is written "
+        "afterwards, and a crash of a slave may take back the newest versions",
+    )
+    async_lag_versions: int = Field(
+        4, le=1000, description="With async: nothing more is published while a disk is so many versions behind"
+    )
+    journal_records: int = Field(
+        20_000, le=10_000_000, description="Decisions that stay in the journal; older ones move to the archive"
+    )
+    archive_bytes: Bytes = Field(
+        1 << 30, description="Room for the archive of old decisions; the oldest are deleted beyond it"
+    )
+    rebuild: bool = Field(
+        False,
+        description="After the loss of this master's disk: adopt the newest version that the slaves hold, "
+        "instead of refusing to guess",
+    )
+
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     json_logs: bool = Field(False, description="Log JSON lines instead of text")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        wrong = [*_contradicting_times(self), *_impossible_sizes(self), *_wrong_penalty(self)]
-        if self.min_clusters > self.max_clusters:
-            wrong.append(
-                f"min_clusters is {self.min_clusters} and max_clusters {self.max_clusters}: no round would "
-                "ever begin; raise max_clusters"
-            )
+        wrong = [*violations("master", dict(self)), *_uneven_chunk(self), *_wrong_penalty(self)]
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
@@ -174,6 +177,8 @@ class MasterConfig(Knobs):
             ticket_ttl_s=self.ticket_ttl_s,
             pinned_versions=self.pinned_versions,
             linger_s=self.linger_s,
+            rebuild=self.rebuild,
+            async_lag_versions=self.async_lag_versions,
         )
 
     def _settings(self) -> Settings:
@@ -192,7 +197,10 @@ class MasterConfig(Knobs):
             outer_lr=self.outer_lr,
             outer_momentum=penalty.outer_momentum,
             preset=self.preset,
+            durability=self.durability,
             max_message_bytes=self.max_message_bytes,
+            ticket_ttl_s=self.ticket_ttl_s,
+            round_timeout_s=self.round_timeout_s,
         )
 
     def _penalty(self) -> PenaltyConfig:
@@ -200,67 +208,9 @@ class MasterConfig(Knobs):
         return PenaltyConfig.of(self.preset, **given)
 
 
-def _contradicting_times(config: MasterConfig) -> Iterator[str]:
-    """A sentence for each pair of times of which one makes the other pointless."""
-    beat_s, round_s = config.heartbeat_s, config.round_timeout_s
-    ticket_s, lease_s = config.ticket_ttl_s, config.lease_ttl_s
-    evict_s = beat_s * config.evict_after_beats
-    if beat_s <= 0:
-        yield "heartbeat_s is 0: peers must beat; the default is 2 s"
-    if config.evict_after_beats < MIN_BEATS:
-        yield (
-            f"evict_after_beats is {config.evict_after_beats}: one late beat would evict a healthy cluster; "
-            f"use at least {MIN_BEATS}"
-        )
-    beats = "two beats (heartbeat_s)"
-    if round_s < 2 * beat_s:
-        yield _too_short("round_timeout_s", round_s, beats, 2 * beat_s, "every round would abort")
-    if ticket_s < 2 * beat_s:
-        yield _too_short("ticket_ttl_s", ticket_s, beats, 2 * beat_s, "uploads would be given up")
-    if lease_s <= evict_s:
-        yield _too_short("lease_ttl_s", lease_s, "the time to evict", evict_s, "data would be lent twice")
-    if config.grace_s != "auto":
-        yield from _contradicting_grace(config, config.grace_s)
-
-
-def _contradicting_grace(config: MasterConfig, grace_s: float) -> Iterator[str]:
-    round_s, verdict_s = config.round_timeout_s, config.verdict_wait_s
-    if grace_s >= round_s:
-        yield (
-            f"grace_s is {format_seconds(grace_s)} and round_timeout_s {format_seconds(round_s)}: the wait "
-            "for further clusters must be shorter than the time for a step of the round; lower grace_s"
-        )
-    if grace_s >= verdict_s:
-        yield _too_short(
-            "verdict_wait_s", verdict_s, "grace_s", grace_s, "the first cluster would never see its verdict"
-        )
-
-
-def _too_short(name: str, value_s: float, what: str, floor_s: float, harm: str) -> str:
-    return (
-        f"{name} is {format_seconds(value_s)}, too short beside {what}, {format_seconds(floor_s)}: {harm}; "
-        f"raise {name}"
-    )
-
-
-def _impossible_sizes(config: MasterConfig) -> Iterator[str]:
-    chunk_bytes = config.chunk_bytes
-    if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES or chunk_bytes % 4:
-        yield (
-            f"chunk_bytes is {chunk_bytes}: use a multiple of 4 between {format_bytes(MIN_CHUNK_BYTES)} and "
-            f"{format_bytes(MAX_CHUNK_BYTES)}, such as 1 MiB"
-        )
-    if chunk_bytes * config.window_chunks > MAX_WINDOW_BYTES:
-        yield (
-            f"window_chunks x chunk_bytes is {format_bytes(chunk_bytes * config.window_chunks)} in flight "
-            f"for each cluster and slave: keep it within {format_bytes(MAX_WINDOW_BYTES)} by lowering "
-            "window_chunks"
-        )
-    if not MIN_MESSAGE_BYTES <= config.max_message_bytes <= MAX_MESSAGE_BYTES:
-        yield (
-            f"max_message_bytes is {config.max_message_bytes}: use {format_bytes(MIN_MESSAGE_BYTES)} to "
-            f"{format_bytes(MAX_MESSAGE_BYTES)}; a Join carries the names and shapes of all parameters"
-        )
+def _uneven_chunk(config: MasterConfig) -> Iterator[str]:
+    if config.chunk_bytes % 4:
+        yield f"chunk_bytes is {config.chunk_bytes}: use a multiple of 4, the size of a parameter, such as 1 MiB"
 
 
 def _wrong_penalty(config: MasterConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dips.core.errors import ConfigError
+from dips.core.failpoints import failpoint
 
 LOCK_NAME = "master.lock"
 ADDRESS_NAME = "master.json"
@@ -70,7 +71,9 @@ def write_address(directory: Path, address: MasterAddress) -> None:
     path = directory / ADDRESS_NAME
     temporary = path.with_suffix(f".{address.pid}.tmp")
     temporary.write_text(json.dumps(asdict(address)) + "\n", encoding="utf-8")
+    failpoint("master.address.before_rename")
     os.replace(temporary, path)
+    failpoint("master.address.after_rename")
     sync_directory(directory)
 
 
@@ -99,6 +102,7 @@ def sync_directory(directory: Path) -> None:
     """Make the names in a directory durable: flushing a file does not flush its name."""
     handle = os.open(directory, os.O_RDONLY)
     try:
+        failpoint("master.directory.before_fsync")
         os.fsync(handle)
     finally:
         os.close(handle)

@@ -2,7 +2,8 @@
 
 Everything here happens on one event loop, so that the state needs no locks. This module must never decide
 anything about the run, never wait while an event is being handled, and never go on after the state machine
-broke: a master that is wrong about its own state stops, and a fresh one starts from the journal.
+broke: a master that is wrong about its own state stops, and a fresh one starts from the journal. An executor
+serves one epoch; when the state asks for another, it ends like any other and says so in its outcome.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dips.master.journal import Entry
 from dips.master.journal_writer import JournalWriter
 from dips.master.slave_link import LINK_COMMANDS, SlaveLink
 from dips.master.state.effects import (
+    BeginAgain,
     CloseLink,
     Effect,
     Halt,
@@ -68,10 +70,14 @@ class StateMachine(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Why the master ends, and the exit code of its process."""
+    """Why the master ends, and the exit code of its process.
+
+    begin_again: not the end after all; the process begins an epoch that is at least this one.
+    """
 
     exit_code: int
     sentence: str
+    begin_again: int | None = None
 
 
 class Executor:
@@ -84,15 +90,17 @@ class Executor:
         tape: Tape,
         clock: Clock,
         tick_s: float,
+        tidy: Callable[[], bool] = lambda: False,
     ) -> None:
         """`append` makes journal entries durable (it blocks, on a thread of its own); `tick_s` is the longest
-        time between two Ticks, by whose lateness the state notices that this process was paused."""
+        time between two Ticks, by whose lateness the state notices that this process was paused; `tidy` is one
+        step of the journal's housekeeping."""
         self._machine = machine
         self._tape = tape
         self._clock = clock
         self._tick_s = tick_s
         self._loop = asyncio.get_running_loop()
-        self._journal = JournalWriter(append, self._journal_written, self._fail)
+        self._journal = JournalWriter(append, self._journal_written, self._fail, tidy)
         self._changes = ChangeLogger(_logger)
         self._story = Story()
         self._events: deque[Event] = deque()
@@ -253,8 +261,12 @@ class Executor:
         for effect in effects:
             self._perform(effect)
         for effect in effects:
-            if isinstance(effect, Halt):  # after the replies and commands that came with it
-                self._halt(effect)
+            match effect:  # after the replies and commands that came with it
+                case Halt():
+                    self._halt(effect)
+                case BeginAgain(at_least, sentence):
+                    _logger.warning("%s", sentence)
+                    self.stop(Outcome(0, sentence, begin_again=at_least))
 
     def _perform(self, effect: Effect) -> None:
         match effect:

@@ -1,8 +1,9 @@
 """The master's durable memory: its epoch, its decisions, and the newest snapshot of its state.
 
 A decision counts only once it stands here, so `append` returns only after the disk has it, and every append
-asserts, inside its own transaction, that no newer epoch was begun. It must never decide anything, and never
-let two masters write to one directory (docs/architecture.md, durable state; docs/protocol.md, fencing).
+asserts, inside its own transaction, that no newer epoch was begun. Old records move to the archive, so that neither
+the file nor the time of an append grows with the run. It must never decide anything, and never let two masters write
+to one directory (docs/architecture.md, durable state; docs/protocol.md, fencing).
 
 Every method blocks on the disk. Use a journal from one thread at a time.
 """
@@ -10,42 +11,48 @@ Every method blocks on the disk. Use a journal from one thread at a time.
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dips.core.errors import ConfigError, FatalError, LocalProtocolError
+from dips.core.errors import ConfigError, FatalError, LocalProtocolError, RetryLater
+from dips.core.failpoints import failpoint
+from dips.master.archive import (
+    FOLDER,
+    SEGMENT_BYTES,
+    SEGMENT_RECORDS,
+    JournalRecord,
+    Pruned,
+    drop_segment,
+    segments,
+    write_segment,
+)
 from dips.master.directory import DirectoryLock, sync_directory
+from dips.master.journal_file import (
+    FILE_NAME,
+    SCHEMA,
+    connect,
+    connect_to_read,
+    disk_errors_fatal,
+    get_meta,
+    set_meta,
+)
 
-SCHEMA = 1
-"""Raised when an older master could no longer read the tables."""
-
-FILE_NAME = "journal.sqlite3"
-
-_TABLES = {
-    "meta": "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    "records": """CREATE TABLE records (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,
-        epoch INTEGER NOT NULL,
-        entry_id INTEGER NOT NULL,
-        kind TEXT NOT NULL,
-        record_json TEXT NOT NULL,
-        UNIQUE (epoch, entry_id)
-    )""",
-    "snapshot": """CREATE TABLE snapshot (
-        only_row INTEGER PRIMARY KEY CHECK (only_row = 1),
-        epoch INTEGER NOT NULL,
-        entry_id INTEGER NOT NULL,
-        snapshot_json TEXT NOT NULL
-    )""",
-}
+__all__ = ["FILE_NAME", "SCHEMA", "Entry", "Journal", "JournalRecord", "Retention", "pruned_to", "read_records"]
 
 _PUT_SNAPSHOT = "INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?, ?)"
 
-_RECORDS = """SELECT epoch, entry_id, kind, record_json FROM records
-    WHERE ?1 IS NULL OR kind = ?1 ORDER BY number"""
+_RECORDS = """SELECT epoch, entry_id, kind, record_json, number FROM records
+    WHERE (?1 IS NULL OR kind = ?1) AND number >= ?2 ORDER BY number"""
+
+_PRUNED_AT_ONCE = 4
+"""More than the one segment that each step adds, so that an archive whose room was made smaller shrinks to it."""
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,25 +66,30 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class JournalRecord:
-    """One decision as it stands in the journal; entry 0 of each epoch is its EPOCH record."""
+class Retention:
+    """How many records stay in the journal, and how much room the older ones may take in the archive."""
 
-    epoch: int
-    entry_id: int
-    kind: str
-    record_json: str
+    records: int = 20_000
+    archive_bytes: int = 1 << 30
+
+    @property
+    def segment_records(self) -> int:
+        """How many move at once: few enough that the journal stays near its bound."""
+        return max(1, min(SEGMENT_RECORDS, self.records // 8))
 
 
 class Journal:
     """An open journal, locked for this process until close()."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, lock: DirectoryLock) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, lock: DirectoryLock, retention: Retention) -> None:
         self._path = path
         self._connection = connection
         self._lock = lock
+        self._retention = retention
+        self._archive_again_at = 0
 
     @classmethod
-    def open(cls, directory: Path, run_id: str) -> Journal:
+    def open(cls, directory: Path, run_id: str, retention: Retention | None = None) -> Journal:
         """Open or create the journal of `run_id` in `directory`.
 
         Raises ConfigError when another master holds the directory, when it belongs to another run or was
@@ -86,17 +98,26 @@ class Journal:
         lock = DirectoryLock(directory)
         path = directory / FILE_NAME
         try:
-            return cls(path, _connect(path, run_id), lock)
+            journal = cls(path, connect(path, run_id), lock, retention or Retention())
         except BaseException:
             lock.release()
             raise
+        try:
+            journal._finish_archiving()
+        except BaseException:
+            journal.close()
+            raise
+        return journal
 
-    def begin_epoch(self) -> int:
-        """Begin the next epoch, durably, and return its number: 1 for the first start of a run."""
+    def begin_epoch(self, at_least: int = 0) -> int:
+        """Begin the next epoch, durably, and return its number: 1 for the first start of a run.
+
+        With `at_least` it is that number or a higher one: slaves may have promised an epoch that this file forgot.
+        """
         with self._transaction() as cursor:
-            epoch = _epoch(cursor) + 1
-            _set_meta(cursor, "epoch", str(epoch))
-            _insert(cursor, epoch, Entry(0, "EPOCH", f'{{"epoch": {epoch}}}', ""))
+            epoch = max(_epoch(cursor) + 1, at_least)
+            set_meta(cursor, "epoch", str(epoch))
+            _insert(cursor, epoch, Entry(0, "EPOCH", json.dumps({"kind": "EPOCH", "epoch": epoch}), ""))
         return epoch
 
     def latest_snapshot(self) -> str | None:
@@ -122,32 +143,116 @@ class Journal:
             last = entries[-1]
             cursor.execute(_PUT_SNAPSHOT, (epoch, last.entry_id, last.snapshot_json))
 
+    def tidy(self) -> bool:
+        """Move some old records to the archive if there are too many; tells whether there is more to move.
+
+        One call takes as long as writing and flushing one segment. When the archive cannot be written this is
+        logged as an error and tried again after as many records as a segment has: the journal grows meanwhile.
+        Raises FatalError as append_all does.
+        """
+        first, last = _bounds(self._connection)
+        room = self._retention.records + self._retention.segment_records
+        if last - first + 1 <= room or last < self._archive_again_at:
+            return False
+        try:
+            self._archive(first, last)
+        except OSError as error:
+            self._archive_again_at = last + self._retention.segment_records
+            _logger.error(
+                "old decisions cannot be moved to the archive in %s (%s): make room on its disk; the journal grows "
+                "until then",
+                *(self._path.parent, error),
+            )
+            return False
+        first, last = _bounds(self._connection)
+        return last - first + 1 > room
+
     def records(self, kind: str | None = None) -> Iterator[JournalRecord]:
-        """All records, oldest first; with `kind`, only those."""
-        return _records(self._connection, kind)
+        """All records that were not deleted, oldest first; with `kind`, only those."""
+        return _records(self._path.parent, self._connection, kind)
+
+    def pruned(self) -> Pruned | None:
+        """Up to where the history was deleted for want of room; None when it is whole."""
+        return _pruned(self._connection.cursor())
 
     def last_port(self) -> int:
         """The port that the last master of this run served on; 0 when there was none."""
-        return int(_meta(self._connection.cursor(), "port") or 0)
+        return int(get_meta(self._connection.cursor(), "port") or 0)
 
     def remember_port(self, port: int) -> None:
         """Note the port, so that a restarted master can be found where the last one was."""
         with self._transaction() as cursor:
-            _set_meta(cursor, "port", str(port))
+            set_meta(cursor, "port", str(port))
 
     def close(self) -> None:
         """Close the file and give up the lock. May be called twice."""
         self._connection.close()
         self._lock.release()
 
+    # ---- the archive ----
+
+    def _archive(self, first: int, last: int) -> None:
+        """Move the oldest records, one segment of them. Raises OSError; the records stand where they were then."""
+        end = min(first + self._retention.segment_records, last)  # the newest record always stays
+        old = _of_one_segment(self._connection, first, end)
+        segment = write_segment(self._path.parent, old)
+        failpoint("master.archive.before_delete")
+        self._delete_to(segment.last)
+        self._prune()
+
+    def _delete_to(self, last: int) -> None:
+        with self._transaction() as cursor:
+            cursor.execute("DELETE FROM records WHERE number <= ?", (last,))
+
+    def _prune(self) -> None:
+        """Give up the oldest segments beyond the archive's room; the journal says so first."""
+        kept = segments(self._path.parent)
+        over_bytes = sum(segment.size_bytes for segment in kept) - self._retention.archive_bytes
+        for segment in kept[: min(len(kept) - 1, _PRUNED_AT_ONCE)]:
+            if over_bytes <= 0:
+                break
+            over_bytes -= segment.size_bytes
+            with self._transaction() as cursor:
+                set_meta(cursor, "pruned", str(segment.last))
+            failpoint("master.archive.before_prune")
+            drop_segment(segment)
+            _logger.info("%s: %s", self._path.parent / FOLDER, Pruned(segment.last))
+
+    def _finish_archiving(self) -> None:
+        """Do what a killed master left: records in both places leave the journal, pruned segments the disk."""
+        with disk_errors_fatal(self._path):
+            kept = segments(self._path.parent)
+            pruned = self.pruned()
+            for segment in kept:
+                if pruned is not None and segment.last <= pruned.number:
+                    drop_segment(segment)
+            first, _ = _bounds(self._connection)
+            if kept and kept[-1].last >= first:
+                self._assert_same(list(kept[-1].records()))
+                sync_directory(kept[-1].path.parent)
+                self._delete_to(kept[-1].last)
+
+    def _assert_same(self, archived: Sequence[JournalRecord]) -> None:
+        """Raise FatalError when the archive is another journal's: what both hold must be equal."""
+        held = {record.number: record for record in _records_from(self._connection, None, archived[0].number)}
+        if any(held.get(record.number, record) != record for record in archived):
+            raise FatalError(
+                f"the archive beside {self._path} holds other decisions under the same numbers, so one of the two "
+                "came from elsewhere: put back the two that belong together, or move the archive away"
+            )
+
+    # ---- transactions ----
+
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Cursor]:
         """One write transaction, durable when the block ends; disk trouble becomes FatalError."""
-        with _disk_errors_fatal(self._path), closing(self._connection.cursor()) as cursor:
+        with disk_errors_fatal(self._path), closing(self._connection.cursor()) as cursor:
             cursor.execute("BEGIN IMMEDIATE")
             try:
                 yield cursor
+                failpoint("master.journal.before_commit")
                 cursor.execute("COMMIT")
+                failpoint("master.journal.after_commit")
             except BaseException:
                 # sqlite rolls back by itself after some errors, a full disk among them.
                 if self._connection.in_transaction:
@@ -172,110 +277,87 @@ class Journal:
 
 
 def read_records(directory: Path, kind: str | None = None) -> Iterator[JournalRecord]:
-    """Read a journal without locking it, for tools; a running master is not disturbed.
+    """Read archive and journal without locking them, for tools; a running master is not disturbed.
 
-    Raises ConfigError when there is no journal in `directory`, FatalError when it is damaged.
+    Oldest first, each record once; pruned_to() says whether the beginning is gone. Raises ConfigError when there is
+    no journal in `directory`, FatalError when it is damaged, RetryLater when it was pruned while it was read.
     """
+    with _reading(directory) as connection:
+        yield from _records(directory, connection, kind)
+
+
+def pruned_to(directory: Path) -> Pruned | None:
+    """Up to where the history in `directory` was deleted; None when it is whole. Raises as read_records does."""
+    with _reading(directory) as connection:
+        return _pruned(connection.cursor())
+
+
+@contextmanager
+def _reading(directory: Path) -> Iterator[sqlite3.Connection]:
     path = directory / FILE_NAME
     if not path.is_file():
         raise ConfigError(f"no journal in {directory}: give the directory that a master was started with")
-    uri = f"{path.absolute().as_uri()}?mode=ro"
-    with _disk_errors_fatal(path), closing(sqlite3.connect(uri, uri=True)) as connection:
-        yield from _records(connection, kind)
+    with disk_errors_fatal(path), closing(connect_to_read(path)) as connection:
+        # One view of the file for all that follows. What left the file before this moment stands in a segment.
+        connection.execute("BEGIN")
+        yield connection
 
 
-def _connect(path: Path, run_id: str) -> sqlite3.Connection:
-    with _disk_errors_fatal(path):
-        # The thread that opens and the journal's own thread use the connection in turn, never both at once.
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+def _records(directory: Path, connection: sqlite3.Connection, kind: str | None) -> Iterator[JournalRecord]:
+    first, _ = _bounds(connection)
+    pruned = _pruned(connection.cursor())
+    begin = pruned.number + 1 if pruned else 1
+    for record in _archived(directory, begin, first):
+        if kind is None or record.kind == kind:
+            yield record
+    yield from _records_from(connection, kind, first)
+
+
+def _archived(directory: Path, begin: int, end: int) -> Iterator[JournalRecord]:
+    """The archive's records from number `begin` to before `end`."""
+    for segment in segments(directory):
+        if segment.first >= end or segment.last < begin:
+            continue
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = FULL")
-            _prepare(connection, path, run_id)
-        except BaseException:
-            connection.close()
-            raise
-    return connection
+            yield from (record for record in segment.records() if begin <= record.number < end)
+        except FileNotFoundError:
+            raise RetryLater(f"the master deleted {segment.path} while it was read: read the journal again") from None
 
 
-def _prepare(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
-    """Make the tables of a new journal; check those of an old one."""
-    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if tables:
-        _check(connection, path, run_id, tables)
-        return
-    connection.execute("BEGIN IMMEDIATE")
-    for statement in _TABLES.values():
-        connection.execute(statement)
-    meta = {"schema": str(SCHEMA), "run_id": run_id, "epoch": "0"}
-    connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
-    connection.execute("COMMIT")
-    sync_directory(path.parent)
+def _records_from(connection: sqlite3.Connection, kind: str | None, first: int) -> Iterator[JournalRecord]:
+    for row in connection.execute(_RECORDS, (kind, first)):
+        yield JournalRecord(*row)
 
 
-def _check(connection: sqlite3.Connection, path: Path, run_id: str, tables: set[str]) -> None:
-    missing = sorted(set(_TABLES) - tables)
-    if missing:
-        raise FatalError(_damaged(path, f"tables {missing} are missing"))
-    found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if found != "ok":
-        raise FatalError(_damaged(path, found))
-    cursor = connection.cursor()
-    schema, owner = _meta(cursor, "schema"), _meta(cursor, "run_id")
-    if schema != str(SCHEMA):
-        raise ConfigError(
-            f"{path} has schema {schema} and this release reads schema {SCHEMA}: start the release "
-            "that wrote it"
-        )
-    if owner != run_id:
-        raise ConfigError(
-            f"{path} belongs to run {owner!r}, not {run_id!r}: give the directory of {run_id!r}, an empty "
-            f"one, or run id {owner!r}"
-        )
+def _of_one_segment(connection: sqlite3.Connection, first: int, end: int) -> list[JournalRecord]:
+    """Records from `first` to before `end`: as many as a segment's bytes allow, and at least one."""
+    taken: list[JournalRecord] = []
+    size_bytes = 0
+    for record in _records_from(connection, None, first):
+        size_bytes += len(record.record_json)
+        if record.number >= end or (taken and size_bytes > SEGMENT_BYTES):
+            break
+        taken.append(record)
+    return taken
 
 
-def _meta(cursor: sqlite3.Cursor, key: str) -> str | None:
-    row = cursor.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    return None if row is None else str(row[0])
+def _bounds(connection: sqlite3.Connection) -> tuple[int, int]:
+    """The numbers of the oldest and the newest record in the file; (1, 0) when there is none."""
+    row = connection.execute("SELECT (SELECT MIN(number) FROM records), (SELECT MAX(number) FROM records)").fetchone()
+    return int(row[0] or 1), int(row[1] or 0)
 
 
-def _set_meta(cursor: sqlite3.Cursor, key: str, value: str) -> None:
-    cursor.execute(
-        "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value)
-    )
+def _pruned(cursor: sqlite3.Cursor) -> Pruned | None:
+    text = get_meta(cursor, "pruned")
+    return None if text is None else Pruned(int(text))
 
 
 def _epoch(cursor: sqlite3.Cursor) -> int:
-    return int(_meta(cursor, "epoch") or 0)
+    return int(get_meta(cursor, "epoch") or 0)
 
 
 def _insert(cursor: sqlite3.Cursor, epoch: int, entry: Entry) -> None:
     cursor.execute(
         "INSERT INTO records (epoch, entry_id, kind, record_json) VALUES (?, ?, ?, ?)",
         (epoch, entry.entry_id, entry.kind, entry.record_json),
-    )
-
-
-def _records(connection: sqlite3.Connection, kind: str | None) -> Iterator[JournalRecord]:
-    for row in connection.execute(_RECORDS, (kind,)):
-        yield JournalRecord(*row)
-
-
-@contextmanager
-def _disk_errors_fatal(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        raise FatalError(
-            f"the journal {path} cannot be read or written ({error}): check that the disk has room and "
-            "works, then start the master again; it goes on from the last confirmed entry"
-        ) from error
-    except sqlite3.DatabaseError as error:
-        raise FatalError(_damaged(path, str(error))) from error
-
-
-def _damaged(path: Path, why: str) -> str:
-    return (
-        f"the journal {path} is damaged ({why}): restore it with its -wal file from a copy; with no copy, "
-        "move it away and begin a new run"
     )

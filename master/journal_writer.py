@@ -2,7 +2,8 @@
 
 The loop must never wait for a disk, and JournalWritten must never be said before the disk has the entry and
 every earlier one. While one flush runs, what arrives waits and goes with the next, so that a slow disk makes
-batches larger, not the queue of flushes longer.
+batches larger, not the queue of flushes longer. Tidying up goes on the same thread, step by step, and only
+while nothing waits to be written.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from dips.master.journal import Entry
 
 THREAD_NAME = "dips-journal"
+
+T = TypeVar("T")
 
 
 class JournalWriter:
@@ -21,6 +25,7 @@ class JournalWriter:
 
     After an error `failed` is told once, and nothing more is written: an entry must not overtake a lost one.
     What waits is bounded by the calls and rounds that are in flight, for each entry answers one of them.
+    `tidy` does one short step of housekeeping and tells whether there is another.
     """
 
     def __init__(
@@ -28,10 +33,13 @@ class JournalWriter:
         append: Callable[[Sequence[Entry]], None],
         written: Callable[[int], None],
         failed: Callable[[Exception], None],
+        tidy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._append = append
         self._written = written
         self._failed = failed
+        self._tidy = tidy
+        self._closing = False
         self._waiting: list[Entry] = []
         self._flush: asyncio.Task[None] | None = None
         self._broken = False
@@ -44,21 +52,31 @@ class JournalWriter:
             self._flush = asyncio.create_task(self._run(), name="master-journal")
 
     async def close(self) -> None:
-        """Write what waits, then end the thread."""
+        """Write what waits, then end the thread; tidying up goes on at the next start."""
+        self._closing = True
         if self._flush is not None:
             await self._flush
         self._thread.shutdown(wait=True)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._waiting and not self._broken:
-            batch, self._waiting = self._waiting, []
-            try:
-                await loop.run_in_executor(self._thread, self._append, batch)
-            except Exception as error:
-                self._broken = True
-                self._failed(error)
-            else:
-                for entry in batch:
-                    self._written(entry.entry_id)
+        untidy = True
+        try:
+            while self._waiting or (untidy and not self._closing):
+                if self._waiting:
+                    await self._write()
+                    untidy = True
+                else:
+                    untidy = await self._on_thread(self._tidy)
+        except Exception as error:
+            self._broken = True
+            self._failed(error)
         self._flush = None
+
+    async def _write(self) -> None:
+        batch, self._waiting = self._waiting, []
+        await self._on_thread(lambda: self._append(batch))
+        for entry in batch:
+            self._written(entry.entry_id)
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from dips.core.config import Loaded
+from dips.core.failpoints import install
 from dips.core.telemetry import configure_logging
 from dips.master.config import MasterConfig
 from dips.master.process import serve
@@ -18,9 +19,11 @@ def run(config: MasterConfig, loaded: Loaded[MasterConfig] | None = None) -> int
     """Serve the run until it ends or a signal comes; returns the exit code, 0 when it ended as it should.
 
     With `loaded` the settings are logged first, each with its source. Raises ConfigError (a directory, run id
-    or port that cannot be used) and FatalError (a damaged journal) before anything is served.
+    or port that cannot be used, or a failpoint that does not exist) and FatalError (a damaged journal) before
+    anything is served.
     """
     configure_logging("master", config.run_id, config.log_level, config.json_logs)
+    install("master")
     if loaded is not None:
         _logger.info("settings:\n%s", loaded.describe())
     return asyncio.run(serve(config, Coordinator)).exit_code

@@ -1,6 +1,8 @@
 """One master from its journal to its end: bind, begin an epoch, serve, stop cleanly.
 
-It must never serve before its epoch is durable, and never leave without writing down what it decided.
+It must never serve before its epoch is durable, and never leave without writing down what it decided. When the state
+machine asks for a later epoch, a new one is made from the journal in the same process and on the same port, as if the
+process had been started again.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dips.core.telemetry import Tape
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, write_address
 from dips.master.executor import Executor, Outcome, StateMachine
-from dips.master.journal import Journal
+from dips.master.journal import Journal, Retention
 from dips.master.server import MasterServer
 from dips.master.state.run_config import RunConfig
 
@@ -43,12 +45,13 @@ async def serve(
 ) -> Outcome:
     """Run one master in the running event loop; `started` is told once it answers.
 
-    Ends upon Halt, an error of the state machine, SIGTERM or SIGINT (signals in the main thread only). Raises
-    ConfigError (a directory, run id or port that cannot be used) and FatalError (a damaged journal) before
-    anything is served.
+    Ends upon Halt, an error of the state machine, SIGTERM or SIGINT (signals in the main thread only); BeginAgain
+    begins another epoch, and `started` is told again. Raises ConfigError (a directory, run id or port that cannot be
+    used) and FatalError (a damaged journal) before anything is served.
     """
     clock = clock or SystemClock()
-    journal = Journal.open(config.directory, config.run_id)
+    retention = Retention(config.journal_records, config.archive_bytes)
+    journal = Journal.open(config.directory, config.run_id, retention)
     try:
         with Tape(config.directory / TAPE_NAME, "master", config.run_id, clock) as tape:
             return await _Master(config, journal, tape, clock).serve(make_machine, started)
@@ -69,15 +72,23 @@ class _Master:
         server = MasterServer(self.config.max_message_bytes, self.config.max_clusters + self.config.slaves)
         try:
             address = self._bind(server)
-            epoch = self.journal.begin_epoch()
-            here = MasterAddress(address, self.config.run_id, os.getpid(), epoch)
-            executor = self._executor(make_machine, epoch)
-            with _signals_stop(executor):
-                outcome = await self._serve(server, executor, here, started)
+            with _signals() as signals:
+                outcome = Outcome(0, "the first epoch begins", begin_again=0)
+                while outcome.begin_again is not None:
+                    executor, here = self._begin(make_machine, address, outcome.begin_again)
+                    signals.stop_also(executor)
+                    outcome = await self._serve(server, executor, here, started)
+                    await asyncio.sleep(0)  # signals and hang-ups are heard, however short an epoch was
         finally:
             await server.stop()
+            remove_address(self.config.directory)
         self.tape.write("master-ended", "-", exit_code=outcome.exit_code, sentence=outcome.sentence)
         return outcome
+
+    def _begin(self, make_machine: MakeMachine, address: str, at_least: int) -> tuple[Executor, MasterAddress]:
+        """Make an epoch durable, and its state machine from the journal's newest snapshot."""
+        epoch = self.journal.begin_epoch(at_least)
+        return self._executor(make_machine, epoch), MasterAddress(address, self.config.run_id, os.getpid(), epoch)
 
     def _bind(self, server: MasterServer) -> str:
         """Take the port: of port 0, the one of the last start if it is free, so that peers find us again."""
@@ -101,6 +112,7 @@ class _Master:
             self.tape,
             self.clock,
             self.config.heartbeat_s / TICKS_PER_HEARTBEAT,
+            self.journal.tidy,
         )
 
     async def _serve(
@@ -109,47 +121,64 @@ class _Master:
         try:
             executor.start()
             await server.start(executor)
-            with self._announced(here):
-                if started is not None:
-                    started(here, executor)
-                return await executor.outcome
+            self._announce(here)
+            if started is not None:
+                started(here, executor)
+            outcome = await executor.outcome
+            if outcome.begin_again is None:
+                remove_address(self.config.directory)
+            return outcome
         finally:
             executor.stop(Outcome(1, "the master could not be started"))
-            await server.stop()
+            if executor.outcome.result().begin_again is None:
+                await server.stop()
             await executor.close()
 
-    @contextlib.contextmanager
-    def _announced(self, here: MasterAddress) -> Iterator[None]:
-        """Tell people and other processes where the master is, for as long as it answers."""
+    def _announce(self, here: MasterAddress) -> None:
+        """Tell people and other processes where the master is, until it answers no more."""
         write_address(self.config.directory, here)
         self.tape.write("master-started", "-", address=here.address, epoch=here.epoch, pid=here.pid)
         _logger.info(
             "serving run %s at %s (epoch %d, directory %s); loopback only, as peers are not authenticated",
             *(here.run_id, here.address, here.epoch, self.config.directory),
         )
-        try:
-            yield
-        finally:
-            remove_address(self.config.directory)
+
+
+class _Signals:
+    """SIGTERM and SIGINT end the master with exit code 0, whichever epoch it is in."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._executor: Executor | None = None
+
+    def stop_also(self, executor: Executor) -> None:
+        """From now on it is this executor that a signal ends, at once if one came already."""
+        self._executor = executor
+        if self._name:
+            self._stop()
+
+    def rang(self, name: str) -> None:
+        _logger.info("%s: the master ends", name)
+        self._name = name
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._executor is not None:
+            self._executor.stop(Outcome(0, f"stopped by {self._name}"))
 
 
 @contextlib.contextmanager
-def _signals_stop(executor: Executor) -> Iterator[None]:
-    """While this lasts, SIGTERM and SIGINT end the master with exit code 0."""
+def _signals() -> Iterator[_Signals]:
+    """Listen for signals while this lasts."""
     loop = asyncio.get_running_loop()
-    added: list[signal.Signals] = []
-
-    def stop(name: str) -> None:
-        _logger.info("%s: the master ends", name)
-        executor.stop(Outcome(0, f"stopped by {name}"))
-
+    signals, added = _Signals(), list[signal.Signals]()
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             # Only the main thread may; elsewhere (tests, embedding) nobody signals this loop.
             with contextlib.suppress(ValueError, RuntimeError):
-                loop.add_signal_handler(number, stop, number.name)
+                loop.add_signal_handler(number, signals.rang, number.name)
                 added.append(number)
-        yield
+        yield signals
     finally:
         for number in added:
             loop.remove_signal_handler(number)

@@ -7,13 +7,14 @@ Must never look into a request: that is the state's part.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
 
 from dips.core.codec_protobuf import decode, encode
 from dips.core.errors import Refused
+from dips.core.failpoints import failpoint
 from dips.core.grpc_refusal import abort
 from dips.master.executor import Executor
 
@@ -32,10 +33,14 @@ def unary(executor: Executor, method: str, kind: type[T], ask: Ask[T]) -> grpc.R
     """A method with one request of `kind` and the reply that `ask` gives."""
 
     async def serve(data: bytes, context: Context) -> bytes:
+        failpoint(f"master.rpc.before_{method}")
         try:
-            return encode(await ask(understood(executor, method, data, kind)))
+            answer = encode(await ask(understood(executor, method, data, kind)))
         except Refused as refused:
             await abort(context, refused)
+        if failpoint(f"master.rpc.after_{method}"):
+            await lose(context, method)
+        return answer
 
     return grpc.unary_unary_rpc_method_handler(serve)
 
@@ -46,11 +51,21 @@ def lockstep(executor: Executor, method: str, kind: type[T], ask: Ask[T]) -> grp
     async def serve(requests: AsyncIterator[bytes], context: Context) -> None:
         try:
             async for data in requests:
-                await context.write(encode(await ask(understood(executor, method, data, kind))))
+                failpoint(f"master.rpc.before_{method}")
+                answer = encode(await ask(understood(executor, method, data, kind)))
+                if failpoint(f"master.rpc.after_{method}"):
+                    await lose(context, method)
+                await context.write(answer)
         except Refused as refused:
             await abort(context, refused)
 
     return grpc.stream_stream_rpc_method_handler(serve)
+
+
+async def lose(context: Context, method: str) -> NoReturn:
+    """End the call as a connection that breaks does, at a failpoint that says drop. Does not return."""
+    await context.abort(grpc.StatusCode.UNAVAILABLE, f"a failpoint loses the answer of {method}")
+    raise AssertionError("ServicerContext.abort returned")
 
 
 def understood(executor: Executor, method: str, data: bytes, kind: type[T]) -> T:

@@ -6,6 +6,9 @@ others can reach, since peers are not authenticated, and never share its port wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import grpc
 import grpc.aio
 
@@ -26,11 +29,27 @@ SPARE_CALLS = 1024
 so that a client gone wild costs 100 KB of memory for each of a few thousand calls and no more."""
 
 
+class _Current(grpc.GenericRpcHandler):
+    """The services of the executor that is served now; none until the first."""
+
+    def __init__(self) -> None:
+        self.services: Sequence[grpc.GenericRpcHandler] = ()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        for service in self.services:
+            handler = service.service(handler_call_details)
+            if handler is not None:
+                return handler
+        return None
+
+
 class MasterServer:
-    """A bound server; start() makes it answer."""
+    """A bound server; start() makes it answer, for one executor after the other on the same port."""
 
     def __init__(self, max_message_bytes: int, peers: int) -> None:
         """`max_message_bytes` bounds every message, `peers` is the most clusters and slaves to expect."""
+        self._current = _Current()
+        self._started = False
         self._server = grpc.aio.server(
             options=channel_options(max_message_bytes),
             maximum_concurrent_rpcs=CALLS_FOR_EACH_PEER * peers + SPARE_CALLS,
@@ -55,10 +74,12 @@ class MasterServer:
         return format_address(host, port)
 
     async def start(self, executor: Executor) -> None:
-        """Begin to answer."""
-        services = (clusters_service(executor), slaves_service(executor), operator_service(executor))
-        self._server.add_generic_rpc_handlers(services)
-        await self._server.start()
+        """Begin to answer, or go on for another executor: new calls are its from here on."""
+        self._current.services = (clusters_service(executor), slaves_service(executor), operator_service(executor))
+        if not self._started:
+            self._started = True
+            self._server.add_generic_rpc_handlers((self._current,))
+            await self._server.start()
 
     async def stop(self) -> None:
         """Let answers that are given go out, then cut what is open. Also frees a port that was only bound."""

@@ -10,10 +10,11 @@ import grpc
 
 from dips.core.codec_protobuf import encode
 from dips.core.errors import RefusalCode, Refused
+from dips.core.failpoints import failpoint
 from dips.core.grpc_refusal import abort
 from dips.core.messages import DrainRequest, EvictRequest, OperatorRequest, StatusRequest, WatchRequest
 from dips.master.executor import Executor, ReplyBody
-from dips.master.rpc import Context, service, unary, understood
+from dips.master.rpc import Context, lose, service, unary, understood
 from dips.master.state.events import OperatorAction, OperatorCall, Pause, Resume, Stop
 
 MIN_WATCH_S = 0.1
@@ -37,7 +38,11 @@ def operator_service(executor: Executor) -> grpc.GenericRpcHandler:
             request = understood(executor, "Watch", data, WatchRequest)
             interval_s = _interval_s(request)
             while True:
-                await context.write(encode(await ask(StatusRequest(request.run_id))))
+                failpoint("master.rpc.before_Watch")
+                answer = encode(await ask(StatusRequest(request.run_id)))
+                if failpoint("master.rpc.after_Watch"):
+                    await lose(context, "Watch")
+                await context.write(answer)
                 await asyncio.wait([executor.outcome], timeout=interval_s)
         except Refused as refused:
             await abort(context, refused)

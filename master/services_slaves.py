@@ -14,6 +14,7 @@ import grpc
 
 from dips.core.codec_protobuf import encode
 from dips.core.errors import Refused
+from dips.core.failpoints import copies, failpoint
 from dips.core.grpc_refusal import abort
 from dips.core.messages import SlaveMessage
 from dips.master.executor import Executor
@@ -59,7 +60,8 @@ async def _hear(executor: Executor, link: SlaveLink, messages: AsyncIterator[byt
     """Hand on what the slave says until it hangs up; close the link when it says something garbled."""
     try:
         async for data in messages:
-            executor.slave_said(link, understood(executor, "Attach", data, SlaveMessage))
+            for _ in range(copies(failpoint("master.slave_stream.before_hear"))):
+                executor.slave_said(link, understood(executor, "Attach", data, SlaveMessage))
     except Refused as refused:
         link.close(refused)
     finally:
@@ -70,6 +72,7 @@ async def _command(link: SlaveLink, context: Context) -> None:
     """Send the commands in their order until the link is closed and none is left."""
     try:
         while (command := await link.next_command()) is not None:
-            await context.write(encode(command))
+            for _ in range(copies(failpoint("master.slave_stream.before_send"))):
+                await context.write(encode(command))
     finally:
         link.close(None)

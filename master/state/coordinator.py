@@ -49,9 +49,11 @@ from dips.master.state.membership import Membership
 from dips.master.state.pulls import Pulls
 from dips.master.state.pushes import Pushes
 from dips.master.state.records import Member
+from dips.master.state.recovery import Recovery
 from dips.master.state.rounds import Rounds
 from dips.master.state.run_config import RunConfig
 from dips.master.state.slave_desk import SlaveDesk
+from dips.master.state.slave_links import SlaveLinks
 from dips.master.state.status import status
 from dips.master.state.tables import RoundPhase
 from dips.master.state.verdicts import Verdicts
@@ -68,7 +70,9 @@ class Coordinator:
         self._verdicts = Verdicts(self.world)
         self._pushes = Pushes(self.world, self._verdicts)
         self._rounds = Rounds(self.world, self._verdicts)
-        self._slaves = SlaveDesk(self.world, self._pushes, self._rounds)
+        links = SlaveLinks(self.world, self._rounds)
+        self._recovery = Recovery(self.world, self._verdicts, self._rounds, links)
+        self._slaves = SlaveDesk(self.world, self._pushes, self._rounds, links, self._recovery)
         self._members = Membership(self.world, self._verdicts, self._slaves)
         self._pulls = Pulls(self.world)
         self._data = Data(self.world)
@@ -91,9 +95,17 @@ class Coordinator:
         self.world.now_s = now_s
         self._last_tick_s = now_s
         version = self.world.ledger.version
-        self.world.record("epoch", "-", epoch=self.world.epoch, version=str(version), tokens=self.world.ledger.tokens)
+        self.world.record(
+            "epoch",
+            "-",
+            epoch=self.world.epoch,
+            version=str(version),
+            tokens=self.world.ledger.tokens,
+            durability=self.world.config.settings.durability,
+        )
         found = f"version {version}, {self.world.ledger.tokens} tokens" if version else "no version yet"
         self.world.log("master", f"run {self.world.config.run_id}: epoch {self.world.epoch}, {found}")
+        self._recovery.start()
         return self.world.out.take()
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -160,11 +172,13 @@ class Coordinator:
                 world.reply(token, status(world))
             case Pause(request):
                 check_run(world, request.run_id, "the request")
-                world.paused = request.reason or "no reason given"
+                world.ledger.paused = request.reason or "no reason given"
+                world.journal("PAUSE", {"reason": world.ledger.paused})
                 self._done(token, "pause", "no new round begins until `dips resume`; clusters train on")
             case Resume(request):
                 check_run(world, request.run_id, "the request")
-                world.paused = ""
+                world.ledger.paused = ""
+                world.journal("RESUME", {})
                 self._done(token, "resume", "rounds go on")
             case Stop(request):
                 check_run(world, request.run_id, "the request")
@@ -172,11 +186,14 @@ class Coordinator:
             case EvictRequest(run_id, cluster, reason):
                 check_run(world, run_id, "the request")
                 self._live(cluster)
+                world.ledger.draining.pop(cluster, None)  # "it may join again" is meant
                 self._members.evict(cluster, reason or "by the operator")
                 self._done(token, "evict", f"cluster {cluster} is evicted; it may join again")
             case DrainRequest(run_id, cluster, reason):
                 check_run(world, run_id, "the request")
-                self._live(cluster).draining = reason or "by the operator"
+                self._live(cluster)
+                world.ledger.draining[cluster] = reason or "by the operator"
+                world.journal("DRAIN", {"cluster": cluster, "reason": world.ledger.draining[cluster]})
                 self._done(token, "drain", f"cluster {cluster} finishes its push and leaves")
 
     def _done(self, token: int, kind: str, sentence: str) -> None:
@@ -190,7 +207,8 @@ class Coordinator:
             self._done(token, "stop", "no cluster is left; the master stops now")
             self._halt()
             return
-        world.stop_when_idle = reason
+        world.ledger.stop_asked = reason
+        world.journal("STOP", {"reason": reason})
         self._done(token, "stop", "the open round finishes, everyone pulls the last version and leaves")
 
     def _live(self, cluster: str) -> Member:
@@ -213,6 +231,8 @@ class Coordinator:
             self._pushes.rearm(gap_s)
             self._pulls.rearm(gap_s)
             self._rounds.rearm(gap_s)
+            self._recovery.rearm(gap_s)
+        self._recovery.tick()
         self._slaves.tick()
         self._members.tick()
         self._pushes.tick()
@@ -221,11 +241,11 @@ class Coordinator:
 
     def _settle(self) -> None:
         world = self.world
+        self._recovery.settle()
         self._rounds.settle()
         idle = world.round.phase.now is RoundPhase.IDLE
-        if world.stop_when_idle and idle and not world.ledger.stopping:
-            world.ledger.stopping = world.stop_when_idle
-            world.journal("STOP", {"reason": world.stop_when_idle})
+        if world.ledger.stop_asked and idle and not world.ledger.stopping:
+            world.ledger.stopping = world.ledger.stop_asked
             self._rounds.settle()
         self._members.finish_leaving()
         ended = world.ledger.stopping and idle and not world.members and world.everything_out

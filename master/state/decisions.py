@@ -10,7 +10,8 @@ from dips.core.messages import RoundSummary, Verdict, VerdictKind
 from dips.master.state.leases import TokenState
 from dips.master.state.ledger import CommitInfo, canonical, pair, push_to_json
 from dips.master.state.penalty import Judgement
-from dips.master.state.records import Push
+from dips.master.state.records import Donor, Push
+from dips.master.state.rollback import next_version, rollback_commit, rolled_back
 from dips.master.state.verdicts import Verdicts
 from dips.master.state.world import World
 
@@ -34,7 +35,8 @@ class Decisions:
         world, state, ledger = self._world, self._world.round, self._world.ledger
         accepted = self.accepted()
         assert state.id is not None, "a round that commits has an id"
-        version = ledger.version.next() if ledger.version else Version(world.epoch, 0)
+        before, s_max = ledger.version, world.s_max()
+        version = before.next() if before else Version(world.epoch, 0)
         self._settle(accepted, TokenState.APPLIED)
         self._settle(self._excluded(), TokenState.EXCLUDED)
         if state.judgement is not None:
@@ -45,16 +47,42 @@ class Decisions:
         ledger.rounds_merged += len(accepted) >= 2
         self._maybe_stop()
         self._remember(version)
+        ledger.remember_applied(version, [push.id for push in accepted])
+        ledger.origin = None
         digests = tuple(sorted(state.digest_of_slave.items()))
         record = self._record("COMMIT", accepted) | {
             "version": pair(version),
+            "from_version": pair(before),
+            "tokens": ledger.tokens,
+            "s_max": s_max,
             "digests": {slave: digest.hex() for slave, digest in digests},
             "ledger": json.loads(ledger.to_json(with_commit=False)),
         }
-        ledger.commit = CommitInfo(state.id, version, digests, canonical(record).encode())
+        commit = CommitInfo(state.id, version, digests, canonical(record).encode())
+        world.set_commit(commit)
         world.journal("COMMIT", {**record, "ledger": "in the snapshot"})
         world.log("version", f"version {version}: {_names(accepted)} merged, {ledger.tokens} tokens")
-        return ledger.commit
+        return commit
+
+    def donation(self, donor: Donor) -> CommitInfo:
+        """A ROLLBACK to a version whose parameters a cluster gave back: its record is the commit point."""
+        world, state, current = self._world, self._world.round, self._world.ledger
+        assert state.id is not None, "a round that commits has an id"
+        (push,) = state.participants
+        origin = donor.commit
+        version = next_version(current, origin.version, world.epoch)
+        restored = rolled_back(current, origin, world.epoch, frozenset(world.members))
+        restored.ledger.origin = None  # no snapshot of it is left, and its momentum is not the origin's
+        told = Verdict(push.id, VerdictKind.APPLIED, version, "the donated copy is a version again", False, state.id)
+        restored.ledger.entry(push.cluster).last_donation = told
+        about = self._record("ROLLBACK", [push]) | {"donor": push.cluster, "s_max": world.s_max()}
+        digests = tuple(sorted(state.digest_of_slave.items()))
+        decided = rollback_commit(restored, current, origin, version, state.id, digests, about)
+        world.replace_ledger(restored.ledger, decided.commit)
+        world.journal("ROLLBACK", decided.record)
+        lost_tokens, n_pushes = restored.lost_tokens, len(restored.rolled_back)
+        world.tell_rollback(current.version, origin.version, push.cluster, lost_tokens, n_pushes)
+        return decided.commit
 
     def void(self, reason: str) -> None:
         world, state, ledger = self._world, self._world.round, self._world.ledger
@@ -90,7 +118,8 @@ class Decisions:
 
     def _tell_all(self) -> None:
         for push in list(self._world.round.participants):
-            verdict = self._world.ledger.entry(push.cluster).last_verdict
+            entry = self._world.ledger.entry(push.cluster)
+            verdict = entry.last_donation if push.is_donation else entry.last_verdict
             assert verdict is not None, "remembered before the record was written"
             self._verdicts.decide(push, verdict)
 

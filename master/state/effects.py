@@ -66,4 +66,15 @@ class Halt:
     sentence: str
 
 
-Effect = Reply | Refuse | ToSlave | CloseLink | WriteJournal | Record | Log | Halt
+@dataclass(frozen=True)
+class BeginAgain:
+    """Begin a new epoch of at least this number and start the state machine anew from the journal, in this process.
+
+    Comes only with RunConfig.rebuild. Nothing that follows it is carried out; calls and links end as at a Halt.
+    """
+
+    at_least: int
+    sentence: str
+
+
+Effect = Reply | Refuse | ToSlave | CloseLink | WriteJournal | Record | Log | Halt | BeginAgain

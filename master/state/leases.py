@@ -110,6 +110,21 @@ class LeaseTable:
                     if holding == mine:
                         line.put(begin, end, FREE)
 
+    def free_all(self) -> None:
+        """Nothing is lent any more."""
+        for line in self._passes:
+            for begin, end, holding in list(line):
+                if holding.state is TokenState.LEASED:
+                    line.put(begin, end, FREE)
+
+    @property
+    def next_lease_id(self) -> int:
+        return self._next_lease_id
+
+    def number_from(self, lease_id: int) -> None:
+        """Leases get this number or higher ones, so that no number that was ever given out means another lease."""
+        self._next_lease_id = max(self._next_lease_id, lease_id)
+
     def totals(self) -> dict[TokenState, int]:
         """Tokens by state over all passes that were begun."""
         totals = dict.fromkeys(TokenState, 0)

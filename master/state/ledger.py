@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,13 @@ from dips.core.placement import Placement
 from dips.master.state.leases import LeaseTable
 from dips.master.state.penalty import DetectorState
 
+APPLIED_KEPT = 16
+"""Versions whose pushes the ledger still names; more than slaves keep, so that a ROLLBACK names what it takes back."""
+
 
 @dataclass(frozen=True)
 class CommitInfo:
-    """The COMMIT that made the newest version."""
+    """The COMMIT, or ROLLBACK, that made a version. Its record holds the ledger as it was then."""
 
     round: RoundId
     version: Version
@@ -53,6 +56,7 @@ class ClusterEntry:
     steps_applied: int = 0
     steps_before: int = 0
     last_verdict: Verdict | None = None
+    last_donation: Verdict | None = None
 
     @property
     def rate_tokens_per_s(self) -> float:
@@ -62,7 +66,13 @@ class ClusterEntry:
 
 @dataclass
 class Ledger:
-    """One run's durable state."""
+    """One run's durable state.
+
+    stopping: why the run ends, once no round is open any more; stop_asked: the operator's reason, from the moment of
+    asking. paused, draining (cluster -> reason): what the operator wants. origin: the snapshot that becomes `commit`
+    under its new name, after a ROLLBACK and until the next COMMIT. given_up: (origin, new version) of each ROLLBACK;
+    the versions between are no longer part of the run. applied_in: the pushes that the newest versions merged.
+    """
 
     run_id: str
     layout: Layout | None = None
@@ -79,10 +89,23 @@ class Ledger:
     rounds_merged: int = 0
     rounds_void: int = 0
     stopping: str = ""
+    stop_asked: str = ""
+    paused: str = ""
+    draining: dict[str, str] = field(default_factory=dict)
+    origin: tuple[Version, RoundId] | None = None
+    given_up: list[tuple[Version, Version]] = field(default_factory=list)
+    applied_in: list[tuple[Version, tuple[PushId, ...]]] = field(default_factory=list)
 
     @property
     def version(self) -> Version | None:
         return self.commit.version if self.commit else None
+
+    def is_given_up(self, version: Version) -> bool:
+        """Whether a ROLLBACK took the version out of the run's history."""
+        return any(origin < version < new for origin, new in self.given_up)
+
+    def remember_applied(self, version: Version, pushes: Iterable[PushId]) -> None:
+        self.applied_in = [*self.applied_in, (version, tuple(pushes))][-APPLIED_KEPT:]
 
     def entry(self, cluster: str) -> ClusterEntry:
         return self.clusters.setdefault(cluster, ClusterEntry())
@@ -102,6 +125,12 @@ class Ledger:
             "leases": self.leases.to_json() if self.leases else None,
             "rounds": [self.rounds_committed, self.rounds_merged, self.rounds_void],
             "stopping": self.stopping,
+            "stop_asked": self.stop_asked,
+            "paused": self.paused,
+            "draining": dict(sorted(self.draining.items())),
+            "origin": [pair(item) for item in self.origin] if self.origin else None,
+            "given_up": [[pair(origin), pair(new)] for origin, new in self.given_up],
+            "applied_in": [[pair(version), [push_to_json(p) for p in pushes]] for version, pushes in self.applied_in],
         }
         if with_commit:
             raw["commit"] = _commit_to_json(self.commit)
@@ -125,6 +154,12 @@ class Ledger:
             detector=DetectorState.from_json(raw["detector"]),
             clusters={name: _entry_from_json(entry) for name, entry in raw["clusters"].items()},
             stopping=raw["stopping"],
+            stop_asked=raw.get("stop_asked", ""),
+            paused=raw.get("paused", ""),
+            draining=dict(raw.get("draining", {})),
+            origin=_origin_from_json(raw.get("origin")),
+            given_up=[(Version(*old), Version(*new)) for old, new in raw.get("given_up", [])],
+            applied_in=[(Version(*v), tuple(map(push_from_json, pushes))) for v, pushes in raw.get("applied_in", [])],
         )
         if plan is not None and raw["leases"] is not None:
             ledger.leases = LeaseTable.from_json(plan, raw["leases"])
@@ -154,6 +189,25 @@ def push_to_json(push: PushId) -> list[Any]:
     return [push.cluster, push.incarnation.epoch, push.incarnation.n, push.seq]
 
 
+def push_from_json(raw: Sequence[Any]) -> PushId:
+    cluster, epoch, n, seq = raw
+    return PushId(cluster, Incarnation(epoch, n), seq)
+
+
+def commit_from_record(record: bytes) -> CommitInfo:
+    """What a COMMIT or ROLLBACK record says of itself. Raises ValueError, KeyError or TypeError when it is none."""
+    raw = json.loads(record)
+    digests = tuple((name, bytes.fromhex(digest)) for name, digest in sorted(raw["digests"].items()))
+    return CommitInfo(RoundId(*raw["round"]), Version(*raw["version"]), digests, record)
+
+
+def ledger_of(commit: CommitInfo) -> Ledger:
+    """The ledger as the commit's record left it. Raises ValueError, KeyError or TypeError when there is none in it."""
+    ledger = Ledger.from_json(canonical(json.loads(commit.record)["ledger"]))
+    ledger.commit = commit
+    return ledger
+
+
 def pair(item: Version | RoundId | Incarnation | None) -> list[int] | None:
     """Any of the two-number ids as a list."""
     match item:
@@ -168,9 +222,8 @@ def pair(item: Version | RoundId | Incarnation | None) -> list[int] | None:
 def _verdict_from_json(raw: Mapping[str, Any] | None) -> Verdict | None:
     if raw is None:
         return None
-    cluster, epoch, n, seq = raw["push"]
     return Verdict(
-        PushId(cluster, Incarnation(epoch, n), seq),
+        push_from_json(raw["push"]),
         VerdictKind[raw["kind"]],
         Version(*raw["version"]) if raw["version"] else None,
         raw["reason"],
@@ -201,6 +254,7 @@ def _entry_to_json(entry: ClusterEntry) -> dict[str, Any]:
         "incarnation": pair(entry.incarnation),
         "spoke": pair(entry.spoke),
         "last_verdict": verdict_to_json(entry.last_verdict),
+        "last_donation": verdict_to_json(entry.last_donation),
     }
 
 
@@ -209,6 +263,7 @@ def _entry_from_json(raw: Mapping[str, Any]) -> ClusterEntry:
     entry.incarnation = Incarnation(*raw["incarnation"]) if raw["incarnation"] else None
     entry.spoke = Incarnation(*raw["spoke"]) if raw["spoke"] else None
     entry.last_verdict = _verdict_from_json(raw["last_verdict"])
+    entry.last_donation = _verdict_from_json(raw.get("last_donation"))
     return entry
 
 
@@ -241,3 +296,7 @@ def _commit_from_json(raw: Mapping[str, Any] | None) -> CommitInfo | None:
         return None
     digests = tuple((name, bytes.fromhex(digest)) for name, digest in sorted(raw["digests"].items()))
     return CommitInfo(RoundId(*raw["round"]), Version(*raw["version"]), digests, raw["record"].encode())
+
+
+def _origin_from_json(raw: list[Any] | None) -> tuple[Version, RoundId] | None:
+    return (Version(*raw[0]), RoundId(*raw[1])) if raw else None

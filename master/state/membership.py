@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from dips.core.errors import ConfigError, RefusalCode, Refused
-from dips.core.ids import Incarnation, PushId, check_name
+from dips.core.ids import Incarnation, PushId, Version, check_name
 from dips.core.layout import first_difference
 from dips.core.messages import (
     DataMode,
@@ -90,6 +90,7 @@ class Membership:
             world.ledger.tokens,
             member.local_steps,
             world.config.run_id,
+            member.held_at_join,
         )
 
     def _check_join(self, request: JoinRequest) -> None:
@@ -194,7 +195,8 @@ class Membership:
         if not member.local_steps:
             member.local_steps = pacing.local_steps(world, member)
         published = world.published.version if world.published else None
-        stop = bool(world.ledger.stopping or member.draining) and member.push is None and world.everything_out
+        leaving = world.ledger.stopping or member.cluster in world.ledger.draining
+        stop = bool(leaving) and member.push is None and world.everything_out
         world.reply(
             token,
             HeartbeatReply(
@@ -204,6 +206,7 @@ class Membership:
                 member.local_steps,
                 stop,
                 world.round.phase.now.value,
+                _wanted_copy(world, member),
             ),
         )
 
@@ -235,6 +238,8 @@ class Membership:
         undecided = self._retire(name, f"cluster {name} is gone: {reason}")
         world.ledger.entry(name).member = False
         self._away_since_s[name] = world.now_s
+        if kind == "LEAVE":
+            world.ledger.draining.pop(name, None)
         if kind == "LEAVE" and world.ledger.leases is not None:
             world.ledger.leases.free_all_but(name, undecided.request.ranges if undecided else ())
         if world.seed_cluster == name:
@@ -281,6 +286,13 @@ class Membership:
             sealed = [r for p in world.round.participants if p.cluster == name for r in p.request.ranges]
             if freed := leases.free_all_but(name, sealed):
                 world.journal("RETURN", {"cluster": name, "tokens": freed, "reason": "lease_ttl"})
+
+
+def _wanted_copy(world: World, member: Member) -> Version | None:
+    """The version whose parameters this cluster is asked to give back to the slaves."""
+    donor = world.recovery.donor if world.recovery.donating else None
+    asked = donor is not None and (donor.cluster, donor.incarnation) == (member.cluster, member.incarnation)
+    return donor.commit.version if donor is not None and asked else None
 
 
 def _leased(leases: LeaseTable, cluster: str, item: DataRange) -> bool:

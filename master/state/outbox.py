@@ -32,6 +32,11 @@ class Outbox:
         while self._held and self._held[0][0] <= entry_id:
             self._ready.extend(self._held.popleft()[1])
 
+    @property
+    def waiting(self) -> bool:
+        """Whether an entry is not durable yet."""
+        return bool(self._held)
+
     def take(self) -> list[Effect]:
         ready, self._ready = self._ready, []
         return ready

@@ -21,6 +21,9 @@ outlier."""
 
 MIN_DEVIATION = 1e-12
 
+MAX_TOKENS = 2.0**63
+"""No count on the wire is larger; sums of larger numbers would overflow to a merge without weights."""
+
 MIN_KNOWN_NORMS = 3
 """Norms that must be known before the hard gate closes: the median of fewer says nothing."""
 
@@ -107,8 +110,8 @@ def _fault(participant: Participant, norm: float) -> tuple[str, bool]:
         return f"{participant.nonfinite_elems} elements are not finite", True
     if not math.isfinite(norm):
         return f"the norm of its pseudo-gradient is {norm}", True
-    if not (math.isfinite(participant.tokens) and participant.tokens > 0):
-        return f"its tokens are {participant.tokens:g}, not a positive number", False
+    if not 0 < participant.tokens <= MAX_TOKENS:  # NaN is neither
+        return f"its tokens are {participant.tokens:g}, not a positive count", False
     if norm == 0.0:
         return "its parameters equal the current version's: the norm is 0", False
     return "", False

@@ -13,7 +13,7 @@ from dips.core.messages import (
 )
 from dips.master.state import pacing
 from dips.master.state.callers import check_member, check_run
-from dips.master.state.reasons import slaves_away, waiting_for
+from dips.master.state.reasons import recovery_words, slaves_away, waiting_for
 from dips.master.state.records import Kept, Member, Pin
 from dips.master.state.schedule import block_order
 from dips.master.state.world import World
@@ -79,7 +79,7 @@ class Pulls:
                     "the cluster that was to seed this run is gone: join again, you are to seed it",
                 )
             return Busy(0.5, waiting_for(world) or "no version is published yet")
-        if away := slaves_away(world):
+        if away := recovery_words(world) or slaves_away(world):
             return Busy(0.5, away)
         behind = request.at_least is not None and request.at_least > world.published.version
         if behind and not request.exact:

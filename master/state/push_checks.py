@@ -6,6 +6,7 @@ A function here decides nothing and changes nothing: it refuses, answers STALE, 
 from __future__ import annotations
 
 from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import Version
 from dips.core.messages import BeginPushRequest, DataMode, Stale, StaleKind
 from dips.master.state.records import Member, Push
 from dips.master.state.world import World
@@ -43,8 +44,9 @@ def stale(world: World, request: BeginPushRequest) -> Stale | None:
 
 def check(world: World, member: Member, request: BeginPushRequest) -> None:
     """Refuse what can never be accepted."""
-    if world.ledger.stopping or member.draining:
-        why = world.ledger.stopping or member.draining
+    draining = world.ledger.draining.get(member.cluster, "")
+    if (world.ledger.stopping or draining) and request.donates is None:
+        why = world.ledger.stopping or draining
         raise Refused(RefusalCode.STOPPING, f"no more pushes: {why}; pull the last version and leave")
     if request.seq <= member.last_seq:
         raise Refused(
@@ -54,7 +56,9 @@ def check(world: World, member: Member, request: BeginPushRequest) -> None:
         )
     if request.steps > MAX_STEPS:
         raise Refused(RefusalCode.MALFORMED, f"{request.steps} steps in one push: at most {MAX_STEPS} can be counted")
-    if request.base is None:
+    if request.donates is not None:
+        _check_donation(world, member, request)
+    elif request.base is None:
         _check_seed(world, member, request)
     else:
         _check_counts(world, member, request)
@@ -64,6 +68,21 @@ def _check_seed(world: World, member: Member, request: BeginPushRequest) -> None
     _check_may_seed(world, member.cluster)
     if request.tokens or request.ranges:
         raise Refused(RefusalCode.TOKENS, "a seed carries no training: send 0 tokens and no ranges")
+
+
+def _check_donation(world: World, member: Member, request: BeginPushRequest) -> None:
+    if request.base is not None or request.tokens or request.ranges:
+        raise Refused(RefusalCode.MALFORMED, "a donation carries no training: send no base, 0 tokens and no ranges")
+    _check_may_donate(world, member.cluster, request.donates)
+
+
+def _check_may_donate(world: World, cluster: str, version: Version | None) -> None:
+    donor = world.recovery.donor if world.recovery.donating else None
+    if donor is None or (donor.cluster, donor.commit.version) != (cluster, version):
+        raise Refused(
+            RefusalCode.VERSION_GONE,
+            f"nobody asks cluster {cluster!r} for its copy of version {version} any more: train on",
+        )
 
 
 def _check_may_seed(world: World, cluster: str) -> None:
@@ -130,7 +149,9 @@ def recheck(world: World, push: Push) -> str | None:
     if too_old is not None:
         return too_old.sentence
     try:
-        if push.is_seed:
+        if push.is_donation:
+            _check_may_donate(world, push.cluster, push.request.donates)
+        elif push.is_seed:
             _check_may_seed(world, push.cluster)
         elif world.ledger.leases is not None:
             world.ledger.leases.check(push.cluster, push.request.ranges)

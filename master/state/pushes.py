@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.ids import PushId, RoundId
+from dips.core.ids import PushId, RoundId, SlaveId
 from dips.core.machine import Phase
 from dips.core.messages import (
     Admitted,
@@ -23,11 +23,12 @@ from dips.core.messages import (
     Staged,
     Ticket,
     Verdict,
+    VerdictKind,
 )
 from dips.master.state import pacing
 from dips.master.state.callers import check_member
 from dips.master.state.push_checks import check, recheck, stale
-from dips.master.state.reasons import slaves_away
+from dips.master.state.reasons import recovery_words, slaves_away
 from dips.master.state.records import Member, Push, Slave
 from dips.master.state.schedule import block_order
 from dips.master.state.tables import PUSH_TABLE, PushPhase, RoundPhase
@@ -55,28 +56,40 @@ class Pushes:
         if answer is not None:
             world.reply(token, BeginPushReply(answer))
             return
+        if self._must_donate_first(member, request):
+            member.last_seq = max(member.last_seq, request.seq)
+            reason = "the slaves lost the model: give back this cluster's copy first; nothing of this push is lost"
+            world.reply(token, BeginPushReply(Verdict(push_id, VerdictKind.ABORTED, None, reason)))
+            return
         check(world, member, request)
-        if (busy := self._busy()) is not None:
+        if (busy := self._busy(request.donates is not None)) is not None:
             world.reply(token, BeginPushReply(busy))
             return
         self._end_pull(member)
         push = self._ticket(member, push_id, request)
         world.reply(token, BeginPushReply(self._ticket_for(push)))
 
+    def _must_donate_first(self, member: Member, request: BeginPushRequest) -> bool:
+        """A donor that waits with a push of its own would never come to donate: nobody else may be there to do it."""
+        state = self._world.recovery
+        donor = state.donor if state.donating else None
+        asked = donor is not None and (donor.cluster, donor.incarnation) == (member.cluster, member.incarnation)
+        return asked and request.donates is None
+
     def _known(self, member: Member, push_id: PushId) -> Ticket | Busy | PushId | Verdict | None:
         """The answer when this cluster has an undecided push, or this very push is decided."""
         current = member.push
         if current is not None and current.id == push_id and current.phase.allows("new attempt"):
             # A slave that is away may come back under another address: no ticket names it until then.
-            return self._busy() or self._new_attempt(current)
+            return self._busy(current.is_donation) or self._new_attempt(current)
         if current is not None:
             return current.id
-        last = self._world.ledger.entry(member.cluster).last_verdict
-        return last if last is not None and last.push == push_id else None
+        return self._verdicts.decided(push_id)
 
-    def _busy(self) -> Busy | None:
-        away = slaves_away(self._world)
-        return Busy(1.0, away) if away else None
+    def _busy(self, donation: bool = False) -> Busy | None:
+        words = "" if donation else recovery_words(self._world)
+        words = words or slaves_away(self._world)
+        return Busy(1.0, words) if words else None
 
     def _end_pull(self, member: Member) -> None:
         """Who pushes reads no longer."""
@@ -90,16 +103,23 @@ class Pushes:
         push = Push(push_id, request, 1, member.slot, phase, world.now_s, world.now_s)
         member.push = push
         member.last_seq = request.seq
-        world.record(
-            "ticket",
-            request.caller.cause_id,
-            push=str(push_id),
-            base=str(request.base),
-            tokens=request.tokens,
-        )
+        self._record_ticket(push)
         for slave in world.ready_slaves():
             self.open_staging(push, slave)
         return push
+
+    def _record_ticket(self, push: Push) -> None:
+        request = push.request
+        self._world.record(
+            "ticket",
+            request.caller.cause_id,
+            push=str(push.id),
+            base=str(request.base),
+            fence=request.fence,
+            tokens=request.tokens,
+            attempt=push.attempt,
+            donates=str(request.donates) if request.donates else None,
+        )
 
     def _new_attempt(self, push: Push) -> Ticket:
         """Send again what is missing: slaves keep the chunks that they verified."""
@@ -107,6 +127,7 @@ class Pushes:
         self._release(push, Refused(RefusalCode.UNKNOWN_PUSH, f"a new attempt of push {push.id} has begun"))
         push.phase.move("new attempt", PushPhase.TICKETED, world.now_s, push.request.caller.cause_id)
         push.attempt += 1
+        self._record_ticket(push)
         push.renewed_s = world.now_s
         push.digest_of_slave.clear()
         for slave in world.ready_slaves():
@@ -175,6 +196,9 @@ class Pushes:
         world = self._world
         token, push.finish_token = push.finish_token, None
         assert token is not None, "admitted only by FinishPush"
+        if push.is_donation and (sentence := self._wrong_copy(push)):
+            world.reply(token, FinishPushReply(self._verdicts.abort(push, sentence)))
+            return
         wrong = sorted(s for s, digest in push.digest_of_slave.items() if push.claimed.get(s) != digest)
         if wrong:
             sentence = f"what slave {wrong[0]} holds of push {push.id} is not what was sent (digests differ)"
@@ -187,8 +211,22 @@ class Pushes:
             return
         push.phase.move("finish push", PushPhase.ADMITTED, world.now_s, push.request.caller.cause_id)
         self._measure_pace(push)
-        world.record("admitted", push.request.caller.cause_id, push=str(push.id), tokens=push.request.tokens)
+        cause, tokens = push.request.caller.cause_id, push.request.tokens
+        world.record("admitted", cause, push=str(push.id), attempt=push.attempt, tokens=tokens)
         world.reply(token, FinishPushReply(self._admitted(push)))
+
+    def _wrong_copy(self, push: Push) -> str:
+        """A sentence when what was donated is not, on every slave, what was committed once."""
+        state = self._world.recovery
+        if state.donor is None or state.donor.cluster != push.cluster:
+            return "no donation is asked of this cluster any more"
+        expected = dict(state.donor.commit.digest_of_slave)
+        wrong = sorted(s for s, digest in push.digest_of_slave.items() if digest != expected.get(SlaveId(s)))
+        if not wrong:
+            return ""
+        version = state.donor.commit.version
+        state.wrong.add((push.cluster, push.id.incarnation, version))
+        return f"what cluster {push.cluster} donated to slave {wrong[0]} is not version {version} (digests differ)"
 
     def _admitted(self, push: Push) -> Admitted:
         """The round that it is in, or the one that opens next."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dips.master.state.records import Slave
-from dips.master.state.tables import RoundPhase, SlavePhase
+from dips.master.state.tables import RecoveryPhase, RoundPhase, SlavePhase
 from dips.master.state.world import World
 
 
@@ -13,17 +13,63 @@ def slaves_away(world: World) -> str:
     if world.ledger.placement is None and len(expected) < n:
         return f"waiting for slaves: {len(expected)} of {n} have attached"
     words = [_trouble(name, world.slaves.get(name)) for name in expected]
-    return "; ".join(word for word in words if word)
+    away = "; ".join(word for word in words if word)
+    here = [name for name in expected if name in world.slaves and world.slaves[name].phase.now is SlavePhase.PROMISED]
+    what = "the decision what to load" if world.ledger.placement else "the model's layout"
+    return away or (f"slave {', '.join(here)} waits for {what}" if here else "")
+
+
+def recovery_words(world: World) -> str:
+    """What a recovery waits for; empty when there is none, or a master that just started waits for its slaves."""
+    state, version = world.recovery, world.ledger.version
+    match state.phase.now:
+        case RecoveryPhase.NONE if world.ledger.origin is not None and not world.everything_out:
+            return f"the slaves go back to version {world.ledger.origin[0]}, which becomes {version}"
+        case RecoveryPhase.NONE:
+            return ""
+        case RecoveryPhase.GATHERING:
+            away = _absent(world)
+            parts = [state.reason, state.words, f"waiting for slave {', '.join(away)}" if away else ""]
+            return "; ".join(part for part in parts if part) if state.reason else ""
+        case RecoveryPhase.ASKING:
+            wanted = state.wanted[0] if state.wanted else None
+            return f"{state.reason}; slave {state.asked} is asked for the record of version {wanted}"
+        case RecoveryPhase.DONATING:
+            donor = state.donor
+            who = f"cluster {donor.cluster} gives its copy of version {donor.commit.version}" if donor else "no donor"
+            return f"{state.reason}; no version is on every slave: {who}"
+
+
+def _absent(world: World) -> list[str]:
+    """Slaves that have yet to attach and promise."""
+    here = {name for name, slave in world.slaves.items() if slave.phase.now is SlavePhase.PROMISED}
+    return [name for name in world.slaves_expected() if name not in here]
+
+
+def lagging(world: World) -> str:
+    """Why no round may begin although all are here: disks are too far behind (durability async only)."""
+    published, durable = world.published, world.durable
+    if published is None or world.config.settings.durability != "async":
+        return ""
+    lag = published.version.v - durable.v if durable is not None else published.version.v
+    if lag <= world.config.async_lag_versions:
+        return ""
+    behind = f"only {durable}" if durable is not None else "none"
+    return f"version {published.version} is published, but {behind} is on every slave's disk: rounds wait"
 
 
 def waiting_for(world: World) -> str:
     """What the run waits for; empty when it is doing something."""
     if world.stopped_s is not None:
         return "the run has ended: no cluster is left"
+    if recovery := recovery_words(world):
+        return recovery
     if (away := slaves_away(world)) and world.ledger.placement is not None:
         return away
-    if world.paused:
-        return f"paused by the operator: {world.paused}"
+    if world.ledger.paused:
+        return f"paused by the operator: {world.ledger.paused}"
+    if lag := lagging(world):
+        return lag
     if not world.members:
         return away or "no cluster is here"
     return _round_words(world)
@@ -62,8 +108,6 @@ def _trouble(name: str, slave: Slave | None) -> str:
         return ""
     if slave.phase.now is SlavePhase.CONFIGURING:
         return f"slave {name} makes its memory and loads its snapshot"
-    return (
-        f"slave {name} waits for the model's layout"
-        if slave.phase.now is SlavePhase.PROMISED
-        else (f"slave {name} has yet to promise the epoch")
-    )
+    if slave.phase.now is SlavePhase.PROMISED:
+        return ""
+    return f"slave {name} has yet to promise the epoch"

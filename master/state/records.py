@@ -9,7 +9,7 @@ from dips.core.machine import Phase
 from dips.core.messages import BeginPushRequest, BlockGram, DataRange, HeartbeatRequest, SlaveBeat, SnapshotInfo
 from dips.master.state.ledger import CommitInfo
 from dips.master.state.penalty import Judgement
-from dips.master.state.tables import PushPhase, RoundPhase, SlavePhase
+from dips.master.state.tables import PushPhase, RecoveryPhase, RoundPhase, SlavePhase
 
 
 @dataclass
@@ -35,7 +35,12 @@ class Push:
 
     @property
     def is_seed(self) -> bool:
+        """Whether it stands on no version: the first parameters of a run, or a donation. It is merged unjudged."""
         return self.request.base is None
+
+    @property
+    def is_donation(self) -> bool:
+        return self.request.donates is not None
 
     @property
     def sealed(self) -> bool:
@@ -60,7 +65,6 @@ class Member:
     beat: HeartbeatRequest | None = None
     push: Push | None = None
     last_admitted_s: float | None = None
-    draining: str = ""
     leave_token: int | None = None
     norm: float = float("nan")
     score: float = float("nan")
@@ -84,6 +88,7 @@ class Slave:
     beat: SlaveBeat = field(default_factory=SlaveBeat)
     version: Version | None = None
     snapshots: tuple[SnapshotInfo, ...] = ()
+    durable: Version | None = None
     trouble: str = ""
 
     @property
@@ -105,12 +110,59 @@ class RoundState:
     flipped: set[str] = field(default_factory=set)
     judgement: Judgement | None = None
     not_before_s: float = 0.0
+    resend_s: float | None = None
     timeout_factor: float = 1.0
     last_abort: str = ""
 
     @property
     def cause(self) -> str:
         return "-" if self.id is None else str(self.id)
+
+
+Snapshot = tuple[Version, RoundId, bytes]
+"""A committed snapshot: version, round, commit_hash."""
+
+
+@dataclass(frozen=True)
+class Donor:
+    """Who is asked for its copy of which version, since when."""
+
+    cluster: str
+    incarnation: Incarnation
+    commit: CommitInfo
+    since_s: float
+
+
+@dataclass
+class RecoveryState:
+    """The recovery that is under way.
+
+    reason: why, in a sentence; empty while a master that has just started waits for its slaves. asked: the slave whose
+    record of `wanted` is awaited. records: those that came, by commit_hash. silent: (slave, snapshot) that gave none.
+    broken: (slave, version, round) that could not be loaded although its hello named it. tried: incarnations whose
+    donation failed; wrong: those whose copy is not what was committed.
+    """
+
+    phase: Phase[RecoveryPhase]
+    reason: str = ""
+    asked: SlaveId | None = None
+    wanted: Snapshot | None = None
+    ask_again_s: float = 0.0
+    records: dict[bytes, bytes] = field(default_factory=dict)
+    silent: set[tuple[SlaveId, Snapshot]] = field(default_factory=set)
+    broken: set[tuple[SlaveId, Version, RoundId]] = field(default_factory=set)
+    donor: Donor | None = None
+    tried: set[tuple[str, Incarnation]] = field(default_factory=set)
+    wrong: set[tuple[str, Incarnation, Version]] = field(default_factory=set)
+    words: str = ""
+
+    @property
+    def active(self) -> bool:
+        return self.phase.now is not RecoveryPhase.NONE
+
+    @property
+    def donating(self) -> bool:
+        return self.phase.now is RecoveryPhase.DONATING
 
 
 @dataclass

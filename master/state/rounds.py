@@ -26,7 +26,9 @@ from dips.master.state.decisions import Decisions
 from dips.master.state.gram import GramError, add_blocks
 from dips.master.state.penalty import Judgement, Participant, judge
 from dips.master.state.push_checks import recheck
-from dips.master.state.records import Kept, Push, Slave
+from dips.master.state.reasons import lagging
+from dips.master.state.records import Donor, Kept, Push, Slave
+from dips.master.state.rollback import next_version
 from dips.master.state.tables import PushPhase, RoundPhase
 from dips.master.state.verdicts import Verdicts
 from dips.master.state.world import World
@@ -46,8 +48,10 @@ class Rounds:
     def settle(self) -> None:
         """Open, close or empty the window as the admitted pushes and the time demand."""
         world, state = self._world, self._world.round
-        ending = world.ledger.stopping or world.stop_when_idle
-        if state.phase.now is RoundPhase.IDLE and not ending and self._admitted():
+        ending = world.ledger.stopping or world.ledger.stop_asked
+        donation = self._donation()
+        may_begin = donation or not (ending or lagging(world))
+        if state.phase.now is RoundPhase.IDLE and may_begin and self._admitted():
             self._open()
         if state.phase.now is RoundPhase.WINDOW:
             if ending and not self._may_go_on():
@@ -56,7 +60,7 @@ class Rounds:
                 self._move("nobody left", RoundPhase.IDLE)
             elif self._may_close():
                 self._seal()
-        if state.phase.now is RoundPhase.IDLE and world.ledger.stopping:
+        if state.phase.now is RoundPhase.IDLE and world.ledger.stopping and not world.recovery.donating:
             self._abort_pushes(world.ledger.stopping)
 
     def _abort_pushes(self, why: str) -> None:
@@ -65,6 +69,8 @@ class Rounds:
 
     def tick(self) -> None:
         state = self._world.round
+        if state.resend_s is not None and self._world.now_s >= state.resend_s:
+            self._send_commit(again=True)
         if state.deadline_s is not None and self._world.now_s >= state.deadline_s:
             self.abort(f"the {state.phase.now.value} phase ran out of time")
 
@@ -73,7 +79,7 @@ class Rounds:
         if state.phase.now is RoundPhase.WINDOW:
             # What else the window waits for comes as an event, not with time.
             return [max(state.window_closes_s, state.not_before_s)] if self._may_go_on() else []
-        return [] if state.deadline_s is None else [state.deadline_s]
+        return [due_s for due_s in (state.deadline_s, state.resend_s) if due_s is not None]
 
     def rearm(self, gap_s: float) -> None:
         """The master stood still for gap_s: that time is nobody's fault."""
@@ -82,11 +88,17 @@ class Rounds:
         state.not_before_s += gap_s
         if state.deadline_s is not None:
             state.deadline_s += gap_s
+        if state.resend_s is not None:
+            state.resend_s += gap_s
 
     # ---- window ----
 
     def _admitted(self) -> list[Push]:
         return [push for push in self._world.pushes() if push.phase.now is PushPhase.ADMITTED]
+
+    def _donation(self) -> bool:
+        """A cluster's copy of a lost version waits to be committed: it is no training, so no pause or end stops it."""
+        return self._world.recovery.donating and any(push.is_donation for push in self._admitted())
 
     def _open(self) -> None:
         world, state = self._world, self._world.round
@@ -98,8 +110,10 @@ class Rounds:
 
     def _may_go_on(self) -> bool:
         world = self._world
+        if self._donation():
+            return world.all_slaves_ready()
         begun = world.ledger.version is None or world.enough_clusters()
-        return begun and not world.paused and world.all_slaves_ready()
+        return begun and not world.ledger.paused and world.all_slaves_ready()
 
     def _may_close(self) -> bool:
         world, state = self._world, self._world.round
@@ -108,9 +122,9 @@ class Rounds:
         everyone_in = all(
             member.push is not None and member.push.phase.now is PushPhase.ADMITTED
             for member in world.live()
-            if not member.draining
+            if member.cluster not in world.ledger.draining
         )
-        seed = world.ledger.version is None
+        seed = world.ledger.version is None or self._donation()
         return seed or everyone_in or world.now_s >= state.window_closes_s
 
     def _seal(self) -> None:
@@ -125,7 +139,8 @@ class Rounds:
         if not state.participants:
             self._move("nobody left", RoundPhase.IDLE)
         elif state.participants[0].is_seed:
-            self._move("it is the seed", RoundPhase.PREPARE)
+            donation = state.participants[0].is_donation
+            self._move("it is a donation" if donation else "it is the seed", RoundPhase.PREPARE)
             self._prepare((1.0,), 1.0, world.config.penalty.outer_momentum, world.config.penalty.outer_momentum)
         else:
             self._measure()
@@ -168,7 +183,7 @@ class Rounds:
             for push, bad in zip(state.participants, nonfinite, strict=True)
         ]
         quarantined = world.ledger.detector.quarantined
-        live = frozenset(m.cluster for m in world.live() if not m.draining) - quarantined
+        live = frozenset(world.members) - frozenset(world.ledger.draining) - quarantined
         judgement = judge(
             world.ledger.detector,
             world.config.penalty,
@@ -212,6 +227,8 @@ class Rounds:
         version, settings = world.ledger.version, world.config.settings
         assert state.id is not None, "a sealed round has an id"
         to_version = version.next() if version is not None else Version(world.epoch, 0)
+        if (donor := self._donor()) is not None:
+            version, to_version = None, next_version(world.ledger, donor.commit.version, world.epoch)
         accepted = _staged(self._decisions.accepted())
         self._arm()
         world.command_all(
@@ -219,9 +236,20 @@ class Rounds:
             state.cause,
         )
 
+    def _donor(self) -> Donor | None:
+        """Whose copy this round makes a version again; None in every other round."""
+        state = self._world.round
+        donation = bool(state.participants) and state.participants[0].is_donation
+        return self._world.recovery.donor if donation else None
+
     def prepared(self, slave: Slave, body: Prepared) -> None:
         world, state = self._world, self._world.round
         if state.phase.now is not RoundPhase.PREPARE or body.round != state.id:
+            return
+        donor = self._donor()
+        if donor is not None and body.digest != dict(donor.commit.digest_of_slave).get(slave.id):
+            world.recovery.wrong.add((donor.cluster, donor.incarnation, donor.commit.version))
+            self._give_up(f"what slave {slave.id} made of the donated copy is not version {donor.commit.version}")
             return
         state.digest_of_slave[slave.id] = body.digest
         if len(state.digest_of_slave) == len(world.slaves_expected()):
@@ -229,13 +257,25 @@ class Rounds:
 
     def _commit(self) -> None:
         world, state = self._world, self._world.round
-        commit = self._decisions.commit()
+        donor = self._donor()
+        commit = self._decisions.commit() if donor is None else self._decisions.donation(donor)
         self._move("all prepared", RoundPhase.COMMIT, f"version {commit.version}")
         state.deadline_s = None
         state.timeout_factor, state.last_abort = 1.0, ""
         world.command_all(Retain(self._pinned(commit.version)), state.cause)
-        assert state.id is not None, "a round that commits has an id"
-        world.command_all(Commit(state.id, commit.version, commit.commit_hash, commit.record), state.cause)
+        self._send_commit()
+
+    def _send_commit(self, again: bool = False) -> None:
+        """To every slave that has not flipped; again and again, since after the commit point there is only forward."""
+        world, state, commit = self._world, self._world.round, self._world.ledger.commit
+        assert commit is not None, "what is sent is committed"
+        state.resend_s = world.now_s + world.config.evict_after_s / 2
+        if again and world.out.waiting:
+            return  # the first one has not left yet: the journal's disk is slow
+        body = Commit(commit.round, commit.version, commit.commit_hash, commit.record)
+        for slave in world.ready_slaves():
+            if slave.id not in state.flipped:
+                world.command(slave, body, state.cause)
 
     def _pinned(self, newest: Version) -> tuple[Version, ...]:
         """Versions older than the two newest that stay readable; the oldest pins give way when there are too many."""
@@ -349,6 +389,16 @@ class Rounds:
         state.timeout_factor = 1.0
         state.not_before_s = min(state.not_before_s, self._world.now_s)
 
+    def end_committed(self, reason: str) -> list[Push]:
+        """A recovery takes the place of a COMMIT that waits for its slaves; returns the pushes whose round it was."""
+        state = self._world.round
+        if state.phase.now is not RoundPhase.COMMIT:
+            return []
+        pushes = list(state.participants)
+        self._decisions.summary("given up", reason)
+        self._end("recovery")
+        return pushes
+
     def on_flipped(self, slave: Slave, body: Flipped) -> None:
         self.flipped(slave.id, body.version)
 
@@ -356,7 +406,7 @@ class Rounds:
         state = self._world.round
         self._move(input_name, RoundPhase.IDLE)
         state.id = None
-        state.deadline_s = None
+        state.deadline_s, state.resend_s = None, None
         state.judgement = None
         state.participants.clear()
         state.measured.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dips.core.messages import Settings
 from dips.master.state.penalty_config import PenaltyConfig
@@ -10,7 +10,13 @@ from dips.master.state.penalty_config import PenaltyConfig
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run's settings. grace_s None means: 10 % of the fastest cluster's round, at least 1 s."""
+    """One run's settings. grace_s None means: 10 % of the fastest cluster's round, at least 1 s.
+
+    round_timeout_s and ticket_ttl_s are told to everybody with `settings`, which are made to agree with them. rebuild:
+    a version that the slaves hold may be adopted although the journal knows none, and a newer epoch that they promised
+    is overtaken. async_lag_versions: how many published versions a slave's disk may be behind (settings.durability
+    "async" only).
+    """
 
     run_id: str
     n_slaves: int
@@ -24,6 +30,12 @@ class RunConfig:
     ticket_ttl_s: float = 60.0
     pinned_versions: int = 2
     linger_s: float = 30.0
+    rebuild: bool = False
+    async_lag_versions: int = 4
+
+    def __post_init__(self) -> None:
+        told = replace(self.settings, round_timeout_s=self.round_timeout_s, ticket_ttl_s=self.ticket_ttl_s)
+        object.__setattr__(self, "settings", told)
 
     @property
     def evict_after_s(self) -> float:

@@ -13,7 +13,7 @@ from dips.core.ids import Incarnation, SlaveId, check_name
 from dips.core.layout import Layout
 from dips.core.machine import Phase
 from dips.core.messages import (
-    Configure,
+    CommitRecord,
     ConfigureRefused,
     Flipped,
     Hello,
@@ -32,22 +32,32 @@ from dips.core.messages import (
 from dips.core.placement import place
 from dips.core.protocol import PROTOCOL_MIN, agree
 from dips.master.state.callers import check_run
+from dips.master.state.effects import BeginAgain
 from dips.master.state.pushes import Pushes
+from dips.master.state.reasons import recovery_words
 from dips.master.state.records import Kept, Slave
+from dips.master.state.recovery import Recovery
 from dips.master.state.rounds import Rounds
+from dips.master.state.slave_links import SlaveLinks
 from dips.master.state.tables import SLAVE_TABLE, PushPhase, RoundPhase, SlavePhase
 from dips.master.state.world import World
 
 NEWER_EPOCH_EXIT = 6
 
+LOST_CODES = (RefusalCode.VERSION_GONE, RefusalCode.DISK, RefusalCode.DIGEST)
+"""A slave that cannot load and answers with one of these does not hold what its hello named."""
+
 
 class SlaveDesk:
     """Takes what slaves say; knows which of them are here."""
 
-    def __init__(self, world: World, pushes: Pushes, rounds: Rounds) -> None:
+    def __init__(self, world: World, pushes: Pushes, rounds: Rounds, links: SlaveLinks, recovery: Recovery) -> None:
         self._world = world
         self._pushes = pushes
         self._rounds = rounds
+        self._links = links
+        self._recovery = recovery
+        self._welcomed: set[SlaveId] = set()
         for name, memory_bytes in world.ledger.slaves.items():
             world.slaves[name] = self._new(name, memory_bytes)
 
@@ -70,7 +80,8 @@ class SlaveDesk:
     def link_down(self, link: int) -> None:
         slave = self._of_link(link)
         if slave is not None:
-            self._lose(slave, f"slave {slave.id} went away")
+            self._recovery.gone(slave.id)
+            self._links.lose(slave, f"slave {slave.id} went away")
 
     def tick(self) -> None:
         world = self._world
@@ -79,7 +90,7 @@ class SlaveDesk:
             if slave.link is not None and silent_s > world.config.evict_after_s:
                 sentence = f"slave {slave.id} was silent for {silent_s:.1f} s"
                 world.close(slave.link, Refused(RefusalCode.FENCED, f"{sentence}: attach again"))
-                self._lose(slave, sentence)
+                self._links.lose(slave, sentence)
 
     def rearm(self) -> None:
         for slave in self._world.slaves.values():
@@ -93,6 +104,8 @@ class SlaveDesk:
         """Deal the first joiner's layout to the slaves. Raises Refused: BUSY (slaves are missing), MEMORY, CONFIG."""
         world = self._world
         promised = [slave for slave in world.slaves.values() if slave.phase.now is SlavePhase.PROMISED]
+        if words := recovery_words(world):
+            raise Refused(RefusalCode.BUSY, words, retry_after_s=0.5)
         if len(promised) < world.config.n_slaves:
             raise Refused(
                 RefusalCode.BUSY,
@@ -113,7 +126,7 @@ class SlaveDesk:
             {"layout_hash": layout.layout_hash.hex(), "placement_hash": placement.placement_hash.hex()},
         )
         for slave in promised:
-            self._configure(slave)
+            self._links.configure(slave)
 
     # ---- attach ----
 
@@ -126,7 +139,7 @@ class SlaveDesk:
         if slave is not None and slave.link is not None:
             taken = Refused(RefusalCode.FENCED, f"another process attached as slave {name}")
             world.close(slave.link, taken)
-            self._lose(slave, f"slave {name} attached anew")
+            self._links.lose(slave, f"slave {name} attached anew")
         # Looked up again: before blocks are placed, a slave that is lost is forgotten.
         slave = world.slaves.setdefault(name, self._new(name, body.memory_bytes))
         slave.incarnations += 1
@@ -141,6 +154,7 @@ class SlaveDesk:
         world.record("slave_attached", message.caller.cause_id, slave=name, incarnation=str(slave.incarnation))
         agreement = agree(body.hello.protocol_min, body.hello.protocol_max, body.hello.capabilities, f"slave {name}")
         hello = Hello(PROTOCOL_MIN, agreement.version, tuple(sorted(agreement.capabilities)))
+        self._welcomed.add(name)
         world.command(slave, Welcome(hello, world.config.settings), message.caller.cause_id)
 
     def _check_hello(self, name: SlaveId, message: SlaveMessage, body: SlaveHello) -> None:
@@ -164,72 +178,33 @@ class SlaveDesk:
                 f"slave {name!r} is not one of this run's {len(expected)} slaves ({', '.join(expected)}): start it "
                 "under one of these names, or start the master with more slaves",
             )
-        if body.promised_epoch > world.epoch:
+        # A slave that this life has not welcomed promised this very epoch to another one: a lost or an old journal.
+        taken = body.promised_epoch == world.epoch and name not in self._welcomed
+        if body.promised_epoch > world.epoch or taken:
             sentence = (
-                f"slave {name} has promised epoch {body.promised_epoch}, newer than this master's {world.epoch}: "
-                "another master serves this run, or this master's directory is an old copy"
+                f"slave {name} has promised epoch {body.promised_epoch} to another master, this one's is "
+                f"{world.epoch}: that one serves this run still, or this master's directory is lost or an old copy"
             )
-            world.halt(NEWER_EPOCH_EXIT, sentence)
+            self._overtaken(body.promised_epoch, sentence)
             raise Refused(RefusalCode.STALE_EPOCH, sentence)
+
+    def _overtaken(self, epoch: int, sentence: str) -> None:
+        """An epoch that another life of the master used is not used again: rounds and pushes would share names."""
+        world = self._world
+        if world.config.rebuild:
+            world.out.put(BeginAgain(epoch + 1, f"{sentence}; --rebuild: a newer epoch begins"))
+        else:
+            world.halt(
+                NEWER_EPOCH_EXIT,
+                f"{sentence}: stop the other one; if there is none, start this one with `dips master --rebuild`",
+            )
 
     def _promised(self, slave: Slave, body: Promised, cause: str) -> None:
         world = self._world
         if body.epoch != world.epoch or slave.phase.now is not SlavePhase.ATTACHED:
             return
         slave.phase.move("promised", SlavePhase.PROMISED, world.now_s, cause)
-        if world.ledger.placement is not None:
-            self._configure(slave)
-
-    def _configure(self, slave: Slave) -> None:
-        world, ledger = self._world, self._world.ledger
-        assert ledger.layout is not None, "configured only once the model is known"
-        slave.trouble = self._why_not_loadable(slave)
-        if slave.trouble:
-            world.log(f"slave {slave.id}", f"slave {slave.id}: {slave.trouble}", logging.ERROR)
-            return
-        slave.phase.move("configure", SlavePhase.CONFIGURING, world.now_s, str(slave.incarnation))
-        commit = ledger.commit
-        configure = Configure(
-            ledger.layout,
-            ledger.layout.layout_hash,
-            world.placement_spec(),
-            world.config.max_clusters,
-            commit.version if commit else None,
-            commit.round if commit else None,
-            dict(commit.digest_of_slave)[slave.id] if commit else b"",
-            commit.commit_hash if commit else b"",
-            commit.record if commit else b"",
-            world.config.pinned_versions,
-        )
-        world.command(slave, configure, str(slave.incarnation))
-
-    def _why_not_loadable(self, slave: Slave) -> str:
-        """A sentence when the slave's disk does not hold what this run has committed; empty when it does."""
-        commit = self._world.ledger.commit
-        newest = max((s.version for s in slave.snapshots if s.committed), default=None)
-        if commit is None:
-            if newest is None:
-                return ""
-            return f"its directory holds version {newest}, but this master knows none: give it an empty directory"
-        if newest is not None and newest > commit.version:
-            return (
-                f"its directory holds version {newest}, newer than the master's {commit.version}: "
-                "the master's directory is an old copy; restore the newest one"
-            )
-        here = [s for s in slave.snapshots if s.version == commit.version]
-        if any(s.committed and s.commit_hash != commit.commit_hash for s in here):
-            return (
-                f"its directory holds version {commit.version} of another history than the master's: one of the two "
-                "was restored from a copy; restore the newest of both"
-            )
-        digest = dict(commit.digest_of_slave)[slave.id]
-        if any(s.digest == digest for s in here):
-            return ""
-        held = ", ".join(sorted(str(s.version) for s in slave.snapshots)) or "none"
-        return (
-            f"its directory lacks version {commit.version} (it holds: {held}); restore the directory from its disk: "
-            "rounds wait until then"
-        )
+        self._recovery.promised(slave)
 
     # ---- reports ----
 
@@ -238,20 +213,24 @@ class SlaveDesk:
         match message.body:
             case SlaveBeat() as beat:
                 slave.beat = beat
+                slave.durable = beat.durable or slave.durable
                 self._pushes.progress(slave, beat)
             case Promised() as body:
                 self._promised(slave, body, cause)
             case Ready() as body:
                 self._ready(slave, body, cause)
-            case ConfigureRefused(refusal) if slave.phase.now is SlavePhase.CONFIGURING:
-                slave.trouble = refusal.sentence
-                self._world.log(f"slave {slave.id}", f"slave {slave.id}: {refusal.sentence}", logging.ERROR)
+            case ConfigureRefused() as body if slave.phase.now is SlavePhase.CONFIGURING:
+                self._configure_refused(slave, body)
+            case CommitRecord() as body:
+                self._recovery.record_came(slave, body)
             case Staged() as body if slave.ready:
                 self._pushes.staged(slave, body)
             case Measured() as body:
                 self._rounds.measured(slave, body)
             case Prepared() as body:
                 self._rounds.prepared(slave, body)
+            case RoundRefused() as body if body.command == "commit":
+                self._commit_refused(slave, body)
             case RoundRefused() as body:
                 self._rounds.refused(slave, body)
             case Flipped() as body:
@@ -259,17 +238,33 @@ class SlaveDesk:
             case _:
                 pass  # a Staged of a slave that is not ready yet: its stagings are not open
 
+    def _configure_refused(self, slave: Slave, body: ConfigureRefused) -> None:
+        """A disk that fails for a while is tried again by the slave itself; a snapshot that is gone is gone."""
+        world, refusal = self._world, body.refusal
+        slave.trouble = refusal.sentence
+        world.log(f"slave {slave.id}", f"slave {slave.id}: {refusal.sentence}", logging.ERROR)
+        loads = world.ledger.commit is not None and not world.recovery.donating
+        if loads and refusal.code in LOST_CODES and not refusal.retry_after_s > 0:
+            self._recovery.refused(slave, body)
+
+    def _commit_refused(self, slave: Slave, body: RoundRefused) -> None:
+        """It lost the shadow in memory: what its disk holds is told with a new hello."""
+        commit, sentence = self._world.ledger.commit, body.refusal.sentence
+        self._world.log(f"slave {slave.id}", f"slave {slave.id} cannot commit: {sentence}", logging.WARNING)
+        newest = commit is not None and body.round == commit.round
+        if newest and slave.ready and body.refusal.code is RefusalCode.VERSION_GONE:
+            self._links.send_away(slave, f"it has no shadow of round {body.round} in memory")
+
     def _ready(self, slave: Slave, body: Ready, cause: str) -> None:
         world = self._world
-        commit = world.ledger.commit
-        if slave.phase.now is not SlavePhase.CONFIGURING or body.version != world.ledger.version:
+        commit = None if world.recovery.donating else world.ledger.commit
+        if slave.phase.now is not SlavePhase.CONFIGURING or body.version != (commit.version if commit else None):
             return
         if commit is not None and body.digest != dict(commit.digest_of_slave)[slave.id]:
-            slave.trouble = f"what it loaded as version {commit.version} has another digest than was committed"
-            world.log(f"slave {slave.id}", f"slave {slave.id}: {slave.trouble}", logging.ERROR)
+            self._recovery.loaded_wrong(slave)
             return
         slave.phase.move("ready", SlavePhase.READY, world.now_s, cause)
-        slave.version, slave.trouble = body.version, ""
+        slave.version, slave.durable, slave.trouble = body.version, body.version, ""
         world.record("slave_ready", cause, slave=slave.id, version=str(body.version))
         world.log(f"slave {slave.id}", f"slave {slave.id} is ready at version {body.version}")
         self._rounds.slave_back()
@@ -281,24 +276,16 @@ class SlaveDesk:
             self._republish()
 
     def _republish(self) -> None:
-        """After the master's restart: what was committed is published again once every slave holds it."""
+        """After the master's restart or a recovery: the newest version is published once every slave holds it."""
         world = self._world
         commit = world.ledger.commit
         committing = world.round.phase.now is RoundPhase.COMMIT
-        if world.published is None and commit is not None and not committing and world.all_slaves_ready():
+        published = world.published.version if world.published else None
+        if commit is None or committing or world.recovery.active or published == commit.version:
+            return
+        if world.all_slaves_ready():
             world.published = world.kept[commit.version] = Kept(commit, world.ledger.tokens)
             world.record("publish", str(commit.round), version=str(commit.version), tokens=world.ledger.tokens)
-
-    def _lose(self, slave: Slave, reason: str) -> None:
-        world = self._world
-        slave.phase.move("lost", SlavePhase.ABSENT, world.now_s, str(slave.incarnation), reason)
-        slave.link = None
-        world.record("slave_lost", str(slave.incarnation), slave=slave.id, reason=reason)
-        world.log(f"slave {slave.id}", reason, logging.WARNING)
-        if world.ledger.placement is None:
-            del world.slaves[slave.id]
-        else:
-            self._rounds.slave_lost(slave, reason)
 
     def _of_link(self, link: int) -> Slave | None:
         return next((slave for slave in self._world.slaves.values() if slave.link == link), None)

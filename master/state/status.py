@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.master.state.leases import TokenState
-from dips.master.state.reasons import waiting_for
-from dips.master.state.records import Member, Slave
+from dips.master.state.reasons import recovery_words, waiting_for
+from dips.master.state.records import Slave
 from dips.master.state.tables import RoundPhase
 from dips.master.state.world import World
 
@@ -34,12 +34,14 @@ def status(world: World) -> StatusReply:
         tuple(_cluster(world, name) for name in sorted(ledger.clusters)),
         tuple(_slave(world, slave) for _, slave in sorted(world.slaves.items())),
         tuple(world.recent),
-        bool(world.paused),
+        bool(ledger.paused),
         bool(ledger.stopping),
         world.stopped_s is not None,
         totals.get(TokenState.LEASED, 0),
         totals.get(TokenState.EXCLUDED, 0),
         world.config.settings,
+        world.durable,
+        recovery_words(world),
     )
 
 
@@ -72,14 +74,14 @@ def _cluster(world: World, name: str) -> ClusterStatus:
         member.cosine if member else NAN,
         name in statistics,
         world.ledger.leases.leased_tokens(name) if world.ledger.leases else 0,
-        _note(member, beat.note if beat else ""),
+        _note(world.ledger.draining.get(name, "") if member else "", beat.note if beat else ""),
         entry.steps_before + (beat.steps if beat else 0),
     )
 
 
-def _note(member: Member | None, note: str) -> str:
-    if member is not None and member.draining:
-        return f"draining: {member.draining}"
+def _note(draining: str, note: str) -> str:
+    if draining:
+        return f"draining: {draining}"
     return note
 
 
@@ -97,4 +99,5 @@ def _slave(world: World, slave: Slave) -> SlaveStatus:
         slave.beat.refused_chunks,
         slave.beat.resident_bytes,
         slave.incarnations,
+        slave.durable if world.config.settings.durability == "async" else slave.version,
     )

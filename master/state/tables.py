@@ -31,6 +31,7 @@ PUSH_TABLE: TransitionTable[PushPhase] = TransitionTable(
         (PushPhase.SEALED, "aborted"): [PushPhase.DECIDED],
         (PushPhase.SEALED, "applied"): [PushPhase.DECIDED],
         (PushPhase.SEALED, "excluded"): [PushPhase.DECIDED],
+        (PushPhase.SEALED, "rolled back"): [PushPhase.DECIDED],
     },
 )
 
@@ -94,5 +95,34 @@ ROUND_TABLE: TransitionTable[RoundPhase] = TransitionTable(
         (RoundPhase.PREPARE, "abort"): [RoundPhase.IDLE],
         (RoundPhase.COMMIT, "all flipped"): [RoundPhase.PUBLISH],
         (RoundPhase.PUBLISH, "verdicts told"): [RoundPhase.IDLE],
+        (RoundPhase.SEALED, "it is a donation"): [RoundPhase.PREPARE],
+        (RoundPhase.COMMIT, "recovery"): [RoundPhase.IDLE],
+    },
+)
+
+
+class RecoveryPhase(Enum):
+    NONE = "NONE"
+    GATHERING = "GATHERING"
+    ASKING = "ASKING"
+    DONATING = "DONATING"
+
+
+RECOVERY_TABLE: TransitionTable[RecoveryPhase] = TransitionTable(
+    "recovery",
+    RecoveryPhase.NONE,
+    {
+        (RecoveryPhase.NONE, "master started"): [RecoveryPhase.GATHERING],
+        (RecoveryPhase.NONE, "slave cannot load"): [RecoveryPhase.GATHERING],
+        (RecoveryPhase.GATHERING, "record needed"): [RecoveryPhase.ASKING],
+        (RecoveryPhase.ASKING, "record came"): [RecoveryPhase.GATHERING],
+        (RecoveryPhase.ASKING, "no record"): [RecoveryPhase.GATHERING],
+        (RecoveryPhase.GATHERING, "all can load"): [RecoveryPhase.NONE],
+        (RecoveryPhase.GATHERING, "adopted"): [RecoveryPhase.NONE],
+        (RecoveryPhase.GATHERING, "rolled back"): [RecoveryPhase.NONE],
+        (RecoveryPhase.GATHERING, "no common version"): [RecoveryPhase.DONATING],
+        (RecoveryPhase.DONATING, "donation committed"): [RecoveryPhase.NONE],
+        (RecoveryPhase.DONATING, "snapshot came back"): [RecoveryPhase.GATHERING],
+        (RecoveryPhase.DONATING, "no donor is left"): [RecoveryPhase.GATHERING],
     },
 )

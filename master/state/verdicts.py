@@ -19,6 +19,13 @@ from dips.master.state.records import Member, Push
 from dips.master.state.tables import PushPhase
 from dips.master.state.world import World
 
+_INPUTS = {
+    VerdictKind.APPLIED: "applied",
+    VerdictKind.EXCLUDED: "excluded",
+    VerdictKind.ABORTED: "aborted",
+    VerdictKind.ROLLED_BACK: "rolled back",
+}
+
 
 class Verdicts:
     """One verdict at most for each push; ABORTED is presumed of any that the master does not know."""
@@ -43,9 +50,9 @@ class Verdicts:
         """Tell the verdict: to whoever waits, and to slaves, whose staging is free again."""
         world = self._world
         kind, reason = verdict.kind, verdict.reason
-        name = {VerdictKind.APPLIED: "applied", VerdictKind.EXCLUDED: "excluded"}.get(kind, "aborted")
+        name = _INPUTS[kind]
         push.phase.move(name, PushPhase.DECIDED, world.now_s, push.request.caller.cause_id, reason)
-        world.ledger.entry(push.cluster).last_verdict = verdict
+        self._remember(push, verdict)
         member = world.members.get(push.cluster)
         if member is not None and member.push is push:
             member.push = None
@@ -59,11 +66,23 @@ class Verdicts:
             push=str(push.id),
             verdict=kind.name,
             version=str(verdict.version),
+            round=str(verdict.round),
             reason=reason,
         )
         world.command_all(CloseStaging(push.id), push.request.caller.cause_id)
         self._tell(push, verdict)
         return verdict
+
+    def _remember(self, push: Push, verdict: Verdict) -> None:
+        """A donation is no training: what its cluster pushed before has its own verdict still."""
+        world = self._world
+        entry = world.ledger.entry(push.cluster)
+        if not push.is_donation:
+            entry.last_verdict = verdict
+            return
+        entry.last_donation = verdict
+        if verdict.kind is VerdictKind.ABORTED:
+            world.recovery.tried.add((push.cluster, push.id.incarnation))
 
     def abort(self, push: Push, reason: str) -> Verdict:
         """Decide ABORTED: presumed for whatever is not committed, so no journal entry is owed."""
@@ -87,15 +106,21 @@ class Verdicts:
         if member is not None and member.leave_token is not None:
             world.leave_ready.append(member.cluster)
 
+    def decided(self, push_id: PushId) -> Verdict | None:
+        """The verdict of the cluster's last push, or of its last donation, if that is this one."""
+        entry = self._world.ledger.entry(push_id.cluster)
+        known = [v for v in (entry.last_verdict, entry.last_donation) if v is not None and v.push == push_id]
+        return known[0] if known else None
+
     def verdict_of(self, push_id: PushId) -> Verdict:
         """The verdict of a push that is not open: the last one, or ABORTED, which is presumed of the unknown.
 
         Raises Refused(UNKNOWN_PUSH) for a push before the last one: its verdict was told, and is not kept. What is
         called ABORTED here can not begin any more.
         """
+        if (known := self.decided(push_id)) is not None:
+            return known
         last = self._world.ledger.entry(push_id.cluster).last_verdict
-        if last is not None and last.push == push_id:
-            return last
         if last is not None and _order(push_id) < _order(last.push):
             raise Refused(
                 RefusalCode.UNKNOWN_PUSH,

@@ -24,13 +24,17 @@ from dips.core.messages import (
     StatusReply,
 )
 from dips.master.state.effects import CloseLink, Halt, Log, Record, Refuse, Reply, ToSlave
-from dips.master.state.ledger import Ledger, canonical
+from dips.master.state.ledger import CommitInfo, Ledger, canonical
 from dips.master.state.outbox import Outbox
-from dips.master.state.records import Kept, Member, Pin, Push, RoundState, Slave
+from dips.master.state.records import Kept, Member, Pin, Push, RecoveryState, RoundState, Slave
 from dips.master.state.run_config import RunConfig
-from dips.master.state.tables import ROUND_TABLE
+from dips.master.state.tables import RECOVERY_TABLE, ROUND_TABLE
 
 RECENT_ROUNDS = 32
+
+COMMITS_KEPT = 8
+"""Versions that a cluster's copy can be checked against when the slaves lost them; the oldest live base is rarely
+older. A record is the ledger's size."""
 
 
 class World:
@@ -53,11 +57,11 @@ class World:
         self.published_s: float | None = None
         self.leave_ready: list[str] = []
         self.stopped_s: float | None = None
-        self.stop_when_idle = ""
         self.round = RoundState(Phase(ROUND_TABLE, self.story))
+        self.recovery = RecoveryState(Phase(RECOVERY_TABLE, self.story))
+        self.commits: deque[CommitInfo] = deque([ledger.commit] if ledger.commit else [], maxlen=COMMITS_KEPT)
         self.kept: dict[Version, Kept] = {}
         self.seed_cluster: str | None = None
-        self.paused = ""
         self.recent: deque[RoundSummary] = deque(maxlen=RECENT_ROUNDS)
         self.rounds_aborted = 0
         self.aborted_of: dict[str, int] = {}
@@ -89,9 +93,48 @@ class World:
 
     @property
     def everything_out(self) -> bool:
-        """Whether the last version that was committed, if there is one, is published."""
+        """Whether the last version that was committed, if there is one, is published and the slaves hold it."""
         published = self.published.version if self.published else None
-        return published == self.ledger.version
+        return published == self.ledger.version and not self.recovery.active
+
+    @property
+    def durable(self) -> Version | None:
+        """The newest version that stands on every slave's disk; None while that is not known."""
+        if self.config.settings.durability != "async":
+            return self.published.version if self.published else None
+        known = [self.slaves[name].durable if name in self.slaves else None for name in self.slaves_expected()]
+        there = [version for version in known if version is not None]
+        return min(there) if there and len(there) == len(known) else None
+
+    def replace_ledger(self, ledger: Ledger, commit: CommitInfo) -> None:
+        """The run goes on from another state, on a new timeline; who is here stays, what was lent to them does not."""
+        self.ledger = ledger
+        self.set_commit(commit)
+        self.kept, self.pins = {}, {}
+        self.stopped_s = None
+        for member in self.members.values():
+            member.held_at_join = ()
+            member.last_lease = (member.last_lease[0] - 1, ())
+            member.last_admitted_s = None
+
+    def tell_rollback(
+        self, lost: Version | None, origin: Version, donor: str | None, lost_tokens: int, n_pushes: int
+    ) -> None:
+        """Never silent: on the tape, in the log and as an alarm."""
+        now = self.ledger.version
+        self.record(
+            "rolled_back", "recovery", version=str(now), origin=str(origin), donor=donor, lost_tokens=lost_tokens
+        )
+        how = f"its parameters come from cluster {donor}, momentum is zero" if donor else "from the slaves' snapshots"
+        self.alarm(
+            f"ROLLBACK to version {origin}, now {now} ({how}): the slaves lost version {lost}; {lost_tokens} tokens of "
+            f"{n_pushes} pushes are undone and their data is trained again"
+        )
+
+    def set_commit(self, commit: CommitInfo) -> None:
+        """This commit makes the ledger's newest version."""
+        self.ledger.commit = commit
+        self.commits.append(commit)
 
     def s_max(self) -> int:
         return self.config.settings.max_staleness_versions or max(8, 4 * len(self.members))

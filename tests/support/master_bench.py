@@ -6,6 +6,7 @@ held. Clusters are driven call by call.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,9 @@ from dips.core.messages import (
     Caller,
     CloseStaging,
     Commit,
+    CommitRecord,
     Configure,
+    ConfigureRefused,
     DataMode,
     DataPlan,
     DataRange,
@@ -49,6 +52,7 @@ from dips.core.messages import (
     Ready,
     Refusal,
     RoundRefused,
+    SendCommitRecord,
     Settings,
     SlaveBeat,
     SlaveCommand,
@@ -62,7 +66,18 @@ from dips.core.messages import (
     Welcome,
 )
 from dips.master.state.coordinator import Coordinator
-from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
+from dips.master.state.effects import (
+    BeginAgain,
+    CloseLink,
+    Effect,
+    Halt,
+    Log,
+    Record,
+    Refuse,
+    Reply,
+    ToSlave,
+    WriteJournal,
+)
 from dips.master.state.events import (
     ClusterCall,
     Event,
@@ -89,7 +104,11 @@ class Unanswered(AssertionError):
 
 @dataclass
 class BenchSlave:
-    """A slave that does as it is told. norms: cluster -> norm of its pseudo-gradient over the whole model."""
+    """A slave that does as it is told. What is in `snapshots` and `records` is on its disk.
+
+    reattaches: it comes back by itself when the master ends its stream. digests: what it makes of a version, where
+    that is not what it should be.
+    """
 
     bench: Bench
     name: str
@@ -99,7 +118,11 @@ class BenchSlave:
     configure: Configure | None = None
     staging: dict[PushId, OpenStaging] = field(default_factory=dict)
     snapshots: dict[Version, SnapshotInfo] = field(default_factory=dict)
+    records: dict[Version, bytes] = field(default_factory=dict)
     prepared: dict[Any, Prepare] = field(default_factory=dict)
+    staged: dict[PushId, bytes] = field(default_factory=dict)
+    digests: dict[Version, bytes] = field(default_factory=dict)
+    reattaches: bool = True
     commands: list[Any] = field(default_factory=list)
     hold: set[type] = field(default_factory=set)
     refuse: dict[str, Refusal] = field(default_factory=dict)
@@ -121,6 +144,26 @@ class BenchSlave:
         """kill -9: the stream breaks; the disk stays."""
         self.alive = False
         self.bench.event(SlaveLinkDown(self.link))
+
+    def lose(self, *versions: Version) -> None:
+        """Its disk comes back without these versions; without any when none is named."""
+        for version in versions or list(self.snapshots):
+            self.snapshots.pop(version, None)
+            self.records.pop(version, None)
+
+    def come_back_without(self, *versions: Version) -> None:
+        self.die()
+        self.lose(*versions)
+        self.attach()
+
+    def say_refused(self, code: RefusalCode, retry_after_s: float) -> None:
+        """It cannot load what Configure names."""
+        self.say(ConfigureRefused(Refusal(code, "the file is not what it was", retry_after_s)))
+
+    def refuse_commit(self, refusal: Refusal) -> None:
+        commit = [c for c in self.commands if isinstance(c, Commit)][-1]
+        self.hold.discard(Commit)
+        self.say(RoundRefused(commit.round, "commit", refusal))
 
     def on(self, command: SlaveCommand) -> None:
         self.incarnation = command.incarnation
@@ -146,11 +189,33 @@ class BenchSlave:
         self.say(Promised(self.bench.epoch))
 
     def _configure(self, body: Configure) -> None:
+        if "configure" in self.refuse:
+            self.say(ConfigureRefused(self.refuse["configure"]))
+            return
         self.configure = body
         if body.load is not None:
-            found = self.snapshots[body.load]
-            self.snapshots[body.load] = replace(found, committed=True, commit_hash=body.commit_hash)
+            found = self.snapshots.get(body.load) or self._renamed(body)
+            self._hold(replace(found, committed=True, commit_hash=body.commit_hash), body.commit_record)
         self.say(Ready(body.load, body.load_digest))
+
+    def _renamed(self, body: Configure) -> SnapshotInfo:
+        """After a ROLLBACK its origin becomes the version that is asked for."""
+        assert body.origin is not None, f"{self.name} has no {body.load}"
+        assert body.load is not None
+        assert body.load_round is not None
+        found = self.snapshots[body.origin]
+        assert (found.round, found.digest) == (body.origin_round, body.load_digest)
+        return replace(found, version=body.load, round=body.load_round)
+
+    def _hold(self, info: SnapshotInfo, record: bytes) -> None:
+        self.snapshots[info.version], self.records[info.version] = info, record
+        self.bench.contents[self.name, info.version] = info.digest
+
+    def _sendcommitrecord(self, body: SendCommitRecord) -> None:
+        if "record" in self.refuse:
+            self.say(CommitRecord(body.version, body.round, b"", self.refuse["record"]))
+        else:
+            self.say(CommitRecord(body.version, body.round, self.records[body.version]))
 
     def _openstaging(self, body: OpenStaging) -> None:
         self.staging[body.push] = body
@@ -161,7 +226,8 @@ class BenchSlave:
     def stage(self, push: PushId, digest: bytes | None = None) -> None:
         """All chunks of the push have arrived here."""
         opened = self.staging[push]
-        self.say(Staged(push, opened.attempt, digest if digest is not None else self.digest(push)))
+        self.staged[push] = digest if digest is not None else self.digest(push)
+        self.say(Staged(push, opened.attempt, self.staged[push]))
 
     def _measure(self, body: Measure) -> None:
         if "measure" in self.refuse:
@@ -188,8 +254,10 @@ class BenchSlave:
             return
         assert self.configure is not None
         self.prepared[body.round] = body
-        digest = self.digest(body.to_version)
-        info = SnapshotInfo(body.to_version, body.round, self.configure.layout_hash, b"", digest, False)
+        digest = self.staged[body.accepted[0].push] if self.configure.empty else self.digest(body.to_version)
+        digest = self.digests.get(body.to_version, digest)
+        hashes = (self.configure.layout_hash, self.configure.placement.placement_hash)
+        info = SnapshotInfo(body.to_version, body.round, *hashes, digest, False)
         self.snapshots[body.to_version] = info
         self.say(Prepared(body.round, digest))
 
@@ -200,7 +268,9 @@ class BenchSlave:
 
     def _commit(self, body: Commit) -> None:
         found = self.snapshots[body.version]
-        self.snapshots[body.version] = replace(found, committed=True, commit_hash=body.commit_hash)
+        self._hold(replace(found, committed=True, commit_hash=body.commit_hash), body.commit_record)
+        assert self.configure is not None
+        self.configure = replace(self.configure, empty=False)
         self.say(Flipped(body.round, body.version))
 
 
@@ -240,6 +310,8 @@ class Bench:
         self.halted: Halt | None = None
         self.closed: dict[int, Refusal] = {}
         self.by_link: dict[int, BenchSlave] = {}
+        self.contents: dict[tuple[str, Version], bytes] = {}
+        self.began_again: BeginAgain | None = None
         self.norms: dict[str, float] = {}
         self.nonfinite: dict[str, int] = {}
         self.silent: set[str] = set()
@@ -275,10 +347,12 @@ class Bench:
                 case Refuse(token, refusal):
                     self.refusals[token] = refusal
                 case ToSlave(link, command):
-                    if link in self.by_link and self.by_link[link].alive:
-                        self.by_link[link].on(command)
+                    slave = self.by_link.get(link)
+                    if slave is not None and slave.alive and slave.link == link:
+                        slave.on(command)
                 case CloseLink(link, refusal):
                     self.closed[link] = refusal
+                    self._hung_up(link, refusal)
                 case WriteJournal():
                     self.journal.append(effect)
                     if not self.hold_journal:
@@ -290,6 +364,14 @@ class Bench:
                     self.logs.append(effect)
                 case Halt():
                     self.halted = effect
+                case BeginAgain():
+                    self.began_again = effect
+
+    def _hung_up(self, link: int, refusal: Refusal) -> None:
+        slave = self.by_link.get(link)
+        comes_back = refusal.code is RefusalCode.FENCED
+        if comes_back and slave is not None and slave.link == link and slave.alive and slave.reattaches:
+            slave.attach()
 
     def write_journal(self, entry: WriteJournal) -> None:
         self.snapshot = entry.snapshot_json
@@ -373,7 +455,16 @@ class Bench:
         return reply
 
     def beat(self, name: str, **fields: Any) -> Any:
-        return self.result(self.call(HeartbeatRequest(self.caller(name), **fields))) if self.alive(name) else None
+        told = {"base": self.clusters[name].base} | fields
+        return self.result(self.call(HeartbeatRequest(self.caller(name), **told))) if self.alive(name) else None
+
+    def entries(self, kind: str) -> list[dict[str, Any]]:
+        """The journal's records of one kind."""
+        return [json.loads(entry.record_json) for entry in self.journal if entry.kind == kind]
+
+    def recorded(self, kind: str) -> list[dict[str, Any]]:
+        """The tape's lines of one kind."""
+        return [dict(record.fields) for record in self.records if record.kind == kind]
 
     def alive(self, name: str) -> bool:
         member = self.state.world.members.get(name)
@@ -442,6 +533,25 @@ class Bench:
         self.seed(names[0])
         for name in names:
             self.pull(name)
+        return self
+
+    def donate(self, name: str, version: Version, digests: dict[str, bytes] | None = None) -> PushId:
+        """The cluster pushes its copy of a version, whole on every slave; `digests`: for another than that version."""
+        self.begin_push(name, 0, base=None, donates=version, steps=0)
+        push = self.clusters[name].push_id
+        copy = {slave.name: self.contents[slave.name, version] for slave in self.slaves} | (digests or {})
+        for slave in self.slaves:
+            slave.stage(push, copy[slave.name])
+        self.finish_push(name, digests=copy)
+        return push
+
+    def restart(self, snapshot: str | None = None) -> Bench:
+        """A new life of the master, from its newest or an older snapshot; slaves attach again, clusters may join."""
+        for slave in self.slaves:
+            slave.alive = False
+        self.snapshot = self.snapshot if snapshot is None else snapshot
+        self.start_master()
+        self.attach_all()
         return self
 
     def gram(self, names: Sequence[str]) -> list[float]:

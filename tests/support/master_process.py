@@ -1,5 +1,7 @@
 """A master in a process of its own, with a state that journals every Leave before it answers.
 
+A Leave whose reason is "begin again at N" begins an epoch that is at least N instead.
+
 Run as `python -m support.master_process DIRECTORY [KNOB=VALUE ...]`; errors end it as they end the real one.
 """
 
@@ -14,13 +16,16 @@ from collections.abc import Sequence
 
 from dips.core.config import load
 from dips.core.errors import DipsError
+from dips.core.failpoints import install
 from dips.core.messages import LeaveReply, LeaveRequest
 from dips.core.telemetry import configure_logging
 from dips.master.config import MasterConfig
 from dips.master.process import serve
-from dips.master.state.effects import Effect, Reply, WriteJournal
+from dips.master.state.effects import BeginAgain, Effect, Reply, WriteJournal
 from dips.master.state.events import ClusterCall, Event, JournalWritten
 from dips.master.state.run_config import RunConfig
+
+AGAIN = "begin again at "
 
 
 class LeaveCounter:
@@ -39,6 +44,8 @@ class LeaveCounter:
 
     def handle(self, event: Event, now_s: float) -> Sequence[Effect]:
         match event:
+            case ClusterCall(_, LeaveRequest(_, reason)) if reason.startswith(AGAIN):
+                return [BeginAgain(int(reason.removeprefix(AGAIN)), reason)]
             case ClusterCall(token, LeaveRequest(_, reason)):
                 entry_id = next(self._entry_ids)
                 self._token_of_entry[entry_id] = token
@@ -54,6 +61,7 @@ def main(directory: str, *knobs: str) -> int:
     given = dict(knob.split("=", 1) for knob in knobs)
     overrides = {"run_id": "demo", "directory": directory, **given}
     try:
+        install("master")
         config = load(MasterConfig, "master", environment={}, overrides=overrides).value
         return asyncio.run(serve(config, LeaveCounter)).exit_code
     except DipsError as error:

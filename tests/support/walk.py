@@ -9,12 +9,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from support.master_bench import Bench
 from support.walk_checks import Checks
 from support.walk_cluster import WalkCluster
-from support.walk_slave import WalkSlave
+from support.walk_slave import WalkBench, WalkSlave
 
 from dips.core.errors import RefusalCode
+from dips.core.ids import PushId, Version
 from dips.core.messages import (
     BeginPullRequest,
     Caller,
@@ -43,15 +43,16 @@ class Walk:
         self.rng = random.Random(seed)
         settings = Settings(max_staleness_versions=3, dynamic_local_steps=seed % 2 == 1)
         times: dict[str, Any] = {"round_timeout_s": 8.0, "ticket_ttl_s": 20.0, "lease_ttl_s": 40.0, "linger_s": 5.0}
-        self.bench = Bench(2, PLAN, settings, max_clusters=4, grace_s=1.0, **times)
+        self.bench = WalkBench(2, PLAN, settings, max_clusters=4, grace_s=1.0, **times)
         self.bench.hold_journal = True
         self.bench.slaves = [WalkSlave(self.bench, name) for name in ("s0", "s1")]
         self.slaves: list[WalkSlave] = self.bench.slaves  # type: ignore[assignment]
-        self.clusters = [WalkCluster(name, "test", PLAN, self.send) for name in ("a", "b", "c")]
+        self.clusters = [WalkCluster(name, "test", PLAN, self.send, self) for name in ("a", "b", "c")]
         self.open: dict[int, tuple[WalkCluster, int]] = {}
         self.late: list[Any] = []
         self.asked: list[Any] = []
         self.durable = 0
+        self.restored = 0
         self.disk_full_at: int | None = None
         self.checks = Checks(self)
         self.ticked_at_s = self.bench.now_s
@@ -88,6 +89,7 @@ class Walk:
             (self._cluster_restarts, 0.7),
             (self._leave, 0.5),
             (self._slave_dies, 0.7),
+            (self._disk_is_lost, 0.5),
             (self._slave_forgets_to_answer, 0.3),
             (self._nonfinite, 0.7),
             (self._disk_trouble, 0.5),
@@ -124,6 +126,12 @@ class Walk:
         token = self.bench._token = self.bench._token + 1
         self.open[token] = (cluster, cluster.life)
         self.bench.event(ClusterCall(token, request))
+
+    def copied(self, push: PushId, version: Version) -> None:
+        self.bench.donations[push] = (version, self.rng.random() < 0.9)
+
+    def digests(self, push: PushId) -> tuple[tuple[str, bytes], ...]:
+        return tuple((slave.name, slave.digest_of_push(push)) for slave in self.slaves)
 
     def call(self, request: Any) -> None:
         """A call of nobody who listens."""
@@ -212,6 +220,18 @@ class Walk:
         if slave.alive:
             slave.die()
 
+    def _disk_is_lost(self) -> None:
+        """It dies, and what it finds on its disk is older, or nothing at all.
+
+        A first version that no cluster pulled yet could come back from nowhere: the run would have to begin anew.
+        """
+        if not all(slave.archive for slave in self.slaves):
+            return
+        slave = self.rng.choice(self.slaves)
+        if slave.alive:
+            slave.die()
+        slave.lose_disk(self.rng.choice((0, 0, 1, 2)))
+
     def _slave_returns(self) -> None:
         for slave in self.slaves:
             if not slave.alive:
@@ -284,7 +304,7 @@ class Walk:
         name = self._some().name
         request = OperatorRequest("", "because")
         actions = [Pause(request), EvictRequest("", name), DrainRequest("", name), StatusRequest("")]
-        self.operate(Resume(request) if self.bench.state.world.paused else self.rng.choice(actions))
+        self.operate(Resume(request) if self.bench.state.world.ledger.paused else self.rng.choice(actions))
 
     def operate(self, action: Any) -> None:
         token = self.bench._token = self.bench._token + 1
@@ -317,6 +337,7 @@ class Walk:
         self.operate(Resume(OperatorRequest("")))
         for slave in self.slaves:
             slave.attach()
+        self.bench.donations = {push: (version, True) for push, (version, _) in self.bench.donations.items()}
         for cluster in self.clusters[1:]:
             cluster.alive = False
         self.clusters[0].alive = True
@@ -329,12 +350,23 @@ class Walk:
         cluster = self.clusters[0]
         end_s = self.bench.now_s + limit_s
         while not until() and self.bench.now_s < end_s:
+            self._restore_if_nothing_else_helps()
+            self._slave_returns()
             for _ in range(6):
                 if not until():
                     self._all_go_on(cluster)
             self._time()
             self.settle()
         return until()
+
+    def _restore_if_nothing_else_helps(self) -> None:
+        """The master says that no cluster has a copy: an operator brings the snapshots back."""
+        if "restore a slave's directory" in self.bench.state.world.recovery.words:
+            self.restored += 1
+            for slave in self.slaves:
+                slave.die()
+                slave.restore()
+                slave.attach()
 
     def _all_go_on(self, cluster: WalkCluster) -> None:
         for _ in self.pending():
@@ -352,12 +384,19 @@ class Walk:
         version = self.bench.state.world.ledger.version
         return -1 if version is None else version.v
 
-    def published(self, v: int) -> bool:
-        kept = self.bench.state.world.published
-        return kept is not None and kept.version.v >= v
+    @property
+    def committed(self) -> int:
+        """Rounds that made a version, rollbacks aside."""
+        return self.bench.state.world.ledger.rounds_committed
+
+    def published(self, committed: int) -> bool:
+        """Whether so many rounds made a version, and the newest is published."""
+        return self.committed >= committed and self.bench.state.world.everything_out
 
     def sealed_rounds(self) -> int:
-        return sum(r.kind == "round" and r.fields["input"] == "window closed" for r in self.bench.records)
+        """Rounds that began for pushes, not for a donation."""
+        inputs = [r.fields["input"] for r in self.bench.records if r.kind == "round"]
+        return inputs.count("window closed") - inputs.count("it is a donation")
 
     def stop(self) -> None:
         self.operate(Stop(OperatorRequest("", "enough")))

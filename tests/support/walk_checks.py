@@ -19,51 +19,102 @@ if TYPE_CHECKING:
 Token = tuple[int, int]
 
 
+@dataclass(frozen=True)
+class State:
+    """What a version is made of: the pushes merged, and every token decided, up to its record."""
+
+    tokens: int = 0
+    applied: frozenset[PushId] = frozenset()
+    taken: dict[TokenState, frozenset[Token]] = field(
+        default_factory=lambda: {TokenState.APPLIED: frozenset(), TokenState.EXCLUDED: frozenset()}
+    )
+
+
 @dataclass
 class Sums:
-    """What a journal says, entry after entry."""
+    """What a journal says, entry after entry. now: what the ledger must say; states: by version."""
 
     kinds: dict[PushId, VerdictKind] = field(default_factory=dict)
     versions: dict[PushId, Version | None] = field(default_factory=dict)
+    donations: dict[PushId, Version] = field(default_factory=dict)
     records: list[Version] = field(default_factory=list)
     fences: dict[str, int] = field(default_factory=dict)
-    tokens: int = 0
-    taken: dict[TokenState, set[Token]] = field(
-        default_factory=lambda: {TokenState.APPLIED: set(), TokenState.EXCLUDED: set()}
-    )
+    joined: set[str] = field(default_factory=set)
+    now: State = field(default_factory=State)
+    states: dict[Version, State] = field(default_factory=dict)
 
     def add(self, record: dict[str, Any], s_max: int, chunk_tokens: int) -> None:
-        """One COMMIT or VOID."""
+        """One JOIN, COMMIT, VOID or ROLLBACK."""
+        if record["kind"] == "JOIN":
+            self.joined.add(record["cluster"])
+        elif record["kind"] == "ROLLBACK":
+            self._go_back(record)
+        else:
+            self._decide(record, s_max, chunk_tokens)
+
+    def _decide(self, record: dict[str, Any], s_max: int, chunk_tokens: int) -> None:
         void = record["kind"] == "VOID"
+        current = self.records[-1] if self.records else None
         version = None if void else Version(*record["version"])
         if version is not None:
-            assert not self.records or version == self.records[-1].next(), "versions follow each other"
+            assert current is None or version == current.next(), "versions follow each other"
+            assert record["from_version"] == (None if current is None else [current.timeline, current.v])
             self.records.append(version)
-        base = self.records[-1 if void else -2] if len(self.records) > (not void) else None
         for item in record["participants"]:
-            self._participant(item, version, base, s_max, chunk_tokens)
+            self._participant(item, version, current, s_max, chunk_tokens)
+        if version is not None:
+            self.states[version] = self.now
+            assert record["tokens"] == self.now.tokens
+
+    def _go_back(self, record: dict[str, Any]) -> None:
+        version, origin = Version(*record["version"]), Version(*record["origin"])
+        assert version.v == origin.v
+        assert all(version.timeline > old.timeline for old in self.records), "a timeline of its own"
+        assert record["lost_tokens"] == self.now.tokens - self.states[origin].tokens
+        taken_back = self.now.applied - self.states[origin].applied
+        assert {_push_id(item) for item in record["rolled_back"]} == taken_back
+        for push in taken_back:
+            self.kinds[push], self.versions[push] = VerdictKind.ROLLED_BACK, version
+        for item in record["participants"]:
+            self.donations[_push_id(item["push"])] = version
+            assert (item["tokens"], item["ranges"], item["base"]) == (0, [], None)
+        self.now = self.states[version] = self.states[origin]
+        self.records.append(version)
+        self.fences = {name: self.fences.get(name, 0) + 1 for name in self.joined}
+        assert record["tokens"] == self.now.tokens
 
     def _participant(
         self, item: dict[str, Any], version: Version | None, current: Version | None, s_max: int, chunk_tokens: int
     ) -> None:
-        cluster, epoch, n, seq = item["push"]
-        push = PushId(cluster, Incarnation(epoch, n), seq)
+        push, cluster = _push_id(item["push"]), item["push"][0]
         kind = VerdictKind[item["verdict"]]
         assert push not in self.kinds, f"{push} is decided twice"
         assert item["base"] is not None or version is None or version.v == 0, "a seed over a version"
-        if kind is VerdictKind.APPLIED:
-            self.tokens += item["tokens"]
-            if item["base"] is not None:
-                assert current is not None
-                assert 0 <= current.v - item["base"][1] <= s_max, "staleness is bounded"
+        if item["base"] is not None:
+            assert current is not None
+            assert current.timeline == item["base"][0], "trained on this very timeline"
+            assert 0 <= current.v - item["base"][1] <= s_max, "staleness is bounded"
         assert item["base"] is None or item["fence"] == self.fences.get(cluster, 0), "the fence of its base"
         self.kinds[push], self.versions[push] = kind, version
         self.fences[cluster] = self.fences.get(cluster, 0) + 1
+        self._count(push, kind, item, chunk_tokens)
+
+    def _count(self, push: PushId, kind: VerdictKind, item: dict[str, Any], chunk_tokens: int) -> None:
         state = TokenState.APPLIED if kind is VerdictKind.APPLIED else TokenState.EXCLUDED
+        tokens: set[Token] = set()
         for _, pass_index, chunk, begin, end in item["ranges"]:
-            tokens = {(pass_index, chunk * chunk_tokens + at) for at in range(begin, end)}
-            assert not tokens & (self.taken[TokenState.APPLIED] | self.taken[TokenState.EXCLUDED]), "counted twice"
-            self.taken[state] |= tokens
+            tokens |= {(pass_index, chunk * chunk_tokens + at) for at in range(begin, end)}
+        known = self.now.taken[TokenState.APPLIED] | self.now.taken[TokenState.EXCLUDED]
+        assert not tokens & known, "counted twice in the history that is kept"
+        taken = {**self.now.taken, state: self.now.taken[state] | tokens}
+        applied = self.now.applied | {push} if kind is VerdictKind.APPLIED else self.now.applied
+        more = item["tokens"] if kind is VerdictKind.APPLIED else 0
+        self.now = State(self.now.tokens + more, applied, taken)
+
+
+def _push_id(item: list[Any]) -> PushId:
+    cluster, epoch, n, seq = item
+    return PushId(cluster, Incarnation(epoch, n), seq)
 
 
 class Checks:
@@ -89,7 +140,7 @@ class Checks:
         return sums
 
     def _add(self, sums: Sums, entry: Any) -> None:
-        if entry.kind in ("COMMIT", "VOID"):
+        if entry.kind in ("JOIN", "COMMIT", "VOID", "ROLLBACK"):
             settings = self.walk.bench.config.settings
             sums.add(json.loads(entry.record_json), settings.max_staleness_versions, self.walk.bench.plan.chunk_tokens)
 
@@ -111,10 +162,15 @@ class Checks:
                 assert body.version in durable.records
 
     def _verdict(self, verdict: Verdict) -> None:
-        before = self.verdicts.setdefault(verdict.push, verdict)
-        assert (before.kind, before.version) == (verdict.kind, verdict.version), "a push has one verdict"
+        before = self.verdicts.get(verdict.push, verdict)
+        taken_back = (before.kind, verdict.kind) == (VerdictKind.APPLIED, VerdictKind.ROLLED_BACK)
+        same = (before.kind, before.version) == (verdict.kind, verdict.version)
+        assert same or taken_back, "a push has one verdict"
+        self.verdicts[verdict.push] = verdict
         durable = self._sums_of(self.walk.durable)
-        if verdict.kind is not VerdictKind.ABORTED:
+        if verdict.push in self.walk.bench.donations:
+            assert (verdict.kind is VerdictKind.APPLIED) == (verdict.push in durable.donations)
+        elif verdict.kind is not VerdictKind.ABORTED:
             assert durable.kinds.get(verdict.push) is verdict.kind, "told before it is durable"
             assert durable.versions[verdict.push] in (None, verdict.version)
 
@@ -125,7 +181,8 @@ class Checks:
         assert self.newest is None or version >= self.newest, "a version is taken back"
         self.newest = version
         for slave in self.walk.slaves:
-            assert slave.snapshots[version].committed, "published, but not on every disk"
+            held = version in slave.snapshots and slave.snapshots[version].committed
+            assert held or version in slave.lost, "published, but not on every disk"
 
     # ---- what holds ----
 
@@ -142,13 +199,13 @@ class Checks:
 
     def _ledger(self) -> None:
         ledger, sums = self.walk.bench.state.world.ledger, self._sums
-        assert ledger.tokens == sums.tokens
+        assert ledger.tokens == sums.now.tokens
         assert {name: e.fence for name, e in ledger.clusters.items() if e.fence} == sums.fences
         assert ledger.version == (sums.records[-1] if sums.records else None)
         if ledger.leases is not None:
             totals = ledger.leases.totals()
             assert sum(totals.values()) % self.walk.bench.plan.total_tokens == 0
-            for state, tokens in sums.taken.items():
+            for state, tokens in sums.now.taken.items():
                 assert totals[state] == len(tokens)
 
     def _aborted(self) -> None:
@@ -161,9 +218,7 @@ class Checks:
             for version, info in slave.snapshots.items():
                 if info.committed:
                     assert self.hashes.setdefault(version, info.commit_hash) == info.commit_hash, "a fork"
-                    merged = [p for p, k in self._sums.kinds.items() if k is VerdictKind.APPLIED]
-                    upto = [p for p in merged if (self._sums.versions[p] or version) <= version]
-                    assert sorted(slave.content[version]) == sorted(upto)
+                    assert frozenset(slave.content[version]) == self._sums.states[version].applied
 
     def _machines(self) -> None:
         world = self.walk.bench.state.world

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from support.master_bench import HELLO, LAYOUT
 
@@ -39,6 +39,17 @@ from dips.core.messages import (
 
 Send = Callable[["WalkCluster", Any], None]
 
+
+class Wire(Protocol):
+    """Where the bytes of pushes go."""
+
+    def copied(self, push: PushId, version: Version) -> None:
+        """The push is a copy of the version."""
+
+    def digests(self, push: PushId) -> tuple[tuple[str, bytes], ...]:
+        """Of what each slave gets."""
+
+
 LOST = (RefusalCode.FENCED, RefusalCode.STALE_EPOCH)
 
 
@@ -52,13 +63,14 @@ class Open:
     ranges: tuple[DataRange, ...]
     attempt: int = 0
     admitted: bool = False
+    donates: Version | None = None
 
 
 class WalkCluster:
-    """send: hands a request to the master, now or later."""
+    """send: hands a request to the master, now or later. wire: knows what its pushes are made of."""
 
-    def __init__(self, name: str, run_id: str, plan: DataPlan, send: Send) -> None:
-        self.name, self.run_id, self.plan, self._send = name, run_id, plan, send
+    def __init__(self, name: str, run_id: str, plan: DataPlan, send: Send, wire: Wire) -> None:
+        self.name, self.run_id, self.plan, self._send, self._wire = name, run_id, plan, send, wire
         self.life = 0
         self.leases_asked = 0
         self.forget()
@@ -89,7 +101,7 @@ class WalkCluster:
         self._send(self, request)
 
     def beat(self) -> None:
-        self._send(self, HeartbeatRequest(self.caller(), steps=3, steps_per_s=50.0))
+        self._send(self, HeartbeatRequest(self.caller(), steps=3, steps_per_s=50.0, base=self.base))
 
     def work(self) -> None:
         """The next call that the protocol asks for."""
@@ -136,10 +148,21 @@ class WalkCluster:
         elif not push.attempt:
             tokens = sum(item.tokens for item in push.ranges)
             request = BeginPushRequest(self.caller(), push.id.seq, push.base, push.fence, push.ranges, tokens, 3)
+            request = replace(request, donates=push.donates)
             self._send(self, request)
         else:
-            digests = tuple((name, f"{name}:{push.id}".encode()) for name in ("s0", "s1"))
-            self._send(self, FinishPushRequest(self.caller(), push.id.seq, push.attempt, digests))
+            self._send(self, FinishPushRequest(self.caller(), push.id.seq, push.attempt, self._wire.digests(push.id)))
+
+    def donate(self, version: Version) -> None:
+        """The slaves lost this version, and it is the one that this cluster stands on."""
+        if not self.joined or self.push is not None or self.awaited is not None or version != self.base:
+            return
+        assert self.incarnation is not None
+        self.seq += 1
+        push_id = PushId(self.name, self.incarnation, self.seq)  # type: ignore[arg-type]
+        self._wire.copied(push_id, version)
+        self.push = Open(push_id, None, 0, (), donates=version)
+        self._go_on(self.push)
 
     def again(self) -> None:
         """A new attempt of the open push."""
@@ -161,6 +184,8 @@ class WalkCluster:
             case PushId():
                 self._another(answer)
             case PullGrant():
+                if self.base is not None and self.base.timeline != answer.version.timeline:
+                    self.pending = ()
                 self.base, self.fence, self.pin = answer.version, answer.fence, answer.pin_id
                 self.must_seed = False
             case Ticket(attempt) if self.push is not None:
@@ -169,6 +194,8 @@ class WalkCluster:
                 self._drop()
             case HeartbeatReply(stop=True):
                 self.leave()
+            case HeartbeatReply(donate=Version() as version):
+                self.donate(version)
             case _ if type(answer).__name__ == "Admitted" and self.push is not None:
                 self.push = replace(self.push, admitted=True)
             case _ if type(answer).__name__ == "LeaseDataReply":
@@ -200,6 +227,9 @@ class WalkCluster:
         if not ours and self.awaited != verdict.push:
             return
         self.awaited = None
+        if ours and self.push is not None and self.push.donates is not None:
+            self.push = None
+            return
         if verdict.kind is VerdictKind.ABORTED:
             self._keep()
             return
@@ -217,6 +247,8 @@ class WalkCluster:
             self.leave()
         elif code is RefusalCode.UNKNOWN_PUSH:
             self.again()
+        elif code is RefusalCode.VERSION_GONE and self.push is not None and self.push.donates is not None:
+            self.push = None
         elif code is RefusalCode.SEQ:
             self._keep()
         elif code in (RefusalCode.RANGES, RefusalCode.SEED_EXISTS, RefusalCode.DIGEST):

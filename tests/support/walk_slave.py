@@ -37,18 +37,64 @@ from dips.master.state.events import SlaveLinkDown, SlaveSaid
 
 Content = tuple[PushId, ...]
 
+SNAPSHOTS_KEPT = 3
+
+
+class WalkBench(Bench):
+    """merged: what each version that was ever committed is made of. donations: which version a push is a copy of, and
+    whether the copy is intact."""
+
+    def __init__(self, *args: Any, **config: Any) -> None:
+        self.merged: dict[Version, Content] = {}
+        self.donations: dict[PushId, tuple[Version, bool]] = {}
+        super().__init__(*args, **config)
+
 
 class WalkSlave(BenchSlave):
-    """content: what each version on its disk is made of; committed ones must never be written again."""
+    """content: what each version that it ever held is made of; committed ones must never be written again.
 
-    def __init__(self, bench: Bench, name: str) -> None:
+    archive: a copy of every snapshot that was ever committed here, for an operator who restores it. lost: versions that
+    its disk lost.
+    """
+
+    bench: WalkBench
+
+    def __init__(self, bench: WalkBench, name: str) -> None:
         super().__init__(bench, name)
+        self.reattaches = False
         self.inbox: list[SlaveCommand] = []
         self.outbox: list[SlaveSaid] = []
         self.said: list[SlaveSaid] = []
         self.content: dict[Version, Content] = {}
         self.complete: dict[PushId, int] = {}
         self.current: Version | None = None
+        self.archive: dict[Version, tuple[SnapshotInfo, bytes]] = {}
+        self.lost: set[Version] = set()
+
+    # ---- the disk ----
+
+    def lose_disk(self, keep: int) -> None:
+        """Only the oldest `keep` of its snapshots are there when it comes back."""
+        for version in sorted(self.snapshots)[keep:]:
+            self.lost.add(version)
+            self.lose(version)
+
+    def restore(self) -> None:
+        """An operator brings every snapshot back that was ever committed here."""
+        for version, (info, record) in self.archive.items():
+            self.snapshots[version], self.records[version] = info, record
+        self.lost.clear()
+
+    def _hold(self, info: SnapshotInfo, record: bytes) -> None:
+        self.snapshots[info.version], self.records[info.version] = info, record
+        self.archive[info.version] = (info, record)
+        self.lost.discard(info.version)
+        committed = sorted(version for version, held in self.snapshots.items() if held.committed)
+        for version in committed[:-SNAPSHOTS_KEPT]:
+            self.lose(version)
+
+    def digest_of(self, content: Content) -> bytes:
+        return hashlib.sha256(f"{self.name}{content}".encode()).digest()
 
     # ---- the stream ----
 
@@ -103,7 +149,15 @@ class WalkSlave(BenchSlave):
         opened = self.staging.get(push)
         if self.alive and opened is not None:
             self.complete[push] = opened.attempt
-            self.say(Staged(push, opened.attempt, self.digest(push)))
+            self.say(Staged(push, opened.attempt, self.digest_of_push(push)))
+
+    def digest_of_push(self, push: PushId) -> bytes:
+        """Of a donation: that of the copy, which is the version's own unless the donor's memory is not what it was."""
+        copied = self.bench.donations.get(push)
+        if copied is None:
+            return self.digest(push)
+        version, intact = copied
+        return self.digest_of(self.bench.merged[version]) if intact else b"another copy"
 
     # ---- what it does ----
 
@@ -125,10 +179,16 @@ class WalkSlave(BenchSlave):
 
     def _configure(self, body: Configure) -> None:
         self.configure, self.current = body, body.load
-        if body.load is not None:
-            found = self.snapshots[body.load]
-            assert found.digest == body.load_digest
-            self.snapshots[body.load] = replace(found, committed=True, commit_hash=body.commit_hash)
+        if body.load is None:
+            self.say(Ready(None))
+            return
+        found = self.snapshots.get(body.load)
+        if found is None or (found.round, found.digest) != (body.load_round, body.load_digest):
+            found = self._renamed(body)
+            assert body.origin is not None
+            self.content[body.load] = self.content[body.origin]
+        self.bench.merged[body.load] = self.content[body.load]
+        self._hold(replace(found, committed=True, commit_hash=body.commit_hash), body.commit_record)
         self.say(Ready(body.load, body.load_digest))
 
     def _lacks(self, pushes: tuple[StagedPush, ...]) -> bool:
@@ -152,22 +212,34 @@ class WalkSlave(BenchSlave):
         old = self.snapshots.get(body.to_version)
         assert old is None or not old.committed, f"{self.name} would write {body.to_version} over itself"
         assert len(body.weights) == len(body.accepted)
-        before = self.content[body.from_version] if body.from_version else ()
-        content = (*before, *(item.push for item in body.accepted))
-        digest = hashlib.sha256(f"{self.name}{content}".encode()).digest()
+        content = self._content(body)
+        digest = self.digest_of(content)
         self.content[body.to_version] = content
         self.prepared = {body.round: body}
-        self.snapshots[body.to_version] = SnapshotInfo(body.to_version, body.round, b"", b"", digest, False)
+        assert self.configure is not None
+        hashes = (self.configure.layout_hash, self.configure.placement.placement_hash)
+        self.snapshots[body.to_version] = SnapshotInfo(body.to_version, body.round, *hashes, digest, False)
         self.say(Prepared(body.round, digest))
+
+    def _content(self, body: Prepare) -> Content:
+        if body.from_version is None and (copied := self.bench.donations.get(body.accepted[0].push)) is not None:
+            return self.bench.merged[copied[0]]
+        before = self.content[body.from_version] if body.from_version else ()
+        return (*before, *(item.push for item in body.accepted))
 
     def _abortround(self, body: AbortRound) -> None:
         shadow = self.prepared.pop(body.round, None)
-        if shadow is not None and not self.snapshots[shadow.to_version].committed:
+        held = self.snapshots.get(shadow.to_version) if shadow is not None else None
+        if shadow is not None and held is not None and not held.committed:
             del self.snapshots[shadow.to_version]
 
     def _commit(self, body: Commit) -> None:
+        if body.version == self.current:
+            self.say(Flipped(body.round, body.version))
+            return
         found = self.snapshots[body.version]
         assert found.round == body.round, "COMMIT of a shadow that is not here"
-        self.snapshots[body.version] = replace(found, committed=True, commit_hash=body.commit_hash)
+        self._hold(replace(found, committed=True, commit_hash=body.commit_hash), body.commit_record)
         self.current = body.version
+        self.bench.merged[body.version] = self.content[body.version]
         self.say(Flipped(body.round, body.version))

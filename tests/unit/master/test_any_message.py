@@ -15,7 +15,7 @@ from support.master_bench import HELLO, LAYOUT, LEASED, Bench
 from support.wire_values import values_of
 
 from dips.core.codec_protobuf import encode
-from dips.core.ids import Version
+from dips.core.ids import RoundId, Version
 from dips.core.messages import (
     AwaitVerdictRequest,
     BeginPullRequest,
@@ -23,6 +23,7 @@ from dips.core.messages import (
     Caller,
     CommandBody,
     Commit,
+    CommitRecord,
     ConfigureRefused,
     FinishPullRequest,
     FinishPushRequest,
@@ -49,7 +50,7 @@ from dips.core.messages import (
 )
 from dips.master.state.events import ClusterCall, SlaveSaid, Tick
 
-PHASES = {"IDLE": None, "MEASURE": Measure, "PREPARE": Prepare, "COMMIT": Commit}
+PHASES = {"IDLE": None, "MEASURE": Measure, "PREPARE": Prepare, "COMMIT": Commit, "GATHERING": None, "DONATING": None}
 
 
 def in_phase(phase: str) -> Bench:
@@ -61,6 +62,13 @@ def in_phase(phase: str) -> Bench:
     if held is not None:
         bench.slaves[0].hold.add(held)
         bench.push("a", 100, ranges["a"])
+    if phase == "GATHERING":
+        bench.slaves[1].die()
+    if phase == "DONATING":
+        bench.beat("a")
+    if phase in ("GATHERING", "DONATING"):
+        bench.slaves[0].come_back_without()
+        assert bench.state.world.recovery.phase.now.value == phase
     bench.slaves[0].hold |= set(typing.get_args(CommandBody))
     return bench
 
@@ -98,6 +106,7 @@ def words(bench: Bench) -> list[Any]:
         SlaveBeat(progress=(StagingProgress(push, 1, 7),)),
         Staged(push, 1, b""),
         ConfigureRefused(refusal),
+        CommitRecord(Version(1, 0), RoundId(1, 1), b"{}"),
     ]
     if state.id is not None:
         bodies += [

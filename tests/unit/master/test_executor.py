@@ -20,17 +20,8 @@ from dips.master.executor import Executor, Outcome
 from dips.master.journal import Entry
 from dips.master.journal_writer import THREAD_NAME, JournalWriter
 from dips.master.slave_link import LINK_COMMANDS, SlaveLink
-from dips.master.state.effects import (
-    CloseLink,
-    Effect,
-    Halt,
-    Log,
-    Record,
-    Refuse,
-    Reply,
-    ToSlave,
-    WriteJournal,
-)
+from dips.master.state import effects
+from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
 from dips.master.state.events import (
     CallGone,
     ClusterCall,
@@ -292,6 +283,42 @@ async def test_entries_that_come_during_a_flush_share_the_next_one() -> None:
     assert all(name.startswith(THREAD_NAME) for name in threads)
 
 
+async def test_tidying_up_begins_when_nothing_waits_and_gives_way_to_an_entry() -> None:
+    done: list[str] = []
+    tidying, go_on = threading.Event(), threading.Event()
+
+    def append(entries: Sequence[Entry]) -> None:
+        done.extend(f"wrote {entry.entry_id}" for entry in entries)
+
+    def tidy() -> bool:
+        done.append("tidied")
+        tidying.set()
+        go_on.wait()
+        return True  # there is always more
+
+    writer = JournalWriter(append, lambda number: None, lambda error: pytest.fail(str(error)), tidy)
+    writer.put(Entry(1, "K", "{}", "{}"))
+    await asyncio.to_thread(tidying.wait)
+    writer.put(Entry(2, "K", "{}", "{}"))
+    go_on.set()
+    await writer.close()
+    assert done == ["wrote 1", "tidied", "wrote 2"], "and no more once the end has come"
+
+
+async def test_an_error_while_tidying_up_ends_the_master_like_one_of_an_append() -> None:
+    lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    def tidy() -> bool:
+        raise FatalError("the disk is gone")
+
+    written: list[int] = []
+    writer = JournalWriter(lambda entries: None, written.append, lost.set_result, tidy)
+    writer.put(Entry(1, "K", "{}", "{}"))
+    assert str(await lost) == "the disk is gone"
+    await writer.close()
+    assert written == [1]
+
+
 async def test_nothing_is_written_after_a_lost_entry() -> None:
     attempts: list[list[int]] = []
     lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -415,6 +442,20 @@ async def test_halt_ends_the_master_after_the_effects_that_came_with_it(bench: B
     assert await task == DONE
     assert await link.next_command() == command("stop")
     assert await link.next_command() is None
+
+
+async def test_beginning_again_is_an_end_that_asks_for_a_later_epoch(bench: Bench) -> None:
+    waiting = bench.leaving()
+    token = (await bench.machine.until(ClusterCall)).token
+    held = bench.leaving()
+    await bench.machine.until(ClusterCall, 2)
+    bench.reacts(lambda event: [effects.BeginAgain(7, "a slave promised epoch 6"), Reply(token, DONE)])
+    bench.executor.dispatch(Tick())
+    assert await bench.executor.outcome == Outcome(0, "a slave promised epoch 6", begin_again=7)
+    assert await waiting is DONE, "the effects that came with it were carried out"
+    with pytest.raises(Refused, match="connect again") as caught:
+        await held
+    assert caught.value.retry_after_s > 0
 
 
 async def test_calls_and_links_that_wait_at_the_end_are_told_to_come_again(bench: Bench) -> None:

@@ -8,7 +8,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounds import Master, Push, along
 
@@ -40,8 +40,12 @@ def every_float(state: DetectorState) -> list[float]:
     return [*per_cluster, *state.norms, *state.scores, *state.merged_norms]
 
 
+HUGE = {name: Push(vector=[0.0, 0.0, 0.0, 1.0], tokens=1e308) for name in "ab"}
+
+
 @settings(max_examples=150, deadline=None)
 @given(rounds=ROUNDS, config=CONFIGS)
+@example(rounds=[HUGE], config=PenaltyConfig.of("safe"))
 def test_whatever_is_pushed_the_outcome_is_sound(rounds: list[dict[str, Push]], config: PenaltyConfig) -> None:
     """NaN, infinities and nonsense: one verdict each, weights add to 1, a bounded step, finite and bounded
     memory."""

@@ -19,8 +19,8 @@ ENTRIES = 14
 
 def assert_publishes_again(walk: Walk) -> None:
     walk.heal()
-    next_v, rounds = walk.newest_v + 1, walk.sealed_rounds()
-    assert walk.live_on(lambda: walk.published(next_v), 60.0), "a healed run is stuck"
+    committed, rounds = walk.committed + 1, walk.sealed_rounds()
+    assert walk.live_on(lambda: walk.published(committed), 90.0), "a healed run is stuck"
     assert walk.sealed_rounds() - rounds <= 2
 
 

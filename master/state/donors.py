@@ -1,0 +1,85 @@
+"""Who may give its copy of a version that the slaves lost: one cluster at a time, the newest known version first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dips.core.ids import Version
+from dips.master.state.ledger import CommitInfo
+from dips.master.state.records import Donor, Member
+from dips.master.state.world import World
+
+
+class Donors:
+    """Chooses world.recovery.donor; a copy counts only if every slave's digest of it is the committed one."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def known(self) -> list[CommitInfo]:
+        """Commits of the run's history whose digests this master remembers, newest first."""
+        world = self._world
+        kept = [commit for commit in world.commits if not world.ledger.is_given_up(commit.version)]
+        return sorted(kept, key=lambda commit: commit.version, reverse=True)
+
+    def choose(self) -> bool:
+        """Keep the donor or take the next one; whether there is one."""
+        state = self._world.recovery
+        if state.donor is not None and self._stands(state.donor):
+            return True
+        state.donor = self._next()
+        if state.donor is None and state.tried:
+            state.tried.clear()  # whatever made them fail may be mended
+            state.donor = self._next()
+        if state.donor is not None:
+            donor = state.donor
+            self._world.log(
+                "donor",
+                f"cluster {donor.cluster} is asked for its copy of version {donor.commit.version}",
+            )
+        return state.donor is not None
+
+    def tick(self) -> None:
+        """A donor that sends nothing makes room for another."""
+        world, donor = self._world, self._world.recovery.donor
+        if donor is None or world.now_s - donor.since_s <= world.config.ticket_ttl_s:
+            return
+        member = world.members.get(donor.cluster)
+        if member is None or member.push is None:
+            world.recovery.tried.add((donor.cluster, donor.incarnation))
+
+    def rearm(self, gap_s: float) -> None:
+        donor = self._world.recovery.donor
+        if donor is not None:
+            since_s = donor.since_s + gap_s
+            self._world.recovery.donor = Donor(donor.cluster, donor.incarnation, donor.commit, since_s)
+
+    def _next(self) -> Donor | None:
+        for commit in self.known():
+            for member in self._standing_on(commit.version):
+                return Donor(member.cluster, member.incarnation, commit, self._world.now_s)
+        return None
+
+    def _standing_on(self, version: Version) -> Iterable[Member]:
+        state = self._world.recovery
+        return (
+            member
+            for member in self._world.live()
+            if member.beat is not None
+            and member.beat.base == version
+            and (member.cluster, member.incarnation) not in state.tried
+            and (member.cluster, member.incarnation, version) not in state.wrong
+        )
+
+    def _stands(self, donor: Donor) -> bool:
+        """Whether this donor may still come up with its copy."""
+        state, member = self._world.recovery, self._world.members.get(donor.cluster)
+        if any(push.is_donation for push in self._world.round.participants):
+            return True  # complete on every slave: nobody need be here for it
+        if member is None or member.incarnation != donor.incarnation:
+            return False
+        key = (donor.cluster, donor.incarnation)
+        if key in state.tried or (*key, donor.commit.version) in state.wrong:
+            return False
+        pushing = member.push is not None and member.push.is_donation
+        return pushing or (member.beat is not None and member.beat.base == donor.commit.version)

@@ -1,0 +1,432 @@
+"""Committed state that was lost, or that the master forgot: gather what all slaves hold, then go on, adopt, go back, or
+take the parameters from a cluster (docs/protocol.md, recovery).
+
+It decides only once every slave is here and has told what its disk holds, since a ROLLBACK cannot be undone. It never
+changes anything silently: what is given up is journaled first, and an alarm names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+
+from dips.core.ids import RoundId, SlaveId, Version
+from dips.core.messages import CommitRecord, ConfigureRefused, LeaveReply, SendCommitRecord, Verdict, VerdictKind
+from dips.master.state.donors import Donors
+from dips.master.state.ledger import CommitInfo, Ledger, commit_from_record, ledger_of, pair
+from dips.master.state.records import Push, Slave, Snapshot
+from dips.master.state.rollback import adopted, next_version, rollback_commit, rolled_back
+from dips.master.state.rounds import Rounds
+from dips.master.state.slave_links import SlaveLinks
+from dips.master.state.snapshots import committed, holds, holds_committed, snapshot_of, why_not
+from dips.master.state.tables import RecoveryPhase, RoundPhase, SlavePhase
+from dips.master.state.verdicts import Verdicts
+from dips.master.state.world import World
+
+_P = RecoveryPhase
+
+
+class Recovery:
+    """Drives world.recovery; settle() is called after every event and goes as far as it can."""
+
+    def __init__(self, world: World, verdicts: Verdicts, rounds: Rounds, links: SlaveLinks) -> None:
+        self._world = world
+        self._verdicts = verdicts
+        self._rounds = rounds
+        self._links = links
+        self._donors = Donors(world)
+
+    # ---- what happens ----
+
+    def start(self) -> None:
+        """A master that just started configures nobody before all slaves told what they hold."""
+        world = self._world
+        if world.ledger.placement is not None or world.config.rebuild:
+            if world.ledger.commit is None and world.config.rebuild:
+                world.recovery.reason = "the run's state is taken from the slaves (--rebuild)"
+            self._move("master started", _P.GATHERING)
+
+    def promised(self, slave: Slave) -> None:
+        """The slave is here and told what its disk holds."""
+        world, state = self._world, self._world.recovery
+        state.silent = {item for item in state.silent if item[0] != slave.id}
+        if state.donating:
+            self._promised_meanwhile(slave)
+        elif state.phase.now is _P.NONE:
+            trouble = why_not(world, slave)
+            if trouble:
+                self.begin(slave, trouble)
+            elif world.ledger.placement is not None:
+                self._links.configure(slave)
+
+    def refused(self, slave: Slave, body: ConfigureRefused) -> None:
+        """A slave cannot load what its hello named."""
+        self._broken(slave, body.refusal.sentence)
+
+    def loaded_wrong(self, slave: Slave) -> None:
+        version = self._world.ledger.version
+        self._broken(slave, f"what it loaded as version {version} has another digest than was committed")
+
+    def _broken(self, slave: Slave, sentence: str) -> None:
+        ledger, state = self._world.ledger, self._world.recovery
+        assert ledger.commit is not None, "nothing else can be loaded"
+        state.broken.add((slave.id, ledger.commit.version, ledger.commit.round))
+        if ledger.origin is not None:
+            state.broken.add((slave.id, *ledger.origin))
+        self.begin(slave, sentence)
+
+    def begin(self, slave: Slave, trouble: str) -> None:
+        """Gather: every slave that was configured attaches again, so that what is known of its disk is true."""
+        world, state = self._world, self._world.recovery
+        slave.trouble = trouble
+        state.reason = f"slave {slave.id}: {trouble}"
+        world.log("recovery", f"recovery: {state.reason}", logging.WARNING)
+        self._move("slave cannot load", _P.GATHERING, state.reason)
+        self._gather_anew()
+
+    def gone(self, slave_id: SlaveId) -> None:
+        """A slave's stream ended by itself: if its disk failed, it may be another one when it comes back."""
+        state = self._world.recovery
+        state.broken = {item for item in state.broken if item[0] != slave_id}
+
+    def tick(self) -> None:
+        state = self._world.recovery
+        if state.phase.now is _P.ASKING and self._world.now_s >= state.ask_again_s:
+            self._send_ask()
+        if state.donating:
+            self._donors.tick()
+
+    def rearm(self, gap_s: float) -> None:
+        """The master stood still for gap_s: nobody is late for it."""
+        self._world.recovery.ask_again_s += gap_s
+        self._donors.rearm(gap_s)
+
+    def settle(self) -> None:
+        """Go as far as what is known allows."""
+        state = self._world.recovery
+        if state.phase.now is _P.ASKING and not self._asked_is_here():
+            self._move("no record", _P.GATHERING, f"slave {state.asked} is away")
+        while state.phase.now is _P.GATHERING and self._decide():
+            pass
+        if state.donating and self._world.round.phase.now is RoundPhase.COMMIT:
+            self._move("donation committed", _P.NONE)  # what follows is an ordinary COMMIT
+            self._end()
+        if state.donating and not self._donors.choose():
+            self._move("no donor is left", _P.GATHERING)
+            self._gather_anew()
+
+    # ---- who is here ----
+
+    def _all_here(self) -> list[Slave] | None:
+        """Every slave of the run, freshly attached; None while one is missing."""
+        world = self._world
+        here = [world.slaves.get(name) for name in world.slaves_expected()]
+        if world.ledger.placement is None and len(here) < world.config.n_slaves:
+            return None
+        fresh = [slave for slave in here if slave is not None and slave.phase.now is SlavePhase.PROMISED]
+        return fresh if len(fresh) == len(here) else None
+
+    def _asked_is_here(self) -> bool:
+        asked = self._world.recovery.asked
+        slave = self._world.slaves.get(asked) if asked is not None else None
+        return slave is not None and slave.phase.now is SlavePhase.PROMISED
+
+    def _gather_anew(self) -> None:
+        for slave in list(self._world.slaves.values()):
+            if slave.phase.now in (SlavePhase.CONFIGURING, SlavePhase.READY):
+                self._links.send_away(slave, "the run recovers what a slave lost")
+
+    # ---- deciding ----
+
+    def _decide(self) -> bool:
+        """One step of a decision; whether another may follow at once."""
+        world, state = self._world, self._world.recovery
+        if world.ledger.placement is None and not world.config.rebuild:
+            return self._wait_for_rebuild()
+        slaves = self._all_here()
+        if slaves is None:
+            return False
+        snapshots = self._snapshots(slaves)
+        if not snapshots:
+            self._resume(slaves)
+            return False
+        if world.ledger.commit is None and not world.config.rebuild:
+            state.reason = self._troubles(slaves)
+            return False
+        return self._take_first(slaves, snapshots)
+
+    def _wait_for_rebuild(self) -> bool:
+        """A master that knows nothing of the run guesses nothing; a slave with an empty directory is welcome."""
+        world = self._world
+        if not any(committed(world, slave) for slave in world.slaves.values()):
+            self._resume([])
+        return False
+
+    def _snapshots(self, slaves: Sequence[Slave]) -> list[Snapshot]:
+        """What could be gone on from, newest first; the ledger's own before another of the same version."""
+        world, own = self._world, self._own()
+        found = {snapshot_of(info) for slave in slaves for info in committed(world, slave)}
+        if own is not None:
+            found.add(own)
+        return sorted(found, key=lambda s: (s[0], s == own, s[1], s[2]), reverse=True)
+
+    def _own(self) -> Snapshot | None:
+        commit = self._world.ledger.commit
+        return (commit.version, commit.round, commit.commit_hash) if commit else None
+
+    def _take_first(self, slaves: Sequence[Slave], snapshots: Sequence[Snapshot]) -> bool:
+        """Go on from the newest that every slave has. Whether the decision is to be continued at once."""
+        newest = snapshots[0][0]
+        state = self._world.recovery
+        state.reason = state.reason or self._troubles(slaves)
+        for snapshot in snapshots:
+            if not self._worth_asking(slaves, snapshot, newest):
+                continue
+            ledger = self._ledger_of(snapshot)
+            if ledger is None:
+                if self._ask(slaves, snapshot):
+                    return False
+                continue
+            if self._take(slaves, snapshot, ledger, newest):
+                return False
+        return self._donate_or_wait(newest)
+
+    def _troubles(self, slaves: Sequence[Slave]) -> str:
+        words = [(slave.id, why_not(self._world, slave)) for slave in slaves]
+        return next((f"slave {slave_id}: {trouble}" for slave_id, trouble in words if trouble), "")
+
+    def _worth_asking(self, slaves: Sequence[Slave], snapshot: Snapshot, newest: Version) -> bool:
+        version, round_id, _ = snapshot
+        names = [{(info.version, info.round) for info in slave.snapshots} for slave in slaves]
+        return snapshot[0] == newest or all((version, round_id) in held for held in names)
+
+    def _take(self, slaves: Sequence[Slave], snapshot: Snapshot, ledger: Ledger, newest: Version) -> bool:
+        """Resume, adopt or go back to this snapshot if every slave has it; whether it was done."""
+        broken = self._world.recovery.broken
+        if snapshot[0] == newest and all(holds(slave, ledger, broken) for slave in slaves):
+            if snapshot == self._own():
+                self._resume(slaves)
+            else:
+                self._adopt(slaves, ledger)
+            return True
+        if snapshot[0] < newest and all(holds_committed(slave, ledger, broken) for slave in slaves):
+            assert ledger.commit is not None, "a snapshot's ledger has its commit"
+            self._roll_back(slaves, ledger.commit)
+            return True
+        return False
+
+    def _ledger_of(self, snapshot: Snapshot) -> Ledger | None:
+        """The ledger that goes with a snapshot; None when its record must be asked for."""
+        world, commit_hash = self._world, snapshot[2]
+        if snapshot == self._own():
+            return world.ledger
+        known = next((c for c in world.commits if c.commit_hash == commit_hash), None)
+        if known is not None:
+            return ledger_of(known)
+        record = world.recovery.records.get(commit_hash)
+        return ledger_of(commit_from_record(record)) if record is not None else None
+
+    # ---- asking for a record ----
+
+    def _ask(self, slaves: Sequence[Slave], snapshot: Snapshot) -> bool:
+        """Ask the first slave that may have the snapshot's record; whether there is one."""
+        state = self._world.recovery
+        for slave in slaves:
+            if (slave.id, snapshot) in state.silent:
+                continue
+            if any(info.committed and snapshot_of(info) == snapshot for info in slave.snapshots):
+                state.asked, state.wanted = slave.id, snapshot
+                self._move("record needed", _P.ASKING, f"of version {snapshot[0]}, from slave {slave.id}")
+                self._send_ask()
+                return True
+        return False
+
+    def _send_ask(self) -> None:
+        world, state = self._world, self._world.recovery
+        assert state.asked is not None, "ASKING asks somebody"
+        assert state.wanted is not None, "ASKING asks for something"
+        state.ask_again_s = world.now_s + world.config.evict_after_s / 2
+        slave = world.slaves[state.asked]
+        world.command(slave, SendCommitRecord(state.wanted[0], state.wanted[1]), "recovery")
+
+    def record_came(self, slave: Slave, body: CommitRecord) -> None:
+        """The answer to SendCommitRecord, or one that nobody asked for."""
+        state = self._world.recovery
+        if state.phase.now is not _P.ASKING or slave.id != state.asked or state.wanted is None:
+            return
+        if (body.version, body.round) != state.wanted[:2]:
+            return
+        trouble = body.refusal.sentence if body.refusal else self._why_useless(body.record, state.wanted)
+        if trouble:
+            state.silent.add((slave.id, state.wanted))
+            self._world.log("record", f"slave {slave.id} gives no record of {body.version}: {trouble}", logging.WARNING)
+            self._move("no record", _P.GATHERING, trouble)
+        else:
+            state.records[state.wanted[2]] = body.record
+            self._move("record came", _P.GATHERING)
+
+    def _why_useless(self, record: bytes, wanted: Snapshot) -> str:
+        """A sentence when the record is not the one that the snapshot was committed with, or cannot be read."""
+        if hashlib.sha256(record).digest() != wanted[2]:
+            return "what it sent is not what its manifest names"
+        try:
+            ledger = ledger_of(commit_from_record(record))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            return f"the record cannot be read ({type(error).__name__}: {error})"
+        own_run = ledger.run_id == self._world.config.run_id
+        return "" if own_run and ledger.layout and ledger.placement else "the record is not of this run"
+
+    # ---- decisions ----
+
+    def _resume(self, slaves: Sequence[Slave]) -> None:
+        """Nothing is lost: every slave loads what the ledger names."""
+        self._move("all can load", _P.NONE)
+        self._end()
+        if self._world.ledger.placement is not None:
+            self._configure(slaves)
+
+    def _adopt(self, slaves: Sequence[Slave], ledger: Ledger) -> None:
+        world, commit = self._world, ledger.commit
+        assert commit is not None, "adopted is a commit"
+        before = world.ledger.version
+        reason = f"the master's state is replaced by that of version {commit.version}, which the slaves hold"
+        self._abort_pushes(reason)
+        self._send_clusters_away(reason)
+        world.ledger = adopted(world.ledger, commit, world.epoch)
+        world.commits.append(commit)
+        world.published, world.kept = None, {}
+        record: dict[str, object] = {
+            "round": pair(commit.round),
+            "version": pair(commit.version),
+            "from_version": pair(before),
+            "digests": {slave: digest.hex() for slave, digest in commit.digest_of_slave},
+            "tokens": world.ledger.tokens,
+            "wall_s": world.now_s + world.wall_offset_s,
+        }
+        world.journal("ADOPT", record)
+        self._give_up_round()
+        world.record("adopted", "recovery", version=str(commit.version), before=str(before), tokens=world.ledger.tokens)
+        world.alarm(
+            f"the master took over version {commit.version} ({world.ledger.tokens} tokens) from the slaves; its "
+            f"journal knew {f'version {before}' if before else 'no version'}: every cluster joins again"
+        )
+        self._move("adopted", _P.NONE, f"version {commit.version}")
+        self._end()
+        self._configure(slaves)
+
+    def _roll_back(self, slaves: Sequence[Slave], origin: CommitInfo) -> None:
+        world = self._world
+        reason = f"the run goes back to version {origin.version}: {world.recovery.reason}"
+        self._abort_pushes(reason)
+        current = world.ledger
+        version = next_version(current, origin.version, world.epoch)
+        restored = rolled_back(current, origin, world.epoch, frozenset(world.members))
+        round_id = RoundId(world.epoch, restored.ledger.round_n)
+        decided = rollback_commit(
+            restored,
+            current,
+            origin,
+            version,
+            round_id,
+            origin.digest_of_slave,
+            {
+                "epoch": world.epoch,
+                "participants": [],
+                "donor": None,
+                "s_max": world.s_max(),
+                "wall_s": world.now_s + world.wall_offset_s,
+            },
+        )
+        world.replace_ledger(restored.ledger, decided.commit)
+        world.journal("ROLLBACK", decided.record)
+        self._give_up_round()
+        world.tell_rollback(current.version, origin.version, None, restored.lost_tokens, len(restored.rolled_back))
+        self._move("rolled back", _P.NONE, f"to {origin.version}, now {version}")
+        self._end()
+        self._configure(slaves)
+
+    def _configure(self, slaves: Sequence[Slave]) -> None:
+        for slave in slaves:
+            self._links.configure(slave)
+
+    def _end(self) -> None:
+        """What was gathered is used up."""
+        state = self._world.recovery
+        state.reason, state.words = "", ""
+        state.asked, state.wanted, state.donor = None, None, None
+        state.tried, state.wrong = set(), set()
+        state.records, state.silent = {}, set()
+
+    # ---- what is under way ends ----
+
+    def _abort_pushes(self, reason: str) -> None:
+        for push in list(self._world.pushes()):
+            if not push.sealed:
+                self._verdicts.abort(push, reason)
+
+    def _give_up_round(self) -> None:
+        """Verdicts of a COMMIT that waited for the slaves, as the ledger has them now."""
+        for push in self._rounds.end_committed(self._world.recovery.reason):
+            self._verdicts.decide(push, self._verdict_now(push))
+
+    def _verdict_now(self, push: Push) -> Verdict:
+        known = self._verdicts.decided(push.id)
+        return known or Verdict(
+            push.id, VerdictKind.ABORTED, None, "its round is not in the history that the slaves hold"
+        )
+
+    def _send_clusters_away(self, reason: str) -> None:
+        """What was told to clusters comes from another ledger: they join again."""
+        world = self._world
+        for member in world.live():
+            world.record("evict", str(member.incarnation), cluster=member.cluster, reason=reason)
+            if member.leave_token is not None:
+                world.reply(member.leave_token, LeaveReply())
+        world.members.clear()
+        world.pins = {}
+        world.seed_cluster = None
+
+    # ---- donation ----
+
+    def _donate_or_wait(self, newest: Version) -> bool:
+        """No version is on every slave: a cluster's copy of a known one is the last way. Returns False."""
+        state = self._world.recovery
+        if not self._donors.choose():
+            known = ", ".join(str(c.version) for c in self._donors.known()) or "none"
+            state.words = (
+                f"no version is on every slave (newest on any: {newest}), and no cluster that is here holds one whose "
+                f"digest is known (known: {known}): restore a slave's directory, or let a cluster with a copy join"
+            )
+            self._world.log("recovery", f"recovery: {state.words}", logging.ERROR)
+            return False
+        self._abort_pushes("the slaves lost the model; a cluster donates its copy")
+        self._give_up_round()
+        state.words = ""
+        self._move("no common version", _P.DONATING)
+        for slave in self._all_here() or ():
+            self._links.configure(slave)
+        return False
+
+    def _promised_meanwhile(self, slave: Slave) -> None:
+        """While a cluster donates: if a slave's disk is back, its snapshots are better than a donation."""
+        world = self._world
+        slaves = [world.slaves[name] for name in world.slaves_expected() if name in world.slaves]
+        broken = world.recovery.broken
+        common = set.intersection(
+            *(
+                {snapshot_of(s) for s in committed(world, one) if (one.id, s.version, s.round) not in broken}
+                for one in slaves
+            )
+        )
+        if common or all(holds(one, world.ledger, broken) for one in slaves):
+            self._abort_pushes("a slave's snapshots came back")
+            self._move("snapshot came back", _P.GATHERING, f"on slave {slave.id}")
+            self._gather_anew()
+        else:
+            self._links.configure(slave)
+
+    def _move(self, input_name: str, to: RecoveryPhase, why: str = "") -> None:
+        world, state = self._world, self._world.recovery
+        state.phase.move(input_name, to, world.now_s, "recovery", why)
+        world.record("recovery", "recovery", phase=to.value, input=input_name, why=why)

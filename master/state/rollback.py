@@ -1,0 +1,193 @@
+"""Ledger surgery: the run's durable state after going back to an older version, or after taking over a newer one.
+
+Pure functions over ledgers and records. What must never go down stays at its highest: fences, incarnations, round
+numbers, lease numbers. The caller journals the result before anybody hears of it (docs/protocol.md, recovery).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from dips.core.ids import PushId, RoundId, Version
+from dips.core.messages import Verdict, VerdictKind
+from dips.master.state.ledger import (
+    ClusterEntry,
+    CommitInfo,
+    Ledger,
+    canonical,
+    ledger_of,
+    pair,
+    push_to_json,
+)
+
+GIVEN_UP_KEPT = 64
+"""Rollbacks that the ledger remembers; snapshots of versions given up longer ago are long overwritten."""
+
+LEASE_NUMBERS_OF_AN_EPOCH = 1 << 32
+"""So many leases no epoch grants: from (epoch x this) on, no lease number was ever given out."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A ledger as it is to be, still without the commit that makes it so after a ROLLBACK."""
+
+    ledger: Ledger
+    rolled_back: tuple[PushId, ...] = ()
+    lost_tokens: int = 0
+
+
+def next_version(current: Ledger, origin: Version, epoch: int) -> Version:
+    """The name of `origin` after a ROLLBACK: the same number on a timeline that was never used."""
+    newest = max((v.timeline for v in (current.version, origin) if v is not None), default=0)
+    return Version(max(epoch, newest + 1), origin.v)
+
+
+def rolled_back(current: Ledger, origin: CommitInfo, epoch: int, members: Collection[str]) -> Restored:
+    """The state at `origin` as the start of a new timeline.
+
+    Everything lent is free, every fence is one higher than it ever was, and pushes that newer versions merged are
+    ROLLED_BACK. Of clusters that joined since, identity and fence stay. `members`: the clusters that are here.
+    """
+    version = next_version(current, origin.version, epoch)
+    ledger = _merged(current, origin, epoch, members)
+    if ledger.leases is not None:
+        ledger.leases.free_all()
+    for entry in ledger.clusters.values():
+        entry.fence += 1
+        entry.last_verdict = _taken_back(entry.last_verdict, origin.version, version)
+    taken = _taken_pushes(current, origin.version)
+    ledger.detector = ledger.detector.after_master_restart()
+    ledger.given_up = [*ledger.given_up, (origin.version, version)][-GIVEN_UP_KEPT:]
+    ledger.origin = (origin.version, origin.round)
+    ledger.round_n += 1
+    ledger.commit = None
+    return Restored(ledger, taken, max(0, current.tokens - ledger.tokens))
+
+
+def adopted(current: Ledger, commit: CommitInfo, epoch: int) -> Ledger:
+    """The state that slaves kept with a newer commit than the journal knows; nobody is here until it joins again."""
+    ledger = _merged(current, commit, epoch, ())
+    ledger.commit = commit
+    fork = current.commit
+    if fork is not None and fork.version == commit.version and fork.commit_hash != commit.commit_hash:
+        # The journal decided pushes in a round that the slaves never made: they are in no version.
+        for entry in ledger.clusters.values():
+            entry.fence += 1
+            verdict = entry.last_verdict
+            if verdict is not None and verdict.round == fork.round:
+                entry.last_verdict = replace(verdict, kind=VerdictKind.ROLLED_BACK, reason="another history won")
+    return ledger
+
+
+def _merged(current: Ledger, commit: CommitInfo, epoch: int, members: Collection[str]) -> Ledger:
+    """The record's ledger, with what may never be forgotten or go down."""
+    ledger = ledger_of(commit)
+    names = sorted({*current.clusters, *ledger.clusters})
+    ledger.clusters = {
+        name: _entry(current.clusters.get(name), ledger.clusters.get(name), name in members) for name in names
+    }
+    ledger.round_n = max(current.round_n, ledger.round_n)
+    ledger.given_up = sorted({*current.given_up, *ledger.given_up})
+    ledger.rounds_committed = max(current.rounds_committed, ledger.rounds_committed)
+    ledger.rounds_merged = max(current.rounds_merged, ledger.rounds_merged)
+    ledger.rounds_void = max(current.rounds_void, ledger.rounds_void)
+    if current.version is not None and current.version >= commit.version:
+        ledger.paused, ledger.draining, ledger.stop_asked = current.paused, current.draining, current.stop_asked
+    else:
+        ledger.paused = current.paused or ledger.paused
+        ledger.draining = {**ledger.draining, **current.draining}
+        ledger.stop_asked = current.stop_asked or ledger.stop_asked
+    if ledger.leases is not None:
+        known = current.leases.next_lease_id if current.leases is not None else 0
+        ledger.leases.number_from(max(known, epoch * LEASE_NUMBERS_OF_AN_EPOCH))
+    return ledger
+
+
+def _entry(now: ClusterEntry | None, then: ClusterEntry | None, member: bool) -> ClusterEntry:
+    """One cluster: counters as they were then, identity and fence as they are now."""
+    if now is None or then is None:
+        only = now or then
+        assert only is not None, "each name is of one of both"
+        return replace(only, member=member) if now is None else replace(_without_counts(only), member=member)
+    return replace(
+        then,
+        fence=max(now.fence, then.fence),
+        incarnation=max((i for i in (now.incarnation, then.incarnation) if i is not None), default=None),
+        spoke=max((i for i in (now.spoke, then.spoke) if i is not None), default=None),
+        incarnations=max(now.incarnations, then.incarnations),
+        member=member,
+        declared_tokens_per_s=now.declared_tokens_per_s,
+        steps_before=max(now.steps_before, then.steps_before),
+        last_verdict=_later(now.last_verdict, then.last_verdict),
+        last_donation=_later(now.last_donation, then.last_donation),
+    )
+
+
+def _without_counts(entry: ClusterEntry) -> ClusterEntry:
+    """The version restored knows nothing of this cluster."""
+    return replace(entry, pushes_applied=0, pushes_excluded=0, tokens_applied=0, steps_applied=0)
+
+
+def _later(one: Verdict | None, other: Verdict | None) -> Verdict | None:
+    known = [verdict for verdict in (one, other) if verdict is not None]
+    return max(known, key=lambda v: (v.push.incarnation, v.push.seq), default=None)
+
+
+def _taken_back(verdict: Verdict | None, origin: Version, version: Version) -> Verdict | None:
+    if verdict is None or verdict.kind is not VerdictKind.APPLIED:
+        return verdict
+    if verdict.version is None or verdict.version <= origin:
+        return verdict
+    reason = f"version {verdict.version} was lost: the run went back to {origin}, now {version}"
+    return replace(verdict, kind=VerdictKind.ROLLED_BACK, version=version, reason=reason)
+
+
+def _taken_pushes(current: Ledger, origin: Version) -> tuple[PushId, ...]:
+    """The pushes that versions newer than the origin merged, as far as the ledger still names them."""
+    lost = [push for version, pushes in current.applied_in if version > origin for push in pushes]
+    last = [
+        entry.last_verdict.push
+        for entry in current.clusters.values()
+        if entry.last_verdict is not None and _taken_back(entry.last_verdict, origin, origin) != entry.last_verdict
+    ]
+    return tuple(sorted({*lost, *last}))
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """A ROLLBACK that is decided: `commit` is the ledger's new one, `record` what the journal is told."""
+
+    commit: CommitInfo
+    record: dict[str, object]
+
+
+def rollback_commit(
+    restored: Restored,
+    current: Ledger,
+    origin: CommitInfo,
+    version: Version,
+    round_id: RoundId,
+    digests: tuple[tuple[str, bytes], ...],
+    about: dict[str, object],
+) -> Rollback:
+    """Make the commit of a ROLLBACK, whose record carries the ledger as a COMMIT's does. `about`: what the caller adds
+    (epoch, s_max, wall_s, participants, donor)."""
+    ledger = restored.ledger
+    record = {
+        "kind": "ROLLBACK",
+        "round": pair(round_id),
+        "version": pair(version),
+        "from_version": pair(current.version),
+        "origin": pair(origin.version),
+        "origin_round": pair(origin.round),
+        "digests": {slave: digest.hex() for slave, digest in digests},
+        "tokens": ledger.tokens,
+        "lost_tokens": restored.lost_tokens,
+        "rolled_back": [push_to_json(push) for push in restored.rolled_back],
+        **about,
+    }
+    full = record | {"ledger": json.loads(ledger.to_json(with_commit=False))}
+    commit = CommitInfo(round_id, version, digests, canonical(full).encode())
+    return Rollback(commit, record | {"ledger": "in the snapshot"})

@@ -1,0 +1,63 @@
+"""The two things that are done to slaves from more than one place: to configure one, and to be without one."""
+
+from __future__ import annotations
+
+import logging
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import Configure
+from dips.master.state.records import Slave
+from dips.master.state.rounds import Rounds
+from dips.master.state.tables import SlavePhase
+from dips.master.state.world import World
+
+
+class SlaveLinks:
+    """Configures, loses and sends away."""
+
+    def __init__(self, world: World, rounds: Rounds) -> None:
+        self._world = world
+        self._rounds = rounds
+
+    def configure(self, slave: Slave) -> None:
+        """Tell a slave that promised what to hold: the newest version, or none while a cluster donates it."""
+        world, ledger = self._world, self._world.ledger
+        assert ledger.layout is not None, "configured only once the model is known"
+        slave.trouble = ""
+        slave.phase.move("configure", SlavePhase.CONFIGURING, world.now_s, str(slave.incarnation))
+        commit = None if world.recovery.donating else ledger.commit
+        origin, origin_round = ledger.origin if commit and ledger.origin else (None, None)
+        configure = Configure(
+            ledger.layout,
+            ledger.layout.layout_hash,
+            world.placement_spec(),
+            world.config.max_clusters,
+            commit.version if commit else None,
+            commit.round if commit else None,
+            dict(commit.digest_of_slave)[slave.id] if commit else b"",
+            commit.commit_hash if commit else b"",
+            commit.record if commit else b"",
+            world.config.pinned_versions,
+            origin,
+            origin_round,
+            world.recovery.donating,
+        )
+        world.command(slave, configure, str(slave.incarnation))
+
+    def lose(self, slave: Slave, reason: str) -> None:
+        """Its stream is over, and with it all that was in its memory alone."""
+        world = self._world
+        slave.phase.move("lost", SlavePhase.ABSENT, world.now_s, str(slave.incarnation), reason)
+        slave.link = None
+        world.record("slave_lost", str(slave.incarnation), slave=slave.id, reason=reason)
+        world.log(f"slave {slave.id}", reason, logging.WARNING)
+        if world.ledger.placement is None:
+            del world.slaves[slave.id]
+        else:
+            self._rounds.slave_lost(slave, reason)
+
+    def send_away(self, slave: Slave, reason: str) -> None:
+        """End its stream, so that it attaches again and tells anew what its disk holds."""
+        if slave.link is not None:
+            self._world.close(slave.link, Refused(RefusalCode.FENCED, f"{reason}: attach again"))
+            self.lose(slave, f"slave {slave.id} is to attach again: {reason}")

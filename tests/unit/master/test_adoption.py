@@ -1,0 +1,242 @@
+"""Slaves that know more than the master's journal: the master takes over what they hold, or says what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.master_bench import LEASED, Bench, refused_with
+
+from dips.core.errors import RefusalCode
+from dips.core.ids import Version
+from dips.core.messages import Commit, Configure, Refusal, SendCommitRecord, Ticket, Verdict, VerdictKind
+
+V1, V2 = Version(1, 1), Version(1, 2)
+
+
+def old_journal(*names: str, **config: object) -> tuple[Bench, str]:
+    """A run at version 1:2, and the snapshot that its journal had at version 1:1."""
+    bench = Bench(**config).running(*names)  # type: ignore[arg-type]
+    kept = ""
+    for _ in range(2):
+        kept = bench.snapshot or ""
+        for name in names:
+            bench.push(name, 100, bench.lease(name, 100) if bench.plan is LEASED else ())
+        for name in names:
+            bench.pull(name)
+    return bench, kept
+
+
+def asked(bench: Bench) -> list[tuple[str, Version]]:
+    return [(s.name, c.version) for s in bench.slaves for c in s.commands if isinstance(c, SendCommitRecord)]
+
+
+def test_old_journal_is_replaced_by_what_the_slaves_hold() -> None:
+    bench, kept = old_journal("a", "b", plan=LEASED)
+    before = bench.state.world.ledger
+    bench.restart(kept)
+    status = bench.status()
+    assert (status.published, status.tokens, status.recovery) == (V2, 400, "")
+    ledger = bench.state.world.ledger
+    assert {n: e.fence for n, e in ledger.clusters.items()} == {n: e.fence for n, e in before.clusters.items()}
+    assert ledger.detector == before.detector
+    assert asked(bench) == [("s0", V2)]
+    (record,) = bench.entries("ADOPT")
+    assert (record["version"], record["from_version"], record["tokens"]) == ([1, 2], [1, 1], 400)
+    assert bench.recorded("adopted")[0]["version"] == "1:2"
+    assert any("took over version 1:2" in str(alarm["sentence"]) for alarm in bench.recorded("alarm"))
+
+
+def test_cluster_goes_on_with_its_work_after_an_adoption() -> None:
+    bench, kept = old_journal("a")
+    cluster = bench.clusters["a"]
+    bench.restart(kept)
+    reply = bench.join("a", previous=cluster.join.incarnation)
+    assert reply.fence == cluster.fence
+    bench.clusters["a"].base = cluster.base
+    assert isinstance(bench.begin_push("a"), Ticket)
+    assert bench.state.world.ledger.round_n >= 3, "round numbers never go down"
+
+
+def test_verdict_that_the_journal_forgot_is_known_again() -> None:
+    bench, kept = old_journal("a")
+    push, incarnation = bench.clusters["a"].push_id, bench.clusters["a"].join.incarnation
+    bench.restart(kept)
+    last = bench.join("a", previous=incarnation).last_push
+    assert isinstance(last, Verdict)
+    assert (last.push, last.kind, last.version) == (push, VerdictKind.APPLIED, V2)
+
+
+def test_clusters_that_joined_the_old_state_join_again() -> None:
+    bench, kept = old_journal("a")
+    for slave in bench.slaves:
+        slave.alive = False
+    bench.snapshot = kept
+    bench.start_master()
+    bench.join("a")
+    bench.attach_all()
+    with refused_with(RefusalCode.FENCED):
+        bench.pull("a")
+    assert not bench.state.world.ledger.clusters["a"].member
+    bench.join("a")
+    bench.pull("a")
+    bench.push("a")
+    assert bench.status().published == Version(1, 3)
+
+
+def test_commit_that_only_some_flipped_is_adopted_when_the_others_hold_its_shadow() -> None:
+    bench, _ = old_journal("a")
+    kept = bench.snapshot
+    bench.slaves[1].hold.add(Commit)
+    bench.push("a")
+    assert not bench.slaves[1].snapshots[Version(1, 3)].committed
+    bench.slaves[1].hold.clear()
+    bench.restart(kept)
+    assert bench.status().published == Version(1, 3)
+    assert bench.slaves[1].snapshots[Version(1, 3)].committed
+
+
+def test_old_journal_and_a_lost_disk_go_back_to_what_is_everywhere() -> None:
+    bench, kept = old_journal("a")
+    bench.push("a")
+    bench.slaves[0].lose(Version(1, 3))
+    bench.restart(kept)
+    status = bench.status()
+    assert (status.published, status.tokens) == (Version(2, 2), 200)
+    assert bench.entries("ROLLBACK")[0]["origin"] == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["refused", "wrong bytes", "not JSON", "of another run"])
+def test_record_that_cannot_be_had_from_one_slave_comes_from_another(how: str) -> None:
+    bench, kept = old_journal("a")
+    slave = bench.slaves[0]
+    if how == "refused":
+        slave.refuse["record"] = Refusal(RefusalCode.DISK, "the manifest cannot be read")
+    elif how == "wrong bytes":
+        slave.records[V2] = b"{}"
+    else:
+        bad = b"\xff" if how == "not JSON" else slave.records[V2].replace(b'"run_id":"test"', b'"run_id":"other"')
+        slave.records[V2] = bad
+    bench.restart(kept)
+    assert bench.status().published == V2
+    assert asked(bench) == [("s0", V2), ("s1", V2)]
+
+
+def test_record_that_nobody_has_leaves_the_version_before() -> None:
+    bench, kept = old_journal("a")
+    for slave in bench.slaves:
+        slave.refuse["record"] = Refusal(RefusalCode.DISK, "the manifest cannot be read")
+    bench.restart(kept)
+    status = bench.status()
+    assert (status.published, status.tokens) == (Version(2, 1), 100)
+    assert bench.entries("ROLLBACK")[0]["from_version"] == [1, 1], "as far as the journal knows"
+
+
+def test_slave_that_is_asked_and_goes_away_is_asked_when_it_is_back() -> None:
+    bench, kept = old_journal("a")
+    bench.slaves[0].hold.add(SendCommitRecord)
+    bench.restart(kept)
+    assert "slave s0 is asked for the record of version 1:2" in bench.status().recovery
+    asked_before = len(asked(bench))
+    bench.advance(6.0)
+    assert len(asked(bench)) == asked_before + 1, "asked again when no answer comes"
+    bench.slaves[0].die()
+    assert "waiting for slave s0" in bench.status().recovery
+    bench.slaves[0].hold.clear()
+    bench.slaves[0].attach()
+    assert bench.status().published == V2
+
+
+def test_other_history_of_the_newest_version_wins_over_the_journal() -> None:
+    """The journal decided 1:2 in a round that no slave carried out; under an older copy of it they made another 1:2."""
+    bench = Bench().running("a")
+    bench.push("a")
+    bench.pull("a")
+    kept = bench.snapshot
+    for slave in bench.slaves:
+        slave.hold.add(Commit)
+    lost = bench.push("a")
+    forked = bench.snapshot
+    for slave in bench.slaves:
+        slave.hold.clear()
+    bench.restart(kept)
+    bench.join("a")
+    bench.pull("a")
+    bench.push("a")
+    fence = bench.state.world.ledger.clusters["a"].fence
+    bench.restart(forked)
+    assert bench.status().published == V2
+    entry = bench.state.world.ledger.clusters["a"]
+    assert entry.last_verdict is not None
+    assert entry.last_verdict.push != lost
+    assert entry.fence == fence + 1
+    assert [record["version"] for record in bench.entries("ADOPT")] == [[1, 2]]
+
+
+def test_master_without_a_journal_takes_the_run_from_the_slaves() -> None:
+    bench, _ = old_journal("a", "b", plan=LEASED)
+    before = bench.state.world.ledger
+    bench.config = replace(bench.config, rebuild=True)
+    bench.restart("")
+    status = bench.status()
+    assert (status.published, status.tokens) == (V2, 400)
+    ledger = bench.state.world.ledger
+    assert ledger.layout == before.layout
+    assert ledger.placement == before.placement
+    assert ledger.data_plan == before.data_plan
+    assert bench.entries("ADOPT")[0]["from_version"] is None
+    bench.join("a")
+    bench.pull("a")
+    ranges = bench.lease("a", 100)
+    assert ranges[0].lease_id >= bench.epoch << 32
+    bench.push("a", 100, ranges)
+    assert bench.status().tokens == 500
+
+
+def test_master_without_a_journal_guesses_nothing_unless_told_to() -> None:
+    bench, _ = old_journal("a")
+    bench.restart("")
+    assert bench.status().published is None
+    assert "dips master --rebuild" in bench.status().recovery
+    with refused_with(RefusalCode.BUSY):
+        bench.join("a")
+
+
+def test_rebuild_goes_back_when_the_newest_is_not_everywhere() -> None:
+    bench, _ = old_journal("a")
+    bench.slaves[1].lose(V2)
+    bench.config = replace(bench.config, rebuild=True)
+    bench.restart("")
+    assert bench.status().published == Version(2, 1)
+
+
+def test_rebuild_of_nothing_begins_a_fresh_run() -> None:
+    bench = Bench(rebuild=True).running("a")
+    bench.push("a")
+    assert bench.status().published == V1
+
+
+def test_rebuild_waits_for_all_slaves() -> None:
+    bench, _ = old_journal("a")
+    bench.config = replace(bench.config, rebuild=True)
+    for slave in bench.slaves:
+        slave.alive = False
+    bench.snapshot = ""
+    bench.start_master()
+    bench.slaves[0].attach()
+    assert "--rebuild" in bench.status().recovery
+    with refused_with(RefusalCode.BUSY):
+        bench.join("a")
+    bench.slaves[1].attach()
+    assert bench.status().published == V2
+
+
+def test_adoption_that_is_not_durable_is_made_again() -> None:
+    bench, kept = old_journal("a")
+    bench.hold_journal = True
+    bench.restart(kept)
+    assert bench.journal[-1].kind == "ADOPT"
+    assert not any(isinstance(c, Configure) and c.load == V2 for s in bench.slaves for c in s.commands)
+    bench.hold_journal = False
+    bench.restart(kept)
+    assert bench.status().published == V2

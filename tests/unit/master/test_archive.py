@@ -1,0 +1,314 @@
+"""Old decisions move out of the journal: none is lost, none is read twice, whenever the master dies."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dips.core.errors import ConfigError, FatalError, RetryLater
+from dips.core.failpoints import armed
+from dips.master import archive
+from dips.master.archive import FOLDER, JournalRecord, segments, write_segment
+from dips.master.journal import FILE_NAME, Entry, Journal, Pruned, Retention, pruned_to, read_records
+
+KEPT = Retention(records=16, archive_bytes=1 << 30)
+PLACES = [
+    "master.archive.before_write",
+    "master.archive.before_fsync",
+    "master.archive.before_rename",
+    "master.archive.after_rename",
+    "master.directory.before_fsync",
+    "master.archive.before_delete",
+]
+
+
+@contextlib.contextmanager
+def opened(directory: Path, retention: Retention = KEPT) -> Iterator[Journal]:
+    with contextlib.closing(Journal.open(directory, "demo", retention)) as journal:
+        yield journal
+
+
+def fill(journal: Journal, n_entries: int, begin: int = 1, epoch: int | None = None) -> int:
+    """Append entries `begin` to `n_entries`, numbered alike, each with its snapshot; returns the epoch."""
+    epoch = epoch or journal.begin_epoch()
+    for number in range(begin, n_entries + 1):
+        journal.append(epoch, number, "COMMIT" if number % 5 == 0 else "LEASE", json.dumps({"n": number}), f"{number}")
+    return epoch
+
+
+def tidy_up(journal: Journal) -> int:
+    """Tidy until nothing is left to do; returns the number of steps."""
+    steps = 1
+    while journal.tidy():
+        steps += 1
+    return steps
+
+
+def numbers(directory: Path) -> list[int]:
+    return [record.number for record in read_records(directory)]
+
+
+def in_file(directory: Path) -> int:
+    connection = sqlite3.connect(directory / FILE_NAME)
+    try:
+        return int(connection.execute("SELECT COUNT(*) FROM records").fetchone()[0])
+    finally:
+        connection.close()
+
+
+def test_a_short_journal_stays_whole(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        fill(journal, 10)
+        assert tidy_up(journal) == 1
+    assert not (tmp_path / FOLDER).exists()
+    assert in_file(tmp_path) == 11
+
+
+def test_the_oldest_records_move_and_all_are_read_in_order(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        fill(journal, 99)
+        assert tidy_up(journal) > 10, "in small steps"
+        assert [record.number for record in journal.records()] == list(range(1, 101))
+        assert journal.latest_snapshot() == "99"
+        assert journal.pruned() is None
+    assert KEPT.records <= in_file(tmp_path) <= KEPT.records + KEPT.segment_records
+    read = list(read_records(tmp_path))
+    assert [record.number for record in read] == list(range(1, 101))
+    assert [(record.epoch, record.entry_id) for record in read] == [(1, n) for n in range(100)]
+    assert [json.loads(record.record_json)["n"] for record in read[1:]] == list(range(1, 100))
+    assert [record.entry_id for record in read_records(tmp_path, "COMMIT")] == list(range(5, 100, 5))
+    assert pruned_to(tmp_path) is None
+
+
+def test_segments_follow_each_other_without_gaps(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        fill(journal, 99)
+        tidy_up(journal)
+    kept = segments(tmp_path)
+    assert kept[0].first == 1
+    assert all(later.first == earlier.last + 1 for earlier, later in itertools.pairwise(kept))
+    assert [path.suffix for path in (tmp_path / FOLDER).iterdir()] == [".jsonl"] * len(kept)
+
+
+def test_appends_go_on_between_the_steps_and_after_a_restart(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        epoch = fill(journal, 60)
+        journal.tidy()
+        fill(journal, 70, begin=61, epoch=epoch)
+        tidy_up(journal)
+    with opened(tmp_path) as journal:
+        fill(journal, 30)
+        tidy_up(journal)
+    assert numbers(tmp_path) == list(range(1, 72 + 31))
+
+
+def test_the_newest_record_stays_however_few_are_kept(tmp_path: Path) -> None:
+    with opened(tmp_path, Retention(records=0)) as journal:
+        epoch = fill(journal, 20)
+        tidy_up(journal)
+        journal.append(epoch, 21, "COMMIT", "{}", "21")
+    assert 1 <= in_file(tmp_path) <= 3
+    assert numbers(tmp_path) == list(range(1, 23))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_at_any_step_is_reported_and_loses_nothing(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as journal:
+        epoch = fill(journal, 40)
+        with armed(f"{place}=1*error(no space left)"):
+            assert journal.tidy() is False
+        assert "old decisions cannot be moved" in caplog.text
+        assert "no space left" in caplog.text
+        assert journal.tidy() is False, "not at once again"
+        assert [record.number for record in journal.records()] == list(range(1, 42))
+        fill(journal, 45, begin=41, epoch=epoch)
+        tidy_up(journal)
+    assert numbers(tmp_path) == list(range(1, 47))
+    assert in_file(tmp_path) <= KEPT.records + KEPT.segment_records
+
+
+@pytest.mark.parametrize("place", [*PLACES, "master.journal.before_commit", "master.journal.after_commit"])
+def test_a_kill_at_any_step_loses_nothing_and_doubles_nothing(tmp_path: Path, place: str) -> None:
+    class Killed(BaseException):
+        """Goes through every handler, as a kill does; what runs on the way out writes nothing."""
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    with opened(tmp_path) as journal:
+        fill(journal, 40)
+        with armed(f"{place}=1*error"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dips.core.failpoints._carry_out", die)
+            with pytest.raises(Killed):
+                journal.tidy()
+        assert numbers(tmp_path) == list(range(1, 42)), "a tool that reads now"
+    with opened(tmp_path) as journal:
+        assert [record.number for record in journal.records()] == list(range(1, 42))
+        fill(journal, 3)
+        tidy_up(journal)
+    assert numbers(tmp_path) == list(range(1, 46))
+    assert not list((tmp_path / FOLDER).glob("*.tmp"))
+
+
+def test_beyond_its_room_the_archive_gives_up_the_oldest_and_says_so(tmp_path: Path) -> None:
+    room = Retention(records=16, archive_bytes=600)
+    with opened(tmp_path, room) as journal:
+        fill(journal, 199)
+        tidy_up(journal)
+        pruned = journal.pruned()
+    assert pruned is not None
+    assert sum(segment.size_bytes for segment in segments(tmp_path)) <= room.archive_bytes
+    assert pruned_to(tmp_path) == pruned
+    assert numbers(tmp_path) == list(range(pruned.number + 1, 201))
+    assert f"after record {pruned.number}" in str(pruned)
+
+
+def test_an_archive_whose_room_was_made_smaller_shrinks_step_by_step(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        fill(journal, 199)
+        tidy_up(journal)
+    before = len(segments(tmp_path))
+    with opened(tmp_path, Retention(records=16, archive_bytes=300)) as journal:
+        epoch = fill(journal, 2)
+        journal.tidy()
+        assert before - 4 <= len(segments(tmp_path)) < before, "a few at a time"
+        fill(journal, 200, begin=3, epoch=epoch)
+        tidy_up(journal)
+    assert sum(segment.size_bytes for segment in segments(tmp_path)) <= 300
+
+
+def test_a_kill_between_the_note_and_the_deletion_hides_the_pruned_records(tmp_path: Path) -> None:
+    room = Retention(records=16, archive_bytes=600)
+    with opened(tmp_path, room) as journal:
+        fill(journal, 199)
+        with armed("master.archive.before_prune=1*error"):
+            tidy_up(journal)
+        pruned = journal.pruned()
+        assert pruned is not None
+        assert segments(tmp_path)[0].first == 1, "the file is there still"
+        assert numbers(tmp_path)[0] == pruned.number + 1
+    with opened(tmp_path, room) as journal:
+        assert segments(tmp_path)[0].first == pruned.number + 1
+        assert next(journal.records()).number == pruned.number + 1
+
+
+def test_a_segment_that_goes_while_it_is_read_asks_to_read_again(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        fill(journal, 99)
+        tidy_up(journal)
+    reading = read_records(tmp_path)
+    assert next(reading).number == 1
+    for segment in segments(tmp_path)[1:]:
+        segment.path.unlink()
+    with pytest.raises(RetryLater, match="read the journal again"):
+        list(reading)
+
+
+def test_a_reader_that_began_before_a_move_misses_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        fill(journal, 60)
+        reading = read_records(tmp_path)
+        first = next(reading)
+        tidy_up(journal)
+        assert [first.number, *(record.number for record in reading)] == list(range(1, 62))
+
+
+def test_a_damaged_segment_is_named_with_what_to_do(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        fill(journal, 60)
+        tidy_up(journal)
+    path = segments(tmp_path)[1].path
+    path.write_text("{\n" + path.read_text())
+    with pytest.raises(FatalError, match=r"is damaged .*: restore it from a copy") as caught:
+        numbers(tmp_path)
+    assert str(path) in str(caught.value)
+    with opened(tmp_path) as journal:
+        assert journal.begin_epoch() == 2, "the run goes on without its history"
+
+
+def test_an_archive_without_its_journal_is_not_taken_over(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        fill(journal, 60)
+        tidy_up(journal)
+    for path in tmp_path.glob(f"{FILE_NAME}*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="move that folder away"):
+        Journal.open(tmp_path, "demo")
+
+
+def test_an_archive_of_another_journal_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path / "one") as journal:
+        fill(journal, 20)
+    write_segment(tmp_path / "one", [JournalRecord(7, n, "COMMIT", "{}", n) for n in (1, 2, 3)])
+    with pytest.raises(FatalError, match="one of the two came from elsewhere"):
+        Journal.open(tmp_path / "one", "demo")
+
+
+def test_a_journal_of_the_first_schema_is_brought_up_to_date(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        fill(journal, 20)
+    connection = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)
+    connection.execute("UPDATE meta SET value = '1' WHERE key = 'schema'")
+    connection.close()
+    assert numbers(tmp_path) == list(range(1, 22)), "tools read it as it is"
+    with opened(tmp_path) as journal:
+        tidy_up(journal)
+    connection = sqlite3.connect(tmp_path / FILE_NAME)
+    schema = connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
+    connection.close()
+    assert schema == ("2",)
+    assert numbers(tmp_path) == list(range(1, 22))
+
+
+def test_a_segment_ends_at_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dips.master.journal.SEGMENT_BYTES", 1100)
+    with opened(tmp_path, Retention(records=800)) as journal:
+        epoch = journal.begin_epoch()
+        entries = [Entry(n, "COMMIT", json.dumps("x" * (900 if n % 2 else 90)), "{}") for n in range(1, 1001)]
+        journal.append_all(epoch, entries)
+        journal.tidy()
+    [segment] = segments(tmp_path)
+    assert segment.last == 3, "the EPOCH record and two entries have 1022 bytes"
+
+
+def test_at_least_one_record_is_in_a_segment_however_long_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dips.master.journal.SEGMENT_BYTES", 1)
+    with opened(tmp_path) as journal:
+        fill(journal, 30)
+        tidy_up(journal)
+    assert {segment.last - segment.first for segment in segments(tmp_path)} == {0}
+    assert numbers(tmp_path) == list(range(1, 32))
+
+
+def test_files_that_are_no_segments_are_let_be(tmp_path: Path) -> None:
+    folder = tmp_path / archive.FOLDER
+    folder.mkdir()
+    (folder / "README").write_text("mine")
+    with opened(tmp_path) as journal:
+        fill(journal, 40)
+        tidy_up(journal)
+    assert (folder / "README").read_text() == "mine"
+    assert numbers(tmp_path) == list(range(1, 42))
+
+
+def test_an_epoch_can_be_asked_to_be_late_but_never_goes_back(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        assert journal.begin_epoch(at_least=40) == 40
+        assert journal.begin_epoch(at_least=7) == 41
+        assert journal.begin_epoch() == 42
+        epochs = [json.loads(record.record_json) for record in journal.records("EPOCH")]
+    assert epochs == [{"kind": "EPOCH", "epoch": epoch} for epoch in (40, 41, 42)]
+
+
+def test_pruned_says_where_the_history_begins() -> None:
+    assert "after record 12;" in str(Pruned(12))

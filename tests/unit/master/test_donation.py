@@ -1,0 +1,302 @@
+"""No version is on every slave any more: a cluster gives its copy back, checked against the committed digests."""
+
+from __future__ import annotations
+
+import pytest
+from support.master_bench import LEASED, Bench, refused_with
+
+from dips.core.errors import RefusalCode
+from dips.core.ids import Version
+from dips.core.messages import (
+    Busy,
+    Configure,
+    FinishPushRequest,
+    LeaveRequest,
+    OperatorRequest,
+    Prepare,
+    Refusal,
+    Ticket,
+    Verdict,
+    VerdictKind,
+)
+from dips.master.state.events import Pause
+
+V0, V1 = Version(1, 0), Version(1, 1)
+
+
+def lost(*names: str, **config: object) -> Bench:
+    """Clusters stand on 1:1, one slave's disk is empty: no version is on both."""
+    bench = Bench(**config).running(*names)  # type: ignore[arg-type]
+    for name in names:
+        bench.push(name, 100, bench.lease(name, 100) if bench.plan is LEASED else ())
+    bench.advance(2.0)
+    for name in names:
+        bench.pull(name)
+        bench.beat(name)
+    bench.slaves[0].come_back_without()
+    return bench
+
+
+def test_cluster_gives_back_the_version_that_the_slaves_lost() -> None:
+    bench = lost("a", "b", plan=LEASED)
+    assert "cluster a gives its copy of version 1:1" in bench.status().recovery
+    assert (bench.beat("a").donate, bench.beat("b").donate) == (V1, None)
+    push = bench.donate("a", V1)
+    status = bench.status()
+    assert (status.published, status.tokens, status.recovery) == (Version(2, 1), 200, "")
+    verdict = bench.verdict("a", push)
+    assert (verdict.kind, verdict.version) == (VerdictKind.APPLIED, Version(2, 1))
+    assert bench.beat("a").donate is None
+    (record,) = bench.entries("ROLLBACK")
+    assert (record["origin"], record["donor"], record["lost_tokens"], record["rolled_back"]) == ([1, 1], "a", 0, [])
+    (participant,) = record["participants"]
+    assert (participant["tokens"], participant["verdict"], participant["base"]) == (0, "APPLIED", None)
+    assert bench.recorded("rolled_back")[0]["donor"] == "a"
+    prepare = [c for c in bench.slaves[0].commands if isinstance(c, Prepare)][-1]
+    assert (prepare.from_version, prepare.to_version) == (None, Version(2, 1))
+    assert bench.slaves[1].snapshots[Version(2, 1)].digest == bench.slaves[1].snapshots[V1].digest
+
+
+def test_training_goes_on_after_a_donation() -> None:
+    bench = lost("a", "b")
+    last = bench.clusters["b"].push_id
+    bench.donate("a", V1)
+    assert bench.verdict("b", last).kind is VerdictKind.APPLIED, "its version is part of the history still"
+    for name in ("a", "b"):
+        bench.pull(name)
+        bench.push(name)
+    assert (bench.status().published, bench.status().tokens) == (Version(2, 2), 400)
+    bench.restart()
+    assert bench.status().published == Version(2, 2)
+
+
+def test_donor_gives_its_copy_before_it_pushes_anything_else() -> None:
+    bench = lost("a", plan=LEASED)
+    ranges = bench.lease("a", 100)
+    answer = bench.begin_push("a", 100, ranges)
+    assert isinstance(answer, Verdict)
+    assert (answer.kind, answer.push) == (VerdictKind.ABORTED, bench.clusters["a"].push_id)
+    assert bench.verdict("a", answer.push).kind is VerdictKind.ABORTED, "whoever asks"
+    bench.donate("a", V1)
+    assert bench.status().published == Version(2, 1)
+
+
+def test_slaves_hold_nothing_while_they_wait_for_a_copy() -> None:
+    bench = lost("a", "b")
+    for slave in bench.slaves:
+        configure = [c for c in slave.commands if isinstance(c, Configure)][-1]
+        assert (configure.load, configure.empty) == (None, True)
+    assert isinstance(bench.begin_push("b"), Busy)
+    with pytest.raises(AssertionError):
+        bench.pull("a")
+    assert bench.status().published == V1, "what was published last"
+
+
+def test_older_version_comes_back_when_nobody_stands_on_the_newest() -> None:
+    bench = Bench().running("a", "b")
+    bench.push("a")
+    bench.advance(2.0)
+    push = bench.clusters["a"].push_id
+    bench.slaves[0].come_back_without()
+    assert bench.beat("a").donate == V0
+    bench.donate("a", V0)
+    status = bench.status()
+    assert (status.published, status.tokens) == (Version(2, 0), 0)
+    assert bench.verdict("a", push).kind is VerdictKind.ROLLED_BACK
+    assert bench.entries("ROLLBACK")[0]["lost_tokens"] == 100
+
+
+def test_newest_copy_is_asked_for_first() -> None:
+    bench = Bench().running("a", "b")
+    bench.push("b")
+    bench.advance(2.0)
+    bench.pull("b")
+    bench.beat("b")
+    bench.slaves[0].come_back_without()
+    assert (bench.beat("a").donate, bench.beat("b").donate) == (None, V1)
+
+
+@pytest.mark.parametrize("how", ["leaves", "is evicted", "comes back as another process"])
+def test_donor_that_is_gone_makes_room_for_the_next(how: str) -> None:
+    bench = lost("a", "b")
+    if how == "leaves":
+        bench.call(LeaveRequest(bench.caller("a"), ""))
+    elif how == "is evicted":
+        bench.silent.add("a")
+        bench.advance(12.0)
+    else:
+        bench.join("a")
+    assert bench.beat("b").donate == V1
+    bench.donate("b", V1)
+    assert bench.status().published == Version(2, 1)
+
+
+def test_copy_that_is_not_what_was_committed_is_refused_and_the_next_cluster_is_asked() -> None:
+    bench = lost("a", "b")
+    push = bench.donate("a", V1, {"s1": b"other"})
+    verdict = bench.verdict("a", push)
+    assert verdict.kind is VerdictKind.ABORTED
+    assert "s1 is not version 1:1" in verdict.reason
+    assert (bench.beat("a").donate, bench.beat("b").donate) == (None, V1)
+    bench.donate("b", V1)
+    assert bench.status().published == Version(2, 1)
+
+
+def test_only_copy_that_is_wrong_leaves_nothing_to_do_but_to_say_so() -> None:
+    bench = lost("a")
+    bench.donate("a", V1, {"s1": b"other"})
+    assert "no cluster that is here holds one" in bench.status().recovery
+    assert "1:1, 1:0" in bench.status().recovery
+    assert bench.beat("a").donate is None
+
+
+def test_what_slaves_make_of_a_copy_must_be_what_was_committed() -> None:
+    bench = lost("a", "b")
+    bench.slaves[0].digests[Version(2, 1)] = b"other"
+    push = bench.donate("a", V1)
+    assert bench.verdict("a", push).kind is VerdictKind.ABORTED
+    assert bench.entries("ROLLBACK") == []
+    del bench.slaves[0].digests[Version(2, 1)]
+    assert bench.beat("b").donate == V1
+    bench.donate("b", V1)
+    bench.advance(3.0)
+    assert bench.status().published == Version(2, 1)
+
+
+def test_donor_that_sends_nothing_makes_room_and_is_asked_again_when_nobody_else_can() -> None:
+    bench = lost("a", "b", ticket_ttl_s=10.0)
+    bench.advance(11.0)
+    assert (bench.beat("a").donate, bench.beat("b").donate) == (None, V1)
+    bench.advance(11.0)
+    assert (bench.beat("a").donate, bench.beat("b").donate) == (V1, None)
+
+
+def test_donation_that_nobody_asks_for_is_refused() -> None:
+    bench = lost("a", "b")
+    with refused_with(RefusalCode.VERSION_GONE):
+        bench.begin_push("b", 0, base=None, donates=V1, steps=0)
+    with refused_with(RefusalCode.VERSION_GONE):
+        bench.begin_push("a", 0, base=None, donates=V0, steps=0)
+    with refused_with(RefusalCode.MALFORMED):
+        bench.begin_push("a", 100, base=None, donates=V1)
+    healthy = Bench().running("a")
+    with refused_with(RefusalCode.VERSION_GONE):
+        healthy.begin_push("a", 0, base=None, donates=V0, steps=0)
+
+
+def test_slave_that_goes_away_during_a_donation_ends_that_attempt_only() -> None:
+    bench = lost("a", "b")
+    bench.slaves[0].hold.add(Prepare)
+    push = bench.donate("a", V1)
+    assert bench.status().phase == "PREPARE"
+    bench.slaves[0].hold.clear()
+    bench.slaves[0].come_back_without()
+    assert bench.verdict("a", push).kind is VerdictKind.ABORTED
+    assert bench.beat("b").donate == V1
+    bench.donate("b", V1)
+    assert bench.status().published == Version(2, 1)
+
+
+def test_slave_whose_disk_is_back_ends_the_donation_without_loss() -> None:
+    bench = Bench().running("a")
+    bench.push("a")
+    bench.pull("a")
+    bench.beat("a")
+    slave = bench.slaves[0]
+    disk, records = dict(slave.snapshots), dict(slave.records)
+    slave.come_back_without()
+    assert isinstance(bench.begin_push("a", 0, base=None, donates=V1, steps=0), Ticket)
+    push = bench.clusters["a"].push_id
+    slave.die()
+    slave.snapshots, slave.records = disk, records
+    slave.attach()
+    assert bench.status().published == V1
+    assert bench.entries("ROLLBACK") == []
+    assert bench.verdict("a", push).kind is VerdictKind.ABORTED
+    bench.push("a")
+    assert bench.status().published == Version(1, 2)
+
+
+def test_donation_is_driven_forward_once_it_is_journaled() -> None:
+    from dips.core.messages import Commit
+
+    bench = lost("a")
+    for slave in bench.slaves:
+        slave.hold.add(Commit)
+    bench.donate("a", V1)
+    assert len(bench.entries("ROLLBACK")) == 1
+    for slave in bench.slaves:
+        slave.hold.clear()
+    bench.restart()
+    assert bench.status().published == Version(2, 1)
+    assert len(bench.entries("ROLLBACK")) == 1
+
+
+def test_restarted_master_still_knows_the_newest_version_and_asks_who_joins() -> None:
+    bench = lost("a")
+    bench.restart()
+    assert "no cluster that is here holds one" in bench.status().recovery
+    bench.join("a")
+    bench.clusters["a"].base = V1
+    bench.beat("a")
+    assert bench.beat("a").donate == V1
+    bench.donate("a", V1)
+    assert bench.status().published == Version(2, 1)
+
+
+def test_disk_that_is_lost_in_mid_donation_asks_for_a_copy_once_more() -> None:
+    from dips.core.messages import Commit
+
+    bench = lost("a", "b")
+    bench.slaves[0].hold.add(Commit)
+    bench.donate("a", V1)
+    bench.slaves[0].hold.clear()
+    bench.slaves[0].come_back_without()
+    assert bench.beat("a").donate == V1
+    bench.donate("a", V1)
+    assert bench.status().published == Version(3, 1)
+
+
+def test_paused_run_recovers_too() -> None:
+    bench = lost("a")
+    bench.operate(Pause(OperatorRequest("", "maintenance")))
+    bench.donate("a", V1)
+    assert bench.status().published == Version(2, 1)
+
+
+def test_slave_that_cannot_prepare_aborts_the_donation_and_it_is_tried_again() -> None:
+    bench = lost("a")
+    bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.NONFINITE, "not finite")
+    push = bench.donate("a", V1)
+    assert bench.verdict("a", push).kind is VerdictKind.ABORTED
+    bench.slaves[0].refuse.clear()
+    assert bench.beat("a").donate == V1
+    bench.donate("a", V1)
+    bench.advance(3.0)
+    assert bench.status().published == Version(2, 1)
+
+
+def test_verdict_of_a_donation_hides_no_other() -> None:
+    bench = Bench().running("a")
+    push = bench.push("a")
+    bench.beat("a")
+    bench.slaves[0].come_back_without()
+    donation = bench.donate("a", V0)
+    assert bench.verdict("a", push).kind is VerdictKind.ROLLED_BACK
+    assert bench.verdict("a", donation).kind is VerdictKind.APPLIED
+    reply = bench.join("a", previous=bench.clusters["a"].join.incarnation)
+    assert isinstance(reply.last_push, Verdict)
+    assert reply.last_push.push == push
+    again = FinishPushRequest(bench.caller("a"), donation.seq, 1, ())
+    assert bench.ask(again).answer.kind is VerdictKind.ABORTED, "another incarnation's number"
+
+
+def test_run_that_ends_still_takes_its_last_version_back() -> None:
+    from dips.master.state.events import Stop
+
+    bench = lost("a")
+    bench.operate(Stop(OperatorRequest("", "enough")))
+    assert not bench.beat("a").stop, "nobody leaves with the only copy"
+    bench.donate("a", V1)
+    assert bench.status().published == Version(2, 1)
+    assert bench.beat("a").stop

@@ -1,0 +1,203 @@
+"""What the operator asked for outlives the master; a COMMIT is sent until it is answered; disks lag within bounds."""
+
+from __future__ import annotations
+
+import pytest
+from support.master_bench import LEASED, Bench, Unanswered, refused_with
+
+from dips.core.errors import RefusalCode
+from dips.core.ids import Version
+from dips.core.messages import Commit, DrainRequest, EvictRequest, OperatorRequest, Settings, SlaveBeat
+from dips.master.state.events import Pause, Resume, Stop
+
+V0, V1 = Version(1, 0), Version(1, 1)
+
+
+def test_pause_survives_a_restart_and_resume_too() -> None:
+    bench = Bench().running("a")
+    bench.operate(Pause(OperatorRequest("", "maintenance")))
+    bench.restart()
+    assert bench.status().paused
+    bench.join("a")
+    bench.pull("a")
+    bench.push("a")
+    assert bench.status().published == V0
+    assert "maintenance" in bench.status().waiting_for
+    bench.operate(Resume(OperatorRequest("")))
+    bench.restart()
+    assert not bench.status().paused
+    assert [entry.kind for entry in bench.journal if entry.kind in ("PAUSE", "RESUME")] == ["PAUSE", "RESUME"]
+
+
+def test_drain_survives_a_restart_until_the_cluster_left() -> None:
+    bench = Bench().running("a", "b")
+    bench.operate(DrainRequest("", "a", "disk swap"))
+    assert bench.entries("DRAIN")[0]["cluster"] == "a"
+    bench.restart()
+    bench.join("a")
+    bench.pull("a")
+    assert bench.beat("a").stop
+    with refused_with(RefusalCode.STOPPING):
+        bench.begin_push("a")
+    assert bench.status().clusters[0].note == "draining: disk swap"
+    bench.result(bench.leave("a"))
+    bench.join("a")
+    bench.pull("a")
+    assert not bench.beat("a").stop
+
+
+def test_evicted_cluster_may_join_again_although_it_was_drained() -> None:
+    bench = Bench().running("a", "b")
+    bench.operate(DrainRequest("", "a"))
+    bench.operate(EvictRequest("", "a"))
+    bench.join("a")
+    bench.pull("a")
+    bench.push("a")
+    assert bench.status().clusters[0].note == ""
+
+
+def test_stop_survives_a_restart_in_mid_round() -> None:
+    bench = Bench(linger_s=0.0).running("a")
+    bench.slaves[0].hold.add(Commit)
+    bench.push("a")
+    bench.operate(Stop(OperatorRequest("", "enough")))
+    assert not bench.status().stopping
+    bench.slaves[0].hold.clear()
+    bench.restart()
+    status = bench.status()
+    assert status.stopping
+    assert status.published == V1, "the round that was open is finished"
+    with refused_with(RefusalCode.STOPPING):
+        bench.join("b")
+    assert bench.entries("STOP")[0]["reason"] == "enough"
+
+
+def test_wish_is_acknowledged_only_once_it_is_durable() -> None:
+    bench = Bench().running("a")
+    bench.hold_journal = True
+    with pytest.raises(Unanswered):
+        bench.operate(Pause(OperatorRequest("", "maintenance")))
+
+
+def commits(bench: Bench, slave: int) -> int:
+    return sum(isinstance(command, Commit) for command in bench.slaves[slave].commands)
+
+
+def test_commit_is_sent_again_until_every_slave_flipped() -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].hold.add(Commit)
+    bench.push("a")
+    before = (commits(bench, 0), commits(bench, 1))
+    bench.advance(5.0)
+    assert (commits(bench, 0), commits(bench, 1)) == (before[0] + 1, before[1]), "only who has not flipped is asked"
+    bench.advance(60.0)
+    assert commits(bench, 0) == before[0] + 13
+    assert bench.status().phase == "COMMIT"
+    bench.slaves[0].release(Commit)
+    assert bench.status().published == V1
+    assert bench.state.next_deadline_s() is None
+
+
+def test_commit_is_not_sent_again_before_it_is_durable() -> None:
+    bench = Bench().running("a")
+    bench.hold_journal = True
+    bench.push("a")
+    before = commits(bench, 0)
+    bench.silent.add("a")
+    bench.advance(9.0)
+    bench.hold_journal = False
+    for entry in list(bench.journal):
+        bench.write_journal(entry)
+    assert commits(bench, 0) == before + 1
+
+
+def test_time_that_the_master_stood_still_is_no_reason_to_send_a_commit_again() -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].hold.add(Commit)
+    bench.push("a")
+    before = commits(bench, 0)
+    bench.jump(100.0)
+    assert commits(bench, 0) == before
+
+
+def asynchronous(**config: object) -> Bench:
+    settings = Settings(durability="async")
+    bench = Bench(settings=settings, **config).running("a")  # type: ignore[arg-type]
+    assert bench.status().durable is None, "not known before a slave says so"
+    wrote(bench, V0, V0)
+    return bench
+
+
+def wrote(bench: Bench, *versions: Version | None) -> None:
+    for slave, version in zip(bench.slaves, versions, strict=True):
+        slave.say(SlaveBeat(durable=version))
+
+
+def test_durable_is_what_stands_on_every_disk() -> None:
+    bench = asynchronous()
+    assert bench.status().durable == V0
+    bench.push("a")
+    assert (bench.status().published, bench.status().durable) == (V1, V0)
+    wrote(bench, V1, None)
+    assert bench.status().durable == V0
+    assert [slave.durable for slave in bench.status().slaves] == [V1, V0]
+    wrote(bench, V1, V1)
+    assert bench.status().durable == V1
+
+
+def test_no_round_begins_while_disks_lag_too_far() -> None:
+    bench = asynchronous(async_lag_versions=2)
+    for _ in range(3):
+        bench.pull("a")
+        bench.push("a")
+    assert bench.status().published == Version(1, 3)
+    bench.pull("a")
+    bench.push("a")
+    assert bench.status().published == Version(1, 3)
+    assert "only 1:0 is on every slave's disk" in bench.status().waiting_for
+    wrote(bench, V1, Version(1, 3))
+    assert bench.status().published == Version(1, 4)
+    wrote(bench, Version(1, 2), Version(1, 3))
+    assert bench.status().waiting_for == ""
+
+
+def test_synchronous_disks_hold_what_is_published() -> None:
+    bench = Bench().running("a")
+    bench.push("a")
+    assert bench.status().durable == V1
+    assert [slave.durable for slave in bench.status().slaves] == [V1, V1]
+
+
+def test_crash_of_all_loses_what_no_disk_had() -> None:
+    bench = asynchronous()
+    for _ in range(2):
+        bench.push("a")
+        bench.pull("a")
+    wrote(bench, V1, V1)
+    for slave in bench.slaves:
+        slave.die()
+        slave.lose(Version(1, 2))
+    bench.attach_all()
+    assert (bench.status().published, bench.status().durable) == (Version(2, 1), Version(2, 1))
+
+
+def test_settings_that_are_told_agree_with_the_masters_own() -> None:
+    bench = Bench(round_timeout_s=7.0, ticket_ttl_s=9.0).running("a")
+    settings = bench.clusters["a"].join.settings
+    assert (settings.round_timeout_s, settings.ticket_ttl_s) == (7.0, 9.0)
+
+
+def test_join_tells_which_leases_were_kept() -> None:
+    bench = Bench(plan=LEASED).running("a", "b")
+    kept = bench.lease("a", 100)
+    foreign = bench.lease("b", 100)
+    reply = bench.join("a", previous=bench.clusters["a"].join.incarnation, held=kept + foreign)
+    assert reply.kept_ranges == kept
+
+
+def test_commit_record_says_where_it_comes_from() -> None:
+    bench = Bench().running("a")
+    bench.push("a")
+    seed, first = bench.entries("COMMIT")
+    assert (seed["from_version"], seed["tokens"]) == (None, 0)
+    assert (first["from_version"], first["tokens"], first["s_max"]) == ([1, 0], 100, 8)

@@ -1,0 +1,305 @@
+"""Committed state that slaves lost: the run goes back to what all of them hold, on a new timeline, and says so."""
+
+from __future__ import annotations
+
+import pytest
+from support.master_bench import LEASED, Bench, Unanswered
+
+from dips.core.errors import RefusalCode
+from dips.core.ids import Version
+from dips.core.messages import Busy, Commit, Configure, Ready, Refusal, Settings, Stale, StaleKind, Ticket, VerdictKind
+from dips.master.state.ledger import Ledger
+
+V0, V1, V2 = Version(1, 0), Version(1, 1), Version(1, 2)
+
+
+def at(v: int, *names: str, **config: object) -> Bench:
+    """A run whose newest version is 1:v, pulled by all; each version merged one push of each cluster."""
+    bench = Bench(**config).running(*names)  # type: ignore[arg-type]
+    for _ in range(v):
+        for name in names:
+            bench.push(name, 100, bench.lease(name, 100) if bench.plan is LEASED else ())
+        for name in names:
+            bench.pull(name)
+    assert bench.status().published == Version(1, v)
+    return bench
+
+
+def configures(bench: Bench, slave: int) -> list[Configure]:
+    return [c for c in bench.slaves[slave].commands if isinstance(c, Configure)]
+
+
+def test_run_goes_back_to_the_newest_version_that_all_slaves_hold() -> None:
+    bench = at(2, "a")
+    bench.slaves[0].come_back_without(V2)
+    status = bench.status()
+    assert (status.published, status.tokens, status.recovery) == (Version(2, 1), 100, "")
+    for n in (0, 1):
+        configure = configures(bench, n)[-1]
+        assert (configure.load, configure.origin) == (Version(2, 1), V1)
+        assert configure.load_digest == bench.slaves[n].digest(V1)
+    (record,) = bench.entries("ROLLBACK")
+    assert (record["version"], record["from_version"], record["origin"]) == ([2, 1], [1, 2], [1, 1])
+    assert (record["tokens"], record["lost_tokens"], record["donor"], record["participants"]) == (100, 100, None, [])
+    assert [push[-1] for push in record["rolled_back"]] == [3]
+    (told,) = bench.recorded("rolled_back")
+    assert told == {"version": "2:1", "origin": "1:1", "donor": None, "lost_tokens": 100}
+    assert any("ROLLBACK" in str(alarm["sentence"]) for alarm in bench.recorded("alarm"))
+
+
+def test_what_the_lost_versions_merged_is_rolled_back_and_training_goes_on_from_there() -> None:
+    bench = at(2, "a", "b")
+    last = bench.clusters["a"].push_id
+    bench.slaves[0].come_back_without(V2, V1)
+    verdict = bench.verdict("a", last)
+    assert (verdict.kind, verdict.version) == (VerdictKind.ROLLED_BACK, Version(2, 0))
+    assert len(bench.entries("ROLLBACK")[0]["rolled_back"]) == 4, "two pushes of each cluster"
+    answer = bench.begin_push("a")
+    assert isinstance(answer, Stale)
+    assert answer.kind is StaleKind.TIMELINE
+    before = bench.clusters["a"].fence
+    grant = bench.pull("a")
+    assert (grant.version, grant.fence) == (Version(2, 0), before + 1)
+    bench.pull("b")
+    bench.push("a")
+    bench.push("b")
+    assert (bench.status().published, bench.status().tokens) == (Version(2, 1), 200)
+    assert bench.state.world.ledger.origin is None
+
+
+def test_what_was_lent_is_free_again() -> None:
+    bench = at(2, "a", "b", plan=LEASED)
+    bench.lease("a", 100)
+    bench.slaves[0].come_back_without(V2)
+    status = bench.status()
+    leases = bench.state.world.ledger.leases
+    assert leases is not None
+    totals = {state.value: tokens for state, tokens in leases.totals().items()}
+    assert totals == {"free": 800, "leased": 0, "applied": 200, "excluded": 0}
+    assert status.tokens == 200
+    (fresh,) = bench.lease("b", 100)
+    assert fresh.lease_id >= bench.epoch << 32, "no number that was ever given out means another lease"
+
+
+def test_every_slave_is_waited_for() -> None:
+    bench = at(1, "a")
+    bench.slaves[1].die()
+    bench.slaves[0].come_back_without(V1)
+    assert bench.entries("ROLLBACK") == []
+    assert "lacks version 1:1" in bench.status().recovery
+    assert "waiting for slave s1" in bench.status().recovery
+    assert bench.status().waiting_for == bench.status().recovery
+    assert isinstance(bench.begin_push("a"), Busy)
+    bench.slaves[1].attach()
+    assert bench.status().published == Version(2, 0)
+
+
+def test_slave_that_finds_its_snapshot_again_ends_the_recovery_without_loss() -> None:
+    bench = at(1, "a")
+    lost, record = bench.slaves[0].snapshots[V1], bench.slaves[0].records[V1]
+    bench.slaves[1].die()
+    bench.slaves[0].come_back_without(V1)
+    bench.slaves[0].die()
+    bench.slaves[0].snapshots[V1], bench.slaves[0].records[V1] = lost, record
+    bench.slaves[0].attach()
+    bench.slaves[1].attach()
+    status = bench.status()
+    assert (status.published, status.tokens, status.recovery) == (V1, 100, "")
+    assert bench.entries("ROLLBACK") == []
+    bench.push("a")
+    assert bench.status().published == V2
+
+
+@pytest.mark.parametrize("renamed", [0, 1, 2])
+def test_master_that_dies_in_a_rollback_drives_it_forward(renamed: int) -> None:
+    """renamed: slaves that carried the rollback out before the master died."""
+    bench = at(2, "a")
+    for slave in bench.slaves[renamed:]:
+        slave.hold.add(Configure)
+    bench.slaves[0].come_back_without(V2)
+    assert len(bench.entries("ROLLBACK")) == 1
+    for slave in bench.slaves:
+        slave.hold.clear()
+    bench.restart()
+    status = bench.status()
+    assert (status.published, status.tokens) == (Version(2, 1), 100)
+    assert len(bench.entries("ROLLBACK")) == 1
+    assert all(slave.snapshots[Version(2, 1)].committed for slave in bench.slaves)
+
+
+def test_rollback_that_is_not_durable_never_happened() -> None:
+    bench = at(2, "a")
+    bench.hold_journal = True
+    bench.slaves[0].come_back_without(V2)
+    assert bench.journal[-1].kind == "ROLLBACK"
+    assert all(configure.origin is None for configure in configures(bench, 0)), "nobody heard of it"
+    bench.hold_journal = False
+    bench.restart()
+    assert bench.status().published == Version(2, 1)
+    assert bench.entries("ROLLBACK")[-1]["epoch"] == 2
+
+
+def test_commit_that_a_slave_lost_before_it_flipped_is_given_up() -> None:
+    bench = at(1, "a", "b")
+    bench.slaves[0].hold.add(Commit)
+    push = bench.push("a")
+    bench.push("b")
+    token = bench.await_verdict("a", push)
+    assert bench.status().phase == "COMMIT"
+    bench.slaves[0].hold.clear()
+    bench.slaves[0].come_back_without(V2)
+    answer = bench.result(token).answer
+    assert (answer.kind, answer.version) == (VerdictKind.ROLLED_BACK, Version(2, 1))
+    assert (bench.status().published, bench.status().phase) == (Version(2, 1), "IDLE")
+    assert bench.status().recent_rounds[-1].outcome == "given up"
+
+
+def test_undecided_pushes_are_aborted_with_the_reason() -> None:
+    bench = at(1, "a", "b", plan=LEASED)
+    bench.begin_push("a", 100, bench.lease("a", 100))
+    push = bench.clusters["a"].push_id
+    bench.slaves[0].come_back_without(V1)
+    verdict = bench.verdict("a", push)
+    assert verdict.kind is VerdictKind.ABORTED
+    assert "goes back to version 1:0" in verdict.reason
+
+
+def test_every_rollback_has_a_timeline_of_its_own() -> None:
+    bench = at(2, "a")
+    bench.slaves[0].come_back_without(V2)
+    bench.pull("a")
+    bench.push("a")
+    assert bench.status().published == Version(2, 2)
+    bench.slaves[1].come_back_without(Version(2, 2))
+    assert bench.status().published == Version(3, 1)
+    bench.restart()
+    bench.join("a")
+    bench.pull("a")
+    bench.push("a")
+    assert bench.status().published == Version(3, 2)
+    bench.slaves[0].come_back_without(Version(3, 2), Version(3, 1))
+    assert bench.status().published == Version(4, 1), "from 2:1, whose snapshot is still everywhere"
+
+
+def test_version_that_was_given_up_is_never_taken_again() -> None:
+    bench = at(2, "a")
+    lost, record = bench.slaves[0].snapshots[V2], bench.slaves[0].records[V2]
+    bench.slaves[0].come_back_without(V2)
+    bench.slaves[0].snapshots[V2], bench.slaves[0].records[V2] = lost, record
+    bench.slaves[1].come_back_without(Version(2, 1))
+    assert bench.entries("ROLLBACK")[-1]["origin"] == [1, 1]
+
+
+@pytest.mark.parametrize("code", [RefusalCode.DISK, RefusalCode.VERSION_GONE, RefusalCode.DIGEST])
+def test_snapshot_that_cannot_be_loaded_is_lost(code: RefusalCode) -> None:
+    bench = at(1, "a")
+    slave = bench.slaves[0]
+    slave.die()
+    slave.hold.add(Configure)
+    slave.attach()
+    slave.hold.clear()
+    slave.say_refused(code, 0.0)
+    assert bench.status().published == Version(2, 0)
+
+
+def test_disk_that_fails_for_a_while_loses_nothing() -> None:
+    bench = at(1, "a")
+    slave = bench.slaves[0]
+    slave.die()
+    slave.hold.add(Configure)
+    slave.attach()
+    slave.say_refused(RefusalCode.DISK, 1.0)
+    assert bench.status().recovery == ""
+    slave.release(Configure)
+    assert bench.status().published == V1
+
+
+def test_what_was_loaded_must_be_what_was_committed() -> None:
+    bench = at(1, "a")
+    slave = bench.slaves[0]
+    slave.die()
+    slave.hold.add(Configure)
+    slave.attach()
+    slave.hold.clear()
+    slave.say(Ready(V1, b"other"))
+    assert bench.status().published == Version(2, 0)
+    assert "another digest" in str(bench.recorded("recovery")[-3:])
+
+
+def test_run_that_had_reached_its_tokens_goes_on_when_they_are_lost() -> None:
+    bench = Bench(settings=Settings(tk_max_tokens=200)).running("a")
+    bench.push("a")
+    bench.pull("a")
+    bench.push("a")
+    assert bench.status().stopping
+    bench.slaves[0].come_back_without(V2)
+    assert not bench.status().stopping
+    bench.pull("a")
+    bench.push("a")
+    assert bench.status().stopping
+
+
+def test_cluster_that_joined_since_stays_and_one_that_is_gone_is_remembered() -> None:
+    bench = at(1, "a")
+    bench.join("c")
+    bench.pull("c")
+    bench.push("a")
+    bench.push("c")
+    bench.advance(2.0)
+    bench.slaves[0].come_back_without(V2)
+    entry = bench.state.world.ledger.clusters["c"]
+    assert (entry.tokens_applied, entry.pushes_applied, entry.member) == (0, 0, True)
+    assert entry.fence == 2
+    bench.pull("c")
+    bench.pull("a")
+    bench.push("c")
+    bench.push("a")
+    assert bench.status().published == Version(2, 2)
+
+
+def test_ledger_after_a_rollback_survives_its_own_text() -> None:
+    bench = at(2, "a", plan=LEASED)
+    bench.slaves[0].come_back_without(V2)
+    ledger = bench.state.world.ledger
+    again = Ledger.from_json(ledger.to_json())
+    assert again.to_json() == ledger.to_json()
+    assert again.origin == ledger.origin
+    assert again.is_given_up(V2)
+    assert not again.is_given_up(V1)
+
+
+def test_pushes_wait_while_slaves_go_back() -> None:
+    bench = at(1, "a")
+    bench.slaves[1].hold.add(Configure)
+    bench.slaves[0].come_back_without(V1)
+    assert "go back to version 1:0" in bench.status().recovery
+    assert isinstance(bench.begin_push("a", base=Version(2, 0), fence=3), Busy)
+    with pytest.raises(AssertionError):
+        bench.pull("a")
+    bench.slaves[1].release(Configure)
+    bench.pull("a")
+    assert isinstance(bench.begin_push("a"), Ticket)
+
+
+def test_verdict_waits_for_the_journal() -> None:
+    bench = at(1, "a")
+    bench.slaves[0].hold.add(Commit)
+    push = bench.push("a")
+    token = bench.await_verdict("a", push)
+    bench.slaves[0].hold.clear()
+    bench.hold_journal = True
+    bench.slaves[0].come_back_without(V2)
+    with pytest.raises(Unanswered):
+        bench.result(token)
+    bench.write_journal(bench.journal[-1])
+    assert bench.result(token).answer.kind is VerdictKind.ROLLED_BACK
+
+
+def test_slave_that_says_no_to_a_commit_tells_anew_what_its_disk_holds() -> None:
+    bench = at(1, "a")
+    slave = bench.slaves[0]
+    slave.hold.add(Commit)
+    bench.push("a")
+    slave.refuse_commit(Refusal(RefusalCode.VERSION_GONE, "no shadow in memory"))
+    assert bench.status().published == V2
+    assert slave.snapshots[V2].committed
