@@ -15,7 +15,8 @@ import grpc
 
 from dips.core import messages
 from dips.core.codec_protobuf import from_message, to_message
-from dips.core.errors import Refused
+from dips.core.errors import Refused, RetryLater
+from dips.core.failpoints import failpoint
 from dips.core.grpc_refusal import channel_options, refused_from
 from dips.core.messages import ClusterReply, ClusterRequest
 from dips.core.net import format_address, parse_address, require_loopback
@@ -62,9 +63,14 @@ class MasterStubs:
         """Ask and wait. Raises Refused, or RetryLater when nobody answered in time."""
         method, kind = _METHODS[type(request)]
         try:
+            failpoint(f"worker.rpc.before_{method}")
             answer = getattr(self._stub, method)(to_message(request), timeout=deadline_s)
+            if failpoint(f"worker.rpc.after_{method}"):
+                raise RetryLater(f"a failpoint loses the answer to {method}")
         except grpc.RpcError as error:
             raise refused_from(error) from error
+        except OSError as error:
+            raise RetryLater(f"{method} failed: {error.strerror or error}") from error
         reply: ClusterReply = from_message(answer, kind)
         return reply
 

@@ -7,10 +7,11 @@ stand here they only say what this cluster expects, and a difference is refused 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from dips.core.assumptions import violations
 from dips.core.config import Knobs
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
@@ -48,6 +49,15 @@ class ClientConfig(Knobs):
     data_stall_s: PositiveSeconds = Field(
         30.0, description="A transfer without any progress for so long is given up and asked for anew."
     )
+    checkpoint_dir: Path | None = Field(
+        None, description="Directory for this cluster's checkpoints, its own alone; empty: none are made."
+    )
+    checkpoint_every_s: Seconds = Field(
+        60.0, ge=0, description="Time between two checkpoints; 0: as fast as they can be written."
+    )
+    checkpoints_kept: int = Field(2, ge=1, description="Checkpoints that stay; a damaged one falls back to the next.")
+    resume: bool = Field(False, description="Go on from the newest checkpoint, if there is one.")
+    resume_required: bool = Field(False, description="Go on from the newest checkpoint, and fail if there is none.")
     sync_every: int | None = Field(
         None, ge=1, description="Inner steps between two pushes that this cluster expects; empty: the master's word."
     )
@@ -59,6 +69,13 @@ class ClientConfig(Knobs):
     )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
     json_logs: bool = Field(False, description="Write the log as JSON lines.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        wrong = violations("worker", dict(self))
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
 
 
 def check(config: ClientConfig) -> ClientConfig:
@@ -72,4 +89,6 @@ def check(config: ClientConfig) -> ClientConfig:
     check_name(config.cluster_id, "cluster_id")
     if config.run_id:
         check_name(config.run_id, "run_id")
+    if (config.resume or config.resume_required) and config.checkpoint_dir is None:
+        raise ConfigError("resuming needs checkpoints: give --checkpoint-dir DIR, or leave out --resume")
     return config

@@ -15,10 +15,12 @@ from types import TracebackType
 
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, LocalProtocolError
+from dips.core.failpoints import failpoint
 from dips.core.ids import ClusterId, Incarnation, Version
 from dips.core.layout import Layout
 from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, Settings, Verdict
 from dips.core.telemetry import ChangeLogger, Tape
+from dips.worker.checkpointing import Checkpointing, InnerState
 from dips.worker.client import MasterClient
 from dips.worker.config import ClientConfig, check
 from dips.worker.heartbeat import Facts, Heartbeat
@@ -27,10 +29,12 @@ from dips.worker.parameters import ParameterStore
 from dips.worker.state.effects import (
     Call,
     CancelTransfer,
+    CopyBase,
     Effect,
     Finished,
     Install,
     Log,
+    PersistPush,
     Record,
     Snapshot,
     StartPull,
@@ -59,12 +63,14 @@ class Driver:
         layout: Layout,
         data_plan: DataPlan,
         *,
+        inner: InnerState | None = None,
         clock: Clock | None = None,
         tape: Tape | None = None,
     ) -> None:
         """Opens no connection yet. Raises ConfigError for settings that cannot work.
 
-        layout: parameters.layout(). tape: where records go; None: config.tape, closed by close().
+        layout: parameters.layout(). inner: what checkpoints hold besides parameters and session. tape: where records
+        go; None: config.tape, closed by close().
         """
         self.config = check(config)
         self._parameters = parameters
@@ -76,6 +82,12 @@ class Driver:
         self.tape = tape or Tape(config.tape, "worker", config.cluster_id, self._clock)
         self._vectors = Vectors(layout.n_elems)
         self._transfers = Transfers(config, layout, self._vectors, self._events.put, self._clock)
+        self._checkpoints: Checkpointing | None = None
+        if config.checkpoint_dir is not None:
+            self._checkpoints = Checkpointing(
+                config.checkpoint_dir, config, parameters, self._vectors, inner, self._events.put, self.tape,
+                self._clock,
+            )  # fmt: skip
         self._client = MasterClient(config.master, self._events.put)
         self._heartbeat = Heartbeat(config.master, self._events.put, self._clock)
         self._pace = Pace()
@@ -83,15 +95,19 @@ class Driver:
         self._raised = False
         self._closed = False
         self.steps = 0
+        self.resumed = False
+        """Whether start() went on from a checkpoint."""
 
     # ---- the training loop's calls ----
 
     def start(self) -> None:
-        """Join, seed or pull the first version; returns when the cluster may train, or when `done`.
+        """Resume if asked to; join, seed or pull the first version; returns when the cluster may train, or when `done`.
 
         Raises Refused or ConfigError when this cluster cannot take part (each says what to do), RetryLater when no
         master could be reached within connect_wait_s.
         """
+        if self._checkpoints is not None and (self.config.resume or self.config.resume_required):
+            self.resumed = self._checkpoints.resume(self._session)
         self._handle(Started())
         self._settle()
         self._pace.resume(self._clock.monotonic_s())
@@ -120,15 +136,32 @@ class Driver:
         if self._session.config.data_plan.mode is not DataMode.LEASED:
             raise LocalProtocolError("lease() is for leased data; with its own data a cluster only counts tokens")
         began_s = self._clock.monotonic_s()
-        if not self.done:
-            self._handle(LeaseWanted(tokens))
         ranges = self._session.take_leased()
+        if not ranges and not self.done:
+            self._handle(LeaseWanted(tokens))
+            ranges = self._session.take_leased()
         while not ranges and not self.done:
             self._wait("data")
             ranges = self._session.take_leased()
         self._pace.pause(self._clock.monotonic_s() - began_s)
         self._raise_if_failed()
         return ranges
+
+    def take_unused(self) -> list[DataRange]:
+        """After start(): what an earlier life was lent and has not trained on, if the master lets this one keep it.
+
+        lease() hands the same out when nobody takes it here.
+        """
+        return self._session.take_leased()
+
+    def checkpoint_if_due(self) -> None:
+        """Take a checkpoint if it is time for one. To be called between two steps, when whatever the loop keeps for
+        itself (`inner`) stands at the same place as the parameters. Does nothing without a checkpoint directory.
+        """
+        if self._checkpoints is not None and not self.done:
+            began_s = self._clock.monotonic_s()
+            self._checkpoints.take_if_due(self._session, self.cause)
+            self._pace.pause(self._clock.monotonic_s() - began_s)
 
     def request_stop(self, reason: str = "asked to stop") -> None:
         """Leave at the next step() or lease(). May be called from a signal handler or another thread."""
@@ -145,6 +178,8 @@ class Driver:
             self._heartbeat.close()
             self._transfers.close()
             self._client.close()
+            if self._checkpoints is not None:
+                self._checkpoints.close()
             if self._owns_tape:
                 self.tape.close()
 
@@ -191,6 +226,16 @@ class Driver:
     def progress(self) -> int:
         """tokens_global and this cluster's own that are not applied yet; what a schedule should go by."""
         return self.tokens_global + self._session.core.work.tokens
+
+    @property
+    def held_ranges(self) -> tuple[DataRange, ...]:
+        """Lent to this cluster, and not trained on yet."""
+        return self._session.held
+
+    @property
+    def times_forgotten(self) -> int:
+        """Goes up whenever the master took held ranges back: then only held_ranges may be trained on."""
+        return self._session.core.work.times_forgotten
 
     @property
     def local_steps(self) -> int:
@@ -284,6 +329,11 @@ class Driver:
                 self._vectors.snapshot(self._parameters)
             case Install():
                 self._install(effect)
+            case CopyBase():
+                self._vectors.copy_base()
+            case PersistPush():
+                assert self._checkpoints is not None, "asked for only with a directory"
+                self._checkpoints.record_push(effect.record)
             case StartPush():
                 self._transfers.push(effect, self.run_id, self.settings)
             case StartPull():
@@ -298,9 +348,11 @@ class Driver:
                 self._finished = effect
 
     def _install(self, effect: Install) -> None:
+        failpoint("worker.install.before_swap")
         self._vectors.install(self._parameters, effect.mode)
         if effect.reset_inner:
             self._parameters.reset_inner_optimizer()
+        failpoint("worker.install.after_swap")
 
     def _tell_heartbeat(self) -> None:
         core = self._session.core
@@ -340,6 +392,7 @@ def _session_config(config: ClientConfig, layout: Layout, data_plan: DataPlan) -
         call_deadline_s=config.call_deadline_s,
         retry_max_s=config.retry_max_s,
         leave_wait_s=config.leave_wait_s,
+        durable_pushes=config.checkpoint_dir is not None,
         expect_sync_every=config.sync_every,
         expect_outer_lr=config.outer_lr,
         expect_outer_momentum=config.outer_momentum,

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from dips.core.clock import Clock
 from dips.core.codec_protobuf import from_message, to_message
 from dips.core.errors import Refused
+from dips.core.failpoints import failpoint
 from dips.core.grpc_refusal import refused_from
 from dips.core.ids import Incarnation
 from dips.core.messages import HeartbeatReply, HeartbeatRequest
@@ -96,9 +97,13 @@ class Heartbeat:
                 answered = True
                 self._last_reply_s = self._clock.monotonic_s()
                 self._log.report("master", "")
+                if failpoint("worker.rpc.after_Heartbeat"):
+                    continue  # a failpoint loses the answer
                 self._take(from_message(answer, HeartbeatReply))
         except grpc.RpcError as error:
             self._failed(error)
+        except OSError as error:
+            self._log.report("master", f"a heartbeat failed: {error}", logging.WARNING)
         except Refused as refused:  # the answer cannot be read
             self._log.report("master", f"a heartbeat's answer is broken: {refused}", logging.WARNING)
         finally:
@@ -111,6 +116,7 @@ class Heartbeat:
             facts = self._facts
             assert facts is not None, "the thread starts with the first facts"
             self._unanswered.append(facts.request.caller.incarnation)
+            failpoint("worker.rpc.before_Heartbeat")
             yield to_message(facts.request)
             silent_s = self._clock.monotonic_s() - self._last_reply_s
             if silent_s > facts.heartbeat_s * facts.evict_after_beats:

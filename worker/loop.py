@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,11 +25,13 @@ from torch.utils.hooks import RemovableHandle
 
 from dips.core.config import load
 from dips.core.errors import ConfigError
+from dips.core.failpoints import install
 from dips.core.ids import Version
 from dips.core.messages import DataMode, DataPlan, Verdict
 from dips.worker.config import SECTION, ClientConfig, check
 from dips.worker.driver import Driver
 from dips.worker.torch_parameters import TorchParameters
+from dips.worker.torch_state import HasState, TorchState
 
 _logger = logging.getLogger("dips")
 
@@ -43,6 +46,10 @@ class DiLoCo:
     many steps, with or without a master. sync_every, outer_lr, outer_momentum: what the user expects of the run;
     the values live on the master, and another one there is refused at the start. master, cluster_id, run_id: else
     DIPS_MASTER, DIPS_CLUSTER, DIPS_RUN. tape: a file for this cluster's event record.
+
+    checkpoint_dir: a folder for this cluster's checkpoints (docs/checkpoints.md), one every checkpoint_every_s seconds.
+    resume: go on from the newest of them, if there is one; `steps` counts on. state: what else must be kept, such as a
+    scheduler or a data loader's place: an object with state_dict() and load_state_dict(), or several under names.
 
     Raises ConfigError for settings that cannot work; entering raises Refused when the run does not take this cluster
     (another model, say) and RetryLater when no master answers.
@@ -63,6 +70,11 @@ class DiLoCo:
         run_id: str | None = None,
         wire_dtype: str = "float32",
         tape: Path | str | None = None,
+        checkpoint_dir: Path | str | None = None,
+        checkpoint_every_s: float | None = None,
+        checkpoints_kept: int | None = None,
+        resume: bool | None = None,
+        state: HasState | Mapping[str, HasState] | None = None,
     ) -> None:
         _check_arguments(tokens_per_step, steps, wire_dtype)
         self._model = model
@@ -75,6 +87,8 @@ class DiLoCo:
         self._config: ClientConfig | None = None
         self.steps = 0
         self._own_tokens = 0
+        self._state = state
+        self._asks_done = False
         master = master or os.environ.get("DIPS_MASTER") or None
         if master is not None:
             self._config = check(
@@ -89,6 +103,10 @@ class DiLoCo:
                         "outer_lr": outer_lr,
                         "outer_momentum": outer_momentum,
                         "tape": None if tape is None else Path(tape),
+                        "checkpoint_dir": None if checkpoint_dir is None else Path(checkpoint_dir),
+                        "checkpoint_every_s": checkpoint_every_s,
+                        "checkpoints_kept": checkpoints_kept,
+                        "resume": resume,
                     },
                 ).value
             )
@@ -97,9 +115,11 @@ class DiLoCo:
         if self._config is None:
             _logger.info("DIPS_MASTER is not set: training alone, nothing is shared")
         else:
+            install("worker")
             parameters = TorchParameters(self._model, self._optimizer)
+            inner = TorchState(self._model, self._optimizer, {"steps": _Steps(self), **_named(self._state)})
             plan = DataPlan(DataMode.OWN)
-            self._driver = Driver(self._config, parameters, parameters.layout(), plan)
+            self._driver = Driver(self._config, parameters, parameters.layout(), plan, inner=inner)
             self._driver.__enter__()
         self._hook = self._optimizer.register_step_post_hook(self._after_step)
         return self
@@ -124,7 +144,13 @@ class DiLoCo:
 
     @property
     def done(self) -> bool:
-        """Whether the loop should end: the run has (the model is then its last version), or `steps` are made."""
+        """Whether the loop should end: the run has (the model is then its last version), or `steps` are made.
+
+        Between two steps is also where a checkpoint is taken: asking is what says that one is over.
+        """
+        self._asks_done = True
+        if self._driver is not None:
+            self._driver.checkpoint_if_due()
         ended = self._driver is not None and self._driver.done
         return ended or (self._steps_wanted is not None and self.steps >= self._steps_wanted)
 
@@ -159,6 +185,32 @@ class DiLoCo:
         self._own_tokens += tokens
         if self._driver is not None:
             self._driver.step(tokens, loss=loss)
+            if not self._asks_done:
+                self._driver.checkpoint_if_due()  # a loop that never asks whether it is done
+
+
+class _Steps:
+    """The counters of a DiLoCo, as a part of its checkpoint."""
+
+    def __init__(self, loop: DiLoCo) -> None:
+        self._loop = loop
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self._loop.steps, "tokens": self._loop._own_tokens}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        self._loop.steps, self._loop._own_tokens = state_dict["steps"], state_dict["tokens"]
+
+
+def _named(state: HasState | Mapping[str, HasState] | None) -> dict[str, HasState]:
+    """The user's own things under names. Raises ConfigError for one without the two methods."""
+    parts = {} if state is None else dict(state) if isinstance(state, Mapping) else {"state": state}
+    for name, part in parts.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise ConfigError(
+                f"state {name!r} is a {type(part).__name__}: give an object with state_dict() and load_state_dict()"
+            )
+    return {f"user.{name}": part for name, part in parts.items()}
 
 
 def _check_arguments(tokens_per_step: int, steps: int | None, wire_dtype: str) -> None:

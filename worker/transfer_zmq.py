@@ -22,6 +22,8 @@ from dips.core.chunks import Chunk, checksum
 from dips.core.clock import Clock
 from dips.core.data_header import MAX_HEADER_BYTES, Codec, DataHeader, DataOp
 from dips.core.errors import DipsError, Refused
+from dips.core.failpoint_spec import Action, Kind
+from dips.core.failpoints import copies, failpoint
 from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.messages import PlacementSpec, PullGrant, Ticket
@@ -145,10 +147,13 @@ class _Carrier(ABC):
                     case Reconnect(slave):
                         links.reconnect(slave)
                     case Ask() as ask:
-                        links.send(ask.slave, *self.message(ask))
+                        self.send(ask)
             pause_s = transfer.next_deadline_s() - self._clock.monotonic_s()
             for slave, frames in links.receive(min(max(pause_s, 0.0), LONGEST_POLL_S)):
                 self._hear(slave, frames)
+
+    def send(self, ask: Ask) -> None:
+        self._links.send(ask.slave, *self.message(ask))
 
     @abstractmethod
     def message(self, ask: Ask) -> tuple[DataHeader, memoryview | None]:
@@ -187,6 +192,12 @@ class _PushCarrier(_Carrier):
         self._push = push
         self._attempt = attempt
         self._checksums: dict[Chunk, int] = {}
+
+    def send(self, ask: Ask) -> None:
+        header, payload = self.message(ask)
+        action = failpoint("worker.push.before_chunk") if payload is not None else None
+        for _ in range(copies(action)):
+            self._links.send(ask.slave, header, _spoilt(payload, action))
 
     def message(self, ask: Ask) -> tuple[DataHeader, memoryview | None]:
         common, chunk = self._common, ask.chunk
@@ -239,6 +250,10 @@ class _PullCarrier(_Carrier):
         chunk = self._pull_transfer.wants(slave, header.request)
         if header.op is not DataOp.CHUNK or chunk is None:
             return
+        action = failpoint("worker.pull.before_chunk")
+        if copies(action) == 0:
+            return
+        payload = _spoilt(payload, action)
         wrong = self._what_is_wrong(header, payload, chunk)
         if wrong:
             self._pull_transfer.damaged(slave, header.request, f"slave {slave}: {wrong}", now_s)
@@ -254,6 +269,15 @@ class _PullCarrier(_Carrier):
         if payload is None or payload.nbytes != chunk.length_bytes:
             return f"the payload of {chunk} has another length"
         return "" if checksum(payload) == header.checksum else f"the checksum of {chunk} is wrong"
+
+
+def _spoilt(payload: memoryview | None, action: Action | None) -> memoryview | None:
+    """The payload, with one bit flipped when a failpoint says corrupt."""
+    if payload is None or action is None or action.kind is not Kind.CORRUPT:
+        return payload
+    damaged = bytearray(payload)
+    damaged[len(damaged) // 2] ^= 1
+    return memoryview(damaged)
 
 
 def as_bytes(flat: NDArray[np.float32]) -> memoryview:
@@ -279,6 +303,7 @@ def carry_push(
         links.close()
     if not transfer.done:
         return transfer, ()
+    failpoint("worker.push.after_last_chunk")
     every = {chunk: carrier.checksum_of(chunk) for chunks in shares.values() for chunk in chunks}
     return transfer, transfer.digests(every)
 
@@ -295,6 +320,7 @@ def carry_pull(
         _PullCarrier(common, links, as_bytes(flat), transfer, clock, grant.version).carry(cancelled)
     finally:
         links.close()
+    failpoint("worker.pull.after_last_chunk")
     return transfer
 
 
@@ -338,7 +364,7 @@ class DataThread:
     ) -> None:
         try:
             job(self._context, cancelled)
-        except DipsError as error:
+        except (DipsError, OSError) as error:
             failed(str(error))
         except Exception as error:
             _logger.exception("a transfer broke")

@@ -29,6 +29,16 @@ class Vectors:
         """theta_at_push = theta_now."""
         parameters.snapshot(self.push)
 
+    def copy_base(self) -> None:
+        """theta_at_push = theta_base, to the bit."""
+        np.copyto(self.push, self.base)
+
+    def restore(self, base: F32, push: F32 | None) -> None:
+        """What a checkpoint held; push None: nothing needs theta_at_push."""
+        np.copyto(self.base, base)
+        if push is not None:
+            np.copyto(self.push, push)
+
     def install(self, parameters: ParameterStore, mode: InstallMode) -> None:
         """Make the pulled theta live (REPLACE: to the bit) and remember it as theta_base."""
         if mode is InstallMode.REPLACE:

@@ -6,57 +6,25 @@ is among them, and an exported version has the very loss that was reported for i
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.processes import START_S, MasterProcess
+from support.trainer_run import TRAIN, Processes, records
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import parse_version
-from dips.core.telemetry import read_tape
-from dips.launch.options import command_line
 from dips.worker.config import ClientConfig
 from dips.worker.reader import fetch_version
 from dips.worker.trainer import evaluate as evaluation
-from dips.worker.trainer.config import TrainConfig
 from dips.worker.trainer.evaluate import evaluate_file, evaluate_live, follow
 from dips.worker.trainer.export import export_model
 from dips.worker.trainer.run_watch import RunWatch
 
 TOKENS = 40_000
-TRAIN = TrainConfig(max_bytes=1_500_000, heldout_max_bytes=8192, warmup_tokens=4000, log_every_steps=4)
-
-
-class Processes:
-    """Children of one test, with their logs; killed when it ends."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, name: str, arguments: Sequence[str]) -> None:
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
-        with (self._folder / f"{name}.log").open("ab") as log:
-            command = [sys.executable, "-m", "dips.launch", *arguments]
-            self._running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-
-    def exit_code(self, name: str) -> int:
-        return self._running[name].wait(START_S)
-
-    def log(self, name: str) -> str:
-        return (self._folder / f"{name}.log").read_text()
-
-    def kill_all(self) -> None:
-        for process in self._running.values():
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture
@@ -83,18 +51,6 @@ def _keep_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def start_cluster(processes: Processes, address: str, name: str, folder: Path, **changes: Any) -> None:
-    train = TRAIN.model_copy(update=changes)
-    client = ["--master", address, "--cluster-id", name, "--tape", str(folder / f"{name}.tape")]
-    processes.start(name, ["train", *command_line(train), *client])
-
-
-def start_slaves(processes: Processes, address: str, folder: Path) -> None:
-    for slave in ("s0", "s1"):
-        own = ["--run-id", "demo", "--slave-id", slave, "--directory", str(folder / slave)]
-        processes.start(slave, ["slave", "--master", address, *own])
-
-
 def wait_for_cluster(address: str) -> None:
     end_s = time.monotonic() + START_S
     with RunWatch(address, "demo", 5.0) as watch:
@@ -103,14 +59,10 @@ def wait_for_cluster(address: str) -> None:
             time.sleep(0.05)
 
 
-def records(tape: Path, kind: str) -> list[dict[str, Any]]:
-    return [record for record in read_tape(tape) if record["kind"] == kind]
-
-
 def test_a_run_from_the_seed_to_an_exported_model(processes: Processes, address: str, tmp_path: Path) -> None:
-    start_slaves(processes, address, tmp_path)
+    processes.start_slaves(address, ("s0", "s1"))
     for cluster, gap in (("a", 0.0), ("b", 0.4)):
-        start_cluster(processes, address, cluster, tmp_path, emulate_gap=gap)
+        processes.start_cluster(address, cluster, TRAIN.model_copy(update={"emulate_gap": gap}))
     tape = tmp_path / "heldout.tape"
     # The evaluator is this process; it ends because the run does.
     client = ClientConfig(master=address, tape=tape, connect_wait_s=60.0)
@@ -124,7 +76,7 @@ def test_a_run_from_the_seed_to_an_exported_model(processes: Processes, address:
     assert heldout[-1]["loss"] < heldout[0]["loss"] - 1.0
     assert heldout[-1]["tokens"] >= TOKENS
     for cluster in ("a", "b"):
-        losses = [record["loss"] for record in records(tmp_path / f"{cluster}.tape", "step")]
+        losses = [record["loss"] for record in processes.records(cluster, "step")]
         assert losses[-1] < losses[0] - 1.0
 
     reported, last = heldout[-1]["loss"], parse_version(heldout[-1]["version"])
@@ -141,14 +93,12 @@ def test_a_run_from_the_seed_to_an_exported_model(processes: Processes, address:
     assert gone.value.code is RefusalCode.VERSION_GONE
 
 
-def test_a_cluster_with_another_text_is_refused_with_a_sentence(
-    processes: Processes, address: str, tmp_path: Path
-) -> None:
+def test_a_cluster_with_another_text_is_refused_with_a_sentence(processes: Processes, address: str) -> None:
     # The first cluster's text is the run's; a run of two cannot end before the second one comes.
-    start_slaves(processes, address, tmp_path)
-    start_cluster(processes, address, "a", tmp_path)
+    processes.start_slaves(address, ("s0", "s1"))
+    processes.start_cluster(address, "a")
     wait_for_cluster(address)
-    start_cluster(processes, address, "b", tmp_path, data_seed=1)
+    processes.start_cluster(address, "b", TRAIN.model_copy(update={"data_seed": 1}))
     assert processes.exit_code("b") == Refused.exit_code, processes.log("b")
     assert processes.log("b").strip().splitlines()[-1].startswith("dips: ")
     assert "Traceback" not in processes.log("b")

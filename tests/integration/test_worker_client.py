@@ -226,6 +226,7 @@ def test_refusals_on_the_data_port_are_waited_out(run: FakeRun) -> None:
 
 
 def test_training_goes_on_while_the_master_is_down(run: FakeRun) -> None:
+    run.settings = replace(run.settings, verdict_wait_s=60.0)
     model = NumpyModel(1)
     with driver(run, model) as client:
         run.down()
@@ -235,7 +236,7 @@ def test_training_goes_on_while_the_master_is_down(run: FakeRun) -> None:
             train(client, model, 1)
             longest_s = max(longest_s, time.monotonic() - began_s)
             time.sleep(0.01)
-        assert longest_s < 2.5, "never longer than one call's deadline"
+        assert longest_s < 50, "one call's deadline, and never as long as a verdict is waited for"
         assert client.version == Version(1, 0)
         run.up()
         while client.version == Version(1, 0):
@@ -247,7 +248,7 @@ def test_training_goes_on_while_the_master_is_down(run: FakeRun) -> None:
 def rejoined(client: Driver, model: NumpyModel) -> None:
     """Train until the cluster has become another incarnation."""
     before = client.incarnation
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 120
     while client.incarnation == before:
         assert time.monotonic() < end_s, "it did not join again"
         train(client, model, 1)
@@ -284,8 +285,8 @@ def test_heartbeats_flow_while_the_training_thread_is_busy(run: FakeRun) -> None
     with driver(run, model) as client:
         train(client, model, 5)
         before = len(run.beats)
-        time.sleep(0.5)  # the training thread is busy elsewhere
-        assert len(run.beats) - before >= 5
+        # The training thread is here, and not in the driver.
+        run.wait_for(lambda: len(run.beats) - before >= 5, within_s=90.0)
         train(client, model, 1)
         run.wait_for(lambda: any(beat.steps == 6 for beat in run.beats[-1:]))
         beat = run.beats[-1]
@@ -317,7 +318,7 @@ def test_the_measured_speed_is_of_computing_alone(run: FakeRun) -> None:
 
     def hook(method: str, request: object) -> None:
         if method == "AwaitVerdict":
-            time.sleep(0.4)
+            time.sleep(1.0)
 
     run.hook = hook
     with driver(run, model) as client:
@@ -325,8 +326,8 @@ def test_the_measured_speed_is_of_computing_alone(run: FakeRun) -> None:
         for _ in range(8):
             time.sleep(0.02)
             train(client, model, 1)
-        assert time.monotonic() - began_s > 8 * 0.02 + 0.6, "two verdicts were waited for"
-        assert client.steps_per_s > 25
+        assert time.monotonic() - began_s > 8 * 0.02 + 1.8, "two verdicts were waited for"
+        assert client.steps_per_s > 5, "with the waits it would be 4 at most"
 
 
 def test_the_masters_stop_ends_the_loop_with_the_last_version(run: FakeRun) -> None:
@@ -364,13 +365,13 @@ def test_an_exception_in_the_loop_is_the_reason_for_leaving(run: FakeRun) -> Non
 
 
 def test_close_without_a_master_is_quick(run: FakeRun) -> None:
-    client = driver(run, NumpyModel(1))
+    client = driver(run, NumpyModel(1), leave_wait_s=90.0)
     client.start()
     run.down()
     began_s = time.monotonic()
     client.close()
     client.close()
-    assert time.monotonic() - began_s < 4
+    assert time.monotonic() - began_s < 40, "the first call that fails is the last"
 
 
 # ---- refusals ----

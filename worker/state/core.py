@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from dips.core.ids import Version
 from dips.core.machine import Phase, Story
-from dips.core.messages import AwaitVerdictRequest, ClusterRequest, LeaveRequest
+from dips.core.messages import AwaitVerdictRequest, ClusterRequest, DataRange, LeaveRequest, ReturnDataRequest
 from dips.worker.state.effects import Call, Effect, Log, Record
 from dips.worker.state.lane import Lane
 from dips.worker.state.phases import SESSION_TABLE, SessionPhase
@@ -49,6 +49,9 @@ class Core:
         self.push_s = 0.0
         self.pull_s = 0.0
         self.note = ""
+        self.donate: Version | None = None
+        """The version that the master asks this cluster to give back."""
+        self.donate_after_s = -math.inf
         self._side_queue: deque[Callable[[], ClusterRequest]] = deque(maxlen=SIDE_LIMIT)
         self._last_id = 0
         self._out: list[Effect] = []
@@ -84,6 +87,12 @@ class Core:
     def aside(self, build: Callable[[], ClusterRequest]) -> None:
         """A small call that nothing waits for."""
         self._side_queue.append(build)
+
+    def aside_ranges(self, ranges: tuple[DataRange, ...]) -> None:
+        """Give ranges back to the master, FREE."""
+        if ranges:
+            cause = self.cause
+            self.aside(lambda: ReturnDataRequest(self.terms.caller(cause), ranges))
 
     def asides_done(self) -> bool:
         return self.side.idle and not self._side_queue

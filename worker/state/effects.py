@@ -1,5 +1,5 @@
-"""What the session asks of the driver. Install and Snapshot are done at once, on the training thread; the completion
-of a call or a transfer is an event.
+"""What the session asks of the driver. Install, Snapshot and CopyBase are done at once, on the training thread; the
+completion of a call, a transfer or a write is an event.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from enum import Enum
 from dips.core.errors import DipsError
 from dips.core.ids import PushId
 from dips.core.messages import ClusterRequest, PullGrant, Ticket
+from dips.worker.state.push_record import PushRecord
 
 
 class InstallMode(Enum):
@@ -33,6 +34,21 @@ class Call:
 @dataclass(frozen=True)
 class Snapshot:
     """Copy the live parameters to the push buffer: theta_at_push."""
+
+
+@dataclass(frozen=True)
+class CopyBase:
+    """Copy theta_base to the push buffer, to the bit: the slaves have lost that version."""
+
+
+@dataclass(frozen=True)
+class PersistPush:
+    """Make this record durable before the push's number is used; answer with PushRecorded or PushNotRecorded.
+
+    Only where SessionConfig.durable_pushes says so. Never given up: it is tried until PushRecorded can be told.
+    """
+
+    record: PushRecord
 
 
 @dataclass(frozen=True)
@@ -94,4 +110,16 @@ class Finished:
     error: DipsError | None = None
 
 
-Effect = Call | Snapshot | StartPush | StartPull | CancelTransfer | Install | Record | Log | Finished
+Effect = (
+    Call
+    | Snapshot
+    | CopyBase
+    | PersistPush
+    | StartPush
+    | StartPull
+    | CancelTransfer
+    | Install
+    | Record
+    | Log
+    | Finished
+)

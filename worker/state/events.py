@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from dips.core.errors import Refused
-from dips.core.ids import Incarnation
+from dips.core.ids import Incarnation, PushId
 from dips.core.messages import ClusterReply, DataRange, HeartbeatReply
 
 
@@ -42,6 +42,21 @@ class CallFailed:
 class CallRefused:
     call_id: int
     refused: Refused
+
+
+@dataclass(frozen=True)
+class PushRecorded:
+    """The record of this push is durable: its number may be used."""
+
+    push: PushId
+
+
+@dataclass(frozen=True)
+class PushNotRecorded:
+    """It could not be written yet; it is tried again without being asked."""
+
+    push: PushId
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -115,6 +130,8 @@ Event = (
     | CallDone
     | CallFailed
     | CallRefused
+    | PushRecorded
+    | PushNotRecorded
     | PushSent
     | PushFailed
     | Pulled

@@ -25,6 +25,7 @@ class SessionPhase(Enum):
 
 _P = SessionPhase
 _PRESENT = (_P.TRAINING, _P.BEGINNING_PUSH, _P.TRANSFERRING, _P.FINISHING_PUSH, _P.AWAITING, _P.PULLING)
+_DONATING = (_P.BEGINNING_PUSH, _P.FINISHING_PUSH, _P.AWAITING)
 # APPLIED, EXCLUDED and ROLLED_BACK ask for a pull; ABORTED for none; an ABORTED seed is pushed again.
 _DECIDED = [_P.PULLING, _P.TRAINING, _P.BEGINNING_PUSH]
 
@@ -34,6 +35,11 @@ SESSION_TABLE: TransitionTable[SessionPhase] = TransitionTable(
     {
         (_P.JOINING, "joined"): [_P.BEGINNING_PUSH, _P.AWAITING, _P.PULLING, _P.TRAINING],
         (_P.TRAINING, "push due"): [_P.BEGINNING_PUSH],
+        (_P.TRAINING, "donate"): [_P.BEGINNING_PUSH],
+        (_P.AWAITING, "donate"): [_P.BEGINNING_PUSH],
+        (_P.PULLING, "donate"): [_P.BEGINNING_PUSH],
+        # What was going on before: a donation that is not taken changes nothing.
+        **{(phase, "not donated"): [_P.TRAINING, _P.AWAITING, _P.PULLING] for phase in _DONATING},
         (_P.TRAINING, "run stops"): [_P.PULLING],
         (_P.BEGINNING_PUSH, "ticket"): [_P.TRANSFERRING],
         (_P.BEGINNING_PUSH, "stale"): [_P.PULLING],

@@ -96,6 +96,9 @@ class Pulling:
         assert plan is not None, "only the open pull ends"
         assert plan.grant is not None, "a transfer begins with a grant"
         grant, self._corrupt = plan.grant, 0
+        if core.base is not None and core.base.timeline != grant.version.timeline:
+            core.aside_ranges(core.work.drop())  # nothing is kept across a rollback, whatever the pull was for
+            plan.mode = InstallMode.REPLACE
         mode = self._exact(plan.mode)
         core.emit(Install(mode, plan.reset_inner))
         core.base, core.base_fence = grant.version, grant.fence
@@ -104,6 +107,7 @@ class Pulling:
         core.record(
             "installed", version=str(grant.version), mode=mode.name, transfer_s=event.seconds, pull_s=core.pull_s,
             reset_inner=plan.reset_inner, tokens=grant.tokens, local_steps=core.terms.local_steps,
+            digest_of_slave=dict(grant.digest_of_slave),
         )  # fmt: skip
         self._release_pin()
         core.note, self.plan = "", None
@@ -113,6 +117,12 @@ class Pulling:
         if self.plan is not None and self.plan.transfer_id is not None:
             self._core.emit(CancelTransfer(self.plan.transfer_id))
             self.plan.transfer_id = None
+
+    def give_up(self) -> None:
+        """Forget the open pull, if there is one, and let go of what it pins."""
+        self.cancel()
+        self._release_pin()
+        self.plan = None
 
     def _exact(self, mode: InstallMode) -> InstallMode:
         """A rebase over no steps is the pulled version to the bit, so no arithmetic may touch it."""

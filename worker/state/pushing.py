@@ -19,9 +19,7 @@ from dips.core.messages import (
     BeginPushRequest,
     Busy,
     Caller,
-    DataRange,
     FinishPushRequest,
-    ReturnDataRequest,
     Stale,
     StaleKind,
     Ticket,
@@ -29,12 +27,16 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.worker.state.core import Core
-from dips.worker.state.effects import CancelTransfer, InstallMode, Snapshot, StartPush
-from dips.worker.state.events import PushFailed, PushSent
+from dips.worker.state.effects import CancelTransfer, CopyBase, InstallMode, PersistPush, Snapshot, StartPush
+from dips.worker.state.events import PushFailed, PushNotRecorded, PushRecorded, PushSent
 from dips.worker.state.phases import SessionPhase
 from dips.worker.state.pulling import Pulling, PullPlan, check_placement
+from dips.worker.state.push_record import PushRecord
 from dips.worker.state.refusals import Remedy
 from dips.worker.state.work import Work
+
+DONATE_AGAIN_S = 5.0
+"""How long after a donation that came to nothing the next one is tried, if it is asked for still."""
 
 AWAIT_S = 10.0
 """How long one AwaitVerdict is held by the master; then it is asked again."""
@@ -42,7 +44,10 @@ AWAIT_S = 10.0
 
 @dataclass
 class OpenPush:
-    """The undecided push. base None: it seeds the run."""
+    """The undecided push. base None: it seeds the run, or gives back the version that it `donates`.
+
+    recorded: its number may be used. in_place_of_pull: a pull was given up for it, which must be made after all.
+    """
 
     id: PushId
     base: Version | None
@@ -53,6 +58,13 @@ class OpenPush:
     transfer_id: int | None = None
     finish_after_s: float = 0.0
     failures: int = 0
+    donates: Version | None = None
+    recorded: bool = True
+    in_place_of_pull: bool = False
+
+    @property
+    def record(self) -> PushRecord:
+        return PushRecord(self.id, self.base, self.fence, self.work, self.donates)
 
 
 class Pushing:
@@ -61,8 +73,11 @@ class Pushing:
     def __init__(self, core: Core, pulling: Pulling) -> None:
         self._core = core
         self._pulling = pulling
-        self._seq = 0
+        self.seq = 0
+        """The newest number that was used."""
         self.open: OpenPush | None = None
+        self._aside: tuple[PushId, OpenPush | None] | None = None
+        """What was awaited, and the push that was open, when a donation came between."""
         self.awaited: PushId | None = None
         self.last_verdict: Verdict | None = None
 
@@ -71,20 +86,58 @@ class Pushing:
     def begin(self, input_name: str, *, seed: bool = False) -> None:
         """Freeze all pending work and push it; the seed carries none."""
         core = self._core
-        assert core.terms.incarnation is not None, "pushes only once joined"
-        self._seq += 1
         work = Work() if seed else core.work.freeze()
-        push_id = PushId(core.config.cluster_id, core.terms.incarnation, self._seq)
-        core.cause = str(push_id)
         base, fence = (None, 0) if seed else (core.base, core.base_fence)
-        self.open = OpenPush(push_id, base, fence, work, core.now_s)
+        push = self.open = OpenPush(self._next_id(), base, fence, work, core.now_s)
         core.steps_since_snapshot = core.steps_towards_push = 0
         core.emit(Snapshot())
         core.move(input_name, SessionPhase.BEGINNING_PUSH)
-        core.record("push_begun", push=str(push_id), base=str(base), tokens=work.tokens, steps=work.steps,
+        core.record("push_begun", push=str(push.id), base=str(base), tokens=work.tokens, steps=work.steps,
                     mean_loss=work.mean_loss)  # fmt: skip
         core.hold()
-        core.ask(self._begin_request)
+        self._use_number(push)
+
+    def donate(self, version: Version) -> None:
+        """Give the slaves back the version that they lost: a copy of theta_base, and no work of this cluster.
+
+        The caller has checked that it is the base. An open pull, of what is lost as well, is given up; a push that is
+        sealed in a round which cannot be completed is set aside, and its theta_at_push overwritten. Training goes on.
+        """
+        core = self._core
+        in_place_of_pull = self._pulling.plan is not None
+        self._pulling.give_up()
+        if self.awaited is not None:
+            self._aside, self.awaited = (self.awaited, self.open), None
+            core.work.lost = core.work.lost or self.open is not None
+        push = self.open = OpenPush(self._next_id(), None, 0, Work(), core.now_s, donates=version)
+        push.in_place_of_pull = in_place_of_pull
+        core.emit(CopyBase())
+        core.move("donate", SessionPhase.BEGINNING_PUSH)
+        core.record("donated", version=str(version), push=str(push.id))
+        core.log("donate", f"the run has lost version {version}: this cluster gives it back")
+        self._use_number(push)
+
+    def donation_is_over(self) -> None:
+        """After a new Join: donations end with their incarnation, and what was set aside is open again."""
+        if self.open is not None and self.open.donates is not None:
+            self.open = self._aside[1] if self._aside is not None else None
+        self._aside = None
+
+    def recorded(self, event: PushRecorded) -> None:
+        """The push's number is on disk."""
+        push, beginning = self.open, self._core.phase.now is SessionPhase.BEGINNING_PUSH
+        if push is not None and push.id == event.push and beginning and not push.recorded:
+            push.recorded = True
+            self._core.log("push record", "")
+            self._core.ask(self._begin_request)
+
+    def not_recorded(self, event: PushNotRecorded) -> None:
+        """Training goes on; the push waits for the disk."""
+        push, core = self.open, self._core
+        if push is not None and push.id == event.push:
+            core.train_on()
+            core.note = f"push {push.id} cannot be recorded: {event.sentence}"
+            core.log("push record", f"{core.note}; it is tried again", logging.WARNING)
 
     def begun(self, answer: Ticket | Stale | Busy | PushId | Verdict) -> None:
         """BeginPush is answered."""
@@ -105,9 +158,13 @@ class Pushing:
         """All slaves hold it: say what was sent."""
         core, push = self._core, self._must_be_open()
         core.push_s = core.now_s - push.began_s
-        core.record("push_sent", push=str(push.id), transfer_s=event.seconds, push_s=core.push_s)
         ticket = push.ticket
         assert ticket is not None, "a transfer begins with a ticket"
+        core.record(
+            "push_sent", push=str(push.id), attempt=ticket.attempt, base=str(push.base), fence=push.fence,
+            tokens=push.work.tokens, ranges=push.work.ranges, digest_of_slave=dict(event.digest_of_slave),
+            donates=str(push.donates), transfer_s=event.seconds, push_s=core.push_s,
+        )  # fmt: skip
         push.transfer_id = None
         core.move("sent", SessionPhase.FINISHING_PUSH)
         core.note = f"all of push {push.id} is sent"
@@ -156,9 +213,18 @@ class Pushing:
     def act(self, verdict: Verdict, input_name: str = "verdict") -> None:
         """Do what the table says. A verdict on a push that is not ours to act on says only what the fence says."""
         core = self._core
+        if self.open is not None and self.open.donates is not None:
+            self._donation_decided(verdict, input_name)
+            return
         self.tell(verdict)
         if self.open is None or verdict.push != self.open.id:
             self._foreign(verdict, input_name)
+            return
+        if core.work.lost:
+            # Steps on data that is somebody else's, or whose theta_at_push is gone: worth nothing.
+            if verdict.kind in (VerdictKind.APPLIED, VerdictKind.EXCLUDED):
+                self._close(core.work.decided)
+            self.drop(input_name, at_least=verdict.version, reset_inner=verdict.reset_inner_optimizer)
             return
         match verdict.kind:
             case VerdictKind.APPLIED:
@@ -183,19 +249,17 @@ class Pushing:
     def drop(self, input_name: str, *, at_least: Version | None = None, reset_inner: bool = False) -> None:
         """The steps are worth nothing: their ranges go back FREE, and a version replaces the parameters."""
         self._close(lambda: None)
-        self.give_back(self._core.work.drop())
+        self._core.aside_ranges(self._core.work.drop())
         self._pull(input_name, PullPlan(InstallMode.REPLACE, at_least, reset_inner, drops=True))
-
-    def give_back(self, ranges: tuple[DataRange, ...]) -> None:
-        if ranges:
-            cause = self._core.cause
-            self._core.aside(lambda: ReturnDataRequest(self._core.terms.caller(cause), ranges))
 
     def refused(self, refused: Refused, remedy: Remedy) -> None:
         """The push is refused in one of the ways that only a push can be."""
         core, push = self._core, self._must_be_open()
         core.log("push", f"push {push.id} is refused: {refused.sentence}", logging.WARNING)
         core.record("push_refused", push=str(push.id), code=refused.code.name, reason=refused.sentence)
+        if push.donates is not None and remedy is not Remedy.NEW_ATTEMPT:
+            self._not_donated(refused.sentence)
+            return
         match remedy:
             case Remedy.NEW_ATTEMPT:
                 if core.phase.now is not SessionPhase.BEGINNING_PUSH:
@@ -233,12 +297,66 @@ class Pushing:
         core = self._core
         if self.open is not None:
             raise RemoteProtocolError(f"the master told the verdict of {verdict.push}, not that of {self.open.id}")
-        if core.base is not None and verdict.kind is VerdictKind.ABORTED:
+        if core.base is not None and verdict.kind is VerdictKind.ABORTED and not core.work.lost:
             core.move(input_name, SessionPhase.TRAINING)
         else:
             self.drop(input_name, at_least=verdict.version)
 
     # ---- parts ----
+
+    def _next_id(self) -> PushId:
+        core = self._core
+        assert core.terms.incarnation is not None, "pushes only once joined"
+        self.seq += 1
+        push_id = PushId(core.config.cluster_id, core.terms.incarnation, self.seq)
+        core.cause = str(push_id)
+        return push_id
+
+    def _use_number(self, push: OpenPush) -> None:
+        """Begin at the master; where a checkpoint is kept, only once the number cannot be forgotten."""
+        core = self._core
+        if core.config.durable_pushes:
+            push.recorded = False
+            core.exchange.cancel()
+            core.note = f"writing down push {push.id}"
+            core.emit(PersistPush(push.record))
+        else:
+            core.ask(self._begin_request)
+
+    def _donation_decided(self, verdict: Verdict, input_name: str) -> None:
+        """Taken: the run goes on from there on a new timeline, where this cluster's steps count for nothing.
+
+        Ranges are not given back: the rollback freed all leases. Join never names a donation as the last push, so its
+        verdict is not remembered as one.
+        """
+        core, push = self._core, self._must_be_open()
+        if verdict.push != push.id:
+            raise RemoteProtocolError(f"the master told the verdict of {verdict.push}, not that of {push.id}")
+        core.record("verdict", push=str(push.id), verdict=verdict.kind.name, version=str(verdict.version),
+                    reason=verdict.reason)  # fmt: skip
+        self.awaited = None
+        if verdict.kind is VerdictKind.ABORTED:
+            self._not_donated(verdict.reason or "its push was aborted")
+            return
+        core.donate = None
+        core.work.drop()
+        self._close(lambda: None)
+        self._pull(input_name, PullPlan(InstallMode.REPLACE, verdict.version, drops=True))
+
+    def _not_donated(self, why: str) -> None:
+        """The donation came to nothing: on with what was going on before it."""
+        core, push, aside = self._core, self._must_be_open(), self._aside
+        core.record("not_donated", push=str(push.id), reason=why)
+        core.donate_after_s = core.now_s + DONATE_AGAIN_S
+        self._close(lambda: None)
+        if aside is not None:
+            self.open = aside[1]
+            core.move("not donated", SessionPhase.AWAITING, why)
+            self.await_push(aside[0])
+        elif push.in_place_of_pull:
+            self.drop("not donated")  # what that pull needed of theta_at_push is overwritten
+        else:
+            core.move("not donated", SessionPhase.TRAINING, why)
 
     def _ticket(self, ticket: Ticket) -> None:
         check_placement(ticket.placement, len(self._core.config.layout.blocks))
@@ -273,8 +391,11 @@ class Pushing:
 
     def _another(self, push_id: PushId) -> None:
         """A push must be decided first: ours, admitted by a call whose answer was lost, or one of an earlier life."""
-        core = self._core
-        if self.open is not None and push_id != self.open.id:
+        core, push = self._core, self.open
+        if push is not None and push.donates is not None and push_id != push.id:
+            self._not_donated(f"push {push_id} must be decided first")
+            return
+        if push is not None and push_id != push.id:
             self._close(core.work.thaw)
             core.steps_towards_push = core.terms.local_steps
         core.move("undecided", SessionPhase.AWAITING)
@@ -297,7 +418,7 @@ class Pushing:
         """The push is open no more; `settle` says what becomes of its work."""
         if self.open is not None:
             settle()
-        self.open = None
+        self.open = self._aside = None
 
     def _await_request(self) -> AwaitVerdictRequest:
         assert self.awaited is not None, "asked only while a verdict is awaited"
@@ -307,8 +428,9 @@ class Pushing:
         push = self._must_be_open()
         work = push.work
         return BeginPushRequest(
-            self._caller(), push.id.seq, push.base, push.fence, work.ranges, work.tokens, work.steps, work.mean_loss
-        )
+            self._caller(), push.id.seq, push.base, push.fence, work.ranges, work.tokens, work.steps, work.mean_loss,
+            push.donates,
+        )  # fmt: skip
 
     def _caller(self) -> Caller:
         return self._core.terms.caller(self._core.cause)

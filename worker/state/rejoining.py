@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dips.core.errors import ConfigError
 from dips.core.ids import PushId
-from dips.core.messages import JoinReply, Verdict, VerdictKind
+from dips.core.messages import DataMode, JoinReply, Verdict, VerdictKind
 from dips.worker.state.core import Core
 from dips.worker.state.effects import InstallMode
 from dips.worker.state.phases import SessionPhase
@@ -23,9 +24,13 @@ class Rejoining:
         core = self._core
         core.steps = 0
         core.note = ""
+        core.donate = None
+        self._pushing.donation_is_over()
+        self._keep(reply)
         core.record(
             "joined", incarnation=str(reply.incarnation), epoch=reply.epoch, seed=reply.seed, fence=reply.fence,
             last_push=_words(reply.last_push), published=str(reply.published), run_id=reply.run_id,
+            kept_tokens=sum(item.tokens for item in reply.kept_ranges),
         )  # fmt: skip
         core.log("join", f"joined run {reply.run_id} as incarnation {reply.incarnation}")
         match reply.last_push:
@@ -35,6 +40,8 @@ class Rejoining:
                 self._decided(reply, verdict)
             case None:
                 self._unknown(reply)
+        newest = reply.published or core.base
+        core.terms.leases_timeline = newest.timeline if newest else None
 
     def _undecided(self, push_id: PushId) -> None:
         """Wait, then act on that row."""
@@ -46,7 +53,12 @@ class Rejoining:
     def _decided(self, reply: JoinReply, verdict: Verdict) -> None:
         pushing = self._pushing
         ours = pushing.open is not None and verdict.push == pushing.open.id
-        if ours and verdict.kind is not VerdictKind.ABORTED:
+        if self._rolled_back(verdict) and not self._acted_on(verdict):
+            pushing.tell(verdict)
+            pushing.abandon()
+            self._keep(reply)
+            pushing.drop("joined", at_least=verdict.version)
+        elif ours and verdict.kind is not VerdictKind.ABORTED:
             pushing.act(verdict, "joined")
         elif ours:
             pushing.tell(verdict)
@@ -54,9 +66,6 @@ class Rejoining:
         elif self._acted_on(verdict):
             pushing.abandon()
             self._resume_or_settle(reply)
-        elif self._rolled_back(verdict):
-            pushing.tell(verdict)
-            pushing.drop("joined", at_least=verdict.version)
         else:
             self._unknown(reply)
 
@@ -69,7 +78,7 @@ class Rejoining:
 
     def _resume_or_settle(self, reply: JoinReply) -> None:
         """The verdict is known; its pull may be open still, and stands on the fence that the verdict raised."""
-        if self._pulling.plan is not None:
+        if self._pulling.plan is not None and not self._core.work.lost:
             self._core.move("joined", SessionPhase.PULLING)
             self._pulling.resume()
         else:
@@ -86,11 +95,13 @@ class Rejoining:
 
     def _settle(self, reply: JoinReply) -> None:
         core, pulling = self._core, self._pulling
+        self._keep(reply)  # once more: the open push may have become pending work
         if reply.seed:
+            self._must_be_new(reply)
             core.base, pulling.plan = None, None
-            self._pushing.give_back(core.work.drop())
+            core.aside_ranges(core.work.drop())
             self._pushing.begin("joined", seed=True)
-        elif not self._base_stands(reply):
+        elif not self._base_stands(reply) or core.work.lost:
             reset = pulling.plan is not None and pulling.plan.reset_inner
             self._pushing.drop("joined", reset_inner=reset)
         elif pulling.plan is not None:
@@ -98,6 +109,20 @@ class Rejoining:
             pulling.resume()
         else:
             core.move("joined", SessionPhase.TRAINING)
+
+    def _keep(self, reply: JoinReply) -> None:
+        if self._core.config.data_plan.mode is DataMode.LEASED:
+            self._core.work.keep(reply.kept_ranges)
+
+    def _must_be_new(self, reply: JoinReply) -> None:
+        """Raises ConfigError for a resumed process: the checkpoint stands on a version that the master denies."""
+        base = self._core.base
+        if self._core.terms.previous is not None and base is not None:
+            raise ConfigError(
+                f"this cluster's checkpoint was made on version {base}, but the master of run {reply.run_id} knows no "
+                "version: if the run's state is lost, recover it (`dips master --rebuild`); if this is a new run of "
+                "the same name, remove the checkpoint or give another --checkpoint-dir"
+            )
 
     def _base_stands(self, reply: JoinReply) -> bool:
         base, published = self._core.base, reply.published

@@ -53,6 +53,8 @@ from dips.worker.state.events import (
     Pulled,
     PullFailed,
     PushFailed,
+    PushNotRecorded,
+    PushRecorded,
     PushSent,
     Started,
     Stepped,
@@ -62,9 +64,12 @@ from dips.worker.state.events import (
 from dips.worker.state.lane import Lane
 from dips.worker.state.phases import SessionPhase
 from dips.worker.state.pulling import Pulling
+from dips.worker.state.push_record import PushRecord
 from dips.worker.state.pushing import Pushing
 from dips.worker.state.refusals import Remedy, remedy_for
 from dips.worker.state.rejoining import Rejoining
+from dips.worker.state.resuming import restore, save
+from dips.worker.state.saved import SavedSession
 from dips.worker.state.terms import SessionConfig
 
 _GONE = (SessionPhase.LEAVING, SessionPhase.LEFT)
@@ -95,6 +100,7 @@ class Session:
         self._lease_tokens = 0
         self._leases_asked = 0
         self._fresh: list[DataRange] = []
+        self._resumed = False
 
     # ---- what the driver asks ----
 
@@ -112,7 +118,7 @@ class Session:
         """
         if self.phase in _GONE:
             return self.phase is SessionPhase.LEAVING
-        if self.core.base is None or self.core.terms.stop:
+        if self.core.base is None or self.core.terms.incarnation is None or self.core.terms.stop:
             return True
         if self.pulling.plan is not None and self.pulling.plan.drops:
             return True
@@ -130,10 +136,32 @@ class Session:
             wakes_s.append(self.core.hold_until_s)
         return min(wakes_s)
 
+    @property
+    def held(self) -> tuple[DataRange, ...]:
+        """Lent, and not trained on yet."""
+        return self.core.work.held
+
     def take_leased(self) -> list[DataRange]:
         """Ranges lent since the last call; each is handed out once."""
         fresh, self._fresh = self._fresh, []
         return fresh
+
+    # ---- what outlives the process ----
+
+    def saved(self) -> SavedSession | None:
+        """This session as a value; None while there is nothing that another process could go on from."""
+        if self.phase in _GONE:
+            return None
+        return save(self.core, self.pushing, self.pulling, self._leases_asked)
+
+    def resume(self, saved: SavedSession, newest: PushRecord | None) -> None:
+        """Go on from a saved session; before Started. newest: the last push that was written down.
+
+        What is held is handed out again by take_leased(). Raises ConfigError when what was saved is not of this
+        cluster, this model or this data.
+        """
+        restore(saved, newest, self.core, self.pushing, self.pulling)
+        self._leases_asked, self._resumed = saved.leases_asked, True
 
     # ---- events ----
 
@@ -159,6 +187,10 @@ class Session:
                 self._stepped(event)
             case CallDone() | CallFailed() | CallRefused():
                 self._call_ended(event)
+            case PushRecorded():
+                self.pushing.recorded(event)
+            case PushNotRecorded():
+                self.pushing.not_recorded(event)
             case PushSent() | PushFailed() | Pulled() | PullFailed():
                 self._transfer_ended(event)
             case Beat():
@@ -187,6 +219,8 @@ class Session:
         core = self.core
         if core.terms.stop and self.phase not in _GONE:
             self._run_stops()
+        if core.donate is not None and self._may_donate():
+            self.pushing.donate(core.donate)
         if self.phase is SessionPhase.TRAINING and not core.terms.stop and self._push_is_due():
             self.pushing.begin("push due")
         if self._lease_tokens and core.data.idle and self.phase not in _ABSENT:
@@ -197,6 +231,14 @@ class Session:
         core = self.core
         if self.phase is SessionPhase.LEAVING and core.exchange.idle and core.asides_done():
             core.ask(lambda: LeaveRequest(core.terms.caller(core.cause), self._ending.reason))
+
+    def _may_donate(self) -> bool:
+        """Whether theta_base is what the master asks for, and nothing stands in the way of pushing it."""
+        core = self.core
+        push = self.pushing.open
+        free = self.phase in (SessionPhase.TRAINING, SessionPhase.PULLING, SessionPhase.AWAITING)
+        free = free and (push is None or push.donates is None)
+        return free and core.base == core.donate and not core.terms.stop and core.now_s >= core.donate_after_s
 
     def _push_is_due(self) -> bool:
         core = self.core
@@ -225,6 +267,9 @@ class Session:
             case JoinReply():
                 self.core.terms.joined(reply)
                 self._rejoining.joined(reply)
+                if self._resumed:
+                    self._resumed, self.core.terms.previous = False, None
+                    self._fresh = list(self.core.work.held)
             case BeginPushReply():
                 self.pushing.begun(reply.answer)
             case FinishPushReply():
@@ -285,7 +330,12 @@ class Session:
         joining = self.phase is SessionPhase.JOINING
         pushing = lane is core.exchange and self.phase in _PUSHING
         remedy = remedy_for(refused, joining=joining, pushing=pushing)
-        if remedy is Remedy.JOIN_AGAIN:
+        push = self.pushing.open
+        if pushing and push is not None and push.donates is not None and refused.code is RefusalCode.VERSION_GONE:
+            core.donate, remedy = None, Remedy.PULL  # it is not wanted any more
+        if joining and core.terms.previous is not None and refused.code in (RefusalCode.FENCED, RefusalCode.RUN_ID):
+            self._resume_refused(refused)
+        elif remedy is Remedy.JOIN_AGAIN:
             self._rejoin(refused.sentence)
         elif remedy is Remedy.WAIT:
             self._put_off(lane, refused)
@@ -300,6 +350,20 @@ class Session:
         else:
             lane.answered()
             self.pushing.refused(refused, remedy)
+
+    def _resume_refused(self, refused: Refused) -> None:
+        """The checkpoint is of another run, or older than a later life of this cluster that left none.
+
+        The second is as if a process without memory took over the name: join without the old life's number.
+        """
+        if refused.code is RefusalCode.RUN_ID:
+            raise ConfigError(
+                f"this cluster's checkpoint is of run {self.core.terms.run_id}, and the master says: "
+                f"{refused.sentence}; give another --checkpoint-dir, remove the checkpoint, or leave out --resume"
+            )
+        self.core.log("join", f"the checkpoint is not of this cluster's last life: {refused.sentence}")
+        self.core.terms.previous = None
+        self.core.ask(self._join_request)
 
     def _put_off(self, lane: Lane, refused: Refused) -> None:
         core = self.core
@@ -326,11 +390,21 @@ class Session:
 
     def _pulled(self, event: Pulled) -> None:
         self.pulling.install(event)
-        self.core.move("installed", SessionPhase.TRAINING)
-        self.core.train_on()
-        terms = self.core.terms
+        core, terms = self.core, self.core.terms
+        core.move("installed", SessionPhase.TRAINING)
+        core.train_on()
+        if self._leases_are_doubtful():
+            self._rejoin(f"the run goes on from version {core.base}: which data is lent to whom must be settled anew")
+            return
         if terms.stop and (terms.published is None or terms.published == self.core.base):
             self._leave("the run has ended")
+
+    def _leases_are_doubtful(self) -> bool:
+        """A rollback freed all leases: what this cluster holds from before is not its own."""
+        core, terms = self.core, self.core.terms
+        assert core.base is not None, "asked once a version is installed"
+        before, terms.leases_timeline = terms.leases_timeline, core.base.timeline
+        return bool(core.work.held) and before not in (None, core.base.timeline)
 
     # ---- heartbeats ----
 
@@ -341,6 +415,7 @@ class Session:
             self._rejoin(f"the master is in epoch {event.reply.epoch}: it was restarted")
             return
         self.core.terms.beat(event.reply)
+        self.core.donate = event.reply.donate
 
     def _beat_refused(self, event: BeatRefused) -> None:
         if event.incarnation != self.core.terms.incarnation or self.phase in _ABSENT:
@@ -366,7 +441,8 @@ class Session:
 
     def _join_request(self) -> JoinRequest:
         config, core = self.config, self.core
-        caller = Caller(core.terms.run_id, 0, config.cluster_id, core.terms.incarnation, core.cause)
+        incarnation = core.terms.incarnation or core.terms.previous
+        caller = Caller(core.terms.run_id, 0, config.cluster_id, incarnation, core.cause)
         hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), "dips")
         return JoinRequest(
             caller,

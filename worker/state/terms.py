@@ -24,6 +24,8 @@ class SessionConfig:
     call_deadline_s: float = 10.0
     retry_max_s: float = 10.0
     leave_wait_s: float = 30.0
+    durable_pushes: bool = False
+    """A push's number is used only once its record is on disk (PersistPush)."""
     expect_sync_every: int | None = None
     expect_outer_lr: float | None = None
     expect_outer_momentum: float | None = None
@@ -37,6 +39,10 @@ class Terms:
         self.run_id = config.run_id
         self.epoch = 0
         self.incarnation: Incarnation | None = None
+        self.previous: Incarnation | None = None
+        """The life that a resumed process goes on from, until its first Join is answered."""
+        self.leases_timeline: int | None = None
+        """The timeline on which the master last said which ranges are this cluster's."""
         self.settings = Settings()
         self.local_steps = self.settings.sync_every_steps
         self.tokens = 0

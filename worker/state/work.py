@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dips.core.errors import LocalProtocolError
 from dips.core.messages import DataRange
@@ -45,6 +45,10 @@ class WorkBook:
         self.held: tuple[DataRange, ...] = ()
         self.pending = Work()
         self.in_push: Work | None = None
+        self.lost = False
+        """Some pending work stands on data that is not this cluster's any more: it can only be dropped."""
+        self.times_forgotten = 0
+        """How often held ranges were taken back by the master."""
 
     @property
     def tokens(self) -> int:
@@ -56,7 +60,7 @@ class WorkBook:
 
     def stepped(self, tokens: int, ranges: Sequence[DataRange], loss: float) -> None:
         """Count one step. Raises LocalProtocolError, nothing changed, when a range is not held."""
-        self.held = _without(self.held, ranges)
+        self.held = without(self.held, ranges)
         known = math.isfinite(loss)
         self.pending += Work(joined(ranges), tokens, 1, loss if known else 0.0, int(known))
 
@@ -79,12 +83,26 @@ class WorkBook:
     def drop(self) -> tuple[DataRange, ...]:
         """Forget all work; the ranges it came from, to be given back FREE."""
         self.thaw()
-        ranges, self.pending = self.pending.ranges, Work()
+        ranges, self.pending, self.lost = self.pending.ranges, Work(), False
         return ranges
 
+    def keep(self, kept: Sequence[DataRange]) -> None:
+        """Only `kept` is still lent to this cluster: forget other held ranges, and mark pending work on them as lost.
+
+        Says nothing about the push: what became of its ranges is its verdict's to say.
+        """
+        kept = joined(kept)  # what was apart when Join named it may have grown together since
+        held = tuple(item for item in self.held if is_within(item, kept))
+        if held != self.held:
+            self.held, self.times_forgotten = held, self.times_forgotten + 1
+        still = tuple(item for item in self.pending.ranges if is_within(item, kept))
+        if still != self.pending.ranges:
+            self.pending, self.lost = replace(self.pending, ranges=still), True
+
     def all_ranges(self) -> tuple[DataRange, ...]:
+        """What is named in Join. Held, pending and pushed ranges stay apart, since each may have another fate."""
         in_push = self.in_push.ranges if self.in_push else ()
-        return joined(self.held + self.pending.ranges + in_push)
+        return tuple(sorted(self.held + self.pending.ranges + in_push))
 
 
 def joined(ranges: Iterable[DataRange]) -> tuple[DataRange, ...]:
@@ -99,6 +117,11 @@ def joined(ranges: Iterable[DataRange]) -> tuple[DataRange, ...]:
     return tuple(merged)
 
 
+def is_within(item: DataRange, ranges: Iterable[DataRange]) -> bool:
+    """Whether one of the ranges holds all of this one."""
+    return any(_contains(home, item) for home in ranges)
+
+
 def _place(item: DataRange) -> tuple[int, int, int]:
     return item.lease_id, item.pass_index, item.chunk
 
@@ -107,7 +130,8 @@ def _cut(item: DataRange, begin_tokens: int, end_tokens: int) -> DataRange:
     return DataRange(item.lease_id, item.pass_index, item.chunk, begin_tokens, end_tokens)
 
 
-def _without(held: Sequence[DataRange], taken: Sequence[DataRange]) -> tuple[DataRange, ...]:
+def without(held: Sequence[DataRange], taken: Iterable[DataRange]) -> tuple[DataRange, ...]:
+    """What is left of `held`. Raises LocalProtocolError when something is taken that is not there."""
     rest = list(held)
     for item in taken:
         home = next((h for h in rest if _contains(h, item)), None)

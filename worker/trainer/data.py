@@ -11,9 +11,10 @@ Shapes: B sequences, T tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +23,11 @@ from torch import Tensor
 
 from dips.core.errors import ConfigError, RemoteProtocolError
 from dips.core.messages import DataMode, DataPlan, DataRange
+from dips.worker.state.work import is_within, without
 from dips.worker.trainer.corpus import SEPARATOR, Document, name_hash
 from dips.worker.trainer.model import IGNORED_TARGET
+
+_RANGE_FIELDS = tuple(field.name for field in fields(DataRange))
 
 MIN_CHUNKS = 64
 """Fewer could not be shared out fairly among a handful of clusters."""
@@ -120,8 +124,32 @@ class LeasedBatches:
         """Tokens that were added and not yet put into a batch."""
         return sum(part.tokens for part in self._held)
 
+    @property
+    def held(self) -> tuple[DataRange, ...]:
+        """Added, and not yet put into a batch, in the order in which they were added."""
+        return tuple(self._held)
+
     def add(self, ranges: Iterable[DataRange]) -> None:
         self._held.extend(ranges)
+
+    def keep_only(self, ranges: Sequence[DataRange]) -> None:
+        """The rest is lent to somebody else now. The order of what stays does not change."""
+        self._held = [part for part in self._held if is_within(part, ranges)]
+
+    def resume(self, ranges: Sequence[DataRange]) -> None:
+        """Hold exactly these. What load_state_dict() gave keeps its place, so that batches come out as they would have.
+
+        Raises LocalProtocolError when that holds a token twice.
+        """
+        self.keep_only(ranges)
+        self._held.extend(without(ranges, self._held))
+
+    def state_dict(self) -> dict[str, object]:
+        """The ranges in their order; what they are worth after a new Join is the master's to say."""
+        return {"held": [tuple(getattr(part, name) for name in _RANGE_FIELDS) for part in self._held]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._held = [DataRange(*numbers) for numbers in state["held"]]
 
     def next(self) -> Batch:
         """The next batch, smaller when little is held; raises ValueError when nothing is."""

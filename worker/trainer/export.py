@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from dips.core.errors import ConfigError, Refused
+from dips.core.failpoints import failpoint
 from dips.core.ids import Version, parse_version
 from dips.core.layout import Layout, layout_from_json
 
@@ -132,6 +133,7 @@ def _write_whole(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
+        failpoint("worker.export.before_rename")
         os.replace(temporary, path)
         _fsync_folder(path.parent)
     except OSError as error:
@@ -143,6 +145,7 @@ def _write_whole(path: Path, content: bytes) -> None:
 def _fsync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
+        failpoint("worker.export.before_directory_fsync")
         os.fsync(handle)
     finally:
         os.close(handle)

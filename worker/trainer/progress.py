@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from dips.core.telemetry import Tape
 
@@ -29,6 +31,14 @@ class StepReports:
         self._steps += 1
         if len(self._losses) >= self._every_steps:
             self._report(lr, run_tokens, base, cause)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"losses": list(self._losses), "tokens": self._tokens, "steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count on from an earlier life; its speed is not remembered."""
+        self._losses = [float(loss) for loss in state["losses"]]
+        self._tokens, self._steps = 0, int(state["steps"])
 
     def _report(self, lr: float, run_tokens: int, base: str, cause: str) -> None:
         now_s = time.monotonic()

@@ -8,6 +8,8 @@ from typing import Any
 import grpc
 
 from dips.core.codec_protobuf import from_message, to_message
+from dips.core.errors import RetryLater
+from dips.core.failpoints import failpoint
 from dips.core.grpc_refusal import refused_from
 from dips.core.messages import StatusReply, StatusRequest
 from dips.protos import operator_pb2_grpc
@@ -27,9 +29,14 @@ class RunWatch:
     def status(self) -> StatusReply:
         """Raises Refused, or RetryLater when nobody answers in time."""
         try:
+            failpoint("worker.status.before_call")
             answer = self._stub.Status(to_message(StatusRequest(self._run_id)), timeout=self._deadline_s)
+            if failpoint("worker.status.after_call"):
+                raise RetryLater("a failpoint loses the answer to Status")
         except grpc.RpcError as error:
             raise refused_from(error) from error
+        except OSError as error:
+            raise RetryLater(f"the status could not be asked for: {error}") from error
         return from_message(answer, StatusReply)
 
     def __enter__(self) -> RunWatch:

@@ -10,10 +10,12 @@ import logging
 import time
 
 from dips.core.errors import ConfigError
+from dips.core.failpoints import install
 from dips.core.telemetry import Tape, configure_logging
 from dips.worker.config import ClientConfig, check
 from dips.worker.driver import Driver
 from dips.worker.torch_parameters import TorchParameters
+from dips.worker.torch_state import TorchState
 from dips.worker.trainer.config import TrainConfig
 from dips.worker.trainer.data import LeasedBatches, all_ranges
 from dips.worker.trainer.heldout import heldout_loss, windows_of
@@ -39,6 +41,7 @@ def run(train: TrainConfig, client: ClientConfig) -> int:
     errors of core/errors.py: ConfigError for settings, Refused when the master has no place for this cluster.
     """
     configure_logging("worker", client.cluster_id or ALONE, client.log_level, client.json_logs)
+    install("worker")
     if not client.master:
         return _run_alone(train, client)
     check(client)
@@ -54,32 +57,49 @@ class _ClusterLoop:
         self._signals = signals
         self._inner = InnerTrainer(train)
         parameters = TorchParameters(self._inner.model, self._inner.optimizer)
-        self._driver = Driver(client, parameters, parameters.layout(), self._inner.text.plan)
         self._batches = LeasedBatches(self._inner.text, train.batch_size, train.sequence_tokens)
+        self._tape = Tape(client.tape, "worker", client.cluster_id)
+        self._reports = StepReports(self._tape, train.log_every_steps)
+        inner = TorchState(
+            self._inner.model, self._inner.optimizer, {"data": self._batches, "reports": self._reports}
+        )
+        plan = self._inner.text.plan
+        self._driver = Driver(client, parameters, parameters.layout(), plan, inner=inner, tape=self._tape)
         self._slowdown = Slowdown(train.emulate_gap)
-        self._reports = StepReports(self._driver.tape, train.log_every_steps)
+        self._forgotten = 0
 
     def run(self) -> int:
         reason = "finished"
         try:
             self._signals.when_heard(self._driver.request_stop)
             self._driver.start()
+            if self._driver.resumed:
+                self._batches.resume(self._driver.take_unused())
             self._train_until_done()
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
             self._driver.close(reason)
+            self._tape.close()
         _logger.info("left the run: %s", self._driver.exit_reason)
         return self._signals.exit_code
 
     def _train_until_done(self) -> None:
         schedule = schedule_of(self._train, self._driver.settings.tk_max_tokens)
         while not self._driver.done:
+            self._driver.checkpoint_if_due()
+            self._forget_what_is_not_lent()
             if self._batches.held_tokens < self._train.step_tokens:
                 self._batches.add(self._driver.lease(self._wanted_tokens()))
             if not self._driver.done and self._batches.held_tokens > 0:
                 self._step(schedule)
+
+    def _forget_what_is_not_lent(self) -> None:
+        """After a new Join the master may have lent our ranges to somebody else."""
+        if self._driver.times_forgotten != self._forgotten:
+            self._forgotten = self._driver.times_forgotten
+            self._batches.keep_only(self._driver.held_ranges)
 
     def _wanted_tokens(self) -> int:
         """Tokens to lease: the steps up to the next push, and enough chunks to mix."""

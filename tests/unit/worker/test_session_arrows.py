@@ -96,7 +96,7 @@ def lives() -> list[Life]:
         life.join()
         made.append(life)
     made += [joined_undecided(), stopped_before_join(), stopped_while_joining_again()]
-    made += [pulled_to_the_end(), *pushes_answered(), *seeds()]
+    made += [pulled_to_the_end(), *pushes_answered(), *seeds(), *donations()]
     return made
 
 
@@ -180,6 +180,30 @@ def seeds() -> list[Life]:
         life.decide(VerdictKind.ABORTED)
 
     return [seeding(aborted_at_begin), seeding(aborted_at_finish), seeding(aborted_in_the_round)]
+
+
+def donations() -> list[Life]:
+    """A donation comes to nothing in each of the phases of a push, whatever it interrupted."""
+
+    def at_begin(life: Life, push: PushId) -> None:
+        life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED, push)))
+
+    def at_finish(life: Life, push: PushId) -> None:
+        life.sent(life.ticket())
+        life.answer(FinishPushRequest, FinishPushReply(life.verdict(VerdictKind.ABORTED, push)))
+
+    def in_the_round(life: Life, push: PushId) -> None:
+        life.sent(life.ticket())
+        life.admitted()
+        life.decide(VerdictKind.ABORTED)
+
+    made = []
+    for make in (training, awaiting, pulling):
+        for end in (at_begin, at_finish, in_the_round):
+            life = make()
+            end(life, life.donate())
+            made.append(life)
+    return made
 
 
 def arrows_of(life: Life) -> set[Arrow]:

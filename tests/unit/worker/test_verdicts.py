@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.cluster_life import LEASED, SETTINGS, TICKET, TOKENS, Life, session_config
+from support.cluster_life import SETTINGS, TICKET, TOKENS, LeasedLife, Life
 
 from dips.core.errors import RefusalCode, RemoteProtocolError
 from dips.core.ids import Incarnation, PushId, Version
@@ -16,11 +16,8 @@ from dips.core.messages import (
     BeginPushReply,
     BeginPushRequest,
     Busy,
-    DataRange,
     FinishPushReply,
     FinishPushRequest,
-    LeaseDataReply,
-    LeaseDataRequest,
     ReturnDataRequest,
     Stale,
     StaleKind,
@@ -28,30 +25,8 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.worker.state.effects import InstallMode, Snapshot
-from dips.worker.state.events import LeaseWanted, Started, Stepped
+from dips.worker.state.events import Started
 from dips.worker.state.phases import SessionPhase
-
-
-class LeasedLife(Life):
-    """A cluster that trains on leased data: every step takes TOKENS tokens of its one lease."""
-
-    def __init__(self) -> None:
-        super().__init__(session_config(data_plan=LEASED))
-        self.used = 0
-
-    def begin(self) -> None:
-        super().begin()
-        self.say(LeaseWanted(1000))
-        self.answer(LeaseDataRequest, LeaseDataReply((DataRange(1, 0, 0, 0, 100_000),)))
-
-    def train(self, steps: int, loss: float = 2.0) -> None:
-        for _ in range(steps):
-            self.say(Stepped(TOKENS, (self.span(self.used, self.used + TOKENS),), loss))
-            self.used += TOKENS
-
-    @staticmethod
-    def span(begin: int, end: int) -> DataRange:
-        return DataRange(1, 0, 0, begin, end)
 
 
 @pytest.fixture
@@ -167,7 +142,7 @@ def test_fenced_join_names_the_old_life_and_every_range(life: LeasedLife) -> Non
     fenced(life)
     request = life.join()
     assert request.caller.incarnation == Incarnation(1, 1)
-    assert request.held_ranges == (life.span(0, 100_000),)
+    assert request.held_ranges == (life.span(0, 400), life.span(400, 500), life.span(500, 100_000)), "each by its fate"
     assert life.session.core.terms.incarnation == Incarnation(1, 2)
 
 

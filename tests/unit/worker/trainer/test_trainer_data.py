@@ -223,3 +223,30 @@ def test_training_alone_takes_every_chunk_of_every_pass_once() -> None:
     taken = [next(source) for _ in range(2 * n_chunks)]
     assert {(part.pass_index, part.chunk) for part in taken} == {(p, c) for p in (0, 1) for c in range(n_chunks)}
     assert sum(part.tokens for part in taken) == 2 * plan.total_tokens
+
+
+# ---- in the next life ----
+
+
+def taken(batches: LeasedBatches, n: int) -> list[tuple[DataRange, ...]]:
+    return [batches.next().ranges for _ in range(n)]
+
+
+def test_batches_come_out_as_they_would_have() -> None:
+    one, two = LeasedBatches(text(), 2, 16), LeasedBatches(text(), 2, 16)
+    one.add(whole(chunk) for chunk in (5, 3, 9))
+    taken(one, 3)
+    two.load_state_dict(one.state_dict())
+    held = sorted(one.held)
+    two.resume(held)
+    assert taken(two, 3) == taken(one, 3)
+
+
+def test_only_what_is_still_lent_is_trained_on_and_what_was_unknown_comes_last() -> None:
+    batches = LeasedBatches(text(), 1, CHUNK)
+    batches.add([whole(5), whole(3), whole(9)])
+    batches.resume([whole(3), whole(7), whole(9)])
+    assert taken(batches, 3) == [(whole(3),), (whole(9),), (whole(7),)]
+    batches.add([whole(1), whole(2)])
+    batches.keep_only([whole(2)])
+    assert batches.held == (whole(2),)

@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from dips.core.ids import Version
 from dips.core.layout import Layout
 from dips.core.messages import DataPlan, DataRange, Settings
 from dips.core.telemetry import Tape, read_tape
+from dips.worker.checkpointing import InnerState
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore
+from dips.worker.state.work import is_within, joined, without
 from dips.worker.trainer import train as module
 from dips.worker.trainer.config import TrainConfig
 from dips.worker.trainer.data import all_ranges
@@ -39,10 +42,24 @@ class ScriptedDriver:
     at_start: Callable[[ScriptedDriver], None] = staticmethod(lambda driver: None)
     at_step: Callable[[ScriptedDriver], None] = staticmethod(lambda driver: None)
 
-    def __init__(self, config: ClientConfig, parameters: ParameterStore, layout: Layout, data_plan: DataPlan) -> None:
+    def __init__(
+        self,
+        config: ClientConfig,
+        parameters: ParameterStore,
+        layout: Layout,
+        data_plan: DataPlan,
+        *,
+        inner: InnerState,
+        tape: Tape,
+    ) -> None:
         type(self).last = self
         assert parameters.layout() == layout
-        self.tape = Tape(config.tape, "worker", config.cluster_id)
+        self.tape = tape
+        self.inner = inner
+        self.resumed = False
+        self.times_forgotten = 0
+        self.held_ranges: tuple[DataRange, ...] = ()
+        self.boundaries = 0
         self.settings = Settings(tk_max_tokens=10_000)
         self.version = Version(1, 4)
         self.cause = "cause"
@@ -58,6 +75,12 @@ class ScriptedDriver:
 
     def start(self) -> None:
         self.at_start(self)
+
+    def checkpoint_if_due(self) -> None:
+        self.boundaries += 1
+
+    def take_unused(self) -> list[DataRange]:
+        return list(self.held_ranges)
 
     def lease(self, tokens: int) -> list[DataRange]:
         self.wanted.append(tokens)
@@ -79,7 +102,6 @@ class ScriptedDriver:
 
     def close(self, reason: str) -> None:
         self.closed.append(reason)
-        self.tape.close()
 
 
 @pytest.fixture
@@ -286,3 +308,56 @@ def test_ctrl_c_ends_training_alone(
     assert run(train.model_copy(update={"steps": 1000}), ClientConfig(tape=tape)) == 130
     assert len(made) == 4
     assert list(read_tape(tape))[-1]["tokens"] == 4 * train.step_tokens
+
+
+# ---- checkpoints ----
+
+
+def test_every_step_boundary_may_become_a_checkpoint(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    run(train, CLIENT)
+    assert driver.last.boundaries == driver.end_after
+
+
+def test_a_resumed_loop_makes_the_batches_that_were_to_come(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    run(train, CLIENT)
+    first = driver.last
+    whole = [ranges for _, ranges, _ in first.steps]
+
+    saved: list[tuple[Any, Any, list[DataRange]]] = []
+
+    def save_after_two(scripted: ScriptedDriver) -> None:
+        if len(scripted.steps) == 2:
+            skeleton, tensors = scripted.inner.capture()
+            used = [part for _, ranges, _ in scripted.steps for part in ranges]
+            copies = {name: replace(raw, data=raw.data.copy()) for name, raw in tensors.items()}
+            saved.append((skeleton, copies, list(without(joined(scripted.lent), used))))
+            scripted.done = True
+
+    driver.at_step = staticmethod(save_after_two)
+    run(train, CLIENT)
+    ((skeleton, tensors, unused),) = saved
+
+    def resume(scripted: ScriptedDriver) -> None:
+        scripted.inner.restore(skeleton, tensors)
+        scripted.resumed, scripted.held_ranges = True, tuple(unused)
+
+    driver.at_step = staticmethod(lambda scripted: None)
+    driver.at_start = staticmethod(resume)
+    run(train, CLIENT)
+    again = [ranges for _, ranges, _ in driver.last.steps]
+    assert again[: len(whole) - 2] == whole[2:]
+
+
+def test_ranges_that_were_taken_back_are_not_trained_on(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    lost: list[DataRange] = []
+
+    def forget(scripted: ScriptedDriver) -> None:
+        if len(scripted.steps) == 1:
+            lost.extend(scripted.lent)
+            scripted.times_forgotten, scripted.held_ranges = 1, ()
+
+    driver.at_step = staticmethod(forget)
+    run(train, CLIENT)
+    later = [part for _, ranges, _ in driver.last.steps[1:] for part in ranges]
+    assert later
+    assert not any(is_within(part, lost) for part in later)

@@ -1,0 +1,339 @@
+"""Checkpoints of the worker's driver over real sockets: a process that is gone, and one that goes on from its files."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.fake_services import FakeRun, NumpyModel
+
+import dips
+from dips.core import failpoints
+from dips.core.errors import ConfigError
+from dips.core.ids import Incarnation, Version
+from dips.core.messages import BeginPushRequest, DataMode, DataPlan, VerdictKind
+from dips.core.telemetry import read_tape
+from dips.worker import torch_parameters
+from dips.worker.checkpoint_file import read_record
+from dips.worker.config import ClientConfig
+from dips.worker.driver import Driver
+from dips.worker.state.effects import Finished
+
+OWN = DataPlan(DataMode.OWN)
+LEASED = DataPlan(DataMode.LEASED, b"d", 100_000, 1000)
+TOKENS = 100
+
+
+@pytest.fixture
+def run() -> Iterator[FakeRun]:
+    run = FakeRun(theta=NumpyModel(7).theta)
+    yield run
+    run.close()
+
+
+def driver(run: FakeRun, model: NumpyModel, folder: Path, plan: DataPlan = OWN, **knobs: object) -> Driver:
+    given: dict[str, object] = {
+        "master": run.address, "cluster_id": "a", "checkpoint_dir": folder / "checkpoints", "checkpoint_every_s": 0.0,
+        "resume": True, "tape": folder / "tape", "retry_max_s": 0.3, "connect_wait_s": 60.0,
+    }  # fmt: skip
+    return Driver(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
+
+
+def wait_for(run: FakeRun, what: Callable[[], bool]) -> None:
+    run.wait_for(what, within_s=90.0)
+
+
+def train(client: Driver, model: NumpyModel, steps: int) -> None:
+    for _ in range(steps):
+        model.theta += 1
+        client.step(TOKENS, loss=2.0)
+
+
+def checkpoint(run: FakeRun, client: Driver, folder: Path) -> None:
+    """Take one, of now, and wait until it is on disk."""
+    before = len(records(folder, "checkpoint"))
+    wait_for(run, lambda: written(client))
+    client.checkpoint_if_due()
+    wait_for(run, lambda: len(records(folder, "checkpoint")) > before)
+
+
+def written(client: Driver) -> bool:
+    assert client._checkpoints is not None
+    writing = client._checkpoints._writing
+    return writing is None or writing.done()
+
+
+def die(client: Driver) -> None:
+    """As after SIGKILL: nobody says good-bye, threads and locks are gone."""
+    client._finished = Finished("killed")
+    client.close()
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_tape(folder / "tape") if event["kind"] == kind]
+
+
+def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(run: FakeRun, tmp_path: Path) -> None:
+    model = NumpyModel(1)
+    client = driver(run, model, tmp_path)
+    client.start()
+    assert not client.resumed
+    train(client, model, 3)
+    checkpoint(run, client, tmp_path)
+    saved = model.theta.copy()
+    train(client, model, 1)
+    die(client)
+    assert run.leaves == []
+
+    run.verdicts.clear()
+    run.fence = 0  # the push that was made after the checkpoint came to nothing
+    run.version = Version(1, 0)
+    again = NumpyModel(2)
+    with driver(run, again, tmp_path) as client:
+        assert client.resumed
+        assert again.theta.tobytes() == saved.tobytes()
+        assert run.joins[-1].caller.incarnation == Incarnation(1, 1)
+        assert client.progress == client.tokens_global + 3 * TOKENS
+        train(client, again, 1)
+        assert (run.pushes[-1].steps, run.pushes[-1].tokens) == (4, 400)
+        assert run.pushes[-1].seq == 2, "number 1 was written down when it was used"
+        assert np.array_equal(run.theta_of(next(reversed(run.verdicts))), saved + 1)
+    (resumed,) = records(tmp_path, "resumed")
+    assert (resumed["base"], resumed["seq"], resumed["incarnation"]) == ("1:0", 0, "1.1")
+
+
+def test_a_push_that_was_applied_meanwhile_is_rebased_from_its_saved_parameters(run: FakeRun, tmp_path: Path) -> None:
+    run.settings = replace(run.settings, verdict_wait_s=0.0)
+    known = threading.Event()
+    run.decide = lambda push: VerdictKind.APPLIED if known.is_set() else None
+    model = NumpyModel(1)
+    client = driver(run, model, tmp_path)
+    client.start()
+    train(client, model, 4)
+    pushed = model.theta.copy()
+    wait_for(run, lambda: client.phase == "AWAITING" or _settled(client, model))
+    later = model.theta.copy()
+    train(client, model, 2)
+    later += 2
+    checkpoint(run, client, tmp_path)
+    assert np.array_equal(model.theta, later)
+    push = client._session.pushing.open
+    assert push is not None
+    die(client)
+
+    known.set()
+    other = NumpyModel(9).theta  # what the round made of it
+    run._apply(push.id, VerdictKind.APPLIED)
+    run.publish(other)
+    again = NumpyModel(2)
+    with driver(run, again, tmp_path) as client:
+        wait_for(run, lambda: client.version == run.version or _settled(client, again))
+        assert np.array_equal(again.theta, other + (later - pushed))
+
+
+def _settled(client: Driver, model: NumpyModel) -> bool:
+    """A step boundary without a step, so that what has arrived is handled."""
+    client._settle()
+    return False
+
+
+def test_leases_are_kept_as_far_as_the_master_lets_them(run: FakeRun, tmp_path: Path) -> None:
+    model = NumpyModel(1)
+    client = driver(run, model, tmp_path, LEASED)
+    client.start()
+    (lent,) = client.lease(400)
+    client.step(100, [replace(lent, end_tokens=100)])
+    checkpoint(run, client, tmp_path)
+    die(client)
+    with driver(run, NumpyModel(2), tmp_path, LEASED) as client:
+        rest = replace(lent, begin_tokens=100)
+        assert run.joins[-1].held_ranges == (replace(lent, end_tokens=100), rest)
+        assert client.lease(50) == [rest], "what is left of the lease comes first"
+        client.step(300, [rest])
+        assert client.progress == 400
+
+
+def test_a_push_begins_only_when_its_record_is_on_disk(run: FakeRun, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def hook(method: str, request: object) -> None:
+        if isinstance(request, BeginPushRequest):
+            push = read_record(tmp_path / "checkpoints" / "push.json")["push"]
+            seen.append((request.seq, push["id"][2]))
+
+    run.hook = hook
+    model = NumpyModel(1)
+    with driver(run, model, tmp_path) as client:
+        train(client, model, 8)
+    assert seen == [(1, 1), (2, 2)]
+
+
+def test_a_disk_that_fails_delays_the_push_and_not_the_training(run: FakeRun, tmp_path: Path) -> None:
+    model = NumpyModel(1)
+    with failpoints.armed("worker.push_record.before_write=2*error(no space)"), driver(run, model, tmp_path) as client:
+        train(client, model, 4)
+        wait_for(run, lambda: bool(run.pushes) or _settled(client, model))
+        assert failpoints.fired() == {"worker.push_record.before_write": {"error": 2}}
+        assert run.pushes[0].tokens == 400
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
+    run: FakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = NumpyModel(1)
+    with (
+        failpoints.armed("worker.checkpoint.before_manifest=error(no space left)"),
+        caplog.at_level(logging.WARNING),
+        driver(run, model, tmp_path) as client,
+    ):
+        client.checkpoint_if_due()
+        wait_for(run, lambda: written(client))
+        train(client, model, 4)
+        assert client.version == Version(1, 1)
+    assert "no space left; training goes on" in caplog.text
+
+
+def test_a_damaged_checkpoint_falls_back_with_a_sentence(
+    run: FakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = NumpyModel(1)
+    client = driver(run, model, tmp_path)
+    client.start()
+    train(client, model, 1)
+    checkpoint(run, client, tmp_path)
+    first = model.theta.copy()
+    train(client, model, 1)
+    checkpoint(run, client, tmp_path)
+    die(client)
+    newest = max((tmp_path / "checkpoints").glob("*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-7])
+    again = NumpyModel(2)
+    with caplog.at_level(logging.WARNING), driver(run, again, tmp_path):
+        assert again.theta.tobytes() == first.tobytes()
+    assert "it is torn; the one before it is tried" in caplog.text
+
+
+def test_without_a_checkpoint_resuming_starts_anew_unless_one_is_required(run: FakeRun, tmp_path: Path) -> None:
+    with driver(run, NumpyModel(1), tmp_path) as client:
+        assert not client.resumed
+    client = driver(run, NumpyModel(1), tmp_path, resume_required=True)
+    with pytest.raises(ConfigError, match="one is required"):
+        client.start()
+    client.close()
+    assert len(run.joins) == 1, "nobody was asked"
+
+
+def test_a_checkpoint_of_another_cluster_is_refused_before_anybody_is_asked(run: FakeRun, tmp_path: Path) -> None:
+    model = NumpyModel(1)
+    client = driver(run, model, tmp_path)
+    client.start()
+    checkpoint(run, client, tmp_path)
+    die(client)
+    again = NumpyModel(2)
+    client = driver(run, again, tmp_path, cluster_id="b")
+    with pytest.raises(ConfigError, match="of cluster a, this is cluster b"):
+        client.start()
+    client.close()
+    assert len(run.joins) == 1
+    assert np.array_equal(again.theta, NumpyModel(2).theta)
+
+
+def test_a_lost_version_is_given_back_to_the_bit(run: FakeRun, tmp_path: Path) -> None:
+    model = NumpyModel(1)
+    with driver(run, model, tmp_path) as client:
+        train(client, model, 2)
+        run.donate = Version(1, 0)
+        wait_for(run, lambda: any(push.donates for push in run.pushes) or _settled(client, model))
+        run.donate = None
+        wait_for(run, lambda: bool(run.verdicts) or _settled(client, model))
+        donated = next(iter(run.verdicts))
+        assert run.theta_of(donated).tobytes() == NumpyModel(7).theta.tobytes()
+        assert run.pushes[0].donates == Version(1, 0)
+        wait_for(run, lambda: client.version == run.version or _settled(client, model))
+        assert model.theta.tobytes() == NumpyModel(7).theta.tobytes(), "its own steps are dropped"
+    assert [record["version"] for record in records(tmp_path, "donated")] == ["1:0"]
+
+
+# ---- a user's own loop ----
+
+
+class Walk(torch.nn.Module):
+    """Has the very layout of support.fake_services."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(5))
+        for layer in self.layers:
+            layer.w = torch.nn.Parameter(torch.zeros(6000))
+
+
+def step(model: Walk, optimizer: torch.optim.Optimizer) -> float:
+    """The random input tells whether the generators came back."""
+    optimizer.zero_grad()
+    target = torch.randn(6000)
+    loss = torch.stack([(layer.w - target).square().mean() for layer in model.layers]).sum()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def loop(run: FakeRun, folder: Path, losses: list[float], steps: int) -> dips.DiLoCo:
+    """A loop with a scheduler and a place in its data; takes a checkpoint before each step."""
+    model = Walk()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with dips.DiLoCo(
+        model, optimizer, tokens_per_step=10, steps=steps, checkpoint_dir=folder, checkpoint_every_s=0.0,
+        resume=True, state={"scheduler": scheduler},
+    ) as sync:  # fmt: skip
+        while not sync.done:
+            losses.append(step(model, optimizer))
+            scheduler.step()
+            wait_for(run, lambda: sync.driver is not None and written(sync.driver))
+    return sync
+
+
+def test_a_users_loop_goes_on_with_its_scheduler_and_random_numbers(
+    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIPS_MASTER", run.address)
+    monkeypatch.setenv("DIPS_CLUSTER", "a")
+    cut = torch_parameters.Layout
+    monkeypatch.setattr(torch_parameters, "Layout", lambda parameters, block_elems: cut(parameters, 4000))
+    run.settings = replace(run.settings, sync_every_steps=100)
+    torch.manual_seed(5)
+    whole: list[float] = []
+    loop(run, tmp_path / "whole", whole, 9)
+    torch.manual_seed(5)
+    parts: list[float] = []
+    first = loop(run, tmp_path / "parts", parts, 4)
+    torch.manual_seed(99)
+    second = loop(run, tmp_path / "parts", parts, 9)
+    assert (first.steps, second.steps) == (4, 9)
+    assert second.driver is not None
+    assert second.driver.resumed
+    assert parts == whole
+
+
+def test_a_state_without_the_two_methods_is_refused(run: FakeRun, tmp_path: Path) -> None:
+    model = Walk()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    sync = dips.DiLoCo(
+        model, optimizer, tokens_per_step=1, master=run.address, cluster_id="a", checkpoint_dir=tmp_path,
+        state={"loader": object()},  # type: ignore[dict-item]
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"'loader' is a object: give an object with state_dict\(\)"):
+        sync.__enter__()
+
+
+def test_resuming_needs_a_directory(run: FakeRun) -> None:
+    config = ClientConfig(master=run.address, cluster_id="a", resume=True)
+    with pytest.raises(ConfigError, match="give --checkpoint-dir"):
+        Driver(config, NumpyModel(1), NumpyModel(1).layout(), OWN)

@@ -1,0 +1,346 @@
+"""A directory of checkpoints: whole or not there, whatever dies, tears or flips."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dips.core.errors import ConfigError
+from dips.core.ids import ClusterId, Incarnation, PushId, Version
+from dips.worker import checkpoint_file
+from dips.worker.checkpoint_file import CheckpointError, RawTensor, read_tensors, write_tensors
+from dips.worker.checkpoint_store import CheckpointStore
+from dips.worker.state.push_record import PushRecord
+from dips.worker.state.work import Work
+
+
+def tensors(value: int) -> dict[str, RawTensor]:
+    theta = np.full(1000, value, np.float32)
+    return {
+        "theta": RawTensor("F32", (10, 100), theta.view(np.uint8)),
+        "mask": RawTensor("BOOL", (3,), np.array([1, 0, 1], np.uint8)),
+        "none": RawTensor("I64", (0,), np.empty(0, np.uint8)),
+    }
+
+
+def record(seq: int) -> PushRecord:
+    return PushRecord(PushId(ClusterId("a"), Incarnation(1, 1), seq), Version(1, seq), seq, Work(tokens=seq))
+
+
+def write(store: CheckpointStore, value: int) -> None:
+    store.write({"value": value}, tensors(value))
+
+
+def value_of(store: CheckpointStore) -> int | None:
+    """What the newest whole checkpoint holds; its tensors must be those of its manifest."""
+    found, _ = store.newest()
+    if found is None:
+        return None
+    value = int(found.content["value"])
+    assert found.tensors["theta"].data.tobytes() == tensors(value)["theta"].data.tobytes()
+    assert {name: (raw.dtype, raw.shape) for name, raw in found.tensors.items()} == {
+        "theta": ("F32", (10, 100)), "mask": ("BOOL", (3,)), "none": ("I64", (0,)),
+    }  # fmt: skip
+    return value
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[CheckpointStore]:
+    with CheckpointStore(tmp_path / "a", kept=2) as made:
+        yield made
+
+
+def test_the_newest_is_found_and_only_so_many_stay(store: CheckpointStore) -> None:
+    assert store.newest() == (None, [])
+    for value in range(1, 5):
+        write(store, value)
+        assert value_of(store) == value
+    assert store.numbers() == [3, 4]
+    assert sorted(path.suffix for path in store.directory.glob("checkpoint-*")) == [".json"] * 2 + [".safetensors"] * 2
+
+
+def test_numbers_go_on_in_the_next_process(store: CheckpointStore) -> None:
+    write(store, 1)
+    store.close()
+    with CheckpointStore(store.directory, kept=2) as again:
+        write(again, 2)
+        assert again.numbers() == [1, 2]
+
+
+def test_any_safetensors_reader_opens_the_tensors(store: CheckpointStore) -> None:
+    write(store, 7)
+    (path,) = store.directory.glob("*.safetensors")
+    loaded = load_file(path)
+    assert np.array_equal(loaded["theta"], np.full((10, 100), 7, np.float32))
+    assert loaded["mask"].tolist() == [True, False, True]
+
+
+# ---- damage ----
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def _tear(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+@pytest.mark.parametrize("damage", [_flip, _tear, _empty, _zero])
+def test_a_damaged_one_falls_back_to_the_one_before_and_says_so(
+    store: CheckpointStore, kind: str, damage: Callable[[Path], None]
+) -> None:
+    write(store, 1)
+    write(store, 2)
+    damage(store.directory / f"checkpoint-00000002.{kind}")
+    found, sentences = store.newest()
+    assert found is not None
+    assert found.content == {"value": 1}
+    assert len(sentences) == 1
+    assert sentences[0].startswith(f"checkpoint 2 in {store.directory} cannot be used: ")
+    damage(store.directory / f"checkpoint-00000001.{kind}")
+    assert store.newest()[0] is None
+    assert len(store.newest()[1]) == 2
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(store: CheckpointStore) -> None:
+    write(store, 1)
+    path = store.directory / "checkpoint-00000001.json"
+    content = path.read_bytes()
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        assert store.newest()[0] is None, f"byte {place}: {bytes(damaged)!r}"
+    path.write_bytes(content)
+    assert value_of(store) == 1
+
+
+def test_missing_tensors_are_noticed(store: CheckpointStore) -> None:
+    write(store, 1)
+    (store.directory / "checkpoint-00000001.safetensors").unlink()
+    found, sentences = store.newest()
+    assert found is None
+    assert "cannot be read" in sentences[0]
+
+
+def test_another_format_is_not_guessed_at(store: CheckpointStore) -> None:
+    body = {"format": "dips-checkpoint-9", "content": {}}
+    checkpoint_file.write_record(store.directory / "checkpoint-00000001.json", body)
+    assert "'dips-checkpoint-9'" in store.newest()[1][0]
+
+
+def test_a_header_that_speaks_of_too_much_allocates_nothing(tmp_path: Path) -> None:
+    stamp = write_tensors(tmp_path / "x", tensors(1))
+    content = (tmp_path / "x").read_bytes()
+    huge = content.replace(b"[10,100]", b"[10,999]")
+    (tmp_path / "x").write_bytes(huge)
+    with pytest.raises(CheckpointError, match="its header speaks of"):
+        read_tensors(tmp_path / "x", stamp)
+
+
+# ---- the record of the newest push ----
+
+
+def test_the_newest_push_is_remembered(store: CheckpointStore) -> None:
+    assert store.newest_push() == (None, "")
+    store.record_push(record(1))
+    store.record_push(record(2))
+    assert store.newest_push() == (record(2), "")
+
+
+def test_a_damaged_push_record_is_said_and_not_used(store: CheckpointStore) -> None:
+    store.record_push(record(1))
+    _flip(store.directory / "push.json")
+    found, sentence = store.newest_push()
+    assert found is None
+    assert "cannot be used" in sentence
+
+
+# ---- dying between any two steps ----
+
+
+class Dead(BaseException):
+    """The process is gone: nothing after this happens."""
+
+
+class DyingSystem:
+    """Stands for the module `os` in checkpoint_file; dies at the given step. A step may be done half before that.
+
+    `power`: the machine loses power, not only the process: what was written and not flushed is torn.
+    """
+
+    O_RDONLY, O_WRONLY, O_CREAT, O_TRUNC = os.O_RDONLY, os.O_WRONLY, os.O_CREAT, os.O_TRUNC
+    O_DIRECTORY = os.O_DIRECTORY
+    fstat, close = staticmethod(os.fstat), staticmethod(os.close)
+
+    def __init__(self, steps_left: int, power: bool) -> None:
+        self.steps_left = steps_left
+        self.power = power
+        self.steps = 0
+        self._unflushed: dict[int, Path] = {}
+
+    def _step(self) -> None:
+        if self.steps == self.steps_left:
+            if self.power:
+                for path in self._unflushed.values():
+                    _tear(path)
+            raise Dead
+        self.steps += 1
+
+    def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
+        self._step()
+        handle = os.open(path, flags, mode)
+        if flags & os.O_WRONLY:
+            self._unflushed[handle] = Path(path)
+        return handle
+
+    def write(self, handle: int, piece: memoryview) -> int:
+        self._step()
+        return os.write(handle, piece[: max(1, len(piece) // 2)])
+
+    def fsync(self, handle: int) -> None:
+        self._step()
+        os.fsync(handle)
+        self._unflushed.pop(handle, None)
+
+    def replace(self, one: Path, two: Path) -> None:
+        self._step()
+        assert one not in self._unflushed.values(), "renamed before it is durable"
+        os.replace(one, two)
+
+
+Act = Callable[[CheckpointStore], None]
+
+
+def dies(folder: Path, monkeypatch: pytest.MonkeyPatch, act: Act, steps: int, power: bool) -> bool:
+    """Run `act` in a store that holds 1 and 2, dying after so many steps; whether it died."""
+    before = CheckpointStore(folder, kept=2)
+    write(before, 1)
+    write(before, 2)
+    before.record_push(record(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_file, "os", DyingSystem(steps, power))
+        try:
+            act(before)
+        except Dead:
+            return True
+        finally:
+            before.close()
+    return False
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_death_between_any_two_steps_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, power: bool
+) -> None:
+    seen: set[int | None] = set()
+    for steps in range(1000):
+        folder = tmp_path / str(steps)
+        died = dies(folder, monkeypatch, lambda store: write(store, 3), steps, power)
+        with CheckpointStore(folder, kept=2) as after:
+            value = value_of(after)
+            assert value in (2, 3)
+            assert not list(folder.glob(".tmp-*")), "what was half written is cleaned away"
+            write(after, 4)
+            assert value_of(after) == 4
+        seen.add(value)
+        if not died:
+            break
+    assert steps > 10
+    assert seen == {2, 3}
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_death_while_a_push_is_written_down_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, power: bool
+) -> None:
+    for steps in range(1000):
+        folder = tmp_path / str(steps)
+        died = dies(folder, monkeypatch, lambda store: store.record_push(record(2)), steps, power)
+        with CheckpointStore(folder, kept=2) as after:
+            found, sentence = after.newest_push()
+        assert sentence == ""
+        assert found in (record(1), record(2))
+        if not died:
+            break
+    assert found == record(2)
+
+
+@pytest.mark.parametrize("failing", ["open", "write", "fsync", "replace"])
+def test_a_disk_that_fails_leaves_the_old_ones_and_no_rest(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    write(store, 1)
+
+    def fail(*arguments: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    system = DyingSystem(-1, power=False)
+    setattr(system, failing, fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_file, "os", system)
+        with pytest.raises(OSError, match="No space left"):
+            write(store, 2)
+    assert value_of(store) == 1
+    assert not list(store.directory.glob(".tmp-*"))
+    write(store, 3)
+    assert value_of(store) == 3
+
+
+def test_tensors_without_a_manifest_are_cleaned_away(store: CheckpointStore) -> None:
+    write(store, 1)
+    write_tensors(store.directory / "checkpoint-00000009.safetensors", tensors(9))
+    store.close()
+    with CheckpointStore(store.directory, kept=2) as again:
+        assert not (store.directory / "checkpoint-00000009.safetensors").exists()
+        assert value_of(again) == 1
+
+
+# ---- one process at a time ----
+
+
+def test_a_second_process_is_refused_and_the_end_of_the_first_lets_it_in(store: CheckpointStore) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom dips.core.errors import ConfigError\n"
+        "from dips.worker.checkpoint_store import CheckpointStore\n"
+        "try:\n    CheckpointStore(Path(sys.argv[1]), 2)\nexcept ConfigError as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", code, str(store.directory)]
+    refused = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert refused.stdout.startswith(f"another process keeps its checkpoints in {store.directory}")
+    store.close()
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
+
+
+def test_a_directory_that_cannot_be_made_is_told_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="give another --checkpoint-dir"):
+        CheckpointStore(tmp_path / "file" / "a", kept=2)
+
+
+def test_a_manifest_is_json_for_people_too(store: CheckpointStore) -> None:
+    write(store, 1)
+    raw = json.loads((store.directory / "checkpoint-00000001.json").read_text())
+    assert raw["body"]["content"] == {"value": 1}
+    assert raw["body"]["tensors"]["file"] == "checkpoint-00000001.safetensors"

@@ -1,0 +1,226 @@
+"""A cluster gives back the version it stands on, when the slaves have lost it."""
+
+from __future__ import annotations
+
+import pytest
+from support.cluster_life import DIGESTS, LeasedLife, Life
+
+from dips.core.errors import RefusalCode
+from dips.core.ids import PushId, Version
+from dips.core.messages import (
+    AwaitVerdictReply,
+    AwaitVerdictRequest,
+    BeginPullRequest,
+    BeginPushReply,
+    BeginPushRequest,
+    Busy,
+    FinishPullReply,
+    FinishPullRequest,
+    JoinRequest,
+    LeaseDataRequest,
+    ReturnDataRequest,
+    Verdict,
+    VerdictKind,
+)
+from dips.worker.state.effects import CancelTransfer, CopyBase, InstallMode, Record, Snapshot, StartPull
+from dips.worker.state.events import Stepped
+from dips.worker.state.phases import SessionPhase
+
+NEW = Version(3, 5)
+
+
+@pytest.fixture
+def life() -> LeasedLife:
+    life = LeasedLife()
+    life.begin()
+    life.effects.clear()
+    return life
+
+
+def taken(life: Life, push: PushId) -> None:
+    """The donated version is the run's again, on a new timeline; the rollback raised every fence."""
+    life.published = NEW
+    life.fence += 1
+    life.answer(AwaitVerdictRequest, AwaitVerdictReply(Verdict(push, VerdictKind.APPLIED, NEW)))
+
+
+def test_the_base_is_pushed_unchanged_and_without_work(life: LeasedLife) -> None:
+    life.train(2)
+    push = life.donate()
+    assert life.take(CopyBase) == CopyBase()
+    assert not life.has(Snapshot)
+    request = life.asked(BeginPushRequest)
+    assert (request.base, request.donates, request.fence) == (None, Version(1, 5), 0)
+    assert (request.ranges, request.tokens, request.steps, request.seq) == ((), 0, 0, 1)
+    assert life.session.core.work.pending.steps == 2, "its own work waits for what becomes of the run"
+    assert not life.waits, "training goes on meanwhile"
+    start = life.ticket()
+    assert start.push == push
+    life.sent(start)
+    assert life.admitted().digest_of_slave == DIGESTS
+    donated = [e for e in life.every if isinstance(e, Record) and e.kind == "donated"]
+    assert [record.fields for record in donated] == [{"version": "1:5", "push": str(push)}]
+
+
+def test_once_taken_the_work_is_dropped_and_the_leases_are_settled_anew(life: LeasedLife) -> None:
+    life.train(2)
+    push = life.donate()
+    life.sent(life.ticket())
+    life.admitted()
+    taken(life, push)
+    assert life.phase is SessionPhase.PULLING
+    assert life.waits
+    assert life.session.core.work.tokens == 0
+    assert not life.asks(ReturnDataRequest), "the rollback freed every lease"
+    assert life.grant().at_least == NEW
+    assert life.pull_ends().mode is InstallMode.REPLACE
+    assert life.phase is SessionPhase.JOINING, "what it held is not lent to it any more"
+    assert life.join(kept=()).held_ranges == (life.span(200, 100_000),)
+    assert life.phase is SessionPhase.TRAINING
+    assert life.session.held == ()
+    assert life.session.core.work.times_forgotten == 1
+    life.effects.clear()
+    life.say_lease(500)
+    assert life.asks(LeaseDataRequest)
+
+
+def test_another_version_than_the_base_is_not_donated(life: LeasedLife) -> None:
+    life.beat(donate=Version(1, 4))
+    assert life.phase is SessionPhase.TRAINING
+    assert not life.has(CopyBase)
+
+
+def test_it_is_not_donated_twice_at_once(life: LeasedLife) -> None:
+    first = life.donate()
+    life.beat(donate=Version(1, 5))
+    assert life.push_id == first
+
+
+@pytest.mark.parametrize("how", ["aborted", "refused"])
+def test_a_donation_that_is_not_taken_changes_nothing_and_is_tried_again_later(life: LeasedLife, how: str) -> None:
+    life.train(2)
+    push = life.donate()
+    if how == "aborted":
+        life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED, push)))
+    else:
+        life.refuse(BeginPushRequest, RefusalCode.SEED_EXISTS)
+    assert life.phase is SessionPhase.TRAINING
+    assert life.session.core.work.pending.steps == 2
+    assert life.session.pushing.last_verdict is None, "Join never names a donation as the last push"
+    life.pass_s(1)
+    assert life.phase is SessionPhase.TRAINING
+    life.pass_s(5)
+    assert life.asked(BeginPushRequest).seq == 2
+
+
+def test_a_donation_that_is_not_wanted_any_more_is_forgotten(life: LeasedLife) -> None:
+    life.donate()
+    life.refuse(BeginPushRequest, RefusalCode.VERSION_GONE)
+    life.pass_s(60)
+    assert life.phase is SessionPhase.TRAINING
+    assert not life.asks(BeginPushRequest)
+
+
+def test_busy_repeats_the_donation(life: LeasedLife) -> None:
+    life.donate()
+    life.answer(BeginPushRequest, BeginPushReply(Busy(1.0, "the slaves are not ready")))
+    life.pass_s(1.0)
+    assert life.asked(BeginPushRequest).donates == Version(1, 5)
+
+
+def test_a_pull_of_what_is_lost_is_given_up_and_made_after_all_if_the_donation_fails(life: LeasedLife) -> None:
+    life.awaiting()
+    life.train(1)
+    life.decide(VerdictKind.APPLIED)
+    life.grant()
+    transfer = life.take(StartPull).transfer_id
+    push = life.donate()
+    assert life.take(CancelTransfer).transfer_id == transfer
+    life.answer(FinishPullRequest, FinishPullReply(4))
+    life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED, push)))
+    # theta_at_push is overwritten, so the later step cannot be kept.
+    assert life.phase is SessionPhase.PULLING
+    assert list(life.give_back_answered()) == [life.span(400, 500)]
+    assert life.pulled().mode is InstallMode.REPLACE
+
+
+def test_a_push_that_is_sealed_for_ever_is_set_aside(life: LeasedLife) -> None:
+    life.awaiting()
+    sealed = life.push_id
+    life.train(1)
+    push = life.donate()
+    assert push != sealed
+    life.sent(life.ticket())
+    life.admitted()
+    taken(life, push)
+    life.grant()
+    assert life.pull_ends().mode is InstallMode.REPLACE
+    assert life.session.core.work.tokens == 0
+
+
+@pytest.mark.parametrize("kind", [VerdictKind.APPLIED, VerdictKind.ABORTED])
+def test_a_sealed_push_is_awaited_again_when_the_donation_fails(life: LeasedLife, kind: VerdictKind) -> None:
+    life.awaiting()
+    sealed = life.push_id
+    life.train(1)
+    push = life.donate()
+    life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED, push)))
+    assert life.phase is SessionPhase.AWAITING
+    assert life.push_id == sealed
+    verdict = life.verdict(kind, sealed)
+    life.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
+    # Without theta_at_push nothing of the later steps can be kept; the push's own ranges follow its verdict.
+    returned = [life.span(400, 500)] if kind is VerdictKind.APPLIED else [life.span(0, 500)]
+    assert list(life.give_back_answered()) == returned
+    assert life.pulled().mode is InstallMode.REPLACE
+
+
+def test_a_new_join_ends_the_donation_and_the_sealed_push_is_open_again(life: LeasedLife) -> None:
+    life.awaiting()
+    sealed = life.push_id
+    life.donate()
+    life.refuse(BeginPushRequest, RefusalCode.FENCED)
+    life.join(sealed)
+    assert life.phase is SessionPhase.AWAITING
+    assert life.push_id == sealed
+
+
+def test_a_new_join_while_donating_keeps_the_work_if_the_base_stands(life: LeasedLife) -> None:
+    life.train(2)
+    life.donate()
+    life.refuse(BeginPushRequest, RefusalCode.FENCED)
+    assert life.join().held_ranges == (life.span(0, 200), life.span(200, 100_000))
+    assert life.phase is SessionPhase.TRAINING
+    assert life.session.core.work.pending.steps == 2
+    assert life.session.pushing.open is None
+
+
+def test_the_end_of_the_run_ends_a_donation(life: LeasedLife) -> None:
+    life.donate()
+    life.beat(stop=True)
+    assert life.asks(BeginPullRequest)
+
+
+def test_a_rollback_noticed_at_a_pull_drops_what_a_rebase_would_have_kept(life: LeasedLife) -> None:
+    life.awaiting()
+    life.train(1)
+    life.decide(VerdictKind.APPLIED)
+    life.refuse(BeginPullRequest, RefusalCode.VERSION_GONE)
+    life.pass_s(2)
+    life.published, life.fence = NEW, life.fence + 1
+    life.grant()
+    assert life.pull_ends().mode is InstallMode.REPLACE
+    assert life.session.core.work.tokens == 0
+    assert life.asks(JoinRequest)
+
+
+def test_own_data_needs_no_second_join_after_a_rollback() -> None:
+    life = Life()
+    life.begin()
+    life.say(Stepped(10))
+    push = life.donate()
+    life.sent(life.ticket())
+    life.admitted()
+    taken(life, push)
+    assert life.pulled().mode is InstallMode.REPLACE
+    assert life.phase is SessionPhase.TRAINING

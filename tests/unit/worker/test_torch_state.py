@@ -1,0 +1,158 @@
+"""What a torch process holds, captured and given back: optimizer, buffers, random numbers, the loop's own things."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dips.core.errors import ConfigError
+from dips.worker.checkpoint_file import read_tensors, write_tensors
+from dips.worker.state_tree import StateTreeError
+from dips.worker.torch_state import TorchState
+
+
+class Part:
+    """Whatever a loop keeps."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state = state_dict
+
+
+def model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).to(dtype)
+
+
+def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Random input, so that the losses tell whether the generators are where they were."""
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(16, 4) + random.random() + float(np.random.rand())
+        loss = net(x.to(next(net.parameters()).dtype)).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def parameters(net: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+Maker = Callable[[torch.nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Maker] = {
+    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True),
+    "adamw amsgrad": lambda net: torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-2), amsgrad=True),
+    "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=1e-2),
+    "sgd momentum": lambda net: torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9, nesterov=True),
+    "groups": lambda net: torch.optim.Adam(
+        [{"params": [p], "weight_decay": 0.1 * i} for i, p in enumerate(net.parameters())], lr=1e-2
+    ),
+}
+
+
+def saved(state: TorchState, folder: Path) -> tuple[Any, Any]:
+    """Through a real file."""
+    skeleton, tensors = state.capture()
+    stamp = write_tensors(folder / "x.safetensors", tensors)
+    text = json.dumps(skeleton, allow_nan=False)
+    return json.loads(text), read_tensors(folder / "x.safetensors", stamp)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_goes_on_to_the_bit(make: Maker, dtype: torch.dtype, tmp_path: Path) -> None:
+    net = model(dtype)
+    optimizer = make(net)
+    train(net, optimizer, 3)
+    content, weights = saved(TorchState(net, optimizer), tmp_path), parameters(net)
+    expected = train(net, optimizer, 4)
+
+    again = model(dtype)
+    with torch.no_grad():
+        for parameter, value in zip(again.parameters(), weights, strict=True):
+            parameter.copy_(value)
+    optimizer = make(again)
+    TorchState(again, optimizer).restore(*content)
+    assert train(again, optimizer, 4) == expected
+    for one, two in zip(net.buffers(), again.buffers(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_the_loops_own_things_come_back_as_they_were(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    state = {
+        "seen": 7, 3: (1, [2.5, None]), "flag": True, "name": "x", "raw": b"\x00\xff", "nothing": torch.empty(0, 3),
+        "half": torch.tensor([1.5, -2], dtype=torch.bfloat16), "mask": torch.tensor([True, False]), "big": 2**70,
+        "scalar": torch.tensor(3), "rows": np.arange(6, dtype=np.int16).reshape(2, 3), "wide": torch.ones(2, 2)[:, ::2],
+    }  # fmt: skip
+    part, scheduler = Part(state), torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    content = saved(TorchState(net, optimizer, {"loop": part, "scheduler": scheduler}), tmp_path)
+    back = Part()
+    again = torch.optim.lr_scheduler.StepLR(optimizer, 9)
+    TorchState(net, optimizer, {"loop": back, "scheduler": again}).restore(*content)
+    assert again.state_dict() == scheduler.state_dict()
+    assert list(back.state) == list(state)
+    for name, value in state.items():
+        got = back.state[name]
+        assert type(got) is type(value)
+        if isinstance(value, torch.Tensor):
+            assert (got.dtype, got.shape) == (value.dtype, value.shape)
+            assert torch.equal(got, value)
+        elif isinstance(value, np.ndarray):
+            assert got.dtype == value.dtype
+            assert np.array_equal(got, value)
+        else:
+            assert got == value
+
+
+def test_what_was_captured_does_not_change_while_training_goes_on() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, 2)
+    state = TorchState(net, optimizer)
+    _, tensors = state.capture()
+    before = {name: raw.data.tobytes() for name, raw in tensors.items()}
+    train(net, optimizer, 2)
+    assert {name: raw.data.tobytes() for name, raw in tensors.items()} == before
+    _, later = state.capture()
+    assert all(later[name] is raw for name, raw in tensors.items()), "memory is used again"
+    assert later["optimizer.state.0.exp_avg"].data.tobytes() != before["optimizer.state.0.exp_avg"]
+
+
+def test_a_state_that_cannot_be_kept_is_named() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    with pytest.raises(StateTreeError, match=r"loop\.mine\.rule.*function"):
+        TorchState(net, optimizer, {"mine": Part({"rule": train})}).capture()
+    with pytest.raises(StateTreeError, match="complex64"):
+        TorchState(net, optimizer, {"mine": Part({"z": torch.zeros(1, dtype=torch.complex64)})}).capture()
+
+
+def test_another_loop_or_optimizer_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, 1)
+    content = saved(TorchState(net, optimizer), tmp_path)
+    with pytest.raises(ConfigError, match="same loop"):
+        TorchState(net, optimizer, {"mine": Part()}).restore(*content)
+    other = torch.optim.AdamW([{"params": [p]} for p in net.parameters()])
+    with pytest.raises(ConfigError, match="'optimizer' does not fit"):
+        TorchState(net, other).restore(*content)
+    with pytest.raises(ConfigError, match="'buffers' does not fit"):
+        TorchState(torch.nn.Linear(2, 2), optimizer).restore(*content)

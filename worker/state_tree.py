@@ -1,0 +1,123 @@
+"""Nested state (an optimizer's state_dict, say) as plain JSON and a flat table of tensors, and back. No pickle.
+
+What JSON cannot tell apart is marked: a tuple from a list, keys that are numbers, NaN, bytes. Anything else than
+containers, numbers, texts, bytes and tensors is refused: what cannot be read back exactly must not be written.
+Knows no framework: the caller says what a tensor is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dips.core.errors import ConfigError
+
+Json = Any
+
+MAX_DEPTH = 100
+
+
+class StateTreeError(ConfigError):
+    """A state holds something that a checkpoint cannot; the sentence says where."""
+
+
+def flatten(state: object, mark_of: Callable[[object], str | None]) -> tuple[Json, dict[str, Any]]:
+    """A JSON skeleton and the tensors by name. mark_of: the kind of a tensor, by a word; None for anything else.
+
+    Raises StateTreeError naming the place of what cannot be kept.
+    """
+    writer = _Writer(mark_of)
+    return writer.skeleton(state, (), 0), writer.tensors
+
+
+def unflatten(skeleton: Json, tensor: Callable[[str, str], Any]) -> Any:
+    """The inverse of flatten; tensor(kind, name) gives the tensors back. Raises StateTreeError for no skeleton."""
+    return _Reader(tensor).value(skeleton)
+
+
+class _Writer:
+    def __init__(self, mark_of: Callable[[object], str | None]) -> None:
+        self._mark_of = mark_of
+        self.tensors: dict[str, Any] = {}
+
+    def skeleton(self, value: object, path: tuple[str, ...], depth: int) -> Json:
+        if depth > MAX_DEPTH:
+            raise StateTreeError(f"the state at {_place(path)} is nested deeper than {MAX_DEPTH}: it may hold itself")
+        mark = self._mark_of(value)
+        if mark is not None:
+            return {"x": [mark, self._named(value, path)]}
+        if isinstance(value, Mapping):
+            return {"d": [self._pair(key, item, path, depth) for key, item in value.items()]}
+        if isinstance(value, (list, tuple)):
+            items = [self.skeleton(item, (*path, str(i)), depth + 1) for i, item in enumerate(value)]
+            return {"l" if isinstance(value, list) else "t": items}
+        return _leaf(value, path)
+
+    def _pair(self, key: object, item: object, path: tuple[str, ...], depth: int) -> list[Json]:
+        return [_leaf(key, path), self.skeleton(item, (*path, str(key)), depth + 1)]
+
+    def _named(self, tensor: object, path: tuple[str, ...]) -> str:
+        """Paths may coincide ('a.b' as one key, or as two): then a number is put behind."""
+        plain = name = ".".join(path) or "state"
+        n = 1
+        while name in self.tensors:
+            n += 1
+            name = f"{plain}#{n}"
+        self.tensors[name] = tensor
+        return name
+
+
+def _leaf(value: object, path: tuple[str, ...]) -> Json:
+    if value is None or isinstance(value, bool):
+        return value
+    # Subclasses (an IntEnum, say) would come back as something else.
+    if type(value) in (int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"f": str(float(value))}
+    if isinstance(value, (bytes, bytearray)):
+        return {"b": bytes(value).hex()}
+    raise StateTreeError(
+        f"the state at {_place(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+        "cannot hold: let state_dict() return tensors, numbers, texts and containers of these"
+    )
+
+
+class _Reader:
+    def __init__(self, tensor: Callable[[str, str], Any]) -> None:
+        self._tensor = tensor
+
+    def value(self, skeleton: Json) -> Any:
+        if not isinstance(skeleton, dict):
+            if isinstance(skeleton, list):
+                raise StateTreeError("a state's skeleton holds a bare list: it is not one of this release")
+            return skeleton
+        if len(skeleton) != 1:
+            raise StateTreeError("a state's skeleton has a mark too many: it is not one of this release")
+        ((mark, inner),) = skeleton.items()
+        return self._marked(mark, inner)
+
+    def _marked(self, mark: str, inner: Json) -> Any:
+        match mark:
+            case "x":
+                kind, name = inner
+                return self._tensor(kind, name)
+            case "d":
+                return {self.value(key): self.value(item) for key, item in inner}
+            case "l":
+                return self._items(inner)
+            case "t":
+                return tuple(self._items(inner))
+            case "f":
+                return float(inner)
+            case "b":
+                return bytes.fromhex(inner)
+        raise StateTreeError(f"a state's skeleton says {mark}: {inner!r}, which means nothing here")
+
+    def _items(self, inner: Sequence[Json]) -> list[Any]:
+        return [self.value(item) for item in inner]
+
+
+def _place(path: tuple[str, ...]) -> str:
+    return repr(".".join(path)) if path else "its top"
