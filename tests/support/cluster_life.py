@@ -28,6 +28,8 @@ from dips.core.messages import (
     Hello,
     JoinReply,
     JoinRequest,
+    LeaseDataReply,
+    LeaseDataRequest,
     LeaveReply,
     LeaveRequest,
     PlacementSpec,
@@ -47,6 +49,7 @@ from dips.worker.state.events import (
     CallFailed,
     CallRefused,
     Event,
+    LeaseWanted,
     Pulled,
     PushSent,
     Started,
@@ -69,6 +72,7 @@ SETTINGS = Settings(sync_every_steps=4, verdict_wait_s=30.0)
 TOKENS = 100
 
 K = TypeVar("K")
+Kept = tuple[DataRange, ...] | None
 
 
 def session_config(**changes: Any) -> SessionConfig:
@@ -162,15 +166,21 @@ class Life:
 
     # ---- a master's answers ----
 
-    def join_reply(self, last_push: Verdict | PushId | None = None, *, seed: bool = False) -> JoinReply:
+    def join_reply(
+        self, last_push: Verdict | PushId | None = None, *, seed: bool = False, kept: Kept = None
+    ) -> JoinReply:
+        """kept: which of the ranges that Join names are lent still; None: all."""
         self.n += 1
+        kept = self.asked(JoinRequest).held_ranges if kept is None else kept
         return JoinReply(
             self.epoch, Incarnation(self.epoch, self.n), Hello(1, 1), self.settings, seed, self.fence, last_push,
-            self.published, self.tokens, self.local_steps, "run",
+            self.published, self.tokens, self.local_steps, "run", kept,
         )  # fmt: skip
 
-    def join(self, last_push: Verdict | PushId | None = None, *, seed: bool = False) -> JoinRequest:
-        request = self.answer(JoinRequest, self.join_reply(last_push, seed=seed))
+    def join(
+        self, last_push: Verdict | PushId | None = None, *, seed: bool = False, kept: Kept = None
+    ) -> JoinRequest:
+        request = self.answer(JoinRequest, self.join_reply(last_push, seed=seed, kept=kept))
         assert isinstance(request, JoinRequest)
         return request
 
@@ -187,10 +197,14 @@ class Life:
     def pulled(self) -> Install:
         """Answer BeginPull, finish the transfer; what is installed."""
         self.grant()
-        self.say(Pulled(self.take(StartPull).transfer_id, 0.1))
-        install = self.take(Install)
+        install = self.pull_ends()
         self.answer(FinishPullRequest, FinishPullReply(self.local_steps))
         return install
+
+    def pull_ends(self) -> Install:
+        """The granted version is there."""
+        self.say(Pulled(self.take(StartPull).transfer_id, 0.1))
+        return self.take(Install)
 
     def beat(self, **changes: Any) -> None:
         incarnation = self.session.core.terms.incarnation
@@ -253,6 +267,14 @@ class Life:
         self.admitted()
         assert self.phase is SessionPhase.AWAITING
 
+    def donate(self) -> PushId:
+        """The master asks for this cluster's base; the push that answers is open."""
+        superseded = (AwaitVerdictRequest, BeginPullRequest)
+        self.effects = [e for e in self.effects if not (isinstance(e, Call) and isinstance(e.request, superseded))]
+        self.beat(donate=self.session.core.base)
+        assert self.phase is SessionPhase.BEGINNING_PUSH
+        return self.push_id
+
     def decide(self, kind: VerdictKind, **changes: Any) -> Verdict:
         verdict = self.verdict(kind, **changes)
         self.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
@@ -268,3 +290,28 @@ class Life:
         assert isinstance(request, ReturnDataRequest)
         self.returned.extend(request.ranges)
         return request.ranges
+
+
+class LeasedLife(Life):
+    """A cluster that trains on leased data: every step takes TOKENS tokens of its one lease."""
+
+    def __init__(self, config: SessionConfig | None = None) -> None:
+        super().__init__(config or session_config(data_plan=LEASED))
+        self.used = 0
+
+    def say_lease(self, tokens: int) -> None:
+        self.say(LeaseWanted(tokens))
+
+    def begin(self) -> None:
+        super().begin()
+        self.say_lease(1000)
+        self.answer(LeaseDataRequest, LeaseDataReply((DataRange(1, 0, 0, 0, 100_000),)))
+
+    def train(self, steps: int, loss: float = 2.0) -> None:
+        for _ in range(steps):
+            self.say(Stepped(TOKENS, (self.span(self.used, self.used + TOKENS),), loss))
+            self.used += TOKENS
+
+    @staticmethod
+    def span(begin: int, end: int) -> DataRange:
+        return DataRange(1, 0, 0, begin, end)

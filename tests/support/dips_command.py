@@ -23,7 +23,7 @@ def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**kept, "COLUMNS": "160", "OMP_NUM_THREADS": "1", **(added or {})}
 
 
-def dips(*arguments: object, timeout_s: float = 60.0, **added: str) -> subprocess.CompletedProcess[str]:
+def dips(*arguments: object, timeout_s: float = 240.0, **added: str) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
     command = [sys.executable, "-m", "dips.launch", *map(str, arguments)]
     return subprocess.run(
@@ -56,8 +56,13 @@ def dips_started(*arguments: object, log: Path, **added: str) -> Iterator[subpro
         yield process
 
 
+PATIENCE = 4.0
+"""Waits are stated for a quiet machine; a busy one gets so many times as long."""
+
+
 def until(true: Callable[[], bool], what: str, within_s: float = 60.0, log: Path | None = None) -> None:
     """Wait until something is so; fails with the log's end when it does not come."""
+    within_s *= PATIENCE
     deadline_s = time.monotonic() + within_s
     while not true():
         if time.monotonic() > deadline_s:

@@ -33,7 +33,7 @@ from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.protos import slaves_pb2_grpc
 
 B = TypeVar("B")
-WAIT_S = 20.0
+WAIT_S = 60.0
 """For one answer on this machine; a test that waits so long has failed."""
 
 

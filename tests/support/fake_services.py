@@ -235,6 +235,7 @@ class FakeRun:
         self.n = 0
         self.stop = False
         self.false_digests = False
+        self.donate: Version | None = None
         self.attempts: dict[PushId, int] = {}
         self.pushes: list[BeginPushRequest] = []
         self.verdicts: dict[PushId, Verdict] = {}
@@ -325,13 +326,13 @@ class FakeRun:
         last = next(reversed(self.verdicts.values()), None)
         return JoinReply(
             self.epoch, Incarnation(self.epoch, self.n), Hello(1, 1), self.settings, self.version is None, self.fence,
-            last, self.version, self.tokens, self.settings.sync_every_steps, RUN,
+            last, self.version, self.tokens, self.settings.sync_every_steps, RUN, request.held_ranges,
         )  # fmt: skip
 
     def _Heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
         self.beats.append(request)
         steps = self.settings.sync_every_steps
-        return HeartbeatReply(self.epoch, self.version, self.tokens, steps, self.stop, "IDLE")
+        return HeartbeatReply(self.epoch, self.version, self.tokens, steps, self.stop, "IDLE", self.donate)
 
     def _BeginPush(self, request: BeginPushRequest) -> BeginPushReply:
         push = self._id(request, request.seq)

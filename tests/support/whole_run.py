@@ -137,6 +137,8 @@ class WholeRun:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._master = {"sync_every": 4, "heartbeat_s": 0.5, "grace_s": 0.5, "linger_s": 20.0, **master}
         self.address = ""
+        self.slave: dict[str, object] = {}
+        """More knobs of every slave."""
 
     def __enter__(self) -> WholeRun:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -168,9 +170,10 @@ class WholeRun:
         wait_until(told, f"the master did not come up: {self.log('master')}")
         self.address = json.loads(where.read_text())["address"]
 
-    def start_slave(self, name: str) -> None:
-        knobs = {"run_id": "test", "slave_id": name, "directory": self.directory / name, "master": self.address}
-        self._spawn(name, ["slave", *_options(knobs)])
+    def start_slave(self, name: str, **more: object) -> None:
+        directory = self.directory / name
+        knobs = {"run_id": "test", "slave_id": name, "directory": directory, "master": self.address}
+        self._spawn(name, ["slave", *_options({**knobs, "tape": directory / "tape.jsonl", **self.slave, **more})])
 
     def kill(self, name: str) -> None:
         """SIGKILL: at whatever line it is."""

@@ -1,0 +1,237 @@
+"""Disks: what is durable, what is only on its way there, and what a crash leaves of it.
+
+The slave's real ring of snapshots (dips.slave.ring) works on SlaveDisk; power may fail between any two of its steps.
+What is not synced is lost, or torn, in a crash. A copy of a disk may be put back later, as an operator with a backup
+does. Nothing here decides what is written.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from random import Random
+from typing import BinaryIO, NoReturn
+
+CAPACITY_BYTES = 1 << 30
+
+
+class PowerLossError(Exception):
+    """The process died within a step of its disk."""
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """One entry of the master's journal, with the state after it."""
+
+    epoch: int
+    entry_id: int
+    kind: str
+    record_json: str
+    snapshot_json: str
+
+
+@dataclass
+class JournalDisk:
+    """The master's directory: what is durable."""
+
+    epoch: int = 0
+    entries: list[JournalEntry] = field(default_factory=list)
+    full: bool = False
+    flush_factor: float = 1.0
+
+    @property
+    def snapshot_json(self) -> str | None:
+        return self.entries[-1].snapshot_json if self.entries else None
+
+    def copy(self) -> JournalDisk:
+        return JournalDisk(self.epoch, list(self.entries))
+
+    def put_back(self, copy: JournalDisk) -> None:
+        self.epoch, self.entries = copy.epoch, list(copy.entries)
+
+    def lose(self) -> None:
+        self.put_back(JournalDisk())
+
+
+@dataclass
+class _File:
+    """One inode: what the process sees, and what the disk has."""
+
+    data: bytes
+    durable: bytes = b""
+
+
+class SlaveDisk:
+    """One slave's directory, as dips.slave.durable.Disk wants it.
+
+    write_errors, manifest_errors: so many of the next writes of snapshots, or of manifests, fail. sync_errors: of
+    syncs. dies_in: so many steps from now the power fails; 0: not planned.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._names: dict[str, _File] = {}
+        self._durable_names: dict[str, _File] = {}
+        self._history: list[dict[str, _File]] = []
+        self.write_errors = 0
+        self.manifest_errors = 0
+        self.sync_errors = 0
+        self.errors_seen = 0
+        self.dies_in = 0
+        self.fsync_factor = 1.0
+
+    # ---- the Disk protocol ----
+
+    def where(self, name: str) -> str:
+        return f"{self._name}:{name}"
+
+    def names(self) -> list[str]:
+        return sorted(self._names)
+
+    def open(self, name: str) -> BinaryIO:
+        if name not in self._names:
+            raise FileNotFoundError(errno.ENOENT, "no such file", name)
+        return BytesIO(self._names[name].data)
+
+    def missing_bytes(self, name: str, n_bytes: int) -> int:
+        file = self._names.get(name)
+        return 0 if file is not None and len(file.data) == n_bytes else n_bytes
+
+    def free_bytes(self) -> int:
+        return CAPACITY_BYTES
+
+    def allocate(self, name: str, n_bytes: int) -> None:
+        self._step()
+        self._may_fail_to_write()
+        file = self._names.get(name)
+        if file is None:
+            file = _File(b"")
+            self._put(name, file)
+        file.data = file.durable = file.data[:n_bytes].ljust(n_bytes, b"\0")
+
+    def overwrite(self, name: str, parts: Sequence[memoryview]) -> None:
+        file = self._names[name]
+        at = 0
+        for part in parts:
+            self._step()
+            self._may_fail_to_write()
+            file.data = file.data[:at] + bytes(part) + file.data[at + len(part) :]
+            at += len(part)
+
+    def create(self, name: str, data: bytes) -> None:
+        self._step()
+        if self.manifest_errors and "manifest" in name:
+            self.manifest_errors -= 1
+            self._fail(errno.EIO, "input/output error")
+        self._put(name, _File(bytes(data)))
+
+    def sync(self, name: str) -> None:
+        self._step()
+        if self.sync_errors:
+            self.sync_errors -= 1
+            self._fail(errno.EIO, "input/output error")
+        file = self._names[name]
+        file.durable = file.data
+
+    def rename(self, old: str, new: str) -> None:
+        self._step()
+        names = dict(self._names)
+        names[new] = names.pop(old)
+        self._history.append(names)
+        self._names = names
+
+    def remove(self, name: str) -> None:
+        self._step()
+        if name in self._names:
+            names = dict(self._names)
+            del names[name]
+            self._history.append(names)
+            self._names = names
+
+    def sync_names(self) -> None:
+        self._step()
+        self._durable_names = dict(self._names)
+        self._history.clear()
+
+    # ---- what may happen to it ----
+
+    def crash(self, rng: Random) -> bool:
+        """What is not synced is gone or torn. Returns whether anything was not."""
+        dirty = bool(self._history)
+        # Names become durable in their order, and perhaps some of them did.
+        states = [self._durable_names, *self._history]
+        names = states[rng.randrange(len(states))]
+        for name in sorted(names):
+            file = names[name]
+            if file.data != file.durable:
+                dirty = True
+                file.durable = _mixture(rng, file.durable, file.data)
+            file.data = file.durable
+        self._names, self._durable_names = dict(names), dict(names)
+        self._history.clear()
+        self.dies_in = 0
+        return dirty
+
+    def copy(self) -> dict[str, bytes]:
+        """What a backup holds."""
+        return {name: file.durable for name, file in self._durable_names.items()}
+
+    def put_back(self, copy: dict[str, bytes]) -> None:
+        """What the process's successor finds: the backup, and nothing else."""
+        self._names = {name: _File(data, data) for name, data in copy.items()}
+        self._durable_names = dict(self._names)
+        self._history.clear()
+
+    def lose(self) -> None:
+        self.put_back({})
+
+    def flip_a_bit(self, rng: Random, prefix: str) -> bool:
+        """A file at rest changes; whether there was one."""
+        names = [name for name in self.names() if name.startswith(prefix) and any(self._names[name].data)]
+        if not names:
+            return False
+        file = self._names[rng.choice(names)]
+        at = rng.randrange(len(file.data))
+        file.data = file.data[:at] + bytes([file.data[at] ^ (1 << rng.randrange(8))]) + file.data[at + 1 :]
+        file.durable = file.data
+        return True
+
+    def mend(self) -> None:
+        self.write_errors = self.manifest_errors = self.sync_errors = self.dies_in = 0
+        self.fsync_factor = 1.0
+
+    # ---- parts ----
+
+    def _put(self, name: str, file: _File) -> None:
+        names = dict(self._names)
+        names[name] = file
+        self._history.append(names)
+        self._names = names
+
+    def _step(self) -> None:
+        if self.dies_in:
+            self.dies_in -= 1
+            if not self.dies_in:
+                raise PowerLossError
+
+    def _may_fail_to_write(self) -> None:
+        if self.write_errors:
+            self.write_errors -= 1
+            self._fail(errno.ENOSPC, "no space left on device")
+
+    def _fail(self, number: int, words: str) -> NoReturn:
+        self.errors_seen += 1
+        raise OSError(number, words)
+
+
+def _mixture(rng: Random, old: bytes, new: bytes) -> bytes:
+    """What the disk may hold of bytes that were written and not synced: the old ones, the new ones, or both."""
+    kind = rng.randrange(3)
+    if kind == 0 or not new:
+        return old
+    if kind == 1:
+        return new
+    at = rng.randrange(len(new))
+    return new[:at] + old[at:].ljust(len(new) - at, b"\0")[: len(new) - at]

@@ -1,0 +1,129 @@
+"""Virtual time: one heap of what is still to happen, one source of chance, and processes that may stop, sleep and die.
+
+The same seed gives the same run, bit for bit: ties in time are broken by the order of scheduling, and whatever happens
+enters a running hash. It must never read a clock, and never use chance from anywhere but `rng`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+Action = Callable[..., object]
+
+MIN_STEP_S = 1e-6
+"""Something that is due "now" happens a moment later, so that cause always precedes effect."""
+
+
+class Process:
+    """Something with a life: what was scheduled for one life never reaches the next one."""
+
+    def __init__(self, kernel: Kernel, name: str) -> None:
+        self.kernel = kernel
+        self.name = name
+        self.life = 0
+        self.alive = False
+        self.paused = False
+        self._backlog: list[tuple[Action, tuple[Any, ...]]] = []
+
+    def begin_life(self) -> None:
+        self.life += 1
+        self.alive, self.paused = True, False
+        self._backlog.clear()
+
+    def end_life(self) -> None:
+        """kill -9: whatever was to happen to this life does not."""
+        self.life += 1
+        self.alive, self.paused = False, False
+        self._backlog.clear()
+
+    def pause(self) -> None:
+        """SIGSTOP: what happens meanwhile waits, in its order."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """SIGCONT: everything that waited is handled now."""
+        if not self.paused:
+            return
+        self.paused = False
+        backlog, self._backlog = self._backlog, []
+        for action, args in backlog:
+            self.kernel.after(0.0, self, action, *args)
+
+    def put_off(self, action: Action, args: tuple[Any, ...]) -> None:
+        self._backlog.append((action, args))
+
+    @property
+    def running(self) -> bool:
+        return self.alive and not self.paused
+
+
+class Kernel:
+    """The event heap. `story` is filled only when someone is to read it; the hash always."""
+
+    def __init__(self, seed: int, tell: bool = False) -> None:
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self.handled = 0
+        self.story: list[str] = []
+        self._tell = tell
+        self._heap: list[tuple[float, int, Process | None, int, Action, tuple[Any, ...]]] = []
+        self._numbers = 0
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def at(self, at_s: float, process: Process | None, action: Action, *args: Any) -> None:
+        """Do this at that time, in this life of `process` (None: whatever happens)."""
+        self._numbers += 1
+        due_s = max(at_s, self.now_s + MIN_STEP_S)
+        heapq.heappush(self._heap, (due_s, self._numbers, process, process.life if process else 0, action, args))
+
+    def after(self, delay_s: float, process: Process | None, action: Action, *args: Any) -> None:
+        self.at(self.now_s + delay_s, process, action, *args)
+
+    @property
+    def next_s(self) -> float:
+        """When the next thing is due; infinity when there is none."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def step(self) -> bool:
+        """Let the next thing happen; whether there was one."""
+        if not self._heap:
+            return False
+        self.now_s, _, process, life, action, args = heapq.heappop(self._heap)
+        if process is not None:
+            if process.life != life:
+                return True
+            if process.paused:
+                process.put_off(action, args)
+                return True
+        self.handled += 1
+        action(*args)
+        return True
+
+    def note(self, who: str, what: str) -> None:
+        """Something that happened: into the hash, and into the story if it is told."""
+        self._hash.update(f"{self.now_s:.9f} {who} {what}\n".encode())
+        if self._tell:
+            self.story.append(f"{self.now_s:9.4f}  {who:<9} {what}")
+
+    def aside(self, who: str, what: str) -> None:
+        """For the story's readers only."""
+        if self._tell:
+            self.story.append(f"{self.now_s:9.4f}  {who:<9}   {what}")
+
+    @property
+    def telling(self) -> bool:
+        return self._tell
+
+    @property
+    def trace_hash(self) -> str:
+        """Of everything noted so far."""
+        return self._hash.hexdigest()
+
+    def jitter(self, mean_s: float) -> float:
+        """A time around `mean_s`: between half of it and, rarely, several times as much."""
+        return mean_s * (0.5 + self.rng.expovariate(2.0))

@@ -1,0 +1,157 @@
+"""What one seed chooses before anything happens: how many of everything, and every knob (BUGGIFY: none keeps its
+default where a default could hide something).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from dips.core.ids import ClusterId
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import DataMode, DataPlan, Settings
+from dips.master.state.penalty_config import PenaltyConfig
+from dips.master.state.run_config import RunConfig
+from dips.worker.state.terms import SessionConfig
+
+RUN_ID = "sim"
+
+CHUNK_BYTES = 1024
+"""The least that slaves accept; blocks hold a few of them."""
+
+MAX_CLUSTERS = 6
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run's settings, all chosen by its seed. Times in seconds."""
+
+    clusters: tuple[str, ...]
+    slaves: tuple[str, ...]
+    layout: Layout
+    data: DataPlan
+    config: RunConfig
+    step_s: tuple[float, ...]
+    """Of one inner step, cluster by cluster."""
+
+    tokens_per_step: int
+    delay_s: float
+    flush_s: float
+    work_s: float
+    """What a slave's job (measure, prepare, write) takes around."""
+
+    call_deadline_s: float
+    verdict_wait_s: float
+    leave_wait_s: float
+    data_silence_s: float
+    data_stall_s: float
+    faults_for_s: float
+    n_faults: int
+    checkpoints: bool
+    snapshots_kept: int
+
+    @property
+    def durability(self) -> str:
+        return self.config.settings.durability
+
+    def session_config(self, name: str, run_id: str = "") -> SessionConfig:
+        return SessionConfig(
+            ClusterId(name),
+            self.layout,
+            self.data,
+            run_id=run_id,
+            declared_tokens_per_s=0.0,
+            connect_wait_s=1e6,
+            call_deadline_s=self.call_deadline_s,
+            retry_max_s=2.0,
+            leave_wait_s=self.leave_wait_s,
+            durable_pushes=self.checkpoints,
+        )
+
+
+def make_plan(rng: Random, durability: str | None = None) -> Plan:
+    """Choose everything. durability: to hold that one choice fixed."""
+    n_clusters, n_slaves = rng.choice((2, 2, 3, 3, 4, 5)), rng.choice((1, 2, 2, 3, 3, 4))
+    clusters = tuple("abcdefg"[i] for i in range(n_clusters))
+    slaves = tuple(f"s{i}" for i in range(n_slaves))
+    tokens_per_step = rng.choice((4, 10, 16))
+    slowest = rng.choice((1.0, 1.3, 2.0, 4.0))
+    step_s = rng.choice((0.2, 0.3, 0.4))
+    settings = _settings(rng, n_clusters, durability or rng.choice(("sync", "sync", "sync", "async")))
+    return Plan(
+        clusters,
+        slaves,
+        _layout(rng, n_slaves),
+        _data(rng, tokens_per_step),
+        _config(rng, settings, n_slaves, n_clusters),
+        tuple(step_s * (1 + (slowest - 1) * i / max(1, n_clusters - 1)) for i in range(n_clusters)),
+        tokens_per_step,
+        delay_s=rng.choice((0.001, 0.005, 0.03)),
+        flush_s=rng.choice((0.001, 0.01, 0.08)),
+        work_s=rng.choice((0.005, 0.05, 0.2)),
+        call_deadline_s=rng.choice((2.0, 4.0, 7.0)),
+        verdict_wait_s=settings.verdict_wait_s,
+        leave_wait_s=rng.choice((6.0, 10.0)),
+        data_silence_s=rng.choice((0.8, 1.5)),
+        data_stall_s=rng.choice((5.0, 9.0)),
+        faults_for_s=rng.choice((10.0, 16.0, 24.0)),
+        n_faults=rng.choice((2, 3, 4, 6)),
+        checkpoints=rng.random() < 0.7,
+        snapshots_kept=rng.choice((2, 3)),
+    )
+
+
+def _settings(rng: Random, n_clusters: int, durability: str) -> Settings:
+    return Settings(
+        sync_every_steps=rng.choice((3, 5, 7)),
+        dynamic_local_steps=rng.random() < 0.4,
+        heartbeat_s=rng.choice((1.0, 1.5, 2.0)),
+        evict_after_beats=rng.choice((3, 5)),
+        verdict_wait_s=rng.choice((0.0, 1.0, 4.0)),
+        chunk_bytes=CHUNK_BYTES,
+        window_chunks=rng.choice((1, 2, 16)),
+        max_staleness_versions=rng.choice((0, 0, 2, 3)),
+        outer_lr=0.7,
+        outer_momentum=rng.choice((0.0, 0.8)),
+        preset=rng.choice(("safe", "paper")),
+        durability=durability,
+        ticket_ttl_s=rng.choice((8.0, 15.0)),
+        round_timeout_s=rng.choice((3.0, 6.0)),
+    )
+
+
+def _config(rng: Random, settings: Settings, n_slaves: int, n_clusters: int) -> RunConfig:
+    return RunConfig(
+        RUN_ID,
+        n_slaves,
+        settings,
+        PenaltyConfig(
+            outer_momentum=settings.outer_momentum,
+            participation_scaling=rng.random() < 0.7,
+            warm_up_pushes=rng.choice((3, 8)),
+            quarantine_after_flags=rng.choice((2, 3)),
+        ),
+        max_clusters=MAX_CLUSTERS,
+        min_clusters=rng.choice((1, 1, n_clusters)),
+        grace_s=rng.choice((None, 0.0, 0.3, 1.5)),
+        round_timeout_s=settings.round_timeout_s,
+        lease_ttl_s=rng.choice((10.0, 60.0, 3600.0)),
+        ticket_ttl_s=settings.ticket_ttl_s,
+        pinned_versions=rng.choice((0, 1, 2)),
+        linger_s=2.0,
+    )
+
+
+def _layout(rng: Random, n_slaves: int) -> Layout:
+    """A few layers of one to three chunks each; at least one block for each slave."""
+    n_layers = n_slaves + rng.choice((0, 1, 2))
+    chunk_elems = CHUNK_BYTES // 4
+    sizes = [chunk_elems * rng.choice((1, 1, 2)) + rng.choice((0, 0, 40)) for _ in range(n_layers)]
+    return Layout(tuple(Parameter(f"layers.{i}.w", (size,), "float32", f"layers.{i}") for i, size in enumerate(sizes)))
+
+
+def _data(rng: Random, tokens_per_step: int) -> DataPlan:
+    if rng.random() < 0.4:
+        return DataPlan(DataMode.OWN)
+    chunk_tokens = tokens_per_step * rng.choice((2, 3, 7)) + rng.choice((0, 1))
+    return DataPlan(DataMode.LEASED, b"corpus", chunk_tokens * rng.choice((20, 60)), chunk_tokens)

@@ -1,0 +1,205 @@
+"""Computes every version of a run again, from the pushes that slaves recorded, and compares it bit for bit.
+
+Uses the readable reference of the outer step, not the compiled kernel that slaves ran, so that the one proves the
+other; both define the same bits (docs/algorithm.md). Only rounds that the journal committed count. It must never write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from dips.core import outer_numpy
+from dips.core.chunks import digest_of_array
+from dips.core.errors import ConfigError, Refused
+from dips.core.ids import SlaveId
+from dips.core.layout import Block, layout_from_json
+from dips.core.placement import Placement
+from dips.sim.facts import Decision, Pair, decision_of, pair, say_round, say_version, short
+from dips.sim.verify_records import RunRecords
+
+F32 = NDArray[np.float32]
+
+FORMAT = "dips-round-1"
+FOLDER = "pushes"
+
+
+@dataclass
+class Replayed:
+    """versions: computed again on every slave; shards: digests compared; wrong: sentences; skipped: why a version was
+    not computed."""
+
+    versions: int = 0
+    shards: int = 0
+    wrong: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"versions": self.versions, "shards": self.shards, "wrong": self.wrong, "skipped": self.skipped}
+
+
+@dataclass(frozen=True)
+class _State:
+    """A shard of one version: theta and momentum, both (n,) float32."""
+
+    theta: F32
+    momentum: F32
+
+
+def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
+    """Replay all committed rounds. Raises ConfigError when no pushes were recorded, or they cannot be read."""
+    folders = _folders(run_dir)
+    blocks = _blocks(records)
+    made = [decision_of(record) for record in records.journal if record["kind"] in ("COMMIT", "ROLLBACK", "ADOPT")]
+    result = Replayed()
+    kept: dict[str, dict[Pair, _State]] = {slave: {} for slave in folders}
+    for decision in made:
+        if decision.version is None or decision.kind == "ADOPT":
+            continue
+        done = [_replay_one(decision, slave, folders, kept[slave], blocks, result) for slave in sorted(folders)]
+        result.versions += bool(done) and all(done)
+    missing = sorted({slave for decision in made for slave in decision.digests} - folders.keys())
+    result.skipped += [f"slave {slave} recorded no pushes" for slave in missing]
+    if result.shards == 0:
+        reasons = "; ".join(result.skipped[:3]) or "the journal committed no version"
+        raise ConfigError(f"no version can be replayed: {reasons}")
+    return result
+
+
+def _folders(run_dir: Path) -> dict[str, Path]:
+    """Slave -> the folder of its recorded pushes."""
+    found: dict[str, Path] = {}
+    for path in sorted(run_dir.rglob(f"{FOLDER}/round-*.json")):
+        if path.parent not in found.values():
+            found[str(_read_json(path)["slave_id"])] = path.parent
+    if not found:
+        raise ConfigError(
+            f"{run_dir} has no recorded pushes, from which versions are computed again: run the slaves with "
+            "--record-pushes (record_pushes = true in a run's file)"
+        )
+    return found
+
+
+def _blocks(records: RunRecords) -> Mapping[str, Sequence[Block]]:
+    ledger = records.ledger
+    if ledger is None or not ledger.get("layout") or ledger.get("placement") is None:
+        raise ConfigError(f"the journal in {records.run_dir} knows no layout: no version was ever made")
+    try:
+        layout = layout_from_json(ledger["layout"])
+        placement = Placement(tuple(sorted(SlaveId(name) for name in ledger["slaves"])), tuple(ledger["placement"]))
+    except (KeyError, TypeError, ValueError, Refused) as error:
+        raise ConfigError(
+            f"layout and placement in the journal of {records.run_dir} cannot be read: {error}"
+        ) from error
+    return {slave: placement.blocks_of(slave, layout) for slave in placement.slaves}
+
+
+def _replay_one(
+    made: Decision,
+    slave: str,
+    folders: Mapping[str, Path],
+    kept: dict[Pair, _State],
+    blocks: Mapping[str, Sequence[Block]],
+    result: Replayed,
+) -> bool:
+    """Whether the shard could be computed; a wrong one is said, and what was computed goes on."""
+    assert made.version is not None, "the caller leaves out what makes no version"
+    name = f"version {say_version(made.version)} on slave {slave}"
+    if made.kind == "ROLLBACK" and made.donor is None:
+        origin = kept.get(made.origin) if made.origin is not None else None
+        if origin is None:
+            result.skipped.append(f"{name}: its origin {say_version(made.origin)} was not computed")
+            return False
+        kept[made.version] = origin
+        return _compare(made, slave, origin, blocks[slave], _chunk_bytes(folders[slave]), name, result)
+    path = folders[slave] / f"round-{say_round(made.round)}.json"
+    if not path.is_file():
+        result.skipped.append(f"{name}: {path.name} is not there")
+        return False
+    recorded = _read_json(path)
+    before = pair(recorded["from_version"])
+    if before is not None and before not in kept:
+        result.skipped.append(f"{name}: version {say_version(before)} was not computed")
+        return False
+    after = _step(folders[slave], recorded, kept[before] if before is not None else None)
+    kept[made.version] = after
+    _forget_old(kept)
+    _same_pushes(made, recorded, name, result)
+    return _compare(made, slave, after, blocks[slave], int(recorded["chunk_bytes"]), name, result)
+
+
+KEPT = 24
+"""Versions of a shard that stay in memory: a ROLLBACK goes back to one that slaves keep on disk, and they are few."""
+
+
+def _forget_old(kept: dict[Pair, _State]) -> None:
+    while len(kept) > KEPT:
+        del kept[next(iter(kept))]
+
+
+def _chunk_bytes(folder: Path) -> int:
+    return int(_read_json(min(folder.glob("round-*.json")))["chunk_bytes"])
+
+
+def _same_pushes(made: Decision, recorded: Mapping[str, Any], name: str, result: Replayed) -> None:
+    merged = [f"{p.push[0]}/{p.push[1]}.{p.push[2]}#{p.push[3]}" for p in made.accepted]
+    said = [str(item["push"]) for item in recorded["accepted"]]
+    if merged != said:
+        result.wrong.append(f"{name} was made of pushes {', '.join(said)}, but its record says {', '.join(merged)}")
+
+
+def _compare(
+    made: Decision, slave: str, state: _State, blocks: Sequence[Block], chunk_bytes: int, name: str, result: Replayed
+) -> bool:
+    digest = digest_of_array(state.theta, blocks, chunk_bytes).hex()
+    result.shards += 1
+    if digest != made.digests.get(slave):
+        said = short(made.digests.get(slave, "nothing"))
+        result.wrong.append(f"{name} is {short(digest)} when it is computed again, but {made} says {said}")
+    return True
+
+
+def _step(folder: Path, recorded: Mapping[str, Any], before: _State | None) -> _State:
+    """One outer step, as the slave made it. Raises ConfigError when a push's file cannot be read."""
+    rows = np.stack([_push(folder / str(item["file"])) for item in recorded["accepted"]])
+    n = rows.shape[1]
+    theta, momentum = np.empty(n, np.float32), np.empty(n, np.float32)
+    if before is None:
+        outer_numpy.seed_step(rows, 0, theta, momentum, 0, n)
+        return _State(theta, momentum)
+    weights = np.asarray([item["weight"] for item in recorded["accepted"]], np.float32)
+    slots = np.arange(len(rows), dtype=np.int64)
+    names = ("scale", "outer_lr", "momentum_decay", "momentum_lookahead")
+    scale, outer_lr, decay, lookahead = (float(recorded[name]) for name in names)
+    outer_numpy.outer_step(
+        before.theta, before.momentum, rows, slots, weights, scale, outer_lr, decay, lookahead, theta, momentum, 0, n
+    )
+    return _State(theta, momentum)
+
+
+def _push(path: Path) -> F32:
+    try:
+        push = load_file(path)["push"]
+    except (OSError, KeyError, SafetensorError) as error:
+        raise ConfigError(
+            f"recorded push {path} cannot be read ({error}): without it nothing can be replayed"
+        ) from error
+    return np.ascontiguousarray(push, np.float32)
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        raw = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"recorded round {path} cannot be read: {error}") from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ConfigError(f"recorded round {path} is not of this release: it should say {FORMAT}")
+    return raw

@@ -1,0 +1,241 @@
+"""The set-up of a simulation at scale: what a TOML file may say, and the files that come with the package.
+
+Amounts carry units ("12 Gbps", "600 GB", "2 h"). The table [master] takes the settings of `dips master` by the same
+names, so that what is simulated is what would run. Nothing is guessed: an unknown name is refused with the nearest
+known one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from dips.core.config import Knobs, load_table, read_tables
+from dips.core.errors import ConfigError
+from dips.core.ids import check_name
+from dips.core.units import BitsPerSecond, Bytes, Count, Seconds, parse_bytes
+from dips.master.config import MasterConfig
+from dips.master.state.run_config import RunConfig
+
+SHIPPED = files("dips.sim.scale") / "scenarios"
+DAY_S = 86_400.0
+
+_OURS = {"run_id", "directory", "listen", "slaves", "log_level", "json_logs"}
+"""Settings of a real master process, which a simulated one has no use for."""
+
+_TABLES = ("run", "model", "data", "slaves", "master", "clusters", "faults")
+
+
+def _rate(value: object) -> float:
+    """Bytes a second from "3 GB/s" or a number."""
+    if isinstance(value, str):
+        if not value.strip().endswith("/s"):
+            raise ValueError(f'{value!r} is not a rate: write it like "3 GB/s"')
+        value = value.strip().removesuffix("/s")
+    try:
+        return float(parse_bytes(value))
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+BytesPerSecond = Annotated[float, BeforeValidator(_rate), Field(gt=0)]
+Rate = Annotated[BitsPerSecond, Field(gt=0)]
+Window = tuple[float, float]
+
+
+class RunTable(Knobs):
+    """[run]"""
+
+    about: str = Field("", description="One sentence on what is simulated")
+    hours: float = Field(24.0, gt=0, le=10_000, description="How long the run lasts, in simulated hours")
+    seed: int = Field(0, ge=0, description="Of failures, speeds and norms; the same seed gives the same run")
+    paper_overhead: float = Field(0.0, ge=0, lt=1, description="Overhead that a source states, to print beside ours")
+    paper_tokens: Count = Field(0, description="Tokens that a source states, to print beside ours")
+
+
+class ModelTable(Knobs):
+    """[model]"""
+
+    parameters: Annotated[Count, Field(ge=1)] = Field(description="How many parameters; float32 on the wire")
+    layers: int = Field(ge=1, le=10_000, description="Layers of equal size, which the slaves share out")
+
+
+class DataTable(Knobs):
+    """[data]"""
+
+    total_tokens: Annotated[Count, Field(ge=1)] = Field(description="Tokens of the data set; then it begins again")
+    chunk_tokens: Annotated[Count, Field(ge=1)] = Field(description="Tokens that are leased as one piece")
+
+
+class SlavesTable(Knobs):
+    """[slaves]"""
+
+    count: int = Field(ge=1, le=1024, description="How many slaves hold the model")
+    network: Rate = Field(description="Network card of one slave, each way")
+    memory: Bytes = Field(description="Memory of one slave for parameters")
+    memory_rate: BytesPerSecond = Field(description="Bytes that one slave's outer step moves in a second")
+    disk_rate: BytesPerSecond = Field(description="Bytes that one slave writes durably, or reads, in a second")
+    restart: Seconds = Field(30.0, description="From a slave's or master's death until its process is up again")
+    journal: Seconds = Field(0.005, description="One durable write of the master's journal")
+    round_trip: Seconds = Field(0.02, description="A call and its answer between a cluster and the master")
+
+
+class ClusterTable(Knobs):
+    """[[clusters]]"""
+
+    id: str = Field(description="Name of the cluster")
+    npus: int = Field(1, ge=1, description="Accelerators; only for the picture of resources")
+    tokens_per_s: float = Field(gt=0, description="How fast it trains")
+    tokens_per_step: Annotated[Count, Field(ge=1)] = Field(description="Tokens behind one inner step")
+    jitter: float = Field(0.0, ge=0, lt=0.5, description="Standard deviation of its speed from round to round")
+    up: Rate = Field(description="Its rate towards the slaves")
+    down: Rate = Field(description="Its rate from the slaves")
+    copy_rate: BytesPerSecond = Field(description="Copying live parameters to and from the transfer buffer")
+    mtbf_days: float = Field(0.0, ge=0, description="Mean days between its failures; 0: it never fails")
+    restart: Seconds = Field(600.0, description="Mean time from its failure until it can join again")
+    link_mtbf_days: float = Field(0.0, ge=0, description="Mean days between outages of its link; 0: none")
+    link_outage: Seconds = Field(120.0, description="Mean length of an outage of its link")
+    bad_push: float = Field(0.0, ge=0, le=1, description="Share of its pushes whose norm is 30 times too large")
+    present_days: tuple[Window, ...] = Field((), description="[[from, to], ...] when it may run; empty: always")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            check_name(self.id, "the cluster id")
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        at = 0.0
+        for begin, end in self.present_days:
+            if not at <= begin < end:
+                raise ValueError(
+                    f"present_days holds [{begin:g}, {end:g}]: list windows in order of time, each with its "
+                    "beginning before its end"
+                )
+            at = end
+        return self
+
+
+class FaultsTable(Knobs):
+    """[faults]"""
+
+    slave_mtbf_days: float = Field(0.0, ge=0, description="Mean days between deaths of any slave; 0: none")
+    master_mtbf_days: float = Field(0.0, ge=0, description="Mean days between deaths of the master; 0: none")
+
+
+class Scenario(Knobs):
+    """One whole set-up."""
+
+    name: str = Field(description="File name without .toml")
+    run: RunTable = Field(description="[run]")
+    model: ModelTable = Field(description="[model]")
+    data: DataTable = Field(description="[data]")
+    slaves: SlavesTable = Field(description="[slaves]")
+    clusters: tuple[ClusterTable, ...] = Field(description="[[clusters]]")
+    faults: FaultsTable = Field(description="[faults]")
+    master: RunConfig = Field(description="[master]")
+
+    @property
+    def duration_s(self) -> float:
+        return self.run.hours * 3600.0
+
+    def windows_s(self, cluster: ClusterTable) -> list[tuple[float, float]]:
+        """When a cluster may run, within the run's time."""
+        given = cluster.present_days or ((0.0, self.duration_s / DAY_S),)
+        cut = ((begin * DAY_S, min(end * DAY_S, self.duration_s)) for begin, end in given)
+        return [(begin, end) for begin, end in cut if begin < end]
+
+    def ideal_tokens(self) -> float:
+        """What the clusters would train on in their windows if nothing ever failed or took time but training."""
+        return sum(
+            cluster.tokens_per_s * (end - begin) for cluster in self.clusters for begin, end in self.windows_s(cluster)
+        )
+
+
+def shipped() -> list[str]:
+    """Names of the scenarios that come with the package."""
+    return sorted(item.name.removesuffix(".toml") for item in SHIPPED.iterdir() if item.name.endswith(".toml"))
+
+
+def find(name: str) -> Path:
+    """The file of a shipped scenario, or a person's own. Raises ConfigError."""
+    own = Path(name)
+    if own.suffix == ".toml" or own.exists():
+        return own
+    if name in shipped():
+        return Path(str(SHIPPED / f"{name}.toml"))
+    raise ConfigError(
+        f"{name!r} is neither a file nor a scenario that comes with dips ({', '.join(shipped())}): give the path of "
+        "a .toml file, or one of these names"
+    )
+
+
+def load_scenario(path: Path, *, hours: float | None = None, seed: int | None = None) -> Scenario:
+    """Read and check a set-up; hours and seed win over the file. Raises ConfigError."""
+    tables = read_tables(path, _TABLES)
+    given = {"hours": hours, "seed": seed}
+    run = _table(tables, "run", path) | {key: value for key, value in given.items() if value is not None}
+    slaves = load_table(SlavesTable, _table(tables, "slaves", path), f"{path} [slaves]")
+    clusters = _clusters(tables, path)
+    scenario = Scenario(
+        name=path.stem,
+        run=load_table(RunTable, run, f"{path} [run]"),
+        model=load_table(ModelTable, _table(tables, "model", path), f"{path} [model]"),
+        data=load_table(DataTable, _table(tables, "data", path), f"{path} [data]"),
+        slaves=slaves,
+        clusters=clusters,
+        faults=load_table(FaultsTable, _table(tables, "faults", path), f"{path} [faults]"),
+        master=_master(tables, path, slaves, clusters),
+    )
+    _check_fits(scenario, path)
+    return scenario
+
+
+def _table(tables: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
+    table = tables.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {name!r} is not a table: write its settings below a line [{name}]")
+    return dict(table)
+
+
+def _clusters(tables: Mapping[str, Any], path: Path) -> tuple[ClusterTable, ...]:
+    rows = tables.get("clusters", [])
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{path}: no cluster is described: write a table [[clusters]] for each")
+    found = tuple(load_table(ClusterTable, row, f"{path} [[clusters]] {n}") for n, row in enumerate(rows, 1))
+    names = [cluster.id for cluster in found]
+    doubles = sorted({name for name in names if names.count(name) > 1})
+    if doubles:
+        raise ConfigError(f"{path} [[clusters]]: two clusters have the id {doubles[0]!r}: give each its own")
+    return found
+
+
+def _master(
+    tables: Mapping[str, Any], path: Path, slaves: SlavesTable, clusters: tuple[ClusterTable, ...]
+) -> RunConfig:
+    """The settings of `dips master`; those of its process are ours."""
+    table, where = _table(tables, "master", path), f"{path} [master]"
+    if wrong := sorted(_OURS & set(table)):
+        raise ConfigError(f"{where}: {wrong[0]!r} has no meaning in a simulation: leave it out")
+    ours = {"run_id": "simulated", "directory": Path("simulated"), "slaves": slaves.count}
+    return load_table(MasterConfig, {"max_clusters": max(8, len(clusters)), **table, **ours}, where).to_run_config()
+
+
+def _check_fits(scenario: Scenario, path: Path) -> None:
+    if scenario.model.layers < scenario.slaves.count:
+        raise ConfigError(
+            f"{path} [model]: {scenario.model.layers} layers cannot be dealt to {scenario.slaves.count} slaves: give "
+            "the model more layers, or [slaves] a smaller count"
+        )
+    if scenario.model.parameters < scenario.model.layers:
+        raise ConfigError(f"{path} [model]: {scenario.model.parameters} parameters are fewer than the layers")
+    if scenario.master.max_clusters < len(scenario.clusters):
+        raise ConfigError(
+            f"{path} [master]: max_clusters is {scenario.master.max_clusters}, but {len(scenario.clusters)} clusters "
+            "are described: raise it"
+        )
+    if all(scenario.windows_s(cluster) == [] for cluster in scenario.clusters):
+        raise ConfigError(f"{path} [run]: within {scenario.run.hours:g} hours no cluster is present: raise hours")

@@ -1,0 +1,115 @@
+"""What a simulated run adds up: where each cluster's time went, rounds, staleness. Bounded, whatever the run's length.
+
+A cluster is in exactly one state at any time, so that its seconds add up to the run's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+AWAY = "not scheduled"
+RESTART = "restart after a failure"
+JOIN = "join"
+REJOIN_PULL = "pull after a failure"
+TRAIN = "training"
+LOST = "training that was lost"
+PUSH = "push"
+VERDICT = "verdict wait"
+PULL = "pull"
+COPIES = "copies"
+
+UP = (TRAIN, PUSH, VERDICT, PULL, COPIES)
+"""States of a cluster that is part of the run; their sum is what the overhead is a share of."""
+
+OVERHEAD = (PUSH, VERDICT, PULL, COPIES)
+DOWNTIME = (RESTART, JOIN, REJOIN_PULL, LOST)
+
+MAX_CHANGES = 20_000
+"""Points of a cluster's line in the picture; later ones are left out, and the report says so."""
+
+
+class ClusterAccount:
+    """One cluster's seconds by state, and the line of its presence for the picture."""
+
+    def __init__(self, now_s: float) -> None:
+        self.seconds: dict[str, float] = {}
+        self.state = AWAY
+        self.presence: list[tuple[float, bool]] = [(now_s, False)]
+        self.presence_cut = False
+        self._since_s = now_s
+        self.failures = 0
+        self.rejoins = 0
+        self.pushes: Counter[str] = Counter()
+        self.tokens_applied = 0
+
+    def enter(self, state: str, now_s: float) -> None:
+        """From now on the cluster is in this state."""
+        self._add(self.state, now_s - self._since_s)
+        self._since_s = now_s
+        here = state in UP
+        if here != (self.state in UP):
+            self._mark(now_s, here)
+        self.state = state
+
+    def lose(self, seconds: float) -> None:
+        """So much of the training was in vain."""
+        self._add(TRAIN, -seconds)
+        self._add(LOST, seconds)
+
+    def _add(self, state: str, seconds: float) -> None:
+        self.seconds[state] = self.seconds.get(state, 0.0) + seconds
+
+    def _mark(self, now_s: float, here: bool) -> None:
+        if len(self.presence) < MAX_CHANGES:
+            self.presence.append((now_s, here))
+        else:
+            self.presence_cut = True
+
+
+class Tally:
+    """Everything that is counted."""
+
+    def __init__(self, clusters: Iterable[str]) -> None:
+        self.clusters = {name: ClusterAccount(0.0) for name in clusters}
+        self.faults: Counter[str] = Counter()
+        self.rounds: Counter[str] = Counter()
+        self.merged: Counter[int] = Counter()
+        self.staleness: Counter[int] = Counter()
+        self.alarms: Counter[str] = Counter()
+        self.published = 0
+        self.journal_entries = 0
+        self.tokens = 0
+        self.round_s = 0.0
+
+    def record(self, kind: str, fields: dict[str, object]) -> None:
+        """A line of the master's tape."""
+        if kind == "publish":
+            self.published += 1
+            self.tokens = int(str(fields["tokens"]))
+        elif kind == "round" and fields["input"] in ("abort", "void"):
+            self.rounds["aborted" if fields["input"] == "abort" else "void"] += 1
+        elif kind == "alarm":
+            self.alarms[str(fields["sentence"])[:60]] += 1
+
+    def journal(self, kind: str, record_json: str) -> None:
+        """An entry of the master's journal."""
+        self.journal_entries += 1
+        if kind not in ("COMMIT", "VOID"):
+            return
+        record = json.loads(record_json)
+        for participant in record["participants"]:
+            self.clusters[participant["push"][0]].pushes[participant["verdict"].lower()] += 1
+        if kind == "COMMIT":
+            self.rounds["committed"] += 1
+            self._merge(record["version"], [p for p in record["participants"] if p["verdict"] == "APPLIED"])
+
+    def _merge(self, version: list[int], applied: list[dict[str, Any]]) -> None:
+        if all(participant["base"] is None for participant in applied):
+            return  # the seed: it merges nothing
+        self.merged[len(applied)] += 1
+        for participant in applied:
+            self.staleness[version[1] - 1 - participant["base"][1]] += 1
+            self.clusters[participant["push"][0]].tokens_applied += participant["tokens"]

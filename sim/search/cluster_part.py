@@ -1,0 +1,262 @@
+"""A cluster in a search: the real Session; its parameters are the pieces of work that they hold.
+
+It makes a step as soon as the session trains and a push is wanted, so that there is nothing to interleave; only work
+that an ABORTED push left waits for time to pass before it is pushed again. A piece of work has a name of its own, "a1":
+whether one is counted twice is then seen in what versions are made of.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dips.core.errors import Refused
+from dips.core.ids import ClusterId, PushId, Version
+from dips.core.messages import DataMode, DataRange, PullGrant, Refusal, Ticket
+from dips.sim.search.arena import Out
+from dips.sim.search.bounds import LAYOUT, T0_S, Bounds
+from dips.sim.search.master_part import keep_no_story
+from dips.sim.search.slave_part import Content, digest_of
+from dips.worker.state import effects, events
+from dips.worker.state.phases import SessionPhase
+from dips.worker.state.session import Session
+from dips.worker.state.terms import SessionConfig
+from dips.worker.state.work import Work
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A push that is being sent. landed: the slaves that hold all of it."""
+
+    id: int
+    push: PushId
+    ticket: Ticket
+    landed: frozenset[str] = frozenset()
+
+
+class ClusterPart:
+    """One process after another of a cluster. pushes_left: work that it has yet to begin."""
+
+    def __init__(self, name: str, bounds: Bounds) -> None:
+        self.name = name
+        self.bounds = bounds
+        self.bad = "!" if name in bounds.bad_pushes else ""
+        self.pushes_left = 0
+        self.n_work = 0
+        self._new_life()
+
+    def _new_life(self) -> None:
+        config = SessionConfig(ClusterId(self.name), LAYOUT, self.bounds.plan, connect_wait_s=math.inf)
+        self.session = Session(config)
+        keep_no_story(self.session.core.story)
+        self.base: Content = ()
+        self.live: Content = ()
+        self.sent: Content = ()
+        self.buffer: Content = ()
+        self.transfer: Transfer | None = None
+        self.pull: tuple[int, PullGrant] | None = None
+        self.left = False
+        self.backup: tuple[Version, int, Content, Content] | None = None
+
+    # ---- what can happen ----
+
+    def start(self) -> list[Out]:
+        return self._handle(events.Started())
+
+    def allow(self, pushes: int) -> list[Out]:
+        """So many pushes more."""
+        self.pushes_left += pushes
+        return self._go_on([])
+
+    def answered(self, call_id: int, reply: Any) -> list[Out]:
+        return self._handle(events.CallDone(call_id, reply))
+
+    def refused(self, call_id: int, refusal: Refusal) -> list[Out]:
+        refused = Refused(refusal.code, refusal.sentence, refusal.retry_after_s)
+        return self._handle(events.CallRefused(call_id, refused))
+
+    def unanswered(self, call_id: int) -> list[Out]:
+        return self._handle(events.CallFailed(call_id, "nobody answered"))
+
+    def landed(self, slave: str, all_slaves: tuple[str, ...]) -> list[Out]:
+        """All chunks for this slave have arrived there."""
+        transfer = self.transfer
+        assert transfer is not None
+        landed = transfer.landed | {slave}
+        self.transfer = Transfer(transfer.id, transfer.push, transfer.ticket, landed)
+        if len(landed) < len(all_slaves):
+            return []
+        digests = tuple((name, digest_of(name, self.sent)) for name in all_slaves)
+        self.transfer = None
+        return self._handle(events.PushSent(transfer.id, digests, 1.0))
+
+    def transfer_failed(self) -> list[Out]:
+        transfer, self.transfer = self.transfer, None
+        assert transfer is not None
+        return self._handle(events.PushFailed(transfer.id, "a slave does not take it"))
+
+    def pulled(self, content: Content | None) -> list[Out]:
+        """The version arrived whole; None: a slave does not have it any more, or it is not what was promised."""
+        assert self.pull is not None
+        transfer_id, _ = self.pull
+        self.pull = None
+        if content is None:
+            return self._handle(events.PullFailed(transfer_id, "the version is not kept any more"))
+        self.buffer = content
+        return self._handle(events.Pulled(transfer_id, 1.0))
+
+    def wake(self) -> list[Out]:
+        """The next call that was put off is due."""
+        core = self.session.core
+        due = min((core.exchange, core.data, core.side), key=lambda lane: lane.due_s)
+        due.due_s = T0_S
+        return self._handle(events.Tick())
+
+    def step_on(self) -> list[Out]:
+        """One step more, so that work is pushed that is pending already."""
+        session = self.session
+        if self.bounds.plan.mode is not DataMode.LEASED:
+            return self._make_step(())
+        session.take_leased()
+        held = session.core.work.held
+        if held:
+            return self._make_step(held[:1])
+        return self._carry_out(session.handle(events.LeaseWanted(1), T0_S)) if session.core.data.idle else []
+
+    def beat(self, reply: Any) -> list[Out]:
+        incarnation = self.session.core.terms.incarnation
+        return [] if incarnation is None else self._handle(events.Beat(incarnation, reply))
+
+    def kill(self) -> list[Out]:
+        """kill -9, and another process under the same name that knows nothing."""
+        self.pushes_left += 1 if self.session.core.work.tokens else 0
+        self._new_life()
+        return self.start()
+
+    def old_backup(self) -> list[Out]:
+        """Base, fence and work are those from before the last push."""
+        core = self.session.core
+        assert self.backup is not None
+        core.base, core.base_fence, self.live, self.base = self.backup
+        core.work.pending = Work((), len(self.live), len(self.live), 1.0, 1)
+        return self._go_on([])
+
+    # ---- what a search reads ----
+
+    @property
+    def has_old_backup(self) -> bool:
+        return self.settled and not self.left and self.backup is not None and self.backup[0] != self.session.core.base
+
+    @property
+    def waiting_calls(self) -> frozenset[int]:
+        core = self.session.core
+        lanes = (core.exchange, core.data, core.side)
+        return frozenset(lane.call_id for lane in lanes if lane.call_id is not None)
+
+    @property
+    def may_step_on(self) -> bool:
+        core = self.session.core
+        waits = self.bounds.plan.mode is DataMode.LEASED and not core.work.held and not core.data.idle
+        trains = self.session.phase is SessionPhase.TRAINING and core.base is not None and not core.terms.stop
+        return trains and core.work.pending.tokens > 0 and not waits
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether a call was put off."""
+        return not self.left and T0_S < self.session.core.wake_s() < math.inf
+
+    @property
+    def settled(self) -> bool:
+        """It trains, and nothing of it is open."""
+        return self.left or (
+            self.session.phase is SessionPhase.TRAINING and not self.pushes_left and not self.session.core.work.tokens
+        )
+
+    # ---- effects ----
+
+    def _handle(self, event: events.Event) -> list[Out]:
+        return self._go_on(self._carry_out(self.session.handle(event, T0_S)))
+
+    def _go_on(self, outs: list[Out]) -> list[Out]:
+        """Train, if there is something to train for."""
+        session = self.session
+        work = session.core.work
+        while session.phase is SessionPhase.TRAINING and session.core.base is not None and not session.core.terms.stop:
+            if work.pending.tokens or not self.pushes_left:
+                break
+            ranges: tuple[DataRange, ...] = ()
+            if self.bounds.plan.mode is DataMode.LEASED:
+                session.take_leased()
+                if not work.held:
+                    if session.core.data.idle:
+                        outs += self._carry_out(session.handle(events.LeaseWanted(1), T0_S))
+                    break
+                ranges = work.held[:1]
+            self.pushes_left -= 1
+            outs += self._make_step(ranges)
+        return outs
+
+    def _make_step(self, ranges: tuple[DataRange, ...]) -> list[Out]:
+        self.n_work += 1
+        self.live = (*self.live, f"{self.name}{self.n_work}{self.bad}")
+        return self._carry_out(self.session.handle(events.Stepped(1, ranges, 1.0), T0_S))
+
+    def _carry_out(self, wanted: list[effects.Effect]) -> list[Out]:
+        outs: list[Out] = []
+        for effect in wanted:
+            match effect:
+                case effects.Call(call_id, request, _):
+                    outs.append(("call", call_id, request))
+                case effects.Snapshot():
+                    self.sent, core = self._pushed(), self.session.core
+                    if core.base is not None:
+                        self.backup = (core.base, core.base_fence, self.live, self.base)
+                case effects.CopyBase():
+                    self.sent = self.base
+                case effects.StartPush(transfer_id, push, ticket):
+                    self.transfer = Transfer(transfer_id, push, ticket)
+                    outs.append(("fact", "_sent", str(push), {"push": str(push), "payload": self.sent}))
+                case effects.StartPull(transfer_id, grant, _):
+                    self.pull = (transfer_id, grant)
+                case effects.CancelTransfer():
+                    self.transfer = self.pull = None
+                case effects.Install(mode):
+                    outs += self._install(mode)
+                case effects.Finished():
+                    self.left = True
+                    outs.append(("fact", "_left", self.name, {}))
+                case effects.Record(kind, cause, fields):
+                    outs.append(("fact", kind, cause, dict(fields)))
+                case effects.Log():
+                    pass
+        return outs
+
+    def _pushed(self) -> Content:
+        """What stands in the parameters beside the base; a seed is all that there is."""
+        return self.live if self.session.core.base is not None else ("seed",)
+
+    def _install(self, mode: effects.InstallMode) -> list[Out]:
+        self.base = self.buffer
+        if mode is effects.InstallMode.REPLACE:
+            self.live = ()
+        elif mode is effects.InstallMode.REBASE_FROM_PUSH:
+            self.live = self.live[len(self.sent) :]
+        return []
+
+
+def canonical(part: ClusterPart) -> None:
+    """Numbers that are spent begin anew; how long a pause lasts makes no difference here."""
+    core = part.session.core
+    in_use = set(part.waiting_calls)
+    in_use |= {part.transfer.id} if part.transfer else set()
+    in_use |= {part.pull[0]} if part.pull else set()
+    if part.session.pulling.plan is not None and part.session.pulling.plan.transfer_id is not None:
+        in_use.add(part.session.pulling.plan.transfer_id)
+    core._last_id = max(in_use, default=0)
+    for lane in (core.exchange, core.data, core.side):
+        lane.failures = 0
+        if T0_S < lane.due_s < math.inf:
+            lane.due_s = T0_S + 1.0
+    if part.session.pushing.open is not None:
+        part.session.pushing.open.failures = 0

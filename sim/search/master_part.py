@@ -1,0 +1,195 @@
+"""The master in a search: the real Coordinator and its journal, with time-outs as actions.
+
+Time never moves: an action sets one deadline to now and ticks, so that any one may elapse before any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from dips.core.ids import Incarnation
+from dips.core.machine import Story
+from dips.master.state.coordinator import Coordinator
+from dips.master.state.effects import (
+    BeginAgain,
+    CloseLink,
+    Effect,
+    Halt,
+    Record,
+    Refuse,
+    Reply,
+    ToSlave,
+    WriteJournal,
+)
+from dips.master.state.events import CallGone, ClusterCall, Event, JournalWritten, SlaveLinkDown, SlaveSaid, Tick
+from dips.master.state.records import Member
+from dips.master.state.tables import RoundPhase
+from dips.sim.search.arena import Out
+from dips.sim.search.bounds import T0_S, Bounds
+
+FREE_TIMERS = ("round", "resend", "ticket", "finish", "ask", "donor")
+"""Time-outs that need no budget when nothing else can happen: then time passes."""
+
+
+class MasterPart:
+    """One life after another of the master. written: the newest durable snapshot of the ledger."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.config = bounds.run_config()
+        self.slow = bounds.slow_journal
+        self.epoch = 0
+        self.written: str | None = None
+        self.pending: list[WriteJournal] = []
+        self.state = self._new_life(1)
+
+    def _new_life(self, at_least: int) -> Coordinator:
+        self.epoch = max(self.epoch + 1, at_least)
+        state = Coordinator(self.config, self.epoch, self.written, 0.0)
+        keep_no_story(state.world.story)
+        return state
+
+    # ---- what can happen ----
+
+    def start(self) -> list[Out]:
+        return self._carry_out(self.state.start(T0_S))
+
+    def call(self, token: int, request: Any) -> list[Out]:
+        self.state._pulls._next_pin = token // 100  # one pin for each cluster: equal states have equal numbers
+        return self._handle(ClusterCall(token, request))
+
+    def hung_up(self, token: int) -> list[Out]:
+        return self._handle(CallGone(token))
+
+    def said(self, link: int, message: Any) -> list[Out]:
+        return self._handle(SlaveSaid(link, message))
+
+    def link_down(self, link: int) -> list[Out]:
+        return self._handle(SlaveLinkDown(link))
+
+    def write(self) -> list[Out]:
+        """The disk takes the oldest entry."""
+        entry = self.pending.pop(0)
+        return [*self._durable(entry), *self._handle(JournalWritten(entry.entry_id))]
+
+    def restart(self, written: int, at_least: int = 0) -> list[Out]:
+        """Another life begins; the first `written` pending entries are durable, although nobody learnt it."""
+        outs: list[Out] = []
+        for entry in self.pending[:written]:
+            outs += self._durable(entry)
+        self.pending = []
+        self.state = self._new_life(at_least)
+        return [*outs, *self.start()]
+
+    def lose_journal(self) -> list[Out]:
+        """The master's disk is lost; it is started with an empty one."""
+        self.pending, self.written, self.epoch = [], None, 0
+        self.state = self._new_life(1)
+        return self.start()
+
+    def fire(self, timer: str) -> list[Out]:
+        """One deadline is reached."""
+        for name, fire in self.timers():
+            if name == timer:
+                fire()
+                return self._handle(Tick())
+        raise KeyError(timer)
+
+    def evict(self, cluster: str) -> list[Out]:
+        """No beat of the cluster arrived for too long."""
+        self.state.world.members[cluster].beat_s = T0_S - 1e6
+        return self._handle(Tick())
+
+    def timers(self) -> list[tuple[str, Callable[[], None]]]:
+        """The deadlines that stand, and how each is reached."""
+        world, state = self.state.world, self.state.world.round
+        found: list[tuple[str, Callable[[], None]]] = []
+        if state.phase.now is RoundPhase.WINDOW and (state.window_closes_s > T0_S or state.not_before_s > T0_S):
+            found.append(("window", lambda: self._set(state, "window_closes_s", "not_before_s")))
+        if state.deadline_s is not None:
+            found.append(("round", lambda: self._set(state, "deadline_s")))
+        if getattr(state, "resend_s", None) is not None:
+            found.append(("resend", lambda: self._set(state, "resend_s")))
+        recovery = getattr(world, "recovery", None)
+        if recovery is not None and recovery.asked is not None:
+            found.append(("ask", lambda: self._set(recovery, "ask_again_s")))
+        for push in world.pushes():
+            if push.finish_token is not None:
+                found.append(("finish", partial(self._set, push, "finish_until_s")))
+            if push.phase.allows("new attempt"):
+                found.append(("ticket", partial(setattr, push, "renewed_s", T0_S - 1e6)))
+        return found
+
+    def _set(self, owner: Any, *names: str) -> None:
+        for name in names:
+            setattr(owner, name, T0_S)
+
+    # ---- effects ----
+
+    def _handle(self, event: Event) -> list[Out]:
+        return self._carry_out(self.state.handle(event, T0_S))
+
+    def _carry_out(self, effects: list[Effect]) -> list[Out]:
+        outs: list[Out] = []
+        for effect in effects:
+            match effect:
+                case Reply(token, body):
+                    outs.append(("reply", token, body))
+                case Refuse(token, refusal):
+                    outs.append(("refuse", token, refusal))
+                case ToSlave(link, command):
+                    outs.append(("down", link, command))
+                case CloseLink(link, refusal):
+                    outs.append(("close", link, refusal))
+                case Record(kind, cause, fields):
+                    outs.append(("fact", kind, cause, dict(fields)))
+                case Halt(code, sentence):
+                    outs.append(("halt", code, sentence))
+                case BeginAgain(at_least):
+                    outs.append(("again", at_least))
+                case WriteJournal() if self.slow:
+                    self.pending.append(effect)
+                case WriteJournal():
+                    outs += self._durable(effect)
+                    outs += self._handle(JournalWritten(effect.entry_id))
+        return outs
+
+    def _durable(self, entry: WriteJournal) -> list[Out]:
+        self.written = entry.snapshot_json
+        return [("journal", json.loads(entry.record_json), json.loads(entry.snapshot_json))]
+
+    # ---- what a search reads ----
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is under way."""
+        world = self.state.world
+        return world.round.phase.now is RoundPhase.IDLE and not any(world.pushes()) and world.everything_out
+
+    def member(self, cluster: str) -> Member | None:
+        return self.state.world.members.get(cluster)
+
+    def incarnation(self, cluster: str) -> Incarnation | None:
+        member = self.member(cluster)
+        return member.incarnation if member else None
+
+
+class _NoStory(Story):
+    """Remembers nothing."""
+
+    def add(self, at_s: float, machine: str, cause: str, text: str) -> None:
+        pass
+
+
+def keep_no_story(story: Story) -> None:
+    """The search keeps its own paths; a story in each of many thousand machines would cost more than all else."""
+    story.__class__ = _NoStory
+
+
+def canonical(part: MasterPart) -> None:
+    """Numbers that are spent begin anew, so that equal states are equal whatever the way to them."""
+    part.state._pulls._next_pin = 1
+    if not part.pending:
+        part.state.world.out._next_entry = 1

@@ -1,0 +1,114 @@
+"""One global state of a search, as numbers, and the draft in which the next one is made."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+REQUEST, HELD, ANSWER = 0, 1, 2
+"""Where a call is: on its way, with the master, on its way back."""
+
+WHOLE, BROKEN, CLOSING = 0, 1, 2
+"""A stream: as it should be; broken, which the master has yet to notice; ended by the master, unknown to the slave."""
+
+
+class Call(NamedTuple):
+    """call_id 0: nobody waits for the answer. message: number of the request or of the answer. past: 1 when the master
+    took it although its cluster has a newer life by then.
+    """
+
+    cluster: int
+    call_id: int
+    stage: int
+    message: int
+    token: int
+    past: int = 0
+
+
+class Link(NamedTuple):
+    """A slave's stream: commands down, words up, oldest first."""
+
+    number: int
+    slave: int
+    down: tuple[int, ...]
+    up: tuple[int, ...]
+    condition: int
+
+
+class State(NamedTuple):
+    """Everything, by number. budget: faults left, in the order of FAULTS, then all together."""
+
+    master: int
+    slaves: tuple[int, ...]
+    clusters: tuple[int, ...]
+    links: tuple[Link, ...]
+    calls: tuple[Call, ...]
+    strays: tuple[tuple[int, int], ...]
+    budget: tuple[int, ...]
+    ghost: int
+
+
+class Messages:
+    """Messages by number."""
+
+    def __init__(self) -> None:
+        self._ids: dict[Any, int] = {}
+        self.all: list[Any] = []
+
+    def number(self, message: Any) -> int:
+        key = (message.__class__, message)
+        found = self._ids.get(key)
+        if found is None:
+            found = self._ids[key] = len(self.all)
+            self.all.append(message)
+        return found
+
+
+class Draft:
+    """A state that is being made."""
+
+    def __init__(self, state: State) -> None:
+        self.master = state.master
+        self.slaves = list(state.slaves)
+        self.clusters = list(state.clusters)
+        self.links = {link.number: link for link in state.links}
+        self.calls = list(state.calls)
+        self.strays = list(state.strays)
+        self.budget = state.budget
+        self.ghost = state.ghost
+
+    def done(self) -> State:
+        return State(
+            self.master,
+            tuple(self.slaves),
+            tuple(self.clusters),
+            tuple(sorted(self.links.values())),
+            tuple(sorted(self.calls)),
+            tuple(sorted(self.strays)),
+            self.budget,
+            self.ghost,
+        )
+
+    def link_of(self, slave: int) -> Link | None:
+        """The stream that the slave believes in."""
+        return next((k for k in self.links.values() if k.slave == slave and k.condition != BROKEN), None)
+
+    def free_link(self, slave: int) -> int:
+        """The smallest unused number for this slave's next stream."""
+        number = 10 * (slave + 1)
+        while number in self.links:
+            number += 1
+        return number
+
+    def free_token(self, cluster: int) -> int:
+        """Tokens tell whose call it is: 100 for cluster 0, and so on."""
+        used = {call.token for call in self.calls if call.stage == HELD}
+        token = 100 * (cluster + 1)
+        while token in used:
+            token += 1
+        return token
+
+    def spend(self, fault: int) -> None:
+        budget = list(self.budget)
+        budget[fault] -= 1
+        budget[-1] -= 1
+        self.budget = tuple(budget)

@@ -1,0 +1,12 @@
+"""What a search finds."""
+
+from __future__ import annotations
+
+
+class Violation(Exception):
+    """An invariant does not hold. name: I1 to I14, ILLEGAL (a step that is not in a machine's table), or DEADLOCK."""
+
+    def __init__(self, name: str, sentence: str) -> None:
+        super().__init__(f"{name}: {sentence}")
+        self.name = name
+        self.sentence = sentence

@@ -1,0 +1,188 @@
+"""What one machine's step does to the rest: messages that leave it, facts, and the ends of streams and calls.
+
+It must never choose what happens next: that is system.py's, and faults.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import methodcaller
+from typing import Any
+
+from dips.core.messages import Refusal
+from dips.sim.search import cluster_part, master_part, slave_part
+from dips.sim.search.arena import Arena, Out
+from dips.sim.search.bounds import Bounds
+from dips.sim.search.cluster_part import ClusterPart
+from dips.sim.search.ghost import Ghosts
+from dips.sim.search.master_part import MasterPart
+from dips.sim.search.slave_part import SlavePart
+from dips.sim.search.state import ANSWER, BROKEN, CLOSING, HELD, REQUEST, WHOLE, Call, Draft, Messages
+from dips.sim.search.violation import Violation
+
+Label = tuple[Any, ...]
+
+
+class Wiring:
+    """All that a search knows. on_fact: told of every fact, for a replay. beginning: steps before the first state."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.names = bounds.slave_names
+        self.masters = Arena[MasterPart](master_part.canonical, bounds.twice)
+        self.slaves = Arena[SlavePart](slave_part.canonical, bounds.twice)
+        self.clusters = Arena[ClusterPart](cluster_part.canonical, bounds.twice)
+        self.messages = Messages()
+        self.ghosts = Ghosts()
+        self.on_fact: Callable[[str, str, Out], None] | None = None
+        self.beginning: list[Label] = []
+
+    # ---- steps of one machine, and what they do to the rest ----
+
+    def _master(
+        self,
+        draft: Draft,
+        key: Any,
+        act: Callable[[MasterPart], list[Out]],
+    ) -> None:
+        draft.master, outs = self.masters.step(draft.master, key, act)
+        self._outs_of_master(draft, outs)
+
+    def _outs_of_master(self, draft: Draft, outs: tuple[Out, ...]) -> None:
+        again = None
+        for out in outs:
+            match out[0]:
+                case "reply" | "refuse":
+                    self._replied(draft, out)
+                case "down":
+                    link = draft.links.get(out[1])
+                    if link is not None and link.condition == WHOLE:
+                        draft.links[out[1]] = link._replace(down=(*link.down, self.messages.number(out[2])))
+                case "close":
+                    self._closed(draft, out[1], out[2])
+                case "again":
+                    again = out[1]
+                case _:
+                    self._facts(draft, "master", "master", (out,))
+        if again is not None:
+            self._restart(draft, len(self.masters[draft.master].pending), again)
+
+    def _replied(self, draft: Draft, out: Out) -> None:
+        held = next((call for call in draft.calls if call.stage == HELD and call.token == out[1]), None)
+        if held is None:
+            return
+        draft.calls.remove(held)
+        body = out[2]
+        request = self.messages.all[held.message]
+        if out[0] == "reply":
+            if held.past:
+                raise Violation("I8", f"{brief(request)} of {request.caller.name} is not refused: its life was past")
+            self._facts(draft, "master", "master", (("told", request, body),))
+        if held.call_id:
+            draft.calls.append(held._replace(stage=ANSWER, message=self.messages.number(body), token=0, past=0))
+
+    def _closed(self, draft: Draft, number: int, refusal: Refusal) -> None:
+        link = draft.links.get(number)
+        if link is None:
+            return
+        if link.condition == WHOLE:
+            draft.links[number] = link._replace(down=(self.messages.number(refusal),), up=(), condition=CLOSING)
+        else:
+            del draft.links[number]
+
+    def _slave(self, draft: Draft, index: int, key: Any, act: Callable[[SlavePart], list[Out]]) -> None:
+        draft.slaves[index], outs = self.slaves.step(draft.slaves[index], key, act)
+        for out in outs:
+            if out[0] == "up":
+                link = draft.links.get(out[1])
+                if link is not None and link.condition == WHOLE:
+                    draft.links[out[1]] = link._replace(up=(*link.up, self.messages.number(out[2])))
+            elif out[0] == "hang up":
+                self._hang_up(draft, index, out[1])
+            else:
+                self._facts(draft, "slave", self.names[index], (out,))
+
+    def _hang_up(self, draft: Draft, index: int, number: int | None) -> None:
+        link = draft.links.get(number) if number is not None else None
+        if link is not None:
+            draft.links[link.number] = link._replace(down=(), condition=BROKEN)
+            self._slave(draft, index, ("unlinked", False), lambda part: part.unlinked(False))
+
+    def _cluster(self, draft: Draft, index: int, key: Any, act: Callable[[ClusterPart], list[Out]]) -> None:
+        draft.clusters[index], outs = self.clusters.step(draft.clusters[index], key, act)
+        self._orphan(draft, index, self.clusters[draft.clusters[index]].waiting_calls)
+        for out in outs:
+            if out[0] == "call":
+                if out[1] in self.clusters[draft.clusters[index]].waiting_calls:
+                    draft.calls.append(Call(index, out[1], REQUEST, self.messages.number(out[2]), 0))
+            else:
+                self._facts(draft, "cluster", self.bounds.cluster_names[index], (out,))
+
+    def _orphan(self, draft: Draft, index: int, waiting: frozenset[int]) -> None:
+        """Nobody waits for these calls any more; what is on its way to the master arrives all the same."""
+        kept = []
+        for call in draft.calls:
+            if call.cluster != index or not call.call_id or call.call_id in waiting:
+                kept.append(call)
+            elif call.stage != ANSWER:
+                kept.append(call._replace(call_id=0))
+        draft.calls = kept
+
+    def _facts(self, draft: Draft, role: str, name: str, outs: tuple[Out, ...]) -> None:
+        for out in outs:
+            if self.on_fact is not None:
+                self.on_fact(role, name, out)
+            ghost = self.ghosts[draft.ghost]
+            after = ghost.heard(role, name, out, self._look(draft))
+            if after is not ghost:
+                draft.ghost = self.ghosts.number(after)
+
+    def _look(self, draft: Draft) -> Any:
+        """What checks may look at: slaves and the bounds."""
+        return _Look(self, draft)
+
+    def _restart(self, draft: Draft, written: int, at_least: int) -> None:
+        self._begin_life(draft, ("restart", written, at_least), lambda part: part.restart(written, at_least))
+
+    def _begin_life(self, draft: Draft, key: Any, act: Callable[[MasterPart], list[Out]]) -> None:
+        """Everything that was connected to the master is not any more."""
+        draft.calls = [call for call in draft.calls if not call.call_id and call.stage == REQUEST]
+        draft.strays.clear()
+        draft.links.clear()
+        self._master(draft, key, act)
+        for slave in range(len(self.names)):
+            if self.slaves[draft.slaves[slave]].link is not None:
+                self._slave(draft, slave, ("unlinked", False), lambda part: part.unlinked(False))
+        for index in range(len(draft.clusters)):
+            for call_id in sorted(self.clusters[draft.clusters[index]].waiting_calls):
+                self._cluster(draft, index, ("unanswered", call_id), methodcaller("unanswered", call_id))
+
+
+class _Look:
+    """What a check of one fact may look at."""
+
+    def __init__(self, system: Wiring, draft: Draft) -> None:
+        self._system, self._draft = system, draft
+        self.bounds = system.bounds
+
+    @property
+    def slaves(self) -> list[SlavePart]:
+        return [self._system.slaves[number] for number in self._draft.slaves]
+
+    @property
+    def master(self) -> MasterPart:
+        return self._system.masters[self._draft.master]
+
+
+def brief(message: Any) -> str:
+    """A message in a few words."""
+    name = type(message).__name__.removesuffix("Request").removesuffix("Reply")
+    answer = getattr(message, "answer", None)
+    if answer is not None:
+        return f"{name}: {brief(answer)}"
+    words = [name]
+    for field in ("kind", "push", "seq", "attempt", "version", "round", "base", "fence", "code", "load"):
+        value = getattr(message, field, None)
+        if value is not None:
+            words.append(f"{field}={getattr(value, 'name', value)}")
+    return " ".join(words)

@@ -1,0 +1,244 @@
+"""Finds and reads what a run's processes recorded: journal, tapes, manifests, snapshots. It must never write.
+
+A run may be going on: tapes of the master and of clusters are read first, then the journal, then the slaves' tapes, so
+that whatever the first ones say is covered by what is read after them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dips.core.errors import ConfigError, RetryLater
+from dips.core.telemetry import HEAD, read_tape
+from dips.master.archive import FOLDER
+from dips.master.journal import pruned_to, read_records
+from dips.master.journal_file import FILE_NAME, connect_to_read, disk_errors_fatal
+from dips.slave import manifest as manifests
+from dips.slave.snapshot_file import HEADER_BYTES, SnapshotError, read_head, read_tensors
+
+T = TypeVar("T")
+
+ROLES = ("master", "slave", "worker", "launch")
+TRIES = 5
+"""A record that a live run replaces while it is read is read again, so many times."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a tape."""
+
+    role: str
+    name: str
+    kind: str
+    wall_s: float
+    cause: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StoredManifest:
+    """A manifest and, of the snapshot beside it, how many elements of each tensor are not finite."""
+
+    slave: str
+    path: Path
+    body: Mapping[str, Any]
+    non_finite: Mapping[str, int]
+
+
+@dataclass
+class RunRecords:
+    """Everything that was recorded of a run.
+
+    tapes: role and name of the processes that left one. problems: what is there and cannot be used. notes: what is not
+    there.
+    """
+
+    run_dir: Path
+    run_id: str = ""
+    journal: list[dict[str, Any]] = field(default_factory=list)
+    ledger: Mapping[str, Any] | None = None
+    whole: bool = True
+    lines: dict[str, list[Line]] = field(default_factory=lambda: {role: [] for role in ROLES})
+    manifests: list[StoredManifest] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tapes: set[tuple[str, str]] = field(default_factory=set)
+
+
+def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, files: bool = True) -> RunRecords:
+    """Read a run's directory, finished or live.
+
+    keep: of a tape's line, by role and kind, whether it is wanted. files: whether snapshots are read, too. Raises
+    ConfigError when there is no journal or a record cannot be read, FatalError when the journal is damaged.
+    """
+    records = RunRecords(run_dir)
+    tapes = find_tapes(run_dir)
+    _read_tapes(records, tapes, ("master", "worker", "launch"), keep)
+    master = master_directory(run_dir)
+    records.journal = _again(lambda: [_parsed(master, row.record_json) for row in read_records(master)])
+    pruned = pruned_to(master)
+    if pruned is not None:
+        records.whole = False
+        records.notes.append(str(pruned))
+    records.ledger = _newest_ledger(master)
+    records.run_id = str((records.ledger or {}).get("run_id", ""))
+    _read_tapes(records, tapes, ("slave",), keep)
+    for path in sorted(run_dir.rglob("manifest-*.json")):
+        found = _stored(records, path, files)
+        if found is not None:
+            records.manifests.append(found)
+    return records
+
+
+# ---- tapes ----
+
+
+def find_tapes(run_dir: Path) -> dict[Path, str]:
+    """Every tape below the directory, with its process's role, whatever the tape's name."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a directory: give the directory of a run of `dips demo` or `dips up`")
+    found: dict[Path, str] = {}
+    for path in sorted(run_dir.rglob("*.jsonl")):
+        role = _role(path) if path.parent.name != FOLDER else None
+        if role is not None:
+            found[path] = role
+    return found
+
+
+def _role(path: Path) -> str | None:
+    """None for a file that is no tape, or whose first line is not whole yet."""
+    try:
+        with path.open("rb") as file:
+            first = json.loads(file.readline(1 << 20))
+    except (OSError, ValueError):
+        return None
+    is_tape = isinstance(first, dict) and all(name in first for name in HEAD)
+    return str(first["role"]) if is_tape and first["role"] in ROLES else None
+
+
+def _read_tapes(
+    records: RunRecords, tapes: Mapping[Path, str], roles: Iterable[str], keep: Callable[[str, str], bool] | None
+) -> None:
+    for path in (path for role in roles for path, said in tapes.items() if said == role):
+        for event in read_tape(path):
+            line = _line(event, path)
+            records.tapes.add((line.role, line.name))
+            if keep is None or keep(line.role, line.kind):
+                records.lines.setdefault(line.role, []).append(line)
+
+
+def _line(event: dict[str, Any], path: Path) -> Line:
+    try:
+        wall_s, _, role, name, kind, cause = (event.pop(key) for key in HEAD)
+        return Line(str(role), str(name), str(kind), float(wall_s), str(cause), event)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"a line of tape {path} is not an event ({error!r}): the file was changed") from error
+
+
+# ---- the master's directory ----
+
+
+def master_directory(run_dir: Path) -> Path:
+    """Where the journal is: the run's `master` folder, or the directory itself. Raises ConfigError."""
+    for folder in (run_dir / "master", run_dir):
+        if (folder / FILE_NAME).is_file():
+            return folder
+    raise ConfigError(
+        f"{run_dir} has no master's journal ({FILE_NAME}): give the directory of a run of `dips demo` or `dips up`"
+    )
+
+
+def _parsed(master: Path, text: str) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"a record of the journal in {master} is not JSON ({error}): it was changed") from error
+    if not isinstance(record, dict) or "kind" not in record:
+        raise ConfigError(f"a record of the journal in {master} has no kind: it was changed")
+    return record
+
+
+def _newest_ledger(master: Path) -> Mapping[str, Any] | None:
+    path = master / FILE_NAME
+    with disk_errors_fatal(path), closing(connect_to_read(path)) as connection:
+        row = connection.execute("SELECT snapshot_json FROM snapshot").fetchone()
+    return None if row is None else _ledger(path, str(row[0]))
+
+
+def _ledger(path: Path, text: str) -> Mapping[str, Any]:
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"the newest state in {path} is not JSON ({error}): it was changed") from error
+    return raw if isinstance(raw, dict) else {}
+
+
+def _again(read: Callable[[], T]) -> T:
+    """A live master may move old records to its archive, and delete the oldest, while they are read."""
+    for _ in range(TRIES - 1):
+        try:
+            return read()
+        except RetryLater as later:
+            time.sleep(min(later.retry_after_s, 1.0))
+    return read()
+
+
+# ---- the slaves' directories ----
+
+
+def _stored(records: RunRecords, path: Path, files: bool) -> StoredManifest | None:
+    """None when a live slave took the manifest away meanwhile, or it is damaged."""
+    for attempt in range(TRIES):
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            records.problems.append(f"{path} cannot be read: {error.strerror}")
+            return None
+        try:
+            found = manifests.decode(data, str(path))
+            counts = non_finite(path.with_name(found.file), found) if files else {}
+            return StoredManifest(found.slave_id, path, json.loads(data)["body"], counts)
+        except (SnapshotError, OSError) as error:
+            if attempt == TRIES - 1 or _unchanged(path, data):
+                records.problems.append(str(error))
+                return None
+    return None
+
+
+def _unchanged(path: Path, data: bytes) -> bool:
+    """Whether the manifest still says what it said, so that what it names should have been whole."""
+    try:
+        return path.read_bytes() == data
+    except OSError:
+        return False
+
+
+def non_finite(path: Path, manifest: manifests.Manifest) -> dict[str, int]:
+    """Elements of theta and momentum that are NaN or infinite. Raises SnapshotError and OSError."""
+    with path.open("rb") as file:
+        head = read_head(file, str(path))
+        if head is None or not manifest.fits(head):
+            raise SnapshotError(f"{path} is not the file that {manifest.info.version}'s manifest names")
+        read_tensors(file, str(path), head)
+    shape = (2, head.n_elems)
+    if os.path.getsize(path) < HEADER_BYTES + 8 * head.n_elems:
+        raise SnapshotError(f"{path} is shorter than its header says")
+    values = np.memmap(path, np.float32, "r", HEADER_BYTES, shape) if head.n_elems else np.empty(shape, np.float32)
+    return {name: count for name, count in zip(("theta", "momentum"), _counts(values), strict=True)}
+
+
+def _counts(values: np.ndarray[Any, np.dtype[np.float32]]) -> Iterator[int]:
+    step = 1 << 22
+    for row in values:
+        yield sum(int(np.count_nonzero(~np.isfinite(row[at : at + step]))) for at in range(0, len(row), step))

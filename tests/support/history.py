@@ -1,0 +1,335 @@
+"""A run's facts, as its processes record them: two slaves, two clusters, lent data, in the order in which they happen.
+
+A test changes one of them and asks which promise breaks. Facts are plain lists and dictionaries, so that they can also
+be written to a directory that looks like a run's.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dips.core.telemetry import Tape
+from dips.master.journal import Journal
+from dips.sim.invariants import Checker, Violation
+
+SLAVES = ("s0", "s1")
+TOTAL_TOKENS = 10_000
+CHUNK_TOKENS = 100
+
+
+def digest(*words: object) -> str:
+    return hashlib.md5(repr(words).encode()).hexdigest()
+
+
+@dataclass
+class Step:
+    """One fact. source: "journal", "master", "slave", "worker" or "manifest"."""
+
+    source: str
+    who: str
+    kind: str
+    fields: dict[str, Any]
+
+
+@dataclass
+class Script:
+    """Writes a history. version, round: the newest ones; lent: tokens that were given out."""
+
+    steps: list[Step] = field(default_factory=list)
+    epoch: int = 0
+    version: tuple[int, int] | None = None
+    rounds: int = 0
+    round_of: dict[tuple[int, int], str] = field(default_factory=dict)
+    tokens: int = 0
+    tokens_at: dict[tuple[int, int], int] = field(default_factory=dict)
+    digests: dict[tuple[int, int], dict[str, str]] = field(default_factory=dict)
+    fences: dict[str, int] = field(default_factory=lambda: {"a": 0, "b": 0})
+    incarnation: dict[str, tuple[int, int]] = field(default_factory=dict)
+    seqs: dict[str, int] = field(default_factory=lambda: {"a": 0, "b": 0})
+    lent: int = 0
+    applied: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, source: str, who: str, kind: str, **fields: Any) -> None:
+        self.steps.append(Step(source, who, kind, fields))
+
+    def start_master(self, durability: str = "sync") -> None:
+        self.epoch += 1
+        self.add("journal", "", "EPOCH", epoch=self.epoch)
+        self.add("master", "test", "epoch", epoch=self.epoch, durability=durability)
+        for slave in SLAVES:
+            self.add("slave", slave, "promised", epoch=self.epoch)
+
+    def join(self, cluster: str) -> None:
+        known = self.incarnation.get(cluster)
+        self.incarnation[cluster] = (self.epoch, 1 + (known[1] if known else 0))
+        self.seqs[cluster] = 0
+        self.add("journal", "", "JOIN", epoch=self.epoch, cluster=cluster, incarnation=[*self.incarnation[cluster]])
+
+    def push(self, cluster: str, tokens: int = CHUNK_TOKENS) -> dict[str, Any]:
+        """Ticket, staging and the cluster's own word; returns the participant of a record."""
+        self.seqs[cluster] += 1
+        epoch, n = self.incarnation[cluster]
+        name = f"{cluster}/{epoch}.{n}#{self.seqs[cluster]}"
+        held = {slave: digest(name, slave) for slave in SLAVES}
+        seed = self.version is None
+        tokens = 0 if seed else tokens
+        base = None if seed else _text(self.version)
+        said = {"push": name, "attempt": 1, "base": str(base), "fence": self.fences[cluster], "tokens": tokens}
+        self.add("master", "test", "ticket", **said)
+        for slave in SLAVES:
+            self.add("slave", slave, "staged", push=name, attempt=1, digest=held[slave])
+        self.add("worker", cluster, "push_sent", **said, digest_of_slave=held)
+        self.add("master", "test", "admitted", push=name, attempt=1, tokens=tokens)
+        return {
+            "push": [cluster, epoch, n, self.seqs[cluster]],
+            "attempt": 1,
+            "verdict": "APPLIED",
+            "base": None if seed else [*(self.version or ())],
+            "fence": self.fences[cluster],
+            "tokens": tokens,
+            "steps": 1,
+            "ranges": self._lend(tokens),
+        }
+
+    def _lend(self, tokens: int) -> list[list[int]]:
+        ranges = []
+        for begin in range(self.lent, self.lent + tokens, CHUNK_TOKENS):
+            ranges.append([1 + begin // CHUNK_TOKENS, 0, begin // CHUNK_TOKENS, 0, CHUNK_TOKENS])
+        self.lent += tokens
+        return ranges
+
+    def next_round(self) -> str:
+        self.rounds += 1
+        return f"r{self.epoch}.{self.rounds}"
+
+    def commit(self, *participants: dict[str, Any]) -> None:
+        """A round to its end: prepared, COMMIT, committed, published, told, pulled."""
+        before = self.version
+        self.version = (before[0], before[1] + 1) if before else (self.epoch, 0)
+        round_name = self.next_round()
+        version, self.round_of[self.version] = _text(self.version), round_name
+        shards = self.digests[self.version] = {slave: digest(version, slave) for slave in SLAVES}
+        for slave in SLAVES:
+            if before:
+                self.add("slave", slave, "measured", round=round_name, version=_text(before))
+            made = {"version": version, "round": round_name, "digest": shards[slave]}
+            self.add("slave", slave, "prepared", **made, durable=True, finite=True)
+        accepted = [item for item in participants if item["verdict"] == "APPLIED"]
+        self.tokens += sum(item["tokens"] for item in accepted)
+        self.tokens_at[self.version] = self.tokens
+        record = {
+            "epoch": self.epoch,
+            "round": [self.epoch, self.rounds],
+            "version": [*self.version],
+            "from_version": [*before] if before else None,
+            "digests": dict(shards),
+            "tokens": self.tokens,
+            "s_max": 8,
+            "participants": list(participants),
+            "judgement": _judgement(participants) if before else None,
+            "wall_s": 1000.0 + self.rounds,
+        }
+        self.add("journal", "", "COMMIT", **record)
+        for item in participants:
+            self.fences[item["push"][0]] += 1
+            self.applied += [(r[2] * CHUNK_TOKENS, (r[2] + 1) * CHUNK_TOKENS) for r in item["ranges"]]
+        self._flip(round_name, record)
+        self._publish(round_name, participants)
+
+    def _flip(self, round_name: str, record: dict[str, Any]) -> None:
+        text = json.dumps({**record, "kind": "COMMIT", "ledger": self.ledger()})
+        commit_hash = hashlib.sha256(text.encode()).hexdigest()
+        for slave in SLAVES:
+            made = {"version": _text(self.version), "round": round_name, "digest": self._shards()[slave]}
+            self.add("manifest", slave, "manifest", **made, commit_hash=commit_hash, commit_record=text)
+            self.add("slave", slave, "committed", **made, commit_hash=commit_hash, durable=True)
+
+    def _publish(self, round_name: str, participants: tuple[dict[str, Any], ...]) -> None:
+        version = _text(self.version)
+        self.add("master", "test", "publish", version=version, tokens=self.tokens)
+        for item in participants:
+            name = push_name(item)
+            said = {"push": name, "verdict": item["verdict"], "version": version}
+            self.add("master", "test", "verdict", **said, round=round_name, reason="merged")
+            self.add("worker", item["push"][0], "verdict", **said, reason="merged")
+        for cluster in ("a", "b"):
+            self.add("worker", cluster, "installed", version=version, digest_of_slave=dict(self._shards()))
+
+    def _shards(self) -> dict[str, str]:
+        assert self.version is not None, "asked after a commit"
+        return self.digests[self.version]
+
+    def restart_slave(self, slave: str) -> None:
+        assert self.version is not None, "there is something to load"
+        round_name = self.round_of[self.version]
+        made = {"version": _text(self.version), "round": round_name, "digest": self._shards()[slave]}
+        self.add("slave", slave, "promised", epoch=self.epoch)
+        self.add("slave", slave, "configured", **made)
+
+    def roll_back(self, origin: tuple[int, int], taken: list[list[Any]]) -> None:
+        """To an older version, on the timeline of the epoch."""
+        before, lost = self.version, self.tokens - self.tokens_at[origin]
+        assert before is not None, "there is something to lose"
+        self.version = (self.epoch, origin[1])
+        round_name = self.round_of[self.version] = self.next_round()
+        self.tokens = self.tokens_at[self.version] = self.tokens_at[origin]
+        shards = self.digests[self.version] = self.digests[origin]
+        record = {
+            "epoch": self.epoch,
+            "round": [self.epoch, self.rounds],
+            "version": [*self.version],
+            "from_version": [*before],
+            "origin": [*origin],
+            "origin_round": [1, 1],
+            "digests": dict(shards),
+            "tokens": self.tokens,
+            "lost_tokens": lost,
+            "rolled_back": taken,
+            "participants": [],
+            "donor": None,
+        }
+        self.add("journal", "", "ROLLBACK", **record)
+        for cluster in self.fences:
+            self.fences[cluster] += 1
+        for slave in SLAVES:
+            made = {"version": _text(self.version), "round": round_name, "digest": shards[slave]}
+            self.add("slave", slave, "rolled_back", **made, origin=_text(origin))
+            self.add("slave", slave, "configured", **made)
+        self.add("master", "test", "publish", version=_text(self.version), tokens=self.tokens)
+
+    def ledger(self) -> dict[str, Any]:
+        """As a COMMIT's record carries it; the lease table has every token once."""
+        rows, at = [], 0
+        for begin, end in sorted(self.applied):
+            rows += [[0, at, begin, "free", "", 0]] if begin > at else []
+            rows.append([0, begin, end, "applied", "", 0])
+            at = end
+        rows += [[0, at, TOTAL_TOKENS, "free", "", 0]]
+        return {
+            "run_id": "test",
+            "tokens": self.tokens,
+            "data_plan": ["LEASED", "00", TOTAL_TOKENS, CHUNK_TOKENS],
+            "leases": {"passes": 1, "next_lease_id": 1000, "holdings": rows},
+        }
+
+
+def push_name(participant: dict[str, Any]) -> str:
+    cluster, epoch, n, seq = participant["push"]
+    return f"{cluster}/{epoch}.{n}#{seq}"
+
+
+def _text(version: tuple[int, int] | None) -> str:
+    return "None" if version is None else f"{version[0]}:{version[1]}"
+
+
+def _judgement(participants: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    names = [item["push"][0] for item in participants]
+    return {
+        "accepted": names,
+        "weights": [repr(1 / len(names))] * len(names),
+        "kappa": "0.5",
+        "rho": "1.0",
+        "merged_norm": "2.0",
+        "norms": [[name, "2.5", "nan"] for name in names],
+    }
+
+
+def usual_run() -> Script:
+    """A seed, three rounds, a slave's and the master's restart, and another round."""
+    script = Script()
+    script.start_master()
+    script.join("a")
+    script.join("b")
+    script.commit(script.push("a"))
+    for _ in range(2):
+        script.commit(script.push("a"), script.push("b"))
+    script.restart_slave("s0")
+    script.commit(script.push("b"))
+    script.start_master()
+    for slave in SLAVES:
+        script.restart_slave(slave)
+    script.join("a")
+    script.commit(script.push("a"))
+    return script
+
+
+def rolled_back_run() -> Script:
+    """The slaves lose the newest version: it is given up, and its push taken back."""
+    script = Script()
+    script.start_master()
+    script.join("a")
+    script.join("b")
+    script.commit(script.push("a"))
+    script.commit(script.push("a"))
+    lost = script.push("b")
+    script.commit(lost)
+    script.start_master()
+    script.roll_back((1, 1), [lost["push"]])
+    told = {"push": push_name(lost), "verdict": "ROLLED_BACK", "version": "2:1"}
+    script.add("worker", "b", "verdict", **told, reason="lost")
+    script.lent -= CHUNK_TOKENS
+    script.applied.pop()
+    script.join("b")
+    script.commit(script.push("b"))
+    return script
+
+
+Change = Callable[[list[Step]], None]
+
+
+def changed(script: Script, change: Change) -> list[Step]:
+    steps = copy.deepcopy(script.steps)
+    change(steps)
+    return steps
+
+
+def nth(steps: list[Step], source: str, kind: str, index: int = 0) -> Step:
+    """The index-th fact of a kind, or counted from the end."""
+    return [step for step in steps if (step.source, step.kind) == (source, kind)][index]
+
+
+def feed(checker: Checker, step: Step) -> list[Violation]:
+    match step.source:
+        case "journal":
+            return checker.feed_journal({"kind": step.kind, **step.fields})
+        case "manifest":
+            return checker.feed_manifest(step.who, step.fields)
+    return checker.feed_tape(step.source, step.who, step.kind, step.fields)
+
+
+def check(steps: list[Step], **options: Any) -> Checker:
+    """A checker that was fed all of them in order, and finished."""
+    checker = Checker(**options)
+    for step in steps:
+        feed(checker, step)
+    checker.finish()
+    return checker
+
+
+def write_run(directory: Path, script: Script, steps: list[Step] | None = None) -> Path:
+    """The facts as a run's directory has them, without snapshots: a journal, and a tape for each process."""
+    steps = script.steps if steps is None else steps
+    (directory / "master").mkdir(parents=True)
+    ledger = json.dumps(script.ledger())
+    journal = Journal.open(directory / "master", "test")
+    entry = 0
+    for step in (step for step in steps if step.source == "journal"):
+        if step.kind == "EPOCH":
+            assert journal.begin_epoch() == step.fields["epoch"]
+        else:
+            entry += 1
+            text = json.dumps({"kind": step.kind, **step.fields})
+            journal.append(step.fields["epoch"], entry, step.kind, text, ledger)
+    journal.close()
+    for role, name in sorted({(s.source, s.who) for s in steps if s.source not in ("journal", "manifest")}):
+        folder = {"master": directory / "master", "slave": directory / "slaves" / name}.get(role, directory / "tapes")
+        with Tape(folder / f"{name}.tape.jsonl", role, name) as tape:
+            for step in (step for step in steps if (step.source, step.who) == (role, name)):
+                tape.write(step.kind, "-", **step.fields)
+    return directory

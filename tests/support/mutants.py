@@ -1,0 +1,189 @@
+"""Planted bugs: a line of a real function is replaced while a test runs, and an invariant must notice it.
+
+The edit fails loudly when the text is not there exactly once, so that no mutant outlives the code that it was made for.
+"""
+
+from __future__ import annotations
+import __future__
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from dips.sim.search.bounds import Bounds
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """target: "module:name" or "module:Class.name" below dips. breaks: the invariants; any of them may notice first."""
+
+    name: str
+    target: str
+    old: str
+    new: str
+    breaks: tuple[str, ...]
+    bounds: Bounds
+
+
+def _function(target: str) -> FunctionType:
+    module, _, path = target.partition(":")
+    found: Any = importlib.import_module(f"dips.{module}")
+    for part in path.split("."):
+        found = inspect.getattr_static(found, part) if inspect.isclass(found) else getattr(found, part)
+    assert isinstance(found, FunctionType), f"{target} is no function"
+    return found
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """The function runs with the bug inside this context, wherever it was imported to."""
+    function = _function(mutant.target)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(mutant.old) == 1, f"mutant {mutant.name!r}: {mutant.old!r} is not once in {mutant.target}"
+    edited = compile(
+        source.replace(mutant.old, mutant.new),
+        f"<mutant {mutant.name}>",
+        "exec",
+        flags=__future__.annotations.compiler_flag,
+    )
+    names: dict[str, Any] = {}
+    exec(edited, function.__globals__, names)
+    healthy, function.__code__ = function.__code__, names[function.__name__].__code__
+    try:
+        yield
+    finally:
+        function.__code__ = healthy
+
+
+def _bounds(*faults: str, **changes: Any) -> Bounds:
+    fields: dict[str, Any] = {"clusters": 1, "slaves": 2, "faults": tuple((fault, 1) for fault in faults)}
+    return Bounds(**(fields | changes))
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "no base fence",
+        "master.state.push_checks:stale",
+        "if request.fence != fence:",
+        "if False:",
+        ("I6",),
+        _bounds("old_backup", slaves=1),
+    ),
+    Mutant(
+        "PREPARED without a durable shadow",
+        "slave.state.shard:ShardState.prepare",
+        "effects.RunPrepare(job, body, rows, durable)",
+        "effects.RunPrepare(job, body, rows, False)",
+        ("I5",),
+        _bounds(),
+    ),
+    Mutant(
+        "publish before all slaves flipped",
+        "master.state.rounds:Rounds.flipped",
+        "len(state.flipped) == len(world.slaves_expected())",
+        "state.flipped",
+        ("I4",),
+        _bounds(),
+    ),
+    Mutant(
+        "no incarnation check",
+        "master.state.callers:check_member",
+        "caller.incarnation != member.incarnation",
+        "False",
+        ("I8",),
+        _bounds("kill_cluster", slaves=1),
+    ),
+    Mutant(
+        "a rollback stays on its timeline",
+        "master.state.rollback:next_version",
+        "Version(max(epoch, newest + 1), origin.v)",
+        "Version(origin.timeline, origin.v)",
+        ("I1", "I2", "I7"),
+        _bounds("lose_version", pushes=2),
+    ),
+    Mutant(
+        "a rollback takes no verdict back",
+        "master.state.rollback:_taken_back",
+        "verdict.kind is not VerdictKind.APPLIED",
+        "True",
+        ("I7",),
+        _bounds("lose_version"),
+    ),
+    Mutant(
+        "words of an earlier round count",
+        "master.state.rounds:Rounds.prepared",
+        "or body.round != state.id",
+        "",
+        ("I5",),
+        _bounds("time_out", "repeat_word"),
+    ),
+    Mutant(
+        "an ABORT after the commit point",
+        "master.state.rounds:Rounds.slave_lost",
+        "in (RoundPhase.MEASURE, RoundPhase.PREPARE)",
+        "in (RoundPhase.MEASURE, RoundPhase.PREPARE, RoundPhase.COMMIT)",
+        ("ILLEGAL",),
+        _bounds("break_link"),
+    ),
+    Mutant(
+        "verdicts leave before the journal is durable",
+        "master.state.outbox:Outbox.put",
+        "if self._held and not urgent:",
+        "if False:",
+        ("I6",),
+        _bounds(slow_journal=True),
+    ),
+    Mutant(
+        "only the first accepted push is merged",
+        "master.state.rounds:Rounds._prepare",
+        "to_version, accepted, weights,",
+        "to_version, accepted[:1], weights[:1],",
+        ("I9",),
+        _bounds(clusters=2, slaves=1),
+    ),
+    Mutant(
+        "no bound on staleness",
+        "master.state.push_checks:stale",
+        "if version.v - base.v > world.s_max():",
+        "if False:",
+        ("I10",),
+        _bounds(clusters=2, slaves=1, eager=("a",), s_max=1),
+    ),
+    Mutant(
+        "excluded tokens are counted",
+        "master.state.decisions:Decisions.commit",
+        "sum(push.request.tokens for push in accepted)",
+        "sum(push.request.tokens for push in state.participants)",
+        ("I11",),
+        _bounds(clusters=2, slaves=1, bad_pushes=("a",)),
+    ),
+    Mutant(
+        "applied data stays leased",
+        "master.state.decisions:Decisions._settle",
+        "ledger.leases.settle(push.request.ranges, to)",
+        "pass",
+        ("I12",),
+        _bounds(slaves=1, leased=True),
+    ),
+    Mutant(
+        "pushes that are not finite are accepted",
+        "master.state.penalty_detect:_fault",
+        "if participant.nonfinite_elems > 0:",
+        "if False:",
+        ("I13",),
+        _bounds(slaves=1, bad_pushes=("a",)),
+    ),
+    Mutant(
+        "a round number out of thin air",
+        "master.state.rounds:Rounds._open",
+        "world.ledger.round_n += 1",
+        "world.ledger.round_n += 1 + id(world) // 16 % 1009",
+        ("I14",),
+        _bounds(twice=True),
+    ),
+)

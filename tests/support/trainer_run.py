@@ -1,0 +1,82 @@
+"""A run of real processes with the trainer that comes along: children with their logs, killed when the test ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.processes import START_S
+
+from dips.core.telemetry import read_tape
+from dips.launch.options import command_line
+from dips.worker.trainer.config import TrainConfig
+
+TRAIN = TrainConfig(max_bytes=1_500_000, heldout_max_bytes=8192, warmup_tokens=4000, log_every_steps=4)
+
+
+class Processes:
+    """`dips` commands as children, one log each. kill_all() ends them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, arguments: Sequence[str], **environment: str) -> None:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
+        with (self._folder / f"{name}.log").open("ab") as log:
+            command = [sys.executable, "-m", "dips.launch", *arguments]
+            self._running[name] = subprocess.Popen(command, stdout=log, stderr=log, env={**kept, **environment})
+
+    def start_cluster(
+        self, address: str, name: str, train: TrainConfig = TRAIN, client: Sequence[str] = (), **environment: str
+    ) -> None:
+        knobs = ["--master", address, "--cluster-id", name, "--tape", str(self.tape(name)), *client]
+        self.start(name, ["train", *command_line(train), *knobs], **environment)
+
+    def start_slaves(self, address: str, names: Sequence[str]) -> None:
+        for slave in names:
+            own = ["--run-id", "demo", "--slave-id", slave, "--directory", str(self._folder / slave)]
+            self.start(slave, ["slave", "--master", address, *own])
+
+    def exit_code(self, name: str) -> int:
+        return self._running[name].wait(START_S)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and wait for the end."""
+        self._running[name].kill()
+        self._running[name].wait(START_S)
+
+    def runs(self, name: str) -> bool:
+        return self._running[name].poll() is None
+
+    def log(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text()
+
+    def tape(self, name: str) -> Path:
+        return self._folder / f"{name}.tape"
+
+    def records(self, name: str, kind: str) -> list[dict[str, Any]]:
+        """What a child has recorded of this kind up to now."""
+        return records(self.tape(name), kind) if self.tape(name).exists() else []
+
+    def wait_until(self, name: str, happened: Callable[[], bool], within_s: float = 3 * START_S) -> None:
+        """Wait for something that a running child does; fails with its log when it ends or takes too long."""
+        end_s = time.monotonic() + within_s
+        while not happened():
+            assert self.runs(name), f"{name} has ended: {self.log(name)[-3000:]}"
+            assert time.monotonic() < end_s, f"not within {within_s} s: {self.log(name)[-3000:]}"
+            time.sleep(0.02)
+
+    def kill_all(self) -> None:
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+
+
+def records(tape: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_tape(tape) if record["kind"] == kind]

@@ -1,0 +1,53 @@
+"""Names and records as roles write them, in the form in which they are compared."""
+
+from __future__ import annotations
+
+import pytest
+from support.history import nth, usual_run
+
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
+from dips.master.state.ledger import pair as listed
+from dips.master.state.ledger import push_to_json
+from dips.sim.facts import decision_of, hex_of, pair, push_of, say_push, say_round, say_version
+
+PUSH = PushId(ClusterId("eu/west-1"), Incarnation(3, 12), 7)
+
+
+@pytest.mark.parametrize("item", [Version(2, 17), RoundId(2, 17), Incarnation(2, 17)])
+def test_pairs_are_read_from_texts_and_lists(item: Version | RoundId | Incarnation) -> None:
+    assert pair(str(item)) == pair(listed(item)) == (2, 17)
+
+
+def test_none_is_none_in_both_forms() -> None:
+    assert pair(None) is pair("None") is None
+
+
+def test_pushes_are_read_from_texts_and_lists() -> None:
+    assert push_of(str(PUSH)) == push_of(push_to_json(PUSH)) == ("eu/west-1", 3, 12, 7)
+
+
+def test_names_are_said_as_the_roles_say_them() -> None:
+    assert say_push(push_of(str(PUSH))) == str(PUSH)
+    assert say_version((2, 17)) == str(Version(2, 17))
+    assert say_round((2, 17)) == str(RoundId(2, 17))
+    assert say_version(None) == say_round(None) == "none"
+
+
+def test_digests_are_compared_as_text() -> None:
+    assert hex_of(b"\x01\xff") == hex_of("01ff") == "01ff"
+
+
+def test_a_commit_is_read_with_its_participants() -> None:
+    fields = nth(usual_run().steps, "journal", "COMMIT", 1).fields
+    made = decision_of({"kind": "COMMIT", **fields})
+    assert (made.version, made.round, made.from_version, made.tokens) == ((1, 1), (1, 2), (1, 0), 200)
+    assert [item.push[0] for item in made.accepted] == ["a", "b"]
+    assert made.participants[0].ranges == ((0, 0, 0, 100),)
+    assert not made.is_seed
+    assert str(made) == "the COMMIT of version 1:1 (round r1.2)"
+
+
+@pytest.mark.parametrize("record", [{}, {"kind": "COMMIT", "version": [1]}, {"kind": "VOID", "participants": [{}]}])
+def test_what_is_no_record_is_refused(record: dict[str, object]) -> None:
+    with pytest.raises((KeyError, ValueError, TypeError)):
+        decision_of(record)

@@ -1,0 +1,354 @@
+"""A run that went well breaks no promise; each way to break one is seen, and said in a sentence."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+from support.history import (
+    CHUNK_TOKENS,
+    Change,
+    Script,
+    Step,
+    changed,
+    check,
+    feed,
+    nth,
+    push_name,
+    rolled_back_run,
+    usual_run,
+)
+
+from dips.sim.invariants import INVARIANTS, Checker
+
+NAMES = [f"I{number}" for number in range(1, 15)]
+
+
+def broken_by(script: Script, change: Change, **options: Any) -> dict[str, list[str]]:
+    """Invariant -> what it says of the changed history."""
+    found: dict[str, list[str]] = {}
+    for violation in check(changed(script, change), **options).violations:
+        found.setdefault(violation.invariant, []).append(violation.sentence)
+    return found
+
+
+# ---- what is well ----
+
+
+@pytest.mark.parametrize("script", [usual_run(), rolled_back_run()], ids=["usual", "rolled back"])
+@pytest.mark.parametrize("live", [True, False])
+def test_a_run_that_went_well_breaks_nothing(script: Script, live: bool) -> None:
+    assert check(script.steps, live=live).violations == []
+
+
+def test_every_invariant_judges_some_facts_of_a_usual_run() -> None:
+    counts = check(usual_run().steps).counts()
+    assert list(counts) == NAMES
+    assert [name for name, count in counts.items() if count == 0] == []
+
+
+def test_every_invariant_is_one_named_function_that_says_what_it_promises() -> None:
+    assert [item.name for item in INVARIANTS] == NAMES
+    assert len({item.judge for item in INVARIANTS}) == len(INVARIANTS)
+    for item in INVARIANTS:
+        assert re.match(r"[A-Za-z].+\.\Z", item.promise), item.promise
+        assert "Evidence:" in (item.judge.__doc__ or "")
+
+
+def test_the_round_that_waits_for_its_flips_is_no_violation() -> None:
+    """A run may be killed anywhere: every beginning of a history is well, too."""
+    for script in (usual_run(), rolled_back_run()):
+        checker = Checker()
+        for step in script.steps:
+            assert feed(checker, step) == [], step
+
+
+def test_a_round_that_was_aborted_leaves_shadows_that_mean_nothing() -> None:
+    script = Script()
+    script.start_master()
+    script.join("a")
+    script.commit(script.push("a"))
+    shadow = {"version": "1:1", "round": script.next_round(), "digest": "0" * 32, "durable": True, "finite": True}
+    script.add("slave", "s0", "prepared", **shadow)
+    script.commit(script.push("a"))
+    assert check(script.steps).violations == []
+
+
+def test_a_job_that_ends_after_a_newer_promise_is_well_if_it_began_before() -> None:
+    checker = Checker()
+    checker.feed_tape("slave", "s0", "promised", {"epoch": 1}, 1.0)
+    checker.feed_tape("slave", "s0", "promised", {"epoch": 2}, 10.0)
+    made = {"version": "1:1", "round": "r1.1", "digest": "00", "finite": True}
+    assert checker.feed_tape("slave", "s0", "prepared", {**made, "took_s": 2.0}, 11.0) == []
+    assert [v.invariant for v in checker.feed_tape("slave", "s0", "prepared", {**made, "took_s": 0.5}, 11.0)] == ["I8"]
+
+
+def test_what_a_killed_master_only_noted_may_be_decided_otherwise() -> None:
+    """It died before its VOID was durable, or before anybody heard of its ABORTED: its next life merges the push."""
+    script = Script()
+    script.start_master()
+    script.join("a")
+    script.commit(script.push("a"))
+    again = script.push("a")
+    script.add("master", "test", "verdict", push=push_name(again), verdict="EXCLUDED", version="1:0", round="r1.2")
+    script.start_master()
+    script.commit(again)
+    assert check(script.steps).violations == check(script.steps, live=False).violations == []
+    script.add("master", "test", "verdict", push=push_name(again), verdict="ABORTED", version="None", round="None")
+    assert [v.invariant for v in check(script.steps).violations] == ["I6"]
+
+
+def test_a_decision_that_was_lost_with_the_journal_may_be_made_again() -> None:
+    script = Script()
+    script.start_master()
+    script.join("a")
+    push = script.push("a")
+    checker = Checker()
+    script.commit(push)
+    until_commit = script.steps[: script.steps.index(nth(script.steps, "journal", "COMMIT")) + 1]
+    for step in until_commit:
+        assert feed(checker, step) == []
+    checker.lost_journal()
+    again = Script()
+    again.start_master()
+    again.epoch, again.incarnation["a"] = 2, (1, 1)
+    again.commit(push)
+    found = [violation for step in again.steps[1:] for violation in feed(checker, step)]
+    assert found == []
+
+
+# ---- what is not ----
+
+
+def set_field(source: str, kind: str, name: str, value: Any, index: int = -1) -> Change:
+    def change(steps: list[Step]) -> None:
+        nth(steps, source, kind, index).fields[name] = value
+
+    return change
+
+
+def drop(source: str, kind: str, index: int = -1) -> Change:
+    def change(steps: list[Step]) -> None:
+        steps.remove(nth(steps, source, kind, index))
+
+    return change
+
+
+def move_before(moved: tuple[str, str], before: tuple[str, str]) -> Change:
+    """The last fact of the one kind stands before the last of the other."""
+
+    def change(steps: list[Step]) -> None:
+        step = nth(steps, *moved, -1)
+        steps.remove(step)
+        steps.insert(steps.index(nth(steps, *before, -1)), step)
+
+    return change
+
+
+def in_participant(name: str, value: Any, index: int = -1) -> Change:
+    def change(steps: list[Step]) -> None:
+        nth(steps, "journal", "COMMIT", index).fields["participants"][0][name] = value
+
+    return change
+
+
+def in_judgement(name: str, value: Any) -> Change:
+    def change(steps: list[Step]) -> None:
+        nth(steps, "journal", "COMMIT").fields["judgement"] = {
+            **nth(steps, "journal", "COMMIT", -1).fields["judgement"],
+            name: value,
+        }
+
+    return change
+
+
+def twice(source: str, kind: str) -> Change:
+    """The last fact of a kind, once more, in another round and version."""
+
+    def change(steps: list[Step]) -> None:
+        step = copy.deepcopy(nth(steps, source, kind, -1))
+        version, round_id = step.fields["version"], step.fields["round"]
+        step.fields |= {"version": [version[0], version[1] + 1], "round": [round_id[0], round_id[1] + 1]}
+        step.fields |= {
+            "from_version": version,
+            "tokens": step.fields["tokens"] + step.fields["participants"][0]["tokens"],
+        }
+        for item in step.fields["participants"]:
+            item["push"][3] += 1
+            item["fence"] += 1
+        steps.append(step)
+
+    return change
+
+
+def leases(change_rows: Any) -> Change:
+    def change(steps: list[Step]) -> None:
+        script = usual_run()
+        ledger = script.ledger()
+        change_rows(ledger["leases"]["holdings"])
+        nth(steps, "manifest", "manifest", -1).fields |= {"ledger": ledger}
+
+    return change
+
+
+def without_manifests(then: Change) -> Change:
+    def change(steps: list[Step]) -> None:
+        steps[:] = [step for step in steps if step.source != "manifest"]
+        then(steps)
+
+    return change
+
+
+ANOTHER = "f" * 32
+_PUBLISH, _COMMITTED = ("master", "publish"), ("slave", "committed")
+
+BROKEN = [
+    ("I1", set_field("slave", "committed", "round", "r1.77"), r"version 2:4|version 1:4 comes from round r1\.77"),
+    ("I1", set_field("slave", "committed", "commit_hash", "ab" * 32), "has the COMMIT record abababab"),
+    ("I1", set_field("manifest", "manifest", "commit_record", "{}"), "was altered"),
+    ("I2", set_field("slave", "configured", "digest", ANOTHER), r"on slave s1 is ffffffffffff .* but was"),
+    ("I2", set_field("manifest", "manifest", "digest", ANOTHER), "is ffffffffffff"),
+    ("I3", set_field("worker", "installed", "digest_of_slave", {"s0": ANOTHER, "s1": ANOTHER}), "a torn model"),
+    ("I3", set_field("worker", "installed", "digest_of_slave", {"s0": ANOTHER}), "from slaves s0, but it stands on"),
+    ("I3", set_field("worker", "installed", "version", "1:77"), "which no record in the journal made"),
+    ("I4", move_before(_PUBLISH, _COMMITTED), "nothing says that it was committed on slave s1"),
+    ("I4", without_manifests(set_field("slave", "committed", "durable", False)), "only in the memory of slave s1"),
+    ("I4", set_field("master", "publish", "version", "1:77"), "no record in the journal made it"),
+    ("I4", set_field("master", "publish", "tokens", 1), "published with 1 tokens"),
+    ("I5", drop("slave", "prepared"), "before slaves s1 had prepared it"),
+    ("I5", set_field("slave", "prepared", "digest", ANOTHER), "which prepared ffffffffffff"),
+    ("I5", set_field("slave", "prepared", "durable", False), "only in memory"),
+    ("I6", set_field("worker", "verdict", "verdict", "ABORTED"), "but the journal decided APPLIED"),
+    ("I6", set_field("worker", "verdict", "verdict", "ROLLED_BACK"), "no ROLLBACK in the journal"),
+    ("I6", set_field("worker", "verdict", "push", "b/1.1#9"), "the journal decided nothing of the kind"),
+    ("I6", in_participant("ranges", [[1, 0, 0, 0, CHUNK_TOKENS]]), "which version 1:1 applied"),
+    ("I7", set_field("journal", "COMMIT", "version", [1, 6]), "a number is left out"),
+    ("I7", set_field("journal", "COMMIT", "from_version", [1, 1]), "but the newest was 1:3"),
+    ("I7", set_field("master", "verdict", "version", "1:2"), r"is APPLIED in version 1:2, but its record says"),
+    ("I8", set_field("journal", "JOIN", "epoch", 1), "written after one of epoch 2"),
+    ("I8", set_field("journal", "JOIN", "incarnation", [1, 1]), "joined as incarnation"),
+    ("I8", set_field("journal", "COMMIT", "round", [1, 3]), "comes after round"),
+    ("I8", set_field("slave", "promised", "epoch", 1), "promised epoch 1 after epoch 2"),
+    ("I8", set_field("slave", "prepared", "round", "r1.77"), "but had promised epoch 2"),
+    ("I8", set_field("master", "ticket", "push", "a/1.1#1"), "after one to push a/1.1#3"),
+    ("I8", in_participant("fence", 1), "it stands on what was before"),
+    ("I9", drop("slave", "staged"), "slave s1 never said that it had all of it"),
+    ("I9", set_field("slave", "staged", "digest", ANOTHER), "but its cluster sent"),
+    ("I10", in_participant("base", [1, -9]), "12 versions old: at most 8 are allowed"),
+    ("I10", in_participant("base", [0, 3]), "into timeline 1"),
+    ("I11", set_field("journal", "COMMIT", "tokens", 7), "says 7 tokens, but there were"),
+    ("I12", leases(lambda rows: rows.pop(0)), "in no state"),
+    ("I12", leases(lambda rows: rows.insert(1, rows[0])), "in two states"),
+    ("I12", leases(lambda rows: rows.__setitem__(0, [*rows[0][:3], "free", "", 0])), "APPLIED tokens, but the run has"),
+    ("I12", leases(lambda rows: rows.pop()), "ends at"),
+    ("I13", set_field("slave", "prepared", "finite", False), "not finite"),
+    ("I13", in_judgement("kappa", "nan"), "has kappa = nan"),
+    ("I13", in_judgement("norms", [["a", "inf", "nan"]]), "has norm of a = inf"),
+    ("I14", set_field("slave", "committed", "digest", ANOTHER), "but committed it as ffffffffffff"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "sentence"), BROKEN, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(BROKEN)])
+def test_what_breaks_a_promise_is_seen_and_said(name: str, change: Change, sentence: str) -> None:
+    found = broken_by(usual_run(), change)
+    assert name in found, found
+    assert any(re.search(sentence, said) for said in found[name]), found[name]
+
+
+def test_there_is_a_broken_history_for_every_invariant() -> None:
+    assert {name for name, _, _ in BROKEN} == set(NAMES)
+
+
+def test_a_push_that_is_counted_again_is_seen_by_its_ranges() -> None:
+    assert "I6" in broken_by(usual_run(), twice("journal", "COMMIT"))
+
+
+# ---- going back ----
+
+
+def test_a_rollback_must_name_the_pushes_that_it_takes_back() -> None:
+    script = rolled_back_run()
+    lost = nth(script.steps, "journal", "COMMIT", 2).fields["participants"][0]
+
+    def change(steps: list[Step]) -> None:
+        steps.remove(nth(steps, "journal", "ROLLBACK"))
+
+    found = broken_by(script, change)
+    assert any(push_name(lost) in said for said in found["I6"])
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "sentence"),
+    [
+        ("I5", "digests", {"s0": ANOTHER, "s1": ANOTHER}, "its origin"),
+        ("I7", "version", [1, 1], "timeline 1 was used before"),
+        ("I7", "version", [2, 5], "the number must stay"),
+        ("I11", "tokens", 300, "its origin has"),
+        ("I11", "lost_tokens", 0, "tokens are lost"),
+    ],
+)
+def test_a_rollback_that_is_none_is_seen(name: str, field: str, value: Any, sentence: str) -> None:
+    found = broken_by(rolled_back_run(), set_field("journal", "ROLLBACK", field, value))
+    assert any(re.search(sentence, said) for said in found.get(name, ())), found
+
+
+def test_data_of_a_version_that_was_given_up_may_be_applied_again() -> None:
+    script = rolled_back_run()
+    ranges = [nth(script.steps, "journal", "COMMIT", i).fields["participants"][0]["ranges"] for i in (2, 3)]
+    assert ranges[0] == ranges[1]
+    assert check(script.steps).violations == []
+
+
+# ---- what is not known ----
+
+
+def test_a_tape_that_is_not_here_is_no_violation_but_proves_nothing() -> None:
+    script = usual_run()
+    here = [step for step in script.steps if step.source in ("journal", "master")]
+    checker = check(here, live=False, tapes=frozenset({("master", "test")}))
+    assert checker.violations == []
+    assert [name for name, count in checker.counts().items() if count == 0] == [
+        "I3", "I4", "I5", "I9", "I12", "I14",
+    ]  # fmt: skip
+
+
+def test_a_journal_without_its_beginning_is_no_violation() -> None:
+    script = usual_run()
+    first = next(i for i, step in enumerate(script.steps) if step.kind == "COMMIT" and step.fields["version"] == [1, 2])
+    late = [step for i, step in enumerate(script.steps) if step.source != "journal" or i >= first]
+    assert check(late, live=False, whole=False).violations == []
+
+
+def test_a_missing_line_of_a_slave_is_proven_by_what_stood_there_later() -> None:
+    script = usual_run()
+    steps = changed(script, drop("slave", "prepared"))
+    assert check(steps, live=False).violations == []
+    gone = [step for step in steps if (step.who, step.kind) not in (("s1", "committed"), ("s1", "manifest"))]
+    found = {violation.invariant for violation in check(gone, live=False).violations}
+    assert "I5" in found
+
+
+def test_async_durability_asks_nothing_of_disks() -> None:
+    steps = changed(usual_run(), set_field("slave", "prepared", "durable", False))
+    assert check(steps, durability="async").violations == []
+
+
+def test_a_lost_journal_may_use_epochs_and_rounds_again() -> None:
+    script = usual_run()
+    checker = Checker()
+    for step in script.steps:
+        feed(checker, step)
+    assert feed(checker, Step("journal", "", "EPOCH", {"epoch": 1}))[0].invariant == "I8"
+    checker.lost_journal()
+    assert feed(checker, Step("journal", "", "EPOCH", {"epoch": 1})) == []
+
+
+def test_violations_are_told_once_and_kept_few() -> None:
+    checker = Checker()
+    for _ in range(50):
+        feed(checker, Step("slave", "s0", "prepared", {"finite": False, "version": "1:1", "round": "r1.1"}))
+    assert len(checker.check()) == len(checker.violations) == 20
+    assert checker.check() == []
+    assert checker.broken()["I13"] == 50

@@ -1,0 +1,64 @@
+"""Bugs that are planted into the real state machines: each is found, by the invariant that it breaks, with a story."""
+
+from __future__ import annotations
+
+import pytest
+from support.mutants import MUTANTS, Mutant, planted
+
+from dips.sim.search.__main__ import story
+from dips.sim.search.bounds import Bounds
+from dips.sim.search.explore import Result, Search
+
+MAX_STATES = 40_000
+"""More than any of these bounds has without a mutant."""
+
+NAMED = [pytest.param(mutant, id=mutant.name.replace(" ", "-")) for mutant in MUTANTS]
+MUST = {
+    "no base fence",
+    "PREPARED without a durable shadow",
+    "publish before all slaves flipped",
+    "no incarnation check",
+}
+
+_clean: dict[Bounds, Result] = {}
+
+
+def _without_mutant(bounds: Bounds) -> Result:
+    if bounds not in _clean:
+        _clean[bounds] = Search(bounds, MAX_STATES).run()
+    return _clean[bounds]
+
+
+@pytest.mark.parametrize("mutant", NAMED)
+def test_a_planted_bug_breaks_its_invariant(mutant: Mutant) -> None:
+    with planted(mutant):
+        result = Search(mutant.bounds, MAX_STATES).run()
+    assert result.violation is not None, f"{mutant.name} is not noticed: {result.words}"
+    assert result.violation.name in mutant.breaks, str(result.violation)
+    lines = story(result.story)
+    print("\n".join([str(result.violation), *lines]))
+    assert len(lines) > 1
+
+
+@pytest.mark.parametrize("mutant", NAMED)
+def test_the_same_search_is_clean_without_the_bug(mutant: Mutant) -> None:
+    result = _without_mutant(mutant.bounds)
+    assert result.violation is None, str(result.violation)
+    assert result.exhausted
+
+
+def test_the_bugs_that_must_be_found_are_among_them() -> None:
+    assert {mutant.name for mutant in MUTANTS} >= MUST
+
+
+def test_a_mutant_whose_text_is_gone_fails_loudly() -> None:
+    gone = Mutant("gone", "master.state.callers:check_member", "no such line", "", ("I1",), Bounds())
+    with pytest.raises(AssertionError, match="is not once in"), planted(gone):
+        pass
+
+
+def test_the_function_is_healthy_again_afterwards() -> None:
+    mutant = next(m for m in MUTANTS if m.name == "publish before all slaves flipped")
+    with planted(mutant):
+        pass
+    assert _without_mutant(mutant.bounds).violation is None

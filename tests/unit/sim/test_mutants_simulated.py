@@ -1,0 +1,50 @@
+"""Planted bugs that only damage on the wire brings to light: the simulator finds them, by the invariant."""
+
+from __future__ import annotations
+
+from support.mutants import Mutant, planted
+
+from dips.sim.search.bounds import Bounds
+from dips.sim.world import World
+
+SEEDS = 150
+"""Damage must fall on a pull; without the mutants these seeds are clean (test_sim_seeds.py)."""
+
+NO_DIGEST = Mutant(
+    "the digest of a pulled share is not compared",
+    "worker.transfer:PullTransfer._verify",
+    "if digest == self._promised.get(peer.slave):",
+    "if digest:",
+    ("I3",),
+    Bounds(),
+)
+DAMAGE_COUNTS = Mutant(
+    "a damaged chunk counts as landed",
+    "worker.transfer:PullTransfer.damaged",
+    "answered[0].todo.append(answered[1])",
+    """peer, chunk = answered
+        peer.checksums[chunk] = 0
+        self._moved(peer, chunk, now_s)
+        if len(peer.moved) == len(peer.chunks):
+            self._verify(peer)""",
+    ("I3",),
+    Bounds(),
+)
+
+
+def _first_violation() -> tuple[int, str] | None:
+    for seed in range(SEEDS):
+        violations = World(seed).run().violations
+        if violations:
+            return seed, violations[0]
+    return None
+
+
+def test_a_torn_pull_is_noticed_when_nothing_checks_what_arrives() -> None:
+    with planted(NO_DIGEST), planted(DAMAGE_COUNTS):
+        found = _first_violation()
+    assert found is not None
+    seed, sentence = found
+    print(f"seed {seed}: {sentence}")
+    assert sentence.endswith("(I3)"), sentence
+    assert World(seed).run().violations == (), "the same seed is clean without the bugs"

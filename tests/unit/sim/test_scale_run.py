@@ -1,0 +1,125 @@
+"""Short runs of the simulation at scale: the same seed gives the same run, and what is reported adds up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.scale_setup import write_setup
+
+from dips.sim.scale import tally
+from dips.sim.scale.report import ScaleReport
+from dips.sim.scale.run import simulate
+from dips.sim.scale.scenario import find, load_scenario
+
+
+def run(folder: Path, *, hours: float | None = None, seed: int | None = None, **lines: str) -> ScaleReport:
+    return simulate(load_scenario(write_setup(folder, **lines), hours=hours, seed=seed))
+
+
+FAILING = {
+    "npus": "mtbf_days = 0.05",
+    "total_tokens": 'total_tokens = "10B"',
+    "about": "about = 'failures of everything'",
+}
+
+
+def failing(folder: Path, seed: int, hours: float = 6) -> ScaleReport:
+    """Clusters, links, slaves and the master fail every hour or so."""
+    path = write_setup(folder, npus="mtbf_days = 0.05\nlink_mtbf_days = 0.05")
+    path.write_text(path.read_text() + "\n[faults]\nslave_mtbf_days = 0.05\nmaster_mtbf_days = 0.08\n")
+    return simulate(load_scenario(path, hours=hours, seed=seed))
+
+
+def test_without_failures_nothing_is_lost(tmp_path: Path) -> None:
+    report = run(tmp_path)
+    assert report.rounds == {"committed": report.rounds["committed"], "void": 0, "aborted": 0}
+    assert report.rounds["committed"] > 50
+    assert report.failures == {}
+    assert report.downtime_s[tally.LOST] == report.downtime_s[tally.RESTART] == 0
+    assert all(cluster.pushes["excluded"] == 0 for cluster in report.clusters)
+    assert 0.8 < report.share_of_ideal < 1
+
+
+def test_the_same_seed_gives_the_same_report_and_another_one_another(tmp_path: Path) -> None:
+    first, again, other = failing(tmp_path, 3, 4), failing(tmp_path, 3, 4), failing(tmp_path, 4, 4)
+    assert first.to_json() == again.to_json()
+    assert first.to_json() != other.to_json()
+
+
+def test_with_failures_of_everything_the_run_goes_on_and_adds_up(tmp_path: Path) -> None:
+    report = failing(tmp_path, 1)
+    assert set(report.failures) == {"cluster", "link", "slave", "master"}
+    assert report.epochs == 1 + report.failures["master"]
+    assert report.rounds["committed"] > 10
+    assert report.downtime_s[tally.RESTART] > 0
+    assert report.downtime_s[tally.LOST] > 0
+    applied = sum(cluster.tokens_applied for cluster in report.clusters)
+    assert report.tokens <= applied <= report.tokens + 2 * 16 * 1_048_576, "published, or in the open round"
+    check_seconds(report)
+
+
+def check_seconds(report: ScaleReport) -> None:
+    """A cluster's states fill the run's time, and none is negative."""
+    for cluster in report.clusters:
+        assert sum(cluster.seconds.values()) == pytest.approx(report.hours * 3600)
+        assert all(seconds > -1e-6 for seconds in cluster.seconds.values()), cluster.seconds
+        times = [at_s for at_s, _ in cluster.presence]
+        assert times == sorted(times)
+
+
+def test_what_clusters_send_is_what_slaves_receive(tmp_path: Path) -> None:
+    report = run(tmp_path, hours=2)
+    sent = sum(cluster.up_bytes for cluster in report.clusters)
+    assert sent == pytest.approx(sum(row["in"] for row in report.slave_bytes.values()), abs=8)
+    pushes = sum(sum(cluster.pushes.values()) for cluster in report.clusters)
+    model_bytes = 4e9
+    assert sent == pytest.approx((pushes) * model_bytes, abs=3 * model_bytes), "each push once, and those on the way"
+    check_seconds(report)
+
+
+def test_merged_clusters_and_staleness_count_every_applied_push(tmp_path: Path) -> None:
+    report = run(tmp_path)
+    applied = sum(count * rounds for count, rounds in report.merged.items())
+    assert sum(report.staleness.values()) == applied
+    seeds = 1
+    assert sum(cluster.pushes["applied"] for cluster in report.clusters) == applied + seeds
+    assert report.merged_mean == pytest.approx(applied / sum(report.merged.values()))
+
+
+def test_waiting_a_short_time_only_makes_the_overhead_smaller(tmp_path: Path) -> None:
+    waiting, overlapping = run(tmp_path), run(tmp_path, verdict_wait_s='verdict_wait_s = "6 s"')
+    assert overlapping.overhead_total < waiting.overhead_total
+    assert overlapping.tokens > waiting.tokens
+
+
+def test_a_push_with_an_absurd_norm_is_excluded(tmp_path: Path) -> None:
+    report = run(tmp_path, npus="bad_push = 0.2")
+    bad = report.failures["bad push"]
+    excluded = report.clusters[0].pushes["excluded"]
+    assert 0 < excluded <= bad, "bad ones are told apart once three norms are known, and no good one is"
+    assert report.clusters[1].pushes["excluded"] == 0
+    assert report.downtime_s[tally.LOST] > 0
+
+
+def test_the_report_is_json_with_all_its_fields(tmp_path: Path) -> None:
+    raw = json.loads(json.dumps(run(tmp_path, hours=1).to_json()))
+    assert raw["schema"] == "dips-simulate/1"
+    expected = {"tokens", "share_of_ideal", "overhead", "downtime_s", "rounds", "merged", "staleness", "clusters"}
+    assert expected <= set(raw)
+    assert set(raw["overhead"]) == {"push", "verdict wait", "pull", "copies"}
+
+
+def test_a_day_of_the_paper_s_run_has_the_paper_s_overhead() -> None:
+    report = simulate(load_scenario(find("paper-33-days"), hours=24))
+    assert 0.05 < report.overhead_total < 0.09
+    assert report.rounds["committed"] > 50
+    tokens_a_day = 2.3e12 / 33
+    assert 0.5 * tokens_a_day < report.tokens < 1.1 * tokens_a_day, "three of nine clusters come later"
+
+
+def test_a_run_that_reaches_its_tokens_ends(tmp_path: Path) -> None:
+    report = run(tmp_path, sync_every='sync_every = 16\ntk_max = "100M"')
+    assert report.halted
+    assert 100_000_000 <= report.tokens < 150_000_000

@@ -1,0 +1,78 @@
+"""Set-ups: those that are shipped load, and a mistake is told with its place and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.scale_setup import write_setup
+
+from dips.core.errors import ConfigError
+from dips.sim.scale.scenario import find, load_scenario, shipped
+
+
+def test_every_shipped_scenario_loads() -> None:
+    assert shipped() == ["paper-33-days", "two-sites"]
+    for name in shipped():
+        assert load_scenario(find(name)).run.about
+
+
+def test_the_paper_s_set_up_is_that_of_table_1() -> None:
+    paper = load_scenario(find("paper-33-days"))
+    assert len(paper.clusters) == 9
+    assert sum(cluster.npus for cluster in paper.clusters) == 10_112
+    assert (paper.slaves.count, paper.model.layers, paper.model.parameters) == (16, 96, 10**11)
+    days = {c.id: sum(end - begin for begin, end in paper.windows_s(c)) / 86_400 for c in paper.clusters}
+    expected = {"c": 4, "d": 2, "e": 31, "b": 1}  # failures of Table 1
+    for cluster in paper.clusters:
+        if cluster.id in expected:
+            assert days[cluster.id] / cluster.mtbf_days == pytest.approx(expected[cluster.id], rel=0.01)
+
+
+def test_hours_and_seed_of_the_command_line_win(tmp_path: Path) -> None:
+    scenario = load_scenario(write_setup(tmp_path), hours=2.0, seed=7)
+    assert (scenario.run.hours, scenario.run.seed) == (2.0, 7)
+
+
+def test_ideal_tokens_count_only_the_time_that_a_cluster_may_run(tmp_path: Path) -> None:
+    scenario = load_scenario(write_setup(tmp_path, npus="present_days = [[0, 0.125]]"))
+    assert scenario.ideal_tokens() == 100_000 * 3 * 3600 + 60_000 * 6 * 3600
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ({"hours": "hours = 0"}, ["small.toml [run]", "hours = 0", "greater than 0"]),
+        ({"parameters": "parametres = 1"}, ["[model]", "'parametres'", "did you mean 'parameters'?"]),
+        ({"network": 'network = "25 furlongs"'}, ["[slaves]", "network", "furlongs"]),
+        ({"memory_rate": 'memory_rate = "8 GB"'}, ["[slaves]", "memory_rate", '"3 GB/s"']),
+        ({"count": "count = 9"}, ["[model]", "8 layers", "9 slaves"]),
+        ({"sync_every": "sync_evry = 16"}, ["[master]", "did you mean 'sync_every'?"]),
+        ({"sync_every": 'listen = "127.0.0.1:1"'}, ["[master]", "'listen'", "leave it out"]),
+        ({"round_timeout_s": 'round_timeout_s = "1 s"'}, ["[master]", "round_timeout_s", "raise"]),
+        ({"id": 'id = "b"'}, ["[[clusters]]", "two clusters have the id 'b'"]),
+        ({"id": 'id = "A b"'}, ["[[clusters]] 1", "A b"]),
+        ({"npus": "present_days = [[3, 2]]"}, ["[[clusters]] 1", "[3, 2]", "beginning before its end"]),
+        ({"hours": "hours = 6", "npus": "present_days = [[2, 3]]"}, []),
+    ],
+)
+def test_a_mistake_is_told_with_place_and_remedy(tmp_path: Path, lines: dict[str, str], words: list[str]) -> None:
+    path = write_setup(tmp_path, **lines)
+    if not words:
+        assert load_scenario(path).windows_s(load_scenario(path).clusters[0]) == [], "one absent cluster is no mistake"
+        return
+    with pytest.raises(ConfigError) as error:
+        load_scenario(path)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_file_without_clusters_is_refused(tmp_path: Path) -> None:
+    path = write_setup(tmp_path)
+    path.write_text(path.read_text().partition("[[clusters]]")[0])
+    with pytest.raises(ConfigError, match=r"no cluster is described: write a table \[\[clusters\]\]"):
+        load_scenario(path)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'paper'.*paper-33-days, two-sites"):
+        find("paper")

@@ -1,0 +1,210 @@
+"""The simulator's own parts: time, processes, links, streams, disks. If these lie, every seed lies."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from dips.sim.content import HUGE, NAN, SAME, Pulled, Trained, gram_of, mixed
+from dips.sim.disk import PowerLossError, SlaveDisk
+from dips.sim.kernel import Kernel, Process
+from dips.sim.network import KEEPALIVE_S, End, Network, Stream, Weather
+
+
+def run(kernel: Kernel, until_s: float = 1e9) -> None:
+    while kernel.next_s < until_s:
+        kernel.step()
+
+
+def nobody_counts(kind: str) -> None:
+    del kind
+
+
+class TestTime:
+    def test_what_is_due_first_happens_first_and_ties_go_by_order(self) -> None:
+        kernel, seen = Kernel(0), []
+        for at_s, what in ((2.0, "c"), (1.0, "a"), (1.0, "b")):
+            kernel.at(at_s, None, seen.append, what)
+        run(kernel)
+        assert seen == ["a", "b", "c"]
+
+    def test_a_killed_process_does_nothing_more(self) -> None:
+        kernel, seen = Kernel(0), []
+        process = Process(kernel, "p")
+        process.begin_life()
+        kernel.at(1.0, process, seen.append, "of the first life")
+        process.end_life()
+        process.begin_life()
+        kernel.at(2.0, process, seen.append, "of the second")
+        run(kernel)
+        assert seen == ["of the second"]
+
+    def test_a_stopped_process_does_it_when_it_goes_on_in_the_same_order(self) -> None:
+        kernel, seen = Kernel(0), []
+        process = Process(kernel, "p")
+        process.begin_life()
+        for what in ("first", "second"):
+            kernel.at(1.0, process, lambda what=what: seen.append((what, round(kernel.now_s, 3))))
+        process.pause()
+        kernel.at(5.0, None, process.resume)
+        run(kernel)
+        assert seen == [("first", 5.0), ("second", 5.0)]
+
+    def test_the_hash_knows_what_happened_and_in_which_order(self) -> None:
+        def hash_of(*notes: str) -> str:
+            kernel = Kernel(0)
+            for note in notes:
+                kernel.note("x", note)
+            return kernel.trace_hash
+
+        assert hash_of("a", "b") == hash_of("a", "b")
+        assert hash_of("a", "b") != hash_of("b", "a")
+
+
+class Pair:
+    """Two processes and a stream between them; what each heard."""
+
+    def __init__(self) -> None:
+        self.kernel = Kernel(1)
+        self.net = Network(self.kernel, nobody_counts)
+        self.heard: dict[str, list[Any]] = {"a": [], "b": []}
+        self.down: list[str] = []
+        self.a, self.b = self._end("a"), self._end("b")
+        self.stream = Stream(self.net, self.a, self.b)
+
+    def _end(self, name: str) -> End:
+        process = Process(self.kernel, name)
+        process.begin_life()
+        return End(name, process, self.heard[name].append, lambda _: self.down.append(name))
+
+
+class TestStreams:
+    def test_all_arrives_in_order(self) -> None:
+        pair = Pair()
+        for number in range(20):
+            pair.stream.send(pair.a, number)
+        run(pair.kernel)
+        assert pair.heard == {"a": [], "b": list(range(20))}
+
+    def test_what_is_sent_while_the_link_is_cut_arrives_after_it(self) -> None:
+        pair = Pair()
+        pair.net.cut_off([("a", "b")])
+        pair.stream.send(pair.a, "late")
+        pair.stream.send(pair.b, "the other way")
+        run(pair.kernel, 1.0)
+        assert pair.heard == {"a": ["the other way"], "b": []}
+        pair.net.mend([("a", "b")])
+        run(pair.kernel)
+        assert pair.heard["b"] == ["late"]
+        assert pair.down == []
+
+    def test_a_cut_that_lasts_breaks_it_at_both_ends(self) -> None:
+        pair = Pair()
+        pair.net.cut_off([("a", "b")])
+        pair.stream.send(pair.a, "lost")
+        run(pair.kernel)
+        assert pair.kernel.now_s >= KEEPALIVE_S
+        assert sorted(pair.down) == ["a", "b"]
+        assert pair.heard["b"] == []
+
+    def test_the_death_of_one_end_is_learnt_by_the_other(self) -> None:
+        pair = Pair()
+        pair.a.process.end_life()
+        pair.stream.died(pair.a)
+        run(pair.kernel)
+        assert pair.down == ["b"]
+
+
+class TestDatagrams:
+    def arrived(self, weather: Weather, n: int = 300) -> tuple[list[int], set[str]]:
+        kernel, kinds = Kernel(3), set()
+        net = Network(kernel, kinds.add, weather)
+        seen: list[int] = []
+        for number in range(n):
+            kernel.at(number * 0.01, None, net.datagram, "a", "b", None, seen.append, number)
+        run(kernel)
+        return seen, kinds
+
+    def test_fine_weather_loses_nothing(self) -> None:
+        seen, kinds = self.arrived(Weather(delay_s=1e-4))
+        assert seen == list(range(300))
+        assert not kinds
+
+    def test_bad_weather_loses_doubles_and_reorders_and_says_so(self) -> None:
+        seen, kinds = self.arrived(Weather(loss=0.2, doubled=0.2, late=0.2))
+        assert len(set(seen)) < 300
+        assert len(seen) > len(set(seen))
+        assert seen != sorted(seen)
+        assert kinds == {"lost_chunks", "doubled_chunks", "reordered_chunks"}
+
+
+class TestSlaveDisk:
+    def test_what_was_synced_survives_a_crash_and_the_rest_may_not(self) -> None:
+        survivors = set()
+        for seed in range(40):
+            disk = SlaveDisk("s")
+            disk.create("kept", b"kept")
+            disk.sync("kept")
+            disk.sync_names()
+            disk.create("new", b"new")
+            assert disk.crash(Random(seed))
+            assert disk.open("kept").read() == b"kept"
+            survivors.add("new" in disk.names())
+        assert survivors == {True, False}
+
+    def test_an_unsynced_overwrite_may_be_torn(self) -> None:
+        found = set()
+        for seed in range(60):
+            disk = SlaveDisk("s")
+            disk.allocate("f", 8)
+            disk.sync_names()
+            disk.overwrite("f", [memoryview(b"AAAABBBB")])
+            disk.crash(Random(seed))
+            found.add(disk.open("f").read())
+        assert {b"\0" * 8, b"AAAABBBB"} < found
+
+    def test_power_fails_between_the_steps_that_it_was_told(self) -> None:
+        disk = SlaveDisk("s")
+        disk.dies_in = 2
+        disk.create("f", b"x")
+        with pytest.raises(PowerLossError):
+            disk.sync("f")
+
+    def test_a_copy_is_what_was_durable(self) -> None:
+        disk = SlaveDisk("s")
+        disk.create("f", b"x")
+        assert disk.copy() == {}
+        disk.sync("f")
+        disk.sync_names()
+        copy = disk.copy()
+        disk.lose()
+        assert disk.names() == []
+        disk.put_back(copy)
+        assert disk.open("f").read() == b"x"
+
+    def test_errors_are_spent_and_counted(self) -> None:
+        disk = SlaveDisk("s")
+        disk.write_errors = 1
+        with pytest.raises(OSError, match="no space"):
+            disk.allocate("f", 8)
+        disk.allocate("f", 8)
+        assert disk.errors_seen == 1
+
+
+class TestContent:
+    def test_content_depends_on_all_that_it_came_from(self) -> None:
+        assert mixed(1, 2) == mixed(1, 2)
+        assert len({mixed(1, 2), mixed(2, 1), mixed(1, 2, 0), mixed("1", 2)}) == 4
+
+    def test_a_vector_is_the_same_however_it_is_held(self) -> None:
+        trained = Trained(5)
+        assert Pulled({(0, 0): trained.value((0, 0))}).value((0, 0)) == trained.value((0, 0))
+
+    @pytest.mark.parametrize(("kind", "nonfinite", "norm"), [(NAN, 3, None), (HUGE, 0, 3.0), (SAME, 0, 0.0)])
+    def test_bad_pushes_measure_as_bad(self, kind: int, nonfinite: int, norm: float | None) -> None:
+        measured = gram_of(0, [Trained(5, kind).value((0, 0))])
+        assert measured.nonfinite_elems == (nonfinite,)
+        if norm is not None:
+            assert measured.gram[0] >= norm * 0.7 or measured.gram[0] == norm
