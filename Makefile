@@ -7,6 +7,7 @@ VENV ?= .venv
 PYTHON ?=
 TORCH_INDEX ?=
 ARGS ?=
+SEEDS ?= 2000
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
@@ -20,12 +21,13 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check protos bench docs clean
+.PHONY: help demo test check sim search faults protos bench docs clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 	@echo
-	@echo '  ARGS="..."       more arguments, for demo, test (pytest) and bench'
+	@echo '  ARGS="..."       more arguments, for demo, test and faults (pytest), sim, search and bench'
+	@echo '  SEEDS=2000       how many runs `make sim` simulates'
 	@echo '  TORCH_INDEX=URL  package index that PyTorch alone is taken from, such as the one of its CPU builds'
 	@echo '  PYTHON=PATH      the interpreter that makes the environment (3.11 or newer); VENV=DIR where it is made'
 
@@ -33,12 +35,21 @@ demo: $(DEMO_STAMP)  ## train a small model on four clusters here, and lose a cl
 	$(BIN)/dips demo $(ARGS)
 
 test: check  ## all checks and all tests
-	$(BIN)/python -m pytest --require-passed $(ARGS)
+	$(BIN)/python tests/run_all.py $(ARGS)
 
 check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+sim: $(DEV_STAMP)  ## simulate SEEDS runs with every fault, all invariants checked after every step
+	$(BIN)/python -m dips.sim.run_seeds --seeds $(SEEDS) $(ARGS)
+
+search: $(DEV_STAMP)  ## search all states of small runs, breadth first; ARGS=--quick: those that end within seconds
+	$(BIN)/python -m dips.sim.search $(ARGS)
+
+faults: $(DEV_STAMP)  ## kill real processes at every failpoint and at random, for minutes
+	$(BIN)/python -m pytest --require-passed --faults tests/faults $(ARGS)
 
 protos: $(DEV_STAMP)  ## write the stubs beside protos/*.proto anew
 	cd src && $(abspath $(BIN))/python -m grpc_tools.protoc -I . \
@@ -51,6 +62,7 @@ bench: $(DEV_STAMP)  ## run benchmarks/*.py
 
 docs: $(DEV_STAMP)  ## write the generated parts of docs/ anew
 	$(BIN)/python -m dips.launch.protocol_doc --write docs/protocol.md
+	$(BIN)/python -m dips.launch.assumptions_doc --write docs/assumptions.md
 
 clean:  ## remove the environment and everything that tools left behind; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -35,6 +35,9 @@ def demo(
     faults: Annotated[bool, typer.Option(help="Kill one cluster and one slave on the way.")] = True,
     model_size: Annotated[str, typer.Option(metavar="tiny|small", help="Size of the model.")] = "tiny",
     seed: Annotated[int, typer.Option(min=0, help="Of the model's first parameters and the order of the text.")] = 0,
+    record_pushes: Annotated[
+        bool, typer.Option("--record-pushes", help="Slaves keep what each round merged, for `dips verify`.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The report on standard output, progress elsewhere.")] = False,
 ) -> int:
     """Train a small language model on this machine: one master, slaves, and clusters of unequal speed.
@@ -42,7 +45,7 @@ def demo(
     All are processes of their own. One cluster and one slave are killed on the way and come back. It ends
     with report.json and loss.png in the run's directory, and exit code 0 if everything held that should.
     """
-    wish = DemoWish(tuple(data or ()), clusters, slaves, minutes, run_dir, faults, model_size, seed)
+    wish = DemoWish(tuple(data or ()), clusters, slaves, minutes, run_dir, faults, model_size, seed, record_pushes)
     result = run_demo(wish, Console(stderr=True), SystemClock())
     if as_json:
         print(json.dumps(result.report, allow_nan=False))

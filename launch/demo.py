@@ -39,6 +39,7 @@ from dips.launch.report import Outcome, build_report, write_report
 from dips.launch.run_directory import DEMO, Mark, RunDirectory, claim
 from dips.launch.supervisor import POLL_S
 from dips.launch.tapes import HELDOUT_TAPE, heldout_losses, tape_path, training_losses
+from dips.sim.verify import verify_or_say
 
 CALIBRATION_S = 3.0
 STALL_S = 180.0
@@ -132,6 +133,7 @@ def _finish(local: LocalRun, faults: FaultPlan, directory: RunDirectory, command
         faults_never_made=faults.never_happened,
         exit_codes=local.exit_codes(),
         heldout=heldout,
+        **verify_or_say(directory.path),
     )
     report = build_report(outcome)
     write_report(report, directory.report)

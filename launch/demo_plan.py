@@ -13,7 +13,7 @@ from pathlib import Path
 from dips.core.config import load
 from dips.core.errors import ConfigError
 from dips.launch.faults import CLUSTER, SLAVE, PlannedFault
-from dips.launch.plan import RunPlan, TrainedCluster
+from dips.launch.plan import RunPlan, TrainedCluster, checkpoints_path
 from dips.launch.run_file import NOT_YET_KNOWN, make_slaves
 from dips.launch.tapes import tape_path
 from dips.master.config import MasterConfig
@@ -34,6 +34,9 @@ LOG_EVERY_STEPS = 4
 
 HEARTBEAT_S = 1.0
 """Half the usual one: a killed cluster is evicted within 5 s, which a short run should show."""
+
+CHECKPOINT_EVERY_S = 5.0
+"""A tiny model is written in milliseconds, and the killed cluster should come back with little to do again."""
 
 CLUSTER_KILLED_AT = 0.35
 SLAVE_KILLED_AT = 0.60
@@ -59,6 +62,7 @@ class DemoWish:
     faults: bool = True
     model_size: str = "tiny"
     seed: int = 0
+    record_pushes: bool = False
 
 
 def cluster_names(how_many: int) -> list[str]:
@@ -118,7 +122,7 @@ def make_plan(wish: DemoWish, train: TrainConfig, tk_max: int) -> RunPlan:
     return RunPlan(
         RUN_ID,
         load(MasterConfig, "master", overrides=master).value,
-        make_slaves(wish.run_dir, RUN_ID, wish.slaves),
+        make_slaves(wish.run_dir, RUN_ID, wish.slaves, record_pushes=wish.record_pushes or None),
         tuple(clusters),
         train,
     )
@@ -141,6 +145,9 @@ def _cluster(run_dir: Path, train: TrainConfig, name: str, gap: float) -> Traine
         "cluster_id": name,
         "master": NOT_YET_KNOWN,
         "tape": tape_path(run_dir, name),
+        "checkpoint_dir": checkpoints_path(run_dir, name),
+        "checkpoint_every_s": CHECKPOINT_EVERY_S,
+        "resume": True,
     }
     client = load(ClientConfig, WORKER_SECTION, overrides=ours).value
     return TrainedCluster(train.model_copy(update={"emulate_gap": gap}), client)

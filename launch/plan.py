@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dips.launch.options import command_line, option_name
@@ -81,6 +82,11 @@ class RunPlan:
     @property
     def slave_ids(self) -> list[str]:
         return [slave.slave_id for slave in self.slaves]
+
+
+def checkpoints_path(run_dir: Path, cluster_id: str) -> Path:
+    """Where a cluster that the launcher starts keeps its checkpoints."""
+    return run_dir / "checkpoints" / cluster_id
 
 
 def master_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec:

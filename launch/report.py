@@ -28,7 +28,8 @@ _PACKAGES = ("dips", "torch", "numpy", "numba", "grpcio", "protobuf", "pyzmq", "
 class Outcome:
     """What the launcher knows when a run has ended.
 
-    speeds: cluster id -> last measured tokens a second. exit_codes: process name -> its last exit code.
+    speeds: cluster id -> last measured tokens a second. exit_codes: process name -> its last exit code. verify: what
+    `dips verify` says of the run's records, "ok" when they prove every promise. verified: invariant -> records judged.
     """
 
     status: StatusReply
@@ -40,6 +41,8 @@ class Outcome:
     faults_never_made: Sequence[PlannedFault] = ()
     exit_codes: Mapping[str, int | None] = field(default_factory=dict)
     heldout: Sequence[HeldoutPoint] = ()
+    verify: str = "not checked"
+    verified: Mapping[str, int] = field(default_factory=dict)
 
 
 def build_report(outcome: Outcome) -> dict[str, Any]:
@@ -61,6 +64,8 @@ def build_report(outcome: Outcome) -> dict[str, Any]:
         "slaves": {slave.slave_id: {"incarnations": slave.incarnations} for slave in status.slaves},
         "faults": [_fault(fault) for fault in outcome.faults],
         "seconds": outcome.seconds,
+        "verify": outcome.verify,
+        "verified": dict(outcome.verified),
         "checks": checks(outcome),
         "command": outcome.command,
         "software": software_versions(),
@@ -80,6 +85,7 @@ def checks(outcome: Outcome) -> dict[str, bool]:
         "final_version_evaluated": bool(outcome.heldout) and outcome.heldout[-1].version == published,
         "every_fault_made": not outcome.faults_never_made,
         "everything_killed_came_back": all(fault.back is not None for fault in outcome.faults),
+        "records_prove_the_promises": outcome.verify == "ok" and bool(outcome.verified),
     }
 
 

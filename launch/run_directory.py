@@ -19,7 +19,7 @@ from dips.core.errors import ConfigError
 
 _MARK = "run.json"
 _LOCK = "launch.lock"
-_OURS = ("master", "slaves", "tapes", "logs", "report.json", "loss.png", _MARK)
+_OURS = ("master", "slaves", "tapes", "logs", "checkpoints", "report.json", "loss.png", _MARK)
 DEMO = "dips demo"
 UP = "dips up"
 

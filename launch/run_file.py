@@ -18,7 +18,7 @@ from pydantic import Field
 from dips.core.config import Knobs, Loaded, load, load_table, read_tables
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
-from dips.launch.plan import OwnCluster, RunPlan, TrainedCluster
+from dips.launch.plan import OwnCluster, RunPlan, TrainedCluster, checkpoints_path
 from dips.launch.tapes import tape_path
 from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
@@ -72,9 +72,11 @@ def read_run_file(file: Path) -> tuple[RunKnobs, RunPlan]:
     return run, plan
 
 
-def make_slaves(directory: Path, run_id: str, how_many: int, file: Path | None = None) -> tuple[SlaveConfig, ...]:
-    """Slaves s0, s1, ... with their directories and tapes inside the run's."""
-    return tuple(_slave(directory, run_id, f"s{index}", file) for index in range(how_many))
+def make_slaves(
+    directory: Path, run_id: str, how_many: int, file: Path | None = None, record_pushes: bool | None = None
+) -> tuple[SlaveConfig, ...]:
+    """Slaves s0, s1, ... with their directories and tapes inside the run's. record_pushes None: as the file says."""
+    return tuple(_slave(directory, run_id, f"s{index}", file, record_pushes) for index in range(how_many))
 
 
 def explicit(loaded: Loaded[K]) -> dict[str, object]:
@@ -92,13 +94,16 @@ def _master(file: Path, run: RunKnobs, n_clusters: int) -> MasterConfig:
     return loaded.value
 
 
-def _slave(directory: Path, run_id: str, name: str, file: Path | None) -> SlaveConfig:
+def _slave(
+    directory: Path, run_id: str, name: str, file: Path | None, record_pushes: bool | None
+) -> SlaveConfig:
     ours: dict[str, object] = {
         "run_id": run_id,
         "slave_id": name,
         "master": NOT_YET_KNOWN,
         "directory": directory / "slaves" / name,
         "tape": tape_path(directory, name),
+        "record_pushes": record_pushes,
     }
     return load(SlaveConfig, "slave", file=file, overrides=ours).value
 
@@ -158,10 +163,12 @@ def _trained(
         "master": NOT_YET_KNOWN,
         "tape": tape_path(run.directory, own.id),
     }
+    # Whatever dies is started again, and then goes on from here; the file may say otherwise.
+    resumed: dict[str, object] = {"checkpoint_dir": checkpoints_path(run.directory, own.id), "resume": True}
     client = load(ClientConfig, WORKER_SECTION, file=file)
     return TrainedCluster(
         load_table(train_kind, {**explicit(base), **gap, **of_train}, where),
-        load_table(ClientConfig, {**explicit(client), **of_client, **ours}, where),
+        load_table(ClientConfig, {**resumed, **explicit(client), **of_client, **ours}, where),
     )
 
 

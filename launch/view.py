@@ -48,10 +48,12 @@ def status_json(value: Any) -> Any:
 def status_view(status: StatusReply, width_is_narrow: bool = False) -> RenderableType:
     """Everything that `dips status` shows."""
     parts: list[RenderableType] = [headline(status)]
+    if status.recovery:
+        parts.append(Text(recovery_sentence(status), style="bold magenta"))
     if status.waiting_for:
         parts.append(Text(waiting_sentence(status), style="bold yellow"))
     parts.append(cluster_table(status.clusters))
-    parts.append(slave_table(status.slaves))
+    parts.append(slave_table(status.slaves, writes_later=_writes_later(status)))
     if status.recent_rounds and not width_is_narrow:
         parts.append(round_table(status.recent_rounds[-_RECENT_ROUNDS:]))
     return Group(*parts)
@@ -61,7 +63,7 @@ def headline(status: StatusReply) -> Text:
     """Run, version, tokens and the round's phase in one line."""
     return Text.assemble(
         (f"run {status.run_id}", "bold"),
-        f"  version {status.published or 'none yet'}",
+        f"  version {status.published or 'none yet'}{_on_disk(status)}",
         f"  tokens {format_count(status.tokens)}{_of_goal(status)}",
         f"  round {status.round or 'none yet'} ",
         (status.phase, "cyan"),
@@ -74,6 +76,20 @@ def waiting_sentence(status: StatusReply) -> str:
     """Why nothing moves, in the master's words; empty when all is well."""
     why = status.waiting_for
     return f"waiting: {why}" if why and not why.startswith("waiting") else why
+
+
+def recovery_sentence(status: StatusReply) -> str:
+    """How committed state is being restored, in the master's words; empty when none has to be."""
+    return f"recovering: {status.recovery}" if status.recovery else ""
+
+
+def _writes_later(status: StatusReply) -> bool:
+    """Whether a version may be published before it is on every disk."""
+    return status.settings.durability == "async"
+
+
+def _on_disk(status: StatusReply) -> str:
+    return f" (on every disk: {status.durable or 'none yet'})" if _writes_later(status) else ""
 
 
 def rounds_sentence(status: StatusReply) -> str:
@@ -127,8 +143,10 @@ def _verdict(cluster: ClusterStatus) -> Text:
     return text
 
 
-def slave_table(slaves: Sequence[SlaveStatus]) -> Table:
-    columns = ("slave", "phase", "life", "version", "memory", "staging", "served", "refused")
+def slave_table(slaves: Sequence[SlaveStatus], writes_later: bool = False) -> Table:
+    """The slaves; with `writes_later` also the newest version on each one's disk."""
+    on_disk = ("on disk",) if writes_later else ()
+    columns = ("slave", "phase", "life", "version", *on_disk, "memory", "staging", "served", "refused")
     table = _table("slaves", columns, right={"memory", "staging", "served", "refused"})
     for slave in slaves:
         table.add_row(
@@ -136,6 +154,7 @@ def slave_table(slaves: Sequence[SlaveStatus]) -> Table:
             slave.phase if slave.alive else Text(slave.phase or "gone", style="dim"),
             str(slave.incarnation or "-"),
             str(slave.version or "-"),
+            *([str(slave.durable or "-")] if writes_later else []),
             format_bytes(slave.resident_bytes),
             format_bytes(slave.staging_bytes),
             format_bytes(slave.served_bytes),
@@ -174,10 +193,10 @@ def plain_line(status: StatusReply) -> str:
     """One line for a log: what a person wants to see every few seconds without a terminal."""
     clusters = " ".join(_plain_cluster(cluster) for cluster in status.clusters)
     run = (
-        f"version {status.published or '-'} tokens {format_count(status.tokens)}{_of_goal(status)} "
+        f"version {status.published or '-'}{_on_disk(status)} tokens {format_count(status.tokens)}{_of_goal(status)} "
         f"{rounds_sentence(status)} phase {status.phase}"
     )
-    return " | ".join(part for part in (run, clusters, waiting_sentence(status)) if part)
+    return " | ".join(part for part in (run, clusters, recovery_sentence(status), waiting_sentence(status)) if part)
 
 
 def _plain_cluster(cluster: ClusterStatus) -> str:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
+import hypothesis
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts its background jobs so, and every child of a process inherits it: no test could send ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples in every run, so that a failure is a change's; to look for new ones: DIPS_NEW_EXAMPLES=1.
+hypothesis.settings.register_profile("same", derandomize=True)
+if not os.environ.get("DIPS_NEW_EXAMPLES"):
+    hypothesis.settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -11,6 +24,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail when not a single test passed, so that a run that skipped everything is not a success",
     )
+    parser.addoption("--faults", action="store_true", help="also kill real processes for minutes (`make faults`)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "faults: takes minutes of killing real processes; runs with --faults only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--faults"):
+        return
+    skip = pytest.mark.skip(reason="kills real processes for minutes: run it with --faults, or `make faults`")
+    for item in items:
+        if item.get_closest_marker("faults"):
+            item.add_marker(skip)
 
 
 @pytest.hookimpl(trylast=True)

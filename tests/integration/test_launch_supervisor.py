@@ -31,7 +31,7 @@ def spec(name: str, code: str, folder: Path, stage: Stage = Stage.FIRST, restart
     return ChildSpec(name, python(code), folder / f"{name}.log", stage=stage, restart=restart)
 
 
-def until(true: Callable[[], bool], what: str, within_s: float = 20.0) -> None:
+def until(true: Callable[[], bool], what: str, within_s: float = 120.0) -> None:
     deadline_s = time.monotonic() + within_s
     while not true():
         assert time.monotonic() < deadline_s, f"not within {within_s} s: {what}"
@@ -175,7 +175,7 @@ time.sleep(60)
 """
     parent = subprocess.Popen(python(code))
     try:
-        until(pids.exists, "the children", within_s=30.0)
+        until(pids.exists, "the children", within_s=120.0)
         until(lambda: len(pids.read_text().split()) == 2, "their pids")
         children = [int(pid) for pid in pids.read_text().split()]
         assert all(is_running(pid) for pid in children)

@@ -39,7 +39,7 @@ def test_own_loop_without_a_master_is_ordinary_training(tmp_path: Path) -> None:
         float(line.partition("loss ")[2].partition(",")[0]) for line in log.read_text().splitlines() if "loss" in line
     ]
     assert len(losses) == 10
-    assert losses[-1] < losses[0] - 1
+    assert losses[-1] < losses[0] - 0.3  # unseeded: it falls by 1.0 give or take 0.1
     assert list(tmp_path.iterdir()) == [log]
 
 
@@ -90,7 +90,7 @@ def test_up_runs_clusters_evaluates_ends_and_is_not_begun_twice(tmp_path: Path) 
 
 def test_a_data_path_that_does_not_exist_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     text = '[train]\ndata = ["/nowhere/at/all"]\n[[clusters]]\nid = "a"\n'
-    told = dips("up", write(tmp_path, text), timeout_s=60)
+    told = dips("up", write(tmp_path, text))
     assert told.returncode == 2
     assert "a refused its configuration" in told.stderr
     assert "/nowhere/at/all" in told.stderr
@@ -104,7 +104,7 @@ def test_a_cluster_command_of_ones_own_is_told_where_the_run_is(tmp_path: Path) 
         f"pathlib.Path({str(seen)!r}).write_text(json.dumps(found))"
     )
     command = json.dumps([sys.executable, "-c", code])
-    told = dips("up", write(tmp_path, f'[[clusters]]\nid = "x"\ncommand = {command}\n'), timeout_s=60)
+    told = dips("up", write(tmp_path, f'[[clusters]]\nid = "x"\ncommand = {command}\n'))
     assert told.returncode == 0, told.stderr  # the only cluster has ended, so the run is stopped
     found = json.loads(seen.read_text())
     assert (found["DIPS_CLUSTER"], found["DIPS_RUN"]) == ("x", "mine")

@@ -45,7 +45,7 @@ LAYOUT = Layout((Parameter("w", (8, 4), "float32", "l0"),), 16)
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[MasterProcess]:
     process = MasterProcess(
-        tmp_path / "run", "slaves=1", "linger_s=1", "sync_every=16", module="support.real_master"
+        tmp_path / "run", "slaves=1", "linger_s=2", "sync_every=16", module="support.real_master"
     )
     yield process
     process.popen.kill()
@@ -60,10 +60,10 @@ class Client:
     def join(self, name: str, run_id: str = "demo") -> JoinReply:
         plan = DataPlan(DataMode.OWN)
         request = JoinRequest(Caller(run_id, 0, name), HELLO, LAYOUT, LAYOUT.layout_hash, plan)
-        return from_message(self.clusters.Join(to_message(request), timeout=20), JoinReply)
+        return from_message(self.clusters.Join(to_message(request), timeout=60), JoinReply)
 
     def status(self) -> StatusReply:
-        return from_message(self.operator.Status(to_message(StatusRequest()), timeout=20), StatusReply)
+        return from_message(self.operator.Status(to_message(StatusRequest()), timeout=60), StatusReply)
 
 
 @contextlib.contextmanager
@@ -127,9 +127,9 @@ def test_a_refused_join_gets_its_reason_and_the_master_goes_on(master: MasterPro
 
 def test_an_operators_stop_ends_the_process_with_0(master: MasterProcess, client: Client) -> None:
     joined = client.join("a")
-    client.operator.Stop(to_message(OperatorRequest("demo", "enough")), timeout=20)
+    client.operator.Stop(to_message(OperatorRequest("demo", "enough")), timeout=60)
     caller = Caller("demo", joined.epoch, "a", joined.incarnation)
-    client.clusters.Leave(to_message(LeaveRequest(caller, "told to")), timeout=20)
+    client.clusters.Leave(to_message(LeaveRequest(caller, "told to")), timeout=60)
     assert master.popen.wait(START_S) == 0
     assert "enough" in master.log
     assert "Traceback" not in master.log

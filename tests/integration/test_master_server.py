@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from support.run_status import run_status
 from support.scripted_master import (
     HELLO,
     MemoryJournal,
@@ -27,6 +28,7 @@ from support.scripted_master import (
 from dips.core.clock import SystemClock
 from dips.core.codec_protobuf import decode, encode, from_message, to_message
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
+from dips.core.failpoints import armed, hits
 from dips.core.grpc_refusal import channel_options, refused_from
 from dips.core.ids import ClusterId, Incarnation, PushId
 from dips.core.layout import Layout, Parameter
@@ -52,7 +54,8 @@ from dips.core.messages import (
 from dips.core.telemetry import Tape, read_tape
 from dips.master.executor import Executor, Outcome
 from dips.master.server import MasterServer
-from dips.master.state.effects import CloseLink, Effect, Refuse, Reply, ToSlave
+from dips.master.services_clusters import CALLS
+from dips.master.state.effects import BeginAgain, CloseLink, Effect, Refuse, Reply, ToSlave
 from dips.master.state.events import (
     CallGone,
     ClusterCall,
@@ -128,7 +131,7 @@ async def failed(call: Any) -> Refused | RetryLater:
 
 async def still_serves(served: Served) -> None:
     served.reacts(answering)
-    await served.clusters.Leave(to_message(leave("after all that")), timeout=10)
+    await served.clusters.Leave(to_message(leave("after all that")), timeout=60)
     assert served.machine.of(ClusterCall)[-1].request == leave("after all that")
 
 
@@ -140,14 +143,14 @@ async def test_a_request_arrives_whole_and_the_reply_goes_back(served: Served) -
     plan = DataPlan(DataMode.LEASED, b"\x01\x02", 10_000, 512)
     request = JoinRequest(caller(), HELLO, layout, b"hash", plan, 12.5)
     served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
-    await failed(served.clusters.Join(to_message(request), timeout=10))
+    await failed(served.clusters.Join(to_message(request), timeout=60))
     assert served.machine.of(ClusterCall)[0].request == request
 
 
 async def test_a_refusal_comes_back_with_code_sentence_and_retry(served: Served) -> None:
     served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
     with pytest.raises(grpc.RpcError) as caught:
-        await served.clusters.Leave(to_message(leave()), timeout=10)
+        await served.clusters.Leave(to_message(leave()), timeout=60)
     assert caught.value.code() is grpc.StatusCode.ABORTED  # type: ignore[attr-defined]
     error = refused_from(caught.value)
     assert isinstance(error, Refused)
@@ -163,7 +166,7 @@ async def test_a_refusal_comes_back_with_code_sentence_and_retry(served: Served)
 async def test_bytes_that_make_no_sense_are_refused_and_change_nothing(
     served: Served, method: str, garbage: bytes
 ) -> None:
-    error = await failed(served.channel.unary_unary(f"/dips.v1.Clusters/{method}")(garbage, timeout=10))
+    error = await failed(served.channel.unary_unary(f"/dips.v1.Clusters/{method}")(garbage, timeout=60))
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.MALFORMED
     assert method in error.sentence
@@ -173,7 +176,7 @@ async def test_bytes_that_make_no_sense_are_refused_and_change_nothing(
 
 
 async def test_a_message_over_the_limit_is_refused_and_the_master_goes_on(served: Served) -> None:
-    error = await failed(served.clusters.Leave(to_message(leave("x" * MAX_MESSAGE_BYTES)), timeout=10))
+    error = await failed(served.clusters.Leave(to_message(leave("x" * MAX_MESSAGE_BYTES)), timeout=60))
     assert isinstance(error, Refused)
     assert "larger than max" in error.sentence
     assert served.machine.of(ClusterCall) == []
@@ -181,7 +184,7 @@ async def test_a_message_over_the_limit_is_refused_and_the_master_goes_on(served
 
 
 async def test_an_unknown_method_is_told_apart_from_garbage(served: Served) -> None:
-    error = await failed(served.channel.unary_unary("/dips.v1.Clusters/Seed")(b"", timeout=10))
+    error = await failed(served.channel.unary_unary("/dips.v1.Clusters/Seed")(b"", timeout=60))
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.PROTOCOL_VERSION
 
@@ -194,7 +197,7 @@ async def test_every_method_of_the_protocol_is_served(served: Served) -> None:
     for service in services:
         for method in service.methods:
             path = f"/{service.full_name}/{method.name}"
-            call = served.channel.stream_stream(path)(timeout=10)
+            call = served.channel.stream_stream(path)(timeout=60)
             await call.write(b"\xff\xff")
             error = await failed(call.read())
             assert isinstance(error, Refused)
@@ -214,7 +217,7 @@ async def test_a_held_call_is_answered_later(served: Served) -> None:
         if isinstance(event, ClusterCall)
         else []
     )
-    await served.clusters.Leave(to_message(leave()), timeout=10)
+    await served.clusters.Leave(to_message(leave()), timeout=60)
     assert from_message(await waiting, AwaitVerdictReply) == reply
 
 
@@ -387,7 +390,7 @@ def operating(event: Event) -> list[Effect]:
 
 async def test_status_is_answered(served: Served) -> None:
     served.reacts(operating)
-    reply = await served.operator.Status(to_message(StatusRequest("demo")), timeout=10)
+    reply = await served.operator.Status(to_message(StatusRequest("demo")), timeout=60)
     assert from_message(reply, StatusReply).waiting_for == "waiting for slave s1"
     assert served.machine.of(OperatorCall)[0].action == StatusRequest("demo")
 
@@ -406,7 +409,7 @@ async def test_each_action_reaches_the_state_as_itself(
     served: Served, method: str, request_: object, action: object
 ) -> None:
     served.reacts(operating)
-    reply = await getattr(served.operator, method)(to_message(request_), timeout=10)
+    reply = await getattr(served.operator, method)(to_message(request_), timeout=60)
     assert from_message(reply, OperatorReply) == OperatorReply("done")
     assert [call.action for call in served.machine.of(OperatorCall)] == [action]
 
@@ -431,7 +434,7 @@ async def test_watch_ends_at_once_when_the_master_ends(served: Served) -> None:
 
 @pytest.mark.parametrize("interval_s", [-1.0, 0.001, 1e9, float("nan"), float("inf")])
 async def test_a_watch_interval_that_makes_no_sense_is_refused(served: Served, interval_s: float) -> None:
-    stream = served.operator.Watch(to_message(WatchRequest("demo", interval_s)), timeout=10)
+    stream = served.operator.Watch(to_message(WatchRequest("demo", interval_s)), timeout=60)
     error = await failed(stream.read())
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.MALFORMED
@@ -467,3 +470,94 @@ async def test_an_address_that_others_reach_is_never_bound(address: str) -> None
     with pytest.raises(ConfigError, match="not a loopback address"):
         server.bind(address)
     await server.stop()
+
+
+# ---- failpoints ----
+
+
+UNARY = [f"Clusters/{name}" for name in CALLS] + [
+    f"Operator/{name}" for name in ("Status", "Evict", "Drain", "Pause", "Resume", "Stop")
+]
+
+
+@pytest.mark.parametrize("path", UNARY)
+async def test_every_call_passes_its_failpoint(served: Served, path: str) -> None:
+    method = path.partition("/")[2]
+    with armed(f"master.rpc.before_{method}=note"):
+        error = await failed(served.channel.unary_unary(f"/dips.v1.{path}")(b"\xff\xff", timeout=30))
+        assert isinstance(error, Refused)
+        assert error.code is RefusalCode.MALFORMED
+        assert hits() == {f"master.rpc.before_{method}": 1}
+
+
+async def test_an_answer_can_be_lost_after_the_call_was_decided(served: Served) -> None:
+    served.reacts(answering)
+    with armed("master.rpc.after_Leave=1*drop"):
+        error = await failed(served.clusters.Leave(to_message(leave("lost")), timeout=30))
+        assert isinstance(error, RetryLater)
+        assert "a failpoint loses the answer of Leave" in str(error)
+        await served.clusters.Leave(to_message(leave("not lost")), timeout=30)
+    assert [call.request for call in served.machine.of(ClusterCall)] == [leave("lost"), leave("not lost")]
+
+
+async def test_a_beat_whose_answer_is_lost_ends_its_stream(served: Served) -> None:
+    served.reacts(answering)
+    beat = to_message(HeartbeatRequest(caller(), "training", 1))
+    stream = served.clusters.Heartbeat(timeout=30)
+    with armed("master.rpc.after_Heartbeat=1*off->drop"):
+        await stream.write(beat)
+        assert from_message(await stream.read(), HeartbeatReply) == BEAT
+        await stream.write(beat)
+        assert isinstance(await failed(stream.read()), RetryLater)
+    assert len(served.machine.of(ClusterCall)) == 2
+
+
+async def test_what_a_slave_says_and_hears_can_be_lost_or_doubled(served: Served) -> None:
+    served.reacts(
+        lambda event: [ToSlave(event.link, command(text)) for text in ("one", "two", "three")]
+        if isinstance(event, SlaveSaid) and len(served.machine.of(SlaveSaid)) == 2
+        else []
+    )
+    stream = served.attach()
+    with armed("master.slave_stream.before_hear=1*drop->1*dup;master.slave_stream.before_send=1*drop->1*dup"):
+        await stream.write(encode(slave_hello()))
+        await stream.write(encode(slave_message()))
+        await served.machine.until(SlaveSaid, 2)
+        got = [decode(await stream.read(), SlaveCommand) for _ in range(3)]
+    assert [said.message for said in served.machine.of(SlaveSaid)] == [slave_message(), slave_message()]
+    assert got == [command("two"), command("two"), command("three")]
+    stream.cancel()
+
+
+async def test_a_watch_whose_answer_is_lost_ends(served: Served) -> None:
+    status = run_status(clusters=())
+    served.reacts(lambda event: [Reply(event.token, status)] if isinstance(event, OperatorCall) else [])
+    watching = served.operator.Watch(to_message(WatchRequest(interval_s=0.1)), timeout=30)
+    with armed("master.rpc.after_Watch=1*off->drop;master.rpc.before_Watch=note"):
+        assert from_message(await watching.read(), StatusReply) == status
+        assert isinstance(await failed(watching.read()), RetryLater)
+        assert hits() == {"master.rpc.after_Watch": 2, "master.rpc.before_Watch": 2}
+    assert len(served.machine.of(OperatorCall)) == 2
+
+
+# ---- one executor after the other ----
+
+
+async def test_another_executor_is_served_on_the_same_port(served: Served) -> None:
+    served.reacts(lambda event: [BeginAgain(9, "a later epoch")])
+    error = await failed(served.clusters.Leave(to_message(leave()), timeout=30))
+    assert isinstance(error, Refused)
+    assert error.retry_after_s > 0
+    assert (await served.executor.outcome).begin_again == 9
+    machine = ScriptedMachine(answering)
+    later = Executor(machine, MemoryJournal().append_all, served.tape, SystemClock(), tick_s=60.0)
+    later.start()
+    await served.server.start(later)
+    await served.clusters.Leave(to_message(leave("again")), timeout=30)
+    assert machine.of(ClusterCall)[-1].request == leave("again")
+    stream = served.attach()
+    await stream.write(encode(slave_hello()))
+    assert (await machine.until(SlaveSaid)).message == slave_hello()
+    stream.cancel()
+    later.stop(Outcome(0, "the test is over"))
+    await later.close()

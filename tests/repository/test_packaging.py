@@ -16,11 +16,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from support.repository import ROOT
 
-TARGETS = ("demo", "test", "check", "protos", "bench", "docs", "clean", "help")
+TARGETS = ("demo", "test", "check", "sim", "search", "faults", "protos", "bench", "docs", "clean", "help")
 
 
 # What a make that runs these tests hands down; a make that is tested must not see it.
-FROM_OUTSIDE = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEFILES", "VENV", "PYTHON", "TORCH_INDEX", "ARGS"}
+FROM_OUTSIDE = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEFILES", "VENV", "PYTHON", "TORCH_INDEX", "ARGS", "SEEDS"}
 
 
 def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -79,6 +79,15 @@ def test_the_plan_has_what_was_asked_for(tmp_path: Path) -> None:
     for cluster in trained:
         assert (cluster.train.model_size, cluster.train.seed, cluster.train.data_seed) == ("small", 7, 7)
         assert (cluster.train.threads, cluster.train.data) == (1, (Path("text"),))
+        assert cluster.client.checkpoint_dir == tmp_path / "checkpoints" / cluster.cluster_id
+        assert cluster.client.resume, "the killed one goes on"
+    assert not plan.slaves[0].record_pushes
+
+
+def test_slaves_record_pushes_when_asked_to(tmp_path: Path) -> None:
+    wish = DemoWish(clusters=1, slaves=2, run_dir=tmp_path, record_pushes=True)
+    plan = make_plan(wish, train_settings(wish), 123_456)
+    assert [slave.record_pushes for slave in plan.slaves] == [True, True]
 
 
 def test_an_unknown_size_is_told() -> None:

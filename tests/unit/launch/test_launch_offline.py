@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ from dips.core.messages import SnapshotInfo
 from dips.core.placement import Placement
 from dips.launch.offline import load_stored
 from dips.master.state.ledger import Ledger
+from dips.slave.manifest import Manifest, decode, encode
 from dips.slave.snapshots import SnapshotStore
 
 LAYOUT = Layout(
@@ -50,16 +55,33 @@ def store(run_dir: Path, v: int, committed: bool = True, slaves: tuple[str, ...]
         )
         snapshots = SnapshotStore(run_dir / "slaves" / slave, "mine", slave, 9)
         try:
-            snapshots.write_shadow(info, theta, np.zeros_like(theta))
+            snapshots.scan()
+            snapshots.ring.make(theta.size)
+            snapshots.ring.write_shadow(info, theta, np.zeros_like(theta))
             if committed:
-                snapshots.commit(info, b"", record.encode())
+                snapshots.ring.commit(info, b"", record.encode())
         finally:
             snapshots.close()
 
 
 def snapshot_file(run_dir: Path, slave: str, v: int) -> Path:
-    (found,) = (run_dir / "slaves" / slave).glob(f"v*-{v:010d}-*.safetensors")
-    return found
+    """Versions were stored in their order, from 3 on, into the files of the ring one after the other."""
+    versions = sorted(manifest_body(path)["version"] for path in (run_dir / "slaves" / slave).glob("manifest-*"))
+    return run_dir / "slaves" / slave / f"ring-{versions.index(f'1:{v}')}.safetensors"
+
+
+def manifest_of(file: Path) -> Path:
+    return file.with_name(file.name.replace("ring", "manifest")).with_suffix(".json")
+
+
+def manifest_body(path: Path) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(path.read_text())["body"]
+    return body
+
+
+def rewrite_manifest(path: Path, change: Callable[[Manifest], Manifest]) -> None:
+    """Another manifest, whole in itself."""
+    path.write_bytes(encode(change(decode(path.read_bytes(), str(path)))))
 
 
 def test_the_newest_version_of_all_slaves_is_put_together(tmp_path: Path) -> None:
@@ -123,10 +145,8 @@ def test_a_torn_or_missing_snapshot_is_not_used(tmp_path: Path) -> None:
 
 def test_a_snapshot_of_another_commit_is_not_used(tmp_path: Path) -> None:
     store(tmp_path, 4)
-    manifest = snapshot_file(tmp_path, "s1", 4).with_suffix(".json")
-    outer = json.loads(manifest.read_text())
-    outer["body"]["digest"] = "ffff"
-    manifest.write_text(json.dumps(outer))
+    manifest = manifest_of(snapshot_file(tmp_path, "s1", 4))
+    rewrite_manifest(manifest, lambda found: replace(found, info=replace(found.info, digest=b"\xff\xff")))
     with pytest.raises(ConfigError, match="does not hold what the COMMIT record"):
         load_stored(tmp_path)
 
@@ -142,7 +162,7 @@ def test_a_snapshot_exchanged_for_another_whole_one_is_not_used(tmp_path: Path) 
 @pytest.mark.parametrize("text", ["", "{}", '{"body": {}}', '{"body": {"commit_record": "{"}}'])
 def test_a_file_that_is_no_manifest_is_told(tmp_path: Path, text: str) -> None:
     store(tmp_path, 4)
-    (tmp_path / "slaves" / "s0" / "v000001-x.json").write_text(text)
+    (tmp_path / "slaves" / "s0" / "manifest-1.json").write_text(text)
     with pytest.raises(ConfigError, match="is not a manifest of a slave"):
         load_stored(tmp_path)
 
@@ -156,11 +176,9 @@ def test_a_directory_without_snapshots_is_told(tmp_path: Path) -> None:
 def test_a_record_that_does_not_say_where_blocks_stand_is_told(tmp_path: Path, change: dict[str, object]) -> None:
     store(tmp_path, 4)
     for slave in PLACEMENT.slaves:
-        manifest = snapshot_file(tmp_path, slave, 4).with_suffix(".json")
-        outer = json.loads(manifest.read_text())
-        record = json.loads(outer["body"]["commit_record"])
+        manifest = manifest_of(snapshot_file(tmp_path, slave, 4))
+        record = json.loads(manifest_body(manifest)["commit_record"])
         record["ledger"].update(change)
-        outer["body"]["commit_record"] = json.dumps(record)
-        manifest.write_text(json.dumps(outer))
+        rewrite_manifest(manifest, partial(replace, record=json.dumps(record)))
     with pytest.raises(ConfigError, match=r"the COMMIT record beside .* cannot be read"):
         load_stored(tmp_path)

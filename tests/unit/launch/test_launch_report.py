@@ -32,6 +32,8 @@ def outcome(**changes: Any) -> Outcome:
         faults=[FAULT],
         exit_codes={"master": 0, "s0": 0, "a": 0, "b": 0},
         heldout=HELDOUT,
+        verify="ok",
+        verified={"I1": 33},
     )
     return replace(usual, **changes)
 
@@ -53,6 +55,7 @@ def test_the_promised_keys_are_there() -> None:
         "speed_gap": 0.16,
     }
     assert report["seconds"] == 181.5
+    assert (report["verify"], report["verified"]) == ("ok", {"I1": 33})
     assert report["command"] == "dips demo"
     assert report["software"]["dips"] == software_versions()["dips"]
 
@@ -78,6 +81,8 @@ def test_a_run_that_went_well_holds_all_checks() -> None:
         ({"heldout": []}, {"final_version_evaluated"}),
         ({"faults_never_made": [FAULT.planned]}, {"every_fault_made"}),
         ({"faults": [replace(FAULT, back=None)]}, {"everything_killed_came_back"}),
+        ({"verify": "I6 violated"}, {"records_prove_the_promises"}),
+        ({"verified": {}}, {"records_prove_the_promises"}),
     ],
 )
 def test_what_went_wrong_fails_its_check(changes: dict[str, Any], failed: set[str]) -> None:

@@ -49,6 +49,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert (second.train.lr, second.train.emulate_gap, second.client.call_deadline_s) == (0.001, 0.5, 9.0)
     assert (second.train.batch_size, second.client.run_id) == (8, "mine")
     assert second.client.tape == tape_path(Path("runs/mine"), "b")
+    assert second.client.checkpoint_dir == Path("runs/mine/checkpoints/b")
+    assert second.client.resume, "whatever dies is started again, and goes on"
     assert plan.evaluate is not None
     assert plan.evaluate.lr == 0.002
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from support.run_status import cluster_status, run_status, slave_status
 
 from dips.core.ids import Incarnation, PushId, RoundId, Version
-from dips.core.messages import RoundSummary, StatusReply
+from dips.core.messages import RoundSummary, Settings, StatusReply
 from dips.launch.view import headline, number, plain_line, status_json, status_view
 
 
@@ -53,6 +53,26 @@ def test_the_reason_to_wait_stands_above_the_tables() -> None:
     text = shown(run_status(waiting_for="slave s1 is away"))
     assert text.index("waiting: slave s1 is away") < text.index("clusters")
     assert "waiting" not in shown(run_status())
+
+
+def test_a_recovery_stands_above_the_reason_to_wait() -> None:
+    status = run_status(recovery="slave s1 lost version 3:7; going back to 3:5", waiting_for="slave s1 is away")
+    text = shown(status)
+    assert text.index("recovering: slave s1 lost version 3:7; going back to 3:5") < text.index("waiting: slave s1")
+    assert "recovering: slave s1 lost" in plain_line(status)
+    assert "recovering" not in shown(run_status())
+    assert "recovering" not in plain_line(run_status())
+
+
+def test_what_is_on_disk_is_shown_when_it_may_differ_from_what_is_published() -> None:
+    later = Settings(durability="async")
+    slaves = (slave_status("s0", durable=Version(1, 11)), slave_status("s1", durable=None))
+    status = run_status(settings=later, durable=None, slaves=slaves)
+    assert "version 1:12 (on every disk: none yet)" in shown(status)
+    assert "on disk" in shown(status)
+    assert "1:11" in shown(run_status(settings=later, slaves=slaves, clusters=()))
+    assert "version 1:12 (on every disk: 1:10)" in plain_line(run_status(settings=later, durable=Version(1, 10)))
+    assert "disk" not in shown(run_status())
 
 
 def test_clusters_show_phase_life_loss_and_verdict_with_its_reason() -> None:

@@ -1,0 +1,112 @@
+"""`dips verify` and `dips story` on what real processes wrote: kills on the way, and versions computed again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.dips_command import dips
+from support.whole_run import LEASED, WholeRun, wait_until
+
+from dips.sim.replay import replay_run
+from dips.sim.verify import verify_run
+from dips.sim.verify_records import read_run
+
+JUDGED = [f"I{number}" for number in range(1, 15)]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two slaves that record pushes, two clusters, lent data; a slave and the master are killed on the way."""
+    directory = tmp_path_factory.mktemp("verify") / "run"
+    run = WholeRun(directory, plan=LEASED)
+    run.slave = {"record_pushes": True}
+    with run:
+        clusters = [run.cluster(name, seed, step_s=0.01) for seed, name in enumerate("ab")]
+        run.wait_for_version(2)
+        run.kill("s0")
+        run.start_slave("s0")
+        run.wait_for_version(run.version() + 2)
+        live = verify_run(directory)  # while it runs
+        assert [str(violation) for violation in live.violations] == []
+        version = run.version()
+        run.kill("master")
+        run.start_master()
+        wait_until(lambda: run.version() >= max(version, 0), "the restarted master publishes")
+        with_operator(run)
+        for cluster in clusters:
+            cluster.join()
+    return directory
+
+
+def with_operator(run: WholeRun) -> None:
+    from dips.launch.operator_client import OperatorClient
+
+    with OperatorClient(run.address) as client:
+        client.stop("enough")
+
+
+def copied(run_dir: Path, folder: Path) -> Path:
+    shutil.copytree(run_dir, folder / "run")
+    return folder / "run"
+
+
+def test_every_promise_is_proven_by_what_was_recorded(run_dir: Path) -> None:
+    report = verify_run(run_dir)
+    assert [str(violation) for violation in report.violations] == []
+    assert report.problems == []
+    assert report.exit_code == 0
+    assert [row.invariant for row in report.rows if row.records == 0] == []
+    assert [row.invariant for row in report.rows] == JUDGED
+
+
+def test_the_command_says_so_and_replays_every_version(run_dir: Path) -> None:
+    told = dips("verify", run_dir, "--replay", "--json")
+    assert told.returncode == 0, told.stdout + told.stderr
+    report = json.loads(told.stdout)
+    assert report["verdict"] == "ok"
+    assert report["replayed"]["wrong"] == report["replayed"]["skipped"] == []
+    records = read_run(run_dir)
+    commits = [record for record in records.journal if record["kind"] == "COMMIT"]
+    assert report["replayed"]["versions"] == len(commits) >= 4
+    assert report["replayed"]["shards"] == 2 * len(commits)
+
+
+def test_a_push_that_was_another_gives_other_versions_from_there_on(run_dir: Path, tmp_path: Path) -> None:
+    run = copied(run_dir, tmp_path)
+    path = sorted((run / "s0" / "pushes").glob("*.safetensors"))[-1]
+    push = load_file(path)["push"].copy()
+    push[0] += 1.0
+    save_file({"push": push}, path)
+    replayed = replay_run(run, read_run(run))
+    assert replayed.wrong
+    assert "when it is computed again" in replayed.wrong[0]
+    assert "on slave s0" in replayed.wrong[0]
+    told = dips("verify", run, "--replay")
+    assert told.returncode == 7
+    assert "I14 violated" in told.stdout
+
+
+def test_a_line_that_was_changed_is_found(run_dir: Path, tmp_path: Path) -> None:
+    run = copied(run_dir, tmp_path)
+    lines = [json.loads(line) for line in (run / "a.jsonl").read_text().splitlines()]
+    installed: dict[str, Any] = next(line for line in lines if line["kind"] == "installed")
+    installed["digest_of_slave"]["s0"] = "00" * 16
+    (run / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = dips("verify", run)
+    assert told.returncode == 7
+    assert "I3: worker a pulled 000000000000" in told.stdout
+
+
+def test_the_story_of_a_version_goes_through_every_process(run_dir: Path) -> None:
+    told = dips("story", "1:2", run_dir, "--json")
+    assert told.returncode == 0, told.stderr
+    lines = json.loads(told.stdout)["lines"]
+    assert {line["who"].split()[0] for line in lines} == {"journal", "master", "slave", "worker"}
+    kinds = [line["kind"] for line in lines]
+    for first, then in (("ticket", "push_sent"), ("staged", "prepared"), ("prepared", "committed")):
+        assert kinds.index(first) < kinds.index(then)

@@ -1,0 +1,51 @@
+"""Tests of real processes that fail get one more try, alone; others get none; the log's end names what failed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.repository import ROOT
+
+FAILS_ONCE = """
+from pathlib import Path
+def test_it() -> None:
+    mark = Path(__file__).with_suffix(".seen")
+    seen = mark.exists()
+    mark.touch()
+    assert seen
+"""
+
+
+def run_all(directory: Path, where: str, test: str) -> subprocess.CompletedProcess[str]:
+    """The script on a small project with one test file."""
+    (directory / "tests" / where).mkdir(parents=True)
+    (directory / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (directory / "tests" / where / "test_x.py").write_text(test)
+    command = [sys.executable, str(ROOT / "tests" / "run_all.py"), "-q", "-p", "no:cacheprovider", "tests"]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=100)
+
+
+def test_what_passes_alone_is_said_to_have_failed_once(tmp_path: Path) -> None:
+    done = run_all(tmp_path, "integration", FAILS_ONCE)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.endswith("failed once under load, passed alone: 1\n  tests/integration/test_x.py::test_it\n")
+
+
+def test_what_fails_twice_is_a_failure(tmp_path: Path) -> None:
+    done = run_all(tmp_path, "integration", "def test_it() -> None:\n    assert False\n")
+    assert done.returncode == 1
+    assert done.stdout.endswith("failed, and failed again alone: 1\n  tests/integration/test_x.py::test_it\n")
+
+
+def test_a_unit_test_gets_no_second_try(tmp_path: Path) -> None:
+    done = run_all(tmp_path, "unit", FAILS_ONCE)
+    assert done.returncode == 1
+    assert done.stdout.endswith("failed: 1\n  tests/unit/test_x.py::test_it\n")
+
+
+@pytest.mark.parametrize("test", ["", "import nowhere\n"], ids=["none passed", "cannot be read"])
+def test_a_run_that_shows_nothing_is_no_success(tmp_path: Path, test: str) -> None:
+    assert run_all(tmp_path, "unit", test).returncode != 0

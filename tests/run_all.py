@@ -1,0 +1,59 @@
+"""python tests/run_all.py: pytest, and one more try, alone, for tests of real processes that failed.
+
+A machine that runs everything at once may starve a process of time; what then passes alone is said to have failed once.
+Unit, simulation and repository tests get no second try: they have no excuse. The names of what failed stand at the very
+end, so that the end of a log tells. Arguments are pytest's.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+OF_PROCESSES = ("tests/integration/", "tests/faults/")
+
+
+class Failures:
+    """Notes the names of tests and files that fail, in their order."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._note(report.nodeid, report.failed)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note(report.nodeid, report.failed)
+
+    def _note(self, name: str, failed: bool) -> None:
+        if failed and name not in self.names:
+            self.names.append(name)
+
+
+def main(arguments: Sequence[str], of_processes: Sequence[str] = OF_PROCESSES) -> int:
+    failures = Failures()
+    code = int(pytest.main(["--require-passed", *arguments], plugins=[failures]))
+    names = failures.names
+    if code != pytest.ExitCode.TESTS_FAILED:
+        return code
+    if names and all(name.startswith(tuple(of_processes)) for name in names):
+        say("failed; now once more, alone", names)
+        code = subprocess.call([sys.executable, "-m", "pytest", "--require-passed", *names])
+        say("failed once under load, passed alone" if code == 0 else "failed, and failed again alone", names)
+    else:
+        say("failed", names)
+    return code
+
+
+def say(what: str, names: Sequence[str]) -> None:
+    print(f"\n{what}: {len(names)}", *(f"  {name}" for name in names), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    # A shell starts its background jobs with SIGINT ignored, and every child of a process inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main(sys.argv[1:]))

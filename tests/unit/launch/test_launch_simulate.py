@@ -1,0 +1,65 @@
+"""`dips simulate` as a person meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.scale_setup import write_setup
+
+from dips.launch import cli
+from dips.launch.simulate_picture import draw_resources, stacked
+from dips.sim.scale.run import simulate
+from dips.sim.scale.scenario import load_scenario
+
+
+def test_the_list_names_every_set_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["simulate", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("paper-33-days: ")
+    assert "two-sites: " in shown
+
+
+def test_json_goes_to_standard_output_and_progress_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["simulate", str(write_setup(tmp_path)), "--hours", "1", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["hours"] == 1.0
+    assert "100%" in shown.err
+
+
+def test_people_get_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["simulate", str(write_setup(tmp_path)), "--hours", "1", "--seed", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "(seed 2, 1 h)" in shown
+    for words in ("share of ideal", "verdict wait", "downtime by cause"):
+        assert words in shown
+
+
+def test_without_a_set_up_the_names_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["simulate"]) == 2
+    assert "paper-33-days" in capsys.readouterr().err
+
+
+def test_a_set_up_and_seeds_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["simulate", "two-sites", "--seeds", "3"]) == 2
+    assert "leave the set-up out" in capsys.readouterr().err
+
+
+def test_a_picture_into_a_missing_folder_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "none" / "x.png"
+    assert cli.run(["simulate", "two-sites", "--picture", str(missing)]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_the_picture_stacks_those_who_take_part(tmp_path: Path) -> None:
+    report = simulate(load_scenario(write_setup(tmp_path), hours=1))
+    _, stacks = stacked(report)
+    assert max(stacks["a"]) == 8
+    assert stacks["a"][0] == 0, "nobody has joined at the beginning"
+    assert stacks["b"][-1] == 4
+    picture = tmp_path / "resources.png"
+    draw_resources(picture, report)
+    assert picture.read_bytes().startswith(b"\x89PNG")
