@@ -8,6 +8,7 @@ raises because of a value that JSON does not know, and never samples: what is wr
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import math
@@ -18,11 +19,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 from dips.core.clock import Clock, SystemClock
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, FatalError
 
 HEAD = ("wall_s", "monotonic_s", "role", "name", "kind", "cause")
 """The keys that every line of a tape begins with; the event's own fields follow beside them."""
@@ -44,19 +46,28 @@ class Tape:
     Safe to call from several threads. With path None it writes nothing, for embedding and tests.
     """
 
-    def __init__(self, path: Path | None, role: str, name: str, clock: Clock | None = None) -> None:
-        """Open for appending, making the folder if needed. Raises ConfigError if it cannot be written."""
+    def __init__(
+        self, path: Path | None, role: str, name: str, clock: Clock | None = None, *, may_lose: bool = False
+    ) -> None:
+        """Open for appending, making the folder if needed. Raises ConfigError if it cannot be written.
+
+        may_lose: for who must go on when the disk takes no more: events are lost then, one warning says so, and the
+        next event that is written again follows a line of kind "gap" with their number, `lost`.
+        """
         self._clock: Clock = clock or SystemClock()
         self._who = {"role": role, "name": name}
         self._lock = threading.Lock()
-        self._file: TextIO | None = None if path is None else _open_to_append(path)
+        self._path = path
+        self._may_lose = may_lose
+        self._lost = 0
+        self._file: FileIO | None = None if path is None else _open_to_append(path)
 
     def write(self, kind: str, cause: str, **fields: object) -> None:
         """Append one event: what happened, because of what, and its own fields.
 
         Values may be JSON's own, dataclasses, enums, paths, bytes (written as hex) and containers of these;
         NaN and infinities are written as null, because JSON has none. Raises ValueError for a field that is
-        named like a head key.
+        named like a head key, FatalError when the disk refuses the line, unless this tape may lose events.
         """
         with self._lock:
             if self._file is None:
@@ -64,10 +75,28 @@ class Tape:
             taken = fields.keys() & set(HEAD)
             if taken:
                 raise ValueError(f"tape field {sorted(taken)} has the name of a head key")
-            times = {"wall_s": self._clock.wall_s(), "monotonic_s": self._clock.monotonic_s()}
-            line = {**times, **self._who, "kind": kind, "cause": cause, **fields}
-            self._file.write(json.dumps(_plain(line), separators=(",", ":"), allow_nan=False) + "\n")
-            self._file.flush()
+            lines = self._line(kind, cause, fields)
+            if self._lost:
+                lines = self._line("gap", "-", {"lost": self._lost}) + lines
+            try:
+                _append(self._file, lines)
+            except OSError as error:
+                self._refused(error)
+            else:
+                self._lost = 0
+
+    def _line(self, kind: str, cause: str, fields: Mapping[str, object]) -> bytes:
+        times = {"wall_s": self._clock.wall_s(), "monotonic_s": self._clock.monotonic_s()}
+        line = {**times, **self._who, "kind": kind, "cause": cause, **fields}
+        return (json.dumps(_plain(line), separators=(",", ":"), allow_nan=False) + "\n").encode()
+
+    def _refused(self, error: OSError) -> None:
+        sentence = f"tape {self._path} cannot be written ({error.strerror}): make room on its disk"
+        if not self._may_lose:
+            raise FatalError(f"{sentence}, then start again") from error
+        if not self._lost:
+            logging.getLogger("dips").warning("%s; until then its events are lost, and all else goes on", sentence)
+        self._lost += 1
 
     def close(self) -> None:
         """Close the file; later writes are dropped. May be called twice."""
@@ -165,14 +194,22 @@ class _JsonLines(logging.Formatter):
         return json.dumps(line, separators=(",", ":"))
 
 
-def _open_to_append(path: Path) -> TextIO:
+def _open_to_append(path: Path) -> FileIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
             _cut_torn_line(file)
-        return path.open("a", encoding="utf-8")
+        return path.open("ab", buffering=0)
     except OSError as error:
         raise ConfigError(f"tape {path} cannot be written: {error.strerror}; choose another path") from error
+
+
+def _append(file: FileIO, lines: bytes) -> None:
+    """All or nothing: what a full disk took of the lines is cut off again. Raises OSError."""
+    written = file.write(lines)
+    if written != len(lines):
+        os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _cut_torn_line(file: BinaryIO) -> None:

@@ -309,13 +309,7 @@ class Executor:
             )
 
     def _write_tape(self, record: Record) -> None:
-        try:
-            self._tape.write(record.kind, record.cause, **record.fields)
-        except OSError as error:
-            raise FatalError(
-                f"the master's tape cannot be written ({error.strerror}): make room on its disk, then "
-                "start again"
-            ) from error
+        self._tape.write(record.kind, record.cause, **record.fields)
 
     def _halt(self, halt: Halt) -> None:
         _logger.log(logging.INFO if halt.exit_code == 0 else logging.CRITICAL, "%s", halt.sentence)

@@ -231,6 +231,17 @@ class Journal:
                 self._assert_same(list(kept[-1].records()))
                 sync_directory(kept[-1].path.parent)
                 self._delete_to(kept[-1].last)
+            if kept:
+                self._number_after(kept[-1].last)
+
+    def _number_after(self, last: int) -> None:
+        """Never use a number of the archive again: a journal put back from a copy has forgotten some of them."""
+        row = self._connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()
+        if row is not None and int(row[0]) >= last:
+            return
+        with self._transaction() as cursor:
+            cursor.execute("DELETE FROM sqlite_sequence WHERE name = 'records'")
+            cursor.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('records', ?)", (last,))
 
     def _assert_same(self, archived: Sequence[JournalRecord]) -> None:
         """Raise FatalError when the archive is another journal's: what both hold must be equal."""

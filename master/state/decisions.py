@@ -12,6 +12,7 @@ from dips.master.state.ledger import CommitInfo, canonical, pair, push_to_json
 from dips.master.state.penalty import Judgement
 from dips.master.state.records import Donor, Push
 from dips.master.state.rollback import next_version, rollback_commit, rolled_back
+from dips.master.state.snapshots import newest_timeline
 from dips.master.state.verdicts import Verdicts
 from dips.master.state.world import World
 
@@ -70,8 +71,8 @@ class Decisions:
         assert state.id is not None, "a round that commits has an id"
         (push,) = state.participants
         origin = donor.commit
-        version = next_version(current, origin.version, world.epoch)
-        restored = rolled_back(current, origin, world.epoch, frozenset(world.members))
+        version = next_version(current, origin.version, world.epoch, newest_timeline(world))
+        restored = rolled_back(current, origin, version, world.epoch, frozenset(world.members))
         restored.ledger.origin = None  # no snapshot of it is left, and its momentum is not the origin's
         told = Verdict(push.id, VerdictKind.APPLIED, version, "the donated copy is a version again", False, state.id)
         restored.ledger.entry(push.cluster).last_donation = told

@@ -148,6 +148,8 @@ class LeaseTable:
     @staticmethod
     def from_json(plan: DataPlan, raw: Mapping[str, Any]) -> LeaseTable:
         table = LeaseTable(plan)
+        if int(raw["passes"]) > len(raw["holdings"]):
+            raise ValueError(f"{raw['passes']} passes have {len(raw['holdings'])} holdings: each has one at least")
         table._next_lease_id = int(raw["next_lease_id"])
         table._passes = [IntervalMap(plan.total_tokens, FREE) for _ in range(int(raw["passes"]))]
         for pass_index, begin, end, state, cluster, lease_id in raw["holdings"]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dips.core.ids import Incarnation, PushId, RoundId, SlaveId, Version
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.layout import Layout, layout_from_json
 from dips.core.messages import DataMode, DataPlan, Verdict, VerdictKind
 from dips.core.placement import Placement
@@ -21,6 +21,9 @@ from dips.master.state.penalty import DetectorState
 
 APPLIED_KEPT = 16
 """Versions whose pushes the ledger still names; more than slaves keep, so that a ROLLBACK names what it takes back."""
+
+MAX_WHOLE = 1 << 63
+"""What fits into every message and into SQLite."""
 
 
 @dataclass(frozen=True)
@@ -140,30 +143,30 @@ class Ledger:
     def from_json(text: str) -> Ledger:
         raw = json.loads(text)
         plan = _plan_from_json(raw["data_plan"])
-        slaves = {SlaveId(name): int(size) for name, size in raw["slaves"].items()}
+        slaves = {SlaveId(name): _whole(size) for name, size in raw["slaves"].items()}
         placed = raw["placement"]
         ledger = Ledger(
-            run_id=raw["run_id"],
+            run_id=_text(raw["run_id"]),
             layout=layout_from_json(raw["layout"]) if raw["layout"] else None,
             data_plan=plan,
             slaves=slaves,
             placement=Placement(tuple(sorted(slaves)), tuple(placed)) if placed is not None else None,
             commit=_commit_from_json(raw.get("commit")),
-            tokens=int(raw["tokens"]),
-            round_n=int(raw["round_n"]),
+            tokens=_whole(raw["tokens"]),
+            round_n=_whole(raw["round_n"]),
             detector=DetectorState.from_json(raw["detector"]),
             clusters={name: _entry_from_json(entry) for name, entry in raw["clusters"].items()},
-            stopping=raw["stopping"],
-            stop_asked=raw.get("stop_asked", ""),
-            paused=raw.get("paused", ""),
-            draining=dict(raw.get("draining", {})),
+            stopping=_text(raw["stopping"]),
+            stop_asked=_text(raw.get("stop_asked", "")),
+            paused=_text(raw.get("paused", "")),
+            draining={name: _text(why) for name, why in raw.get("draining", {}).items()},
             origin=_origin_from_json(raw.get("origin")),
-            given_up=[(Version(*old), Version(*new)) for old, new in raw.get("given_up", [])],
-            applied_in=[(Version(*v), tuple(map(push_from_json, pushes))) for v, pushes in raw.get("applied_in", [])],
+            given_up=[(_version(old), _version(new)) for old, new in raw.get("given_up", [])],
+            applied_in=[(_version(v), tuple(map(push_from_json, pushes))) for v, pushes in raw.get("applied_in", [])],
         )
         if plan is not None and raw["leases"] is not None:
             ledger.leases = LeaseTable.from_json(plan, raw["leases"])
-        ledger.rounds_committed, ledger.rounds_merged, ledger.rounds_void = raw["rounds"]
+        ledger.rounds_committed, ledger.rounds_merged, ledger.rounds_void = map(_whole, raw["rounds"])
         return ledger
 
 
@@ -191,14 +194,14 @@ def push_to_json(push: PushId) -> list[Any]:
 
 def push_from_json(raw: Sequence[Any]) -> PushId:
     cluster, epoch, n, seq = raw
-    return PushId(cluster, Incarnation(epoch, n), seq)
+    return PushId(ClusterId(_text(cluster)), Incarnation(_whole(epoch), _whole(n)), _whole(seq))
 
 
 def commit_from_record(record: bytes) -> CommitInfo:
     """What a COMMIT or ROLLBACK record says of itself. Raises ValueError, KeyError or TypeError when it is none."""
-    raw = json.loads(record)
+    raw = json.loads(record.decode())  # of bytes it would guess the encoding, and the ledger keeps them as UTF-8
     digests = tuple((name, bytes.fromhex(digest)) for name, digest in sorted(raw["digests"].items()))
-    return CommitInfo(RoundId(*raw["round"]), Version(*raw["version"]), digests, record)
+    return CommitInfo(_round(raw["round"]), _version(raw["version"]), digests, record)
 
 
 def ledger_of(commit: CommitInfo) -> Ledger:
@@ -225,10 +228,10 @@ def _verdict_from_json(raw: Mapping[str, Any] | None) -> Verdict | None:
     return Verdict(
         push_from_json(raw["push"]),
         VerdictKind[raw["kind"]],
-        Version(*raw["version"]) if raw["version"] else None,
-        raw["reason"],
-        raw["reset"],
-        RoundId(*raw["round"]) if raw["round"] else None,
+        _version(raw["version"]) if raw["version"] else None,
+        _text(raw["reason"]),
+        bool(raw["reset"]),
+        _round(raw["round"]) if raw["round"] else None,
     )
 
 
@@ -246,6 +249,7 @@ _PLAIN = (
     "steps_applied",
     "steps_before",
 )
+_NEW_ENTRY = ClusterEntry()
 
 
 def _entry_to_json(entry: ClusterEntry) -> dict[str, Any]:
@@ -259,9 +263,9 @@ def _entry_to_json(entry: ClusterEntry) -> dict[str, Any]:
 
 
 def _entry_from_json(raw: Mapping[str, Any]) -> ClusterEntry:
-    entry = ClusterEntry(**{name: raw[name] for name in _PLAIN})
-    entry.incarnation = Incarnation(*raw["incarnation"]) if raw["incarnation"] else None
-    entry.spoke = Incarnation(*raw["spoke"]) if raw["spoke"] else None
+    entry = ClusterEntry(**{name: _like(getattr(_NEW_ENTRY, name), raw[name]) for name in _PLAIN})
+    entry.incarnation = _incarnation(raw["incarnation"])
+    entry.spoke = _incarnation(raw["spoke"])
     entry.last_verdict = _verdict_from_json(raw["last_verdict"])
     entry.last_donation = _verdict_from_json(raw.get("last_donation"))
     return entry
@@ -295,8 +299,50 @@ def _commit_from_json(raw: Mapping[str, Any] | None) -> CommitInfo | None:
     if raw is None:
         return None
     digests = tuple((name, bytes.fromhex(digest)) for name, digest in sorted(raw["digests"].items()))
-    return CommitInfo(RoundId(*raw["round"]), Version(*raw["version"]), digests, raw["record"].encode())
+    return CommitInfo(_round(raw["round"]), _version(raw["version"]), digests, raw["record"].encode())
 
 
 def _origin_from_json(raw: list[Any] | None) -> tuple[Version, RoundId] | None:
-    return (Version(*raw[0]), RoundId(*raw[1])) if raw else None
+    return (_version(raw[0]), _round(raw[1])) if raw else None
+
+
+# ---- values: a record may come from a slave's disk, and what is read here is compared, added and sent later ----
+
+
+def _whole(value: Any) -> int:
+    """A count or a number of an id. Raises TypeError, or ValueError for one that no message can carry."""
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.40} is not a whole number")
+    if not 0 <= value < MAX_WHOLE:
+        raise ValueError(f"{value!r:.40} is not from 0 to {MAX_WHOLE}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is not text")
+    return value
+
+
+def _like(example: object, value: Any) -> Any:
+    """The value, if it is of the example's kind."""
+    if isinstance(example, bool):
+        return bool(value)
+    return float(value) if isinstance(example, float) else _whole(value)
+
+
+def _version(raw: Sequence[Any]) -> Version:
+    timeline, v = map(_whole, raw)
+    return Version(timeline, v)
+
+
+def _round(raw: Sequence[Any]) -> RoundId:
+    epoch, n = map(_whole, raw)
+    return RoundId(epoch, n)
+
+
+def _incarnation(raw: Sequence[Any] | None) -> Incarnation | None:
+    if raw is None:
+        return None
+    epoch, n = map(_whole, raw)
+    return Incarnation(epoch, n)

@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 
+from dips.core.errors import ConfigError, Refused
 from dips.core.ids import RoundId, SlaveId, Version
 from dips.core.messages import CommitRecord, ConfigureRefused, LeaveReply, SendCommitRecord, Verdict, VerdictKind
 from dips.master.state.donors import Donors
@@ -19,12 +20,25 @@ from dips.master.state.records import Push, Slave, Snapshot
 from dips.master.state.rollback import adopted, next_version, rollback_commit, rolled_back
 from dips.master.state.rounds import Rounds
 from dips.master.state.slave_links import SlaveLinks
-from dips.master.state.snapshots import committed, holds, holds_committed, snapshot_of, why_not
+from dips.master.state.snapshots import (
+    committed,
+    holds,
+    holds_committed,
+    newest_timeline,
+    snapshot_of,
+    why_not,
+)
 from dips.master.state.tables import RecoveryPhase, RoundPhase, SlavePhase
 from dips.master.state.verdicts import Verdicts
 from dips.master.state.world import World
 
 _P = RecoveryPhase
+
+_UNREADABLE = (
+    *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
+    *(Refused, ConfigError),
+)
+"""What reading a record from a slave's disk raises when its bytes are none."""
 
 
 class Recovery:
@@ -180,14 +194,18 @@ class Recovery:
         newest = snapshots[0][0]
         state = self._world.recovery
         state.reason = state.reason or self._troubles(slaves)
+        newer: list[Ledger] = []
         for snapshot in snapshots:
-            if not self._worth_asking(slaves, snapshot, newest):
+            # A journal that was lost, or is an old copy, does not know of every ROLLBACK; newer records do.
+            given_up = any(ledger.is_given_up(snapshot[0]) for ledger in newer)
+            if given_up or not self._worth_asking(slaves, snapshot, newest):
                 continue
             ledger = self._ledger_of(snapshot)
             if ledger is None:
                 if self._ask(slaves, snapshot):
                     return False
                 continue
+            newer.append(ledger)
             if self._take(slaves, snapshot, ledger, newest):
                 return False
         return self._donate_or_wait(newest)
@@ -204,6 +222,8 @@ class Recovery:
     def _take(self, slaves: Sequence[Slave], snapshot: Snapshot, ledger: Ledger, newest: Version) -> bool:
         """Resume, adopt or go back to this snapshot if every slave has it; whether it was done."""
         broken = self._world.recovery.broken
+        if ledger.placement is None or set(ledger.placement.slaves) - {slave.id for slave in slaves}:
+            return False  # the run has slaves that are not expected here: what they hold is not known
         if snapshot[0] == newest and all(holds(slave, ledger, broken) for slave in slaves):
             if snapshot == self._own():
                 self._resume(slaves)
@@ -271,9 +291,12 @@ class Recovery:
         if hashlib.sha256(record).digest() != wanted[2]:
             return "what it sent is not what its manifest names"
         try:
-            ledger = ledger_of(commit_from_record(record))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            commit = commit_from_record(record)
+            ledger = ledger_of(commit)
+        except _UNREADABLE as error:
             return f"the record cannot be read ({type(error).__name__}: {error})"
+        if (commit.version, commit.round) != wanted[:2]:
+            return f"the record is of version {commit.version}, made in round {commit.round}"
         own_run = ledger.run_id == self._world.config.run_id
         return "" if own_run and ledger.layout and ledger.placement else "the record is not of this run"
 
@@ -320,8 +343,8 @@ class Recovery:
         reason = f"the run goes back to version {origin.version}: {world.recovery.reason}"
         self._abort_pushes(reason)
         current = world.ledger
-        version = next_version(current, origin.version, world.epoch)
-        restored = rolled_back(current, origin, world.epoch, frozenset(world.members))
+        version = next_version(current, origin.version, world.epoch, newest_timeline(world))
+        restored = rolled_back(current, origin, version, world.epoch, frozenset(world.members))
         round_id = RoundId(world.epoch, restored.ledger.round_n)
         decided = rollback_commit(
             restored,

@@ -38,19 +38,23 @@ class Restored:
     lost_tokens: int = 0
 
 
-def next_version(current: Ledger, origin: Version, epoch: int) -> Version:
-    """The name of `origin` after a ROLLBACK: the same number on a timeline that was never used."""
-    newest = max((v.timeline for v in (current.version, origin) if v is not None), default=0)
+def next_version(current: Ledger, origin: Version, epoch: int, on_disks: int) -> Version:
+    """The name of `origin` after a ROLLBACK: the same number on a timeline that was never used.
+
+    `on_disks`: the newest timeline of any slave's snapshot; a journal that was lost or is an old copy knows less.
+    """
+    newest = max(on_disks, *(v.timeline for v in (current.version, origin) if v is not None))
     return Version(max(epoch, newest + 1), origin.v)
 
 
-def rolled_back(current: Ledger, origin: CommitInfo, epoch: int, members: Collection[str]) -> Restored:
-    """The state at `origin` as the start of a new timeline.
+def rolled_back(
+    current: Ledger, origin: CommitInfo, version: Version, epoch: int, members: Collection[str]
+) -> Restored:
+    """The state at `origin` as `version`, the start of a new timeline.
 
     Everything lent is free, every fence is one higher than it ever was, and pushes that newer versions merged are
     ROLLED_BACK. Of clusters that joined since, identity and fence stay. `members`: the clusters that are here.
     """
-    version = next_version(current, origin.version, epoch)
     ledger = _merged(current, origin, epoch, members)
     if ledger.leases is not None:
         ledger.leases.free_all()

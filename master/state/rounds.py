@@ -29,6 +29,7 @@ from dips.master.state.push_checks import recheck
 from dips.master.state.reasons import lagging
 from dips.master.state.records import Donor, Kept, Push, Slave
 from dips.master.state.rollback import next_version
+from dips.master.state.snapshots import newest_timeline
 from dips.master.state.tables import PushPhase, RoundPhase
 from dips.master.state.verdicts import Verdicts
 from dips.master.state.world import World
@@ -228,7 +229,7 @@ class Rounds:
         assert state.id is not None, "a sealed round has an id"
         to_version = version.next() if version is not None else Version(world.epoch, 0)
         if (donor := self._donor()) is not None:
-            version, to_version = None, next_version(world.ledger, donor.commit.version, world.epoch)
+            version, to_version = None, _renamed(world, donor)
         accepted = _staged(self._decisions.accepted())
         self._arm()
         world.command_all(
@@ -421,6 +422,11 @@ class Rounds:
         world, state = self._world, self._world.round
         state.phase.move(input_name, to, world.now_s, state.cause, why)
         world.record("round", state.cause, round=str(state.id), phase=to.value, input=input_name, why=why)
+
+
+def _renamed(world: World, donor: Donor) -> Version:
+    """What the donated version is called from now on."""
+    return next_version(world.ledger, donor.commit.version, world.epoch, newest_timeline(world))
 
 
 def _staged(pushes: list[Push]) -> tuple[StagedPush, ...]:

@@ -33,16 +33,21 @@ from dips.core.placement import place
 from dips.core.protocol import PROTOCOL_MIN, agree
 from dips.master.state.callers import check_run
 from dips.master.state.effects import BeginAgain
+from dips.master.state.ledger import MAX_WHOLE
 from dips.master.state.pushes import Pushes
 from dips.master.state.reasons import recovery_words
 from dips.master.state.records import Kept, Slave
 from dips.master.state.recovery import Recovery
+from dips.master.state.rollback import LEASE_NUMBERS_OF_AN_EPOCH
 from dips.master.state.rounds import Rounds
 from dips.master.state.slave_links import SlaveLinks
 from dips.master.state.tables import SLAVE_TABLE, PushPhase, RoundPhase, SlavePhase
 from dips.master.state.world import World
 
 NEWER_EPOCH_EXIT = 6
+
+MAX_EPOCH = MAX_WHOLE // LEASE_NUMBERS_OF_AN_EPOCH // 2
+"""No run has so many starts or rollbacks; the lease numbers of a later epoch would fit into no message."""
 
 LOST_CODES = (RefusalCode.VERSION_GONE, RefusalCode.DISK, RefusalCode.DIGEST)
 """A slave that cannot load and answers with one of these does not hold what its hello named."""
@@ -164,6 +169,7 @@ class SlaveDesk:
         except ConfigError as error:
             raise Refused(RefusalCode.MALFORMED, str(error)) from error
         check_run(world, message.caller.run_id, f"slave {name!r}")
+        _check_numbers(name, body)
         agree(body.hello.protocol_min, body.hello.protocol_max, body.hello.capabilities, f"slave {name!r}")
         if not body.data_endpoint.startswith("tcp://"):
             raise Refused(
@@ -292,3 +298,15 @@ class SlaveDesk:
 
     def _new(self, name: SlaveId, memory_bytes: int) -> Slave:
         return Slave(name, memory_bytes, Phase(SLAVE_TABLE, self._world.story, f"slave {name}"))
+
+
+def _check_numbers(name: SlaveId, body: SlaveHello) -> None:
+    """Refuse what no master ever gave out, before an epoch or a timeline is counted on from it."""
+    numbers = [body.promised_epoch, *(n for s in body.snapshots for n in (s.version.timeline, s.round.epoch))]
+    counts = [n for s in body.snapshots for n in (s.version.v, s.round.n)]
+    if max(numbers) > MAX_EPOCH or max(counts, default=0) >= MAX_WHOLE // 2:
+        raise Refused(
+            RefusalCode.MALFORMED,
+            f"slave {name!r} names an epoch, version or round beyond anything that this run can have reached: its "
+            "directory is damaged; restore it, or give it an empty one",
+        )

@@ -20,6 +20,12 @@ def newest_committed(world: World, slave: Slave) -> Version | None:
     return max((s.version for s in committed(world, slave)), default=None)
 
 
+def newest_timeline(world: World) -> int:
+    """The newest timeline on which any slave holds a version, be it given up; 0 when none holds any."""
+    told = (s for slave in world.slaves.values() for s in slave.snapshots)
+    return max((s.version.timeline for s in told if s.committed), default=0)
+
+
 def holds(slave: Slave, ledger: Ledger, broken: Broken) -> bool:
     """Whether the slave can load the ledger's commit: under its name, or under that of the rollback's origin."""
     commit = ledger.commit

@@ -110,7 +110,7 @@ class World:
         """The run goes on from another state, on a new timeline; who is here stays, what was lent to them does not."""
         self.ledger = ledger
         self.set_commit(commit)
-        self.kept, self.pins = {}, {}
+        self.published, self.kept, self.pins = None, {}, {}
         self.stopped_s = None
         for member in self.members.values():
             member.held_at_join = ()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -120,6 +124,90 @@ def test_record_that_cannot_be_had_from_one_slave_comes_from_another(how: str) -
     bench.restart(kept)
     assert bench.status().published == V2
     assert asked(bench) == [("s0", V2), ("s1", V2)]
+
+
+def damaged(record: bytes, path: tuple[str, ...], value: object) -> bytes:
+    """The record with one value of another shape; the last of `path` names it."""
+    raw = json.loads(record)
+    where = raw
+    for name in path[:-1]:
+        where = where[name]
+    where[path[-1]] = value
+    return json.dumps(raw).encode()
+
+
+ENTRY = ("ledger", "clusters", "a")
+SHAPES: dict[str, Callable[[bytes], bytes]] = {
+    "a list": lambda record: b"[]",
+    "deep": lambda record: b"[" * 100_000,
+    "another encoding": lambda record: record.decode().encode("utf-16"),
+    "another version": lambda record: damaged(record, ("version",), [1, 7]),
+    "a version of words": lambda record: damaged(record, ("ledger", "given_up"), [[["x", 1], [2, 3]]]),
+    "an absurd version": lambda record: damaged(record, ("ledger", "applied_in"), [[[1, 1 << 64], []]]),
+    "infinite tokens": lambda record: damaged(record, ("ledger", "tokens"), math.inf),
+    "fewer than no tokens": lambda record: damaged(record, ("ledger", "tokens"), -5),
+    "a fence of words": lambda record: damaged(record, (*ENTRY, "fence"), "x"),
+    "an absurd fence": lambda record: damaged(record, (*ENTRY, "fence"), 1 << 80),
+    "an incarnation of words": lambda record: damaged(record, (*ENTRY, "incarnation"), ["x", "y"]),
+    "a rate of words": lambda record: damaged(record, (*ENTRY, "tokens_per_s"), "x"),
+    "a reason that is a number": lambda record: damaged(record, ("ledger", "stopping"), 7),
+    "rounds of words": lambda record: damaged(record, ("ledger", "rounds"), [1, 2, "x"]),
+    "passes without end": lambda record: damaged(record, ("ledger", "leases", "passes"), 1 << 40),
+    "no layout": lambda record: damaged(record, ("ledger", "layout"), '{"a":1}'),
+}
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_record_of_another_shape_is_as_good_as_none(shape: str) -> None:
+    """Its hash is right: a slave wrote these very bytes."""
+    bench, kept = old_journal("a", plan=LEASED)
+    for slave in bench.slaves:
+        record = SHAPES[shape](slave.records[V2])
+        slave.records[V2] = record
+        slave.snapshots[V2] = replace(slave.snapshots[V2], commit_hash=hashlib.sha256(record).digest())
+    bench.restart(kept)
+    assert (bench.status().published, bench.halted) == (Version(2, 1), None)
+    assert asked(bench) == [("s0", V2), ("s1", V2)]
+
+
+def test_rebuild_does_not_go_back_to_what_a_rollback_gave_up() -> None:
+    """Version 1:2 was undone by the ROLLBACK to 1:1, now 2:1; its data is trained again since."""
+    bench, _ = old_journal("a")
+    first, second = bench.slaves
+    given_up, record = first.snapshots[V2], first.records[V2]
+    first.come_back_without(V2)
+    assert bench.status().published == Version(2, 1)
+    first.snapshots[V2], first.records[V2] = given_up, record
+    second.lose(V1, Version(2, 1))
+    bench.config = replace(bench.config, rebuild=True)
+    bench.restart("")
+    (rollback,) = bench.entries("ROLLBACK")[1:]
+    assert (rollback["origin"], bench.status().tokens) == ([1, 0], 0)
+
+
+def test_rebuild_with_too_few_slaves_decides_nothing() -> None:
+    bench, _ = old_journal("a", n_slaves=3)
+    bench.config = replace(bench.config, rebuild=True, n_slaves=2)
+    bench.restart("")
+    assert bench.status().published is None
+    assert bench.status().recovery
+    assert not bench.entries("ADOPT") + bench.entries("ROLLBACK")
+    assert "start the master with more slaves" in bench.closed[bench.slaves[2].link].sentence
+    bench.config = replace(bench.config, n_slaves=3)
+    bench.restart("")
+    assert bench.status().published == V2
+
+
+def test_rebuild_never_uses_a_timeline_again_that_a_disk_knows() -> None:
+    """Two rollbacks in one epoch made timeline 3 in epoch 1; the journal that says so is lost, and the newest too."""
+    bench, _ = old_journal("a")
+    newer = Version(3, 2)
+    lone = bench.slaves[0]
+    lone.snapshots[newer] = replace(lone.snapshots[V2], version=newer, commit_hash=b"other")
+    lone.refuse["record"] = Refusal(RefusalCode.DISK, "the manifest cannot be read")
+    bench.config = replace(bench.config, rebuild=True)
+    bench.restart("")
+    assert (bench.epoch, bench.status().published) == (2, Version(4, 2))
 
 
 def test_record_that_nobody_has_leaves_the_version_before() -> None:

@@ -252,6 +252,24 @@ def test_an_archive_of_another_journal_is_refused(tmp_path: Path) -> None:
         Journal.open(tmp_path / "one", "demo")
 
 
+@pytest.mark.parametrize("n_entries", [0, 30], ids=["of nothing", "of the beginning"])
+def test_a_journal_put_back_from_a_copy_goes_on_after_the_archive(tmp_path: Path, n_entries: int) -> None:
+    with opened(tmp_path) as journal:
+        epoch = fill(journal, n_entries) if n_entries else 0
+    copy = (tmp_path / FILE_NAME).read_bytes()
+    with opened(tmp_path) as journal:
+        fill(journal, 60, begin=n_entries + 1, epoch=epoch or None)
+        tidy_up(journal)
+    newest = segments(tmp_path)[-1].last
+    for path in tmp_path.glob(f"{FILE_NAME}*"):
+        path.unlink()
+    (tmp_path / FILE_NAME).write_bytes(copy)
+    for life in range(1, 4):
+        with opened(tmp_path) as journal:
+            journal.begin_epoch(at_least=5)
+            assert numbers(tmp_path)[-life:] == list(range(newest + 1, newest + 1 + life))
+
+
 def test_a_journal_of_the_first_schema_is_brought_up_to_date(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
         fill(journal, 20)

@@ -8,7 +8,9 @@ from support.master_bench import LEASED, Bench, refused_with
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
 from dips.core.messages import (
+    BeginPullRequest,
     Busy,
+    Commit,
     Configure,
     FinishPushRequest,
     LeaveRequest,
@@ -20,6 +22,7 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.master.state.events import Pause
+from dips.master.state.tables import RoundPhase
 
 V0, V1 = Version(1, 0), Version(1, 1)
 
@@ -55,6 +58,19 @@ def test_cluster_gives_back_the_version_that_the_slaves_lost() -> None:
     prepare = [c for c in bench.slaves[0].commands if isinstance(c, Prepare)][-1]
     assert (prepare.from_version, prepare.to_version) == (None, Version(2, 1))
     assert bench.slaves[1].snapshots[Version(2, 1)].digest == bench.slaves[1].snapshots[V1].digest
+
+
+def test_lost_version_cannot_be_pulled_while_the_donated_one_is_committed() -> None:
+    bench = lost("a", "b")
+    for slave in bench.slaves:
+        slave.hold.add(Commit)
+    bench.donate("a", V1)
+    assert bench.state.world.round.phase.now is RoundPhase.COMMIT
+    assert isinstance(bench.ask(BeginPullRequest(bench.caller("b"))).answer, Busy)
+    assert bench.beat("b").published is None
+    for slave in bench.slaves:
+        slave.release(Commit)
+    assert bench.pull("b").version == Version(2, 1)
 
 
 def test_training_goes_on_after_a_donation() -> None:

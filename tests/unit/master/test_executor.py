@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.scripted_master import MemoryJournal, ScriptedMachine, command, leave, refusal, slave_message
 
+from dips.core import telemetry
 from dips.core.clock import ManualClock
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.messages import LeaveReply, StatusRequest
@@ -417,10 +418,10 @@ async def test_a_request_that_cannot_be_read_is_on_the_tape_and_in_the_log(
 async def test_a_tape_that_cannot_be_written_ends_the_master(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(kind: str, cause: str, **fields: object) -> None:
+    def full(file: object, lines: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(bench.tape, "write", full)
+    monkeypatch.setattr(telemetry, "_append", full)
     bench.reacts(lambda event: [Record("x", "-", {})])
     bench.executor.dispatch(Tick())
     outcome = await bench.executor.outcome

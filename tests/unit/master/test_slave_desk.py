@@ -8,7 +8,7 @@ import pytest
 from support.master_bench import HELLO, Bench, BenchSlave, Unanswered, refused_with
 
 from dips.core.errors import RefusalCode
-from dips.core.ids import Version
+from dips.core.ids import RoundId, Version
 from dips.core.messages import (
     Caller,
     Commit,
@@ -22,6 +22,7 @@ from dips.core.messages import (
     Refusal,
     SlaveHello,
     SlaveMessage,
+    SnapshotInfo,
     StopSlave,
     VerdictKind,
     Welcome,
@@ -93,6 +94,17 @@ def test_slave_that_this_life_welcomed_may_have_promised_its_epoch() -> None:
     bench.event(SlaveLinkDown(99))
     hello(bench, "s0", promised_epoch=1)
     assert bench.halted is None
+
+
+@pytest.mark.parametrize("rebuild", [False, True])
+@pytest.mark.parametrize("what", ["epoch", "timeline", "number", "round"])
+def test_hello_with_numbers_beyond_any_run_is_refused(rebuild: bool, what: str) -> None:
+    bench, much = Bench(rebuild=rebuild), 1 << 63
+    version = Version(much if what == "timeline" else 1, much if what == "number" else 0)
+    info = SnapshotInfo(version, RoundId(much if what == "round" else 1, 1), b"", b"", b"", True)
+    hello(bench, "s0", promised_epoch=much if what == "epoch" else 0, snapshots=(info,))
+    assert bench.closed[99].code is RefusalCode.MALFORMED
+    assert (bench.halted, bench.began_again) == (None, None)
 
 
 def test_rebuilding_master_overtakes_a_newer_epoch_that_a_slave_promised() -> None:
