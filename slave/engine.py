@@ -234,7 +234,7 @@ class Engine:
         await self._settled()
         await self._saved_to_file()
         await self._serve_memory(None)
-        self._memory = self._settling = None
+        self._memory = self._settling = self._saving_theta = None
         blocks = checks.own_blocks(self._slave_id, effect.configure)
         await self._on(self._disk, self._ring.close_round)
         await self._on(self._disk, self._ring.make, sum(block.n_elems for block in blocks))

@@ -98,7 +98,7 @@ def decode(data: bytes, where: str) -> Manifest:
             parse_round(body["file_round"]),
             body["commit_record"],
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{where} cannot be read: {error}") from error
 
 

@@ -40,7 +40,7 @@ def read_small(disk: Disk, name: str) -> dict[str, object]:
     try:
         with disk.open(name) as file:
             body = json.loads(file.read())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where} cannot be read: {error}; {_REMEDY}") from error
     if not isinstance(body, dict):
         raise ConfigError(f"{where} is not what a slave wrote; {_REMEDY}")

@@ -174,7 +174,7 @@ def _parse(raw: bytes, where: str) -> FileHead:
         sums = (metadata["xxh3_128_theta"], metadata["xxh3_128_momentum"])
         stamp = FileStamp(file_bytes(n_elems), xxhash.xxh3_128_hexdigest(raw))
         return FileHead(info, metadata["run_id"], metadata["slave_id"], n_elems, stamp, sums)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{where}: its header cannot be read: {error}") from error
 
 

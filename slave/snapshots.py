@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from dips.core.errors import ConfigError
 from dips.slave import owner
 from dips.slave.durable import TEMPORARY, LocalDisk
 from dips.slave.promise import Promise
@@ -42,8 +43,15 @@ class SnapshotStore:
         self._promise.save(epoch)
 
     def scan(self) -> list[str]:
-        """Verify every snapshot. Returns one sentence for each that cannot be used."""
-        for name in self._disk.names():
+        """Verify every snapshot. Returns one sentence for each that cannot be used. Raises ConfigError."""
+        try:
+            names = self._disk.names()
+        except OSError as error:
+            raise ConfigError(
+                f"the slave's directory {self.directory} cannot be read: {error.strerror}; make it readable for this "
+                "user, or give another directory"
+            ) from error
+        for name in names:
             if name.startswith(TEMPORARY):
                 with contextlib.suppress(OSError):
                     self._disk.remove(name)

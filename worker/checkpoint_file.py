@@ -116,7 +116,7 @@ def _described(path: Path, header: bytes, n_bytes: int) -> list[tuple[str, str, 
         rows = {name: row for name, row in json.loads(header).items() if name != "__metadata__"}
         found = [(name, str(row["dtype"]), tuple(map(int, row["shape"]))) for name, row in rows.items()]
         sizes = [math.prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in found]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: its header cannot be read ({error})") from error
     if sum(sizes) != n_bytes or any(size < 0 for size in sizes):
         raise CheckpointError(f"{path.name}: its header speaks of {sum(sizes)} bytes, there are {n_bytes}")

@@ -93,6 +93,16 @@ class CheckpointStore:
         """Make a checkpoint durable, and remove what is beyond the kept ones. Raises OSError; older ones stay then."""
         number = self._next
         self._next += 1
+        try:
+            stamp = self._write(number, content, tensors)
+        except OSError:
+            self._remove(number)  # tensors alone would only hold room, on a disk that has none
+            raise
+        failpoint("worker.checkpoint.before_prune")
+        self._prune()
+        return Checkpoint(number, content, tensors, stamp.n_bytes)
+
+    def _write(self, number: int, content: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> FileStamp:
         data = self._path(number, "safetensors")
         stamp = write_tensors(data, tensors)
         body = {
@@ -103,9 +113,7 @@ class CheckpointStore:
         }
         failpoint("worker.checkpoint.before_manifest")
         write_record(self._path(number, "json"), body)
-        failpoint("worker.checkpoint.before_prune")
-        self._prune()
-        return Checkpoint(number, content, tensors, stamp.n_bytes)
+        return stamp
 
     def record_push(self, record: PushRecord) -> None:
         """Make the newest push's record durable, in place of the one before. Raises OSError."""
@@ -156,11 +164,14 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in matches if match and match[2] == kind)
 
     def _prune(self) -> None:
-        """The manifest goes first, so that no checkpoint is there without its tensors. What cannot go, stays."""
         for number in self.numbers()[: -self._kept]:
+            self._remove(number)
+
+    def _remove(self, number: int) -> None:
+        """The manifest goes first, so that no checkpoint is there without its tensors. What cannot go, stays."""
+        with contextlib.suppress(OSError):
             for kind in ("json", "safetensors"):
-                with contextlib.suppress(OSError):
-                    self._path(number, kind).unlink()
+                self._path(number, kind).unlink(missing_ok=True)
 
     def _clean(self) -> None:
         """What a crash left: temporary files, and tensors that never got a manifest."""

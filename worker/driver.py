@@ -79,7 +79,7 @@ class Driver:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._log = ChangeLogger(logging.getLogger("dips.worker"))
         self._owns_tape = tape is None
-        self.tape = tape or Tape(config.tape, "worker", config.cluster_id, self._clock)
+        self.tape = tape or Tape(config.tape, "worker", config.cluster_id, self._clock, may_lose=True)
         self._vectors = Vectors(layout.n_elems)
         self._transfers = Transfers(config, layout, self._vectors, self._events.put, self._clock)
         self._checkpoints: Checkpointing | None = None

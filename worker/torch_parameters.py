@@ -6,6 +6,8 @@ The inner optimizer's state is never read and never sent. Shapes: see core/layou
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -34,9 +36,9 @@ class TorchParameters:
         self._layout = Layout(tuple(_described(name, p) for name, p in named.items()), block_elems)
         self._spans = [(named[s.parameter.name], s.start_elem, s.stop_elem) for s in self._layout.spans]
         self._check_optimizer()
-        on_cuda = any(p.is_cuda for p, _, _ in self._spans)
+        self._devices = {p.device for p, _, _ in self._spans if p.is_cuda}
         # Copies between a GPU and pageable memory go through a bounce buffer at a fraction of the link's speed.
-        self._pinned = torch.empty(self._layout.n_elems, pin_memory=True) if on_cuda else None
+        self._pinned = torch.empty(self._layout.n_elems, pin_memory=True) if self._devices else None
 
     def layout(self) -> Layout:
         return self._layout
@@ -47,7 +49,7 @@ class TorchParameters:
             for parameter, start, stop in self._spans:
                 host[start:stop].copy_(parameter.detach().reshape(-1), non_blocking=self._pinned is not None)
         if self._pinned is not None:
-            torch.cuda.synchronize()
+            wait_for(self._devices)
             into[:] = self._pinned.numpy()
 
     def install(self, flat: NDArray[np.float32]) -> None:
@@ -59,7 +61,7 @@ class TorchParameters:
                 values = host[start:stop].view(parameter.shape)
                 parameter.copy_(values, non_blocking=self._pinned is not None)
         if self._pinned is not None:
-            torch.cuda.synchronize()  # the pinned buffer is written again by the next snapshot
+            wait_for(self._devices)  # the pinned buffer is written again by the next snapshot
 
     def reset_inner_optimizer(self) -> None:
         self._optimizer.state.clear()
@@ -72,6 +74,12 @@ class TorchParameters:
                 "the optimizer holds none of the model's parameters: make it of model.parameters(), after the model "
                 "was moved to its device"
             )
+
+
+def wait_for(devices: Iterable[torch.device]) -> None:
+    """Return when copies on all these CUDA devices are done; without a device torch waits for the current one alone."""
+    for device in devices:
+        torch.cuda.synchronize(device)
 
 
 def _described(name: str, parameter: torch.nn.Parameter) -> Parameter:

@@ -17,6 +17,7 @@ import torch
 from dips.core.errors import ConfigError
 from dips.worker.checkpoint_file import Bytes, RawTensor
 from dips.worker.state_tree import Json, StateTreeError, flatten, unflatten
+from dips.worker.torch_parameters import wait_for
 
 _TORCH_NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
@@ -62,8 +63,7 @@ class TorchState:
         state = {name: part.state_dict() for name, part in self._parts.items()}
         skeleton, tensors = flatten(state, _kind_of)
         raw = {name: self._copied(name, tensor) for name, tensor in tensors.items()}
-        if any(copy.is_pinned for copy in self._copies.values()):
-            torch.cuda.synchronize()
+        wait_for({item.device for item in tensors.values() if isinstance(item, torch.Tensor) and item.is_cuda})
         return skeleton, raw
 
     def restore(self, skeleton: Json, tensors: Mapping[str, RawTensor]) -> None:

@@ -118,8 +118,12 @@ class ShardState:
         return tuple(info for _, info in sorted(found.items(), reverse=True))
 
     def must_save_first(self, body: Configure, settings: Settings) -> bool:
-        """Whether memory must be made anew for the very version that only memory holds: then the disk comes first."""
-        return self.saving.behind and is_load(self.current, body) and self.made != _made(body, settings)
+        """Whether the version asked for is one that only memory holds, and the disk comes first.
+
+        Because memory must be made anew, or because a master that came back with durability "sync" takes Ready for it.
+        """
+        disk_first = is_durable(settings) or self.made != _made(body, settings)
+        return self.saving.behind and is_load(self.current, body) and disk_first
 
     # ---- commands; only called while not busy ----
 

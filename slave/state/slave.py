@@ -236,8 +236,11 @@ class SlaveState:
         return [*out, effects.SendUp(staged)] if self.link.attached else out
 
     def _completed(self, event: events.JobEvent, now_s: float) -> list[Effect]:
+        muted = event.job == self._mute_job
         out = self.shard.completed(event, now_s)
-        if self.link.attached and event.job != self._mute_job:
+        if muted and self.shard.job is not None:
+            self._mute_job = self.shard.job.number  # the same work once more, under another number
+        if self.link.attached and not muted:
             return out
         # Nobody hears the answer, or it was asked of an earlier incarnation: a command that comes again is
         # answered again.

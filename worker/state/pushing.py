@@ -80,6 +80,8 @@ class Pushing:
         """What was awaited, and the push that was open, when a donation came between."""
         self.awaited: PushId | None = None
         self.last_verdict: Verdict | None = None
+        self.newest: PushRecord | None = None
+        """The last push that an earlier life wrote down, when this one goes on from a checkpoint."""
 
     # ---- from BeginPush to the window ----
 
@@ -300,6 +302,10 @@ class Pushing:
         if core.base is not None and verdict.kind is VerdictKind.ABORTED and not core.work.lost:
             core.move(input_name, SessionPhase.TRAINING)
         else:
+            newest = self.newest
+            counted = verdict.kind in (VerdictKind.APPLIED, VerdictKind.EXCLUDED)
+            if counted and newest is not None and newest.id == verdict.push:
+                core.aside_ranges(core.work.decided_elsewhere(newest.work.ranges))
             self.drop(input_name, at_least=verdict.version)
 
     # ---- parts ----

@@ -125,10 +125,13 @@ class Rejoining:
             )
 
     def _base_stands(self, reply: JoinReply) -> bool:
+        """Whether the work since the base may go on. Every rollback raises the fence, so it decides alone where a
+        master that has just started knows the run's tokens and has not published its version again yet.
+        """
         base, published = self._core.base, reply.published
-        if base is None or published is None:
+        if base is None or self._core.base_fence != reply.fence:
             return False
-        return base.timeline == published.timeline and self._core.base_fence == reply.fence
+        return reply.tokens > 0 if published is None else base.timeline == published.timeline
 
 
 def _words(last_push: Verdict | PushId | None) -> str:

@@ -65,6 +65,7 @@ def restore(
     if pull is not None:
         pulling.plan = PullPlan(pull.mode, pull.at_least, pull.reset_inner, pull.drops)
     if newest is not None and newest.id.cluster == saved.cluster_id:
+        pushing.newest = newest
         pushing.seq = max(pushing.seq, newest.id.seq)
         terms.previous = max(saved.incarnation, newest.id.incarnation)
 

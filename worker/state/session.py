@@ -71,6 +71,7 @@ from dips.worker.state.rejoining import Rejoining
 from dips.worker.state.resuming import restore, save
 from dips.worker.state.saved import SavedSession
 from dips.worker.state.terms import SessionConfig
+from dips.worker.state.work import is_within
 
 _GONE = (SessionPhase.LEAVING, SessionPhase.LEFT)
 _ABSENT = (SessionPhase.JOINING, *_GONE)
@@ -144,7 +145,7 @@ class Session:
     def take_leased(self) -> list[DataRange]:
         """Ranges lent since the last call; each is handed out once."""
         fresh, self._fresh = self._fresh, []
-        return fresh
+        return [item for item in fresh if is_within(item, self.core.work.held)]  # a Join may have taken some back
 
     # ---- what outlives the process ----
 

@@ -99,6 +99,18 @@ class WorkBook:
         if still != self.pending.ranges:
             self.pending, self.lost = replace(self.pending, ranges=still), True
 
+    def decided_elsewhere(self, ranges: Sequence[DataRange]) -> tuple[DataRange, ...]:
+        """A push of an earlier life, of these ranges, was counted: never train on what it shares a token with.
+
+        Pending work is to be dropped after this. Returns what else stood in the held ranges that go, to be given back.
+        """
+        gone = tuple(item for item in self.held if less([item], ranges) != (item,))
+        if gone:
+            self.held = tuple(item for item in self.held if item not in gone)
+            self.times_forgotten += 1
+        self.pending = replace(self.pending, ranges=less(self.pending.ranges, ranges))
+        return less(gone, ranges)
+
     def all_ranges(self) -> tuple[DataRange, ...]:
         """What is named in Join. Held, pending and pushed ranges stay apart, since each may have another fate."""
         in_push = self.in_push.ranges if self.in_push else ()
@@ -144,6 +156,25 @@ def without(held: Sequence[DataRange], taken: Iterable[DataRange]) -> tuple[Data
         pieces = (_cut(home, home.begin_tokens, item.begin_tokens), _cut(home, item.end_tokens, home.end_tokens))
         rest.extend(piece for piece in pieces if piece.tokens > 0)
     return tuple(sorted(rest))
+
+
+def less(ranges: Iterable[DataRange], taken: Iterable[DataRange]) -> tuple[DataRange, ...]:
+    """What is left of `ranges` without the tokens of `taken`, which need not all be there."""
+    rest = list(ranges)
+    for other in taken:
+        rest = [piece for item in rest for piece in _minus(item, other)]
+    return tuple(sorted(rest))
+
+
+def _minus(item: DataRange, other: DataRange) -> list[DataRange]:
+    apart = other.end_tokens <= item.begin_tokens or item.end_tokens <= other.begin_tokens
+    if apart or _place(item) != _place(other):
+        return [item]
+    pieces = (
+        _cut(item, item.begin_tokens, other.begin_tokens),
+        _cut(item, other.end_tokens, item.end_tokens),
+    )
+    return [piece for piece in pieces if piece.tokens > 0]
 
 
 def _contains(home: DataRange, item: DataRange) -> bool:

@@ -90,7 +90,7 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
     evaluator = Evaluator(train)
     with (
         StopSignals() as signals,
-        Tape(client.tape, "worker", name) as tape,
+        Tape(client.tape, "worker", name, may_lose=True) as tape,
         RunWatch(client.master, client.run_id, client.call_deadline_s) as watch,
     ):
         fetch = _fetcher(client.master, client.run_id or None, name)

@@ -58,7 +58,7 @@ class _ClusterLoop:
         self._inner = InnerTrainer(train)
         parameters = TorchParameters(self._inner.model, self._inner.optimizer)
         self._batches = LeasedBatches(self._inner.text, train.batch_size, train.sequence_tokens)
-        self._tape = Tape(client.tape, "worker", client.cluster_id)
+        self._tape = Tape(client.tape, "worker", client.cluster_id, may_lose=True)
         self._reports = StepReports(self._tape, train.log_every_steps)
         inner = TorchState(
             self._inner.model, self._inner.optimizer, {"data": self._batches, "reports": self._reports}
@@ -132,7 +132,7 @@ def _run_alone(train: TrainConfig, client: ClientConfig) -> int:
     inner = InnerTrainer(train)
     windows = windows_of(inner.heldout, train.sequence_tokens)
     name = client.cluster_id or ALONE
-    with StopSignals() as signals, Tape(client.tape, "worker", name) as tape:
+    with StopSignals() as signals, Tape(client.tape, "worker", name, may_lose=True) as tape:
         tokens = _steps_alone(inner, train.steps, signals, StepReports(tape, train.log_every_steps))
         loss = heldout_loss(inner.model.cpu(), windows)
         tape.write("heldout", ALONE, version=None, tokens=tokens, loss=loss)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import math
+import resource
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dips.core.clock import ManualClock
-from dips.core.errors import ConfigError, RefusalCode
+from dips.core.errors import ConfigError, FatalError, RefusalCode
 from dips.core.ids import Version
 from dips.core.telemetry import CHANGE_KEYS, ChangeLogger, Tape, configure_logging, new_cause, read_tape
 
@@ -127,6 +129,42 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"tape .*/file/t\.jsonl cannot be written: .*; choose another path"):
         Tape(tmp_path / "file" / "t.jsonl", "r", "n", ManualClock())
+
+
+@contextmanager
+def room_for(path: Path, more_bytes: int) -> Iterator[None]:
+    """No file may grow past the tape's size and so many bytes: what a full disk does to it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_ends_who_must_not_lose_events_and_leaves_no_half_line(path: Path) -> None:
+    with Tape(path, "slave", "s-0", ManualClock()) as tape:
+        tape.write("first", "c")
+        with room_for(path, 10), pytest.raises(FatalError, match=r"cannot be written .*: make room on its disk"):
+            tape.write("second", "c")
+        tape.write("third", "c")
+    assert [event["kind"] for event in read_tape(path)] == ["first", "third"]
+
+
+def test_who_may_lose_events_goes_on_says_so_once_and_tells_how_many(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Tape(path, "worker", "a", ManualClock(), may_lose=True) as tape:
+        tape.write("first", "c")
+        with room_for(path, 10):
+            for _ in range(3):
+                tape.write("lost", "c")
+        tape.write("next", "c")
+        tape.write("last", "c")
+    assert [(event["kind"], event.get("lost")) for event in read_tape(path)] == [
+        ("first", None), ("gap", 3), ("next", None), ("last", None),
+    ]  # fmt: skip
+    assert caplog.text.count("make room on its disk; until then its events are lost") == 1
 
 
 def test_a_damaged_tape_is_named_with_its_line(path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from support.slave_bench import (
     BASE,
     FULL,
+    FULL_NOW,
     NEXT,
     R2,
     R3,
@@ -186,6 +187,19 @@ def test_a_load_that_failed_for_another_reason_keeps_the_stream() -> None:
     bench = recovering(BASE)
     bench.command(configure(BASE))
     assert not only(bench.give(events.JobFailed(bench.job(), FULL, (BASE,))), effects.CloseLink)
+
+
+def test_work_of_an_earlier_incarnation_stays_mute_when_it_is_tried_again() -> None:
+    """Found by reading: the second try had another number, and its end was told to the master that never asked."""
+    bench = recovering(BASE)
+    bench.command(configure(BASE))
+    bench.welcome(2, 1)
+    for _ in range(2):
+        out = bench.failed(FULL_NOW)
+        assert only(out, effects.RunLoad), "it is tried again"
+        assert not said(out)
+    assert not said(bench.loaded(BASE))
+    assert said(bench.command(configure(BASE))) == [Ready(V0, BASE.digest)]
 
 
 def test_a_refused_round_still_drops_the_shadow_of_the_one_before(prepared_bench: SlaveBench) -> None:

@@ -128,6 +128,15 @@ def test_memory_is_made_anew_only_after_its_version_is_on_disk(late: SlaveBench)
     assert durable(late) == 1
 
 
+def test_a_master_that_comes_back_with_sync_hears_ready_once_the_version_is_on_disk(late: SlaveBench) -> None:
+    """Found by reading: to a master with "sync" Ready means durable, and this version stood in memory alone."""
+    one_round(late, 1)
+    late.welcome(2, 1, Settings(durability="sync"))
+    assert not said(late.command(configure(version(1))))
+    assert said(saved(late, 1, 1)) == [Ready(Version(1, 1), version(1).digest)]
+    assert durable(late) == 1
+
+
 def test_a_save_of_a_history_that_was_given_up_says_nothing_of_the_new_one(late: SlaveBench) -> None:
     one_round(late, 1)
     late.command(configure(BASE))

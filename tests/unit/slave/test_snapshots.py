@@ -190,6 +190,17 @@ def test_files_that_were_never_written_are_no_problem(tmp_path: Path) -> None:
     assert reopened(tmp_path) == ((), [])
 
 
+def test_a_header_that_is_nested_without_end_is_skipped(tmp_path: Path) -> None:
+    """Found by reading: it ended the start of the slave with a stack trace."""
+    two_versions(tmp_path)
+    with ring_file(tmp_path, 1).open("r+b") as file:
+        file.seek(8)
+        file.write(b"[" * (HEADER_BYTES - 8))
+    infos, problems = reopened(tmp_path)
+    assert [found.version.v for found in infos] == [0]
+    assert any("its header cannot be read" in problem for problem in problems)
+
+
 def test_a_longer_file_is_skipped(tmp_path: Path) -> None:
     two_versions(tmp_path)
     with ring_file(tmp_path, 1).open("ab") as file:
@@ -217,6 +228,7 @@ def test_a_mixture_of_two_versions_is_found_out(tmp_path: Path) -> None:
         lambda text: "[]",
         lambda text: text[:-40],
         lambda text: text.replace("dips-manifest-2", "dips-manifest-9"),
+        lambda text: "[" * 4000,
     ],
 )
 def test_a_damaged_manifest_leaves_a_shadow_and_a_sentence(tmp_path: Path, damage: Callable[[str], str]) -> None:
@@ -553,7 +565,7 @@ def test_a_promise_is_durable_and_never_sinks(tmp_path: Path) -> None:
         assert store.promised_epoch == 5
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"promised_epoch": "5"}', '{"promised_epoch": -1}'])
+@pytest.mark.parametrize("text", ["", "{}", "[]", "[" * 4000, '{"promised_epoch": "5"}', '{"promised_epoch": -1}'])
 def test_a_damaged_promise_is_never_guessed(tmp_path: Path, text: str) -> None:
     open_store(tmp_path).close()
     (tmp_path / "promise.json").write_text(text)
@@ -583,3 +595,13 @@ def test_the_directory_of_an_older_release_is_refused_with_what_to_do(tmp_path: 
     (tmp_path / "v000001-0000000003-r000001-0000000004.safetensors").write_bytes(b"old")
     with pytest.raises(ConfigError, match=r"snapshot of an older release.*another directory"):
         open_store(tmp_path)
+
+
+def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(path: object) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with closing(SnapshotStore(tmp_path, "run", "s0", 3)) as store:
+        monkeypatch.setattr(os, "listdir", unreadable)
+        with pytest.raises(ConfigError, match=r"cannot be read: Permission denied; make it readable"):
+            store.scan()

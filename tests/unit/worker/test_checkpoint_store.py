@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.worker import checkpoint_file
-from dips.worker.checkpoint_file import CheckpointError, RawTensor, read_tensors, write_tensors
+from dips.worker.checkpoint_file import CheckpointError, FileStamp, RawTensor, read_tensors, write_tensors
 from dips.worker.checkpoint_store import CheckpointStore
 from dips.worker.state.push_record import PushRecord
 from dips.worker.state.work import Work
@@ -157,6 +157,14 @@ def test_a_header_that_speaks_of_too_much_allocates_nothing(tmp_path: Path) -> N
     (tmp_path / "x").write_bytes(huge)
     with pytest.raises(CheckpointError, match="its header speaks of"):
         read_tensors(tmp_path / "x", stamp)
+
+
+@pytest.mark.parametrize("header", ["[" * 4000, '{"theta":{"dtype":"F32","shape":[Infinity]}}'])
+def test_a_header_of_any_bytes_is_a_damaged_checkpoint_and_no_other_error(tmp_path: Path, header: str) -> None:
+    """Found by reading: these two ended the new process, where the checkpoint before was whole."""
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(CheckpointError, match="its header cannot be read"):
+        read_tensors(tmp_path / "x", FileStamp(8 + len(header), "0"))
 
 
 # ---- the record of the newest push ----
@@ -306,6 +314,31 @@ def test_a_disk_that_fails_leaves_the_old_ones_and_no_rest(
     assert not list(store.directory.glob(".tmp-*"))
     write(store, 3)
     assert value_of(store) == 3
+
+
+@pytest.mark.parametrize("flushes", range(4))
+def test_a_disk_that_fails_at_any_flush_keeps_no_room(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, flushes: int
+) -> None:
+    """Found by reading: tensors whose manifest found no room stayed until the next process, at full size each."""
+    write(store, 1)
+    before = sorted(path.name for path in store.directory.iterdir())
+    system, done = DyingSystem(-1, power=False), list[int]()
+    flush = system.fsync
+
+    def fsync(handle: int) -> None:
+        if len(done) == flushes:
+            raise OSError(28, "No space left on device")
+        done.append(handle)
+        flush(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(system, "fsync", fsync)
+        patch.setattr(checkpoint_file, "os", system)
+        with pytest.raises(OSError, match="No space left"):
+            write(store, 2)
+    assert sorted(path.name for path in store.directory.iterdir()) == before
+    assert value_of(store) == 1
 
 
 def test_tensors_without_a_manifest_are_cleaned_away(store: CheckpointStore) -> None:

@@ -161,6 +161,25 @@ def test_a_checkpoint_older_than_an_applied_push_is_dropped_by_its_fence(life: L
     assert life.session.pushing.seq == 1, "the written number is not used again"
 
 
+def test_a_checkpoint_older_than_an_undecided_push_never_trains_on_its_data_again(life: LeasedLife) -> None:
+    """Found by reading: Join names ranges of the sealed push as held, and they were trained on again once applied."""
+    life.train(2)
+    old = life.session.saved()
+    life.train(2)
+    life.sent(life.ticket())
+    life.admitted()
+    push = life.session.pushing.open
+    assert push is not None
+    next_life(life, old, push.record).join(push.id)
+    assert life.session.held == (life.span(200, 100_000),)
+    life.answer(AwaitVerdictRequest, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED, push.id)))
+    assert life.session.held == ()
+    assert life.session.take_leased() == []
+    assert list(life.give_back_answered()) == [life.span(400, 100_000)], "0 to 400 are applied"
+    assert life.pulled().mode is InstallMode.REPLACE
+    assert life.session.core.work.tokens == 0
+
+
 def test_a_checkpoint_older_than_an_aborted_push_keeps_its_own_work(life: LeasedLife) -> None:
     life.train(2)
     old = life.session.saved()
@@ -191,6 +210,16 @@ def test_unused_ranges_that_are_not_lent_any_more_are_forgotten(life: LeasedLife
     assert life.session.held == ()
     assert life.session.take_leased() == []
     assert life.session.core.work.pending.tokens == 200
+
+
+def test_what_a_second_join_takes_back_is_not_handed_out(life: LeasedLife) -> None:
+    """Found by reading: a resumed loop that met a restarted master was handed ranges that it held no more."""
+    next_life(life).join()
+    life.epoch = 2
+    life.beat()
+    life.join(kept=())
+    assert life.session.held == ()
+    assert life.session.take_leased() == []
 
 
 @pytest.mark.parametrize("kind", [VerdictKind.APPLIED, VerdictKind.ABORTED])

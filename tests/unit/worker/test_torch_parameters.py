@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dips.core.errors import ConfigError, Refused
-from dips.worker.torch_parameters import TorchParameters
+from dips.worker.torch_parameters import TorchParameters, wait_for
 
 
 class Tied(torch.nn.Module):
@@ -121,6 +121,21 @@ def test_sharded_parameters_are_refused() -> None:
     model.embedding.weight.device_mesh = "a mesh"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="sharded"):
         store(model)
+
+
+def test_copies_are_waited_for_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: a model on another device than the current one was copied without waiting for the copy."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    devices = [torch.device("cuda", 1), torch.device("cuda", 3)]
+    wait_for(devices)
+    assert waited == devices
+    parameters = store(Tied())
+    flat = np.zeros(parameters.layout().n_elems, np.float32)
+    parameters._pinned, parameters._devices = torch.empty(flat.size), set(devices)
+    parameters.snapshot(flat)
+    parameters.install(flat)
+    assert set(waited[2:4]) == set(waited[4:]) == set(devices)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -229,6 +229,19 @@ def test_fenced_while_idle_keeps_training(life: LeasedLife) -> None:
     assert life.call(BeginPushRequest)[1].caller.epoch == 2
 
 
+@pytest.mark.parametrize(("tokens", "fence_moved", "kept"), [(10_000, 0, True), (10_000, 1, False), (0, 0, False)])
+def test_a_master_that_has_not_published_again_yet_leaves_it_to_the_fence(
+    life: LeasedLife, tokens: int, fence_moved: int, kept: bool
+) -> None:
+    """A master that knows no token is of another run, whatever its name and fence."""
+    life.train(2)
+    life.beat(epoch=2)
+    life.epoch, life.published, life.tokens = 2, None, tokens
+    life.fence += fence_moved
+    life.join()
+    assert life.phase is (SessionPhase.TRAINING if kept else SessionPhase.PULLING)
+
+
 def test_rolled_back_after_applied_is_learnt_at_join(life: LeasedLife) -> None:
     life.awaiting()
     applied = life.decide(VerdictKind.APPLIED)
