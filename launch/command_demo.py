@@ -68,6 +68,8 @@ def _tell(result: DemoResult) -> None:
         f"version {name}: {format_count(report['tokens'])} tokens in {format_seconds(report['seconds'])}, "
         f"{report['rounds']} rounds, {report['merged_rounds']} of them merged from two or more clusters",
         f"held-out loss {last:.4f} nats per byte" if last is not None else "held-out loss: not measured",
+        f"verified {report['verify']}: {format_count(sum(report['verified'].values()))} records judged "
+        f"(dips verify {result.directory.path})",
         f"report   {result.directory.report}",
         f"picture  {result.directory.picture}",
         f"logs     {result.directory.log('master').parent}",

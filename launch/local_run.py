@@ -57,7 +57,7 @@ class LocalRun:
         self.directory = directory
         self._clock = clock
         self._tell = tell
-        self._tape = Tape(tape_path(directory.path, LAUNCH_TAPE), "launch", "launch", clock)
+        self._tape = Tape(tape_path(directory.path, LAUNCH_TAPE), "launch", "launch", clock, may_lose=True)
         self.supervisor = Supervisor(clock, self._child_event)
         self._operator: OperatorClient | None = None
         self._next_status_s = 0.0

@@ -132,6 +132,9 @@ def _read_tapes(
         for event in read_tape(path):
             line = _line(event, path)
             records.tapes.add((line.role, line.name))
+            if line.kind == "gap":
+                lost = line.fields.get("lost")
+                records.notes.append(f"the tape of {line.role} {line.name} lost {lost} events: its disk was full")
             if keep is None or keep(line.role, line.kind):
                 records.lines.setdefault(line.role, []).append(line)
 
