@@ -70,6 +70,11 @@ def _full() -> list[Named]:
         found.append(_long(f"pair-{fault.replace('_', '-')}", f"two clusters push once, {fault} once", bounds))
     both = Bounds(clusters=1, faults=_once(*FAULTS[:9]), total_faults=2)
     found.append(_long("two-faults", "one cluster pushes once, any two faults", both))
+    whole = Bounds(
+        pushes=2,
+        faults=_once("lose_call", "late_call", "repeat_word", "kill_master", "kill_slave", "kill_cluster"),
+    )
+    found.append(_long("whole", "two clusters push twice: loss, doubles and a crash of each kind, all together", whole))
     leased = Bounds(slaves=1, leased=True, faults=_once("kill_cluster", "evict_cluster", "lose_call"), total_faults=1)
     found.append(_long("leased-faults", "two clusters push leased data, one fault of theirs", leased))
     return found
