@@ -33,8 +33,11 @@ RUN_WAIT_S = 300.0
 
 CLUSTERS = ("a", "b")
 SLAVES = ("s0", "s1")
-TK_MAX = 80_000
-"""Two clusters push 4 steps of 1000 tokens: ten rounds when both are in each, twenty when each is alone."""
+TK_MAX = 120_000
+"""Two clusters push 4 steps of 1000 tokens: fifteen rounds when both are in each, thirty when each is alone."""
+
+LAST_KILL = 5
+"""Kills at random moments come up to this version, long before the end: a run may be faster than a process's start."""
 
 STOPPED_S = 5.0
 """How long a stopped process stays so: longer than evict_after_beats heartbeats."""
@@ -70,7 +73,8 @@ class KillRun(WholeRun):
     """Use as a context manager, then play()."""
 
     def __init__(self, directory: Path, kills: Sequence[Kill] = (), actions: Mapping[str, str] | None = None) -> None:
-        """actions: what failpoints do besides, by process name, in the language of DIPS_FAILPOINTS; first life only."""
+        """actions: what failpoints do besides, by process name, in the language of DIPS_FAILPOINTS; armed until one
+        has done something."""
         super().__init__(
             directory, len(SLAVES), LEASED, tk_max=TK_MAX, grace_s=0.2, linger_s=60.0, round_timeout_s=5.0,
             evict_after_beats=6, verdict_wait_s=10.0, journal_records=16,
@@ -141,11 +145,15 @@ class KillRun(WholeRun):
         self.lives[name] = self.lives.get(name, 0) + 1
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
         environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests"), environment.get("PYTHONPATH", "")))
-        if self.lives[name] == 1 and name in self._spec:
+        if name in self._spec and not self._fired(name):
             environment["DIPS_FAILPOINTS"] = self._spec[name]
             environment["DIPS_FAILPOINT_LOG"] = str(self.fired_log(name))
         with self._log_path(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(list(command), stdout=log, stderr=log, env=environment)
+
+    def _fired(self, name: str) -> bool:
+        """Whether a failpoint of this process has done its harm; a life that we ended before that was too short."""
+        return self.fired_log(name).exists() and bool(self.fired_log(name).read_text())
 
     def fired_log(self, name: str) -> Path:
         return self.directory / "logs" / f"{name}.failpoints"
@@ -328,8 +336,8 @@ def planned(seed: int) -> list[Kill]:
     return [
         Kill("master", rng.randint(1, 4), ROUND_FAILPOINTS[seed % len(ROUND_FAILPOINTS)]),
         Kill(armed, rng.randint(1, 4), failpoint),
-        Kill(other, rng.randint(1, 8), share=rng.random() * 0.5),
-        Kill(rng.choice(["master", *SLAVES, *CLUSTERS]), rng.randint(1, 8), share=rng.random() * 0.5),
+        Kill(other, rng.randint(1, LAST_KILL), share=rng.random() * 0.5),
+        Kill(rng.choice(["master", *SLAVES, *CLUSTERS]), rng.randint(1, LAST_KILL), share=rng.random() * 0.5),
     ]
 
 
