@@ -42,7 +42,8 @@ def main(arguments: Sequence[str], of_processes: Sequence[str] = OF_PROCESSES) -
         return code
     if names and all(name.startswith(tuple(of_processes)) for name in names):
         say("failed; now once more, alone", names)
-        code = subprocess.call([sys.executable, "-m", "pytest", "--require-passed", *names])
+        wish = ["--faults"] if "--faults" in arguments else []  # without it they would be skipped
+        code = subprocess.call([sys.executable, "-m", "pytest", "--require-passed", *wish, *names])
         say("failed once under load, passed alone" if code == 0 else "failed, and failed again alone", names)
     else:
         say("failed", names)

@@ -19,12 +19,12 @@ def test_it() -> None:
 """
 
 
-def run_all(directory: Path, where: str, test: str) -> subprocess.CompletedProcess[str]:
+def run_all(directory: Path, where: str, test: str, *options: str) -> subprocess.CompletedProcess[str]:
     """The script on a small project with one test file."""
     (directory / "tests" / where).mkdir(parents=True)
     (directory / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (directory / "tests" / where / "test_x.py").write_text(test)
-    command = [sys.executable, str(ROOT / "tests" / "run_all.py"), "-q", "-p", "no:cacheprovider", "tests"]
+    command = [sys.executable, str(ROOT / "tests" / "run_all.py"), "-q", "-p", "no:cacheprovider", *options, "tests"]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=100)
 
 
@@ -32,6 +32,13 @@ def test_what_passes_alone_is_said_to_have_failed_once(tmp_path: Path) -> None:
     done = run_all(tmp_path, "integration", FAILS_ONCE)
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith("failed once under load, passed alone: 1\n  tests/integration/test_x.py::test_it\n")
+
+
+def test_tests_that_need_an_option_get_it_again(tmp_path: Path) -> None:
+    marked = FAILS_ONCE.replace("def test_it", "import pytest\n@pytest.mark.faults\ndef test_it")
+    done = run_all(tmp_path, "faults", marked, "--faults")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.endswith("failed once under load, passed alone: 1\n  tests/faults/test_x.py::test_it\n")
 
 
 def test_what_fails_twice_is_a_failure(tmp_path: Path) -> None:
