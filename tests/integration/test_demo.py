@@ -44,8 +44,8 @@ def test_versions_rounds_and_tokens(report: dict[str, Any]) -> None:
 
 def test_the_model_learns(report: dict[str, Any]) -> None:
     losses = [loss for _, loss in report["heldout_loss"]]
-    assert losses[0] > 5.0  # about ln 256
-    assert losses[-1] < losses[0] - 1
+    assert losses[-1] < 4.5, "who knows nothing has ln 256 = 5.5"
+    assert losses[-1] < losses[0]  # of the first version that was measured, which need not be the seed
     assert [tokens for tokens, _ in report["heldout_loss"]] == sorted(tokens for tokens, _ in report["heldout_loss"])
     assert report["heldout_versions"][-1]["version"] == report["version"]
 
