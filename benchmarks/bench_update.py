@@ -119,7 +119,7 @@ class Bench:
         theta, momentum, staging = self.theta, self.momentum, self.staging
         out_theta, out_momentum = self.outputs
         return lambda part: kernels_numba.outer_step(
-            theta, momentum, staging, slots, weights, 0.5, 0.7, 0.8, 0.8, out_theta, out_momentum, part[0], part[1]
+            theta, momentum, staging, slots, weights, 0.5, 0.7, 0.8, 0.8, 1.0, out_theta, out_momentum, part[0], part[1]
         )
 
     def _gram(self, k: int) -> Callable[[Part], Any]:

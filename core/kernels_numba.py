@@ -61,6 +61,7 @@ def outer_step(
     outer_lr: float,
     decay: float,
     lookahead: float,
+    gradient_weight: float,
     out_theta: F32,
     out_momentum: F32,
     start: int,
@@ -68,7 +69,7 @@ def outer_step(
 ) -> int:
     """As outer_numpy.outer_step, to the bit."""
     check_step(theta, momentum, staging, slots, weights, out_theta, out_momentum, start, stop)
-    scalars = np.array([scale, outer_lr, decay, lookahead], np.float32)
+    scalars = np.array([scale, outer_lr, decay, lookahead, gradient_weight], np.float32)
     return _outer_step(theta, momentum, staging, slots, weights, scalars, out_theta, out_momentum, start, stop)
 
 
@@ -99,7 +100,7 @@ def warm_up() -> None:
     theta, staging = np.zeros(LANES, np.float32), np.zeros((1, LANES), np.float32)
     slots, weights = np.zeros(1, np.int64), np.ones(1, np.float32)
     out_theta, out_momentum = np.zeros_like(theta), np.zeros_like(theta)
-    outer_step(theta, theta, staging, slots, weights, 1.0, 1.0, 0.0, 0.0, out_theta, out_momentum, 0, LANES)
+    outer_step(theta, theta, staging, slots, weights, 1.0, 1.0, 0.0, 0.0, 1.0, out_theta, out_momentum, 0, LANES)
     seed_step(staging, 0, out_theta, out_momentum, 0, LANES)
     gram(theta, staging, slots, 0, LANES)
     land(out_theta, theta)
@@ -145,7 +146,7 @@ def _outer_step(
         while j < len(slots):
             _add_difference(d, weights[j], now, staging[slots[j], base:end])
             j += 1
-        bad += _nesterov(now, momentum[base:end], d, scalars, out_theta[base:end], out_momentum[base:end])
+        bad += _momentum_step(now, momentum[base:end], d, scalars, out_theta[base:end], out_momentum[base:end])
     return bad
 
 
@@ -171,13 +172,13 @@ def _add_four(d: F32, weights: F32, now: F32, x0: F32, x1: F32, x2: F32, x3: F32
 
 
 @_compiled
-def _nesterov(now: F32, momentum: F32, d: F32, scalars: F32, out_theta: F32, out_momentum: F32) -> int:
-    scale, outer_lr, decay, lookahead = scalars[0], scalars[1], scalars[2], scalars[3]
+def _momentum_step(now: F32, momentum: F32, d: F32, scalars: F32, out_theta: F32, out_momentum: F32) -> int:
+    scale, outer_lr, decay, lookahead, gradient_weight = scalars[0], scalars[1], scalars[2], scalars[3], scalars[4]
     bad: Any = np.int32(0)
     for i in range(len(now)):
         g = scale * d[i]
         buf = decay * momentum[i] + g
-        new = now[i] - outer_lr * (g + lookahead * buf)
+        new = now[i] - outer_lr * (gradient_weight * g + lookahead * buf)
         out_momentum[i] = buf
         out_theta[i] = new
         bad += np.int32(buf - buf != np.float32(0)) + np.int32(new - new != np.float32(0))

@@ -35,6 +35,9 @@ class ClusterStatus:
     leased_tokens: int = 0
     note: str = ""
     steps_total: int = 0
+    cosine_usual: float = NAN
+    cosine_rounds: int = 0
+    direction_alarm: bool = False
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ class BlockGram:
 class Measured:
     round: RoundId
     blocks: tuple[BlockGram, ...]
+    directions: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ class Prepare:
     outer_lr: float
     momentum_decay: float
     momentum_lookahead: float
+    gradient_weight: float
 
 
 @dataclass(frozen=True)

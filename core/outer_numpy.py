@@ -38,20 +38,22 @@ def outer_step(
     outer_lr: float,
     decay: float,
     lookahead: float,
+    gradient_weight: float,
     out_theta: F32,
     out_momentum: F32,
     start: int,
     stop: int,
 ) -> int:
-    """PREPARE (docs/algorithm.md; paper 4.1 step 3): one Nesterov step on [start, stop), in float32, in exactly this
-    order.
+    """PREPARE (docs/algorithm.md; paper 4.1 step 3): one step of the outer optimizer on [start, stop), in float32, in
+    exactly this order.
 
         d    = w_0 (theta - x_0);  d = d + w_j (theta - x_j) for j = 1 .. k-1     (consumed-token average)
-        g    = scale d                                                         (scale = rho kappa)
+        g    = scale d                                           (scale = rho kappa, times the optimizer's share)
         buf  = decay momentum + g
-        out  = theta - outer_lr (g + lookahead buf)
+        out  = theta - outer_lr (gradient_weight g + lookahead buf)
 
-    decay = lookahead = mu_o is torch.optim.SGD(nesterov=True); with momentum_scaling = "tokens" they differ.
+    decay = lookahead = mu_o with gradient_weight 1 is torch.optim.SGD(nesterov=True); 1 g is g to the bit. Which
+    optimizer takes which coefficients in which round, the master decides (master/state/outer_optimizer.py).
     The scalars are rounded to float32 first. A momentum of zeros makes the first step the textbook's buf = g.
     out_theta and out_momentum may be theta and momentum themselves. Returns the number of non-finite elements
     written to both outputs. Raises ValueError for arguments that do not fit.
@@ -65,7 +67,7 @@ def outer_step(
             d = d + weight * (now - staging[slot, part])
         g = np.float32(scale) * d
         buf = np.float32(decay) * momentum[part] + g
-        new = now - np.float32(outer_lr) * (g + np.float32(lookahead) * buf)
+        new = now - np.float32(outer_lr) * (np.float32(gradient_weight) * g + np.float32(lookahead) * buf)
     out_theta[part] = new
     out_momentum[part] = buf
     return _count_nonfinite(new) + _count_nonfinite(buf)

@@ -3,13 +3,15 @@
 Everything in it was measured or recorded: counts come from the master's last status, losses from the
 tapes, faults from the launcher that made them. Tokens are counts, `seconds`, `when` and `back_when` are
 seconds since the run began, losses are nats per byte, `measured_speed` is tokens a second of computing
-alone.
+alone. `last_norm`, `last_z` and `last_cosine` are those of a cluster's last judged push, `cosine_usual` is the median
+of its last ones, `cosine_rounds` how many were known (docs/algorithm.md); null where not known.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -129,7 +131,17 @@ def _cluster(cluster: ClusterStatus, outcome: Outcome) -> dict[str, Any]:
         "steps": cluster.steps_total,
         "measured_speed": outcome.speeds.get(cluster.cluster_id, 0.0),
         "speed_gap": outcome.gaps.get(cluster.cluster_id, 0.0),
+        "last_norm": _known(cluster.last_norm),
+        "last_z": _known(cluster.last_z),
+        "last_cosine": _known(cluster.last_cosine),
+        "cosine_usual": _known(cluster.cosine_usual),
+        "cosine_rounds": cluster.cosine_rounds,
+        "direction_alarm": cluster.direction_alarm,
     }
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _fault(fault: Fault) -> dict[str, Any]:

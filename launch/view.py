@@ -52,7 +52,11 @@ def status_view(status: StatusReply, width_is_narrow: bool = False) -> Renderabl
         parts.append(Text(recovery_sentence(status), style="bold magenta"))
     if status.waiting_for:
         parts.append(Text(waiting_sentence(status), style="bold yellow"))
+    if alarm := direction_sentence(status):
+        parts.append(Text(alarm, style="bold red"))
     parts.append(cluster_table(status.clusters))
+    if any(math.isfinite(cluster.last_norm) for cluster in status.clusters):
+        parts.append(push_table(status.clusters))
     parts.append(slave_table(status.slaves, writes_later=_writes_later(status)))
     if status.recent_rounds and not width_is_narrow:
         parts.append(round_table(status.recent_rounds[-_RECENT_ROUNDS:]))
@@ -81,6 +85,12 @@ def waiting_sentence(status: StatusReply) -> str:
 def recovery_sentence(status: StatusReply) -> str:
     """How committed state is being restored, in the master's words; empty when none has to be."""
     return f"recovering: {status.recovery}" if status.recovery else ""
+
+
+def direction_sentence(status: StatusReply) -> str:
+    """Whose pushes do not point where the others' do; empty when no direction alarm stands."""
+    names = ", ".join(cluster.cluster_id for cluster in status.clusters if cluster.direction_alarm)
+    return f"direction alarm: {names} (its pushes are merged all the same: look at its usual cosine)" if names else ""
 
 
 def _writes_later(status: StatusReply) -> bool:
@@ -143,6 +153,23 @@ def _verdict(cluster: ClusterStatus) -> Text:
     return text
 
 
+def push_table(clusters: Sequence[ClusterStatus]) -> Table:
+    """What the last judged push of each cluster measured, and the median of its last cosines with the others' way."""
+    columns = ("cluster", "norm", "z-score", "cosine", "usual cosine", "of", "direction")
+    table = _table("last judged pushes", columns, right=set(columns[1:6]))
+    for cluster in clusters:
+        table.add_row(
+            Text(cluster.cluster_id, style="bold" if cluster.alive else "dim"),
+            number(cluster.last_norm, 3),
+            number(cluster.last_z, 2),
+            number(cluster.last_cosine, 2),
+            number(cluster.cosine_usual, 2),
+            f"{cluster.cosine_rounds} pushes",
+            Text("ALARM", style="bold red") if cluster.direction_alarm else "-",
+        )
+    return table
+
+
 def slave_table(slaves: Sequence[SlaveStatus], writes_later: bool = False) -> Table:
     """The slaves; with `writes_later` also the newest version on each one's disk."""
     on_disk = ("on disk",) if writes_later else ()
@@ -196,7 +223,8 @@ def plain_line(status: StatusReply) -> str:
         f"version {status.published or '-'}{_on_disk(status)} tokens {format_count(status.tokens)}{_of_goal(status)} "
         f"{rounds_sentence(status)} phase {status.phase}"
     )
-    return " | ".join(part for part in (run, clusters, recovery_sentence(status), waiting_sentence(status)) if part)
+    why = (direction_sentence(status), recovery_sentence(status), waiting_sentence(status))
+    return " | ".join(part for part in (run, clusters, *why) if part)
 
 
 def _plain_cluster(cluster: ClusterStatus) -> str:

@@ -20,15 +20,18 @@ from dips.core.ids import check_name
 from dips.core.messages import Settings
 from dips.core.net import parse_address, require_loopback
 from dips.core.units import Bytes, Count, Seconds
-from dips.master.state.penalty_config import PenaltyConfig, dynamic_local_steps_of
+from dips.master.state.penalty_config import OUTER_LR, PenaltyConfig, dynamic_local_steps_of
 from dips.master.state.run_config import RunConfig
 
 PENALTY_KNOBS = (
+    "outer_optimizer",
+    "delay_rounds",
     "outer_momentum",
     "clip_norm",
     "clip_scope",
     "participation_scaling",
     "momentum_scaling",
+    "detector",
     "beta",
     "alpha",
     "warm_up_pushes",
@@ -108,18 +111,29 @@ class MasterConfig(Knobs):
     preset: str = Field(
         "safe", description="How pushes are judged and merged: safe, dynamic, paper, paper-literal or edit"
     )
-    outer_lr: float = Field(0.7, gt=0, le=10, description="Learning rate of the outer step")
-    outer_momentum: float | None = Field(None, description="Nesterov momentum of the outer step (0.8)")
+    outer_optimizer: str = Field(
+        "nesterov", description="How merges move the model: nesterov, heavy-ball, delayed-nesterov or averaging"
+    )
+    delay_rounds: int | None = Field(
+        None, description="With delayed-nesterov: rounds between two steps of the momentum (4)"
+    )
+    outer_lr: float | None = Field(None, gt=0, le=10, description="Learning rate of the outer step (0.7; averaging: 1)")
+    outer_momentum: float | None = Field(None, description="Momentum of the outer step (0.8; averaging: 0)")
     clip_norm: float | None = Field(
         None, allow_inf_nan=True, description="Bound of the merged update's norm; inf: none (1.0; edit: 10)"
     )
     clip_scope: str | None = Field(None, description="global, or auto: the median of recent norms")
     participation_scaling: bool | None = Field(
         None,
-        description="Scale a partial round by its share of tokens (yes; paper presets, edit: no)",
+        description="Scale a partial round by its share of tokens (yes; paper presets, edit and delayed-nesterov: no)",
     )
     momentum_scaling: str | None = Field(
         None, description="off, or tokens: the momentum decays with a round's share of tokens (off)"
+    )
+    detector: str | None = Field(
+        None,
+        description="What finds bad pushes: score, literal, edit, or off for nothing but what cannot be merged "
+        "(as the preset says)",
     )
     beta: float | None = Field(None, description="Threshold factor of the penalty (3)")
     alpha: float | None = Field(None, description="Smallest factor of the penalty's averages (0.02)")
@@ -194,7 +208,7 @@ class MasterConfig(Knobs):
             window_chunks=self.window_chunks,
             max_staleness_versions=self.s_max,
             tk_max_tokens=self.tk_max,
-            outer_lr=self.outer_lr,
+            outer_lr=OUTER_LR[self.outer_optimizer] if self.outer_lr is None else self.outer_lr,
             outer_momentum=penalty.outer_momentum,
             preset=self.preset,
             durability=self.durability,

@@ -56,7 +56,7 @@ class OperatorReply(_message.Message):
     def __init__(self, sentence: _Optional[str] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("cluster_id", "incarnation", "alive", "phase", "beat_age_s", "steps", "tokens_per_s", "steps_per_s", "loss", "base", "tokens_applied", "pushes_applied", "pushes_excluded", "pushes_aborted", "incarnations", "last_verdict", "last_reason", "local_steps", "last_norm", "last_z", "last_cosine", "quarantined", "leased_tokens", "note", "steps_total")
+    __slots__ = ("cluster_id", "incarnation", "alive", "phase", "beat_age_s", "steps", "tokens_per_s", "steps_per_s", "loss", "base", "tokens_applied", "pushes_applied", "pushes_excluded", "pushes_aborted", "incarnations", "last_verdict", "last_reason", "local_steps", "last_norm", "last_z", "last_cosine", "quarantined", "leased_tokens", "note", "steps_total", "cosine_usual", "cosine_rounds", "direction_alarm")
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,9 @@ class ClusterStatus(_message.Message):
     LEASED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    COSINE_USUAL_FIELD_NUMBER: _ClassVar[int]
+    COSINE_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DIRECTION_ALARM_FIELD_NUMBER: _ClassVar[int]
     cluster_id: str
     incarnation: _common_pb2.Incarnation
     alive: bool
@@ -107,7 +110,10 @@ class ClusterStatus(_message.Message):
     leased_tokens: int
     note: str
     steps_total: int
-    def __init__(self, cluster_id: _Optional[str] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., beat_age_s: _Optional[float] = ..., steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens_applied: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_excluded: _Optional[int] = ..., pushes_aborted: _Optional[int] = ..., incarnations: _Optional[int] = ..., last_verdict: _Optional[str] = ..., last_reason: _Optional[str] = ..., local_steps: _Optional[int] = ..., last_norm: _Optional[float] = ..., last_z: _Optional[float] = ..., last_cosine: _Optional[float] = ..., quarantined: _Optional[bool] = ..., leased_tokens: _Optional[int] = ..., note: _Optional[str] = ..., steps_total: _Optional[int] = ...) -> None: ...
+    cosine_usual: float
+    cosine_rounds: int
+    direction_alarm: bool
+    def __init__(self, cluster_id: _Optional[str] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., beat_age_s: _Optional[float] = ..., steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens_applied: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_excluded: _Optional[int] = ..., pushes_aborted: _Optional[int] = ..., incarnations: _Optional[int] = ..., last_verdict: _Optional[str] = ..., last_reason: _Optional[str] = ..., local_steps: _Optional[int] = ..., last_norm: _Optional[float] = ..., last_z: _Optional[float] = ..., last_cosine: _Optional[float] = ..., quarantined: _Optional[bool] = ..., leased_tokens: _Optional[int] = ..., note: _Optional[str] = ..., steps_total: _Optional[int] = ..., cosine_usual: _Optional[float] = ..., cosine_rounds: _Optional[int] = ..., direction_alarm: _Optional[bool] = ...) -> None: ...
 
 class SlaveStatus(_message.Message):
     __slots__ = ("slave_id", "incarnation", "alive", "phase", "beat_age_s", "data_endpoint", "version", "staging_bytes", "served_bytes", "refused_chunks", "resident_bytes", "incarnations", "durable")

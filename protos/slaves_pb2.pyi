@@ -136,12 +136,14 @@ class BlockGram(_message.Message):
     def __init__(self, block: _Optional[int] = ..., gram: _Optional[_Iterable[float]] = ..., nonfinite_elems: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Measured(_message.Message):
-    __slots__ = ("round", "blocks")
+    __slots__ = ("round", "blocks", "directions")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DIRECTIONS_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     blocks: _containers.RepeatedCompositeFieldContainer[BlockGram]
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockGram, _Mapping]]] = ...) -> None: ...
+    directions: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockGram, _Mapping]]] = ..., directions: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Prepared(_message.Message):
     __slots__ = ("round", "digest")
@@ -304,7 +306,7 @@ class Measure(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., participants: _Optional[_Iterable[_Union[StagedPush, _Mapping]]] = ...) -> None: ...
 
 class Prepare(_message.Message):
-    __slots__ = ("round", "from_version", "to_version", "accepted", "weights", "scale", "outer_lr", "momentum_decay", "momentum_lookahead")
+    __slots__ = ("round", "from_version", "to_version", "accepted", "weights", "scale", "outer_lr", "momentum_decay", "momentum_lookahead", "gradient_weight")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     FROM_VERSION_FIELD_NUMBER: _ClassVar[int]
     TO_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +316,7 @@ class Prepare(_message.Message):
     OUTER_LR_FIELD_NUMBER: _ClassVar[int]
     MOMENTUM_DECAY_FIELD_NUMBER: _ClassVar[int]
     MOMENTUM_LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     from_version: _common_pb2.Version
     to_version: _common_pb2.Version
@@ -323,7 +326,8 @@ class Prepare(_message.Message):
     outer_lr: float
     momentum_decay: float
     momentum_lookahead: float
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., from_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., to_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., accepted: _Optional[_Iterable[_Union[StagedPush, _Mapping]]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., outer_lr: _Optional[float] = ..., momentum_decay: _Optional[float] = ..., momentum_lookahead: _Optional[float] = ...) -> None: ...
+    gradient_weight: float
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., from_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., to_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., accepted: _Optional[_Iterable[_Union[StagedPush, _Mapping]]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., outer_lr: _Optional[float] = ..., momentum_decay: _Optional[float] = ..., momentum_lookahead: _Optional[float] = ..., gradient_weight: _Optional[float] = ...) -> None: ...
 
 class AbortRound(_message.Message):
     __slots__ = ("round", "reason")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dips.core.errors import ConfigError
+from dips.sim.arithmetic import ClusterModel
 from dips.sim.content import Model
 from dips.worker.state.events import PushNotRecorded, PushRecorded
 from dips.worker.state.push_record import PushRecord
@@ -19,6 +20,7 @@ from dips.worker.state.session import Session
 if TYPE_CHECKING:
     from dips.sim.cluster_host import ClusterHost
 
+SYMBOLS_ONLY = "a plan with checkpoints has symbols (Plan)"
 EVERY_S = 3.0
 RETRY_S = 0.5
 
@@ -48,11 +50,12 @@ class Checkpoints:
         self._writing = False
         self._due_s = self._cluster.kernel.now_s + EVERY_S
 
-    def resume(self, session: Session, model: Model) -> None:
+    def resume(self, session: Session, model: ClusterModel) -> None:
         """Put what was saved into a session that has not begun."""
         cluster, disk = self._cluster, self._cluster.checkpoint_disk
         if not cluster.world.plan.checkpoints or disk.model is None:
             return
+        assert isinstance(model, Model), SYMBOLS_ONLY
         saved = SavedSession.from_json(json.loads(disk.session_json))
         newest = push_from_json(json.loads(disk.push_json)) if disk.push_json else None
         try:
@@ -67,7 +70,7 @@ class Checkpoints:
         fields = {"seq": saved.seq, "base": str(saved.base), "fence": saved.base_fence, "push": push}
         cluster.world.tape("worker", cluster, "resumed", "-", fields | {"incarnation": str(saved.incarnation)})
 
-    def take_if_due(self, session: Session, model: Model) -> None:
+    def take_if_due(self, session: Session, model: ClusterModel) -> None:
         """Between two steps."""
         cluster = self._cluster
         if not cluster.world.plan.checkpoints or self._writing or cluster.kernel.now_s < self._due_s:
@@ -75,6 +78,7 @@ class Checkpoints:
         saved = session.saved()
         if saved is None:
             return
+        assert isinstance(model, Model), SYMBOLS_ONLY
         self._writing, self._due_s = True, cluster.kernel.now_s + EVERY_S
         text = json.dumps(saved.to_json())
         cluster.kernel.after(self._write_s(), cluster, self._written, text, replace(model), saved)

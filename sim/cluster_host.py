@@ -1,7 +1,7 @@
 """A training cluster's process around the real Session: it steps, borrows data, pushes and pulls.
 
 Does what dips.worker.driver, heartbeat and transfers do, on virtual time: events wait while a step is made, and are
-handled between steps. Parameters are content (dips.sim.content), not numbers.
+handled between steps. What parameters are is the run's arithmetic's affair (dips.sim.arithmetic).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from dips.core.errors import DipsError, Refused, RemoteProtocolError
 from dips.core.ids import Incarnation
 from dips.core.messages import DataMode, DataRange, HeartbeatReply, HeartbeatRequest
+from dips.sim.arithmetic import ClusterModel
 from dips.sim.calls import Asked
 from dips.sim.checkpoints import CheckpointDisk, Checkpoints
-from dips.sim.content import CLEAN, KIND_NAMES, Model, Pulled, Trained, mixed
+from dips.sim.content import CLEAN, KIND_NAMES
 from dips.sim.kernel import Process
 from dips.sim.transfer_host import Carrier, PullCarrier, PushCarrier
 from dips.worker.state import effects, events
-from dips.worker.state.effects import InstallMode
 from dips.worker.state.refusals import Remedy, remedy_for
 from dips.worker.state.session import Session
 from dips.worker.transfer import Transfer, TransferSettings
@@ -38,11 +38,16 @@ class ClusterHost(Process):
         self.world = world
         self.step_s = step_s
         self.session: Session | None = None
-        self.model = Model(Trained(mixed("initial", name)))
+        self.model: ClusterModel
         self.finished: effects.Finished | None = None
         self.next_push_kind = CLEAN
+        self.steps = 0
+        self.trained_s = 0.0
+        """Virtual time in which it made its steps."""
+
         self._queue: deque[events.Event] = deque()
         self._stepping = False
+        self._stepping_since_s = 0.0
         self._waking_s = -1.0
         self._batch: tuple[DataRange, ...] = ()
         self._carriers: dict[int, Carrier] = {}
@@ -56,7 +61,7 @@ class ClusterHost(Process):
     def boot(self) -> None:
         self.begin_life()
         self.session = Session(self.world.plan.session_config(self.name))
-        self.model = Model(Trained(mixed("initial", self.name, self.life)))
+        self.model = self.world.plan.arithmetic.model(self.name, self.life, self.world.plan.layout)
         self.finished = None
         self._checkpoints.begin_life()
         self._queue.clear()
@@ -102,25 +107,26 @@ class ClusterHost(Process):
         if session.must_wait(now_s) or not self._has_data():
             self._wake(min(now_s + LONGEST_WAIT_S, max(session.next_deadline_s(), now_s)))
         else:
-            self._stepping, self._batch = True, self._next_batch(session)
-            self.kernel.after(self.kernel.rng.uniform(0.9, 1.1) * self.step_s, self, self._stepped)
+            self._step()
 
     def _has_data(self) -> bool:
-        """Leased mode: borrow when nothing is left to train on."""
-        session = self.session
+        """Leased mode: borrow when too little is left to train on."""
+        session, plan = self.session, self.world.plan
         assert session is not None, "asked only while it lives"
-        if self.world.plan.data.mode is DataMode.OWN or session.held:
+        if plan.data.mode is DataMode.OWN:
             return True
-        self._handle(events.LeaseWanted(self.world.plan.tokens_per_step * 2))
+        if sum(item.tokens for item in session.held) >= plan.least_held_tokens:
+            return True
+        self._handle(events.LeaseWanted(plan.lease_tokens(session.core.terms.local_steps)))
         return False
 
-    def _next_batch(self, session: Session) -> tuple[DataRange, ...]:
-        """The next step's tokens, all of one range of what is held; none with data of its own."""
-        if not session.held:
-            return ()
-        item = session.held[0]
-        end = min(item.end_tokens, item.begin_tokens + self.world.plan.tokens_per_step)
-        return (DataRange(item.lease_id, item.pass_index, item.chunk, item.begin_tokens, end),)
+    def _step(self) -> None:
+        """Begin the next inner step; what arrives meanwhile waits for its end."""
+        session, plan = self.session, self.world.plan
+        assert session is not None, "asked only while it lives"
+        self._stepping, self._batch, self._stepping_since_s = True, plan.batch_of(session.held), self.kernel.now_s
+        took_s = self.kernel.rng.uniform(1 - plan.step_jitter, 1 + plan.step_jitter) * self.step_s
+        self.kernel.after(took_s, self, self._stepped, took_s)
 
     def _wake(self, at_s: float) -> None:
         if at_s < self._waking_s or self._waking_s <= self.kernel.now_s:
@@ -133,15 +139,26 @@ class ClusterHost(Process):
             self._handle(events.Tick())
             self._settle()
 
-    def _stepped(self) -> None:
+    def _stepped(self, took_s: float) -> None:
         self._stepping = False
         if self.session is None:
             return
         ranges, self._batch = self._batch, ()
         tokens = sum(item.tokens for item in ranges) if ranges else self.world.plan.tokens_per_step
-        self.model.train(self.name)
-        self._handle(events.Stepped(tokens, ranges, 2.0))
+        loss = self.model.step(self.name, ranges, self._progress_tokens(self.session))
+        self.steps, self.trained_s = self.steps + 1, self.trained_s + took_s
+        self._handle(events.Stepped(tokens, ranges, loss))
         self._settle()
+
+    @property
+    def trained_until_now_s(self) -> float:
+        """trained_s, and what the step under way has taken so far."""
+        return self.trained_s + (self.kernel.now_s - self._stepping_since_s if self._stepping else 0.0)
+
+    @staticmethod
+    def _progress_tokens(session: Session) -> int:
+        """As dips.worker.driver.Driver.progress."""
+        return session.core.terms.tokens + session.core.work.tokens
 
     @property
     def next_seq(self) -> int:
@@ -171,9 +188,9 @@ class ClusterHost(Process):
             case effects.Snapshot():
                 self._snapshot()
             case effects.CopyBase():
-                self.model.push = self.model.base
+                self.model.copy_base()
             case effects.Install():
-                self._install(effect)
+                self.model.install(self.name, effect.mode, effect.reset_inner)
             case effects.PersistPush(record):
                 self._checkpoints.record_push(record)
             case effects.StartPush():
@@ -213,22 +230,12 @@ class ClusterHost(Process):
 
     def _snapshot(self) -> None:
         kind, self.next_push_kind = self.next_push_kind, CLEAN
-        if kind != CLEAN and self.model.base is not None:
-            self.model.train(self.name, kind)
+        if self.model.snapshot(self.name, kind):
             self.world.fired(KIND_NAMES[kind])
-        self.model.push = self.model.live
-
-    def _install(self, effect: effects.Install) -> None:
-        self.model.base = self.model.pulled
-        assert self.model.pulled is not None, "installed only what was pulled"
-        self.model.live = self.model.pulled
-        if effect.mode is not InstallMode.REPLACE:
-            self.model.train(self.name)
 
     def _start_push(self, effect: effects.StartPush) -> None:
-        session, vector = self.session, self.model.push
+        session, vector = self.session, self.model.sent()
         assert session is not None, "it decided this just now"
-        assert vector is not None, "a snapshot was taken before"
         settings = session.core.terms.settings
         self.world.checks.pushing(effect.push, vector)
         self._carriers[effect.transfer_id] = carrier = PushCarrier(
@@ -259,7 +266,7 @@ class ClusterHost(Process):
             self.deliver(events.PullFailed(effect.transfer_id, result.failure, result.corrupt))
             return
         self.world.checks.pulled(self.name, effect.grant.version, result)
-        self.model.pulled = Pulled(result)
+        self.model.fetched(result)
         self.deliver(events.Pulled(effect.transfer_id, 0.1))
 
     def _limits(self, chunk_bytes: int, window_chunks: int) -> TransferSettings:

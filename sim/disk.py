@@ -14,8 +14,6 @@ from io import BytesIO
 from random import Random
 from typing import BinaryIO, NoReturn
 
-CAPACITY_BYTES = 1 << 30
-
 
 class PowerLossError(Exception):
     """The process died within a step of its disk."""
@@ -70,8 +68,9 @@ class SlaveDisk:
     syncs. dies_in: so many steps from now the power fails; 0: not planned.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, capacity_bytes: int = 1 << 30) -> None:
         self._name = name
+        self._capacity_bytes = capacity_bytes
         self._names: dict[str, _File] = {}
         self._durable_names: dict[str, _File] = {}
         self._history: list[dict[str, _File]] = []
@@ -100,7 +99,7 @@ class SlaveDisk:
         return 0 if file is not None and len(file.data) == n_bytes else n_bytes
 
     def free_bytes(self) -> int:
-        return CAPACITY_BYTES
+        return self._capacity_bytes
 
     def allocate(self, name: str, n_bytes: int) -> None:
         self._step()
@@ -112,13 +111,15 @@ class SlaveDisk:
         file.data = file.durable = file.data[:n_bytes].ljust(n_bytes, b"\0")
 
     def overwrite(self, name: str, parts: Sequence[memoryview]) -> None:
-        file = self._names[name]
-        at = 0
-        for part in parts:
-            self._step()
-            self._may_fail_to_write()
-            file.data = file.data[:at] + bytes(part) + file.data[at + len(part) :]
-            at += len(part)
+        file, written = self._names[name], list[bytes]()
+        try:
+            for part in parts:
+                self._step()
+                self._may_fail_to_write()
+                written.append(bytes(part))
+        finally:
+            new = b"".join(written)
+            file.data = new + file.data[len(new) :]
 
     def create(self, name: str, data: bytes) -> None:
         self._step()

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from dips.sim.kernel import Action, Kernel, Process
+from dips.sim.links import Links
 
 KEEPALIVE_S = 20.0
 """How long a stream may be silent one way before both ends give it up (core/grpc_refusal.py: ten seconds to ask, ten to
@@ -39,11 +40,12 @@ class Weather:
 
 @dataclass
 class Network:
-    """`fired` counts what the weather really did."""
+    """`fired` counts what the weather really did. links: what limits datagrams that have a size; None: nothing."""
 
     kernel: Kernel
     fired: Callable[[str], None]
     weather: Weather = field(default_factory=Weather)
+    links: Links | None = None
     cut: set[tuple[str, str]] = field(default_factory=set)
     slow: dict[tuple[str, str], float] = field(default_factory=dict)
     streams: list[Stream] = field(default_factory=list)
@@ -73,8 +75,13 @@ class Network:
 
     # ---- datagrams ----
 
-    def datagram(self, source: str, target: str, process: Process | None, action: Action, *args: Any) -> None:
-        """Perhaps do `action` at the other side, perhaps twice; `process` bounds it to one life."""
+    def datagram(
+        self, source: str, target: str, process: Process | None, action: Action, *args: Any, size_bytes: int = 0
+    ) -> None:
+        """Perhaps do `action` at the other side, perhaps twice; `process` bounds it to one life.
+
+        size_bytes: what it takes up of the links' rates; 0 for one that is too small to matter.
+        """
         if self.is_cut(source, target):
             return
         rng, weather = self.kernel.rng, self.weather
@@ -90,7 +97,10 @@ class Network:
             if weather.late and rng.random() < weather.late:
                 self.fired("reordered_chunks")
                 delay_s += rng.random() * weather.late_s
-            self.kernel.after(delay_s, process, action, *args)
+            if self.links is not None and size_bytes:
+                self.links.carry(source, target, size_bytes, delay_s, process, action, *args)
+            else:
+                self.kernel.after(delay_s, process, action, *args)
 
     def damages(self) -> bool:
         """Whether the chunk in hand arrives with a flipped bit."""

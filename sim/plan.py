@@ -1,18 +1,23 @@
-"""What one seed chooses before anything happens: how many of everything, and every knob (BUGGIFY: none keeps its
-default where a default could hide something).
+"""What one run is made of: how many of everything, and every knob. A seed chooses them all (BUGGIFY: none keeps its
+default where a default could hide something); a comparison of methods gives its own (dips.sim.compare.setup).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 from dips.core.ids import ClusterId
 from dips.core.layout import Layout, Parameter
-from dips.core.messages import DataMode, DataPlan, Settings
+from dips.core.messages import DataMode, DataPlan, DataRange, Settings
 from dips.master.state.penalty_config import PenaltyConfig
 from dips.master.state.run_config import RunConfig
+from dips.sim.arithmetic import Arithmetic
+from dips.sim.content import SYMBOLS
+from dips.sim.links import LinkPlan
 from dips.worker.state.terms import SessionConfig
+from dips.worker.trainer.rows import take_rows
 
 RUN_ID = "sim"
 
@@ -21,10 +26,13 @@ CHUNK_BYTES = 1024
 
 MAX_CLUSTERS = 6
 
+MIXED_CHUNKS_PER_ROW = 2
+"""As in dips.worker.trainer.train, which the simulator cannot import: it trains with torch."""
+
 
 @dataclass(frozen=True)
 class Plan:
-    """One run's settings, all chosen by its seed. Times in seconds."""
+    """One run's settings. Times in seconds."""
 
     clusters: tuple[str, ...]
     slaves: tuple[str, ...]
@@ -49,6 +57,54 @@ class Plan:
     n_faults: int
     checkpoints: bool
     snapshots_kept: int
+    arithmetic: Arithmetic = SYMBOLS
+    batch_rows: int = 0
+    """Rows of a step, cut from what is held as the trainer does it; 0: a step is one piece of one range."""
+
+    sequence_tokens: int = 0
+    """The most tokens of a row."""
+
+    step_jitter: float = 0.1
+    """A step takes between 1 - step_jitter and 1 + step_jitter of its time."""
+
+    declared: bool = False
+    """Whether clusters declare their rates when they join."""
+
+    retry_max_s: float = 2.0
+    slave_memory_bytes: int = 1 << 20
+    max_chunk_bytes: int = 1 << 16
+    disk_bytes: int = 1 << 30
+    """Of each slave."""
+
+    links: LinkPlan | None = None
+    """What limits the data flow; None: nothing but the delay."""
+
+    max_events: int = 400_000
+    """After so many something goes round in circles."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoints and not self.arithmetic.remembers:
+            raise ValueError("checkpoints are of symbols: a run that trains numbers has none")
+
+    @property
+    def least_held_tokens(self) -> int:
+        """With fewer a cluster borrows before its next step."""
+        return self.tokens_per_step if self.batch_rows else 1
+
+    def lease_tokens(self, local_steps: int) -> int:
+        """What a cluster asks for then; with rows as dips.worker.trainer.train does."""
+        if not self.batch_rows:
+            return self.tokens_per_step * 2
+        return max(local_steps * self.tokens_per_step, MIXED_CHUNKS_PER_ROW * self.batch_rows * self.data.chunk_tokens)
+
+    def batch_of(self, held: Sequence[DataRange]) -> tuple[DataRange, ...]:
+        """The next step's tokens out of what is held; none with data of its own."""
+        if not held:
+            return ()
+        if self.batch_rows:
+            return take_rows(list(held), self.batch_rows, self.sequence_tokens)
+        item = held[0]
+        return (replace(item, end_tokens=min(item.end_tokens, item.begin_tokens + self.tokens_per_step)),)
 
     @property
     def durability(self) -> str:
@@ -60,13 +116,16 @@ class Plan:
             self.layout,
             self.data,
             run_id=run_id,
-            declared_tokens_per_s=0.0,
+            declared_tokens_per_s=self.tokens_per_step / self._step_s_of(name) if self.declared else 0.0,
             connect_wait_s=1e6,
             call_deadline_s=self.call_deadline_s,
-            retry_max_s=2.0,
+            retry_max_s=self.retry_max_s,
             leave_wait_s=self.leave_wait_s,
             durable_pushes=self.checkpoints,
         )
+
+    def _step_s_of(self, name: str) -> float:
+        return self.step_s[self.clusters.index(name)]
 
 
 def make_plan(rng: Random, durability: str | None = None) -> Plan:

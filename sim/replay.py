@@ -28,7 +28,7 @@ from dips.sim.verify_records import RunRecords
 
 F32 = NDArray[np.float32]
 
-FORMAT = "dips-round-1"
+FORMAT = "dips-round-2"
 FOLDER = "pushes"
 
 
@@ -177,11 +177,12 @@ def _step(folder: Path, recorded: Mapping[str, Any], before: _State | None) -> _
         return _State(theta, momentum)
     weights = np.asarray([item["weight"] for item in recorded["accepted"]], np.float32)
     slots = np.arange(len(rows), dtype=np.int64)
-    names = ("scale", "outer_lr", "momentum_decay", "momentum_lookahead")
-    scale, outer_lr, decay, lookahead = (float(recorded[name]) for name in names)
+    names = ("scale", "outer_lr", "momentum_decay", "momentum_lookahead", "gradient_weight")
+    scale, outer_lr, decay, lookahead, gradient_weight = (float(recorded[name]) for name in names)
     outer_numpy.outer_step(
-        before.theta, before.momentum, rows, slots, weights, scale, outer_lr, decay, lookahead, theta, momentum, 0, n
-    )
+        before.theta, before.momentum, rows, slots, weights, scale, outer_lr, decay, lookahead, gradient_weight,
+        theta, momentum, 0, n,
+    )  # fmt: skip
     return _State(theta, momentum)
 
 

@@ -1,7 +1,7 @@
 """A simulated slave's memory: the versions that can be read, the shadow, and the open stagings.
 
-Mirrors dips.slave.memory and dips.slave.data_port chunk by chunk, with content in place of bytes; which chunk is wanted
-is decided by the slave's own tables (dips.slave.state.staging).
+Mirrors dips.slave.memory and dips.slave.data_port chunk by chunk, with the run's arithmetic (dips.sim.arithmetic) in
+place of bytes; which chunk is wanted is decided by the slave's own tables (dips.slave.state.staging).
 """
 
 from __future__ import annotations
@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from dips.core.chunks import chunks_of, shard_digest
 from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.layout import Block
 from dips.core.messages import BlockGram, Prepare, Refusal, SnapshotInfo
-from dips.sim.content import checksum_of, gram_of, key_of, outer_step
-from dips.slave.memory import F32
+from dips.sim.arithmetic import Arithmetic, Part, Value
 from dips.slave.state.effects import OpenSlot
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, StagingTable, find_version
@@ -29,28 +25,19 @@ class Shard:
     """One version of this slave's chunks, in (block, offset) order."""
 
     info: SnapshotInfo
-    theta: tuple[int, ...]
-    momentum: tuple[int, ...]
-
-
-def to_array(values: Sequence[int]) -> F32:
-    """Content as the snapshot's files hold it: each number's 64 bits in the place of two float32."""
-    return np.array(values, dtype="<u8").view(np.float32)
-
-
-def to_values(array: F32) -> tuple[int, ...]:
-    """The inverse of to_array."""
-    return tuple(int(value) for value in array.view("<u8"))
+    theta: Part
+    momentum: Part
 
 
 @dataclass
 class ShardMemory:
-    """What one Configure made. rows: for each staging slot, the content of each chunk that landed."""
+    """What one Configure made."""
 
     blocks: Sequence[Block]
     chunk_bytes: int
     n_slots: int
     n_buffers: int
+    arithmetic: Arithmetic
     current: Shard | None = None
     previous: Shard | None = None
     shadow: Shard | None = None
@@ -58,39 +45,26 @@ class ShardMemory:
     readable: dict[Version, Shard] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.keys = [key_of(chunk) for chunk in chunks_of(self.blocks, self.chunk_bytes)]
         self.map = ShardMap(self.blocks, self.chunk_bytes)
         self.table = StagingTable(self.map, self.n_slots)
-        self.rows: list[dict[int, int]] = [{} for _ in range(self.n_slots)]
-
-        self.index_of = {key: index for index, key in enumerate(self.keys)}
-
-    def empty_array(self) -> F32:
-        """Room for the content of all chunks."""
-        return to_array([0] * len(self.keys))
-
-    def digest_of(self, theta: Sequence[int]) -> bytes:
-        return shard_digest([checksum_of(value) for value in theta])
+        self.parts = self.arithmetic.shard(self.blocks, self.chunk_bytes, self.n_slots)
 
     # ---- rounds ----
 
-    def measure(self, slots: Sequence[int]) -> tuple[BlockGram, ...]:
-        first = [self.index_of[block.block_id, 0] for block in self.blocks]
-        return tuple(
-            gram_of(block.block_id, [self.rows[slot][index] for slot in slots])
-            for block, index in zip(self.blocks, first, strict=True)
-        )
+    def measure(
+        self, slots: Sequence[int], bases: Sequence[Version | None]
+    ) -> tuple[tuple[BlockGram, ...], tuple[float, ...]]:
+        """What the slave answers to Measure: Gram matrices, and directions."""
+        assert self.current is not None, "only a round that follows a version is measured"
+        version, theta = self.current.info.version, self.current.theta
+        return self.parts.measure(theta, slots), self.parts.directions(version, theta, slots, bases)
 
-    def prepare(self, body: Prepare, slots: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """theta and momentum after the outer step. Raises Refused(BUSY) while no buffer is free."""
+    def prepare(self, body: Prepare, slots: Sequence[int]) -> tuple[Part, Part]:
+        """theta and momentum after the outer step. Raises Refused(BUSY) while no buffer is free, and NONFINITE."""
         if len(self._held()) >= self.n_buffers:
             raise Refused(RefusalCode.BUSY, "all buffers hold versions that are read or pinned", 0.5)
-        results = []
-        for index in range(len(self.keys)):
-            pushed = [self.rows[slot][index] for slot in slots]
-            before = (self.current.theta[index], self.current.momentum[index]) if self.current else (0, 0)
-            results.append(outer_step(*before, pushed, body))
-        return tuple(theta for theta, _ in results), tuple(momentum for _, momentum in results)
+        before = (self.current.theta, self.current.momentum) if self.current is not None else None
+        return self.parts.prepare(before, slots, body)
 
     def flip(self, shard: Shard) -> None:
         """`shard` becomes the current version."""
@@ -121,11 +95,11 @@ class SimDataPort:
             return
         staging = self.memory.table.open(effect.push, effect.attempt, effect.slot, effect.opening)
         if not staging.n_landed:
-            self.memory.rows[effect.slot] = {}
+            self.memory.parts.clear(effect.slot)
         if staging.complete:
             self.complete.append(PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
 
-    def answer(self, run_id: str, header: DataHeader, value: int) -> tuple[DataHeader, int]:
+    def answer(self, run_id: str, header: DataHeader, value: Value) -> tuple[DataHeader, Value]:
         """The answer's header, and a chunk's content where the op has one."""
         try:
             header.check_common(run_id)
@@ -133,9 +107,9 @@ class SimDataPort:
         except Refused as refused:
             self.refused_chunks += 1
             refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
-            return DataHeader(run_id, self.epoch, DataOp.REFUSED, header.request, refusal=refusal), 0
+            return DataHeader(run_id, self.epoch, DataOp.REFUSED, header.request, refusal=refusal), None
 
-    def _serve(self, header: DataHeader, value: int) -> tuple[DataHeader, int]:
+    def _serve(self, header: DataHeader, value: Value) -> tuple[DataHeader, Value]:
         memory = self.memory
         if memory is None:
             raise Refused(RefusalCode.BUSY, "this slave has no memory yet: it is starting", 0.5)
@@ -147,23 +121,23 @@ class SimDataPort:
             return self._put(header, value, memory)
         staging = memory.table.find(header.push, header.attempt)
         missing = memory.table.missing(staging)
-        return _reply(header, DataOp.MISSING, staging.complete, missing), 0
+        return _reply(header, DataOp.MISSING, staging.complete, missing), None
 
-    def _put(self, header: DataHeader, value: int, memory: ShardMemory) -> tuple[DataHeader, int]:
+    def _put(self, header: DataHeader, value: Value, memory: ShardMemory) -> tuple[DataHeader, Value]:
         staging, landing, landed = memory.table.admit(header, header.length_bytes)
         if not landed:
-            if checksum_of(value) != header.checksum:
+            if memory.arithmetic.checksum(value) != header.checksum:
                 raise Refused(RefusalCode.CHUNK, "the payload's checksum is not what its header says; send it again")
-            memory.rows[staging.slot][landing.index] = value
+            memory.parts.land(staging.slot, landing.index, value)
             if memory.table.land(staging, landing, header.checksum):
                 self.complete.append(PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
-        return _reply(header, DataOp.ACK, staging.complete), 0
+        return _reply(header, DataOp.ACK, staging.complete), None
 
-    def _get(self, header: DataHeader, memory: ShardMemory) -> tuple[DataHeader, int]:
+    def _get(self, header: DataHeader, memory: ShardMemory) -> tuple[DataHeader, Value]:
         find_version(memory.map, header, frozenset(memory.readable))
         assert header.version is not None, "find_version refuses a header without version"
-        value = memory.readable[header.version].theta[memory.index_of[header.block, header.offset_bytes]]
-        return _reply(header, DataOp.CHUNK, False, checksum=checksum_of(value)), value
+        value = memory.parts.chunk(memory.readable[header.version].theta, memory.map.find(header).index)
+        return _reply(header, DataOp.CHUNK, False, checksum=memory.arithmetic.checksum(value)), value
 
 
 def _reply(

@@ -1,6 +1,7 @@
 """A slave's process around the real SlaveState: its jobs take time, its disk may fail, its stream may break.
 
-Does what dips.slave.engine and dips.slave.control do, on virtual time and with content in place of numbers.
+Does what dips.slave.engine and dips.slave.control do, on virtual time and with the run's arithmetic
+(dips.sim.arithmetic) in place of numbers.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from dips.core.data_header import DataHeader
 from dips.core.errors import DipsError, RefusalCode, Refused
 from dips.core.messages import CommitRecord, Refusal, SlaveBeat, SlaveCommand, SlaveMessage, SnapshotInfo
+from dips.sim.arithmetic import Value
 from dips.sim.disk import PowerLossError, SlaveDisk
 from dips.sim.kernel import Action, Process
 from dips.sim.network import End, Stream
-from dips.sim.shard_memory import Shard, ShardMemory, SimDataPort, to_array, to_values
+from dips.sim.shard_memory import Shard, ShardMemory, SimDataPort
 from dips.slave.durable import TEMPORARY
 from dips.slave.promise import Promise
 from dips.slave.ring import Ring
@@ -26,8 +28,6 @@ from dips.slave.state.slave import SlaveState
 if TYPE_CHECKING:
     from dips.sim.world import World
 
-MEMORY_BYTES = 1 << 20
-MAX_CHUNK_BYTES = 1 << 16
 DIAL_S = 0.3
 FIRST_COMMAND_S = 10.0
 
@@ -40,7 +40,7 @@ class SlaveHost(Process):
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world.kernel, name)
         self.world = world
-        self.disk = SlaveDisk(name)
+        self.disk = SlaveDisk(name, world.plan.disk_bytes)
         self.state: SlaveState | None = None
         self.ring = self._new_ring()
         self.promise = Promise(self.disk)
@@ -79,8 +79,8 @@ class SlaveHost(Process):
             self.world.run_id,
             self.name,
             self.endpoint,
-            MEMORY_BYTES,
-            MAX_CHUNK_BYTES,
+            self.world.plan.slave_memory_bytes,
+            self.world.plan.max_chunk_bytes,
             self.promise.epoch,
             self.ring.infos(),
         )
@@ -303,9 +303,10 @@ class SlaveHost(Process):
         self.port.memory = None
         body = effect.configure
         blocks = checks.own_blocks(self.name, body)
-        memory = ShardMemory(blocks, effect.chunk_bytes, body.staging_slots, 3 + body.pinned_versions)
+        arithmetic = self.world.plan.arithmetic
+        memory = ShardMemory(blocks, effect.chunk_bytes, body.staging_slots, 3 + body.pinned_versions, arithmetic)
         self.ring.close_round()
-        self.ring.make(memory.empty_array().size)
+        self.ring.make(memory.parts.empty_array().size)
         if effect.source is not None:
             memory.flip(self._fill(memory, effect, effect.source))
         self.port.memory = memory
@@ -313,11 +314,11 @@ class SlaveHost(Process):
         self.handle(events.LoadDone(effect.job, current, self.ring.infos()))
 
     def _fill(self, memory: ShardMemory, effect: effects.RunLoad, source: SnapshotInfo) -> Shard:
-        body = effect.configure
-        theta, momentum = memory.empty_array(), memory.empty_array()
+        body, parts = effect.configure, memory.parts
+        theta, momentum = parts.empty_array(), parts.empty_array()
         self.ring.load(source, theta, momentum)
-        values = to_values(theta)
-        if memory.digest_of(values) != body.load_digest:
+        loaded = parts.from_array(theta)
+        if parts.digest(loaded) != body.load_digest:
             raise Refused(RefusalCode.DIGEST, f"the snapshot of {source.version} has another digest than its COMMIT")
         assert body.load is not None, "a source is of a version"
         assert body.load_round is not None, "and of its round"
@@ -326,14 +327,15 @@ class SlaveHost(Process):
         self._warn(problems)
         if info != source:
             self.world.manifest(self, info, body.commit_record)
-        return Shard(info, values, to_values(momentum))
+        return Shard(info, loaded, parts.from_array(momentum))
 
     def _warn(self, problems: list[str]) -> None:
         for problem in problems:
             self.kernel.aside(self.name, problem)
 
     def _measure(self, effect: effects.RunMeasure) -> None:
-        self.handle(events.MeasureDone(effect.job, self._made().measure(effect.slots)))
+        blocks, way = self._made().measure(effect.slots, effect.bases)
+        self.handle(events.MeasureDone(effect.job, blocks, way))
 
     def _prepare(self, effect: effects.RunPrepare) -> None:
         """Arithmetic is done; now the file goes to the disk."""
@@ -346,7 +348,7 @@ class SlaveHost(Process):
         made = self.state.shard.made if self.state is not None else None
         assert made is not None, "prepares only once configured"
         info = SnapshotInfo(
-            body.to_version, body.round, made.layout_hash, made.placement_hash, memory.digest_of(theta), False
+            body.to_version, body.round, made.layout_hash, made.placement_hash, memory.parts.digest(theta), False
         )
         memory.shadow = Shard(info, theta, momentum)
         if effect.durable:
@@ -367,7 +369,8 @@ class SlaveHost(Process):
         self.handle(events.PrepareDone(effect.job, shadow.info, self.ring.infos()))
 
     def _write_shadow(self, shard: Shard) -> None:
-        self.ring.write_shadow(shard.info, to_array(shard.theta), to_array(shard.momentum))
+        parts = self._made().parts
+        self.ring.write_shadow(shard.info, parts.to_array(shard.theta), parts.to_array(shard.momentum))
 
     def _commit(self, effect: effects.RunCommit) -> None:
         memory = self._made()
@@ -383,7 +386,8 @@ class SlaveHost(Process):
 
     def _write_committed(self, shard: Shard, record: bytes) -> None:
         """The manifest, and before it the file unless it is there already."""
-        self.ring.write_committed(shard.info, to_array(shard.theta), to_array(shard.momentum), record)
+        parts = self._made().parts
+        self.ring.write_committed(shard.info, parts.to_array(shard.theta), parts.to_array(shard.momentum), record)
         self.world.manifest(self, shard.info, record)
 
     def _save_version(self, effect: effects.SaveVersion, shard: Shard) -> None:
@@ -417,7 +421,7 @@ class SlaveHost(Process):
 
     # ---- the data port ----
 
-    def asked(self, header: DataHeader, value: int, answer: Callable[[DataHeader, int], None]) -> None:
+    def asked(self, header: DataHeader, value: Value, answer: Callable[[DataHeader, Value], None]) -> None:
         """One message of a peer; `answer` carries ours back."""
         self.handle_port(lambda: answer(*self.port.answer(self.world.run_id, header, value)))
 

@@ -14,7 +14,8 @@ from dips.core.data_header import Codec, DataHeader, DataOp
 from dips.core.ids import PushId, Version
 from dips.core.layout import Layout
 from dips.core.messages import PlacementSpec, PullGrant, Ticket
-from dips.sim.content import Key, Vector, checksum_of, key_of
+from dips.sim.arithmetic import Key, Value, Vector
+from dips.sim.content import key_of
 from dips.sim.kernel import Process
 from dips.worker.transfer import Ask, PullTransfer, PushTransfer, Reconnect, Transfer, TransferSettings, shares_of
 
@@ -56,6 +57,7 @@ class Carrier:
         if self.transfer.done or self.transfer.failure:
             self.over = True
             self._ended(self.result() if self.transfer.done else self.transfer)
+            self.release()
             return
         due_s = self.transfer.next_deadline_s()
         if due_s < self._timer_s or self._timer_s <= now_s:
@@ -65,10 +67,14 @@ class Carrier:
     def result(self) -> Any:
         raise LookupError("only pushes and pulls have a result")
 
-    def message(self, ask: Ask) -> tuple[DataHeader, int]:
+    def release(self) -> None:
+        """Let go of all content: a timer may hold this object for long."""
+        raise LookupError("only pushes and pulls hold content")
+
+    def message(self, ask: Ask) -> tuple[DataHeader, Value]:
         raise LookupError("only pushes and pulls send")
 
-    def take(self, slave: str, header: DataHeader, value: int) -> None:
+    def take(self, slave: str, header: DataHeader, value: Value) -> None:
         raise LookupError("only pushes and pulls listen")
 
     def _rang(self) -> None:
@@ -82,17 +88,19 @@ class Carrier:
             return  # nobody listens at that port
         header, value = self.message(ask)
         if header.op is DataOp.PUT_CHUNK and world.net.damages():
-            value ^= 1 << 40
+            value = world.plan.arithmetic.damaged(value)
         connection, name = self._connections.get(ask.slave, 0), ask.slave
 
-        def answer(reply: DataHeader, chunk: int) -> None:
+        def answer(reply: DataHeader, chunk: Value) -> None:
             if reply.op is DataOp.CHUNK and world.net.damages():
-                chunk ^= 1 << 40
-            world.net.datagram(name, owner.name, owner, self._hear, name, connection, reply, chunk)
+                chunk = world.plan.arithmetic.damaged(chunk)
+            args = (name, connection, reply, chunk)
+            world.net.datagram(name, owner.name, owner, self._hear, *args, size_bytes=_payload_bytes(reply))
 
-        world.net.datagram(owner.name, name, slave, slave.asked, header, value, answer)
+        args = (header, value, answer)
+        world.net.datagram(owner.name, name, slave, slave.asked, *args, size_bytes=_payload_bytes(header))
 
-    def _hear(self, slave: str, connection: int, header: DataHeader, value: int) -> None:
+    def _hear(self, slave: str, connection: int, header: DataHeader, value: Value) -> None:
         if self.over or connection != self._connections.get(slave, 0):
             return
         if header.op is DataOp.REFUSED:
@@ -101,6 +109,10 @@ class Carrier:
         else:
             self.take(slave, header, value)
         self.pump()
+
+
+def _payload_bytes(header: DataHeader) -> int:
+    return header.length_bytes if header.op in (DataOp.PUT_CHUNK, DataOp.CHUNK) else 0
 
 
 class PushCarrier(Carrier):
@@ -114,21 +126,23 @@ class PushCarrier(Carrier):
         self._machine = PushTransfer(shares, settings, world.kernel.now_s)
         super().__init__(world, owner, self._machine, ticket.placement, run_id, epoch, ended)
         self._push, self._attempt = push, ticket.attempt
-        self._values = {chunk: vector.value(key_of(chunk)) for chunks in shares.values() for chunk in chunks}
+        self._values = {chunk: vector.value(chunk) for chunks in shares.values() for chunk in chunks}
+        checksum = world.plan.arithmetic.checksum
+        self._checksums = {chunk: checksum(value) for chunk, value in self._values.items()}
 
-    def message(self, ask: Ask) -> tuple[DataHeader, int]:
+    def message(self, ask: Ask) -> tuple[DataHeader, Value]:
         chunk = ask.chunk
         if chunk is None:
             op = DataOp.QUERY_MISSING
-            return DataHeader(self.run_id, self.epoch, op, ask.request, self._push, self._attempt), 0
+            return DataHeader(self.run_id, self.epoch, op, ask.request, self._push, self._attempt), None
         value = self._values[chunk]
         header = DataHeader(
             self.run_id, self.epoch, DataOp.PUT_CHUNK, ask.request, self._push, self._attempt, None, chunk.block_id,
-            chunk.offset_bytes, chunk.length_bytes, Codec.F32, checksum_of(value),
+            chunk.offset_bytes, chunk.length_bytes, Codec.F32, self._checksums[chunk],
         )  # fmt: skip
         return header, value
 
-    def take(self, slave: str, header: DataHeader, value: int) -> None:
+    def take(self, slave: str, header: DataHeader, value: Value) -> None:
         now_s = self.world.kernel.now_s
         if header.op is DataOp.ACK:
             self._machine.acked(slave, header.request, header.complete, now_s)
@@ -136,7 +150,10 @@ class PushCarrier(Carrier):
             self._machine.missing(slave, header.request, header.missing, header.complete, now_s)
 
     def result(self) -> tuple[tuple[str, bytes], ...]:
-        return self._machine.digests({chunk: checksum_of(value) for chunk, value in self._values.items()})
+        return self._machine.digests(self._checksums)
+
+    def release(self) -> None:
+        self._values = {}
 
 
 class PullCarrier(Carrier):
@@ -149,29 +166,32 @@ class PullCarrier(Carrier):
         self._machine = PullTransfer(shares, dict(grant.digest_of_slave), settings, world.kernel.now_s)
         super().__init__(world, owner, self._machine, grant.placement, grant.run_id, grant.epoch, ended)
         self._version: Version = grant.version
-        self._values: dict[Key, int] = {}
+        self._values: dict[Key, Value] = {}
 
-    def message(self, ask: Ask) -> tuple[DataHeader, int]:
+    def message(self, ask: Ask) -> tuple[DataHeader, Value]:
         chunk = ask.chunk
         assert chunk is not None, "a pull asks for chunks only"
         header = DataHeader(
             self.run_id, self.epoch, DataOp.GET_CHUNK, ask.request, None, 0, self._version, chunk.block_id,
             chunk.offset_bytes, chunk.length_bytes, Codec.F32,
         )  # fmt: skip
-        return header, 0
+        return header, None
 
-    def take(self, slave: str, header: DataHeader, value: int) -> None:
+    def take(self, slave: str, header: DataHeader, value: Value) -> None:
         now_s = self.world.kernel.now_s
         chunk = self._machine.wants(slave, header.request)
         if header.op is not DataOp.CHUNK or chunk is None:
             return
         if Chunk(header.block, header.offset_bytes, header.length_bytes) != chunk or header.version != self._version:
             self._machine.damaged(slave, header.request, f"slave {slave} answered with another chunk", now_s)
-        elif checksum_of(value) != header.checksum:
+        elif self.world.plan.arithmetic.checksum(value) != header.checksum:
             self._machine.damaged(slave, header.request, f"slave {slave}: the checksum of {chunk} is wrong", now_s)
         else:
             self._values[key_of(chunk)] = value
             self._machine.landed(slave, header.request, header.checksum, now_s)
 
-    def result(self) -> Mapping[Key, int]:
-        return dict(self._values)
+    def result(self) -> Mapping[Key, Value]:
+        return self._values
+
+    def release(self) -> None:
+        self._values = {}

@@ -25,12 +25,14 @@ from dips.sim.calls import master_of
 from dips.sim.checks import Checks, version_of
 from dips.sim.cluster_host import ClusterHost
 from dips.sim.content import CLEAN
+from dips.sim.content_checks import ContentChecks
 from dips.sim.disk import JournalDisk
 from dips.sim.judge import Judge
 from dips.sim.kernel import Kernel, Process
+from dips.sim.links import Links
 from dips.sim.master_host import MasterHost
 from dips.sim.network import Network, Weather
-from dips.sim.plan import RUN_ID, Plan, make_plan
+from dips.sim.plan import Plan, make_plan
 from dips.sim.reader_host import ReaderHost
 from dips.sim.slave_host import SlaveHost
 from dips.worker.state.effects import Finished
@@ -40,7 +42,6 @@ HEALED_WITHIN_S = 150.0
 
 ENDS_WITHIN_S = 120.0
 ROUNDS_TO_PUBLISH = 2
-MAX_EVENTS = 400_000
 RESTART_S = 1.0
 LOOKS_EVERY_S = 3.0
 
@@ -75,11 +76,12 @@ class World:
         self.seed = seed
         self.kernel = Kernel(seed, tell)
         self.plan = plan or make_plan(self.kernel.rng)
-        self.run_id = RUN_ID
+        self.run_id = self.plan.config.run_id
         self.fired_by_kind: Counter[str] = Counter()
         self.arrows: set[tuple[str, str, str, str]] = set()
-        self.net = Network(self.kernel, self.fired, Weather(self.plan.delay_s))
-        self.checks = Checks(self)
+        links = Links(self.kernel, self.plan.links) if self.plan.links is not None else None
+        self.net = Network(self.kernel, self.fired, Weather(self.plan.delay_s), links=links)
+        self.checks = ContentChecks(self) if self.plan.arithmetic.remembers else Checks(self)
         self.judge = Judge(self)
         self.wall_offset_s = 1_700_000_000.0
         self.may_roll_back = self.plan.durability == "async"
@@ -144,8 +146,8 @@ class World:
         """Let things happen until `done` or for `limit_s`; whether it was done."""
         until_s = self.kernel.now_s + limit_s
         while not done() and not self.checks.violations and self.kernel.next_s < until_s:
-            if self.kernel.handled > MAX_EVENTS:
-                self.checks.violated(f"more than {MAX_EVENTS} events: something goes round in circles")
+            if self.kernel.handled > self.plan.max_events:
+                self.checks.violated(f"more than {self.plan.max_events} events: something goes round in circles")
                 break
             self.kernel.step()
         return done()
@@ -403,7 +405,7 @@ class World:
     def journalled(self, master: MasterHost, record: Mapping[str, Any]) -> None:
         """An entry of the journal is durable."""
         self.kernel.note(master.name, f"journal {record['kind']} {record.get('version', '')}")
-        self.checks.journalled(record, self._slave_of_block())
+        self.checks.journalled(record, self.slave_of_block())
         self.judge.journal(record)
 
     def manifest(self, slave: SlaveHost, info: SnapshotInfo, record: bytes) -> None:
@@ -415,7 +417,7 @@ class World:
     def handled(self, master: MasterHost) -> None:
         """The master has taken an event."""
 
-    def _slave_of_block(self) -> Mapping[int, str]:
+    def slave_of_block(self) -> Mapping[int, str]:
         for master in self.masters:
             placement = master.state.world.ledger.placement if master.state else None
             if placement is not None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dips.core import kernels_numba as kernels
 from dips.core.chunks import checksum, chunks_of
 from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import Version
 from dips.core.layout import Block
 from dips.core.messages import BlockGram, Prepare
 from dips.slave.memory import F32, ShardMemory, bytes_of
@@ -33,6 +34,14 @@ def _block_gram(block: Block, gram: NDArray[np.float64], nonfinite: NDArray[np.i
     k = len(nonfinite)
     upper = tuple(float(gram[i, j]) for i in range(k) for j in range(i, k))
     return BlockGram(block.block_id, upper, tuple(int(count) for count in nonfinite))
+
+
+def directions(
+    memory: ShardMemory, version: Version, theta: F32, rows: Sequence[int], bases: Sequence[Version | None]
+) -> tuple[float, ...]:
+    """How the rows' clusters moved from their bases, at theta of `version` (slave/directions.py, products)."""
+    memory.samples.keep(version, theta)
+    return memory.samples.products(theta, memory.staging, rows, bases)
 
 
 def prepare(memory: ShardMemory, theta: F32 | None, out: F32, body: Prepare, rows: Sequence[int]) -> list[int]:
@@ -54,6 +63,7 @@ def prepare(memory: ShardMemory, theta: F32 | None, out: F32, body: Prepare, row
             body.outer_lr,
             body.momentum_decay,
             body.momentum_lookahead,
+            body.gradient_weight,
             out,
             memory.next_momentum,
             0,

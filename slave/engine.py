@@ -283,8 +283,11 @@ class Engine:
     async def _measure(self, effect: effects.RunMeasure) -> events.MeasureDone:
         memory = self._made()
         assert memory.current is not None
-        blocks = await self._on(self._outer, calculation.measure, memory, memory.current.theta, effect.slots)
-        return events.MeasureDone(effect.job, blocks)
+        assert memory.current.info is not None
+        version, theta = memory.current.info.version, memory.current.theta
+        blocks = await self._on(self._outer, calculation.measure, memory, theta, effect.slots)
+        way = await self._on(self._outer, calculation.directions, memory, version, theta, effect.slots, effect.bases)
+        return events.MeasureDone(effect.job, blocks, way)
 
     async def _prepare(self, effect: effects.RunPrepare) -> events.PrepareDone:
         await self._settled()

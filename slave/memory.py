@@ -21,6 +21,7 @@ from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block
 from dips.core.messages import SnapshotInfo
 from dips.core.placement import memory_bytes_needed
+from dips.slave.directions import Samples
 from dips.slave.state.staging import ShardMap
 
 F32 = NDArray[np.float32]
@@ -41,7 +42,10 @@ class Buffer:
 
 
 class ShardMemory:
-    """memory_bytes bounds all arrays together. Raises Refused(MEMORY) when not even the ring fits."""
+    """memory_bytes bounds all arrays together, but for the samples of old versions (slave/directions.py: <= 8 MiB).
+
+    Raises Refused(MEMORY) when not even the ring fits.
+    """
 
     def __init__(self, blocks: Sequence[Block], chunk_bytes: int, staging_slots: int, memory_bytes: int) -> None:
         self.blocks = tuple(blocks)
@@ -57,6 +61,7 @@ class ShardMemory:
         self.staging = _touched((staging_slots, self.n_elems))
         self._buffers = [Buffer(_touched((self.n_elems,))) for _ in range(RING_BUFFERS)]
         self._momentum = [_touched((self.n_elems,)) for _ in range(2)]
+        self.samples = Samples(self.n_elems)
         self.current: Buffer | None = None
         self.previous: Buffer | None = None
         self.shadow: Buffer | None = None

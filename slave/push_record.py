@@ -20,7 +20,7 @@ from dips.core.messages import Prepare, SnapshotInfo
 from dips.slave.durable import LocalDisk, replace_durably
 from dips.slave.memory import F32
 
-FORMAT = "dips-round-1"
+FORMAT = "dips-round-2"
 DIRECTORY = "pushes"
 
 
@@ -61,6 +61,7 @@ def _scalars(body: Prepare, shadow: SnapshotInfo, chunk_bytes: int) -> dict[str,
         "outer_lr": body.outer_lr,
         "momentum_decay": body.momentum_decay,
         "momentum_lookahead": body.momentum_lookahead,
+        "gradient_weight": body.gradient_weight,
         "chunk_bytes": chunk_bytes,
         "layout_hash": shadow.layout_hash.hex(),
         "placement_hash": shadow.placement_hash.hex(),

@@ -9,6 +9,7 @@ from dips.core.ids import Version
 from dips.core.messages import RoundSummary, Verdict, VerdictKind
 from dips.master.state.leases import TokenState
 from dips.master.state.ledger import CommitInfo, canonical, pair, push_to_json
+from dips.master.state.outer_optimizer import OuterStep
 from dips.master.state.penalty import Judgement
 from dips.master.state.records import Donor, Push
 from dips.master.state.rollback import next_version, rollback_commit, rolled_back
@@ -183,7 +184,7 @@ class Decisions:
             "round": pair(state.id),
             "epoch": self._world.epoch,
             "participants": [_participant(push, push.cluster in names) for push in state.participants],
-            "judgement": _judgement(judgement),
+            "judgement": _judgement(judgement, state.step),
             "wall_s": self._world.now_s + self._world.wall_offset_s,
         }
 
@@ -202,8 +203,8 @@ def _participant(push: Push, accepted: bool) -> dict[str, object]:
     }
 
 
-def _judgement(judgement: Judgement | None) -> dict[str, object] | None:
-    """Floats as repr text: a record must be JSON, and NaN is not."""
+def _judgement(judgement: Judgement | None, step: OuterStep | None) -> dict[str, object] | None:
+    """Floats as repr text: a record must be JSON, and NaN is not. The step is null in a VOID before PREPARE."""
     if judgement is None:
         return None
     return {
@@ -213,8 +214,8 @@ def _judgement(judgement: Judgement | None) -> dict[str, object] | None:
         "kappa": repr(judgement.kappa),
         "rho": repr(judgement.rho),
         "merged_norm": repr(judgement.merged_norm),
-        "norms": [[m.cluster, repr(m.norm), repr(m.score)] for m in judgement.measures],
-        "momentum": [repr(judgement.momentum_decay), repr(judgement.momentum_lookahead)],
+        "norms": [[m.cluster, repr(m.norm), repr(m.score), repr(m.cosine)] for m in judgement.measures],
+        "outer_step": step.to_json() if step is not None else None,
     }
 
 

@@ -37,6 +37,21 @@ def add_blocks(
     return _square(upper, k), nonfinite
 
 
+def add_directions(measured: Mapping[str, Sequence[float]], k: int) -> list[list[float]] | None:
+    """The symmetric 2k x 2k matrix of directions over all slaves, in slave order; None when a slave measured none.
+
+    Raises GramError for a matrix of another size.
+    """
+    n_entries = k * (2 * k + 1)
+    if not measured or not all(measured.values()):
+        return None
+    if any(len(entries) != n_entries for entries in measured.values()):
+        sizes = {slave: len(entries) for slave, entries in sorted(measured.items())}
+        raise GramError(f"directions of {k} pushes have {n_entries} entries, the slaves sent {sizes}")
+    rows = zip(*(measured[slave] for slave in sorted(measured)), strict=True)
+    return _square([sum(entries) for entries in rows], 2 * k)
+
+
 def _square(upper: Sequence[float], k: int) -> list[list[float]]:
     """From the upper triangle by rows; the diagonal is clamped to >= 0 (NaN stays NaN)."""
     matrix = [[0.0] * k for _ in range(k)]

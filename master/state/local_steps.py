@@ -1,7 +1,7 @@
 """How many inner steps a cluster makes before its next push (docs/algorithm.md, dynamic local steps).
 
-Dynamic: H_j = clamp(speed_j x (t* - now - pull_j - push_j), H/8, H), t* the next planned window. t* is an absolute
-target, one fastest round apart, so that the clusters' phases align however they drifted.
+Dynamic: H_j = clamp(speed_j x (t* - now - pull_j - push_j), H/8, H), t* the next planned window. t* is one absolute
+target for all clusters, one fastest round apart, so that their phases align however they drifted.
 Static: H, but a cluster that would come later than s_max versions is cut to what fits.
 """
 
@@ -40,14 +40,17 @@ def fastest_round_s(paces: Sequence[Pace], sync_every: int) -> float | None:
 
 
 def dynamic_steps(pace: Pace, sync_every: int, window_at_s: float, period_s: float, now_s: float) -> int:
-    """H_j towards the first planned window, window_at_s + k x period_s, that leaves room for H/8 steps."""
+    """H_j towards the first planned window, window_at_s + k x period_s, that leaves room for H/8 steps.
+
+    To the nearest step: a cluster comes at most half a step early or late, so that one window takes in all.
+    """
     if not pace.known or period_s <= 0:
         return sync_every
     least = lower_bound(sync_every)
     earliest_s = now_s + pace.round_s(least)
     periods = max(0, math.ceil((earliest_s - window_at_s) / period_s - 1e-9))
     room_s = window_at_s + periods * period_s - now_s - pace.push_s - pace.pull_s
-    return min(sync_every, max(least, math.floor(pace.steps_per_s * room_s + 1e-9)))
+    return min(sync_every, max(least, math.floor(pace.steps_per_s * room_s + 0.5)))
 
 
 def steps_within_staleness(pace: Pace, sync_every: int, s_max: int, publish_interval_s: float) -> int:

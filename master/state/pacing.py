@@ -19,6 +19,9 @@ from dips.master.state.world import World
 GRACE_SHARE = 0.1
 GRACE_LEAST_S = 1.0
 
+STRAGGLERS_SHARE = 0.25
+"""A window that opens earlier than this share of a fastest round before the planned one is of stragglers only."""
+
 DAY_S = 86_400.0
 MAX_WORDS = 200
 MAX_STEPS_TOLD = 1 << 48
@@ -54,13 +57,15 @@ def grace_s(world: World) -> float:
     return max(GRACE_LEAST_S, GRACE_SHARE * (_fastest_s(world) or 0.0))
 
 
-def local_steps(world: World, member: Member) -> int:
-    """H_j for the steps that begin now; says so when a static H is cut."""
+def local_steps(world: World, member: Member, *, pulled: bool = False) -> int:
+    """H_j for the steps that begin now, or after a pull unless it was just `pulled`; says so when a static H is cut."""
     settings = world.config.settings
     every, pace = settings.sync_every_steps, pace_of(member)
     if settings.dynamic_local_steps:
-        opened_s = world.window_opened_s if world.window_opened_s is not None else world.now_s
-        return dynamic_steps(pace, every, opened_s, _fastest_s(world) or 0.0, world.now_s)
+        period_s = _fastest_s(world) or 0.0
+        planned_s = world.planned_window_s if world.planned_window_s is not None else world.now_s + period_s
+        ahead = replace(pace, pull_s=0.0) if pulled else pace
+        return dynamic_steps(ahead, every, planned_s, period_s, world.now_s)
     steps = steps_within_staleness(pace, every, world.s_max(), world.publish_interval_s)
     if steps < every:
         world.log(
@@ -98,12 +103,26 @@ def _rates_and_intervals(world: World) -> tuple[dict[str, float], dict[str, floa
 
 
 def published(world: World) -> None:
-    """Remember how often versions come."""
+    """A version is out: remember how often they come, and plan the next window."""
     if world.published_s is not None:
         interval_s = world.now_s - world.published_s
         old = world.publish_interval_s
         world.publish_interval_s = interval_s if old <= 0 else 0.7 * old + 0.3 * interval_s
     world.published_s = world.now_s
+    _plan_window(world)
+
+
+def _plan_window(world: World) -> None:
+    """The next planned window is one fastest round from now; a round of stragglers alone leaves the plan as it is.
+
+    Were it to follow every round, each cluster would go by its own last round, and no two would ever meet.
+    """
+    period_s, opened_s = _fastest_s(world), world.window_opened_s
+    if period_s is None or opened_s is None:
+        return
+    planned_s = world.planned_window_s
+    if planned_s is None or opened_s >= planned_s - STRAGGLERS_SHARE * period_s:
+        world.planned_window_s = world.now_s + period_s
 
 
 def _fastest_s(world: World) -> float | None:

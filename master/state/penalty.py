@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dips.core.errors import LocalProtocolError
+from dips.master.state import penalty_direction
 from dips.master.state.penalty_config import PRESETS, PenaltyConfig
 from dips.master.state.penalty_detect import Finding, detect
-from dips.master.state.penalty_scaling import (
-    momentum_coefficients,
-    momentum_warning,
-    participation,
-    round_tokens,
-)
+from dips.master.state.penalty_scaling import momentum_warning, participation, round_tokens
 from dips.master.state.penalty_statistics import ClusterStatistics, DetectorState
 from dips.master.state.penalty_types import Judgement, Measure, Participant, Rejection
 from dips.master.state.penalty_update import after_commit, after_void
@@ -55,26 +51,27 @@ def judge(
     gram: Gram,
     live_unquarantined: frozenset[str],
     round_tokens: float,
+    directions: Gram | None = None,
 ) -> Judgement:
     """Judge one sealed round against the state before it.
 
     participants: in cluster-id order. gram: k x k, added over the blocks in block-id order; entries of
     participants with non-finite elements may be NaN or infinite. live_unquarantined: the live clusters, less
     state.quarantined. round_tokens: T_round, <= 0 when unknown (penalty_scaling.participation says what holds
-    then). Raises LocalProtocolError when the arguments do not fit together: a bug of the caller.
+    then). directions: 2k x 2k, of penalty_direction; None when no slave measured it. Raises LocalProtocolError when
+    the arguments do not fit together: a bug of the caller.
     """
-    _check(participants, gram)
+    _check(participants, gram, directions)
     findings, tau = detect(state, config, participants, [gram[j][j] for j in range(len(participants))])
     merge = _merge(config, findings, gram)
     kappa, rho = math.nan, math.nan
-    decay, lookahead = config.outer_momentum, config.outer_momentum
     clip_norm = _clip_norm(state, config)
     if merge.accepted:
         kappa = min(1.0, clip_norm / max(merge.norm, MIN_MERGED_NORM))
         rho = participation(config, merge.clusters, merge.tokens, live_unquarantined, round_tokens)
-        decay, lookahead = momentum_coefficients(config, rho)
-    committed, commit_alarms = after_commit(state, config, findings, merge.norm, merge.telling_cosines)
-    void, void_alarms = after_void(state, config, findings)
+    cosines = penalty_direction.cosines(findings, directions)
+    committed, commit_alarms = after_commit(state, config, findings, merge.norm, cosines)
+    void, void_alarms = after_void(state, config, findings, cosines)
     return Judgement(
         accepted=merge.clusters,
         rejected=tuple(Rejection(f.cluster, f.reason, f.non_finite) for f in findings if not f.accepted),
@@ -84,10 +81,8 @@ def judge(
         merged_norm=merge.norm,
         clip_norm=clip_norm,
         threshold=tau,
-        measures=tuple(_measure(finding, cosine) for finding, cosine in zip(findings, merge.cosines, strict=True)),
+        measures=tuple(_measure(finding, cosine) for finding, cosine in zip(findings, cosines, strict=True)),
         pair_cosines=_pair_cosines(findings, gram),
-        momentum_decay=decay,
-        momentum_lookahead=lookahead,
         next_state_if_committed=committed,
         next_state_if_void=void,
         alarms=commit_alarms if merge.accepted else void_alarms,
@@ -98,14 +93,11 @@ def judge(
 
 @dataclass(frozen=True)
 class _Merge:
-    """d, as far as numbers tell. accepted: c; norm: ||d||, NaN when c is empty; cosines: of every participant
-    with d."""
+    """d, as far as numbers tell. accepted: c; norm: ||d||, NaN when c is empty."""
 
     accepted: tuple[Finding, ...]
     weights: tuple[float, ...]
     norm: float
-    cosines: tuple[float, ...]
-    telling_cosines: Mapping[str, float]
 
     @property
     def clusters(self) -> tuple[str, ...]:
@@ -120,22 +112,21 @@ def _merge(config: PenaltyConfig, findings: Sequence[Finding], gram: Gram) -> _M
     of_accepted = [j for j, finding in enumerate(findings) if finding.accepted]
     accepted = tuple(findings[j] for j in of_accepted)
     weights = _weights(config, accepted)
-    with_merge = [_product(row, of_accepted, weights) for row in gram]
-    norm = _merged_norm(with_merge, of_accepted, weights)
-    cosines = tuple(_cosine(product, finding.norm, norm) for product, finding in zip(with_merge, findings, strict=True))
-    # The cosine of a push with a merge of itself alone is 1 and tells nothing.
-    telling = {findings[j].cluster: cosines[j] for j in of_accepted if len(accepted) > 1 and not math.isnan(cosines[j])}
-    return _Merge(accepted, weights, norm, cosines, telling)
+    return _Merge(accepted, weights, _merged_norm(gram, of_accepted, weights))
 
 
-def _check(participants: Sequence[Participant], gram: Gram) -> None:
+def _check(participants: Sequence[Participant], gram: Gram, directions: Gram | None) -> None:
     names = [participant.cluster for participant in participants]
     if not names or names != sorted(set(names)):
         raise LocalProtocolError(f"participants must be distinct and in cluster-id order, not {names}")
-    if len(gram) != len(names) or any(len(row) != len(names) for row in gram):
-        raise LocalProtocolError(
-            f"the Gram matrix of {len(names)} participants has rows of {[len(row) for row in gram]}"
-        )
+    _check_square("Gram matrix", gram, len(names), len(names))
+    if directions is not None:
+        _check_square("matrix of directions", directions, 2 * len(names), len(names))
+
+
+def _check_square(what: str, matrix: Gram, size: int, k: int) -> None:
+    if len(matrix) != size or any(len(row) != size for row in matrix):
+        raise LocalProtocolError(f"the {what} of {k} participants has rows of {[len(row) for row in matrix]}")
 
 
 def _weights(config: PenaltyConfig, accepted: Sequence[Finding]) -> tuple[float, ...]:
@@ -148,17 +139,13 @@ def _weights(config: PenaltyConfig, accepted: Sequence[Finding]) -> tuple[float,
     return tuple(part / sum(parts) for part in parts)
 
 
-def _product(row: Sequence[float], accepted: Sequence[int], weights: Sequence[float]) -> float:
-    """<Delta_j, d> from row j of the Gram matrix."""
-    return sum((weight * row[other] for other, weight in zip(accepted, weights, strict=True)), start=0.0)
-
-
-def _merged_norm(with_merge: Sequence[float], accepted: Sequence[int], weights: Sequence[float]) -> float:
+def _merged_norm(gram: Gram, accepted: Sequence[int], weights: Sequence[float]) -> float:
     """||d|| = sqrt(w^T Gram w), NaN when nothing is accepted; opposite pushes may leave a tiny negative
     square."""
     if not accepted:
         return math.nan
-    squared = sum(weight * with_merge[j] for j, weight in zip(accepted, weights, strict=True))
+    with_merge = [sum(w * gram[j][i] for i, w in zip(accepted, weights, strict=True)) for j in accepted]
+    squared = sum(weight * product for weight, product in zip(weights, with_merge, strict=True))
     return math.sqrt(max(squared, 0.0))
 
 
@@ -175,15 +162,11 @@ def _measure(finding: Finding, cosine: float) -> Measure:
 
 def _pair_cosines(findings: Sequence[Finding], gram: Gram) -> tuple[tuple[str, str, float], ...]:
     return tuple(
-        (findings[j].cluster, findings[k].cluster, _cosine(gram[j][k], findings[j].norm, findings[k].norm))
+        (
+            findings[j].cluster,
+            findings[k].cluster,
+            penalty_direction.cosine(gram[j][k], findings[j].norm, findings[k].norm),
+        )
         for j in range(len(findings))
         for k in range(j + 1, len(findings))
     )
-
-
-def _cosine(product: float, norm: float, other_norm: float) -> float:
-    """Within [-1, 1]; NaN where a norm is 0 or anything is not finite."""
-    size = norm * other_norm
-    if not (math.isfinite(product) and math.isfinite(size) and size > 0.0):
-        return math.nan
-    return min(1.0, max(-1.0, product / size))

@@ -20,6 +20,17 @@ WEIGHTINGS = ("tokens", "softmax")
 CLIP_SCOPES = ("global", "auto")
 CLIP_SCOPES_LATER = ("slave", "layer")
 MOMENTUM_SCALINGS = ("off", "tokens")
+OUTER_OPTIMIZERS = ("nesterov", "heavy-ball", "delayed-nesterov", "averaging")
+
+OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "averaging": {"outer_momentum": 0.0},
+    "delayed-nesterov": {"participation_scaling": False},
+}
+"""What an outer optimizer changes of any preset, unless it is given beside it. Delayed Nesterov divides each round's
+merge by delay_rounds; rho on top of it would count the clusters that are missing twice."""
+
+OUTER_LR: Mapping[str, float] = {"nesterov": 0.7, "heavy-ball": 0.7, "delayed-nesterov": 0.7, "averaging": 1.0}
+"""The outer learning rate when none is given."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,9 @@ class PenaltyConfig:
         only the checks that every detector makes (finite, positive norm and tokens).
     weighting: `tokens` w_j = T_j / sum T; `softmax` w = softmax(-G). participation_scaling: rho as in
     docs/algorithm.md; false means rho = 1. momentum_scaling: `tokens` decays the momentum by mu^rho for
-    each round, so that a partial round forgets only a part. outer_momentum: mu_o, in [0, 1). clip_norm: the
+    each round, so that a partial round forgets only a part. outer_optimizer: `nesterov`, `heavy-ball`,
+    `delayed-nesterov` or `averaging` (docs/algorithm.md, further outer optimizers). delay_rounds: rounds of one
+    cycle of delayed Nesterov. outer_momentum: mu_o, in [0, 1); 0 with `averaging`. clip_norm: the
     bound of the merged pseudo-gradient's norm; infinity means that nothing is clipped. clip_scope: `global`
     uses clip_norm; `auto` the median norm of the last clip_window_rounds merges, and clip_norm
         until there is one.
@@ -42,9 +55,9 @@ class PenaltyConfig:
     restart its statistics; 0 means never. clear_after_voids: VOID rounds in a row that clear what the
     clusters share; 0 means never. quarantine_after_flags: rejections of one cluster in a row that quarantine
     it; 0 means never. steps_change: a relative change of local steps above it restarts the cluster's average
-    of tokens. cosine_alarm, cosine_alpha, cosine_warm_up_rounds: an average cosine with the merge below
-    cosine_alarm raises an
-        alarm, once that many rounds are averaged (factor cosine_alpha).
+    of tokens. cosine_alarm, cosine_share, cosine_window_pushes, cosine_warm_up_pushes: when the median cosine
+    of a cluster's last cosine_window_pushes pushes with the others' way is below cosine_alarm, or below cosine_share of
+    what is usual among the others, an alarm is raised, once the cosines of cosine_warm_up_pushes pushes were known.
     """
 
     preset: str = "safe"
@@ -52,6 +65,8 @@ class PenaltyConfig:
     weighting: str = "tokens"
     participation_scaling: bool = True
     momentum_scaling: str = "off"
+    outer_optimizer: str = "nesterov"
+    delay_rounds: int = 4
     outer_momentum: float = 0.8
     clip_norm: float = 1.0
     clip_scope: str = "global"
@@ -65,27 +80,37 @@ class PenaltyConfig:
     clear_after_voids: int = 3
     quarantine_after_flags: int = 3
     steps_change: float = 0.25
-    cosine_alarm: float = -0.1
-    cosine_alpha: float = 0.1
-    cosine_warm_up_rounds: int = 8
+    cosine_alarm: float = -0.2
+    cosine_share: float = 0.15
+    cosine_window_pushes: int = 7
+    cosine_warm_up_pushes: int = 8
 
     def __post_init__(self) -> None:
         _one_of("preset", self.preset, PRESET_NAMES)
         _one_of("detector", self.detector, DETECTORS)
         _one_of("weighting", self.weighting, WEIGHTINGS)
         _one_of("momentum_scaling", self.momentum_scaling, MOMENTUM_SCALINGS)
+        _one_of("outer_optimizer", self.outer_optimizer, OUTER_OPTIMIZERS)
         _check_clip_scope(self.clip_scope)
         _check_numbers(self)
+        _check_optimizer(self)
 
     @classmethod
     def of(cls, preset: str, **knobs: Any) -> PenaltyConfig:
-        """The preset's values, with `knobs` in their place. Raises ConfigError for an unknown name or
-        value."""
+        """The preset's values, with `knobs` in their place, and with what the outer optimizer asks for.
+
+        Raises ConfigError for an unknown name or value, and for knobs that contradict each other.
+        """
         _one_of("preset", preset, PRESET_NAMES)
         known = [field.name for field in dataclasses.fields(cls)]
         for name in knobs:
             _one_of("penalty knob", name, known)
-        return dataclasses.replace(PRESETS[preset], **knobs)
+        optimizer = knobs.get("outer_optimizer", "nesterov")
+        if "delay_rounds" in knobs and optimizer != "delayed-nesterov":
+            raise ConfigError(
+                f"delay_rounds is of outer_optimizer 'delayed-nesterov', and it is {optimizer!r}: leave it out"
+            )
+        return dataclasses.replace(PRESETS[preset], **{**OPTIMIZER_DEFAULTS.get(optimizer, {}), **knobs})
 
 
 def dynamic_local_steps_of(preset: str) -> bool:
@@ -114,16 +139,32 @@ def _check_clip_scope(scope: str) -> None:
 def _check_numbers(config: PenaltyConfig) -> None:
     _in_range("outer_momentum", config.outer_momentum, 0.0, math.nextafter(1.0, 0.0))
     _in_range("alpha", config.alpha, math.ulp(0.0), 1.0)
-    _in_range("cosine_alpha", config.cosine_alpha, math.ulp(0.0), 1.0)
     _in_range("cosine_alarm", config.cosine_alarm, -1.0, 1.0)
+    _in_range("cosine_share", config.cosine_share, 0.0, 1.0)
     _in_range("beta", config.beta, 1.0, math.inf)
     _in_range("hard_gate", config.hard_gate, 1.0, math.inf)
     _in_range("clip_norm", config.clip_norm, math.ulp(0.0), math.inf)
     _in_range("steps_change", config.steps_change, 0.0, math.inf)
-    for name in ("warm_up_pushes", "window_pushes", "clip_window_rounds", "cosine_warm_up_rounds"):
+    for name in ("warm_up_pushes", "window_pushes", "clip_window_rounds", "delay_rounds"):
+        _in_range(name, getattr(config, name), 1, math.inf)
+    for name in ("cosine_window_pushes", "cosine_warm_up_pushes"):
         _in_range(name, getattr(config, name), 1, math.inf)
     for name in ("restart_after_rejections", "clear_after_voids", "quarantine_after_flags"):
         _in_range(name, getattr(config, name), 0, math.inf)
+
+
+def _check_optimizer(config: PenaltyConfig) -> None:
+    optimizer = config.outer_optimizer
+    if optimizer == "averaging" and config.outer_momentum != 0:
+        raise ConfigError(
+            f"outer_momentum is {config.outer_momentum}, and outer_optimizer 'averaging' has no momentum: leave "
+            "outer_momentum out, or take 'nesterov' or 'heavy-ball'"
+        )
+    if optimizer != "nesterov" and config.momentum_scaling != "off":
+        raise ConfigError(
+            f"momentum_scaling {config.momentum_scaling!r} is made for outer_optimizer 'nesterov', and it is "
+            f"{optimizer!r}: set momentum_scaling to 'off', or take 'nesterov'"
+        )
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

@@ -1,8 +1,7 @@
-"""How far a round may move the model: the share of a full round that took part, and the momentum that goes
-with it.
+"""How far a round may move the model: the share of a full round that took part.
 
-Participation and momentum scaling of docs/algorithm.md. It must never look at norms: what a push is worth is
-penalty.py's.
+Participation scaling of docs/algorithm.md, and when to warn of momentum. It must never look at norms: what a push is
+worth is penalty.py's.
 """
 
 from __future__ import annotations
@@ -49,20 +48,6 @@ def participation(
     return len(accepted) / len(live_unquarantined | set(accepted))
 
 
-def momentum_coefficients(config: PenaltyConfig, rho: float) -> tuple[float, float]:
-    """(decay, lookahead) of buf = decay buf + g; theta' = theta - lr (g + lookahead buf).
-
-    Normally both are mu_o. With momentum_scaling = "tokens": decay m = mu_o^rho, so that rounds whose rho add
-    up to one decay the momentum as much as one full round; lookahead = mu_o (1 - m) / (1 - mu_o), which keeps
-    the momentum's part of the step in proportion. Both are mu_o exactly when rho = 1.
-    """
-    mu = config.outer_momentum
-    if config.momentum_scaling == "off" or rho == 1.0:
-        return mu, mu
-    decay = mu**rho
-    return decay, mu * (1.0 - decay) / (1.0 - mu)
-
-
 def momentum_warning(config: PenaltyConfig, rates: Mapping[str, float], intervals_s: Mapping[str, float]) -> str | None:
     """A sentence when one slow cluster makes momentum unstable in the linear model and momentum_scaling is
     off.
@@ -71,15 +56,16 @@ def momentum_warning(config: PenaltyConfig, rates: Mapping[str, float], interval
     others.
     """
     total = sum(rates.values())
-    if config.momentum_scaling != "off" or total <= 0:
+    if config.momentum_scaling != "off" or config.outer_momentum == 0 or total <= 0:
         return None
+    scaling = "momentum_scaling to 'tokens'" if config.outer_optimizer == "nesterov" else "a smaller outer_momentum"
     for cluster in sorted(rates):
         others_s = [interval for name, interval in intervals_s.items() if name != cluster and interval > 0]
         share, period_s = rates[cluster] / total, intervals_s.get(cluster, 0.0)
         if share > WARN_TOKEN_SHARE and others_s and period_s > WARN_PERIOD_RATIO * max(others_s):
             return (
                 f"cluster {cluster} makes {share:.0%} of the tokens and pushes every {period_s:.1f} s, the "
-                f"others every {max(others_s):.1f} s or faster: momentum may become unstable; set "
-                "momentum_scaling to 'tokens', turn dynamic local steps on, or lower that cluster's local steps"
+                f"others every {max(others_s):.1f} s or faster: momentum may become unstable; set {scaling}, "
+                "turn dynamic local steps on, or lower that cluster's local steps"
             )
     return None

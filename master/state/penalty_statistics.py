@@ -9,6 +9,8 @@ any other way.
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +22,10 @@ class ClusterStatistics:
 
     accepted: n_j, accepted pushes since the statistics (re)started. mean, variance: mu_j and V_j of the norms
     Gn. mean_tokens: Tbar_j; None before the first accepted push and after a restart. steps: the local steps
-    for which mean_tokens holds. cosine_mean over cosine_rounds rounds with others; cosine_alarmed: the alarm
-    was raised.
+    for which mean_tokens holds. cosines: of the last accepted pushes whose cosine was known, oldest first;
+    cosine_rounds: how many there were; cosine_alarmed: the direction alarm stands. last_norm, last_score,
+    last_cosine: Gn_j, z_j and the cosine of the last judged push, rejected ones too, None where not finite or not
+    known; for people, nothing is decided by them.
     """
 
     accepted: int = 0
@@ -32,16 +36,27 @@ class ClusterStatistics:
     flags_in_a_row: int = 0
     score_rejections_in_a_row: int = 0
     quarantined: bool = False
-    cosine_mean: float = 0.0
+    cosines: tuple[float, ...] = ()
     cosine_rounds: int = 0
     cosine_alarmed: bool = False
+    last_norm: float | None = None
+    last_score: float | None = None
+    last_cosine: float | None = None
+
+    @property
+    def usual_cosine(self) -> float:
+        """The median of the last ones, NaN before the first: a few odd rounds must not count for much."""
+        return statistics.median(self.cosines) if self.cosines else math.nan
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "cosines": list(self.cosines)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ClusterStatistics:
-        return cls(**data)
+        """Also of records in which an average stood in place of the last cosines: they begin anew then."""
+        if "cosine_mean" in data:
+            data = {k: v for k, v in data.items() if k not in ("cosine_mean", "cosine_rounds", "cosine_alarmed")}
+        return cls(**{**data, "cosines": tuple(data.get("cosines", ()))})
 
     def restarted(self) -> ClusterStatistics:
         """Norms and tokens forgotten; flags, quarantine and cosines kept."""

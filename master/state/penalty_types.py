@@ -33,7 +33,8 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Measure:
-    """What was measured of one participant; NaN where undefined. cosine: with the merged pseudo-gradient."""
+    """What was measured of one participant; NaN where undefined. cosine: of its way with that of the others
+    (master/state/penalty_direction.py)."""
 
     cluster: str
     norm: float
@@ -46,7 +47,7 @@ class Measure:
 class Judgement:
     """The verdict on a round. `accepted` empty means VOID. Tuples are in cluster-id order.
 
-    weights: one for each accepted cluster, adding up to 1. scale: what PREPARE multiplies the mean with.
+    weights: one for each accepted cluster, adding up to 1. scale: what the mean is multiplied with.
     pair_cosines: (cluster, cluster, cosine) of each pair. alarms: sentences for a person if the round goes as
     judged (COMMIT when something is accepted, else VOID); alarms_if_void: those to use when PREPARE turns it
     into a VOID. quarantined: after the round goes as judged. threshold: tau of this round.
@@ -62,8 +63,6 @@ class Judgement:
     threshold: float
     measures: tuple[Measure, ...]
     pair_cosines: tuple[tuple[str, str, float], ...]
-    momentum_decay: float
-    momentum_lookahead: float
     next_state_if_committed: DetectorState
     next_state_if_void: DetectorState
     alarms: tuple[str, ...]

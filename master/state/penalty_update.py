@@ -7,9 +7,11 @@ quarantine. Nothing here may lock a cluster out for ever because its norms chang
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
+from dips.master.state import penalty_direction
 from dips.master.state.penalty_config import PenaltyConfig
 from dips.master.state.penalty_detect import Finding, steps_changed
 from dips.master.state.penalty_statistics import ClusterStatistics, DetectorState
@@ -23,35 +25,41 @@ def after_commit(
     config: PenaltyConfig,
     findings: Sequence[Finding],
     merged_norm: float,
-    cosines: Mapping[str, float],
+    cosines: Sequence[float],
 ) -> tuple[DetectorState, tuple[str, ...]]:
     """The state that the COMMIT record carries, and alarms.
 
-    cosines: of each accepted cluster with the merge, absent where it says nothing (a merge of one).
+    cosines: of each finding (penalty_direction.cosines), NaN where not known.
     """
     accepted = [finding for finding in findings if finding.accepted]
     changed, alarms = _move_clusters(config, findings, cosines)
+    ways = {f.cluster: cosine for f, cosine in zip(findings, cosines, strict=True) if f.accepted}
+    changed |= {
+        cluster: penalty_direction.remembered(config, changed[cluster], cosine) for cluster, cosine in ways.items()
+    }
+    turned, direction_alarms = penalty_direction.alarms(config, state.with_clusters(changed), list(ways))
     scores = [finding.score for finding in accepted if finding.score is not None]
     window = config.window_pushes
     next_state = replace(
-        state.with_clusters(changed),
+        state.with_clusters({**changed, **turned}),
         norms=(*state.norms, *(finding.scaled_norm for finding in accepted))[-window:],
         scores=(*state.scores, *scores)[-window:],
         merged_norms=(*state.merged_norms, merged_norm)[-config.clip_window_rounds :],
         voids_in_a_row=0,
     )
-    return next_state, alarms
+    return next_state, (*alarms, *direction_alarms)
 
 
 def after_void(
-    state: DetectorState, config: PenaltyConfig, findings: Sequence[Finding]
+    state: DetectorState, config: PenaltyConfig, findings: Sequence[Finding], cosines: Sequence[float]
 ) -> tuple[DetectorState, tuple[str, ...]]:
-    """The state that the VOID record carries, and alarms.
+    """The state that the VOID record carries, and alarms. cosines: as in after_commit.
 
     Participants that JUDGE accepted (PREPARE found a non-finite element) stay as they are: whose fault it is,
     is unknown.
     """
-    changed, alarms = _move_clusters(config, [finding for finding in findings if not finding.accepted], {})
+    rejected = [(f, cosine) for f, cosine in zip(findings, cosines, strict=True) if not f.accepted]
+    changed, alarms = _move_clusters(config, [f for f, _ in rejected], [cosine for _, cosine in rejected])
     next_state = replace(state.with_clusters(changed), voids_in_a_row=state.voids_in_a_row + 1)
     if not 0 < config.clear_after_voids <= next_state.voids_in_a_row:
         return next_state, alarms
@@ -63,28 +71,25 @@ def after_void(
 
 
 def _move_clusters(
-    config: PenaltyConfig, findings: Sequence[Finding], cosines: Mapping[str, float]
+    config: PenaltyConfig, findings: Sequence[Finding], cosines: Sequence[float]
 ) -> tuple[dict[str, ClusterStatistics], tuple[str, ...]]:
     changed: dict[str, ClusterStatistics] = {}
     alarms: list[str] = []
-    for finding in findings:
-        if finding.accepted:
-            moved, said = _accepted(config, finding, cosines.get(finding.cluster))
-        else:
-            moved, said = _rejected(config, finding)
-        changed[finding.cluster] = moved
+    for finding, cosine in zip(findings, cosines, strict=True):
+        moved, said = (_accepted(config, finding), []) if finding.accepted else _rejected(config, finding)
+        norm, score, way = (_finite(value) for value in (finding.scaled_norm, finding.score, cosine))
+        changed[finding.cluster] = replace(moved, last_norm=norm, last_score=score, last_cosine=way)
         alarms += said
     return changed, tuple(alarms)
 
 
-def _accepted(config: PenaltyConfig, finding: Finding, cosine: float | None) -> Moved:
-    known = replace(
-        _learned(config, finding, finding.known),
-        flags_in_a_row=0,
-        score_rejections_in_a_row=0,
-        quarantined=False,
-    )
-    return (known, []) if cosine is None else _with_cosine(config, finding.cluster, known, cosine)
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _accepted(config: PenaltyConfig, finding: Finding) -> ClusterStatistics:
+    learned = _learned(config, finding, finding.known)
+    return replace(learned, flags_in_a_row=0, score_rejections_in_a_row=0, quarantined=False)
 
 
 def _learned(config: PenaltyConfig, finding: Finding, known: ClusterStatistics) -> ClusterStatistics:
@@ -106,21 +111,6 @@ def _mean_tokens(config: PenaltyConfig, finding: Finding, known: ClusterStatisti
     if known.mean_tokens is None or steps_changed(known, pushed, config):
         return pushed.tokens, pushed.local_steps
     return a * pushed.tokens + (1.0 - a) * known.mean_tokens, known.steps or pushed.local_steps
-
-
-def _with_cosine(config: PenaltyConfig, cluster: str, known: ClusterStatistics, cosine: float) -> Moved:
-    """Norms cannot see a push that points the wrong way; an average cosine can."""
-    rounds = known.cosine_rounds + 1
-    a = max(config.cosine_alpha, 1.0 / rounds)
-    mean = a * cosine + (1.0 - a) * known.cosine_mean
-    low = rounds >= config.cosine_warm_up_rounds and mean < config.cosine_alarm
-    alarms = []
-    if low and not known.cosine_alarmed:
-        alarms = [
-            f"the pushes of cluster {cluster} point away from the merged ones (average cosine {mean:.2f}, alarm "
-            f"below {config.cosine_alarm:g}): norms cannot see it; check its data, its learning rate and its code"
-        ]
-    return replace(known, cosine_mean=mean, cosine_rounds=rounds, cosine_alarmed=low), alarms
 
 
 def _rejected(config: PenaltyConfig, finding: Finding) -> Moved:

@@ -54,7 +54,7 @@ class Pulls:
         if pin is not None and pin.owner == _owner(request, member):
             del world.pins[request.pin_id]
         if member is not None:
-            member.local_steps = pacing.local_steps(world, member)
+            member.local_steps = pacing.local_steps(world, member, pulled=True)
         world.reply(token, FinishPullReply(member.local_steps if member else 0))
 
     def tick(self) -> None:

@@ -8,6 +8,7 @@ from dips.core.ids import Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.machine import Phase
 from dips.core.messages import BeginPushRequest, BlockGram, DataRange, HeartbeatRequest, SlaveBeat, SnapshotInfo
 from dips.master.state.ledger import CommitInfo
+from dips.master.state.outer_optimizer import OuterStep
 from dips.master.state.penalty import Judgement
 from dips.master.state.tables import PushPhase, RecoveryPhase, RoundPhase, SlavePhase
 
@@ -66,9 +67,6 @@ class Member:
     push: Push | None = None
     last_admitted_s: float | None = None
     leave_token: int | None = None
-    norm: float = float("nan")
-    score: float = float("nan")
-    cosine: float = float("nan")
     local_steps: int = 0
     last_lease: tuple[int, tuple[DataRange, ...]] = (0, ())
 
@@ -106,9 +104,11 @@ class RoundState:
     deadline_s: float | None = None
     participants: list[Push] = field(default_factory=list)
     measured: dict[str, tuple[BlockGram, ...]] = field(default_factory=dict)
+    directions: dict[str, tuple[float, ...]] = field(default_factory=dict)
     digest_of_slave: dict[str, bytes] = field(default_factory=dict)
     flipped: set[str] = field(default_factory=set)
     judgement: Judgement | None = None
+    step: OuterStep | None = None
     not_before_s: float = 0.0
     resend_s: float | None = None
     timeout_factor: float = 1.0

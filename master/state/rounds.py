@@ -7,6 +7,8 @@ Which pushes take part is told by their phases: ADMITTED waits for the next wind
 
 from __future__ import annotations
 
+import dataclasses
+
 from dips.core.errors import RefusalCode
 from dips.core.ids import RoundId, Version
 from dips.core.messages import (
@@ -23,7 +25,8 @@ from dips.core.messages import (
 )
 from dips.master.state import pacing
 from dips.master.state.decisions import Decisions
-from dips.master.state.gram import GramError, add_blocks
+from dips.master.state.gram import GramError, add_blocks, add_directions
+from dips.master.state.outer_optimizer import OuterStep, outer_step_of, seed_step
 from dips.master.state.penalty import Judgement, Participant, judge
 from dips.master.state.push_checks import recheck
 from dips.master.state.reasons import lagging
@@ -142,7 +145,7 @@ class Rounds:
         elif state.participants[0].is_seed:
             donation = state.participants[0].is_donation
             self._move("it is a donation" if donation else "it is the seed", RoundPhase.PREPARE)
-            self._prepare((1.0,), 1.0, world.config.penalty.outer_momentum, world.config.penalty.outer_momentum)
+            self._prepare((1.0,), seed_step(world.config.settings.outer_lr))
         else:
             self._measure()
 
@@ -161,23 +164,24 @@ class Rounds:
         world, state = self._world, self._world.round
         if state.phase.now is not RoundPhase.MEASURE or body.round != state.id:
             return
-        state.measured[slave.id] = body.blocks
+        state.measured[slave.id], state.directions[slave.id] = body.blocks, body.directions
         if len(state.measured) < len(world.slaves_expected()):
             return
         try:
             gram, nonfinite = self._add()
+            directions = add_directions(state.directions, len(state.participants))
         except GramError as error:
             self.abort(str(error))
             return
         self._move("all measured", RoundPhase.JUDGE)
-        self._judge(gram, nonfinite)
+        self._judge(gram, nonfinite, directions)
 
     def _add(self) -> tuple[list[list[float]], list[int]]:
         state, placement = self._world.round, self._world.ledger.placement
         assert placement is not None, "a round has a placement"
         return add_blocks(state.measured, placement, len(state.participants))
 
-    def _judge(self, gram: list[list[float]], nonfinite: list[int]) -> None:
+    def _judge(self, gram: list[list[float]], nonfinite: list[int], directions: list[list[float]] | None) -> None:
         world, state = self._world, self._world.round
         participants = [
             Participant(push.cluster, float(push.request.tokens), bad, push.request.steps)
@@ -192,6 +196,7 @@ class Rounds:
             gram,
             live,
             pacing.tokens_of_a_round(world),
+            directions,
         )
         state.judgement = judgement
         self._record_judgement(judgement)
@@ -199,15 +204,13 @@ class Rounds:
             self._void("no push was accepted")
             return
         self._move("accepted", RoundPhase.PREPARE)
-        weights, scale = judgement.weights, judgement.scale
-        self._prepare(weights, scale, judgement.momentum_decay, judgement.momentum_lookahead)
+        before, outer_lr = world.ledger.version, world.config.settings.outer_lr
+        assert before is not None, "what is judged starts from a version"
+        step = outer_step_of(world.config.penalty, outer_lr, judgement.scale, judgement.rho, before)
+        self._prepare(judgement.weights, step)
 
     def _record_judgement(self, judgement: Judgement) -> None:
         world, state = self._world, self._world.round
-        for measure in judgement.measures:
-            member = world.members.get(measure.cluster)
-            if member is not None:
-                member.norm, member.score, member.cosine = measure.scaled_norm, measure.score, measure.cosine
         world.record(
             "judged",
             state.cause,
@@ -216,6 +219,7 @@ class Rounds:
             rejected={r.cluster: r.reason for r in judgement.rejected},
             norms={m.cluster: m.norm for m in judgement.measures},
             scores={m.cluster: m.score for m in judgement.measures},
+            cosines={m.cluster: m.cosine for m in judgement.measures},
             kappa=judgement.kappa,
             rho=judgement.rho,
             merged_norm=judgement.merged_norm,
@@ -223,18 +227,18 @@ class Rounds:
 
     # ---- prepare, commit, publish ----
 
-    def _prepare(self, weights: tuple[float, ...], scale: float, decay: float, lookahead: float) -> None:
+    def _prepare(self, weights: tuple[float, ...], step: OuterStep) -> None:
         world, state = self._world, self._world.round
-        version, settings = world.ledger.version, world.config.settings
+        version = world.ledger.version
         assert state.id is not None, "a sealed round has an id"
         to_version = version.next() if version is not None else Version(world.epoch, 0)
         if (donor := self._donor()) is not None:
             version, to_version = None, _renamed(world, donor)
         accepted = _staged(self._decisions.accepted())
+        state.step = step
         self._arm()
         world.command_all(
-            Prepare(state.id, version, to_version, accepted, weights, scale, settings.outer_lr, decay, lookahead),
-            state.cause,
+            Prepare(state.id, version, to_version, accepted, weights, **dataclasses.asdict(step)), state.cause
         )
 
     def _donor(self) -> Donor | None:
@@ -408,9 +412,10 @@ class Rounds:
         self._move(input_name, RoundPhase.IDLE)
         state.id = None
         state.deadline_s, state.resend_s = None, None
-        state.judgement = None
+        state.judgement, state.step = None, None
         state.participants.clear()
         state.measured.clear()
+        state.directions.clear()
         state.digest_of_slave.clear()
         state.flipped.clear()
 

@@ -49,7 +49,7 @@ def _cluster(world: World, name: str) -> ClusterStatus:
     entry, member = world.ledger.clusters[name], world.members.get(name)
     beat = member.beat if member else None
     last = entry.last_verdict
-    statistics = world.ledger.detector.quarantined
+    statistics = world.ledger.detector.of(name)
     return ClusterStatus(
         name,
         entry.incarnation,
@@ -69,14 +69,21 @@ def _cluster(world: World, name: str) -> ClusterStatus:
         last.kind.name if last else "",
         last.reason if last else "",
         member.local_steps if member else 0,
-        member.norm if member else NAN,
-        member.score if member else NAN,
-        member.cosine if member else NAN,
-        name in statistics,
+        _known(statistics.last_norm),
+        _known(statistics.last_score),
+        _known(statistics.last_cosine),
+        statistics.quarantined,
         world.ledger.leases.leased_tokens(name) if world.ledger.leases else 0,
         _note(world.ledger.draining.get(name, "") if member else "", beat.note if beat else ""),
         entry.steps_before + (beat.steps if beat else 0),
+        statistics.usual_cosine,
+        statistics.cosine_rounds,
+        statistics.cosine_alarmed,
     )
+
+
+def _known(value: float | None) -> float:
+    return NAN if value is None else value
 
 
 def _note(draining: str, note: str) -> str:

@@ -53,6 +53,8 @@ class World:
         self.waiters: dict[PushId, list[tuple[int, float]]] = {}
         self.published: Kept | None = None
         self.window_opened_s: float | None = None
+        self.planned_window_s: float | None = None
+        """Where dynamic local steps aim at: one absolute time for all clusters (pacing.py)."""
         self.publish_interval_s = 0.0
         self.published_s: float | None = None
         self.leave_ready: list[str] = []

@@ -89,8 +89,8 @@ def _covers(ledger: Fields, table: Fields, where: str) -> list[str]:
 def all_finite(history: History, fact: Fact) -> Sentences:
     """Every published element is finite.
 
-    Evidence: each slave checked all elements when it prepared the version; the clip factor, the scale and the norms of
-    what was merged are finite; and, on disk, every element of every snapshot is.
+    Evidence: each slave checked all elements when it prepared the version; the clip factor, the coefficients of the
+    outer step and the norms of what was merged are finite; and, on disk, every element of every snapshot is.
     """
     del history
     match fact.source:
@@ -111,6 +111,7 @@ def _judgement(made: Decision) -> Sentences:
         return None
     accepted = {item.push[0] for item in made.accepted}
     numbers: dict[str, Any] = {name: judged[name] for name in ("kappa", "rho", "merged_norm")}
+    numbers |= judged["outer_step"]
     numbers |= {f"weight {index}": weight for index, weight in enumerate(judged["weights"])}
     numbers |= {f"norm of {cluster}": norm for cluster, norm, *_ in judged["norms"] if cluster in accepted}
     return [f"{made} has {name} = {text}" for name, text in numbers.items() if not math.isfinite(float(text))]

@@ -141,6 +141,7 @@ def check_prepare(prepare: Prepare, current: SnapshotInfo | None, snapshots: Seq
         prepare.outer_lr,
         prepare.momentum_decay,
         prepare.momentum_lookahead,
+        prepare.gradient_weight,
     )
     if not all(math.isfinite(value) for value in scalars):
         raise Refused(RefusalCode.NONFINITE, f"round {prepare.round} has a weight, scale or rate that is not finite")

@@ -56,11 +56,12 @@ class RunLoad:
 
 @dataclass(frozen=True)
 class RunMeasure:
-    """Gram matrices of the pushes in `slots` (cluster-id order) at the current version."""
+    """Gram matrices of the pushes in `slots` (cluster-id order) at the current version; bases: theirs."""
 
     job: int
     round: RoundId
     slots: tuple[int, ...]
+    bases: tuple[Version | None, ...]
 
 
 @dataclass(frozen=True)

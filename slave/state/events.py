@@ -60,10 +60,11 @@ class LoadDone:
 
 @dataclass(frozen=True)
 class MeasureDone:
-    """The Gram matrices of this slave's blocks, in block-id order."""
+    """The Gram matrices of this slave's blocks, in block-id order; directions: as in Measured."""
 
     job: int
     blocks: tuple[BlockGram, ...]
+    directions: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

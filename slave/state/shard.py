@@ -168,7 +168,8 @@ class ShardState:
         except Refused as refused:
             return [*out, round_refused(body.round, "measure", refused)]
         job = self._begin("measure", ShardPhase.MEASURING, body, cause, now_s, rows)
-        return [*out, effects.RunMeasure(job, body.round, rows)]
+        bases = tuple(self._slots.base_of(push.push) for push in body.participants)
+        return [*out, effects.RunMeasure(job, body.round, rows, bases)]
 
     def prepare(self, body: Prepare, settings: Settings, cause: str, now_s: float) -> list[Effect]:
         """Begin, or answer again, the shadow of a round. A command that differs in anything is computed anew."""
@@ -246,7 +247,7 @@ class ShardState:
             return self._loaded(job, event, now_s)
         if isinstance(event, events.MeasureDone) and isinstance(job.body, Measure):
             self.phase.move("done", ShardPhase.READY, now_s, job.cause)
-            self._measured = Measured(job.body.round, event.blocks)
+            self._measured = Measured(job.body.round, event.blocks, event.directions)
             about = _record("measured", job, now_s, None, version=str(job.body.version))
             return [about, effects.SendUp(self._measured)]
         if isinstance(event, events.PrepareDone):

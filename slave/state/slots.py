@@ -9,17 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.ids import PushId
+from dips.core.ids import PushId, Version
 from dips.core.messages import OpenStaging, Staged
 
 
 @dataclass
 class Slot:
-    """opening: counts fresh openings, so that late news of an earlier one is known. digest: None while incomplete."""
+    """opening: counts fresh openings, so that late news of an earlier one is known. digest: None while incomplete.
+
+    base: the version that the push stands on; None for a seed.
+    """
 
     slot: int
     attempt: int
     opening: int
+    base: Version | None
     digest: bytes | None = None
 
 
@@ -47,7 +51,7 @@ class Slots:
         for push in [p for p, s in self._of_push.items() if s.slot == body.slot or p == body.push]:
             del self._of_push[push]
         self._openings += 1
-        self._of_push[body.push] = Slot(body.slot, body.attempt, self._openings)
+        self._of_push[body.push] = Slot(body.slot, body.attempt, self._openings, body.base)
         return self._openings
 
     def close(self, push: PushId) -> None:
@@ -56,6 +60,10 @@ class Slots:
     def slot_of(self, push: PushId) -> int | None:
         known = self._of_push.get(push)
         return None if known is None else known.slot
+
+    def base_of(self, push: PushId) -> Version | None:
+        known = self._of_push.get(push)
+        return None if known is None else known.base
 
     def staged(self, push: PushId, attempt: int, opening: int, digest: bytes) -> Staged | None:
         """Note a complete push. None when that opening is over, or a newer attempt will be told of it."""

@@ -342,7 +342,8 @@ async def test_recorded_pushes_compute_every_version_again_to_the_bit(master: Fa
         else:
             new, buf = np.empty_like(theta), np.empty_like(theta)
             weights = np.array([accepted["weight"]], np.float32)
-            scalars = [told[name] for name in ("scale", "outer_lr", "momentum_decay", "momentum_lookahead")]
+            names = ("scale", "outer_lr", "momentum_decay", "momentum_lookahead", "gradient_weight")
+            scalars = [told[name] for name in names]
             outer_step(theta, momentum, row[None], np.arange(1), weights, *scalars, new, buf, 0, len(theta))
             theta, momentum = new, buf
         assert digest_of_array(theta, BLOCKS, told["chunk_bytes"]).hex() == told["digest"]

@@ -79,7 +79,7 @@ async def test_a_seed_and_a_round_of_two_pushes(tmp_path: Path) -> None:
         theta, momentum = np.empty_like(seed), np.empty_like(seed)
         outer_step(
             seed, np.zeros_like(seed), staging, np.arange(2), np.array([0.25, 0.75], np.float32),
-            0.5, 0.7, 0.8, 0.8, theta, momentum, 0, len(seed),
+            0.5, 0.7, 0.8, 0.8, 1.0, theta, momentum, 0, len(seed),
         )  # fmt: skip
         assert prepared.digest == digest_of_array(theta, BLOCKS, 1024)
         link.send(Commit(RoundId(1, 2), v1, b"hash", b"{}"))

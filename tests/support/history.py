@@ -237,6 +237,13 @@ def _judgement(participants: tuple[dict[str, Any], ...]) -> dict[str, Any]:
         "rho": "1.0",
         "merged_norm": "2.0",
         "norms": [[name, "2.5", "nan"] for name in names],
+        "outer_step": {
+            "scale": "0.5",
+            "outer_lr": "0.7",
+            "momentum_decay": "0.8",
+            "momentum_lookahead": "0.8",
+            "gradient_weight": "1.0",
+        },
     }
 
 

@@ -238,7 +238,19 @@ class BenchSlave:
         blocks = len(self.configure.placement.slave_of_block)
         names = [p.push.cluster for p in body.participants]
         gram = self.bench.gram(names)
-        self.say(Measured(body.round, tuple(self._block(b, gram, blocks, names) for b in own)))
+        grams = tuple(self._block(b, gram, blocks, names) for b in own)
+        self.say(Measured(body.round, grams, self._directions(names)))
+
+    def _directions(self, names: Sequence[str]) -> tuple[float, ...]:
+        """Everybody's base is the current version; each slave holds an equal part."""
+        ways = self.bench.ways
+        if not ways:
+            return ()
+        still = [0.0] * len(next(iter(ways.values())))
+        vectors = [*(ways[name] for name in names), *(still for _ in names)]
+        pairs = ((i, j) for i in range(len(vectors)) for j in range(i, len(vectors)))
+        products = (sum(a * b for a, b in zip(vectors[i], vectors[j], strict=True)) for i, j in pairs)
+        return tuple(product / len(self.bench.slaves) for product in products)
 
     def _is_mine(self, index: int) -> bool:
         assert self.configure is not None
@@ -314,6 +326,7 @@ class Bench:
         self.began_again: BeginAgain | None = None
         self.norms: dict[str, float] = {}
         self.nonfinite: dict[str, int] = {}
+        self.ways: dict[str, Sequence[float]] = {}
         self.silent: set[str] = set()
         self.clusters: dict[str, BenchCluster] = {}
         self.slaves = [BenchSlave(self, f"s{i}") for i in range(n_slaves)]

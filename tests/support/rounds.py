@@ -21,12 +21,23 @@ def along(norm: float, axis: int = 0, size: int = 8) -> Vector:
 
 @dataclass
 class Push:
-    """What one cluster brings to a round."""
+    """What one cluster brings to a round. vector: theta_v - theta_j; since_base: theta_base - theta_v, empty: zero."""
 
     vector: Vector
     tokens: float = 1000.0
     nonfinite_elems: int = 0
     local_steps: int = 64
+    since_base: Vector = ()
+
+    @property
+    def moved(self) -> Vector:
+        """s_j: how far the model went since the base."""
+        return self.since_base or [0.0] * len(self.vector)
+
+    @property
+    def way(self) -> Vector:
+        """p_j = theta_base - theta_j: how far the cluster went."""
+        return [a + b for a, b in zip(self.vector, self.moved, strict=True)]
 
 
 @dataclass
@@ -45,8 +56,9 @@ class Master:
             for name in names
         ]
         gram = gram_of([pushes[name].vector for name in names])
+        directions = gram_of([*(pushes[name].way for name in names), *(pushes[name].moved for name in names)])
         live = self.live - self.state.quarantined
-        return judge(self.state, self.config, participants, gram, live, self.round_tokens)
+        return judge(self.state, self.config, participants, gram, live, self.round_tokens, directions)
 
     def round(self, pushes: Mapping[str, Push]) -> Judgement:
         """Judge and record: COMMIT when something is accepted, else VOID."""

@@ -71,6 +71,7 @@ def prepare_of(
         outer_lr=0.7,
         momentum_decay=0.8,
         momentum_lookahead=0.8,
+        gradient_weight=1.0,
     )
     return replace(body, **changes)
 

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dips.core.config import load
 from dips.core.errors import ConfigError, DipsError
 from dips.worker.trainer.config import SECTION, TrainConfig
-from dips.worker.trainer.data import LeasedBatches, all_ranges
+from dips.worker.trainer.data import LeasedBatches
 from dips.worker.trainer.inner import InnerTrainer
+from dips.worker.trainer.rows import all_ranges
 
 WARM_UP_STEPS = 5
 """The first steps make the optimizer's state and find memory; they are slower than all others."""

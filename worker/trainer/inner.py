@@ -49,17 +49,28 @@ class InnerTrainer:
 
         A non-finite loss changes nothing and raises FatalError: parameters that it would ruin must not be pushed.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        loss = self.model.loss(batch.inputs.to(self.device), batch.targets.to(self.device))
-        value = loss.item()
+        value = inner_step(self.model, self.optimizer, batch, lr, self.config.grad_clip)
         if not math.isfinite(value):
             raise FatalError(f"the loss is {value} at learning rate {lr:g}: lower --lr or --grad-clip")
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
-        self.optimizer.step()
         return value
+
+
+def inner_step(model: ByteModel, optimizer: torch.optim.Optimizer, batch: Batch, lr: float, grad_clip: float) -> float:
+    """One forward, backward and optimizer step at learning rate lr; the mean loss in nats per byte.
+
+    A loss that is not finite changes nothing and is returned.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    device = model.embedding.weight.device
+    loss = model.loss(batch.inputs.to(device), batch.targets.to(device))
+    value = loss.item()
+    if math.isfinite(value):
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        optimizer.step()
+    return value
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

@@ -17,10 +17,11 @@ from dips.worker.driver import Driver
 from dips.worker.torch_parameters import TorchParameters
 from dips.worker.torch_state import TorchState
 from dips.worker.trainer.config import TrainConfig
-from dips.worker.trainer.data import LeasedBatches, all_ranges
+from dips.worker.trainer.data import LeasedBatches
 from dips.worker.trainer.heldout import heldout_loss, windows_of
 from dips.worker.trainer.inner import InnerTrainer
 from dips.worker.trainer.progress import StepReports
+from dips.worker.trainer.rows import all_ranges
 from dips.worker.trainer.schedule import Schedule
 from dips.worker.trainer.signals import StopSignals
 from dips.worker.trainer.slowdown import Slowdown

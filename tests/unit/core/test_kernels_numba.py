@@ -29,14 +29,14 @@ def _compiled() -> None:
     kernels_numba.warm_up()
 
 
-def both_steps(shard: Shard, k: int, start: int, stop: int, scale: float = 0.4) -> None:
+def both_steps(shard: Shard, k: int, start: int, stop: int, scale: float = 0.4, weight: float = 1.0) -> None:
     slots, weights = random_slots(k, k, len(shard.staging))
     results = []
     for module in (outer_numpy, kernels_numba):
         theta, momentum = shard.outputs()
         bad = module.outer_step(
             *(shard.theta, shard.momentum, shard.staging, slots, weights),
-            *(scale, 0.7, 0.8, 0.75, theta, momentum, start, stop),
+            *(scale, 0.7, 0.8, 0.75, weight, theta, momentum, start, stop),
         )
         results.append((theta, momentum, bad))
     assert_same_bits(results[1][0], results[0][0])
@@ -68,14 +68,15 @@ def test_kernels_equal_the_reference(k: int, n_elems: int, special: bool) -> Non
     n_elems=st.integers(1, 3000),
     ends=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     scale=st.floats(0, 2, width=32),
+    weight=st.sampled_from([0.0, 0.25, 1.0]),
     special=st.booleans(),
 )
 def test_kernels_equal_the_reference_anywhere(
-    seed: int, k: int, n_elems: int, ends: tuple[float, float], scale: float, special: bool
+    seed: int, k: int, n_elems: int, ends: tuple[float, float], scale: float, weight: float, special: bool
 ) -> None:
     start, stop = sorted(int(end * n_elems) for end in ends)
     shard = Shard.random(seed, n_elems, slots=11, special=special)
-    both_steps(shard, k, start, stop, scale)
+    both_steps(shard, k, start, stop, scale, weight)
     both_grams(shard, k, start, stop)
 
 
@@ -117,7 +118,7 @@ def test_the_step_may_overwrite_its_inputs() -> None:
     shard = Shard.random(6, 2 * TILE_ELEMS + 5, slots=6)
     slots, weights = random_slots(6, 6, 6)
     theta, momentum = shard.outputs()
-    arguments = (shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.8)
+    arguments = (shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.8, 1.0)
     outer_numpy.outer_step(*arguments, theta, momentum, 0, len(theta))
     kernels_numba.outer_step(*arguments, shard.theta, shard.momentum, 0, len(theta))
     assert_same_bits(shard.theta, theta)
@@ -129,7 +130,7 @@ def test_threads_that_share_a_range_change_no_bit(pieces: int) -> None:
     n_elems = 50_021
     shard = Shard.random(7, n_elems, slots=5)
     slots, weights = random_slots(7, 5, 5)
-    arguments = (shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.8)
+    arguments = (shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.8, 1.0)
     whole, split = shard.outputs(), shard.outputs()
     kernels_numba.outer_step(*arguments, *whole, 0, n_elems)
     edges = np.linspace(0, n_elems, pieces + 1).astype(int).tolist()
@@ -171,7 +172,7 @@ def _on_slaves(
         out_theta, out_momentum = here.outputs()
         kernels_numba.outer_step(
             *(here.theta, here.momentum, here.staging, slots, weights),
-            *(0.4, 0.7, 0.8, 0.8, out_theta, out_momentum, 0, len(here.theta)),
+            *(0.4, 0.7, 0.8, 0.8, 1.0, out_theta, out_momentum, 0, len(here.theta)),
         )
         at = 0
         for block, (start, stop) in zip(mine, ranges, strict=True):
@@ -226,9 +227,9 @@ def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:
     weights = np.ones(1, np.float32)
     common = (shard.theta, shard.momentum, shard.staging)
     with pytest.raises(ValueError, match="range"):
-        kernels_numba.outer_step(*common, np.array([0]), weights, 1, 1, 0, 0, theta, momentum, 0, 9)
+        kernels_numba.outer_step(*common, np.array([0]), weights, 1, 1, 0, 0, 1, theta, momentum, 0, 9)
     with pytest.raises(ValueError, match="not rows"):
-        kernels_numba.outer_step(*common, np.array([2]), weights, 1, 1, 0, 0, theta, momentum, 0, 8)
+        kernels_numba.outer_step(*common, np.array([2]), weights, 1, 1, 0, 0, 1, theta, momentum, 0, 8)
     with pytest.raises(ValueError, match="range"):
         kernels_numba.gram(shard.theta, shard.staging, np.array([0]), 0, 9)
     with pytest.raises(ValueError, match="not rows"):

@@ -16,7 +16,14 @@ from dips.core.outer_numpy import LANES
 
 
 def torch_step(
-    shard: Shard, slots: list[int], weights: list[float], scale: float, lr: float, decay: float, lookahead: float
+    shard: Shard,
+    slots: list[int],
+    weights: list[float],
+    scale: float,
+    lr: float,
+    decay: float,
+    lookahead: float,
+    gradient_weight: float,
 ) -> tuple[F32, F32]:
     """PREPARE in plain torch operators with Python scalars."""
     theta, momentum = torch.from_numpy(shard.theta), torch.from_numpy(shard.momentum)
@@ -25,19 +32,21 @@ def torch_step(
         d = d + weight * (theta - torch.from_numpy(shard.staging[slot]))
     g = scale * d
     buf = decay * momentum + g
-    return (theta - lr * (g + lookahead * buf)).numpy(), buf.numpy()
+    return (theta - lr * (gradient_weight * g + lookahead * buf)).numpy(), buf.numpy()
 
 
 @pytest.mark.parametrize("k", range(1, 9))
 @pytest.mark.parametrize("n_elems", [1, 31, 4097])
-def test_step_equals_plain_torch_operators_to_the_bit(k: int, n_elems: int) -> None:
+@pytest.mark.parametrize("gradient_weight", [1.0, 0.3, 0.0])
+def test_step_equals_plain_torch_operators_to_the_bit(k: int, n_elems: int, gradient_weight: float) -> None:
     shard = Shard.random(k, n_elems, slots=9)
     slots, weights = random_slots(k, k, 9)
     theta, momentum = shard.outputs()
     bad = outer_numpy.outer_step(
-        shard.theta, shard.momentum, shard.staging, slots, weights, 0.37, 0.7, 0.83, 0.61, theta, momentum, 0, n_elems
-    )
-    expected = torch_step(shard, slots.tolist(), weights.tolist(), 0.37, 0.7, 0.83, 0.61)
+        shard.theta, shard.momentum, shard.staging, slots, weights, 0.37, 0.7, 0.83, 0.61, gradient_weight,
+        theta, momentum, 0, n_elems,
+    )  # fmt: skip
+    expected = torch_step(shard, slots.tolist(), weights.tolist(), 0.37, 0.7, 0.83, 0.61, gradient_weight)
     assert_same_bits(theta, expected[0])
     assert_same_bits(momentum, expected[1])
     assert bad == 0
@@ -55,12 +64,12 @@ def test_full_participation_with_equal_tokens_is_diloco(k: int) -> None:
         rng = np.random.default_rng([k, round_number])
         shard.staging[:] = shard.theta - np.float32(0.1) * rng.standard_normal(shard.staging.shape, np.float32)
         weights = np.full(k, 1 / k, np.float32)
-        plain = torch_step(shard, list(range(k)), [1 / k] * k, 1.0, 0.7, 0.8, 0.8)
+        plain = torch_step(shard, list(range(k)), [1 / k] * k, 1.0, 0.7, 0.8, 0.8, 1.0)
         _sgd_round(parameter, sgd, shard, k)
         before = shard.theta.copy()
         outer_numpy.outer_step(
             *(shard.theta, shard.momentum, shard.staging, np.arange(k), weights),
-            *(1.0, 0.7, 0.8, 0.8, shard.theta, shard.momentum, 0, 5000),
+            *(1.0, 0.7, 0.8, 0.8, 1.0, shard.theta, shard.momentum, 0, 5000),
         )
         assert_same_bits(shard.theta, plain[0])
         assert_same_bits(shard.momentum, plain[1])
@@ -86,7 +95,7 @@ def test_only_the_range_is_written() -> None:
     theta, momentum = shard.outputs()
     slots, weights = random_slots(1, 2, 2)
     outer_numpy.outer_step(
-        shard.theta, shard.momentum, shard.staging, slots, weights, 1, 0.7, 0.8, 0.8, theta, momentum, 30, 60
+        shard.theta, shard.momentum, shard.staging, slots, weights, 1, 0.7, 0.8, 0.8, 1, theta, momentum, 30, 60
     )
     outside = np.r_[0:30, 60:100]
     assert np.all(theta[outside] == 77)
@@ -99,7 +108,7 @@ def test_an_empty_range_is_allowed_and_writes_nothing() -> None:
     theta, momentum = shard.outputs()
     slots, weights = random_slots(1, 1, 1)
     bad = outer_numpy.outer_step(
-        shard.theta, shard.momentum, shard.staging, slots, weights, 1, 0.7, 0.8, 0.8, theta, momentum, 5, 5
+        shard.theta, shard.momentum, shard.staging, slots, weights, 1, 0.7, 0.8, 0.8, 1, theta, momentum, 5, 5
     )
     gram, counts = outer_numpy.gram(shard.theta, shard.staging, slots, 5, 5)
     assert (bad, gram.tolist(), counts.tolist()) == (0, [[0.0]], [0])
@@ -113,7 +122,7 @@ def test_nonfinite_outputs_are_counted_in_both_outputs() -> None:
     theta, momentum = shard.outputs()
     weights = np.array([0.5, 0.5], np.float32)
     bad = outer_numpy.outer_step(
-        shard.theta, shard.momentum, shard.staging, np.arange(2), weights, 1, 0.7, 0.8, 0.8, theta, momentum, 0, 10
+        shard.theta, shard.momentum, shard.staging, np.arange(2), weights, 1, 0.7, 0.8, 0.8, 1, theta, momentum, 0, 10
     )
     assert bad == 4
     assert not np.isfinite(theta[[3, 7]]).any()
@@ -192,6 +201,7 @@ def _step_arguments() -> dict[str, object]:
         "outer_lr": 0.7,
         "decay": 0.8,
         "lookahead": 0.8,
+        "gradient_weight": 1.0,
         "out_theta": theta,
         "out_momentum": momentum,
         "start": 0,

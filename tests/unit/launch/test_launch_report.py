@@ -53,11 +53,25 @@ def test_the_promised_keys_are_there() -> None:
         "steps": 480,
         "measured_speed": 4400.0,
         "speed_gap": 0.16,
+        "last_norm": None,
+        "last_z": None,
+        "last_cosine": None,
+        "cosine_usual": None,
+        "cosine_rounds": 0,
+        "direction_alarm": False,
     }
     assert report["seconds"] == 181.5
     assert (report["verify"], report["verified"]) == ("ok", {"I1": 33})
     assert report["command"] == "dips demo"
     assert report["software"]["dips"] == software_versions()["dips"]
+
+
+def test_what_was_measured_of_a_clusters_pushes() -> None:
+    judged = cluster_status("b", last_norm=0.8, last_z=1.5, last_cosine=0.4, cosine_usual=0.0, cosine_rounds=9)
+    status = run_status(clusters=(replace(judged, direction_alarm=True),))
+    found = build_report(outcome(status=status))["clusters"]["b"]
+    assert (found["last_norm"], found["last_z"], found["last_cosine"]) == (0.8, 1.5, 0.4)
+    assert (found["cosine_usual"], found["cosine_rounds"], found["direction_alarm"]) == (0.0, 9, True)
 
 
 def test_a_fault_with_what_when_and_back_when() -> None:

@@ -88,6 +88,33 @@ def test_a_quarantined_cluster_is_marked() -> None:
     assert "(quarantined)" in shown(run_status(clusters=(cluster_status(quarantined=True),)))
 
 
+def test_the_last_judged_pushes_are_shown_when_there_are_some() -> None:
+    judged = cluster_status(last_norm=0.8123, last_z=-1.25, last_cosine=0.456, cosine_usual=0.41, cosine_rounds=12)
+    text = shown(run_status(clusters=(judged, cluster_status("b"))))
+    row = next(line for line in text.splitlines() if "12 pushes" in line)
+    assert row.split() == ["a", "0.812", "-1.25", "0.46", "0.41", "12", "pushes", "-"]
+    assert next(line for line in text.splitlines() if "0 pushes" in line).split()[:5] == ["b", "-", "-", "-", "-"]
+    assert "last judged pushes" not in shown(run_status())
+
+
+def test_a_direction_alarm_stands_above_the_tables_and_in_the_plain_line() -> None:
+    bad = cluster_status("d", last_norm=0.8, cosine_usual=0.01, cosine_rounds=12, direction_alarm=True)
+    status = run_status(clusters=(cluster_status(), bad))
+    text = shown(status)
+    assert text.index("direction alarm: d (its pushes are merged all the same") < text.index("clusters")
+    assert "ALARM" in text
+    assert "direction alarm: d" in plain_line(status)
+    assert "direction alarm" not in shown(run_status())
+    assert "direction alarm" not in plain_line(run_status())
+    assert status_json(status)["clusters"][1]["direction_alarm"] is True
+
+
+def test_json_has_the_measures_of_the_last_push() -> None:
+    raw = status_json(run_status(clusters=(cluster_status(last_norm=0.5, cosine_rounds=3),)))["clusters"][0]
+    keys = ("last_norm", "last_z", "last_cosine", "cosine_usual", "cosine_rounds", "direction_alarm")
+    assert [raw[key] for key in keys] == [0.5, None, None, None, 3, False]
+
+
 def test_who_is_gone_is_still_listed() -> None:
     gone = run_status(
         clusters=(cluster_status("b", alive=False, phase=""),), slaves=(slave_status("s0", alive=False, phase=""),)

@@ -115,12 +115,14 @@ def test_dynamic_steps_can_be_set_against_the_preset() -> None:
     assert configured(preset="safe", dynamic=True).to_run_config().settings.dynamic_local_steps is True
 
 
-OVERRIDES = {
+OVERRIDES: dict[str, object] = {
+    "outer_optimizer": "heavy-ball",
     "outer_momentum": 0.5,
     "clip_norm": 0.3,
     "clip_scope": "auto",
     "participation_scaling": True,
     "momentum_scaling": "tokens",
+    "detector": "off",
     "beta": 2.0,
     "alpha": 0.1,
     "warm_up_pushes": 4,
@@ -130,11 +132,32 @@ OVERRIDES = {
 }
 
 
-@pytest.mark.parametrize("name", PENALTY_KNOBS)
+@pytest.mark.parametrize("name", sorted(set(PENALTY_KNOBS) - {"delay_rounds"}))
 def test_a_knob_replaces_that_value_of_the_preset_alone(name: str) -> None:
     penalty = configured(preset="edit", **{name: OVERRIDES[name]}).to_run_config().penalty
     assert penalty == PenaltyConfig.of("edit", **{name: OVERRIDES[name]})
     assert penalty != PRESETS["edit"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given", "outer_lr", "momentum", "participation", "delay"),
+    [
+        ("nesterov", {}, 0.7, 0.8, True, 4),
+        ("heavy-ball", {"outer_lr": 0.3}, 0.3, 0.8, True, 4),
+        ("averaging", {}, 1.0, 0.0, True, 4),
+        ("averaging", {"outer_lr": 0.5}, 0.5, 0.0, True, 4),
+        ("delayed-nesterov", {}, 0.7, 0.8, False, 4),
+        ("delayed-nesterov", {"delay_rounds": 7, "participation_scaling": True}, 0.7, 0.8, True, 7),
+    ],
+)
+def test_an_outer_optimizer_brings_the_defaults_that_fit_it(
+    optimizer: str, given: dict[str, object], outer_lr: float, momentum: float, participation: bool, delay: int
+) -> None:
+    run = configured(outer_optimizer=optimizer, **given).to_run_config()
+    assert (run.settings.outer_lr, run.settings.outer_momentum) == (outer_lr, momentum)
+    assert run.penalty.outer_optimizer == optimizer
+    assert run.penalty.outer_momentum == momentum
+    assert (run.penalty.participation_scaling, run.penalty.delay_rounds) == (participation, delay)
 
 
 @pytest.mark.parametrize("name", ["clip_norm", "hard_gate"])
@@ -166,6 +189,18 @@ def test_infinity_switches_a_bound_off(tmp_path: Path, name: str) -> None:
         ({"clip_scope": "layer"}, ["clip_scope 'layer' is not available"]),
         ({"outer_momentum": 1.0}, ["outer_momentum is 1.0"]),
         ({"beta": 0.5}, ["beta is 0.5"]),
+        ({"outer_optimizer": "nesterow"}, ["outer_optimizer 'nesterow' is not known", "did you mean 'nesterov'"]),
+        ({"detector": "scores"}, ["detector 'scores' is not known", "did you mean 'score'"]),
+        ({"delay_rounds": 4}, ["delay_rounds is of outer_optimizer 'delayed-nesterov'", "leave it out"]),
+        ({"outer_optimizer": "delayed-nesterov", "delay_rounds": 0}, ["delay_rounds is 0"]),
+        (
+            {"outer_optimizer": "averaging", "outer_momentum": 0.8},
+            ["outer_momentum is 0.8", "'averaging' has no momentum", "leave outer_momentum out"],
+        ),
+        (
+            {"outer_optimizer": "heavy-ball", "momentum_scaling": "tokens"},
+            ["momentum_scaling 'tokens' is made for outer_optimizer 'nesterov'", "'heavy-ball'"],
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

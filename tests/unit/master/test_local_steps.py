@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.master_bench import LAYOUT, Bench
 
 from dips.core.ids import SlaveId
-from dips.core.messages import BlockGram, Settings
+from dips.core.messages import BeginPullRequest, BlockGram, FinishPullRequest, Settings, VerdictKind
 from dips.core.placement import Placement, place
 from dips.master.state.gram import GramError, add_blocks
 from dips.master.state.local_steps import (
@@ -57,6 +57,12 @@ def test_clusters_of_any_speed_meet_at_the_planned_window(relative_speed: float,
 def test_cluster_half_as_fast_makes_half_the_steps() -> None:
     assert dynamic_steps(Pace(2.0, 0, 0), 32, 0.0, 16.0, 0.0) == 32
     assert dynamic_steps(Pace(1.0, 0, 0), 32, 0.0, 16.0, 0.0) == 16
+
+
+def test_steps_go_to_the_window_that_is_nearest_and_not_always_before_it() -> None:
+    """A cluster with long steps would else open its window nearly a step too early, and close it before the others."""
+    assert dynamic_steps(Pace(1 / 3, 0, 0), 16, 16.0, 16.0, 0.0) == 5
+    assert dynamic_steps(Pace(1 / 2.9, 0, 0), 16, 16.0, 16.0, 0.0) == 6
 
 
 def test_unmeasured_cluster_makes_h_steps() -> None:
@@ -113,6 +119,55 @@ def test_dynamic_steps_reach_the_cluster_with_its_pull() -> None:
     bench.beat("a", steps_per_s=8.0)
     bench.beat("b", steps_per_s=4.0)
     assert (bench.pull("a").local_steps, bench.pull("b").local_steps) == (64, 32)
+
+
+def dynamic_bench() -> Bench:
+    """Cluster a makes 64 steps in 64 s, b in 128 s; a's first push was just published, b's is not there yet."""
+    bench = Bench(settings=Settings(dynamic_local_steps=True), grace_s=1.0).running("a", "b")
+    bench.silent.update(("a", "b"))
+    train(bench, 10)
+    bench.push("a")
+    train(bench, 1)
+    return bench
+
+
+def train(bench: Bench, seconds: int) -> None:
+    """Time passes, and each beat tells how fast the cluster is."""
+    for _ in range(seconds):
+        bench.advance(1.0)
+        bench.beat("a", steps_per_s=1.0)
+        bench.beat("b", steps_per_s=0.5)
+
+
+def test_a_straggler_s_round_does_not_move_the_planned_window() -> None:
+    """Else each cluster would aim one round after its own last push, and no two would ever meet."""
+    bench = dynamic_bench()
+    planned_s = bench.now_s + 64.0
+    assert bench.pull("a").local_steps == 64
+    train(bench, 21)
+    bench.push("b")
+    train(bench, 1)
+    assert bench.verdict("b").kind is VerdictKind.APPLIED
+    assert bench.pull("b").local_steps == (planned_s - bench.now_s) / 2 == 21
+
+
+def test_a_round_near_the_planned_window_plans_the_next_one_for_all() -> None:
+    bench = dynamic_bench()
+    bench.pull("a")
+    bench.pull("b")
+    train(bench, 60)
+    bench.push("b")
+    bench.push("a")
+    assert [bench.pull(name).local_steps for name in ("a", "b")] == [64, 32]
+
+
+def test_after_a_pull_no_time_is_kept_for_it() -> None:
+    """The pull that was measured is over; what is ahead are steps and the next push."""
+    bench = dynamic_bench()
+    bench.beat("a", steps_per_s=1.0, pull_s=8.0)
+    grant = bench.ask(BeginPullRequest(bench.caller("a"))).answer
+    finished = bench.ask(FinishPullRequest(bench.caller("a"), grant.pin_id))
+    assert (grant.local_steps, finished.local_steps) == (56, 64)
 
 
 def test_grace_is_a_tenth_of_the_fastest_round_and_at_least_a_second() -> None:

@@ -212,7 +212,7 @@ def test_opposite_pushes_merge_to_nothing_and_are_not_clipped() -> None:
     judgement = Master().round({"a": Push(along(1.0)), "b": Push(along(-1.0))})
     assert judgement.merged_norm == 0.0
     assert judgement.kappa == 1.0
-    assert math.isnan(judgement.measures[0].cosine)
+    assert [measure.cosine for measure in judgement.measures] == [-1.0, -1.0]
     assert judgement.pair_cosines == (("a", "b", -1.0),)
 
 
@@ -372,48 +372,16 @@ def test_a_quarantined_cluster_does_not_count_for_full_participation() -> None:
     assert master.norms(b=1.0, c=1.0, d=1.0).rho == 1.0
 
 
-# ---- cosines ----
+# ---- cosines of pairs (their directions: test_penalty_direction.py) ----
 
 
-def test_cosines_with_the_merge_and_of_each_pair() -> None:
+def test_cosines_of_each_pair() -> None:
     judgement = Master().round({"a": Push([1.0, 0.0]), "b": Push([0.0, 1.0]), "c": Push([1.0, 1.0])})
-    assert [round(measure.cosine, 6) for measure in judgement.measures] == [0.707107, 0.707107, 1.0]
     assert [(a, b, round(cosine, 6)) for a, b, cosine in judgement.pair_cosines] == [
         ("a", "b", 0.0),
         ("a", "c", 0.707107),
         ("b", "c", 0.707107),
     ]
-
-
-def test_a_rejected_push_has_a_cosine_but_no_average() -> None:
-    master = Master().warmed_up()
-    before = master.state.of("b").cosine_rounds
-    judgement = master.round({"a": Push(along(1.0)), "b": Push(along(-30.0)), "c": Push(along(1.0))})
-    assert judgement.measures[1].cosine == -1.0
-    assert master.state.of("b").cosine_rounds == before
-
-
-def test_a_sign_flipped_cluster_raises_one_alarm() -> None:
-    """Its norm is like any other, so it is merged; only the cosine shows it."""
-    master = Master()
-    alarms = []
-    for _ in range(20):
-        good = {name: Push(along(1.0)) for name in "abc"}
-        judgement = master.round({**good, "d": Push(along(-1.0))})
-        assert "d" in judgement.accepted
-        alarms += judgement.alarms
-    assert len(alarms) == 1
-    assert "cluster d point away from the merged ones (average cosine -1.00, alarm below -0.1)" in alarms[0]
-    for _ in range(40):
-        master.round({name: Push(along(1.0)) for name in "abcd"})
-    assert not master.state.of("d").cosine_alarmed
-
-
-def test_a_merge_of_one_says_nothing_about_its_direction() -> None:
-    master = Master()
-    for _ in range(20):
-        assert master.norms(a=1.0).measures[0].cosine == 1.0
-    assert master.state.of("a").cosine_rounds == 0
 
 
 # ---- other detectors ----

@@ -1,9 +1,9 @@
 """Numeric goldens: mocked updates, failures included, and what docs/algorithm.md makes of them.
 
 penalty_goldens.json holds the updates (vectors) and the expected outcomes. The outcomes come from the
-straightforward implementation below: numpy on the vectors themselves, dictionaries, no Gram matrix, no code
-of dips. The tests check that the file is what it makes, and that judge() agrees with the file. After a change
-of the rules: `python tests/unit/master/test_penalty_goldens.py` writes the file again; review the diff.
+straightforward implementation of tests/support/plain_penalty.py. The tests check that the file is what it makes, and
+that judge() agrees with the file. After a change of the rules:
+`PYTHONPATH=tests python tests/unit/master/test_penalty_goldens.py` writes the file again; review the diff.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.plain_penalty import Straightforward
+from support.rounds import Master, Push
 
 GOLDENS = Path(__file__).with_name("penalty_goldens.json")
 CLUSTERS = ("east", "north", "south", "west")
@@ -75,102 +77,8 @@ def _with_fault(push: dict[str, Any], fault: str) -> dict[str, Any]:
     return {**push, **changes.get(fault, {})}
 
 
-class Straightforward:
-    """docs/algorithm.md as a person would type it in an afternoon; the defaults of the preset safe."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, dict[str, Any]] = {}
-        self.norms: list[float] = []
-        self.scores: list[float] = []
-        self.voids = 0
-
-    def round(self, pushes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        names = sorted(pushes)
-        for name in names:
-            self.of.setdefault(
-                name, {"n": 0, "mu": 0.0, "V": 0.0, "T": None, "H": 0, "flags": 0, "z_flags": 0, "q": False}
-            )
-        quarantined = {name for name, me in self.of.items() if me["q"]}
-        delta = {name: np.array([float(x) for x in pushes[name]["vector"]]) for name in names}
-        G, Gn, z, why = {}, {}, {}, {}
-        for name in names:
-            me, push = self.of[name], pushes[name]
-            G[name] = float(np.linalg.norm(delta[name]))
-            T = push["tokens"]
-            if push["nonfinite_elems"] or not np.isfinite(G[name]) or not np.isfinite(T) or T <= 0 or G[name] == 0:
-                why[name] = "invalid"
-                continue
-            T_bar = T if me["T"] is None or (me["H"] and abs(push["local_steps"] / me["H"] - 1) > 0.25) else me["T"]
-            Gn[name] = G[name] / max(1.0, T / T_bar)
-        known = self.norms[-64:] + list(Gn.values())
-        tau = 3.0 * float(np.clip(max(self.scores[-64:] or [1.0]), 1.0, 3.0))
-        for name in Gn:
-            me = self.of[name]
-            if me["n"] >= 8:
-                z[name] = (Gn[name] - me["mu"]) / max(math.sqrt(me["V"]), 0.05 * me["mu"], 1e-12)
-            if len(known) >= 3 and Gn[name] > 10 * float(np.median(known)):
-                why[name] = "gate"
-            elif name in z and z[name] > tau:
-                why[name] = "score"
-        c = [name for name in names if name not in why]
-        outcome: dict[str, Any] = {"accepted": c, "rejected": why, "tau": tau}
-        outcome["scores"] = {name: z[name] for name in sorted(z)}
-        if c:
-            tokens = sum(pushes[name]["tokens"] for name in c)
-            weights = [pushes[name]["tokens"] / tokens for name in c]
-            d = sum(w * delta[name] for w, name in zip(weights, c, strict=True))
-            size = float(np.linalg.norm(d))
-            everybody = set(CLUSTERS) - quarantined <= set(c)
-            outcome |= {
-                "weights": weights,
-                "merged_norm": size,
-                "kappa": min(1.0, 1.0 / max(size, 1e-12)),
-                "rho": 1.0 if everybody else min(1.0, tokens / ROUND_TOKENS),
-                "cosines": {name: float(delta[name] @ d) / (G[name] * size) for name in c},
-            }
-        self._remember(pushes, c, why, Gn, z)
-        outcome["quarantined"] = sorted(name for name, me in self.of.items() if me["q"])
-        outcome["memory"] = {
-            name: {"n": me["n"], "mu": me["mu"], "V": me["V"], "T": me["T"]} for name, me in sorted(self.of.items())
-        }
-        return outcome
-
-    def _remember(
-        self,
-        pushes: dict[str, dict[str, Any]],
-        c: list[str],
-        why: dict[str, str],
-        Gn: dict[str, float],
-        z: dict[str, float],
-    ) -> None:
-        for name in c:
-            me, push = self.of[name], pushes[name]
-            me["n"] += 1
-            a = max(0.02, 1.0 / me["n"])
-            me["mu"] = a * Gn[name] + (1 - a) * me["mu"]
-            me["V"] = (1 - a) * me["V"] + a * (Gn[name] - me["mu"]) ** 2
-            if me["T"] is None or abs(push["local_steps"] / me["H"] - 1) > 0.25:
-                me["T"], me["H"] = push["tokens"], push["local_steps"]
-            else:
-                me["T"] = a * push["tokens"] + (1 - a) * me["T"]
-            me["flags"], me["z_flags"], me["q"] = 0, 0, False
-            self.norms.append(Gn[name])
-            if name in z:
-                self.scores.append(z[name])
-        for name, kind in why.items():
-            me = self.of[name]
-            me["flags"] += 1
-            me["z_flags"] = me["z_flags"] + 1 if kind == "score" else 0
-            if me["z_flags"] >= 8:
-                me.update(n=0, mu=0.0, V=0.0, T=None, H=0, z_flags=0)
-            me["q"] = me["q"] or me["flags"] >= 3
-        self.voids = 0 if c else self.voids + 1
-        if self.voids >= 3:
-            self.norms, self.scores, self.voids = [], [], 0
-
-
 def expected_goldens() -> list[dict[str, Any]]:
-    implementation = Straightforward()
+    implementation = Straightforward(CLUSTERS, ROUND_TOKENS)
     return [{"pushes": pushes, "expected": implementation.round(pushes)} for pushes in mocked_rounds()]
 
 
@@ -210,8 +118,6 @@ def test_the_file_holds_every_kind_of_outcome() -> None:
 
 
 def test_judge_agrees_with_the_goldens() -> None:
-    from support.rounds import Master, Push
-
     master = Master(live=frozenset(CLUSTERS), round_tokens=ROUND_TOKENS)
     for number, golden in enumerate(json.loads(GOLDENS.read_text())):
         pushes = {
@@ -250,7 +156,11 @@ def _outcome(judgement: Any, master: Any) -> dict[str, Any]:
             "merged_norm": judgement.merged_norm,
             "kappa": judgement.kappa,
             "rho": judgement.rho,
-            "cosines": {m.cluster: m.cosine for m in judgement.measures if m.cluster in judgement.accepted},
+            "cosines": {
+                m.cluster: m.cosine
+                for m in judgement.measures
+                if m.cluster in judgement.accepted and not math.isnan(m.cosine)
+            },
         }
     return outcome
 

@@ -35,7 +35,7 @@ def every_float(state: DetectorState) -> list[float]:
     per_cluster = [
         value
         for _, known in state.clusters
-        for value in (known.mean, known.variance, known.mean_tokens or 0.0, known.cosine_mean)
+        for value in (known.mean, known.variance, known.mean_tokens or 0.0, *known.cosines)
     ]
     return [*per_cluster, *state.norms, *state.scores, *state.merged_norms]
 
@@ -62,7 +62,6 @@ def test_whatever_is_pushed_the_outcome_is_sound(rounds: list[dict[str, Push]], 
             assert 0.0 < judgement.rho <= 1.0
             assert 0.0 < judgement.kappa <= 1.0
             assert judgement.kappa * judgement.merged_norm <= judgement.clip_norm * (1 + 1e-9)
-            assert 0.0 <= judgement.momentum_decay <= 1.0
         assert all(math.isfinite(value) for value in every_float(master.state))
         assert max(len(master.state.norms), len(master.state.scores)) <= config.window_pushes
         assert len(master.state.merged_norms) <= config.clip_window_rounds

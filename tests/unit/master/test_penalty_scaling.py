@@ -1,22 +1,13 @@
-"""Participation, T_round and momentum scaling (docs/algorithm.md)."""
+"""Participation, T_round, and when momentum is warned of (docs/algorithm.md)."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dips.core import outer_numpy
 from dips.master.state.penalty_config import PenaltyConfig
-from dips.master.state.penalty_scaling import (
-    momentum_coefficients,
-    momentum_warning,
-    participation,
-    round_tokens,
-)
+from dips.master.state.penalty_scaling import momentum_warning, participation, round_tokens
 
 SAFE = PenaltyConfig()
 TOKENS = PenaltyConfig(momentum_scaling="tokens")
@@ -61,49 +52,6 @@ def test_without_participation_scaling_rho_is_one() -> None:
     assert participation(PenaltyConfig.of("paper"), ["a"], 1.0, ALL, 1e9) == 1.0
 
 
-def test_momentum_is_plain_unless_asked_for() -> None:
-    assert momentum_coefficients(SAFE, 0.25) == (0.8, 0.8)
-    assert momentum_coefficients(TOKENS, 1.0) == (0.8, 0.8)
-
-
-def test_momentum_scaling_by_tokens() -> None:
-    decay, lookahead = momentum_coefficients(TOKENS, 0.25)
-    assert decay == pytest.approx(0.8**0.25)
-    assert lookahead == pytest.approx(0.8 * (1 - 0.8**0.25) / 0.2)
-    assert momentum_coefficients(PenaltyConfig(momentum_scaling="tokens", outer_momentum=0.0), 0.5) == (0.0, 0.0)
-
-
-@given(parts=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6), mu=st.floats(0.0, 0.99))
-def test_partial_rounds_decay_together_as_one_full_round(parts: list[float], mu: float) -> None:
-    """rho that add up to 1 forget as much momentum as one full round, and the coefficients stay in range."""
-    config = PenaltyConfig(momentum_scaling="tokens", outer_momentum=mu)
-    product = 1.0
-    for part in parts:
-        decay, lookahead = momentum_coefficients(config, part / sum(parts))
-        assert 0.0 <= decay <= 1.0
-        assert 0.0 <= lookahead <= mu or lookahead == pytest.approx(mu)
-        product *= decay
-    assert product == pytest.approx(mu)
-
-
-def test_scaled_momentum_moves_as_far_in_the_long_run() -> None:
-    """A constant push, in full rounds or in quarters (rho 1/4, g/4): the same total way, through the real
-    kernel."""
-
-    def way(config: PenaltyConfig, rho: float, rounds: int) -> float:
-        decay, lookahead = momentum_coefficients(config, rho)
-        theta, momentum = np.zeros(1, np.float32), np.zeros(1, np.float32)
-        for _ in range(rounds):
-            staging = (theta - np.float32(0.01)).reshape(1, 1)  # a pseudo-gradient of 0.01
-            outer_numpy.outer_step(
-                *(theta, momentum, staging, np.zeros(1, np.int64), np.ones(1, np.float32)),
-                *(rho, 0.7, decay, lookahead, theta, momentum, 0, 1),
-            )
-        return float(-theta[0])
-
-    assert way(TOKENS, 0.25, 800) == pytest.approx(way(SAFE, 1.0, 200), rel=0.05)
-
-
 def test_the_master_warns_of_one_big_slow_cluster() -> None:
     rates, intervals_s = {"a": 1.0, "b": 1.0, "slow": 20.0}, {"a": 1.0, "b": 1.2, "slow": 10.0}
     warning = momentum_warning(SAFE, rates, intervals_s)
@@ -112,9 +60,19 @@ def test_the_master_warns_of_one_big_slow_cluster() -> None:
     assert "momentum_scaling to 'tokens'" in warning
 
 
+def test_other_outer_optimizers_are_warned_of_what_they_can_do() -> None:
+    """Momentum scaling is refused beside heavy ball, so nobody is told to set it."""
+    rates, intervals_s = {"a": 1.0, "slow": 20.0}, {"a": 1.0, "slow": 10.0}
+    warning = momentum_warning(PenaltyConfig(outer_optimizer="heavy-ball"), rates, intervals_s)
+    assert warning is not None
+    assert "set a smaller outer_momentum" in warning
+    assert "momentum_scaling" not in warning
+
+
 @pytest.mark.parametrize(
     ("config", "rates", "intervals_s"),
     [
+        (PenaltyConfig(outer_momentum=0.0), {"a": 1.0, "slow": 20.0}, {"a": 1.0, "slow": 10.0}),
         (TOKENS, {"a": 1.0, "slow": 20.0}, {"a": 1.0, "slow": 10.0}),
         (SAFE, {"a": 10.0, "slow": 20.0}, {"a": 1.0, "slow": 10.0}),
         (SAFE, {"a": 1.0, "slow": 20.0}, {"a": 1.0, "slow": 7.0}),

@@ -245,6 +245,7 @@ BROKEN = [
     ("I12", leases(lambda rows: rows.pop()), "ends at"),
     ("I13", set_field("slave", "prepared", "finite", False), "not finite"),
     ("I13", in_judgement("kappa", "nan"), "has kappa = nan"),
+    ("I13", in_judgement("outer_step", {"scale": "inf"}), "has scale = inf"),
     ("I13", in_judgement("norms", [["a", "inf", "nan"]]), "has norm of a = inf"),
     ("I14", set_field("slave", "committed", "digest", ANOTHER), "but committed it as ffffffffffff"),
 ]

@@ -11,11 +11,11 @@ import pytest
 from dips.core.errors import Refused
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
+from dips.sim.content import to_array
 from dips.sim.disk import SlaveDisk
 from dips.sim.kernel import Process
 from dips.sim.master_host import MasterHost
 from dips.sim.plan import make_plan
-from dips.sim.shard_memory import to_array
 from dips.sim.world import World
 from dips.slave.ring import Ring
 

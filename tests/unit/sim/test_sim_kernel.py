@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from dips.core.chunks import Chunk
 from dips.sim.content import HUGE, NAN, SAME, Pulled, Trained, gram_of, mixed
 from dips.sim.disk import PowerLossError, SlaveDisk
 from dips.sim.kernel import Kernel, Process
 from dips.sim.network import KEEPALIVE_S, End, Network, Stream, Weather
+
+CHUNK = Chunk(0, 0, 1024)
 
 
 def run(kernel: Kernel, until_s: float = 1e9) -> None:
@@ -200,11 +203,11 @@ class TestContent:
 
     def test_a_vector_is_the_same_however_it_is_held(self) -> None:
         trained = Trained(5)
-        assert Pulled({(0, 0): trained.value((0, 0))}).value((0, 0)) == trained.value((0, 0))
+        assert Pulled({(0, 0): trained.value(CHUNK)}).value(CHUNK) == trained.value(CHUNK)
 
     @pytest.mark.parametrize(("kind", "nonfinite", "norm"), [(NAN, 3, None), (HUGE, 0, 3.0), (SAME, 0, 0.0)])
     def test_bad_pushes_measure_as_bad(self, kind: int, nonfinite: int, norm: float | None) -> None:
-        measured = gram_of(0, [Trained(5, kind).value((0, 0))])
+        measured = gram_of(0, [Trained(5, kind).value(CHUNK)])
         assert measured.nonfinite_elems == (nonfinite,)
         if norm is not None:
             assert measured.gram[0] >= norm * 0.7 or measured.gram[0] == norm

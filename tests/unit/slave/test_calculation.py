@@ -41,7 +41,7 @@ def test_prepare_is_the_outer_step_of_the_reference() -> None:
     expected, momentum = np.empty_like(THETA), np.empty_like(THETA)
     outer_step(
         THETA, MOMENTUM, np.stack([X, Y]), np.arange(2), np.array([0.3, 0.7], np.float32),
-        0.5, 0.7, 0.8, 0.8, expected, momentum, 0, LAYOUT.n_elems,
+        0.5, 0.7, 0.8, 0.8, 1.0, expected, momentum, 0, LAYOUT.n_elems,
     )  # fmt: skip
     np.testing.assert_array_equal(out, expected)
     np.testing.assert_array_equal(memory.next_momentum, momentum)
@@ -102,4 +102,5 @@ def test_a_slave_without_blocks_measures_and_prepares_nothing() -> None:
     memory = ShardMemory([], 1024, 3, 0)
     nothing = np.empty(0, np.float32)
     assert calculation.measure(memory, nothing, [2, 0]) == ()
+    assert calculation.directions(memory, V0, nothing, [2, 0], [V0, V0]) == (0.0,) * 10
     assert calculation.prepare(memory, nothing, nothing, BODY, [2, 0]) == []

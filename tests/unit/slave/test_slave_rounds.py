@@ -28,11 +28,13 @@ from support.slave_bench import (
     said,
     snapshot,
 )
+from support.slave_peers import open_staging
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
 from dips.core.messages import (
     AbortRound,
+    BlockGram,
     ConfigureRefused,
     Flipped,
     Measured,
@@ -46,6 +48,15 @@ from dips.slave.state.shard import ShardPhase
 from dips.slave.state.slave import MAX_WAITING
 
 # ---- rounds ----
+
+
+def test_a_measure_knows_the_bases_of_its_pushes_and_says_their_directions(bench: SlaveBench) -> None:
+    (opened,) = only(bench.command(open_staging(B, 1, base=V0)), effects.OpenSlot)
+    bench.give(events.PushStaged(B, 1, opened.opening, b"digest"))
+    (run,) = only(bench.command(measure(R2, V0, A, B)), effects.RunMeasure)
+    assert (run.slots, run.bases) == ((0, 1), (None, V0))
+    done = events.MeasureDone(bench.job(), (BlockGram(0, (1.0, 0.5, 1.0), (0, 0)),), (1.0, 2.0, 3.0))
+    assert said(bench.give(done)) == [Measured(R2, done.blocks, (1.0, 2.0, 3.0))]
 
 
 def test_a_whole_round(bench: SlaveBench) -> None:
@@ -137,6 +148,7 @@ def test_a_round_that_is_over_is_refused(bench: SlaveBench) -> None:
         (prepare(weights=(0.5, 0.5)), RefusalCode.MALFORMED),
         (prepare(weights=(float("nan"),)), RefusalCode.NONFINITE),
         (prepare(scale=float("inf")), RefusalCode.NONFINITE),
+        (prepare(gradient_weight=float("nan")), RefusalCode.NONFINITE),
     ],
 )
 def test_an_impossible_round_is_refused_and_changes_nothing(bench: SlaveBench, body: Any, code: RefusalCode) -> None:

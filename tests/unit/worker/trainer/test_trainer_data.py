@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from dips.core.errors import ConfigError, RemoteProtocolError
 from dips.core.messages import DataMode, DataRange
 from dips.worker.trainer.corpus import SEPARATOR, Document
-from dips.worker.trainer.data import MIN_CHUNKS, ChunkedText, LeasedBatches, all_ranges, make_batch
+from dips.worker.trainer.data import MIN_CHUNKS, ChunkedText, LeasedBatches, make_batch
 from dips.worker.trainer.model import IGNORED_TARGET
+from dips.worker.trainer.rows import all_ranges
 
 CHUNK = 64
 

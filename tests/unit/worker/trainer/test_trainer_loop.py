@@ -26,7 +26,7 @@ from dips.worker.parameters import ParameterStore
 from dips.worker.state.work import is_within, joined, without
 from dips.worker.trainer import train as module
 from dips.worker.trainer.config import TrainConfig
-from dips.worker.trainer.data import all_ranges
+from dips.worker.trainer.rows import all_ranges
 from dips.worker.trainer.train import run, schedule_of
 
 CHUNK = 64

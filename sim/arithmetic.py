@@ -1,0 +1,126 @@
+"""What chunks hold, and what is computed of them: the seam between the simulated processes and two arithmetics.
+
+Symbols (dips.sim.content) say in one number how a chunk came about; Numbers (dips.sim.numbers) are real float32 that
+clusters train. Nothing else in the simulator knows which of them a run has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dips.core.chunks import Chunk
+from dips.core.ids import Version
+from dips.core.layout import Block, Layout
+from dips.core.messages import BlockGram, DataRange, Prepare
+from dips.worker.state.effects import InstallMode
+
+F32 = NDArray[np.float32]
+
+Key = tuple[int, int]
+"""(block id, offset in bytes): which chunk."""
+
+Value = Any
+"""A chunk's content: one integer (Symbols), or its float32 elements (Numbers); None in a message without payload.
+
+Never changed once it is handed on."""
+
+Part = Any
+"""All chunks of one slave, theta or momentum: a tuple of integers, or one float32 array. Never changed once made."""
+
+
+class Vector(Protocol):
+    """A whole model's parameters, to be sent."""
+
+    def value(self, chunk: Chunk) -> Value: ...
+
+
+class ClusterModel(Protocol):
+    """One cluster's parameters through one life: the live ones, theta_base, theta_at_push, and what was pulled."""
+
+    def step(self, name: str, ranges: Sequence[DataRange], progress_tokens: int) -> float:
+        """One inner step of cluster `name`; the loss in nats per token."""
+        ...
+
+    def snapshot(self, name: str, kind: int) -> bool:
+        """theta_at_push = theta_now. kind: what a fault makes of it (dips.sim.content); whether that struck."""
+        ...
+
+    def copy_base(self) -> None:
+        """theta_at_push = theta_base."""
+        ...
+
+    def sent(self) -> Vector:
+        """What a push sends."""
+        ...
+
+    def fetched(self, values: Mapping[Key, Value]) -> None:
+        """A version has arrived, whole."""
+        ...
+
+    def install(self, name: str, mode: InstallMode, reset_inner: bool) -> None:
+        """Make what was fetched the live parameters, and theta_base."""
+        ...
+
+
+class ShardArithmetic(Protocol):
+    """One slave's staging rows and its computing on whole shards; made anew by each Configure."""
+
+    def clear(self, slot: int) -> None:
+        """Another push has the slot."""
+        ...
+
+    def land(self, slot: int, index: int, value: Value) -> None:
+        """Chunk number `index` of the shard has arrived."""
+        ...
+
+    def measure(self, theta: Part, slots: Sequence[int]) -> tuple[BlockGram, ...]: ...
+
+    def directions(
+        self, version: Version, theta: Part, slots: Sequence[int], bases: Sequence[Version | None]
+    ) -> tuple[float, ...]:
+        """As Measured.directions, at theta of `version`; empty: not measured."""
+        ...
+
+    def prepare(self, before: tuple[Part, Part] | None, slots: Sequence[int], body: Prepare) -> tuple[Part, Part]:
+        """theta and momentum of the next version; before: those of the current one, None for the seed.
+
+        Raises Refused(NONFINITE) when an element would be NaN or infinite.
+        """
+        ...
+
+    def chunk(self, theta: Part, index: int) -> Value: ...
+
+    def digest(self, theta: Part) -> bytes:
+        """As dips.core.chunks.shard_digest."""
+        ...
+
+    def empty_array(self) -> F32:
+        """Room for a part in the form that snapshot files have."""
+        ...
+
+    def to_array(self, part: Part) -> F32: ...
+
+    def from_array(self, array: F32) -> Part: ...
+
+
+class Arithmetic(Protocol):
+    """One run's."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether versions are small enough to keep the content of every one, to check merges and pulls."""
+        ...
+
+    def checksum(self, value: Value) -> int: ...
+
+    def damaged(self, value: Value) -> Value:
+        """The same with a flipped bit."""
+        ...
+
+    def model(self, name: str, life: int, layout: Layout) -> ClusterModel: ...
+
+    def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> ShardArithmetic: ...

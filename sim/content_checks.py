@@ -1,0 +1,120 @@
+"""What is checked beside dips.sim.checks where chunks are symbols: each version is what its COMMIT record says.
+
+A symbol says how a chunk came about, so every version is computed a second time from the journal alone and from what
+clusters pushed, and compared with what slaves and clusters hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dips.core.chunks import Chunk, shard_digest
+from dips.core.ids import PushId, Version
+from dips.sim.arithmetic import Key, Vector
+from dips.sim.checks import Checks, push_of, version_of
+from dips.sim.content import key_of, merged, rates_of
+
+Content = dict[Key, tuple[int, int]]
+"""Each chunk's theta and momentum."""
+
+
+@dataclass
+class ContentChecks(Checks):
+    """`content`: what every version must hold."""
+
+    content: dict[Version, Content] = field(default_factory=dict)
+    pushes: dict[PushId, Vector] = field(default_factory=dict)
+    unseen: set[Version] = field(default_factory=set)
+    """Committed in a journal that was lost, and not known to have reached anybody by then."""
+
+    def pushing(self, push: PushId, vector: Vector) -> None:
+        known = self.pushes.setdefault(push, vector)
+        if known != vector:
+            self.violated(f"push {push} is sent with other bytes than before")
+
+    def journalled(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
+        """A durable record: a commit must merge exactly the pushes that it names."""
+        match record["kind"]:
+            case "COMMIT":
+                self._committed(record, slave_of_block)
+            case "ROLLBACK":
+                self._rolled_back(record, slave_of_block)
+            case "ADOPT":
+                self._adopted(version_of(record["version"]))
+
+    def _committed(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
+        version = version_of(record["version"])
+        assert version is not None, "a COMMIT names its version"
+        accepted = [item for item in record["participants"] if item["verdict"] == "APPLIED"]
+        vectors = [self.pushes.get(push_of(item["push"])) for item in accepted]
+        if any(vector is None for vector in vectors):
+            self.violated(f"version {version} merges a push that nobody sent")
+            return
+        before = self.content.get(Version(version.timeline, version.v - 1))
+        judgement = record["judgement"]
+        if judgement is not None and before is None:
+            self.violated(f"version {version} follows a version that was never committed")
+            return
+        content = self._merge(before, [v for v in vectors if v is not None], judgement)
+        self._check_digests(version, content, record["digests"], slave_of_block)
+        if version in self.unseen and version not in self.world.committed_somewhere:
+            self.content[version] = content
+        known = self.content.setdefault(version, content)
+        if known != content:
+            self.violated(f"version {version} has two contents (I2)")
+        self.note_applied(record)
+
+    def _merge(self, before: Content | None, vectors: Sequence[Vector], judgement: Any) -> Content:
+        if judgement is None or before is None:
+            return {key_of(chunk): (vectors[0].value(chunk), 0) for chunk in self.chunks}
+        weights = [float(text) for text in judgement["weights"]]
+        step = {name: float(text) for name, text in judgement["outer_step"].items()}
+        names = ("outer_lr", "momentum_decay", "momentum_lookahead", "gradient_weight")
+        rates = rates_of(*(step[name] for name in names))
+
+        def after(chunk: Chunk) -> tuple[int, int]:
+            theta, momentum = before[key_of(chunk)]
+            pushed = [vector.value(chunk) for vector in vectors]
+            return merged(theta, momentum, pushed, weights, step["scale"], rates)
+
+        return {key_of(chunk): after(chunk) for chunk in self.chunks}
+
+    def _rolled_back(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
+        version, origin = version_of(record["version"]), version_of(record["origin"])
+        assert version is not None, "a ROLLBACK names its version"
+        known = self.content.get(origin) if origin is not None else None
+        if known is None:
+            self.violated(f"version {version} goes back to {origin}, which was never committed")
+            return
+        content = {key: (theta, 0) for key, (theta, _) in known.items()} if record.get("donor") else known
+        self._check_digests(version, content, record["digests"], slave_of_block)
+        self.content.setdefault(version, content)
+        self.note_applied(record)
+
+    def _adopted(self, version: Version | None) -> None:
+        """The slaves' history is taken over; what only a lost journal knew, and nobody saw, was never."""
+        assert version is not None, "an ADOPT names its version"
+        self.unseen |= {known for known in self.content if known > version and known not in self.ever_published}
+
+    def journal_lost(self) -> None:
+        """What no slave has committed by now stands in the lost journal only: its name may be given again."""
+        self.unseen |= {known for known in self.content if known not in self.ever_published}
+
+    def _check_digests(
+        self, version: Version, content: Content, digests: Mapping[str, str], slave_of_block: Mapping[int, str]
+    ) -> None:
+        for slave, digest in digests.items():
+            keys = [key_of(chunk) for chunk in self.chunks if slave_of_block.get(chunk.block_id) == slave]
+            mine = [self.checksum(content[key][0]) for key in keys]
+            if shard_digest(mine).hex() != digest:
+                self.violated(f"slave {slave} holds something else as version {version} than what was merged")
+
+    def pulled(self, name: str, version: Version, values: Mapping[Key, int]) -> None:
+        """I3: whole, of one version, and of one that was committed."""
+        known = self.content.get(version)
+        if known is None:
+            self.violated(f"{name} pulled version {version}, which was never committed")
+        elif any(values.get(key) != known[key][0] for key in map(key_of, self.chunks)):
+            self.violated(f"{name} pulled something else as version {version} than what was merged (I3)")

@@ -1,0 +1,63 @@
+"""What the processes of a pool do in tests; at a module's top level, so that they find it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+from support.compare_records import record
+
+from dips.core.errors import DipsError
+from dips.launch.compare_jobs import Job
+from dips.launch.compare_pool import Tell
+from dips.sim.compare.record import RunRecord
+
+
+def double(number: int, tell: Tell) -> int:
+    tell(number, 0.5)
+    return 2 * number
+
+
+def threads(_: int, tell: Tell) -> tuple[str | None, bool]:
+    """The thread setting, and whether ctrl-C is kept from this process."""
+    return os.environ.get("OMP_NUM_THREADS"), signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def fail_at_two(number: int, tell: Tell) -> int:
+    if number == 2:
+        raise DipsError("two is too much: give one")
+    return number
+
+
+def stumble(number: int, tell: Tell) -> int:
+    return number // 0
+
+
+def die(number: int, tell: Tell) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def hang(file: Path, tell: Tell) -> int:
+    """Notes its process and never ends by itself."""
+    file.write_text(str(os.getpid()))
+    tell(1, 1.0)
+    threading.Event().wait()
+    return 0
+
+
+def made_up(job: Job, tell: Tell) -> RunRecord:
+    tell(6_000, 50.0)
+    return record(job.method, job.seed)
+
+
+def fail_for_seed_two(job: Job, tell: Tell) -> RunRecord:
+    fail_at_two(job.seed, tell)
+    return made_up(job, tell)
+
+
+def stumble_for_seed_two(job: Job, tell: Tell) -> RunRecord:
+    stumble(job.seed, tell)
+    return made_up(job, tell)

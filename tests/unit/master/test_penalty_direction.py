@@ -1,0 +1,304 @@
+"""Which way pushes point: cosines, what is usual, and the alarm (docs/algorithm.md, Direction)."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plain_penalty import cosine_with_the_others
+from support.rounds import Master, Push, Vector, along, gram_of
+
+from dips.core.errors import LocalProtocolError
+from dips.master.state.penalty import ClusterStatistics, DetectorState, Participant, PenaltyConfig, judge
+from dips.master.state.penalty_direction import alarms
+
+N = 200
+"""Elements of the vectors below: random ones have a cosine of about 1 / sqrt(N) = 0.07 with anything."""
+
+
+class Course:
+    """Rounds of clusters that agree as trained ones do: a common way, that turns slowly, and noise of their own."""
+
+    def __init__(self, seed: int, names: str = "abcd", agreement: float = 0.7, config: PenaltyConfig | None = None):
+        self.rng = random.Random(seed)
+        self.names, self.agreement = names, agreement
+        self.master = Master(config or PenaltyConfig(), live=frozenset(names))
+        self.common = self.direction()
+        self.moved = [0.0] * N
+        self.alarms: list[str] = []
+
+    def direction(self) -> Vector:
+        vector = [self.rng.gauss(0.0, 1.0) for _ in range(N)]
+        norm = math.sqrt(sum(x * x for x in vector))
+        return [x / norm for x in vector]
+
+    def good(self) -> Vector:
+        """cos with another one's: agreement squared."""
+        own, rest = self.direction(), math.sqrt(1.0 - self.agreement**2)
+        return [self.agreement * a + rest * b for a, b in zip(self.common, own, strict=True)]
+
+    def round(self, who: str, bad: dict[str, str] | None = None, stale: float = 0.0) -> None:
+        """One round; stale: how far the model went since everybody's base, along what was merged last."""
+        turned = self.direction()
+        self.common = [0.98 * a + 0.2 * b for a, b in zip(self.common, turned, strict=True)]
+        since = [stale * x for x in self.moved]
+        pushes = {name: self._push(since, (bad or {}).get(name, "")) for name in who}
+        judgement = self.master.round(pushes)
+        self.alarms += judgement.alarms
+        merged = [sum(values) / len(values) for values in zip(*(p.vector for p in pushes.values()), strict=True)]
+        self.moved = [0.8 * a + 0.2 * b for a, b in zip(self.moved, merged, strict=True)]
+
+    def _push(self, since: Vector, bad: str) -> Push:
+        way = self.good()
+        if bad == "flip":
+            way = [-x for x in way]
+        if bad == "noise":
+            way = self.direction()
+        return Push([w - s for w, s in zip(way, since, strict=True)], since_base=since)
+
+    def alarmed(self) -> list[str]:
+        return [name for name in self.names if self.master.state.of(name).cosine_alarmed]
+
+
+# ---- the cosine ----
+
+
+def cosines(pushes: dict[str, Push], config: PenaltyConfig | None = None) -> dict[str, float]:
+    judgement = Master(config or PenaltyConfig()).judge(pushes)
+    return {measure.cluster: measure.cosine for measure in judgement.measures}
+
+
+def test_each_is_compared_with_the_others_and_not_with_itself() -> None:
+    found = cosines({"a": Push([1.0, 0.0]), "b": Push([0.0, 1.0]), "c": Push([1.0, 1.0])})
+    others = [(0.5, 1.0), (1.0, 0.5), (0.5, 0.5)]
+    expected = [0.5 / math.hypot(*others[0]), 0.5 / math.hypot(*others[1]), 1.0]
+    assert list(found.values()) == pytest.approx(expected)
+
+
+def test_the_others_weigh_by_their_tokens() -> None:
+    pushes = {"a": Push([1.0, 0.0]), "b": Push([1.0, 0.0], 3000.0), "c": Push([0.0, 1.0], 1000.0)}
+    assert cosines(pushes)["a"] == pytest.approx(0.75 / math.hypot(0.75, 0.25))
+
+
+def test_alone_and_with_nothing_merged_since_its_base_a_push_says_nothing() -> None:
+    master = Master()
+    for _ in range(20):
+        assert math.isnan(master.norms(a=1.0).measures[0].cosine)
+    assert master.state.of("a").cosine_rounds == 0
+
+
+def test_alone_it_is_compared_with_the_way_that_the_model_went_since_its_base() -> None:
+    """theta_v - theta_j points back by as much as the model went on; what the cluster did is beside that."""
+    same = Push([-1.0, 0.0], since_base=[2.0, 0.0])
+    against = Push([-3.0, 0.0], since_base=[2.0, 0.0])
+    beside = Push([-2.0, 1.0], since_base=[2.0, 0.0])
+    assert [cosines({"a": push})["a"] for push in (same, against, beside)] == [1.0, -1.0, 0.0]
+
+
+def test_rejected_pushes_are_measured_but_nobody_is_compared_with_them() -> None:
+    master = Master().warmed_up()
+    before = master.state.of("b").cosine_rounds
+    pushes = {"a": Push(along(1.0)), "b": Push(along(-30.0)), "c": Push(along(1.0))}
+    found = master.round(pushes)
+    assert [measure.cosine for measure in found.measures] == [1.0, -1.0, 1.0]
+    assert master.state.of("b").cosine_rounds == before
+
+
+def test_elements_that_are_not_finite_spoil_no_other_cosine() -> None:
+    broken = Push([math.nan, 1.0], nonfinite_elems=1)
+    found = cosines({"a": Push([1.0, 0.0]), "b": broken, "c": Push([1.0, 0.0])})
+    assert (found["a"], found["c"]) == (1.0, 1.0)
+    assert math.isnan(found["b"])
+
+
+def test_an_unknown_base_leaves_the_others_known() -> None:
+    """A slave that came back does not know old versions: that push is unknown, and left out of the others' way."""
+    nan = math.nan
+    directions = gram_of([[1.0, 0.0], [nan, nan], [1.0, 1.0], [0.0, 0.0], [nan, nan], [0.0, 0.0]])
+    participants = [Participant(name, 1000.0, 0, 64) for name in "abc"]
+    gram = gram_of([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    judgement = judge(DetectorState.empty(), PenaltyConfig(), participants, gram, frozenset("abc"), 1.0, directions)
+    assert judgement.accepted == ("a", "b", "c")
+    assert [measure.cosine for measure in judgement.measures] == pytest.approx([2**-0.5, nan, 2**-0.5], nan_ok=True)
+
+
+def test_without_directions_nothing_is_known() -> None:
+    participants = [Participant(name, 1000.0, 0, 64) for name in "ab"]
+    judgement = judge(DetectorState.empty(), PenaltyConfig(), participants, gram_of([[1.0], [1.0]]), frozenset(), 1.0)
+    assert all(math.isnan(measure.cosine) for measure in judgement.measures)
+
+
+def test_directions_must_fit() -> None:
+    participants = [Participant(name, 1.0, 0, 64) for name in "ab"]
+    gram = gram_of([[1.0], [1.0]])
+    with pytest.raises(LocalProtocolError, match="matrix of directions of 2"):
+        judge(DetectorState.empty(), PenaltyConfig(), participants, gram, frozenset(), 1.0, gram)
+
+
+FLOATS = st.floats(-100.0, 100.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    pushes=st.dictionaries(
+        st.sampled_from("abcd"),
+        st.builds(
+            Push,
+            vector=st.lists(FLOATS, min_size=3, max_size=3),
+            tokens=st.floats(1.0, 1e6),
+            since_base=st.lists(FLOATS, min_size=3, max_size=3),
+        ),
+        min_size=1,
+    )
+)
+def test_it_is_what_vectors_say(pushes: dict[str, Push]) -> None:
+    """Against numpy on the vectors themselves, without a Gram matrix."""
+    judgement = Master(PenaltyConfig(detector="off")).judge(pushes)
+    ways = {name: (pushes[name].way, pushes[name].moved, pushes[name].tokens) for name in pushes}
+    for measure in judgement.measures:
+        expected = cosine_with_the_others(ways, judgement.accepted, measure.cluster)
+        if math.isnan(expected) or math.isnan(measure.cosine):
+            continue  # where the others' ways cancel out, rounding decides whether anything is left
+        assert measure.cosine == pytest.approx(expected, abs=1e-4)
+
+
+# ---- the usual cosine ----
+
+
+def test_the_usual_cosine_is_the_median_of_the_last_seven() -> None:
+    master = Master(live=frozenset("ab"))
+    angles = [0.0, 1.0, 0.2, 0.4, 0.9, 0.3, 1.4, 0.1, 0.7, 0.5]
+    assert math.isnan(master.state.of("a").usual_cosine)
+    for i, angle in enumerate(angles):
+        master.round({"a": Push([1.0, 0.0]), "b": Push([math.cos(angle), math.sin(angle)])})
+        known = master.state.of("a")
+        assert known.cosine_rounds == i + 1
+        assert known.usual_cosine == pytest.approx(
+            statistics.median(math.cos(x) for x in angles[max(0, i - 6) : i + 1])
+        )
+
+
+def test_records_that_held_an_average_begin_anew() -> None:
+    old = {"accepted": 3, "mean": 1.5, "cosine_mean": -0.4, "cosine_rounds": 9, "cosine_alarmed": True}
+    assert ClusterStatistics.from_json(old) == ClusterStatistics(accepted=3, mean=1.5)
+
+
+def test_the_last_judged_push_is_remembered_whatever_became_of_it() -> None:
+    master = Master().warmed_up()
+    master.round({"a": Push(along(1.0)), "b": Push(along(-30.0)), "c": Push(along(math.nan), nonfinite_elems=1)})
+    a, b, c = (master.state.of(name) for name in "abc")
+    assert (a.last_norm, b.last_norm) == pytest.approx((1.0, 30.0))
+    assert c.last_norm is None
+    assert (b.last_cosine, c.last_cosine) == (-1.0, None)
+    assert b.last_score is not None
+    assert b.last_score > 100
+
+
+# ---- the alarm ----
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["flip", "noise"])
+def test_a_cluster_that_goes_elsewhere_raises_the_alarm_within_five_pushes(kind: str, seed: int) -> None:
+    """All take part in every round, as with dynamic local steps. Its norm is like any other's, so it is merged."""
+    course = Course(seed)
+    for _ in range(10):
+        course.round("abcd")
+    for _ in range(5):
+        course.round("abcd", {"d": kind})
+    assert course.alarmed() == ["d"]
+    assert len(course.alarms) == 1
+    assert course.alarms[0].startswith("cluster d does not go where the others go: the usual cosine of its pushes")
+    for _ in range(10):
+        course.round("abcd")
+    assert course.alarmed() == []
+    assert len(course.alarms) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["flip", "noise"])
+def test_a_cluster_that_always_pushes_alone_is_seen_too(kind: str, seed: int) -> None:
+    """Rounds of one: compared with the way that the model went since its base. (The norms here hardly differ, so that
+    scores would tell a flip too: only cosines are to tell it.)"""
+    course = Course(seed, config=PenaltyConfig(detector="off"))
+    for _ in range(12):
+        for name in "abcd":
+            course.round(name, stale=0.5)
+    assert course.alarms == []
+    for _ in range(6):
+        for name in "abcd":
+            course.round(name, {"d": kind}, stale=0.5)
+    assert "d" in course.alarmed()
+    assert any(alarm.startswith("cluster d does not go") for alarm in course.alarms)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("preset", ["safe", "dynamic", "paper", "edit"])
+def test_clean_clusters_never_raise_it(preset: str, seed: int) -> None:
+    course = Course(seed, config=PenaltyConfig.of(preset))
+    for i in range(80):
+        course.round("abcd" if i % 3 == 0 else "abcd"[i % 4], stale=0.5 if i % 2 else 0.0)
+    assert course.alarms == []
+    assert course.master.state.of("a").cosine_rounds > 20
+
+
+def test_clusters_that_do_not_agree_with_each_other_raise_nothing() -> None:
+    """Very different data: nobody is unusual. Only pointing against the others is."""
+    course = Course(1, agreement=0.0)
+    for _ in range(60):
+        course.round("abcd")
+    assert course.alarms == []
+    assert course.alarmed() == []
+
+
+def test_of_two_clusters_only_opposite_ways_are_told() -> None:
+    course = Course(1, names="ab")
+    for _ in range(12):
+        course.round("ab", {"b": "noise"})
+    assert course.alarms == []
+    for _ in range(12):
+        course.round("ab", {"b": "flip"})
+    assert course.alarmed() == ["a", "b"]
+    assert all("(alarm below -0.2)" in alarm for alarm in course.alarms)
+
+
+def test_the_first_pushes_raise_nothing() -> None:
+    course = Course(2)
+    for _ in range(7):
+        course.round("abcd", {"d": "flip"})
+    assert course.alarms == []
+    course.round("abcd", {"d": "flip"})
+    assert len(course.alarms) == 1
+
+
+def test_the_knobs_set_the_limit() -> None:
+    config = PenaltyConfig(cosine_share=0.9, cosine_warm_up_pushes=2, cosine_window_pushes=1)
+    course = Course(3, config=config)
+    course.round("abcd")
+    course.round("abcd", {"a": "noise"})
+    assert "a" in course.alarmed()
+
+
+@pytest.mark.parametrize(
+    ("usual", "others", "alarmed"),
+    [
+        (0.00, (0.46, 0.46, 0.40), True),  # noise
+        (-0.40, (0.42, 0.24, 0.43), True),  # a flip
+        (0.07, (0.34, 0.10, 0.36), False),  # a model that swings about its way: good clusters turn it back
+        (-0.15, (0.19, -0.05, 0.30), False),  # the same, early
+        (-0.25, (0.19, -0.05, 0.30), True),
+        (0.00, (0.46,), False),  # who of two is wrong?
+        (-0.25, (), True),
+    ],
+)
+def test_what_was_seen_in_training_is_told_apart(usual: float, others: tuple[float, ...], alarmed: bool) -> None:
+    values = {"a": usual, **dict(zip("bcd", others, strict=False))}
+    state = DetectorState().with_clusters(
+        {name: ClusterStatistics(cosines=(value,) * 7, cosine_rounds=9) for name, value in values.items()}
+    )
+    changed, sentences = alarms(PenaltyConfig(), state, ["a"])
+    assert (list(changed), len(sentences)) == ((["a"], 1) if alarmed else ([], 0))

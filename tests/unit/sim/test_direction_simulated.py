@@ -1,0 +1,64 @@
+"""The direction alarm through real machines: masters, slaves and clusters of the simulator, with numpy learners."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import pytest
+from tests.support.number_learners import BowlLearner, bowl_loss
+
+from dips.sim.compare.engine import run_on_servers
+from dips.sim.compare.inject import Injection
+from dips.sim.compare.methods import METHODS
+from dips.sim.compare.record import PushFact, RunRecord
+from dips.sim.compare.setup import load_setup
+
+BAD = 3
+"""The slowest cluster: with static steps it is nearly always alone, or late."""
+
+
+def run_of(name: str, kind: str = "") -> RunRecord:
+    """About 22 pushes of each cluster, far from the bowl's bottom, so that all agree on a way.
+
+    A bowl's norms hardly differ, so that scores would tell even the model's way in a stale push: they are off.
+    """
+    setup = load_setup("small").with_overrides(tokens=180_224, inner_steps=4, evaluations=1)
+    method = replace(METHODS[name], master={**METHODS[name].master, "detector": "off"})
+    injection = Injection(kind, BAD) if kind else None
+    return run_on_servers(
+        setup, method, 1, lambda cluster, index: BowlLearner(lr=3e-4, noise=1.0), bowl_loss, injection
+    )
+
+
+def pushes_of(record: RunRecord) -> list[PushFact]:
+    return [push for fact in record.judged for push in fact.pushes]
+
+
+def direction_alarms(record: RunRecord) -> list[str]:
+    return [sentence for _, sentence in record.alarms if "does not go where the others go" in sentence]
+
+
+@pytest.mark.parametrize("kind", ["noise", "flip"])
+@pytest.mark.parametrize("method", ["dips", "dynamic", "diloco-clip"])
+def test_a_bad_direction_raises_the_alarm_and_names_the_cluster(method: str, kind: str) -> None:
+    record = run_of(method, kind)
+    bad = [push for push in pushes_of(record) if push.bad]
+    assert len(bad) >= 5
+    assert {push.cluster for push in bad} == {"abcd"[BAD]}
+    assert {push.verdict for push in bad} == {"APPLIED"}, "norms do not see it"
+    measured = [push.cosine for push in bad if push.cosine is not None]
+    assert len(measured) >= 5
+    assert max(measured) < 0.15
+    alarms = direction_alarms(record)
+    assert alarms
+    assert all(alarm.startswith("cluster d ") for alarm in alarms)
+
+
+@pytest.mark.parametrize("method", ["dips", "dynamic", "diloco-clip", "paper", "edit"])
+def test_clean_clusters_raise_none(method: str) -> None:
+    record = run_of(method)
+    measured = [push.cosine for push in pushes_of(record) if push.cosine is not None]
+    assert len(measured) > 60
+    assert statistics.median(measured) > 0.2
+    assert direction_alarms(record) == []

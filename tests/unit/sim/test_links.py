@@ -1,0 +1,162 @@
+"""Links with rates: what a datagram takes, who waits for whom, and that without rates nothing changes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.sim.kernel import MIN_STEP_S, Kernel, Process
+from dips.sim.links import LinkPlan, Links, Rates, all_reduce_s
+from dips.sim.network import Network
+
+MBIT = 1e6
+KB = 1000
+"""8000 bits: 8 ms at 1 Mbit/s."""
+
+
+class Wire:
+    """A network under test and when each datagram arrived, by its name."""
+
+    def __init__(self, rates: dict[str, Rates] | None, wire_factor: float = 1.0) -> None:
+        self.kernel = Kernel(1)
+        links = Links(self.kernel, LinkPlan(rates, wire_factor)) if rates is not None else None
+        self.net = Network(self.kernel, lambda kind: None, links=links)
+        self.net.weather.delay_s = 0.0
+        self.arrived_s: dict[str, float] = {}
+        self.process = Process(self.kernel, "anyone")
+        self.process.begin_life()
+
+    def send(self, name: str, source: str, target: str, size_bytes: int = KB) -> None:
+        self.net.datagram(source, target, self.process, self._arrive, name, size_bytes=size_bytes)
+
+    def _arrive(self, name: str) -> None:
+        self.arrived_s[name] = self.kernel.now_s
+
+    def run(self) -> dict[str, float]:
+        while self.kernel.step():
+            pass
+        return self.arrived_s
+
+
+def near(seconds: float) -> object:
+    return pytest.approx(seconds, abs=20 * MIN_STEP_S)
+
+
+@pytest.mark.parametrize(("up", "down"), [(1.0, 8.0), (8.0, 1.0), (1.0, 1.0), (1.0, math.inf), (math.inf, 1.0)])
+def test_one_datagram_takes_its_size_over_the_slower_of_two_links(up: float, down: float) -> None:
+    wire = Wire({"a": Rates(up_bits_per_s=up * MBIT), "s": Rates(down_bits_per_s=down * MBIT)})
+    wire.send("one", "a", "s")
+    assert wire.run() == {"one": near(0.008)}
+
+
+def test_what_one_sends_leaves_one_after_the_other() -> None:
+    wire = Wire({"a": Rates(up_bits_per_s=MBIT)})
+    wire.send("first", "a", "s")
+    wire.send("second", "a", "t", 2 * KB)
+    assert wire.run() == {"first": near(0.008), "second": near(0.024)}
+
+
+def test_the_way_back_is_a_link_of_its_own() -> None:
+    wire = Wire({"a": Rates(MBIT, MBIT)})
+    wire.send("there", "a", "s")
+    wire.send("back", "s", "a")
+    assert wire.run() == {"there": near(0.008), "back": near(0.008)}
+
+
+def test_many_senders_share_what_the_receiver_takes_in() -> None:
+    wire = Wire({"s": Rates(down_bits_per_s=MBIT)})
+    for name in ("a", "b", "c"):
+        wire.send(name, name, "s")
+    assert sorted(wire.run().values()) == [near(0.008), near(0.016), near(0.024)]
+
+
+def test_a_slow_sender_does_not_keep_a_fast_receiver_from_others() -> None:
+    wire = Wire({"slow": Rates(up_bits_per_s=MBIT), "s": Rates(down_bits_per_s=8 * MBIT)})
+    wire.send("slow", "slow", "s")
+    wire.send("fast", "fast", "s")
+    assert wire.run() == {"slow": near(0.008), "fast": near(0.002)}
+
+
+def test_a_small_model_can_stand_for_a_large_one() -> None:
+    wire = Wire({"a": Rates(up_bits_per_s=MBIT)}, wire_factor=1000.0)
+    wire.send("large", "a", "s")
+    assert wire.run() == {"large": near(8.0)}
+
+
+def test_messages_without_a_size_wait_for_nobody() -> None:
+    wire = Wire({"a": Rates(MBIT, MBIT)})
+    wire.send("chunk", "a", "s")
+    wire.send("question", "a", "s", size_bytes=0)
+    assert wire.run() == {"chunk": near(0.008), "question": near(0.0)}
+
+
+def test_what_is_lost_takes_nothing_of_the_link() -> None:
+    wire = Wire({"a": Rates(up_bits_per_s=MBIT)})
+    wire.net.weather.loss = 1.0
+    wire.send("lost", "a", "s")
+    wire.net.weather.loss = 0.0
+    wire.send("kept", "a", "s")
+    assert wire.run() == {"kept": near(0.008)}
+
+
+def test_what_is_on_its_way_does_not_reach_the_next_life() -> None:
+    wire = Wire({"a": Rates(up_bits_per_s=MBIT)})
+    wire.send("chunk", "a", "s")
+    wire.process.end_life()
+    wire.process.begin_life()
+    assert wire.run() == {}
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.floats(0.1, 10), st.floats(0.1, 10))
+def test_a_transfer_in_pieces_takes_as_long_as_its_slower_link(kilobytes: list[int], up: float, down: float) -> None:
+    """Nothing is lost to the cutting but the last piece's second link."""
+    wire = Wire({"a": Rates(up_bits_per_s=up * MBIT), "s": Rates(down_bits_per_s=down * MBIT)})
+    for n, size in enumerate(kilobytes):
+        wire.send(str(n), "a", "s", size * KB)
+    ended_s, total = max(wire.run().values()), sum(kilobytes) * 0.008
+    slower, faster = min(up, down), max(up, down)
+    assert total / slower - 1e-4 <= ended_s <= total / slower + max(kilobytes) * 0.008 / faster + 1e-3
+
+
+def test_without_rates_a_size_changes_no_time_and_draws_no_chance() -> None:
+    sized, bare = Wire(None), Wire(None)
+    for wire, size_bytes in ((sized, KB), (bare, 0)):
+        wire.net.weather.delay_s = 0.01
+        for name in ("one", "two", "three"):
+            wire.send(name, "a", "s", size_bytes)
+    assert sized.run() == bare.run()
+    assert sized.kernel.rng.random() == bare.kernel.rng.random()
+
+
+def test_rates_draw_no_chance() -> None:
+    limited, bare = Wire({"a": Rates(MBIT, MBIT)}), Wire(None)
+    for wire in (limited, bare):
+        wire.net.weather.delay_s = 0.01
+        wire.send("one", "a", "s")
+        wire.run()
+    assert limited.kernel.rng.random() == bare.kernel.rng.random()
+
+
+# ---- the ring ----
+
+
+def test_a_ring_carries_twice_all_but_one_part() -> None:
+    """4 clusters: 2 x 3 steps of a quarter of the bytes each."""
+    assert all_reduce_s(1e9, (8e9,) * 4, (8e9,) * 4, 0.0) == pytest.approx(1.5)
+
+
+def test_the_slowest_link_sets_the_ring_s_pace_in_either_direction() -> None:
+    assert all_reduce_s(1e9, (8e9, 8e8), (8e9, 8e9), 0.0) == pytest.approx(10.0)
+    assert all_reduce_s(1e9, (8e9, 8e9), (8e9, 8e8), 0.0) == pytest.approx(10.0)
+
+
+def test_links_without_limit_leave_the_ring_its_latency() -> None:
+    assert all_reduce_s(1e9, (0.0,) * 3, (0.0,) * 3, 0.01) == pytest.approx(0.04)
+    assert all_reduce_s(1e9, (0.0, 8e9), (0.0, 0.0), 0.0) == pytest.approx(1.0)
+
+
+def test_one_cluster_exchanges_nothing() -> None:
+    assert all_reduce_s(1e9, (8e9,), (8e9,), 0.01) == 0.0

@@ -1,0 +1,183 @@
+"""Real numbers in simulated processes: what slaves compute is the reference's to the bit; nothing is shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from tests.support.number_learners import LAYOUT as BOWL
+from tests.support.number_learners import BowlLearner
+
+from dips.core import outer_numpy as reference
+from dips.core.chunks import chunks_of, digest_of_array
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import RoundId, Version
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import Prepare
+from dips.sim.arithmetic import F32
+from dips.sim.content import CLEAN, key_of
+from dips.sim.numbers import FlatVector, NumberModel, Numbers, NumberShard
+from dips.sim.plan import make_plan
+from dips.worker.state.effects import InstallMode
+
+CHUNK_BYTES = 1024
+LAYOUT = Layout(
+    tuple(Parameter(f"layers.{i}.w", (size,), "float32", f"layers.{i}") for i, size in enumerate((300, 256, 77)))
+)
+MINE = (LAYOUT.blocks[0], LAYOUT.blocks[2])
+N = sum(block.n_elems for block in MINE)
+NUMBERS = Numbers(lambda name: BowlLearner())
+
+
+def random(*shape: int, seed: int = 0) -> F32:
+    return np.random.default_rng((seed, *shape)).standard_normal(shape, dtype=np.float32)
+
+
+def filled(rows: F32) -> NumberShard:
+    """A shard with these staging rows, landed chunk by chunk in disorder."""
+    shard = NumberShard(MINE, CHUNK_BYTES, len(rows))
+    spans, start = [], 0
+    for chunk in chunks_of(MINE, CHUNK_BYTES):
+        spans.append((start, start + chunk.length_bytes // 4))
+        start = spans[-1][1]
+    for slot, row in enumerate(rows):
+        for index in sorted(range(len(spans)), key=lambda i: (i * 7) % 5):
+            shard.land(slot, index, row[slice(*spans[index])])
+    return shard
+
+
+def prepare_of(from_version: Version | None, weights: tuple[float, ...]) -> Prepare:
+    return Prepare(
+        round=RoundId(1, 2),
+        from_version=from_version,
+        to_version=Version(1, 4),
+        accepted=(),
+        weights=weights,
+        scale=0.7,
+        outer_lr=0.9,
+        momentum_decay=0.8,
+        momentum_lookahead=0.8,
+        gradient_weight=1.0,
+    )
+
+
+class TestShard:
+    def test_the_outer_step_is_the_references_to_the_bit(self) -> None:
+        theta, momentum, rows = random(N), random(N, seed=1), random(3, N)
+        weights = (0.25, 0.75)
+        out, buf = filled(rows).prepare((theta, momentum), [2, 0], prepare_of(Version(1, 3), weights))
+        expected, expected_buf = np.empty(N, np.float32), np.empty(N, np.float32)
+        reference.outer_step(
+            theta, momentum, rows, np.array([2, 0]), np.array(weights, np.float32), 0.7, 0.9, 0.8, 0.8, 1.0,
+            expected, expected_buf, 0, N,
+        )  # fmt: skip
+        assert out.tobytes() == expected.tobytes()
+        assert buf.tobytes() == expected_buf.tobytes()
+
+    def test_what_was_handed_on_is_not_written_again(self) -> None:
+        shard = filled(random(2, N))
+        body = prepare_of(Version(1, 3), (1.0,))
+        first = shard.prepare((random(N), random(N, seed=1)), [0], body)
+        copies = [part.copy() for part in first]
+        shard.prepare(first, [1], body)
+        assert all(np.array_equal(part, copy) for part, copy in zip(first, copies, strict=True))
+
+    def test_the_seed_becomes_a_version_as_it_is(self) -> None:
+        rows = random(1, N)
+        theta, momentum = filled(rows).prepare(None, [0], prepare_of(None, (1.0,)))
+        assert np.array_equal(theta, rows[0])
+        assert not momentum.any()
+
+    def test_a_merge_that_overflows_is_refused(self) -> None:
+        shard = filled(np.full((1, N), 3e38, np.float32))
+        with pytest.raises(Refused) as refused:
+            shard.prepare(
+                (-np.full(N, 3e38, np.float32), np.zeros(N, np.float32)), [0], prepare_of(Version(1, 3), (1.0,))
+            )
+        assert refused.value.code is RefusalCode.NONFINITE
+
+    def test_the_gram_matrix_is_the_references_block_by_block(self) -> None:
+        theta, rows = random(N), random(2, N)
+        rows[1, 5] = np.nan
+        measured = filled(rows).measure(theta, [0, 1])
+        start = 0
+        for block, found in zip(MINE, measured, strict=True):
+            gram, bad = reference.gram(theta, rows, np.array([0, 1]), start, start + block.n_elems)
+            assert found.block == block.block_id
+            assert np.array_equal(found.gram, [gram[0, 0], gram[0, 1], gram[1, 1]], equal_nan=True)
+            assert found.nonfinite_elems == tuple(bad)
+            start += block.n_elems
+
+    def test_chunks_and_digest_are_those_of_the_whole(self) -> None:
+        theta, shard = random(N), filled(random(1, N))
+        chunks = chunks_of(MINE, CHUNK_BYTES)
+        assert np.array_equal(np.concatenate([shard.chunk(theta, i) for i in range(len(chunks))]), theta)
+        assert shard.digest(theta) == digest_of_array(theta, MINE, CHUNK_BYTES)
+        assert shard.to_array(shard.from_array(theta)) is theta
+
+
+def test_a_vector_is_whole_however_it_is_cut() -> None:
+    flat, copy = random(LAYOUT.n_elems), np.zeros(LAYOUT.n_elems, np.float32)
+    chunks = chunks_of(LAYOUT.blocks, CHUNK_BYTES)
+    vector = FlatVector(flat, LAYOUT)
+    FlatVector(copy, LAYOUT).fill({key_of(chunk): vector.value(chunk) for chunk in reversed(chunks)})
+    assert np.array_equal(copy, flat)
+
+
+def test_damage_shows_in_the_checksum_and_spares_the_original() -> None:
+    value = random(64)
+    before = value.copy()
+    damaged = NUMBERS.damaged(value)
+    assert NUMBERS.checksum(damaged) != NUMBERS.checksum(value)
+    assert np.array_equal(value, before)
+
+
+class TestModel:
+    def model(self, learner: BowlLearner, spoil: bool = False) -> NumberModel:
+        def corrupt(name: str, push: F32, base: F32) -> bool:
+            push[:] = np.nan
+            return spoil
+
+        return NumberModel(learner, BOWL, corrupt)
+
+    def fetched(self, model: NumberModel, flat: F32) -> None:
+        vector = FlatVector(flat, BOWL)
+        model.fetched({key_of(chunk): vector.value(chunk) for chunk in chunks_of(BOWL.blocks, CHUNK_BYTES)})
+
+    def whole(self, model: NumberModel) -> F32:
+        return np.concatenate([model.sent().value(chunk) for chunk in chunks_of(BOWL.blocks, CHUNK_BYTES)])
+
+    def test_what_a_bad_cluster_sends_is_not_what_it_remembers(self) -> None:
+        learner, pulled = BowlLearner(), random(BOWL.n_elems)
+        model = self.model(learner, spoil=True)
+        model.snapshot("a", CLEAN)
+        assert np.isfinite(self.whole(model)).all(), "the seed stands on no version, and is never spoilt"
+        self.fetched(model, pulled)
+        model.install("a", InstallMode.REPLACE, reset_inner=False)
+        at_push = learner.theta = pulled + np.float32(1)
+        model.snapshot("a", CLEAN)
+        assert np.isnan(self.whole(model)).all()
+        learner.theta = at_push + np.float32(0.5)
+        self.fetched(model, pulled)
+        model.install("a", InstallMode.REBASE_FROM_PUSH, reset_inner=True)
+        assert np.array_equal(learner.theta, pulled + (at_push + np.float32(0.5) - at_push))
+        assert learner.resets == 1
+
+    def test_a_good_push_and_a_donation_are_sent_as_they_are(self) -> None:
+        learner, pulled = BowlLearner(), random(BOWL.n_elems)
+        model = self.model(learner)
+        self.fetched(model, pulled)
+        model.install("a", InstallMode.REPLACE, reset_inner=False)
+        learner.theta = pulled + np.float32(1)
+        model.snapshot("a", CLEAN)
+        assert np.array_equal(self.whole(model), learner.theta)
+        model.copy_base()
+        assert np.array_equal(self.whole(model), pulled)
+
+
+def test_a_plan_with_checkpoints_has_symbols() -> None:
+    plan = replace(make_plan(Random(0)), checkpoints=True)
+    with pytest.raises(ValueError, match="checkpoints"):
+        replace(plan, arithmetic=NUMBERS)

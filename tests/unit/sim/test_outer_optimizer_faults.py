@@ -1,0 +1,60 @@
+"""Delayed Nesterov holds no state: after every fault a round's place in the cycle is the number of its version."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from dips.master.state.penalty_config import PenaltyConfig
+from dips.sim.master_host import MasterHost
+from dips.sim.plan import Plan, make_plan
+from dips.sim.world import World
+
+N = 3
+STEPS = (("0.8", "0.0"), ("1.0", "0.0"), ("1.0", "0.8"))
+"""(decay, lookahead) of the rounds of a cycle."""
+
+SEEDS = (6, 8, 12)
+"""Between them a lost journal, rollbacks and void rounds."""
+
+
+class Listening(World):
+    """Keeps what the journal is told."""
+
+    def __init__(self, seed: int, plan: Plan) -> None:
+        super().__init__(seed, plan=plan)
+        self.records: list[Mapping[str, Any]] = []
+
+    def journalled(self, master: MasterHost, record: Mapping[str, Any]) -> None:
+        super().journalled(master, record)
+        self.records.append(record)
+
+
+def delayed(seed: int) -> Plan:
+    plan = make_plan(Random(seed))
+    knobs = {"outer_optimizer": "delayed-nesterov", "delay_rounds": N, "outer_momentum": 0.8}
+    settings = replace(plan.config.settings, outer_momentum=0.8)
+    penalty: PenaltyConfig = replace(plan.config.penalty, **knobs)
+    return replace(plan, config=replace(plan.config, settings=settings, penalty=penalty))
+
+
+def test_the_place_in_the_cycle_survives_every_fault() -> None:
+    kinds: Counter[str] = Counter()
+    places: Counter[int] = Counter()
+    for seed in SEEDS:
+        world = Listening(seed, delayed(seed))
+        world.run()
+        assert world.checks.violations == []
+        for record in world.records:
+            kinds[record["kind"]] += 1
+            if record["kind"] != "COMMIT" or record["judgement"] is None:
+                continue
+            place, step = (record["version"][1] - 1) % N, record["judgement"]["outer_step"]
+            assert (step["momentum_decay"], step["momentum_lookahead"]) == STEPS[place]
+            assert float(step["scale"]) == float(record["judgement"]["kappa"]) * float(record["judgement"]["rho"]) / N
+            places[place] += 1
+    assert {"ROLLBACK", "ADOPT", "VOID"} <= set(kinds)
+    assert set(places) == {0, 1, 2}
