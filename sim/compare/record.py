@@ -1,0 +1,123 @@
+"""What one run of one method showed, as plain data: for the table, the pictures, compare.json and tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A published version. virtual_s: since the first version; loss: held-out, nats per byte, None: not evaluated, or
+    not finite."""
+
+    version: str
+    tokens: int
+    virtual_s: float
+    loss: float | None
+
+
+def at_tokens(curve: Sequence[CurvePoint], tokens: int) -> tuple[float | None, float]:
+    """(loss, virtual_s) at exactly `tokens`: linear between the last point below and the first at or above it.
+
+    A curve that ends before gives its last point; loss None: one of the two was not evaluated. Raises ValueError for
+    an empty curve.
+    """
+    above = next((i for i, point in enumerate(curve) if point.tokens >= tokens), len(curve) - 1)
+    if above < 0:
+        raise ValueError("a curve without points has no loss")
+    last = curve[above]
+    if last.tokens <= tokens or above == 0:
+        return last.loss, last.virtual_s
+    before = curve[above - 1]
+    share = (tokens - before.tokens) / (last.tokens - before.tokens)
+    virtual_s = before.virtual_s + share * (last.virtual_s - before.virtual_s)
+    if before.loss is None or last.loss is None:
+        return None, virtual_s
+    return before.loss + share * (last.loss - before.loss), virtual_s
+
+
+@dataclass(frozen=True)
+class PushFact:
+    """One judged push. norm, score, cosine: None where undefined. bad: an injected one."""
+
+    cluster: str
+    push: str
+    verdict: str
+    reason: str
+    tokens: int
+    staleness: int
+    norm: float | None
+    score: float | None
+    cosine: float | None
+    bad: bool
+
+
+@dataclass(frozen=True)
+class RoundFact:
+    """One committed or void round. kappa, rho, merged_norm: None in a VOID."""
+
+    version: str
+    virtual_s: float
+    kappa: float | None
+    rho: float | None
+    merged_norm: float | None
+    pushes: tuple[PushFact, ...]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One (method, seed, injection).
+
+    loss, virtual_s: at exactly `tokens`, by linear interpolation between the last version below and the first at or
+    above it; loss None: not finite, or nothing was trained. ended: "finished", "diverged", or "locked out": the penalty
+    refused every push for good, finite ones too. alarms: (virtual second, sentence). cluster_tokens: applied.
+    timing-only runs have no losses.
+    """
+
+    method: str
+    seed: int
+    inject: str
+    tokens: int
+    ended: str
+    loss: float | None
+    virtual_s: float
+    rounds: int
+    voids: int
+    curve: tuple[CurvePoint, ...] = ()
+    judged: tuple[RoundFact, ...] = ()
+    alarms: tuple[tuple[float, str], ...] = ()
+    cluster_tokens: dict[str, int] = field(default_factory=dict)
+    cluster_steps: dict[str, int] = field(default_factory=dict)
+    waited_s: dict[str, float] = field(default_factory=dict)
+    """Cluster -> virtual seconds in which it did not train, from the first version to the end."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, numbers and None; a number that is not finite is None."""
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Self:
+        """The inverse of to_json. Raises KeyError or TypeError for anything else."""
+        rounds = [{**row, "pushes": tuple(PushFact(**push) for push in row["pushes"])} for row in plain["judged"]]
+        return cls(
+            **{
+                **plain,
+                "curve": tuple(CurvePoint(**point) for point in plain["curve"]),
+                "judged": tuple(RoundFact(**row) for row in rounds),
+                "alarms": tuple((at_s, sentence) for at_s, sentence in plain["alarms"]),
+            }
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

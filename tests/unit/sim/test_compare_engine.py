@@ -1,0 +1,378 @@
+"""The engine of comparisons: real machines, real numbers, virtual time; what it reports is what happened."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.number_learners import DATA, LAYOUT, BowlLearner, bowl_loss
+
+from dips.core import outer_numpy as reference
+from dips.core.errors import ConfigError
+from dips.core.ids import Version
+from dips.core.messages import DataRange
+from dips.sim.arithmetic import F32
+from dips.sim.checks import version_of
+from dips.sim.compare.course import Course, SimulationError
+from dips.sim.compare.data_parallel import run_data_parallel
+from dips.sim.compare.engine import HOPELESS_VOIDS, run_on_servers, timing_only
+from dips.sim.compare.inject import Injection
+from dips.sim.compare.methods import METHODS
+from dips.sim.compare.plans import plan_of, wire_bytes
+from dips.sim.compare.record import CurvePoint, PushFact, RunRecord, at_tokens
+from dips.sim.compare.setup import Setup, load_setup
+from dips.sim.numbers import Numbers
+from dips.worker.state.effects import Finished
+
+TOKENS = 49_152
+H = 4
+STEP_TOKENS = 512
+
+
+def setup_of(**changes: Any) -> Setup:
+    return load_setup("small").with_overrides(**{"tokens": TOKENS, "inner_steps": H, "evaluations": 3, **changes})
+
+
+class Compared:
+    """One run with numpy learners, and all that it let see."""
+
+    def __init__(
+        self, method: str, setup: Setup | None = None, seed: int = 1, injection: Injection | None = None,
+        fails_after: int | None = None,
+    ) -> None:  # fmt: skip
+        self.learners: dict[str, BowlLearner] = {}
+        self.commits: list[tuple[Mapping[str, Any], F32]] = []
+        self.progress: list[tuple[int, float]] = []
+        self.evaluated: list[F32] = []
+        self._fails_after = fails_after
+        self.record = run_on_servers(
+            setup or setup_of(), METHODS[method], seed, self._learner, self._evaluate, injection,
+            lambda tokens, at_s: self.progress.append((tokens, at_s)),
+            lambda record, flat: self.commits.append((record, flat)),
+        )  # fmt: skip
+
+    def _learner(self, name: str, index: int) -> BowlLearner:
+        assert index == len(self.learners)
+        return self.learners.setdefault(name, BowlLearner(fails_after=self._fails_after if index == 0 else None))
+
+    def _evaluate(self, flat: F32) -> float:
+        self.evaluated.append(flat)
+        return bowl_loss(flat)
+
+    def pushes(self) -> list[PushFact]:
+        return [push for fact in self.record.judged for push in fact.pushes]
+
+    def batches(self) -> list[tuple[DataRange, ...]]:
+        return [batch for learner in self.learners.values() for batch in learner.batches]
+
+
+@pytest.fixture(scope="module")
+def dips() -> Compared:
+    return Compared("dips")
+
+
+class TestARun:
+    def test_it_trains_all_tokens_and_learns(self, dips: Compared) -> None:
+        record = dips.record
+        assert (record.method, record.seed, record.inject, record.ended) == ("dips", 1, "", "finished")
+        assert record.curve[0].tokens == 0
+        assert record.curve[-1].tokens >= TOKENS > record.curve[-2].tokens
+        assert record.loss is not None
+        assert record.loss < 0.25 * bowl_loss(np.zeros(LAYOUT.n_elems, np.float32))
+        assert sum(record.cluster_tokens.values()) == record.curve[-1].tokens
+
+    def test_tokens_are_counted_from_the_verdicts(self, dips: Compared) -> None:
+        applied = [push for push in dips.pushes() if push.verdict == "APPLIED"]
+        for name, tokens in dips.record.cluster_tokens.items():
+            assert tokens == sum(push.tokens for push in applied if push.cluster == name)
+
+    def test_a_step_is_one_batch_of_rows_and_no_token_is_trained_twice(self, dips: Compared) -> None:
+        seen: set[tuple[int, int, int]] = set()
+        for batch in dips.batches():
+            assert len(batch) == 4
+            assert sum(row.tokens for row in batch) == STEP_TOKENS
+            rows = {(row.pass_index, row.chunk, row.begin_tokens) for row in batch}
+            assert not rows & seen
+            seen |= rows
+
+    def test_the_schedule_goes_by_the_runs_progress(self, dips: Compared) -> None:
+        for learner in dips.learners.values():
+            assert learner.progress[0] == 0
+            assert all(tokens % STEP_TOKENS == 0 for tokens in learner.progress)
+            assert TOKENS <= max(learner.progress) + 8 * H * STEP_TOKENS
+
+    def test_versions_and_progress_are_told_in_order(self, dips: Compared) -> None:
+        versions = [version_of(record["version"]) for record, _ in dips.commits]
+        assert versions == [Version(1, v) for v in range(len(versions))]
+        assert [tokens for tokens, _ in dips.progress] == [point.tokens for point in dips.record.curve]
+        assert dips.progress[0][1] == 0.0
+        assert dips.record.rounds == len(versions) - 1 == len(dips.record.judged)
+
+    def test_it_is_evaluated_where_it_was_said_to_be(self, dips: Compared) -> None:
+        curve, whole = dips.record.curve, {str(version_of(r["version"])): flat for r, flat in dips.commits}
+        known = [point for point in curve if point.loss is not None]
+        for index in (1, 2):
+            first = next(point for point in curve if point.tokens >= index * TOKENS / 3)
+            assert first in known
+        assert curve[-1] in known
+        assert curve[-1].tokens == TOKENS or curve[-2] in known
+        assert [bowl_loss(whole[point.version]) for point in known] == [point.loss for point in known]
+        assert len(dips.evaluated) == len(known) <= 4
+
+    def test_loss_and_time_are_those_at_exactly_the_tokens(self, dips: Compared) -> None:
+        assert (dips.record.loss, dips.record.virtual_s) == at_tokens(dips.record.curve, TOKENS)
+
+    def test_every_second_is_trained_or_waited(self, dips: Compared) -> None:
+        record, step_s = dips.record, dict(zip("abcd", setup_of().step_s, strict=True))
+        span_s = record.curve[-1].virtual_s
+        for name, waited_s in record.waited_s.items():
+            assert 0 <= waited_s < span_s
+            trained_s = span_s - waited_s
+            assert abs(trained_s - record.cluster_steps[name] * step_s[name]) <= step_s[name]
+
+    def test_the_same_seed_is_the_same_run(self) -> None:
+        setup = setup_of(tokens=16_384, jitter=0.1)
+        first, again, other = (Compared("dips", setup, seed).record for seed in (1, 1, 2))
+        assert first == again
+        assert first.curve != other.curve
+
+    def test_facts_are_those_of_the_commit_records(self, dips: Compared) -> None:
+        for (record, _), fact in zip(dips.commits[1:], dips.record.judged, strict=True):
+            judgement = record["judgement"]
+            assert (repr(fact.kappa), repr(fact.rho)) == (judgement["kappa"], judgement["rho"])
+            assert [push.tokens for push in fact.pushes] == [item["tokens"] for item in record["participants"]]
+            assert all(push.staleness >= 0 and push.norm is not None and not push.bad for push in fact.pushes)
+
+
+def test_every_version_is_the_outer_step_of_what_the_only_cluster_had() -> None:
+    sent: list[F32] = []
+
+    class Remembering(BowlLearner):
+        def snapshot(self, into: F32) -> None:
+            super().snapshot(into)
+            sent.append(into.copy())
+
+    commits: list[tuple[Mapping[str, Any], F32]] = []
+    setup = setup_of(gaps=(0.0,), tokens=16_384)
+    run_on_servers(
+        setup, METHODS["diloco-clip"], 1, lambda name, index: Remembering(), bowl_loss,
+        versions=lambda record, flat: commits.append((record, flat)),
+    )  # fmt: skip
+    theta, momentum = sent[0], np.zeros_like(sent[0])
+    assert np.array_equal(commits[0][1], theta)
+    assert len(commits) == 1 + 16_384 // (H * STEP_TOKENS)
+    for (record, flat), push in zip(commits[1:], sent[1:], strict=False):
+        step = {name: float(text) for name, text in record["judgement"]["outer_step"].items()}
+        out, buf = np.empty_like(theta), np.empty_like(theta)
+        reference.outer_step(
+            theta, momentum, push[None], np.array([0]), np.ones(1, np.float32), step["scale"], step["outer_lr"],
+            step["momentum_decay"], step["momentum_lookahead"], step["gradient_weight"], out, buf, 0, len(theta),
+        )  # fmt: skip
+        assert flat.tobytes() == out.tobytes()
+        theta, momentum = out, buf
+
+
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.kind == "servers"])
+def test_every_method_ends_in_good_order(method: str) -> None:
+    record = Compared(method, setup_of(tokens=16_384)).record
+    assert record.ended == "finished"
+    assert record.rounds > 0
+    assert record.curve[-1].tokens >= 16_384
+
+
+def test_one_cluster_that_is_averaged_with_nobody_is_data_parallel() -> None:
+    """Text, schedule, tokens and evaluation are the same on both sides: without clip and momentum so is the model."""
+    free = {"clip_norm": math.inf, "detector": "off"}
+    setup = setup_of(gaps=(0.0,), tokens=H * 5 * STEP_TOKENS, master=free)
+    alone, served = BowlLearner(), Compared("averaging", setup)
+    record = run_data_parallel(setup, 1, alone, bowl_loss)
+    n = alone.n_steps  # until it hears of the end, a served cluster makes a few more
+    batches = [tuple(replace(row, lease_id=0) for row in batch) for batch in served.batches()]
+    assert batches[:n] == alone.batches
+    assert served.learners["a"].progress[:n] == alone.progress
+    assert record.loss is not None
+    assert served.record.loss == pytest.approx(record.loss, rel=1e-5)
+    assert record.virtual_s < served.record.virtual_s < 1.02 * record.virtual_s + 1.0
+
+
+def test_links_that_take_all_the_time_are_no_standstill() -> None:
+    """A model takes two minutes over such a link, a step a second."""
+    setup = setup_of(tokens=160 * STEP_TOKENS, inner_steps=1, up=(1e5,), down=(1e5,))
+    record = timing_only(setup, METHODS["diloco"], 1)
+    assert record.ended == "finished"
+    assert record.virtual_s > 40 * 2 * 8 * wire_bytes(setup) / 1e5
+
+
+def test_synchronous_methods_wait_for_everybody() -> None:
+    record = Compared("diloco", setup_of(tokens=2 * 4 * H * STEP_TOKENS)).record
+    assert [[push.cluster for push in fact.pushes] for fact in record.judged] == [list("abcd")] * 2
+    assert all(fact.rho == fact.kappa == 1.0 for fact in record.judged)
+    assert list(record.waited_s.values()) == sorted(record.waited_s.values(), reverse=True)
+
+
+class TestBadClusters:
+    BAD = Injection("nan", cluster=1, first_push=4, bad_run=2, good_run=2)
+
+    def spoilt(self, kind: str) -> Compared:
+        return Compared("dips", injection=replace(self.BAD, kind=kind))
+
+    def test_nan_is_flagged_and_resets_the_inner_optimizer(self) -> None:
+        run = self.spoilt("nan")
+        of_b = [push for push in run.pushes() if push.cluster == "b"]
+        assert [push.bad for push in of_b[:9]] == [self.BAD.is_bad(n) for n in range(1, len(of_b) + 1)][:9]
+        assert {push.verdict for push in run.pushes() if push.bad} == {"EXCLUDED"}
+        assert {push.verdict for push in run.pushes() if not push.bad} == {"APPLIED"}
+        assert all(push.norm is None for push in run.pushes() if push.bad)
+        assert run.learners["b"].resets >= sum(push.bad for push in of_b) - 1
+        assert run.learners["a"].resets == 0
+        assert run.record.inject == "nan"
+
+    def test_a_push_that_is_thirty_times_too_long_is_flagged(self) -> None:
+        run = self.spoilt("x30")
+        assert {push.verdict for push in run.pushes() if push.bad} == {"EXCLUDED"}
+
+    def test_a_flipped_push_is_merged_and_known_as_bad_here(self) -> None:
+        bad = [push for push in self.spoilt("flip").pushes() if push.bad]
+        assert len(bad) >= 2
+        assert {push.cluster for push in bad} == {"b"}
+        assert {push.verdict for push in bad} == {"APPLIED"}
+
+    def test_a_void_has_no_factors(self) -> None:
+        alone = setup_of(gaps=(0.0,), tokens=16_384)
+        run = Compared("dips", alone, injection=Injection("nan", first_push=3, bad_run=1, good_run=50))
+        (void,) = (fact for fact in run.record.judged if fact.pushes[0].bad)
+        assert (void.kappa, void.rho, void.merged_norm) == (None, None, None)
+        assert (run.record.voids, run.record.rounds) == (1, len(run.record.judged) - 1)
+
+
+class TestBrokenRuns:
+    def test_a_loss_that_is_not_finite_ends_it_as_diverged(self) -> None:
+        record = Compared("async", fails_after=20).record
+        assert (record.ended, record.loss) == ("diverged", None)
+        assert 0 < record.curve[-1].tokens < TOKENS
+        assert record.virtual_s >= record.curve[-1].virtual_s
+        assert set(record.waited_s) == set("abcd")
+
+    def test_nothing_but_void_rounds_end_it_as_diverged(self) -> None:
+        class Lost(BowlLearner):
+            def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float:
+                super().step(ranges, progress_tokens)
+                if self.n_steps > 2 * H:
+                    self.theta = np.full_like(self.theta, np.nan)
+                return 1.0
+
+        record = run_on_servers(setup_of(), METHODS["diloco"], 1, lambda name, index: Lost(), bowl_loss)
+        assert (record.ended, record.loss) == ("diverged", None)
+        assert record.voids == HOPELESS_VOIDS
+        assert record.rounds >= 1
+
+    def test_a_penalty_that_refuses_everybody_for_good_locks_the_run_out(self) -> None:
+        """The detector as printed, after a loss of pushes: its threshold is negative, and no finite push is below."""
+        run = Compared("paper-literal", setup_of(tokens=4 * TOKENS), injection=Injection("nan", cluster=1))
+        assert (run.record.ended, run.record.loss) == ("locked out", None)
+        last = run.record.judged[-HOPELESS_VOIDS:]
+        assert {push.verdict for fact in last for push in fact.pushes} == {"EXCLUDED"}
+        assert any(push.norm is not None for push in last[-1].pushes)
+
+    def test_data_parallel_has_no_servers(self) -> None:
+        for run in (lambda: Compared("dp"), lambda: timing_only(setup_of(), METHODS["dp"], 1)):
+            with pytest.raises(ConfigError, match="dp has no servers"):
+                run()
+
+    def test_a_loss_on_the_way_that_is_not_finite_is_kept_as_none(self) -> None:
+        losses = iter((math.inf, 0.5, 0.25, 0.125, 0.0625))
+        record = run_on_servers(
+            setup_of(tokens=16_384), METHODS["dips"], 1, lambda name, index: BowlLearner(), lambda flat: next(losses)
+        )
+        assert record.ended == "finished"
+        assert math.inf not in [point.loss for point in record.curve]
+        assert RunRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+    def test_parameters_whose_loss_is_not_finite_are_diverged_too(self) -> None:
+        record = run_on_servers(
+            setup_of(tokens=16_384), METHODS["dips"], 1, lambda name, index: BowlLearner(), lambda flat: math.nan
+        )
+        assert (record.ended, record.loss) == ("diverged", None)
+        assert record.curve[-1].tokens >= 16_384
+
+    def course(self) -> Course:
+        plan = plan_of(setup_of(), METHODS["dips"], LAYOUT, DATA, Numbers(lambda name: BowlLearner()))
+        return Course(1, plan, lambda version: None, lambda record: None)
+
+    def test_a_run_that_does_not_end_is_an_error(self) -> None:
+        with pytest.raises(SimulationError, match=r"does not end within 9 s.*TRAINING"):
+            self.course().run_through(lambda: False, 9.0)
+
+    def test_a_broken_promise_is_an_error(self) -> None:
+        course = self.course()
+        course.kernel.at(5.0, None, course.checks.violated, "the sky fell")
+        with pytest.raises(SimulationError, match="the sky fell"):
+            course.run_through(lambda: False, 1e6)
+
+    def test_a_cluster_that_fails_is_an_error(self) -> None:
+        course = self.course()
+        refused = Finished("it ends", ConfigError("there is no room"))
+        course.kernel.at(5.0, None, course.cluster_ended, course.clusters["b"], refused)
+        with pytest.raises(SimulationError, match="cluster b failed: there is no room"):
+            course.run_through(lambda: False, 1e6)
+
+    def test_a_version_that_was_not_merged_so_is_noticed_by_who_pulls_it(self) -> None:
+        course = self.course()
+        values = {(chunk.block_id, chunk.offset_bytes): np.ones(chunk.length_bytes // 4, np.float32)
+                  for chunk in course.checks.chunks}  # fmt: skip
+        course.run_through(lambda: course.rounds >= 2, 1e6)
+        version = max(course.checks.digests)
+        course.checks.pulled("a", version, values)
+        course.checks.pulled("a", Version(7, 7), values)
+        *torn, unknown = course.checks.violations
+        assert len(torn) == len(course.slaves)
+        assert all("(I3)" in sentence for sentence in torn)
+        assert "never committed" in unknown
+
+    def test_damaged_and_lost_messages_are_sent_again(self) -> None:
+        course = self.course()
+        course.plan = replace(course.plan, data_silence_s=0.5, data_stall_s=60.0)
+        course.net.weather.damaged = course.net.weather.loss = 0.1
+        course.run_through(lambda: False, 1e6)
+        assert course.fired_by_kind["damaged_chunks"] > 10
+        assert course.fired_by_kind["lost_chunks"] > 10
+        assert course.publishes > 10
+
+
+class TestTimingOnly:
+    def test_it_has_times_and_no_losses(self) -> None:
+        record = timing_only(setup_of(), METHODS["dips"], 1)
+        assert (record.ended, record.loss) == ("finished", None)
+        assert all(point.loss is None for point in record.curve)
+        assert record.virtual_s > 0
+        assert record.rounds == len(record.judged)
+
+    def test_it_takes_the_time_that_training_takes(self) -> None:
+        setup = setup_of(tokens=16_384)
+        trained, timed = Compared("diloco-clip", setup).record, timing_only(setup, METHODS["diloco-clip"], 1)
+        assert timed.virtual_s == pytest.approx(trained.virtual_s, rel=0.01)
+        assert timed.cluster_steps == trained.cluster_steps
+
+
+class TestAtTokens:
+    CURVE = (CurvePoint("1:0", 0, 0.0, None), CurvePoint("1:1", 10, 4.0, 3.0), CurvePoint("1:2", 20, 8.0, 1.0))
+
+    @pytest.mark.parametrize(
+        ("tokens", "expected"),
+        [(10, (3.0, 4.0)), (15, (2.0, 6.0)), (20, (1.0, 8.0)), (25, (1.0, 8.0)), (5, (None, 2.0)), (0, (None, 0.0))],
+    )
+    def test_it_is_linear_between_points(self, tokens: int, expected: tuple[float | None, float]) -> None:
+        assert at_tokens(self.CURVE, tokens) == expected
+
+    def test_an_empty_curve_has_no_loss(self) -> None:
+        with pytest.raises(ValueError, match="without points"):
+            at_tokens((), 1)
+
+
+def test_a_record_is_plain_data_and_back(dips: Compared) -> None:
+    assert RunRecord.from_json(dips.record.to_json()) == dips.record

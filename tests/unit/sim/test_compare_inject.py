@@ -1,0 +1,90 @@
+"""Bad pushes: when, and what of."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dips.core.errors import ConfigError
+from dips.sim.compare.inject import F32, HUGE, KINDS, NAN_ELEMS, Injection, Injector
+
+N = 4096
+BAD = 10
+
+
+def vectors() -> tuple[F32, F32]:
+    """(push, base)"""
+    rng = np.random.default_rng(1)
+    base = rng.standard_normal(N, dtype=np.float32)
+    return base + np.float32(0.01) * rng.standard_normal(N, dtype=np.float32), base
+
+
+def spoilt(kind: str, n_push: int = BAD, seed: int = 1) -> tuple[F32, F32, F32]:
+    """(spoilt push, push, base)"""
+    push, base = vectors()
+    sent = push.copy()
+    assert Injector(Injection(kind), seed).corrupt(n_push, sent, base)
+    return sent, push, base
+
+
+def test_which_pushes_are_bad() -> None:
+    injection = Injection("nan")
+    bad = [n for n in range(1, 35) if injection.is_bad(n)]
+    assert bad == [10, 11, 12, 13, 14, 18, 19, 20, 21, 22, 26, 27, 28, 29, 30, 34]
+
+
+def test_a_good_push_is_left_as_it_is() -> None:
+    push, base = vectors()
+    sent = push.copy()
+    injector = Injector(Injection("x30"), seed=1)
+    assert [injector.corrupt(n, sent, base) for n in (1, 9, 15, 17, 23)] == [False] * 5
+    assert np.array_equal(sent, push)
+
+
+def test_nan_is_a_handful_of_elements() -> None:
+    sent, push, _ = spoilt("nan")
+    wrong = np.isnan(sent)
+    assert 1 <= wrong.sum() <= NAN_ELEMS
+    assert np.array_equal(sent[~wrong], push[~wrong])
+
+
+def test_x30_goes_thirty_times_as_far() -> None:
+    sent, push, base = spoilt("x30")
+    np.testing.assert_allclose(sent - base, HUGE * (push - base), rtol=1e-3, atol=1e-5)
+
+
+def test_flip_goes_the_way_back() -> None:
+    sent, push, base = spoilt("flip")
+    np.testing.assert_allclose(sent - base, base - push, atol=1e-6)
+
+
+def test_noise_is_as_long_and_has_nothing_to_do_with_the_push() -> None:
+    sent, push, base = spoilt("noise")
+    way, noise = (np.asarray(v - base, dtype=np.float64) for v in (push, sent))
+    assert np.linalg.norm(noise) == pytest.approx(np.linalg.norm(way), rel=1e-3)
+    assert abs(way @ noise) < 0.1 * np.linalg.norm(way) * np.linalg.norm(noise)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_seed_spoils_alike(kind: str) -> None:
+    assert np.array_equal(spoilt(kind)[0], spoilt(kind)[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["nan", "noise"])
+def test_another_seed_or_push_spoils_otherwise(kind: str) -> None:
+    first = spoilt(kind)[0]
+    for other in (spoilt(kind, seed=2)[0], spoilt(kind, n_push=BAD + 1)[0]):
+        assert not np.array_equal(first, other, equal_nan=True)
+
+
+def test_base_is_never_touched() -> None:
+    for kind in KINDS:
+        assert np.array_equal(spoilt(kind)[2], vectors()[1])
+
+
+def test_what_names_no_push_is_refused() -> None:
+    with pytest.raises(ConfigError, match="choose one of nan, x30, flip, noise"):
+        Injection("zero")
+    for bad in ({"cluster": -1}, {"first_push": 0}, {"bad_run": 0}, {"good_run": 0}):
+        with pytest.raises(ConfigError, match="names no push"):
+            Injection("nan", **bad)

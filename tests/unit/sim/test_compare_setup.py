@@ -1,0 +1,229 @@
+"""Set-ups of a comparison and its methods: what files may say, what is refused, what `dips master` would be told."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dips.core.errors import ConfigError
+from dips.master.config import MasterConfig
+from dips.sim.compare.methods import METHODS, find_method
+from dips.sim.compare.plans import link_plan, plan_of, timing_data, timing_layout, wire_bytes
+from dips.sim.compare.setup import load_setup, shipped
+
+SERVED = [method for method in METHODS.values() if method.kind == "servers"]
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_set_up_loads_and_says_what_it_is(name: str) -> None:
+    setup = load_setup(name)
+    assert setup.name == name
+    assert setup.run.about
+    words = dict(setup.describe())
+    assert set(words) >= {"set-up", "tokens", "inner", "one step", "links up", "links down", "servers", "master"}
+    assert all(words.values())
+
+
+def test_the_comparison_s_set_ups_come_with_the_package() -> None:
+    assert shipped() == ["emulated", "real", "small", "weak-scaling"]
+
+
+def test_the_small_set_up_is_the_one_of_the_convergence_tables() -> None:
+    """Four clusters, 0 to 50 % longer steps, 96 pushes of 16 steps of 512 tokens."""
+    setup = load_setup("small")
+    assert setup.cluster_names == ("a", "b", "c", "d")
+    assert setup.step_s == (1.0, 1.16, 1.33, 1.5)
+    assert setup.run.tokens == 96 * setup.run.inner_steps * setup.tokens_per_step == 786_432
+    assert setup.ideal_ratio == pytest.approx(1.230, abs=5e-4)
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    setup = load_setup(written(tmp_path, ""))
+    assert (setup.name, setup.n_clusters, setup.run.inner_steps, dict(setup.master)) == ("mine", 4, 16, {})
+
+
+def test_amounts_carry_units_and_one_rate_holds_for_all(tmp_path: Path) -> None:
+    text = """
+    [run]
+    tokens = "20k"
+    [clusters]
+    fastest_step = "250 ms"
+    gaps = [0, 1]
+    [links]
+    up = "1 Gbps"
+    down = ["2 Gbps", 0]
+    """
+    setup = load_setup(written(tmp_path, text))
+    assert (setup.run.tokens, setup.step_s) == (20_000, (0.25, 0.5))
+    assert (setup.up_bits_per_s, setup.down_bits_per_s) == ((1e9, 1e9), (2e9, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[runs]\n", "'runs' is unknown; did you mean 'run'?"),
+        ("[run]\ntoken = 5\n", "'token' is not a setting; did you mean 'tokens'?"),
+        ("[run]\ntokens = 0\n", "tokens = 0"),
+        ("run = 3\n", "'run' is not a table"),
+        ("[clusters]\ngaps = []\n", "gaps has 0 entries"),
+        ("[clusters]\ngaps = [0, -0.1]\n", "gaps holds -0.1"),
+        ("[clusters]\njitter = 0.7\n", "jitter = 0.7"),
+        ("[links]\nup = ['1 Gbps', '2 Gbps']\n", "up has 2 rates for 4 clusters"),
+        ("[links]\nup = 'fast'\n", "'fast' is not a rate"),
+        ("[links]\nlatency = 0\n", "latency = 0"),
+        ("[model]\nsize = 'huge'\n", "choose one of tiny, small"),
+        ("[master]\nlisten = '127.0.0.1:1'\n", "'listen' has no meaning in a simulation"),
+        ("[master]\nsync_every = 3\n", "'sync_every' follows from [run] inner_steps"),
+        ("[master]\nouter_rl = 0.7\n", "'outer_rl' is not a setting; did you mean 'outer_lr'?"),
+        ("[master]\nouter_lr = -1\n", "outer_lr = -1"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_setup(path)
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_an_unknown_set_up_is_refused_with_those_that_are_there() -> None:
+    with pytest.raises(ConfigError, match=r"neither a file nor a set-up.*small"):
+        load_setup("smal")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_setup(tmp_path / "none.toml")
+
+
+# ---- changes from the command line ----
+
+
+def test_overrides_change_what_they_name_and_nothing_else() -> None:
+    setup = load_setup("small")
+    other = setup.with_overrides(gaps=[0.0, 2.0], inner_steps=64, tokens=1000, master={"outer_lr": 0.5})
+    assert (other.step_s, other.run.inner_steps, other.run.tokens) == ((1.0, 3.0), 64, 1000)
+    assert other.master["outer_lr"] == 0.5
+    assert (other.inner, other.servers, other.name) == (setup.inner, setup.servers, setup.name)
+    assert setup.with_overrides() == setup
+
+
+def test_overrides_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="4 rates for 3 clusters"):
+        load_setup("emulated").with_overrides(gaps=[0, 1, 2])
+    with pytest.raises(ConfigError, match="inner_steps"):
+        load_setup("small").with_overrides(inner_steps=0)
+
+
+def test_the_digest_is_of_what_decides_and_not_of_words(tmp_path: Path) -> None:
+    setup = load_setup("small")
+    renamed = load_setup(written(tmp_path, (Path(__file__).parents[3] / "sim/compare/setups/small.toml").read_text()))
+    assert renamed.digest() == setup.digest()
+    assert setup.with_overrides(tokens=1000).digest() != setup.digest()
+
+
+def test_a_set_up_travels_between_processes_and_into_json() -> None:
+    setup = load_setup("real")
+    assert pickle.loads(pickle.dumps(setup)) == setup
+    assert json.loads(json.dumps(setup.to_json()))["clusters"]["gaps"] == list(setup.clusters.gaps)
+
+
+# ---- methods ----
+
+
+def test_methods_are_found_by_name_or_refused_with_the_nearest() -> None:
+    assert find_method("dips").title
+    with pytest.raises(ConfigError, match="did you mean 'dynamic'"):
+        find_method("dynamics")
+    with pytest.raises(ConfigError, match="choose among dp, diloco"):
+        find_method("zzz")
+
+
+def test_methods_travel_between_processes() -> None:
+    for name, method in METHODS.items():
+        assert method.name == name
+        assert pickle.loads(pickle.dumps(method)) == method
+
+
+@pytest.mark.parametrize("method", SERVED, ids=lambda method: method.name)
+@pytest.mark.parametrize("setup_name", shipped())
+def test_every_method_is_a_master_that_would_start(setup_name: str, method: Any) -> None:
+    setup = load_setup(setup_name)
+    config = setup.master_config(method).to_run_config()
+    assert config.settings.sync_every_steps == setup.run.inner_steps
+    assert config.settings.tk_max_tokens == setup.run.tokens
+    assert config.min_clusters == setup.n_clusters
+
+
+@pytest.mark.parametrize("method", SERVED, ids=lambda method: method.name)
+def test_a_method_s_flags_are_options_of_dips_master(method: Any) -> None:
+    names = [flag.split()[0].removeprefix("--").removeprefix("no-").replace("-", "_") for flag in method.flags()]
+    assert names == list(method.master)
+    assert set(names) <= set(MasterConfig.model_fields)
+
+
+def test_flags_are_written_as_a_shell_takes_them() -> None:
+    flags = find_method("diloco").flags()
+    assert "--no-participation-scaling" in flags
+    assert "--grace-s '6 h'" in flags
+    assert "--clip-norm inf" in flags
+
+
+def test_methods_differ_as_their_words_say() -> None:
+    setup = load_setup("small")
+    config = {method.name: setup.master_config(method).to_run_config() for method in SERVED}
+    assert {name for name, c in config.items() if c.settings.dynamic_local_steps} == {"dynamic", "dynamic-overlap"}
+    assert {name for name, c in config.items() if c.settings.verdict_wait_s == 0} == {"dips-overlap", "dynamic-overlap"}
+    assert {name for name, c in config.items() if c.penalty.detector == "off"} == {"diloco", "diloco-clip", "async"}
+    assert {name for name, c in config.items() if math.isinf(c.penalty.clip_norm)} == {"diloco", "async"}
+    assert config["async"].grace_s == 0
+    scaled = {name for name, c in config.items() if c.penalty.participation_scaling}
+    assert scaled == {"dips", "dynamic", "dips-overlap", "dynamic-overlap", "heavy-ball", "averaging"}
+
+
+def test_only_data_parallel_has_no_servers() -> None:
+    assert [method.name for method in METHODS.values() if method.kind != "servers"] == ["dp"]
+
+
+# ---- what is simulated ----
+
+
+def test_links_of_a_plan_carry_the_large_model_that_a_small_one_stands_for() -> None:
+    setup = load_setup("emulated")
+    layout = timing_layout(setup)
+    links = link_plan(setup, 4 * layout.n_elems)
+    assert wire_bytes(setup) == 4 * 1_240_000_000
+    assert links.wire_factor * 4 * layout.n_elems == pytest.approx(wire_bytes(setup))
+    assert links.rates["a"].up_bits_per_s == 10e9
+    assert links.rates["s0"].down_bits_per_s == 25e9
+
+
+def test_no_limit_in_a_file_is_an_infinite_rate(tmp_path: Path) -> None:
+    setup = load_setup(written(tmp_path, ""))
+    links = link_plan(setup, 4)
+    assert math.isinf(links.rates["a"].up_bits_per_s)
+    assert math.isinf(links.rates["s0"].down_bits_per_s)
+
+
+@pytest.mark.parametrize("setup_name", shipped())
+def test_a_plan_has_what_the_set_up_says_and_no_faults(setup_name: str) -> None:
+    setup = load_setup(setup_name)
+    plan = plan_of(setup, find_method("dips"), timing_layout(setup), timing_data(setup))
+    assert (plan.clusters, plan.slaves, plan.step_s) == (setup.cluster_names, setup.slave_names, setup.step_s)
+    assert (plan.n_faults, plan.faults_for_s, plan.checkpoints) == (0, 0.0, False)
+    assert plan.tokens_per_step == setup.tokens_per_step
+    assert plan.data.total_tokens >= 2 * setup.run.tokens
