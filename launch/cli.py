@@ -156,6 +156,19 @@ COMMANDS: tuple[Command, ...] = (
         ("dips simulate paper-33-days --picture resources.png", "dips simulate two-sites --hours 24 --json"),
     ),
     Command(
+        "compare",
+        "command_compare",
+        "compare",
+        "Methods side by side: loss at equal tokens, virtual time, bad clusters.",
+        _MODEL,
+        (
+            "dips compare --seeds 1,2,3",
+            "dips compare --methods diloco-clip,dips --data ~/texts --gaps 0,50,100 --tokens 300k",
+            "dips compare --methods dips,dynamic --inject nan",
+            "dips compare --list",
+        ),
+    ),
+    Command(
         "export",
         "command_model",
         "export",

@@ -88,8 +88,8 @@ def recovery_sentence(status: StatusReply) -> str:
 
 
 def direction_sentence(status: StatusReply) -> str:
-    """Whose pushes do not point where the others' do; empty when no direction alarm stands."""
-    names = ", ".join(cluster.cluster_id for cluster in status.clusters if cluster.direction_alarm)
+    """Which clusters of the run push where the others do not go; empty when no direction alarm stands."""
+    names = ", ".join(cluster.cluster_id for cluster in status.clusters if cluster.alive and cluster.direction_alarm)
     return f"direction alarm: {names} (its pushes are merged all the same: look at its usual cosine)" if names else ""
 
 

@@ -115,14 +115,15 @@ def published(world: World) -> None:
 def _plan_window(world: World) -> None:
     """The next planned window is one fastest round from now; a round of stragglers alone leaves the plan as it is.
 
-    Were it to follow every round, each cluster would go by its own last round, and no two would ever meet.
+    Were it to follow every round, each cluster would go by its own last round, and no two would ever meet. But a plan
+    further away than a round was made when clusters seemed slower, and would keep all at H steps until then.
     """
     period_s, opened_s = _fastest_s(world), world.window_opened_s
     if period_s is None or opened_s is None:
         return
-    planned_s = world.planned_window_s
-    if planned_s is None or opened_s >= planned_s - STRAGGLERS_SHARE * period_s:
-        world.planned_window_s = world.now_s + period_s
+    planned_s, next_s = world.planned_window_s, world.now_s + period_s
+    if planned_s is None or planned_s > next_s or opened_s >= planned_s - STRAGGLERS_SHARE * period_s:
+        world.planned_window_s = next_s
 
 
 def _fastest_s(world: World) -> float | None:

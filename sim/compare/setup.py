@@ -7,6 +7,7 @@ them. Nothing is guessed: an unknown name is refused with the nearest known one.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import string
@@ -233,14 +234,16 @@ def load_setup(name: str | Path) -> Setup:
 
 
 def _find(name: str | Path) -> Path:
+    """A shipped name wins over a file or folder of that name, which may stand in any working directory."""
     own = Path(name)
-    if own.suffix == ".toml" or own.exists():
-        return own
     if str(name) in shipped():
         return Path(str(SHIPPED / f"{name}.toml"))
+    if own.suffix == ".toml" or own.exists():
+        return own
+    near = difflib.get_close_matches(str(name), shipped(), n=1)
+    remedy = f"did you mean {near[0]!r}?" if near else "give the path of a .toml file, or one of these names"
     raise ConfigError(
-        f"{str(name)!r} is neither a file nor a set-up that comes with dips ({', '.join(shipped())}): give the path of "
-        "a .toml file, or one of these names"
+        f"{str(name)!r} is neither a file nor a set-up that comes with dips ({', '.join(shipped())}): {remedy}"
     )
 
 

@@ -109,6 +109,13 @@ def test_a_direction_alarm_stands_above_the_tables_and_in_the_plain_line() -> No
     assert status_json(status)["clusters"][1]["direction_alarm"] is True
 
 
+def test_a_direction_alarm_of_a_cluster_that_is_gone_is_not_told_as_if_it_pushed() -> None:
+    gone = cluster_status("d", cosine_usual=0.01, cosine_rounds=12, direction_alarm=True, alive=False)
+    status = run_status(clusters=(cluster_status(), gone))
+    assert "direction alarm" not in shown(status)
+    assert "direction alarm" not in plain_line(status)
+
+
 def test_json_has_the_measures_of_the_last_push() -> None:
     raw = status_json(run_status(clusters=(cluster_status(last_norm=0.5, cosine_rounds=3),)))["clusters"][0]
     keys = ("last_norm", "last_z", "last_cosine", "cosine_usual", "cosine_rounds", "direction_alarm")

@@ -232,3 +232,19 @@ def test_negative_diagonal_is_clamped_and_nan_stays() -> None:
 def test_placement_balances_equal_slaves() -> None:
     placement = place(LAYOUT, [(SlaveId("s0"), 1 << 20), (SlaveId("s1"), 1 << 20)], 2, 2)
     assert placement.slave_of_block.count(0) == 2
+
+
+def test_a_plan_made_of_a_first_slow_step_does_not_outlive_it() -> None:
+    """A first step that compiles may take minutes; clusters would else make H steps each until that time has come."""
+    bench = Bench(settings=Settings(dynamic_local_steps=True), grace_s=1.0).running("a", "b")
+    bench.silent.update(("a", "b"))
+    bench.beat("a", steps_per_s=0.001)
+    bench.beat("b", steps_per_s=0.001)
+    bench.push("a")
+    bench.advance(2.0)
+    bench.pull("a")
+    train(bench, 10)
+    bench.push("a")
+    train(bench, 1)
+    bench.pull("a")
+    assert bench.pull("b").local_steps == 32, "64 s of a's are 32 steps of b's"

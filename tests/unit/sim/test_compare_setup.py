@@ -227,3 +227,11 @@ def test_a_plan_has_what_the_set_up_says_and_no_faults(setup_name: str) -> None:
     assert (plan.n_faults, plan.faults_for_s, plan.checkpoints) == (0, 0.0, False)
     assert plan.tokens_per_step == setup.tokens_per_step
     assert plan.data.total_tokens >= 2 * setup.run.tokens
+
+
+def test_a_folder_of_that_name_does_not_hide_a_shipped_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    assert load_setup("small").name == "small"
+    with pytest.raises(ConfigError, match="did you mean 'weak-scaling'"):
+        load_setup("weak-scalin")

@@ -1,0 +1,106 @@
+"""The pictures of a comparison hold what the records hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from support.compare_records import committed, push, record
+
+from dips.launch.compare_pictures import draw_bars, draw_cosines, draw_curves, draw_norms
+from dips.sim.compare.record import RunRecord
+
+PNG = b"\x89PNG\r\n\x1a\n"
+ROUNDS = (
+    committed(1, push("a", 1), push("b", 1, excluded=True, bad=True, norm=30.0)),
+    committed(2, push("a", 2), push("b", 2, excluded=True, bad=True, norm=None)),
+    committed(3, push("b", 3, norm=math.nan), push("a", 3, norm=2.0)),
+)
+
+
+def named(records: Sequence[RunRecord]) -> list[tuple[str, RunRecord]]:
+    return [(record.method, record) for record in records]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Instead of being written, figures are kept here."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_args, **_options: figures.append(self))
+    return figures
+
+
+def test_pictures_are_written(tmp_path: Path) -> None:
+    records = [record("dp"), record(judged=ROUNDS), record("async", loss=None)]
+    draw_curves(tmp_path / "curves.png", named(records), "tokens", "three")
+    draw_norms(tmp_path / "norms.png", records)
+    draw_cosines(tmp_path / "cosines.png", records)
+    draw_bars(tmp_path / "bars.png", ["1", "10"], [("dips", [1.0, 2.0]), ("dp", [0.5, 0.6])], "x", "t")
+    for name in ("curves", "norms", "cosines", "bars"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
+
+
+def test_a_curve_holds_the_evaluated_versions_of_one_run(drawn: list[Figure]) -> None:
+    records = [record("dips", 1), record("dips", 2), record("dp", 1, 2.2)]
+    draw_curves(Path("x.png"), named(records), "virtual_s", "t")
+    axes = drawn[0].axes[0]
+    assert [line.get_label() for line in axes.get_lines()][::2] == ["dips", "dp"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["dips", "dp"]
+    first, second, _ = axes.get_lines()
+    assert list(first.get_xdata()) == [point.virtual_s for point in records[0].curve]
+    assert list(first.get_ydata()) == [point.loss for point in records[0].curve]
+    assert first.get_color() == second.get_color()
+    assert "virtual seconds" in axes.get_xlabel()
+    assert "nats per byte" in axes.get_ylabel()
+
+
+def test_a_lost_run_does_not_hide_the_others(drawn: list[Figure]) -> None:
+    draw_curves(Path("x.png"), named([record(loss=2.0), record("async", loss=400.0)]), "tokens", "t")
+    assert drawn[0].axes[0].get_ylim()[1] < 7
+
+
+def test_labels_tell_variants_of_a_method_apart(drawn: list[Figure]) -> None:
+    draw_curves(Path("x.png"), [("H 8", record()), ("H 16", record()), ("H 8", record(seed=2))], "tokens", "t")
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["H 8", "H 16"]
+
+
+def test_each_push_is_a_mark(drawn: list[Figure]) -> None:
+    draw_norms(Path("x.png"), [record(judged=ROUNDS), record("dp")])
+    (axes,) = drawn[0].axes  # data parallel has nothing to show
+    assert axes.get_yscale() == "log"
+    assert axes.get_title() == "dips, seed 1"
+    inside, above = axes.get_lines()[::2], axes.get_lines()[1::2]
+    applied_a, excluded_a, applied_b, excluded_b, injected = (list(line.get_ydata()) for line in inside)
+    assert applied_a == [1.0, 1.0, 2.0]
+    assert excluded_b == [30.0]
+    assert injected == [30.0]
+    assert excluded_a == applied_b == []
+    assert [list(line.get_xdata()) for line in above] == [[], [], [], [20.0], [20.0]], "excluded, and not finite"
+    labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert labels == ["cluster a", "cluster b", "excluded (upper edge: not finite)", "injected"]
+
+
+def test_cosines_stand_on_a_plain_scale(drawn: list[Figure]) -> None:
+    draw_cosines(Path("x.png"), [record()])
+    (axes,) = drawn[0].axes
+    assert axes.get_yscale() == "linear"
+    assert drawn[0].get_supylabel() == "cosine"
+    assert list(axes.get_lines()[0].get_ydata()) == [0.4, 0.4]
+
+
+def test_nothing_to_show_is_still_a_picture(tmp_path: Path) -> None:
+    draw_norms(tmp_path / "norms.png", [record("dp")])
+    draw_curves(tmp_path / "curves.png", [], "tokens", "nothing")
+    assert (tmp_path / "norms.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
+
+
+def test_bars_stand_beside_each_other(drawn: list[Figure]) -> None:
+    draw_bars(Path("x.png"), ["1", "10"], [("dips", [1.0, 2.0]), ("dp", [0.5, 0.6])], "tokens/s", "t")
+    heights = [bar.get_height() for bar in drawn[0].axes[0].patches]
+    assert heights == [1.0, 2.0, 0.5, 0.6]
+    lefts = [bar.get_x() for bar in drawn[0].axes[0].patches]
+    assert lefts[0] + drawn[0].axes[0].patches[0].get_width() == pytest.approx(lefts[2])

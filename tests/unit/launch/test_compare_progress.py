@@ -1,0 +1,60 @@
+"""How far the runs are: bars on a terminal, lines elsewhere, and the time that is left."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from dips.core.clock import ManualClock
+from dips.launch.compare_progress import CompareProgress
+
+
+def progress(clock: ManualClock, *, terminal: bool) -> tuple[CompareProgress, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, width=150, force_terminal=terminal, legacy_windows=False)
+    return CompareProgress(console, clock, ["dp, seed 1", "dips, seed 1"], [1000, 1000]), out
+
+
+def test_lines_say_what_runs_and_how_long_it_will_take() -> None:
+    clock = ManualClock()
+    shown, out = progress(clock, terminal=False)
+    with shown:
+        shown.began(0)
+        shown.began(1)
+        shown.moved(0, 100, 5.0)
+        assert out.getvalue() == "", "not yet"
+        clock.advance(20.0)
+        shown.moved(1, 300, 9.0)
+        assert out.getvalue() == "0 of 2 runs done, about 1 min 20 s left; dp, seed 1 10%; dips, seed 1 30%\n"
+        clock.advance(1.0)
+        shown.ended(0)
+    assert out.getvalue().splitlines()[1] == "        21 s  done: dp, seed 1"
+
+
+def test_more_tokens_than_wanted_are_the_whole() -> None:
+    clock = ManualClock()
+    shown, _ = progress(clock, terminal=False)
+    shown.began(0)
+    assert shown.left_s() is None
+    clock.advance(10.0)
+    shown.moved(0, 1500, 1.0)
+    assert shown.left_s() == 10.0
+    shown.began(1)
+    shown.ended(0)
+    shown.ended(1)
+    assert shown.left_s() == 0.0
+
+
+def test_a_terminal_shows_bars() -> None:
+    clock = ManualClock()
+    shown, out = progress(clock, terminal=True)
+    with shown:
+        shown.began(0)
+        clock.advance(20.0)
+        shown.moved(0, 500, 5.0)
+        shown.began(1)
+        shown.ended(0)
+        shown.ended(1)
+    assert "done: dips, seed 1" in out.getvalue()
+    assert "runs done" in out.getvalue()

@@ -1,0 +1,152 @@
+"""The tables, the sentences below them, and compare.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+from support.compare_records import committed, push, record
+
+from dips.launch.compare_report import SCHEMA, Comparison, course_table, loss_table, loss_text, readings, to_json
+from dips.launch.compare_summary import by_method
+from dips.sim.compare.record import RunRecord
+from dips.sim.compare.setup import load_setup
+
+SETUP = load_setup("small")
+
+
+def comparison(records: Sequence[RunRecord], inject: str = "", clean: Sequence[RunRecord] = ()) -> Comparison:
+    ideal = SETUP.ideal_tokens_per_s
+    seeds = tuple(sorted({record.seed for record in records}))
+    summaries, before = by_method(records, ideal), by_method(clean, ideal)
+    return Comparison(SETUP, seeds, inject, "dips compare", summaries, records, before)
+
+
+def shown(table: Table) -> list[list[str]]:
+    """The table's words, row by row, as on a terminal of 80 columns."""
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table)
+    lines = [line.split() for line in capture.get().splitlines()]
+    return [words for words in lines if words and not set(words[0]) <= {"─", "╶"}]
+
+
+THREE = [record("dp", 1, 2.2, 120.0), record("diloco-clip", 1, 2.25, 110.0), record("dips", 1, 2.3, 100.0)]
+
+
+def test_losses_stand_beside_the_references() -> None:
+    title, above, head, dp, clip, dips = shown(loss_table(comparison(THREE)))
+    assert " ".join(title) == "held-out loss after 786.4k tokens"
+    assert " ".join(above) == "minus minus virtual of"
+    assert " ".join(head) == "method loss diloco-clip dp time ideal speed"
+    assert dp[:4] == ["dp", "2.200", "-0.050", "+0.000"]
+    assert clip[-1] == "1.00x"
+    assert dips[:4] == ["dips", "2.300", "+0.050", "+0.100"]
+    assert dips[-1] == "1.10x"
+
+
+def test_what_was_not_run_has_no_column() -> None:
+    _, _, head, row = shown(loss_table(comparison([record()])))
+    assert " ".join(head) == "method loss time ideal"
+    assert row[0] == "dips"
+
+
+def test_a_lost_run_is_shown_as_lost() -> None:
+    found = comparison([*THREE, record("async", 1, None)])
+    *_, row = shown(loss_table(found))
+    assert " ".join(row) == "async not finite - - - - -", "nor a time that would look short"
+    assert row[-2:] == ["-", "-"], "neither a share of ideal nor a speed of what has not finished"
+    assert any("Not finite: async" in sentence for sentence in readings(found))
+    assert loss_text(by_method([record(), record(seed=2, loss=None)], 1.0)["dips"]) == "not finite (1 of 2)"
+
+
+def test_a_run_that_the_penalty_locked_out_did_not_lose_its_model() -> None:
+    found = comparison([*THREE, record("paper-literal", 1, None, ended="locked out")], "nan")
+    assert loss_text(found.summaries["paper-literal"]) == "locked out"
+    (told,) = [sentence for sentence in readings(found) if "paper-literal" in sentence]
+    assert told == "Locked out: paper-literal: the penalty refused every push for good, sound ones too."
+    both = comparison([record(seed=1, loss=None), record("edit", 1, None, ended="locked out")])
+    assert "Not finite: dips: the model was lost on the way. Locked out: edit: the" in " ".join(readings(both))
+
+
+def test_data_parallel_has_no_rounds_and_the_columns_fit() -> None:
+    title, _, head, clip, dips = shown(course_table(comparison(THREE)))
+    assert " ".join(title) == "rounds and pushes"
+    assert head == ["method", "rounds", "merged", "stale", "most", "clip", "out", "alarms"]
+    assert clip[0] == "diloco-clip"
+    assert dips == ["dips", "2", "1.50", "1.00", "2", "50%", "0", "0"]
+
+
+def test_with_injection_flags_are_counted_and_the_clean_run_stands_beside() -> None:
+    rounds = (committed(1, push("a", 1), push("b", 1, excluded=True, bad=True)), committed(2, push("b", 2, bad=True)))
+    spoilt = record("dips", 1, 2.37, judged=rounds, voids=1)
+    found = comparison([spoilt], "x30", clean=[record("dips", 1, 2.3)])
+    _, above, head, row = shown(course_table(found))
+    assert above == ["bad", "good", "bad"]
+    assert head[2:] == ["void", "merged", "stale", "most", "clip", "out", "out", "in", "alarms"]
+    assert row[-4:] == ["1", "0", "1", "0"]
+    assert "+0.070" in shown(loss_table(found))[3]
+    assert any(sentence.startswith("bad out: spoilt pushes") for sentence in readings(found))
+
+
+def test_flags_without_an_injection_are_explained_without_columns_that_are_not_there() -> None:
+    flagged = record(judged=(committed(1, push("a", 1), push("b", 1, excluded=True)),))
+    (told,) = [sentence for sentence in readings(comparison([flagged])) if "out:" in sentence]
+    assert told == "good out: pushes that were excluded, though nothing was spoilt."
+
+
+def test_the_sentences_say_how_far_to_trust_a_difference() -> None:
+    one = " ".join(readings(comparison(THREE)))
+    assert "One seed" in one
+    assert "--seeds 1,2,3" in one
+    two = " ".join(readings(comparison([*THREE, record("dips", 2, 2.34)])))
+    assert "standard deviation over 2 seeds, 0.028 in the usual method" in two
+    assert "below 0.057 says nothing" in two
+
+
+def test_alarms_are_told_by_what_they_are_about() -> None:
+    astray = "cluster b does not go where the others go: the average cosine of its pushes is -0.2."
+    kept_out = "cluster b is in quarantine after 3 rejections (last: NaN): it pulls"
+    records = [
+        record("dips", 1, alarms=((30.0, astray), (40.0, kept_out))),
+        record("dips", 2, alarms=((20.0, astray),)),
+        record("paper", 1, alarms=((50.0, kept_out),)),
+    ]
+    (told,) = [sentence for sentence in readings(comparison(records)) if sentence.startswith("Alarms")]
+    assert told == (
+        "Alarms: cluster b does not go where the others go (dips at 20 s); cluster b is in quarantine after 3 "
+        "rejections (dips at 40 s, paper at 50 s)."
+    )
+    assert not [sentence for sentence in readings(comparison(THREE)) if "larm" in sentence]
+
+
+@pytest.fixture
+def plain() -> dict[str, Any]:
+    found = comparison([*THREE, record("async", 1, None)])
+    loaded: dict[str, Any] = json.loads(json.dumps(to_json(found), allow_nan=False))
+    return loaded
+
+
+def test_compare_json_holds_what_was_found(plain: dict[str, Any]) -> None:
+    assert plain["schema"] == SCHEMA
+    assert plain["setup"]["clusters"]["gaps"] == [0.0, 0.16, 0.33, 0.5]
+    assert plain["ideal_ratio"] == pytest.approx(1.23, abs=0.005)
+    dips = plain["methods"]["dips"]
+    assert dips["flags_of_master"] == ["--preset safe"]
+    assert dips["minus"] == {"diloco-clip": pytest.approx(0.05), "dp": pytest.approx(0.1)}
+    seed = dips["seeds"]["1"]
+    assert (seed["loss"], seed["virtual_s"], seed["rounds"], seed["staleness_max"]) == (2.3, 100.0, 2, 2)
+    assert seed["clipped"] == 0.5
+    assert seed["flags"] == {"true": 0, "false": 0, "missed": 0}
+    assert seed["curve"][-1] == [12_000, 100.0, 2.3]
+
+
+def test_compare_json_has_null_for_what_is_not_finite(plain: dict[str, Any]) -> None:
+    lost = plain["methods"]["async"]
+    assert (lost["loss_mean"], lost["seeds"]["1"]["loss"], lost["not_finite"]) == (None, None, 1)
+    assert lost["seeds"]["1"]["ended"] == "diverged"
+    assert plain["methods"]["dp"]["seeds"]["1"]["flags"] == {"true": None, "false": None, "missed": None}
