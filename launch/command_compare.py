@@ -60,6 +60,10 @@ def compare(
     ] = None,
     inner_steps: Annotated[int | None, typer.Option(min=1, help="H: inner steps between two pushes.")] = None,
     tokens: Annotated[str | None, typer.Option(metavar="COUNT", help="Of each run, such as 786k.")] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", help="Learning rate of the inner optimizer, the same for all methods."),
+    ] = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(metavar="PATH", show_default="Python's own", help="Text file or folder; again for more."),
@@ -105,14 +109,15 @@ def compare(
     names, numbers = methods_of(methods or DEFAULT_METHODS), seeds_of(seeds)
     place = _Place(run_dir, jobs or len(os.sched_getaffinity(0)), again, as_json)
     if figure is None:
-        chosen = setup_of(setup or DEFAULT_SETUP, gaps, inner_steps, tokens)
+        chosen = setup_of(setup or DEFAULT_SETUP, gaps, inner_steps, tokens, lr)
         return _compare_methods(place, chosen, names, numbers, data or (), inject or "")
     check_figure(figure, {"--methods": methods, "--gaps": gaps, "--inject": inject})
     if figure in FIGURES:
-        chosen = setup_of(setup or DEFAULT_SETUP, None, inner_steps, tokens)
+        chosen = setup_of(setup or DEFAULT_SETUP, None, inner_steps, tokens, lr)
         return _compare_losses(place, FIGURES[figure], chosen, numbers, data or ())
     several = seeds if len(numbers) > 1 else None
-    check_figure(figure, {"--tokens": tokens, "--data": data, "--again": again or None, "several --seeds": several})
+    useless = {"--tokens": tokens, "--lr": lr, "--data": data, "--again": again or None, "several --seeds": several}
+    check_figure(figure, useless)
     shown = SPEED_FIGURES[figure]
     setups = [setup_of(name, None, inner_steps, None) for name in ([setup] if setup else shown.setups)]
     return _compare_speeds(place, shown, setups, numbers[0])

@@ -25,12 +25,15 @@ _NEEDED = ("matplotlib", "torch", "numba")
 T = TypeVar("T")
 
 
-def setup_of(name: str, gaps: str | None, inner_steps: int | None, tokens: str | None) -> Setup:
+def setup_of(
+    name: str, gaps: str | None, inner_steps: int | None, tokens: str | None, lr: float | None = None
+) -> Setup:
     """The set-up with what the command line changes. Raises ConfigError."""
     return load_setup(name).with_overrides(
         gaps=None if gaps is None else _numbers("--gaps", gaps, _gap, "0,16,33,50"),
         inner_steps=inner_steps,
         tokens=None if tokens is None else _tokens(tokens),
+        lr=lr,
     )
 
 

@@ -130,6 +130,7 @@ class Setup(Knobs):
         inner_steps: int | None = None,
         tokens: int | None = None,
         evaluations: int | None = None,
+        lr: float | None = None,
         up: Sequence[float] | None = None,
         down: Sequence[float] | None = None,
         jitter: float | None = None,
@@ -138,12 +139,13 @@ class Setup(Knobs):
     ) -> Setup:
         """The same set-up with these values; None leaves what stands. Raises ConfigError.
 
-        up, down: bits/s, one or one for each cluster; a list of rates does not outlive another number of clusters.
-        master: added to the table [master].
+        lr: the inner optimizer's. up, down: bits/s, one or one for each cluster; a list of rates does not outlive
+        another number of clusters. master: added to the table [master].
         """
         tables = self.model_dump()
         changes: Mapping[str, Mapping[str, Any]] = {
             "run": {"inner_steps": inner_steps, "tokens": tokens, "evaluations": evaluations},
+            "inner": {"lr": lr},
             "clusters": {"gaps": gaps, "jitter": jitter},
             "links": {"up": up, "down": down, "latency": latency_s},
         }

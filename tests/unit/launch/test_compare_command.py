@@ -167,6 +167,8 @@ def test_a_figure_of_throughput(
         ("--figure 10 --inject nan", "figure 10 has no use for --inject"),
         ("--figure 9 --seeds 1,2", "figure 9 has no use for several --seeds"),
         ("--figure 9 --again", "figure 9 has no use for --again"),
+        ("--figure 9 --lr 1e-3", "figure 9 has no use for --lr"),
+        ("--lr 0", "lr"),
         ("--setup emulatd", "(emulated, real, small, weak-scaling): did you mean 'emulated'?"),
         ("--inner-steps 0", "Invalid value for '--inner-steps'"),
         ("--jobs 0", "Invalid value for '--jobs'"),

@@ -120,6 +120,9 @@ def test_overrides_change_what_they_name_and_nothing_else() -> None:
     assert other.master["outer_lr"] == 0.5
     assert (other.inner, other.servers, other.name) == (setup.inner, setup.servers, setup.name)
     assert setup.with_overrides() == setup
+    warmer = setup.with_overrides(lr=1e-3)
+    assert (warmer.inner.lr, warmer.inner.grad_clip, warmer.run) == (1e-3, setup.inner.grad_clip, setup.run)
+    assert warmer.digest() != setup.digest()
 
 
 def test_overrides_that_do_not_fit_are_refused() -> None:
@@ -127,6 +130,9 @@ def test_overrides_that_do_not_fit_are_refused() -> None:
         load_setup("emulated").with_overrides(gaps=[0, 1, 2])
     with pytest.raises(ConfigError, match="inner_steps"):
         load_setup("small").with_overrides(inner_steps=0)
+    for rate in (0.0, -1e-3, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="lr"):
+            load_setup("small").with_overrides(lr=rate)
 
 
 def test_the_digest_is_of_what_decides_and_not_of_words(tmp_path: Path) -> None:
