@@ -19,6 +19,9 @@ PROTOCOL_MIN = 1
 CAPABILITIES: frozenset[str] = frozenset({"codec-f32", "resume-chunks"})
 """What this build can do beyond the bare protocol; peers use the intersection."""
 
+MAX_LEASED_CHUNKS = 256
+"""Chunks of data that one LeaseData may ask for, so that no cluster takes the run's data away from the others."""
+
 
 @dataclass(frozen=True)
 class Agreement:

@@ -52,8 +52,7 @@ def draw_curves(path: Path, labelled: Sequence[tuple[str, RunRecord]], along: Al
     axes.set_ylabel("held-out loss, nats per byte")
     axes.set_title(title, fontsize="medium")
     axes.set_xlim(left=0)
-    # The first versions know nothing; beyond that a run is lost, and the rest should stay readable.
-    axes.set_ylim(top=min(axes.get_ylim()[1], KNOWS_NOTHING * 1.1))
+    axes.set_ylim(*_readable([record for _, record in labelled]))
     axes.grid(alpha=0.3)
     _legend(figure, axes)
     figure.savefig(path, format="png")
@@ -102,6 +101,14 @@ def _legend(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small", frameon=False)
 
 
+def _readable(records: Sequence[RunRecord]) -> tuple[float, float]:
+    """Limits that hold every loss up to that of a model that knows nothing: a lost run must not hide the others."""
+    losses = [point.loss for record in records for point in record.curve if point.loss is not None]
+    known = [loss for loss in losses if loss <= KNOWS_NOTHING] or [KNOWS_NOTHING]
+    margin = 0.05 * (max(known) - min(known)) + 0.01
+    return min(known) - margin, max(known) + margin
+
+
 def _curve(axes: Axes, curve: Sequence[CurvePoint], along: Along, index: int, label: str, *, again: bool) -> None:
     points = [point for point in curve if point.loss is not None]
     axes.plot(
@@ -119,14 +126,15 @@ def _curve(axes: Axes, curve: Sequence[CurvePoint], along: Along, index: int, la
 
 def _draw_pushes(path: Path, records: Sequence[RunRecord], quantity: str, ylabel: str, *, logarithmic: bool) -> None:
     shown = [record for record in records if record.judged]
-    rows = max(1, math.ceil(len(shown) / _COLUMNS))
+    rows, columns = max(1, math.ceil(len(shown) / _COLUMNS)), min(_COLUMNS, max(1, len(shown)))
     figure = _figure((_PANEL_INCHES[0] * _COLUMNS, _PANEL_INCHES[1] * rows + 0.5))
     for place, record in enumerate(shown, 1):
-        axes = figure.add_subplot(rows, _COLUMNS, place)
+        axes = figure.add_subplot(rows, columns, place)
         _panel(axes, record, quantity)
         if logarithmic:
             axes.set_yscale("log")
-        axes.set_title(f"{record.method}, seed {record.seed}", fontsize="small")
+        spoilt = f" with {record.inject}" if record.inject else ""
+        axes.set_title(f"{record.method}{spoilt}, seed {record.seed}", fontsize="small")
         axes.tick_params(which="both", labelsize="x-small")
         axes.grid(alpha=0.3)
     figure.supxlabel(_ALONG["virtual_s"], fontsize="small")

@@ -27,7 +27,7 @@ SCHEMA = "dips-compare/1"
 REFERENCES = ("diloco-clip", "dp")
 """The methods that the others are set against."""
 
-USUAL_NOISE = 0.01
+USUAL_NOISE = 0.02
 """Between seeds of `small`, in nats (docs/convergence.md): what is said where one seed alone was run."""
 
 NOTHING = "-"

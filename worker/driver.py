@@ -129,9 +129,10 @@ class Driver:
         self._pace.resume(self._clock.monotonic_s())
 
     def lease(self, tokens: int) -> list[DataRange]:
-        """Borrow at least `tokens` tokens of the corpus; blocks until the master lends them; [] only when `done`.
+        """Borrow about `tokens` tokens of the corpus; blocks until the master lends some; [] only when `done`.
 
-        To be called between steps. Raises LocalProtocolError when the data plan is not LEASED.
+        At least so many, unless that is more than one call may have (MAX_LEASED_CHUNKS) or than is free. To be called
+        between steps. Raises LocalProtocolError when the data plan is not LEASED.
         """
         if self._session.config.data_plan.mode is not DataMode.LEASED:
             raise LocalProtocolError("lease() is for leased data; with its own data a cluster only counts tokens")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import LeaseDataReply, LeaseDataRequest, ReturnDataReply, ReturnDataRequest
+from dips.core.protocol import MAX_LEASED_CHUNKS
 from dips.master.state.callers import check_member
-from dips.master.state.leases import MAX_PIECES_AT_ONCE, LeaseTable, TokenState, overlapping
+from dips.master.state.leases import LeaseTable, TokenState, overlapping
 from dips.master.state.world import World
 
 
@@ -20,7 +21,7 @@ class Data:
         member = check_member(world, request.caller)
         leases, plan = self._leases(member.cluster), world.ledger.data_plan
         assert plan is not None, "a lease table has a plan"
-        most = MAX_PIECES_AT_ONCE * plan.chunk_tokens
+        most = MAX_LEASED_CHUNKS * plan.chunk_tokens
         if not 0 < request.want_tokens <= most:
             raise Refused(
                 RefusalCode.TOKENS,

@@ -13,13 +13,11 @@ from typing import Any
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import DataPlan, DataRange
+from dips.core.protocol import MAX_LEASED_CHUNKS
 from dips.master.state.intervals import IntervalMap
 
 MAX_RANGES_IN_A_MESSAGE = 65_536
 """Also the most pieces that one cluster may hold: it must be able to name them all when it joins again."""
-
-MAX_PIECES_AT_ONCE = 256
-"""So that no cluster takes the run's data away from the others with one call."""
 
 
 class TokenState(Enum):
@@ -55,14 +53,14 @@ class LeaseTable:
         A new pass begins when nothing is free. Raises Refused(RANGES) when the cluster holds too many pieces already.
         """
         held = sum(holding.cluster == cluster for _, _, _, holding in self.holdings())
-        if held + MAX_PIECES_AT_ONCE > MAX_RANGES_IN_A_MESSAGE:
+        if held + MAX_LEASED_CHUNKS > MAX_RANGES_IN_A_MESSAGE:
             raise Refused(
                 RefusalCode.RANGES,
                 f"cluster {cluster} holds {held} pieces of data and cannot have more: train on them, or return some",
             )
         granted: list[DataRange] = []
         tokens = 0
-        while tokens < want_tokens and len(granted) < MAX_PIECES_AT_ONCE:
+        while tokens < want_tokens and len(granted) < MAX_LEASED_CHUNKS:
             pass_index, begin, end = self._first_free()
             granted.append(self._grant(cluster, pass_index, begin, end))
             tokens += end - begin

@@ -39,7 +39,7 @@ from dips.core.messages import (
     LeaveRequest,
     ReturnDataReply,
 )
-from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
+from dips.core.protocol import CAPABILITIES, MAX_LEASED_CHUNKS, PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.worker.state.core import Core
 from dips.worker.state.effects import Effect, Finished
 from dips.worker.state.events import (
@@ -199,7 +199,8 @@ class Session:
             case BeatRefused():
                 self._beat_refused(event)
             case LeaseWanted():
-                self._lease_tokens = event.tokens
+                # More is not lent at once; the training loop asks again when this is used up.
+                self._lease_tokens = min(event.tokens, MAX_LEASED_CHUNKS * self.config.data_plan.chunk_tokens)
             case StopWanted():
                 self._leave(event.reason)
             case Tick():

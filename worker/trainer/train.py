@@ -91,9 +91,10 @@ class _ClusterLoop:
         while not self._driver.done:
             self._driver.checkpoint_if_due()
             self._forget_what_is_not_lent()
+            # Each lease may be preceded by a new Join, so what is not lent any more goes before every step.
             if self._batches.held_tokens < self._train.step_tokens:
                 self._batches.add(self._driver.lease(self._wanted_tokens()))
-            if not self._driver.done and self._batches.held_tokens > 0:
+            else:
                 self._step(schedule)
 
     def _forget_what_is_not_lent(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,9 @@ def test_a_curve_holds_the_evaluated_versions_of_one_run(drawn: list[Figure]) ->
 
 def test_a_lost_run_does_not_hide_the_others(drawn: list[Figure]) -> None:
     draw_curves(Path("x.png"), named([record(loss=2.0), record("async", loss=400.0)]), "tokens", "t")
-    assert drawn[0].axes[0].get_ylim()[1] < 7
+    bottom, top = drawn[0].axes[0].get_ylim()
+    assert 1 < bottom < 2.0
+    assert 2.0 < top < 7
 
 
 def test_labels_tell_variants_of_a_method_apart(drawn: list[Figure]) -> None:
@@ -72,6 +75,8 @@ def test_each_push_is_a_mark(drawn: list[Figure]) -> None:
     (axes,) = drawn[0].axes  # data parallel has nothing to show
     assert axes.get_yscale() == "log"
     assert axes.get_title() == "dips, seed 1"
+    draw_norms(Path("x.png"), [replace(record(judged=ROUNDS), inject="nan")])
+    assert drawn[1].axes[0].get_title() == "dips with nan, seed 1"
     inside, above = axes.get_lines()[::2], axes.get_lines()[1::2]
     applied_a, excluded_a, applied_b, excluded_b, injected = (list(line.get_ydata()) for line in inside)
     assert applied_a == [1.0, 1.0, 2.0]

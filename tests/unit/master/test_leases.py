@@ -12,10 +12,10 @@ from support.master_bench import LEASED, OWN, Bench, refused_with
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import DataMode, DataPlan, LeaseDataRequest, Measure, ReturnDataRequest
+from dips.core.protocol import MAX_LEASED_CHUNKS
 from dips.master.state.intervals import IntervalMap
 from dips.master.state.leases import (
     FREE,
-    MAX_PIECES_AT_ONCE,
     MAX_RANGES_IN_A_MESSAGE,
     LeaseTable,
     TokenState,
@@ -213,8 +213,8 @@ def test_ranges_of_an_aborted_push_stay_with_the_process_that_made_it() -> None:
 
 def test_no_cluster_holds_more_pieces_than_it_can_name() -> None:
     table = LeaseTable(DataPlan(DataMode.LEASED, b"x", 1 << 40, 1))
-    for _ in range(MAX_RANGES_IN_A_MESSAGE // MAX_PIECES_AT_ONCE):
-        assert len(table.lease("a", 1 << 30)) == MAX_PIECES_AT_ONCE
+    for _ in range(MAX_RANGES_IN_A_MESSAGE // MAX_LEASED_CHUNKS):
+        assert len(table.lease("a", 1 << 30)) == MAX_LEASED_CHUNKS
         if len(list(table.holdings())) > 2000:
             break
     with pytest.MonkeyPatch.context() as patch:

@@ -29,7 +29,7 @@ from dips.core.messages import (
     LeaveRequest,
     VerdictKind,
 )
-from dips.core.protocol import PROTOCOL_VERSION
+from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_VERSION
 from dips.worker.state.effects import (
     CancelTransfer,
     Install,
@@ -374,6 +374,14 @@ def test_leases_are_handed_out_once_and_survive_an_absent_master() -> None:
     assert life.session.take_leased() == []
     life.pass_s(100)
     assert not life.asks(LeaseDataRequest)
+
+
+def test_no_more_is_asked_for_at_once_than_is_lent() -> None:
+    """H 64 with steps of 32 Ki tokens is two million, more than one call may have of chunks of a thousand."""
+    life = Life(session_config(data_plan=LEASED))
+    life.begin()
+    life.say(LeaseWanted(1 << 21))
+    assert life.asked(LeaseDataRequest).want_tokens == MAX_LEASED_CHUNKS * LEASED.chunk_tokens < 1 << 21
 
 
 def test_a_lease_that_is_not_there_yet_is_asked_for_again() -> None:
