@@ -36,6 +36,7 @@ UNREACHED: Mapping[Arrow, str] = {
     ("session", "BEGINNING_PUSH", "verdict", "BEGINNING_PUSH"): "a seed that is aborted between two of its attempts",
     ("session", "FINISHING_PUSH", "push refused", "PULLING"): _FINISH,
     ("session", "FINISHING_PUSH", "push refused", "TRAINING"): _FINISH,
+    ("session", "AWAITING", "donate", "BEGINNING_PUSH"): "a version that is lost while its pusher awaits a verdict",
     ("session", "AWAITING", "not donated", "AWAITING"): _DONATION,
     ("session", "AWAITING", "not donated", "PULLING"): _DONATION,
     ("session", "AWAITING", "not donated", "TRAINING"): _DONATION,
