@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,7 +166,7 @@ def _sources() -> Iterator[Path]:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write it at once or not at all. Raises ConfigError for a place that cannot be written."""
-    temporary = path.with_suffix(".part")
+    temporary = path.with_suffix(f".{os.getpid()}.part")  # another command may write the same run just now
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
