@@ -71,9 +71,10 @@ def test_a_run_from_the_seed_to_an_exported_model(processes: Processes, address:
         assert processes.exit_code(cluster) == 0, processes.log(cluster)
 
     heldout = records(tape, "heldout")
-    assert heldout[0]["version"] == "1:0"
-    assert heldout[0]["loss"] == pytest.approx(5.3, abs=0.3)
-    assert heldout[-1]["loss"] < heldout[0]["loss"] - 1.0
+    # On a busy machine the first versions may be over before the evaluator has read its text.
+    assert parse_version(heldout[0]["version"]) < parse_version(heldout[-1]["version"])
+    assert 4.0 < heldout[0]["loss"] < 5.6
+    assert heldout[-1]["loss"] < min(heldout[0]["loss"], 4.3)
     assert heldout[-1]["tokens"] >= TOKENS
     for cluster in ("a", "b"):
         losses = [record["loss"] for record in processes.records(cluster, "step")]
