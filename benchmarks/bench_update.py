@@ -1,16 +1,17 @@
-"""How close the outer step comes to the memory's speed, measured against a floor from the same run.
+"""How close the outer step, sums on receipt and codecs come to the memory's speed, against floors of the same run.
 
-The update reads theta, the momentum and k stagings and writes theta' and momentum': nothing but memory bounds
-it. The floors are an in-place scale of a large array (reads and writes each line once) and a sum (reads
-only), with as many threads, each on its own part, as the kernels get. Nothing here judges a number; times
-depend on the machine and on who else uses it, so every result states its spread, and measurements of floors
-and kernels alternate.
+The update reads theta, the momentum and k stagings and writes theta' and momentum': nothing but memory bounds it. The
+floors are an in-place scale of a large array (reads and writes each line once), a sum (reads only) and numpy's copy,
+with as many threads, each on its own part, as the kernels get. Nothing here judges a number; times depend on the
+machine and on who else uses it, so every result states its spread, and measurements of floors and kernels alternate.
 
     python benchmarks/bench_update.py [--elems N] [--threads T] [--repeats R] [--json]
 
-ratio_to_memory_bandwidth = bytes that must move / time / floor_scale. Bytes count each stream once; a plain
-store also reads the line that it overwrites, which is not counted (it bounds the ratio of the step by (4 + k)
-/ (6 + k)).
+ratio_to_memory_bandwidth = bytes that must move / time / floor_scale. Bytes count each stream once. Where floor_sum is
+far below floor_scale, reading is what limits a core, and the step, which reads k + 2 times for 2 writes, cannot come
+nearer to the scale, which reads once for each write, than (k + 4) / (k + 2) x floor_sum / floor_scale.
+ratio_to_copy = float32 bytes / time, over the same of the copy: for the codecs, in chunks of 1 MiB whose payload stays
+in the cache, and for what a slave does with a chunk on receipt.
 """
 
 from __future__ import annotations
@@ -31,11 +32,19 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.core import kernels_numba
+from dips.core import allocator, kernels_numba, kernels_wire
+from dips.core.chunks import checksum
+from dips.core.outer_numpy import n_pieces
+from dips.core.threads import usable_processors
+from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 
 CLUSTERS = (1, 2, 4, 8)
 F32 = NDArray[np.float32]
 Part = tuple[int, int]
+Work = Callable[[Part], Any]
+Works = dict[tuple[str, int], tuple[int, Work]]
+
+CHUNK_ELEMS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class Result:
     gbytes_per_s: float
     ratio_to_memory_bandwidth: float
     best_ratio: float
+    ratio_to_copy: float
 
 
 @numba.njit(nogil=True)
@@ -76,19 +86,19 @@ def _sum(values: F32) -> float:
 
 
 class Bench:
-    """The arrays of one slave, and what runs on them."""
+    """The arrays of one slave, allocated as it does, and what runs on them."""
 
     def __init__(self, n_elems: int, threads: int) -> None:
         rng = np.random.default_rng(0)
-        self.theta, self.momentum = rng.standard_normal((2, n_elems), np.float32)
-        self.staging = rng.standard_normal((max(CLUSTERS), n_elems), np.float32)
-        self.outputs = np.ones((2, n_elems), np.float32)
-        edges = np.linspace(0, n_elems, threads + 1).astype(int).tolist()
-        self.parts: list[Part] = list(itertools.pairwise(edges))
+        self.theta, self.momentum = _filled(rng, n_elems), _filled(rng, n_elems)
+        self.staging = _filled(rng, max(CLUSTERS), n_elems)
+        self.outputs = allocator.zeros(n_elems), allocator.zeros(n_elems)
+        edges = np.linspace(0, n_elems // 16, threads + 1).astype(int) * 16
+        self.parts: list[Part] = list(itertools.pairwise(edges.tolist()))
         self.pool = ThreadPoolExecutor(threads)
-        self.n_elems = n_elems
+        self.n_elems = self.parts[-1][1]
 
-    def time_s(self, work: Callable[[Part], Any]) -> float:
+    def time_s(self, work: Work) -> float:
         """Wall time of the work on all parts, one thread each."""
         start = time.perf_counter()
         if len(self.parts) == 1:
@@ -97,24 +107,25 @@ class Bench:
             list(self.pool.map(work, self.parts))
         return time.perf_counter() - start
 
-    def works(self) -> dict[tuple[str, int], tuple[int, Callable[[Part], Any]]]:
+    def works(self) -> Works:
         """(name, k): (bytes that must move, the work on one part)."""
-        size, outputs = 4 * self.n_elems, (self.outputs[0], self.outputs[1])
-        works: dict[tuple[str, int], tuple[int, Callable[[Part], Any]]] = {
-            ("floor_scale", 0): (2 * size, lambda p: _scale(self.outputs[0, p[0] : p[1]], np.float32(1))),
-            ("floor_sum", 0): (size, lambda p: _sum(self.theta[p[0] : p[1]])),
-            ("land", 1): (
-                2 * size,
-                lambda p: kernels_numba.land(self.outputs[0, p[0] : p[1]], self.theta[p[0] : p[1]]),
+        size, out, theta = 4 * self.n_elems, self.outputs[0], self.theta
+        works: Works = {
+            ("floor_scale", 0): (2 * size, lambda p: _scale(out[p[0] : p[1]], np.float32(1))),
+            ("floor_sum", 0): (size, lambda p: _sum(theta[p[0] : p[1]])),
+            ("floor_copy", 0): (2 * size, lambda p: np.copyto(out[p[0] : p[1]], theta[p[0] : p[1]])),
+            ("seed_step", 1): (
+                3 * size,
+                lambda p: kernels_numba.seed_step(self.staging, 0, *self.outputs, p[0], p[1]),
             ),
-            ("seed_step", 1): (3 * size, lambda p: kernels_numba.seed_step(self.staging, 0, *outputs, p[0], p[1])),
+            ("checksum", 1): (size, lambda p: [checksum(theta[a:b]) for a, b in _chunks(p)]),
         }
         for k in CLUSTERS:
             works["outer_step", k] = ((4 + k) * size, self._step(k))
             works["gram", k] = ((1 + k) * size, self._gram(k))
-        return works
+        return works | self._receipt(size) | self._codecs(size)
 
-    def _step(self, k: int) -> Callable[[Part], Any]:
+    def _step(self, k: int) -> Work:
         slots, weights = np.arange(k), np.full(k, 1 / k, np.float32)
         theta, momentum, staging = self.theta, self.momentum, self.staging
         out_theta, out_momentum = self.outputs
@@ -122,15 +133,78 @@ class Bench:
             theta, momentum, staging, slots, weights, 0.5, 0.7, 0.8, 0.8, 1.0, out_theta, out_momentum, part[0], part[1]
         )
 
-    def _gram(self, k: int) -> Callable[[Part], Any]:
+    def _gram(self, k: int) -> Work:
         slots = np.arange(k)
         return lambda part: kernels_numba.gram(self.theta, self.staging, slots, *part)
+
+    def _receipt(self, size: int) -> Works:
+        """What is done with a chunk that stands in the cache; theta and the staging row are in memory."""
+        frame, out, theta = self.staging[0, :CHUNK_ELEMS].copy(), self.outputs[0], self.theta
+        other = self.staging[1]
+
+        def each(land: Callable[[F32, slice, NDArray[np.float64]], Any]) -> Work:
+            def work(part: Part) -> None:
+                sums = np.zeros(n_pieces(CHUNK_ELEMS))
+                for start, stop in _chunks(part):
+                    land(frame[: stop - start], slice(start, stop), sums[: n_pieces(stop - start)])
+
+            return work
+
+        return {
+            ("land", 1): (size, each(lambda x, at, _: kernels_numba.land(out[at], x))),
+            ("measure_landed", 1): (size, each(lambda x, at, sums: kernels_numba.measure_landed(x, theta[at], sums))),
+            ("land_measured", 1): (
+                2 * size,
+                each(lambda x, at, sums: kernels_numba.land_measured(out[at], x, theta[at], sums)),
+            ),
+            ("products", 2): (
+                2 * size,
+                each(lambda x, at, sums: kernels_numba.products(theta[at], x, other[at], sums)),
+            ),
+        }
+
+    def _codecs(self, size: int) -> Works:
+        works: Works = {}
+        for codec in sorted(DIFFERENCES):
+            for name in ("encode", "decode", "residual"):
+                works[f"{name} {codec.name.lower()}", 1] = (
+                    size * (2 if name == "encode" else 3),
+                    self._codec(name, codec),
+                )
+        return works
+
+    def _codec(self, name: str, codec: Codec) -> Work:
+        now, base, out = self.theta, self.staging[0], self.outputs[1]
+
+        def work(part: Part) -> None:
+            buffer = np.zeros(encoded_bytes(codec, CHUNK_ELEMS), np.uint8)
+            for start, stop in _chunks(part):
+                at, payload = slice(start, stop), buffer[: encoded_bytes(codec, stop - start)]
+                if name == "encode":
+                    kernels_wire.encode(codec, now[at], base[at], None, payload)
+                elif name == "decode":
+                    kernels_wire.decode(codec, base[at], payload, out[at])
+                else:
+                    kernels_wire.keep_residual(codec, now[at], base[at], out[at])
+
+        return work
+
+
+def _filled(rng: np.random.Generator, *shape: int) -> F32:
+    array = allocator.zeros(*shape)
+    rng.standard_normal(array.shape, np.float32, out=array)
+    return array
+
+
+def _chunks(part: Part) -> list[Part]:
+    return [(start, min(start + CHUNK_ELEMS, part[1])) for start in range(part[0], part[1], CHUNK_ELEMS)]
 
 
 def measure(n_elems: int, threads: int, repeats: int) -> list[Result]:
     """Every work once in each repeat, so that a slow spell of the machine hits all of them; one more to warm
     up."""
     kernels_numba.warm_up()
+    kernels_wire.warm_up()
     bench = Bench(n_elems, threads)
     works = bench.works()
     times: dict[tuple[str, int], list[float]] = {key: [] for key in works}
@@ -140,10 +214,13 @@ def measure(n_elems: int, threads: int, repeats: int) -> list[Result]:
             if repeat > 0:
                 times[key].append(elapsed_s)
     floor = (works["floor_scale", 0][0], times["floor_scale", 0])
-    return [_result(*key, works[key][0], times[key], floor) for key in works]
+    copy_s = statistics.median(times["floor_copy", 0])
+    return [_result(*key, works[key][0], times[key], floor, copy_s) for key in works]
 
 
-def _result(name: str, clusters: int, bytes_moved: int, times_s: list[float], floor: tuple[int, list[float]]) -> Result:
+def _result(
+    name: str, clusters: int, bytes_moved: int, times_s: list[float], floor: tuple[int, list[float]], copy_s: float
+) -> Result:
     median_s, (floor_bytes, floor_times_s) = statistics.median(times_s), floor
     return Result(
         name=name,
@@ -155,15 +232,16 @@ def _result(name: str, clusters: int, bytes_moved: int, times_s: list[float], fl
         gbytes_per_s=bytes_moved / median_s / 1e9,
         ratio_to_memory_bandwidth=bytes_moved / median_s / (floor_bytes / statistics.median(floor_times_s)),
         best_ratio=bytes_moved / min(times_s) / (floor_bytes / min(floor_times_s)),
+        ratio_to_copy=copy_s / median_s,
     )
 
 
 def _table(results: list[Result]) -> str:
-    head = f"{'work':<12}{'k':>3}{'GB/s':>8}{'median ms':>12}{'best ms':>10}{'spread':>9}"
-    lines = [f"{head}{'ratio_to_memory_bandwidth':>28}{'best_ratio':>12}"]
+    head = f"{'work':<15}{'k':>3}{'GB/s':>8}{'median ms':>12}{'best ms':>10}{'spread':>9}"
+    lines = [f"{head}{'ratio_to_memory_bandwidth':>28}{'best_ratio':>12}{'ratio_to_copy':>15}"]
     lines += [
-        f"{r.name:<12}{r.clusters or '':>3}{r.gbytes_per_s:>8.1f}{r.median_s * 1e3:>12.2f}{r.best_s * 1e3:>10.2f}"
-        f"{r.spread:>9.0%}{r.ratio_to_memory_bandwidth:>28.2f}{r.best_ratio:>12.2f}"
+        f"{r.name:<15}{r.clusters or '':>3}{r.gbytes_per_s:>8.1f}{r.median_s * 1e3:>12.2f}{r.best_s * 1e3:>10.2f}"
+        f"{r.spread:>9.0%}{r.ratio_to_memory_bandwidth:>28.2f}{r.best_ratio:>12.2f}{r.ratio_to_copy:>15.2f}"
         for r in results
     ]
     return "\n".join(lines)
@@ -183,7 +261,7 @@ def main() -> None:
         "elems": arguments.elems,
         "threads": arguments.threads,
         "repeats": arguments.repeats,
-        "cpus": os.cpu_count(),
+        "cpus": usable_processors(),
         "load_1min": os.getloadavg()[0],
         "machine": platform.machine(),
         "numba": numba.__version__,

@@ -1,10 +1,10 @@
-"""The outer step, compiled: the signatures of core/outer_numpy.py and its bits, in one pass over memory.
+"""The outer step and its sums, compiled: the signatures of core/outer_numpy.py and its bits, in one pass over memory.
 
-It exists because the update is bound by memory: each function reads every stream once and writes it once, in
-tiles that stay in a core's own caches. It must never use fastmath or contract a multiply and an add into one
-rounding, never start threads of its own (a caller splits the range [start, stop); the interpreter lock is
-released, and no result depends on how elements are split between calls of outer_step), and never touch memory
-that the checks of outer_numpy have not passed.
+It exists because the update is bound by memory: each function reads every stream once and writes it once, past the
+caches, so that no line is read before it is overwritten. It must never use fastmath or contract a multiply and an add
+into one rounding unless the product is exact, never start threads of its own (a caller splits the range [start, stop),
+for gram at edges of pieces; the interpreter lock is released, and no result depends on how the range is split), and
+never touch memory that the checks of outer_numpy have not passed.
 
 Compiled at the first use, or by warm_up(). Numba keeps the result in NUMBA_CACHE_DIR if that is set, else
 beside this file, else in the user's cache folder; where none can be written, it is compiled again at each
@@ -13,42 +13,57 @@ start (seconds).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-import numba
 import numpy as np
 
-from dips.core.outer_numpy import F32, F64, I64, check_gram, check_land, check_seed, check_step
+from dips.core.outer_numpy import (
+    F32,
+    F64,
+    I64,
+    check_gram,
+    check_land,
+    check_measure_pieces,
+    check_multiply_pieces,
+    check_pieces,
+    check_seed,
+    check_step,
+    gram_of_pieces,
+)
+from dips.core.simd_numba import (
+    VECTOR_BYTES,
+    address,
+    address_of,
+    array_at,
+    compiled,
+    fence,
+    load,
+    multiply_add,
+    splat,
+    store,
+    stream,
+    widen,
+)
+
+SIMD_XXH3 = "6feefdde38ea6433"
+"""xxh3-64 of simd_numba.py, whose code is compiled into this file's: numba's cache notices changes of this file only,
+so a change there must change something here (a test says what)."""
 
 LANES = 32
 """outer_numpy.LANES, written again because numba's cache notices changes of this file only."""
 
-TILE_ELEMS = 16384
-"""Elements that outer_step works on at a time. The merge of a tile and its theta take 128 KiB and stay in a
-second-level cache, and each stream of memory is 64 KiB long, which the prefetcher needs: with 4 KiB the step
-is a quarter slower for eight clusters."""
+PIECE_ELEMS = 16384
+"""outer_numpy.PIECE_ELEMS, for the same reason."""
 
-GRAM_TILE_ELEMS = 4096
-"""The same for gram, a multiple of ROWS * LANES: it keeps k pseudo-gradients of a tile (128 KiB for eight
-clusters)."""
+TILE_ELEMS = 512
+"""Elements that sums work on at a time, a multiple of LANES: what is copied or multiplied again is still in the first
+cache then (8 pseudo-gradients in float64: 32 KiB)."""
 
-ROWS = 8
-"""Rows of LANES elements whose products are added in registers before the sums go back to memory."""
+COPY_ELEMS = 4096
+"""Elements that land_measured copies after they were measured: 16 KiB are still in the first cache."""
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """numba.njit, with the type of the function kept for the type checker."""
-    options: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "numpy"}
-    compiled: Callable[P, R]
-    try:
-        compiled = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder for a cache can be written: the same code, compiled again at every start
-        compiled = numba.njit(**options)(function)
-    return compiled
+VECTOR_ELEMS = 16
+"""VECTOR_BYTES of float32."""
 
 
 def outer_step(
@@ -82,37 +97,75 @@ def seed_step(staging: F32, slot: int, out_theta: F32, out_momentum: F32, start:
 def gram(theta: F32, staging: F32, slots: I64, start: int, stop: int) -> tuple[F64, I64]:
     """As outer_numpy.gram, to the bit."""
     check_gram(theta, staging, slots, start, stop)
-    return _gram(theta, staging, slots, start, stop)
+    return gram_of_pieces(theta, staging, slots, start, stop, measure_pieces)
+
+
+def measure_pieces(theta: F32, staging: F32, slots: I64, edges: I64, pieces: I64, sums: F64, nonfinite: I64) -> None:
+    """As outer_numpy.measure_pieces, to the bit."""
+    check_measure_pieces(theta, staging, slots, edges, pieces, sums, nonfinite)
+    _measure_pieces(theta, staging, slots, edges, pieces, sums, nonfinite)
+
+
+def multiply_pieces(theta: F32, x: F32, y: F32, edges: I64, pieces: I64, sums: F64) -> None:
+    """As outer_numpy.multiply_pieces, to the bit."""
+    check_multiply_pieces(theta, x, y, edges, pieces, sums)
+    _multiply_pieces(theta, x, y, edges, pieces, sums)
+
+
+def block_totals(sums: F64, first_pieces: I64) -> F64:
+    """As outer_numpy.block_totals, to the bit."""
+    if sums.ndim != 2 or first_pieces.min() < 0 or first_pieces.max() > sums.shape[1]:
+        raise ValueError(f"pieces up to {first_pieces.max()} of sums {sums.shape}")
+    return _block_totals(sums, first_pieces)
+
+
+def products(theta: F32, x: F32, y: F32, out: F64) -> None:
+    """As outer_numpy.products, to the bit."""
+    check_pieces(theta, out, x=x, y=y)
+    _products(theta, x, y, out)
+
+
+def measure_landed(x: F32, theta: F32, squared: F64) -> int:
+    """As outer_numpy.measure_landed, to the bit."""
+    check_pieces(theta, squared, x=x)
+    return _measure(address(x), theta, squared)
+
+
+def land_measured(dst: F32, src: F32, theta: F32, squared: F64) -> int:
+    """As outer_numpy.land_measured; src may be read-only, and may stand at any address (a frame of a socket)."""
+    check_land(dst, src)
+    check_pieces(theta, squared, x=src)
+    return _land_measured(dst, address(src), theta, squared)
 
 
 def land(dst: F32, src: F32) -> int:
-    """As outer_numpy.land; src may be read-only, and may stand at any address (a frame of a socket)."""
+    """As outer_numpy.land; src as in land_measured."""
     check_land(dst, src)
-    if src.flags.aligned:
-        return _land(dst, src)
-    dst[:] = src  # numpy copies from any address; a chunk is then still in the cache
-    return _nonfinite(dst)
+    return _land(dst, address(src))
 
 
 def warm_up() -> None:
     """Compile (or load from the cache) everything for the types in use, so that the first round is not
     slow."""
     theta, staging = np.zeros(LANES, np.float32), np.zeros((1, LANES), np.float32)
-    slots, weights = np.zeros(1, np.int64), np.ones(1, np.float32)
+    slots, weights, squared = np.zeros(1, np.int64), np.ones(1, np.float32), np.zeros(1)
     out_theta, out_momentum = np.zeros_like(theta), np.zeros_like(theta)
     outer_step(theta, theta, staging, slots, weights, 1.0, 1.0, 0.0, 0.0, 1.0, out_theta, out_momentum, 0, LANES)
     seed_step(staging, 0, out_theta, out_momentum, 0, LANES)
     gram(theta, staging, slots, 0, LANES)
+    edges, pieces = np.array([0, LANES]), np.zeros(1, np.int64)
+    multiply_pieces(theta, theta, theta, edges, pieces, squared)
+    block_totals(squared.reshape(1, 1), np.array([0, 1]))
+    products(theta, theta, theta, squared)
+    measure_landed(theta, theta, squared)
+    land_measured(out_theta, theta, theta, squared)
     land(out_theta, theta)
-    land(out_theta, np.frombuffer(bytes(4 * LANES), np.float32))
-    _nonfinite(theta)
 
 
-# Every loop below counts from 0 over slices of one length: that is what the compiler turns into vector code.
-# `x - x != 0` is true for NaN and both infinities only. Counts are 32 bits wide within a tile, as the data are.
+# ---- the outer step ----
 
 
-@_compiled
+@compiled
 def _outer_step(
     theta: F32,
     momentum: F32,
@@ -125,119 +178,340 @@ def _outer_step(
     start: int,
     stop: int,
 ) -> int:
-    d = np.empty(TILE_ELEMS, np.float32)
+    rows: I64 = slots * len(theta)
+    first = _aligned_from(out_theta, start, stop)
+    last = first + (stop - first) // (4 * VECTOR_ELEMS) * (4 * VECTOR_ELEMS)
     bad = 0
-    for base in range(start, stop, TILE_ELEMS):
-        end = min(base + TILE_ELEMS, stop)
-        now = theta[base:end]
-        _first_difference(d, weights[0], now, staging[slots[0], base:end])
-        j = 1
-        while j + 4 <= len(slots):
-            _add_four(
-                d,
-                weights[j : j + 4],
-                now,
-                staging[slots[j], base:end],
-                staging[slots[j + 1], base:end],
-                staging[slots[j + 2], base:end],
-                staging[slots[j + 3], base:end],
-            )
-            j += 4
-        while j < len(slots):
-            _add_difference(d, weights[j], now, staging[slots[j], base:end])
-            j += 1
-        bad += _momentum_step(now, momentum[base:end], d, scalars, out_theta[base:end], out_momentum[base:end])
+    for i in range(start, first):
+        bad += _step_one(theta, momentum, staging, rows, weights, scalars, out_theta, out_momentum, i)
+    aligned = address_of(out_theta) % VECTOR_BYTES == address_of(out_momentum) % VECTOR_BYTES
+    if not _step_lines(theta, momentum, staging, rows, weights, scalars, out_theta, out_momentum, first, last, aligned):
+        bad += _nonfinite(out_theta[first:last]) + _nonfinite(out_momentum[first:last])
+    for i in range(last, stop):
+        bad += _step_one(theta, momentum, staging, rows, weights, scalars, out_theta, out_momentum, i)
     return bad
 
 
-@_compiled
-def _first_difference(d: F32, weight: np.float32, now: F32, x: F32) -> None:
-    for i in range(len(now)):
-        d[i] = weight * (now[i] - x[i])
-
-
-@_compiled
-def _add_difference(d: F32, weight: np.float32, now: F32, x: F32) -> None:
-    for i in range(len(now)):
-        d[i] = d[i] + weight * (now[i] - x[i])
-
-
-@_compiled
-def _add_four(d: F32, weights: F32, now: F32, x0: F32, x1: F32, x2: F32, x3: F32) -> None:
-    """_add_difference four times, with four streams of memory under way at once."""
-    w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
-    for i in range(len(now)):
-        t = now[i]
-        d[i] = (((d[i] + w0 * (t - x0[i])) + w1 * (t - x1[i])) + w2 * (t - x2[i])) + w3 * (t - x3[i])
-
-
-@_compiled
-def _momentum_step(now: F32, momentum: F32, d: F32, scalars: F32, out_theta: F32, out_momentum: F32) -> int:
+@compiled
+def _step_one(
+    theta: F32,
+    momentum: F32,
+    staging: F32,
+    rows: I64,
+    weights: F32,
+    scalars: F32,
+    out_theta: F32,
+    out_momentum: F32,
+    i: int,
+) -> int:
+    """One element; returns how many of the two that are written are not finite."""
     scale, outer_lr, decay, lookahead, gradient_weight = scalars[0], scalars[1], scalars[2], scalars[3], scalars[4]
-    bad: Any = np.int32(0)
-    for i in range(len(now)):
-        g = scale * d[i]
-        buf = decay * momentum[i] + g
-        new = now[i] - outer_lr * (gradient_weight * g + lookahead * buf)
-        out_momentum[i] = buf
-        out_theta[i] = new
-        bad += np.int32(buf - buf != np.float32(0)) + np.int32(new - new != np.float32(0))
-    return bad  # type: ignore[no-any-return]
+    flat, now = staging.reshape(-1), theta[i]
+    d = weights[0] * (now - flat[rows[0] + i])
+    for j in range(1, len(rows)):
+        d = d + weights[j] * (now - flat[rows[j] + i])
+    g = scale * d
+    buf = decay * momentum[i] + g
+    new = now - outer_lr * (gradient_weight * g + lookahead * buf)
+    out_momentum[i], out_theta[i] = buf, new
+    return int(buf - buf != np.float32(0)) + int(new - new != np.float32(0))
 
 
-@_compiled
+@compiled
+def _step_lines(
+    theta: F32,
+    momentum: F32,
+    staging: F32,
+    rows: I64,
+    weights: F32,
+    scalars: F32,
+    out_theta: F32,
+    out_momentum: F32,
+    first: int,
+    last: int,
+    aligned: bool,
+) -> bool:
+    """_step_one for [first, last), four lines of each stream at a time; whether all that is written is finite.
+
+    aligned: both outputs begin lines of the cache at `first`, so that they may be streamed.
+
+    The merge stays in registers. A vector times zero is zero, or NaN where it is not finite: that is added up.
+    """
+    scale, outer_lr, decay = splat(scalars[0]), splat(scalars[1]), splat(scalars[2])
+    lookahead, gradient_weight = splat(scalars[3]), splat(scalars[4])
+    zero = splat(np.float32(0))
+    seen = zero
+    for i in range(first, last, 4 * VECTOR_ELEMS):
+        t0, t1, t2, t3 = load(theta, i), load(theta, i + 16), load(theta, i + 32), load(theta, i + 48)
+        w, x = splat(weights[0]), rows[0] + i
+        d0, d1 = w * (t0 - load(staging, x)), w * (t1 - load(staging, x + 16))
+        d2, d3 = w * (t2 - load(staging, x + 32)), w * (t3 - load(staging, x + 48))
+        for j in range(1, len(rows)):
+            w, x = splat(weights[j]), rows[j] + i
+            d0 = d0 + w * (t0 - load(staging, x))
+            d1 = d1 + w * (t1 - load(staging, x + 16))
+            d2 = d2 + w * (t2 - load(staging, x + 32))
+            d3 = d3 + w * (t3 - load(staging, x + 48))
+        g0, g1, g2, g3 = scale * d0, scale * d1, scale * d2, scale * d3
+        b0, b1 = decay * load(momentum, i) + g0, decay * load(momentum, i + 16) + g1
+        b2, b3 = decay * load(momentum, i + 32) + g2, decay * load(momentum, i + 48) + g3
+        _put(out_momentum, i, b0, aligned)
+        _put(out_momentum, i + 16, b1, aligned)
+        _put(out_momentum, i + 32, b2, aligned)
+        _put(out_momentum, i + 48, b3, aligned)
+        n0 = t0 - outer_lr * (gradient_weight * g0 + lookahead * b0)
+        n1 = t1 - outer_lr * (gradient_weight * g1 + lookahead * b1)
+        n2 = t2 - outer_lr * (gradient_weight * g2 + lookahead * b2)
+        n3 = t3 - outer_lr * (gradient_weight * g3 + lookahead * b3)
+        _put(out_theta, i, n0, aligned)
+        _put(out_theta, i + 16, n1, aligned)
+        _put(out_theta, i + 32, n2, aligned)
+        _put(out_theta, i + 48, n3, aligned)
+        seen = seen + ((zero * b0 + zero * b1) + (zero * b2 + zero * b3))
+        seen = seen + ((zero * n0 + zero * n1) + (zero * n2 + zero * n3))
+    fence()
+    found = np.empty(VECTOR_ELEMS, np.float32)
+    store(found, 0, seen)
+    return bool(found.sum() == np.float32(0))
+
+
+@compiled
+def _put(array: F32, index: int, value: Any, aligned: bool) -> None:
+    if aligned:
+        stream(array, index, value)
+    else:
+        store(array, index, value)
+
+
+@compiled
 def _seed_step(seed: F32, out_theta: F32, out_momentum: F32, start: int, stop: int) -> int:
-    out_momentum[start:stop] = np.float32(0)
-    return _land(out_theta[start:stop], seed[start:stop])
+    first = _aligned_from(out_momentum, start, stop)
+    last = first + (stop - first) // VECTOR_ELEMS * VECTOR_ELEMS
+    zero = splat(np.float32(0))
+    out_momentum[start:first] = np.float32(0)
+    for i in range(first, last, VECTOR_ELEMS):
+        stream(out_momentum, i, zero)
+    out_momentum[last:stop] = np.float32(0)
+    bad = _copy(out_theta, seed, start, stop)
+    fence()
+    return bad
 
 
-@_compiled
-def _gram(theta: F32, staging: F32, slots: I64, start: int, stop: int) -> tuple[F64, I64]:
+# ---- copies that count ----
+
+
+@compiled
+def _land(dst: F32, src_address: int) -> int:
+    bad = _copy(dst, array_at(src_address, len(dst), np.float32), 0, len(dst))
+    fence()
+    return bad
+
+
+@compiled
+def _copy(dst: F32, src: F32, start: int, stop: int) -> int:
+    """dst = src on [start, stop), past the caches; returns src's non-finite elements there. A fence() must follow."""
+    first = _aligned_from(dst, start, stop)
+    last = first + (stop - first) // VECTOR_ELEMS * VECTOR_ELEMS
+    zero = splat(np.float32(0))
+    seen = zero
+    for i in range(start, first):
+        dst[i] = src[i]
+    for i in range(first, last, VECTOR_ELEMS):
+        x = load(src, i)
+        stream(dst, i, x)
+        seen = seen + zero * x
+    for i in range(last, stop):
+        dst[i] = src[i]
+    found = np.empty(VECTOR_ELEMS, np.float32)
+    store(found, 0, seen)
+    if found.sum() == np.float32(0):
+        return _nonfinite(src[start:first]) + _nonfinite(src[last:stop])
+    return _nonfinite(src[start:stop])
+
+
+@compiled
+def _aligned_from(array: F32, start: int, stop: int) -> int:
+    """The first index of [start, stop] whose element begins a line of the cache, or stop. Float32 arrays stand at
+    multiples of four."""
+    ahead: int = -(address_of(array) // 4 + start) % VECTOR_ELEMS
+    return min(start + ahead, stop)
+
+
+@compiled
+def _nonfinite(values: F32) -> int:
+    """`x - x != 0` is true for NaN and both infinities only."""
+    bad = 0
+    for i in range(len(values)):
+        bad += int(values[i] - values[i] != np.float32(0))
+    return bad
+
+
+# ---- sums over pieces ----
+
+
+@compiled
+def _measure(src_address: int, theta: F32, squared: F64) -> int:
+    x = array_at(src_address, len(theta), np.float32)
+    lanes = np.empty(LANES, np.float64)
+    bad = 0
+    for piece in range(len(squared)):
+        start = piece * PIECE_ELEMS
+        stop = min(start + PIECE_ELEMS, len(theta))
+        lanes[:] = 0.0
+        _add_squares(lanes, theta, x, start, stop)
+        squared[piece] = _fold(lanes)
+        bad += _bad_in(squared[piece], x, start, stop)
+    return bad
+
+
+@compiled
+def _land_measured(dst: F32, src_address: int, theta: F32, squared: F64) -> int:
+    src = array_at(src_address, len(theta), np.float32)
+    lanes = np.empty(LANES, np.float64)
+    bad = 0
+    for piece in range(len(squared)):
+        start = piece * PIECE_ELEMS
+        stop = min(start + PIECE_ELEMS, len(theta))
+        lanes[:] = 0.0
+        for tile in range(start, stop, COPY_ELEMS):
+            end = min(tile + COPY_ELEMS, stop)
+            _add_squares(lanes, theta, src, tile, end)
+            bad += _copy(dst, src, tile, end)
+        squared[piece] = _fold(lanes)
+    fence()
+    return bad
+
+
+@compiled
+def _products(theta: F32, x: F32, y: F32, out: F64) -> None:
+    lanes = np.empty(LANES, np.float64)
+    for piece in range(len(out)):
+        start = piece * PIECE_ELEMS
+        out[piece] = _product(lanes, theta, x, y, start, min(start + PIECE_ELEMS, len(theta)))
+
+
+@compiled
+def _multiply_pieces(theta: F32, x: F32, y: F32, edges: I64, pieces: I64, sums: F64) -> None:
+    lanes = np.empty(LANES, np.float64)
+    for piece in pieces:
+        sums[piece] = _product(lanes, theta, x, y, edges[piece], edges[piece + 1])
+
+
+@compiled
+def _product(lanes: F64, theta: F32, x: F32, y: F32, start: int, stop: int) -> float:
+    """<theta - x, theta - y> over the piece [start, stop); lanes: scratch."""
+    whole = start + (stop - start) // LANES * LANES
+    zero = splat(np.float64(0))
+    s0, s1, s2, s3 = zero, zero, zero, zero
+    for i in range(start, whole, LANES):
+        now, after = load(theta, i), load(theta, i + 16)
+        a0, a1 = widen(now - load(x, i))
+        a2, a3 = widen(after - load(x, i + 16))
+        b0, b1 = widen(now - load(y, i))
+        b2, b3 = widen(after - load(y, i + 16))
+        s0, s1 = multiply_add(a0, b0, s0), multiply_add(a1, b1, s1)
+        s2, s3 = multiply_add(a2, b2, s2), multiply_add(a3, b3, s3)
+    _keep(lanes, s0, s1, s2, s3)
+    for i in range(whole, stop):
+        lanes[i - whole] += np.float64(theta[i] - x[i]) * np.float64(theta[i] - y[i])
+    return _fold(lanes)
+
+
+@compiled
+def _measure_pieces(theta: F32, staging: F32, slots: I64, edges: I64, pieces: I64, sums: F64, nonfinite: I64) -> None:
     k = len(slots)
-    lanes = np.zeros((k, k, LANES), np.float64)
-    counts = np.zeros(k, np.int64)
-    tile = np.zeros((k, GRAM_TILE_ELEMS), np.float32)
-    for base in range(start, stop, GRAM_TILE_ELEMS):
-        end = min(base + GRAM_TILE_ELEMS, stop)
-        padded = -(-(end - base) // (ROWS * LANES)) * ROWS * LANES
-        for j in range(k):
-            counts[j] += _pseudo_gradient(theta[base:end], staging[slots[j], base:end], tile[j])
-            tile[j, end - base : padded] = np.float32(0)
+    lanes = np.empty(k * (k + 1) // 2 * LANES, np.float64)
+    tile = np.empty(k * TILE_ELEMS, np.float64)
+    for piece in pieces:
+        start, stop = edges[piece], edges[piece + 1]
+        lanes[:] = 0.0
+        for base in range(start, stop, TILE_ELEMS):
+            end = min(base + TILE_ELEMS, stop)
+            padded = 0
+            for j in range(k):
+                padded = _pseudo_gradient(theta, staging, slots[j], base, end, tile, j * TILE_ELEMS)
+            pair = 0
+            for j in range(k):
+                for other in range(j, k):
+                    _add_products(lanes, pair, tile, j * TILE_ELEMS, other * TILE_ELEMS, padded)
+                    pair += 1
+        pair = 0
         for j in range(k):
             for other in range(j, k):
-                _add_products(lanes[j, other], tile[j, :padded], tile[other, :padded])
-    result = np.zeros((k, k), np.float64)
-    for j in range(k):
-        for other in range(j, k):
-            result[j, other] = result[other, j] = _fold(lanes[j, other])
-    return result, counts
+                sums[pair, piece] = _fold(lanes[pair * LANES : (pair + 1) * LANES])
+                if other == j:
+                    nonfinite[j, piece] = _bad_in(sums[pair, piece], staging[slots[j]], start, stop)
+                pair += 1
 
 
-@_compiled
-def _pseudo_gradient(now: F32, x: F32, out: F32) -> int:
-    """out = now - x, and the count of x's non-finite elements."""
-    bad: Any = np.int32(0)
-    for i in range(len(now)):
-        out[i] = now[i] - x[i]
-        bad += np.int32(x[i] - x[i] != np.float32(0))
-    return bad  # type: ignore[no-any-return]
+@compiled
+def _block_totals(sums: F64, first_pieces: I64) -> F64:
+    totals = np.zeros((len(sums), len(first_pieces) - 1), np.float64)
+    for row in range(len(sums)):
+        for block in range(len(first_pieces) - 1):
+            for piece in range(first_pieces[block], first_pieces[block + 1]):
+                totals[row, block] += sums[row, piece]
+    return totals
 
 
-@_compiled
-def _add_products(lanes: F64, a: F32, b: F32) -> None:
-    """Adds the products of whole rows of LANES elements, ROWS rows at a time so that the sums stay in
-    registers."""
-    for block in range(len(a) // (ROWS * LANES)):
-        left = a[block * ROWS * LANES : (block + 1) * ROWS * LANES]
-        right = b[block * ROWS * LANES : (block + 1) * ROWS * LANES]
-        for lane in range(LANES):
-            total = lanes[lane]
-            for row in range(ROWS):
-                total += np.float64(left[row * LANES + lane]) * np.float64(right[row * LANES + lane])
-            lanes[lane] = total
+@compiled
+def _pseudo_gradient(theta: F32, staging: F32, row: int, start: int, stop: int, out: F64, at: int) -> int:
+    """out from `at` on = theta - staging[row] on [start, stop), rounded to float32, and zeros up to a multiple of LANES
+    elements, which is returned."""
+    whole = start + (stop - start) // VECTOR_ELEMS * VECTOR_ELEMS
+    shift = row * len(theta)
+    for i in range(start, whole, VECTOR_ELEMS):
+        low, high = widen(load(theta, i) - load(staging, shift + i))
+        store(out, at + i - start, low)
+        store(out, at + i - start + 8, high)
+    padded = (stop - start + LANES - 1) // LANES * LANES
+    for i in range(whole, stop):
+        out[at + i - start] = np.float64(theta[i] - staging[row, i])
+    for i in range(stop - start, padded):
+        out[at + i] = 0.0
+    return padded
 
 
-@_compiled
+@compiled
+def _add_products(lanes: F64, pair: int, tile: F64, a: int, b: int, length: int) -> None:
+    """The products of tile[a : a + length] and tile[b : b + length]; the pair's sums are lanes from pair * LANES on."""
+    first = pair * LANES
+    s0, s1, s2, s3 = load(lanes, first), load(lanes, first + 8), load(lanes, first + 16), load(lanes, first + 24)
+    for i in range(0, length, LANES):
+        s0 = multiply_add(load(tile, a + i), load(tile, b + i), s0)
+        s1 = multiply_add(load(tile, a + i + 8), load(tile, b + i + 8), s1)
+        s2 = multiply_add(load(tile, a + i + 16), load(tile, b + i + 16), s2)
+        s3 = multiply_add(load(tile, a + i + 24), load(tile, b + i + 24), s3)
+    store(lanes, first, s0)
+    store(lanes, first + 8, s1)
+    store(lanes, first + 16, s2)
+    store(lanes, first + 24, s3)
+
+
+@compiled
+def _add_squares(lanes: F64, theta: F32, x: F32, start: int, stop: int) -> None:
+    """start is a multiple of LANES elements behind the piece's beginning."""
+    whole = start + (stop - start) // LANES * LANES
+    s0, s1, s2, s3 = load(lanes, 0), load(lanes, 8), load(lanes, 16), load(lanes, 24)
+    for i in range(start, whole, LANES):
+        d0, d1 = widen(load(theta, i) - load(x, i))
+        d2, d3 = widen(load(theta, i + 16) - load(x, i + 16))
+        s0, s1 = multiply_add(d0, d0, s0), multiply_add(d1, d1, s1)
+        s2, s3 = multiply_add(d2, d2, s2), multiply_add(d3, d3, s3)
+    _keep(lanes, s0, s1, s2, s3)
+    for i in range(whole, stop):
+        lanes[i - whole] += np.float64(theta[i] - x[i]) * np.float64(theta[i] - x[i])
+
+
+@compiled
+def _keep(lanes: F64, s0: Any, s1: Any, s2: Any, s3: Any) -> None:
+    store(lanes, 0, s0)
+    store(lanes, 8, s1)
+    store(lanes, 16, s2)
+    store(lanes, 24, s3)
+
+
+@compiled
 def _fold(lanes: F64) -> float:
     width = LANES // 2
     while width > 0:
@@ -247,27 +521,10 @@ def _fold(lanes: F64) -> float:
     return lanes[0]  # type: ignore[no-any-return]
 
 
-@_compiled
-def _land(dst: F32, src: F32) -> int:
-    bad = 0
-    for base in range(0, len(dst), TILE_ELEMS):
-        bad += _land_tile(dst[base : base + TILE_ELEMS], src[base : base + TILE_ELEMS])
-    return bad
-
-
-@_compiled
-def _land_tile(dst: F32, src: F32) -> int:
-    bad: Any = np.int32(0)
-    for i in range(len(dst)):
-        x = src[i]
-        dst[i] = x
-        bad += np.int32(x - x != np.float32(0))
-    return bad  # type: ignore[no-any-return]
-
-
-@_compiled
-def _nonfinite(values: F32) -> int:
-    bad = 0
-    for i in range(len(values)):
-        bad += int(values[i] - values[i] != np.float32(0))
-    return bad
+@compiled
+def _bad_in(squared: float, x: F32, start: int, stop: int) -> int:
+    """x's non-finite elements in a piece whose sum of squares this is: none where that is finite, and the finite sums
+    of float32 squares cannot overflow."""
+    if squared - squared == 0.0:
+        return 0
+    return _nonfinite(x[start:stop])

@@ -14,6 +14,8 @@ All functions work on the elements [start, stop) and leave the others as they ar
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,15 @@ from numpy.typing import NDArray
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
+MeasurePieces = Callable[[F32, F32, I64, I64, I64, F64, I64], None]
 
 LANES = 32
-"""Partial sums of one entry of the Gram matrix: element start + i is added to lane i % LANES. Part of the
-result's definition (it fixes the rounding), chosen so that the compiled twin fills its vector registers."""
+"""Partial sums of one piece: its element i is added to lane i % LANES. Part of the result's definition (it fixes the
+rounding), chosen so that the compiled twin fills its vector registers."""
+
+PIECE_ELEMS = 16384
+"""Elements of a piece, counted from the beginning of the block: what a sum is taken of at a time, so that chunks may be
+measured as they arrive, in any order and by any thread. A multiple of LANES; 64 KiB stay in a core's own caches."""
 
 
 def outer_step(
@@ -82,25 +89,101 @@ def seed_step(staging: F32, slot: int, out_theta: F32, out_momentum: F32, start:
     return _count_nonfinite(out_theta[start:stop])
 
 
+def n_pieces(n_elems: int) -> int:
+    """Pieces of n_elems elements; only the last may be shorter than PIECE_ELEMS."""
+    return -(-n_elems // PIECE_ELEMS)
+
+
 def gram(theta: F32, staging: F32, slots: I64, start: int, stop: int) -> tuple[F64, I64]:
     """MEASURE (docs/algorithm.md; paper 4.1 step 1) for one block, which is the range [start, stop).
 
     Returns (float64 (k, k) symmetric, int64 (k,)): Gram_jk = <theta - x_j, theta - x_k> and the number of
-    non-finite elements of each x_j. theta - x is rounded to float32, as in outer_step; products (exact) and
-    sums are float64. The order of the additions is fixed: LANES partial sums, then a fixed tree over them. A
-    non-finite element makes its participant's row and column NaN or infinite.
+    non-finite elements of each x_j. Each entry is the total() of the block's pieces. A non-finite element makes
+    its participant's row and column NaN or infinite.
     """
     check_gram(theta, staging, slots, start, stop)
+    return gram_of_pieces(theta, staging, slots, start, stop, measure_pieces)
+
+
+def gram_of_pieces(
+    theta: F32, staging: F32, slots: I64, start: int, stop: int, measure: MeasurePieces
+) -> tuple[F64, I64]:
+    """gram by either twin's measure_pieces."""
     k = len(slots)
+    edges = np.append(np.arange(start, stop, PIECE_ELEMS), stop).astype(np.int64)
+    sums = np.zeros((k * (k + 1) // 2, len(edges) - 1), np.float64)
+    nonfinite = np.zeros((k, len(edges) - 1), np.int64)
+    measure(theta, staging, slots, edges, np.arange(len(edges) - 1), sums, nonfinite)
+    result = np.zeros((k, k), np.float64)
+    upper = np.triu_indices(k)
+    result[upper] = [total(of_pair) for of_pair in sums]
+    result.T[upper] = result[upper]
+    return result, nonfinite.sum(axis=1)
+
+
+def measure_pieces(theta: F32, staging: F32, slots: I64, edges: I64, pieces: I64, sums: F64, nonfinite: I64) -> None:
+    """The pieces' parts of Gram, for all pairs of slots at once.
+
+    edges: (p + 1,), piece i is the range [edges[i], edges[i + 1]). pieces: the numbers of those to measure. sums:
+    (k (k + 1) / 2, p), the upper triangle by rows of each; nonfinite: (k, p). Other pieces' columns stay as they are.
+    Raises ValueError for arguments that do not fit.
+    """
+    check_measure_pieces(theta, staging, slots, edges, pieces, sums, nonfinite)
+    for piece in pieces.tolist():
+        part = slice(int(edges[piece]), int(edges[piece + 1]))
+        pair = 0
+        for j, row in enumerate(slots):
+            for other in slots[j:]:
+                products(theta[part], staging[row, part], staging[other, part], sums[pair, piece : piece + 1])
+                pair += 1
+            nonfinite[j, piece] = _count_nonfinite(staging[row, part])
+
+
+def multiply_pieces(theta: F32, x: F32, y: F32, edges: I64, pieces: I64, sums: F64) -> None:
+    """measure_pieces for one pair of whole vectors x, y (n,); sums: (p,)."""
+    check_multiply_pieces(theta, x, y, edges, pieces, sums)
+    for piece in pieces.tolist():
+        part = slice(int(edges[piece]), int(edges[piece + 1]))
+        products(theta[part], x[part], y[part], sums[piece : piece + 1])
+
+
+def products(theta: F32, x: F32, y: F32, out: F64) -> None:
+    """out[p] = <theta - x, theta - y> over piece p of a slice that begins at a piece's edge; out: (n_pieces,).
+
+    theta - x is rounded to float32, as in outer_step; products (exact) and sums are float64. The order of the
+    additions is fixed: LANES partial sums that begin with zero, then a fixed tree over them. Raises ValueError
+    for arguments that do not fit.
+    """
+    check_pieces(theta, out, x=x, y=y)
     with np.errstate(all="ignore"):
-        pseudo_gradients = [theta[start:stop] - staging[slot, start:stop] for slot in slots]
-        lanes = [_in_lanes(gradient) for gradient in pseudo_gradients]
-        result = np.zeros((k, k), np.float64)
-        for j in range(k):
-            for other in range(j, k):
-                result[j, other] = result[other, j] = _sum_lanes(lanes[j] * lanes[other])
-    counts = [_count_nonfinite(staging[slot, start:stop]) for slot in slots]
-    return result, np.array(counts, np.int64)
+        left, right = (theta - x).astype(np.float64), (theta - y).astype(np.float64)
+        for piece in range(len(out)):
+            part = slice(piece * PIECE_ELEMS, (piece + 1) * PIECE_ELEMS)
+            out[piece] = _sum_lanes(left[part] * right[part])
+
+
+def total(pieces: F64) -> float:
+    """The sum over a block's pieces: plain float64 additions in the order of their offsets."""
+    return float(np.add.accumulate(pieces)[-1]) if len(pieces) else 0.0
+
+
+def block_totals(sums: F64, first_pieces: I64) -> F64:
+    """(rows, b): total() of the pieces [first_pieces[i], first_pieces[i + 1]) in each row of sums (rows, p)."""
+    ranges = list(itertools.pairwise(first_pieces.tolist()))
+    return np.array([[total(row[start:stop]) for start, stop in ranges] for row in sums], np.float64)
+
+
+def measure_landed(x: F32, theta: F32, squared: F64) -> int:
+    """squared = products(theta, x, x); returns x's non-finite elements."""
+    products(theta, x, x, squared)
+    return _count_nonfinite(x)
+
+
+def land_measured(dst: F32, src: F32, theta: F32, squared: F64) -> int:
+    """land and measure_landed in one pass: dst = src, squared = products(theta, src, src)."""
+    bad = land(dst, src)
+    products(theta, src, src, squared)
+    return bad
 
 
 def land(dst: F32, src: F32) -> int:
@@ -110,19 +193,12 @@ def land(dst: F32, src: F32) -> int:
     return _count_nonfinite(dst)
 
 
-def _in_lanes(gradient: F32) -> F64:
-    """float64 (rows, LANES), padded with zeros, which change no partial sum."""
-    rows = -(-len(gradient) // LANES)
-    padded = np.zeros(rows * LANES, np.float64)
-    padded[: len(gradient)] = gradient
-    return padded.reshape(rows, LANES)
-
-
 def _sum_lanes(products: F64) -> float:
-    """Rows are added one after the other, starting from zero; then lanes are folded in halves: 16, 8, 4, 2,
-    1."""
-    from_zero = np.concatenate([np.zeros((1, LANES)), products])
-    lanes = np.add.accumulate(from_zero, axis=0)[-1]
+    """Rows of LANES products, the last padded with zeros, which change no sum, are added one after the other;
+    then lanes are folded in halves: 16, 8, 4, 2, 1."""
+    rows = np.zeros((1 + -(-len(products) // LANES), LANES))
+    rows.reshape(-1)[LANES : LANES + len(products)] = products
+    lanes = np.add.accumulate(rows, axis=0)[-1]
     while len(lanes) > 1:
         lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
     return float(lanes[0])
@@ -171,6 +247,47 @@ def check_gram(theta: F32, staging: F32, slots: I64, start: int, stop: int) -> N
         raise ValueError(f"the range [{start}, {stop}) is not within the {n} elements of theta")
     if len(slots) == 0 or slots.min() < 0 or slots.max() >= staging.shape[0]:
         raise ValueError(f"slots {slots.tolist()} are not rows of a staging with {staging.shape[0]} of them")
+
+
+def check_pieces(theta: F32, sums: F64, **vectors: F32) -> None:
+    """Raises ValueError unless the vectors are as long as theta, and sums has an element for each of its pieces."""
+    if theta.ndim != 1:
+        raise ValueError(f"theta has shape {theta.shape}, not one dimension")
+    for name, vector in (("theta", theta), *vectors.items()):
+        _require(name, vector, np.float32, theta.shape)
+    _require("sums", sums, np.float64, (n_pieces(len(theta)),))
+    _require_writable(sums=sums)
+
+
+def check_measure_pieces(
+    theta: F32, staging: F32, slots: I64, edges: I64, pieces: I64, sums: F64, nonfinite: I64
+) -> None:
+    """Raises ValueError unless the arguments of measure_pieces fit together."""
+    check_gram(theta, staging, slots, 0, len(theta))
+    _check_edges(len(theta), edges, pieces)
+    k, n = len(slots), len(edges) - 1
+    _require("sums", sums, np.float64, (k * (k + 1) // 2, n))
+    _require("nonfinite", nonfinite, np.int64, (k, n))
+    _require_writable(sums=sums, nonfinite=nonfinite)
+
+
+def check_multiply_pieces(theta: F32, x: F32, y: F32, edges: I64, pieces: I64, sums: F64) -> None:
+    """Raises ValueError unless the arguments of multiply_pieces fit together."""
+    for name, vector in (("theta", theta), ("x", x), ("y", y)):
+        _require(name, vector, np.float32, (len(theta),))
+    _check_edges(len(theta), edges, pieces)
+    _require("sums", sums, np.float64, (len(edges) - 1,))
+    _require_writable(sums=sums)
+
+
+def _check_edges(n_elems: int, edges: I64, pieces: I64) -> None:
+    _require("edges", edges, np.int64, (len(edges),))
+    _require("pieces", pieces, np.int64, (len(pieces),))
+    lengths = np.diff(edges)
+    if len(edges) == 0 or edges[0] < 0 or edges[-1] > n_elems or np.any(lengths < 1) or np.any(lengths > PIECE_ELEMS):
+        raise ValueError(f"edges must rise within {n_elems} elements, by 1 to {PIECE_ELEMS} each")
+    if len(pieces) and (pieces.min() < 0 or pieces.max() >= len(lengths)):
+        raise ValueError(f"pieces must be below {len(lengths)}, the number of pieces between edges")
 
 
 def check_land(dst: F32, src: F32) -> None:

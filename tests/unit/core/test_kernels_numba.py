@@ -5,22 +5,27 @@ from __future__ import annotations
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numba
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core.dispatcher import Dispatcher
 from support.numerics import F32, Shard, assert_same_bits, random_slots
 
-from dips.core import kernels_numba, outer_numpy
-from dips.core.kernels_numba import GRAM_TILE_ELEMS, ROWS, TILE_ELEMS
-from dips.core.outer_numpy import LANES
+from dips.core import kernels_numba, kernels_wire, outer_numpy, simd_numba
+from dips.core.kernels_numba import COPY_ELEMS, TILE_ELEMS, VECTOR_ELEMS
+from dips.core.outer_numpy import LANES, PIECE_ELEMS, n_pieces
+from dips.core.simd_numba import VECTOR_BYTES, compiled
 
 SIZES = [
-    *(1, 2, LANES - 1, LANES + 1, ROWS * LANES, GRAM_TILE_ELEMS - 1, GRAM_TILE_ELEMS, 3 * GRAM_TILE_ELEMS + 77),
-    *(TILE_ELEMS, TILE_ELEMS + 1, 100_003),
+    *(1, 2, LANES - 1, LANES + 1, 4 * VECTOR_ELEMS, TILE_ELEMS - 1, TILE_ELEMS, 3 * TILE_ELEMS + 77),
+    *(COPY_ELEMS + 1, PIECE_ELEMS, PIECE_ELEMS + 1, 100_003),
 ]
 
 
@@ -80,6 +85,7 @@ def test_kernels_equal_the_reference_anywhere(
     both_grams(shard, k, start, stop)
 
 
+@settings(deadline=None)
 @given(values=st.lists(st.floats(width=32), min_size=1, max_size=80), seed=st.integers(0, 2**20))
 def test_any_float32_values(values: list[float], seed: int) -> None:
     """Bit patterns that hypothesis thinks of: each array is a shuffle of them."""
@@ -105,13 +111,24 @@ def test_seed_and_land_equal_the_reference(special: bool) -> None:
 
 
 @pytest.mark.parametrize("offset_bytes", [0, 1, 2, 4])
-def test_land_takes_a_read_only_frame_at_any_address(offset_bytes: int) -> None:
+def test_frames_are_read_at_any_address(offset_bytes: int) -> None:
+    """Read-only ones too."""
     values = np.array([1.5, np.nan, -0.0, np.inf, 3.0] * 300, np.float32)
     frame = bytes(offset_bytes) + values.tobytes()
     src = np.frombuffer(frame, np.float32, offset=offset_bytes)
-    dst = np.zeros_like(values)
-    assert kernels_numba.land(dst, src) == 600
-    assert_same_bits(dst, values)
+    theta, found, expected = np.ones_like(values), np.zeros(1), np.zeros(1)
+    assert outer_numpy.measure_landed(values, theta, expected) == 600
+    for land in (
+        lambda dst: kernels_numba.land(dst, src),
+        lambda dst: kernels_numba.land_measured(dst, src, theta, found),
+    ):
+        dst = np.zeros_like(values)
+        assert land(dst) == 600
+        assert_same_bits(dst, values)
+    assert_same_bits(found, expected)
+    found[:] = 0
+    assert kernels_numba.measure_landed(src, theta, found) == 600
+    assert_same_bits(found, expected)
 
 
 def test_the_step_may_overwrite_its_inputs() -> None:
@@ -186,28 +203,109 @@ def _on_slaves(
     return theta, momentum, total
 
 
+@pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
+@pytest.mark.parametrize("n_elems", SIZES)
+def test_sums_on_receipt_equal_the_reference(n_elems: int, special: bool) -> None:
+    shard = Shard.random(n_elems, n_elems, slots=2, special=special)
+    theta, (x, y) = shard.theta, shard.staging
+    found, expected = np.full((2, n_pieces(n_elems)), 77.0)
+    kernels_numba.products(theta, x, y, found)
+    outer_numpy.products(theta, x, y, expected)
+    assert_same_bits(found, expected)
+    assert kernels_numba.measure_landed(x, theta, found) == outer_numpy.measure_landed(x, theta, expected)
+    assert_same_bits(found, expected)
+    found[:] = 77.0
+    dst = np.zeros_like(x)
+    assert kernels_numba.land_measured(dst, x, theta, found) == np.count_nonzero(~np.isfinite(x))
+    assert_same_bits(found, expected)
+    assert_same_bits(dst, x)
+
+
+@pytest.mark.parametrize("ahead", [1, 3, 15])
+def test_a_chunk_may_begin_anywhere_in_memory(ahead: int) -> None:
+    """A block begins at any element of a shard, so theta and staging are sliced off the cache's lines."""
+    n_elems = PIECE_ELEMS + 1234
+    shard = Shard.random(ahead, n_elems + ahead, slots=2)
+    theta, x, y = shard.theta[ahead:], shard.staging[0, ahead:], shard.staging[1, ahead:].copy()
+    found, expected = np.zeros((2, n_pieces(n_elems)))
+    assert kernels_numba.land_measured(x, y, theta, found) == 0
+    assert outer_numpy.measure_landed(y, theta, expected) == 0
+    assert_same_bits(found, expected)
+    assert_same_bits(x, y)
+
+
+def test_pieces_measured_one_by_one_make_the_gram_of_the_block() -> None:
+    """What a slave takes on receipt, chunk by chunk in any order, is what a pass over all gives, to the bit."""
+    n_elems = 5 * PIECE_ELEMS + 333
+    shard = Shard.random(11, n_elems, slots=2)
+    squared, mixed = np.zeros((2, n_pieces(n_elems)))
+    for piece in np.random.default_rng(0).permutation(len(squared)).tolist():
+        part = slice(piece * PIECE_ELEMS, min((piece + 1) * PIECE_ELEMS, n_elems))
+        theta, (x, y) = shard.theta[part], shard.staging[:, part].copy()
+        kernels_numba.measure_landed(x, theta, squared[piece : piece + 1])
+        kernels_numba.products(theta, x, y, mixed[piece : piece + 1])
+    gram, _ = kernels_numba.gram(shard.theta, shard.staging, np.arange(2), 0, n_elems)
+    assert (outer_numpy.total(squared), outer_numpy.total(mixed)) == (gram[0, 0], gram[0, 1])
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
+def test_listed_pieces_are_measured_and_no_other(special: bool) -> None:
+    shard = Shard.random(13, 3 * PIECE_ELEMS, slots=4, special=special)
+    edges = np.array([5, 6, 6 + PIECE_ELEMS, 20_000, 20_033, 30_007])
+    pieces, slots = np.array([4, 1, 3]), np.array([3, 0, 1])
+    results = []
+    for module in (outer_numpy, kernels_numba):
+        sums, nonfinite, pair = np.full((6, 5), 77.0), np.full((3, 5), 77), np.full(5, 77.0)
+        module.measure_pieces(shard.theta, shard.staging, slots, edges, pieces, sums, nonfinite)
+        module.multiply_pieces(shard.theta, shard.staging[3], shard.staging[1], edges, pieces, pair)
+        assert_same_bits(pair, sums[2])
+        assert np.all(sums[:, [0, 2]] == 77.0)
+        assert np.all(nonfinite[:, [0, 2]] == 77)
+        totals = module.block_totals(sums, np.array([0, 3, 3, 5]))
+        assert totals.shape == (6, 3)
+        results.append((sums, nonfinite, totals))
+    for found, expected in zip(*results, strict=True):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("ahead", [(0, 0), (5, 5), (3, 11)], ids=["aligned", "one peeled", "each elsewhere"])
+def test_outputs_may_stand_anywhere(ahead: tuple[int, int]) -> None:
+    n_elems = 3000
+    shard = Shard.random(12, n_elems, slots=3)
+    slots, weights = random_slots(12, 3, 3)
+    arguments = (shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.8, 1.0)
+    expected, found = shard.outputs(), tuple(_elements_behind_a_line(n_elems, elems) for elems in ahead)
+    outer_numpy.outer_step(*arguments, *expected, 100, 2900)
+    kernels_numba.outer_step(*arguments, *found, 100, 2900)
+    assert_same_bits(found[0], expected[0])
+    assert_same_bits(found[1], expected[1])
+
+
+def _elements_behind_a_line(n_elems: int, ahead: int) -> F32:
+    room = np.full(n_elems + 32, 77.0, np.float32)
+    start = -(room.ctypes.data // 4) % VECTOR_ELEMS + ahead
+    return room[start : start + n_elems]
+
+
 def test_warm_up_compiles_all_that_a_round_needs() -> None:
     """After it, a round with real arrays (a read-only frame too) adds no specialisation."""
-    dispatchers = [
-        kernels_numba._outer_step,
-        kernels_numba._seed_step,
-        kernels_numba._gram,
-        kernels_numba._land,
-        kernels_numba._nonfinite,
-    ]
-    before = [len(dispatcher.signatures) for dispatcher in dispatchers]  # type: ignore[attr-defined]
-    assert min(before) >= 1
+    dispatchers = [value for value in vars(kernels_numba).values() if isinstance(value, Dispatcher)]
+    before = [len(dispatcher.signatures) for dispatcher in dispatchers]
+    assert len(before) > 10
     both_steps(Shard.random(9, 100, slots=3), 3, 10, 90)
     both_grams(Shard.random(9, 100, slots=3), 3, 10, 90)
-    test_land_takes_a_read_only_frame_at_any_address(4)
-    test_land_takes_a_read_only_frame_at_any_address(1)
+    test_frames_are_read_at_any_address(4)
+    test_frames_are_read_at_any_address(1)
     test_seed_and_land_equal_the_reference(False)
-    assert [len(dispatcher.signatures) for dispatcher in dispatchers] == before  # type: ignore[attr-defined]
+    test_sums_on_receipt_equal_the_reference(LANES + 1, True)
+    test_listed_pieces_are_measured_and_no_other(True)
+    assert [len(dispatcher.signatures) for dispatcher in dispatchers] == before
 
 
-def test_both_twins_mean_the_same_lanes() -> None:
-    assert kernels_numba.LANES == LANES
-    assert GRAM_TILE_ELEMS % (ROWS * LANES) == 0
+def test_both_twins_mean_the_same_lanes_and_pieces() -> None:
+    assert (kernels_numba.LANES, kernels_numba.PIECE_ELEMS) == (LANES, PIECE_ELEMS)
+    assert 4 * VECTOR_ELEMS == VECTOR_BYTES
+    assert PIECE_ELEMS % COPY_ELEMS == COPY_ELEMS % LANES == TILE_ELEMS % LANES == 0
 
 
 def test_without_a_folder_for_the_cache_it_compiles_all_the_same() -> None:
@@ -217,7 +315,7 @@ def test_without_a_folder_for_the_cache_it_compiles_all_the_same() -> None:
     exec("def twice(x):\n    return 2 * x", namespace)
     with pytest.raises(RuntimeError, match="cannot cache"):
         numba.njit(cache=True)(namespace["twice"])
-    assert kernels_numba._compiled(namespace["twice"])(21) == 42
+    assert compiled(namespace["twice"])(21) == 42
 
 
 def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:
@@ -236,3 +334,37 @@ def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:
         kernels_numba.seed_step(shard.staging, 2, theta, momentum, 0, 8)
     with pytest.raises(ValueError, match="src is"):
         kernels_numba.land(theta, np.zeros(9, np.float32))
+    sums = np.zeros(1)
+    with pytest.raises(ValueError, match="x is"):
+        kernels_numba.products(shard.theta, np.zeros(9, np.float32), theta, sums)
+    with pytest.raises(ValueError, match="sums is"):
+        kernels_numba.measure_landed(theta, shard.theta, np.zeros(2))
+    with pytest.raises(ValueError, match="theta is"):
+        kernels_numba.land_measured(theta, shard.theta, np.zeros(8), sums)
+    edges, pieces, nonfinite = np.array([0, 8]), np.array([0]), np.zeros((1, 1), np.int64)
+    piece_sums = np.zeros((1, 1))
+    for complaint, bad_edges, bad_pieces in (
+        ("must rise", np.array([0, 9]), pieces),
+        ("must rise", np.array([4, 3]), pieces),
+        ("pieces must be", edges, np.array([1])),
+        ("pieces must be", edges, np.array([-1])),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            kernels_numba.measure_pieces(
+                shard.theta, shard.staging, np.array([0]), bad_edges, bad_pieces, piece_sums, nonfinite
+            )
+        with pytest.raises(ValueError, match=complaint):
+            kernels_numba.multiply_pieces(shard.theta, shard.staging[0], shard.staging[1], bad_edges, bad_pieces, sums)
+    with pytest.raises(ValueError, match="nonfinite is"):
+        kernels_numba.measure_pieces(
+            shard.theta, shard.staging, np.array([0]), edges, pieces, piece_sums, np.zeros((2, 1), np.int64)
+        )
+    with pytest.raises(ValueError, match="pieces up to"):
+        kernels_numba.block_totals(piece_sums, np.array([0, 2]))
+
+
+@pytest.mark.parametrize("module", [kernels_numba, kernels_wire])
+def test_a_change_of_the_vector_code_reaches_those_who_have_compiled_it_before(module: ModuleType) -> None:
+    """Numba keeps compiled code as long as the file that it was called from stays the same."""
+    now = xxhash.xxh3_64_hexdigest(Path(simd_numba.__file__).read_bytes())
+    assert now == module.SIMD_XXH3, f"write SIMD_XXH3 = {now!r} into {module.__name__}"

@@ -12,7 +12,7 @@ import torch
 from support.numerics import F32, Shard, assert_same_bits, random_slots
 
 from dips.core import outer_numpy
-from dips.core.outer_numpy import LANES
+from dips.core.outer_numpy import LANES, PIECE_ELEMS, n_pieces
 
 
 def torch_step(
@@ -170,6 +170,47 @@ def test_gram_order_of_additions_is_by_lanes() -> None:
     gram, _ = outer_numpy.gram(theta, staging, np.zeros(1, np.int64), 0, n_elems)
     assert gram[0, 0] == lanes[0]
     assert gram[0, 0] >= big
+
+
+def test_gram_adds_whole_pieces_in_the_order_of_their_offsets() -> None:
+    """2^60 in the first piece swallows the 1 of each later one, which they would not do to each other."""
+    n_elems = 3 * PIECE_ELEMS
+    staging = np.zeros((1, n_elems), np.float32)
+    staging[0, [0, PIECE_ELEMS, PIECE_ELEMS + 7, 2 * PIECE_ELEMS]] = 2.0**30, 8.0, 8.0, 8.0
+    gram, _ = outer_numpy.gram(np.zeros(n_elems, np.float32), staging, np.zeros(1, np.int64), 0, n_elems)
+    assert gram[0, 0] == (2.0**60 + 128.0) + 64.0
+    assert gram[0, 0] != 2.0**60 + (128.0 + 64.0)
+
+
+@pytest.mark.parametrize("n_elems", [1, PIECE_ELEMS, PIECE_ELEMS + 1])
+def test_sums_on_receipt_are_those_of_gram(n_elems: int) -> None:
+    shard = Shard.random(5, n_elems, slots=2)
+    squared, mixed = np.zeros((2, n_pieces(n_elems)))
+    landed = np.zeros(n_elems, np.float32)
+    assert outer_numpy.land_measured(landed, shard.staging[0], shard.theta, squared) == 0
+    assert_same_bits(landed, shard.staging[0])
+    outer_numpy.products(shard.theta, *shard.staging, mixed)
+    gram, _ = outer_numpy.gram(shard.theta, shard.staging, np.arange(2), 0, n_elems)
+    assert (gram[0, 0], gram[1, 0]) == (outer_numpy.total(squared), outer_numpy.total(mixed))
+
+
+def test_non_finite_elements_are_counted_on_receipt_and_spoil_their_own_piece_only() -> None:
+    x = np.ones(PIECE_ELEMS + 1, np.float32)
+    x[[3, 4]] = np.nan, np.inf
+    sums = np.zeros(2)
+    assert outer_numpy.measure_landed(x, np.zeros_like(x), sums) == 2
+    assert np.isnan(sums[0])
+    assert sums[1] == 1.0
+
+
+def test_sums_refuse_what_does_not_fit() -> None:
+    x = np.zeros(4, np.float32)
+    with pytest.raises(ValueError, match="sums is"):
+        outer_numpy.products(x, x, x, np.zeros(2))
+    with pytest.raises(ValueError, match="y is"):
+        outer_numpy.products(x, x, np.zeros(5, np.float32), np.zeros(1))
+    with pytest.raises(ValueError, match="dimension"):
+        outer_numpy.measure_landed(np.zeros((2, 2), np.float32), np.zeros((2, 2), np.float32), np.zeros(1))
 
 
 def test_a_nonfinite_element_spoils_its_own_row_and_column_only() -> None:

@@ -7,12 +7,17 @@ import pytest
 from support.slave_bench import R2, V0, V1
 from support.slave_peers import LAYOUT, placement_over, prepare_of, push_id, shard_of
 
-from dips.core.chunks import digest_of_array, shard_digest
+from dips.core import kernels_numba
+from dips.core.chunks import chunks_of, digest_of_array, shard_digest
+from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
-from dips.core.outer_numpy import gram, outer_step
+from dips.core.layout import Layout, Parameter
+from dips.core.outer_numpy import PIECE_ELEMS, gram, outer_step
+from dips.core.threads import Threads
 from dips.slave import calculation
 from dips.slave.memory import F32, ShardMemory
+from dips.slave.receipts import Receipts
 
 RNG = np.random.default_rng(3)
 THETA, MOMENTUM, X, Y = (RNG.standard_normal(LAYOUT.n_elems).astype(np.float32) for _ in range(4))
@@ -70,6 +75,83 @@ def test_measure_is_the_gram_of_the_reference_upper_triangle_by_rows() -> None:
         expected, _ = gram(THETA, np.stack([X, Y]), np.arange(2), block.start_elem, block.stop_elem)
         assert grams.gram == (expected[0, 0], expected[0, 1], expected[1, 1])
         assert grams.nonfinite_elems == (0, 0)
+
+
+BIG = Layout(
+    tuple(Parameter(f"{name}.weight", (n,), "float32", name) for name, n in (("a", 50_000), ("b", 7), ("c", 90_000))),
+    block_elems=70_000,
+)
+CHUNK_BYTES = 2 * 4 * PIECE_ELEMS
+"""Of two pieces, so that blocks end within a chunk and within a piece."""
+
+SLOTS = 4
+
+
+def big_memory(seed: int) -> tuple[ShardMemory, F32]:
+    """Four staging rows with an element that is not finite, and theta."""
+    rng = np.random.default_rng(seed)
+    memory = ShardMemory(BIG.blocks, CHUNK_BYTES, SLOTS, 100 << 20)
+    memory.staging[:] = rng.standard_normal(memory.staging.shape)
+    memory.momentum[:] = rng.standard_normal(memory.n_elems)
+    memory.staging[1, 60_000] = np.nan
+    return memory, rng.standard_normal(memory.n_elems).astype(np.float32)
+
+
+def receive(memory: ShardMemory, theta: F32, share: float, pairs: float) -> Receipts:
+    """As if each chunk of each row had been measured on receipt with this chance, the others with an older theta."""
+    receipts, rng = Receipts(memory.map, SLOTS), np.random.default_rng(7)
+    receipts.new_theta()
+    receipts.new_theta()
+    for chunk in chunks_of(memory.blocks, CHUNK_BYTES):
+        names = {"block": chunk.block_id, "offset_bytes": chunk.offset_bytes, "length_bytes": chunk.length_bytes}
+        landing = memory.map.find(DataHeader("run", 1, DataOp.PUT_CHUNK, 1, **names))
+        part = slice(landing.start_byte // 4, (landing.start_byte + landing.length_bytes) // 4)
+        for row in range(SLOTS):
+            number = 2 if rng.random() < share else 1
+            then, sums = theta[part] * np.float32(number / 2), receipts.squared_of(row, landing)
+            bad = kernels_numba.measure_landed(memory.staging[row, part], then, sums)
+            receipts.note(row, landing, bad, number)
+            for other, products in receipts.companions(row, landing):
+                if number == 2 and rng.random() < pairs:
+                    x, y = memory.staging[row, part], memory.staging[other, part]
+                    kernels_numba.products(theta[part], x, y, products)
+                    receipts.note_products(row, other, landing, 2)
+    return receipts
+
+
+@pytest.mark.parametrize("rows", [[2], [0, 1], [3, 0, 2], [0, 1, 2, 3]], ids=len)
+@pytest.mark.parametrize(("share", "pairs"), [(0, 0), (1, 0), (1, 1), (0.5, 0.5)])
+def test_what_receipt_tells_changes_no_bit(rows: list[int], share: float, pairs: float) -> None:
+    memory, theta = big_memory(1)
+    expected = calculation.measure(memory, theta, rows)
+    known = receive(memory, theta, share, pairs).known()
+    found = calculation.measure(memory, theta, rows, known)
+    assert repr(found) == repr(expected)  # a NaN is not equal to itself, but is written the same
+    assert sum(grams.nonfinite_elems[rows.index(1)] for grams in found) == 1 if 1 in rows else True
+
+
+def test_what_is_known_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, theta = big_memory(2)
+    known = receive(memory, theta, 1, 1).known()
+    expected = calculation.measure(memory, theta, [0, 1])
+    monkeypatch.setattr(kernels_numba, "measure_pieces", None)
+    monkeypatch.setattr(kernels_numba, "multiply_pieces", None)
+    assert repr(calculation.measure(memory, theta, [0, 1], known)) == repr(expected)
+
+
+@pytest.mark.parametrize("n_threads", [2, 3])
+def test_threads_change_no_bit(n_threads: int) -> None:
+    memory, theta = big_memory(3)
+    memory.staging[1, 60_000] = 0.5
+    threads, rows, out = Threads(n_threads), [0, 1], [np.empty_like(theta) for _ in range(2)]
+    assert calculation.measure(memory, theta, rows, None, threads) == calculation.measure(memory, theta, rows)
+    one = calculation.prepare(memory, theta, out[0], BODY, rows)
+    momentum = memory.next_momentum.copy()
+    many = calculation.prepare(memory, theta, out[1], BODY, rows, threads)
+    assert many == one == calculation.chunk_checksums(out[0], BIG.blocks, CHUNK_BYTES)
+    np.testing.assert_array_equal(out[1], out[0])
+    np.testing.assert_array_equal(memory.next_momentum, momentum)
+    threads.close()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

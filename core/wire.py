@@ -1,0 +1,55 @@
+"""How a push's numbers are written on the wire: float32 parameters, or differences to the base in fewer bits.
+
+Parameters themselves are never quantised: bfloat16 rounding of theta is as large as a pseudo-gradient. A difference
+codec writes d = theta - theta_base + residual, in blocks of SCALE_BLOCK_ELEMS elements from the chunk's beginning; what
+rounding loses is the next push's residual (error feedback), which the cluster keeps.
+
+Payload of a chunk of n elements, little-endian:
+    F32    n float32: the parameters
+    BF16   n bfloat16, rounded to nearest even: d
+    INT8   ceil(n / 64) float32 scales, then n int8 in [-127, 127]:      d ~ scale * q,  scale = max|d| / 127
+    INT4   ceil(n / 64) float32 scales, then ceil(n / 2) bytes, two elements each, the even one in the low four bits,
+           as q + 8 with q in [-7, 7]:                                   d ~ scale * q,  scale = max|d| / 7
+A block with an element that is not finite has scale NaN, so that nothing non-finite is ever lost on the way.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from dips.core.layout import FLOAT32_BYTES
+
+SCALE_BLOCK_ELEMS = 64
+
+
+class Codec(IntEnum):
+    """How the payload is written. NONE stands in messages without payload."""
+
+    NONE = 0
+    F32 = 1
+    BF16 = 2
+    INT8 = 3
+    INT4 = 4
+
+
+DIFFERENCES = frozenset({Codec.BF16, Codec.INT8, Codec.INT4})
+"""Codecs that need the base's parameters on both sides."""
+
+WIRE_DTYPES = {"float32": Codec.F32, "bfloat16": Codec.BF16, "int8": Codec.INT8, "int4": Codec.INT4}
+"""The names that people use."""
+
+
+def n_scales(codec: Codec, n_elems: int) -> int:
+    """Float32 scales before the codes."""
+    return -(-n_elems // SCALE_BLOCK_ELEMS) if codec in (Codec.INT8, Codec.INT4) else 0
+
+
+def encoded_bytes(codec: Codec, n_elems: int) -> int:
+    """Length of the payload of n_elems elements."""
+    codes = {
+        Codec.F32: FLOAT32_BYTES * n_elems,
+        Codec.BF16: 2 * n_elems,
+        Codec.INT8: n_elems,
+        Codec.INT4: -(-n_elems // 2),
+    }
+    return FLOAT32_BYTES * n_scales(codec, n_elems) + codes[codec]

@@ -1,0 +1,92 @@
+"""Memory for parameters: zeros at a page's edge, in large pages where the system has them."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dips.core import allocator
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (4, 1 << 18), (1 << 20,), (0, 7)])
+def test_zeros_of_any_shape_begin_at_a_page_and_can_be_written(shape: tuple[int, ...]) -> None:
+    array = allocator.zeros(*shape)
+    assert array.shape == shape
+    assert array.dtype == np.float32
+    assert array.flags.c_contiguous
+    assert not array.any()
+    assert array.size == 0 or array.ctypes.data % mmap.PAGESIZE == 0
+    array.fill(1.5)
+    assert array.sum() == 1.5 * array.size
+
+
+def test_a_large_array_begins_at_a_large_page() -> None:
+    array = allocator.zeros(allocator.HUGE_PAGE_BYTES // 4)
+    assert array.ctypes.data % allocator.HUGE_PAGE_BYTES == 0
+
+
+def test_arrays_do_not_share_memory() -> None:
+    first, second = allocator.zeros(1 << 20), allocator.zeros(1 << 20)
+    first.fill(1)
+    assert not second.any()
+    assert not np.shares_memory(first, second)
+
+
+def test_what_no_machine_has_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError):
+        allocator.zeros(1 << 60)
+
+
+def test_large_pages_are_asked_for() -> None:
+    """Private anonymous memory: shared memory would silently have small pages."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("/proc/self/smaps is Linux's")
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel was built without large pages")
+    array = allocator.zeros(16 << 18)
+    begin = array.ctypes.data
+    with open("/proc/self/smaps") as file:
+        flags = _flags_of_mapping(file.read().splitlines(), begin)
+    assert "hg" in flags
+    assert "sh" not in flags
+
+
+def test_a_kernel_without_large_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(mmap.mmap):
+        def madvise(self, *args: int) -> None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(mmap, "mmap", Small)
+    array = allocator.zeros(allocator.HUGE_PAGE_BYTES // 4)
+    array.fill(1.5)
+    assert array.sum() == 1.5 * array.size
+
+
+def _flags_of_mapping(lines: list[str], address: int) -> list[str]:
+    inside = False
+    for line in lines:
+        head = line.split(maxsplit=1)[0]
+        if "-" in head and not head.endswith(":"):
+            begin, end = (int(part, 16) for part in head.split("-"))
+            inside = begin <= address < end
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("the array is in no mapping")
+
+
+def test_freed_memory_is_kept_where_malloc_is_glibc() -> None:
+    taken = allocator.keep_freed_memory()
+    assert isinstance(taken, bool)
+    assert taken or not _is_glibc()
+
+
+def _is_glibc() -> bool:
+    import platform
+
+    return platform.libc_ver()[0] == "glibc"

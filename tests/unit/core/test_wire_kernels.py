@@ -1,0 +1,177 @@
+"""The difference codecs: the compiled twin equals the reference to the bit, and what is lost is what is kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba.core.dispatcher import Dispatcher
+from support.numerics import F32, Shard, assert_same_bits
+
+from dips.core import kernels_wire, wire_numpy
+from dips.core.wire import DIFFERENCES, SCALE_BLOCK_ELEMS, Codec, encoded_bytes, n_scales
+
+CODECS = sorted(DIFFERENCES)
+SIZES = [1, 2, 63, 64, 65, 127, 128, 1000, 4099]
+U8 = np.ndarray
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    kernels_wire.warm_up()
+
+
+def vectors(seed: int, n_elems: int, special: bool = False) -> tuple[F32, F32, F32]:
+    """(now, base, residual): parameters a small step apart."""
+    shard = Shard.random(seed, n_elems, slots=1, special=special)
+    base, step = shard.theta, np.float32(0.01) * shard.staging[0]
+    with np.errstate(all="ignore"):
+        return base + step, base, np.float32(0.1) * shard.momentum
+
+
+def payload_of(codec: Codec, n_elems: int, ahead: int = 0) -> U8:
+    return np.full(encoded_bytes(codec, n_elems) + ahead, 0xAB, np.uint8)[ahead:]
+
+
+def both(codec: Codec, now: F32, base: F32, residual: F32) -> None:
+    for given_residual in (None, residual):
+        expected, found = payload_of(codec, len(now)), payload_of(codec, len(now), ahead=1)
+        wire_numpy.encode(codec, now, base, given_residual, expected)
+        kernels_wire.encode(codec, now, base, given_residual, found)
+        assert_nan_scales_aside(codec, len(now), found, expected)
+        found.flags.writeable = False
+        wanted, out = np.zeros_like(now), np.zeros_like(now)
+        wire_numpy.decode(codec, base, expected, wanted)
+        kernels_wire.decode(codec, base, found, out)
+        assert_same_bits(out, wanted)
+    kept, kept_twin = residual.copy(), residual.copy()
+    wire_numpy.keep_residual(codec, now, base, kept)
+    kernels_wire.keep_residual(codec, now, base, kept_twin)
+    assert_same_bits(kept_twin, kept)
+
+
+def assert_nan_scales_aside(codec: Codec, n_elems: int, found: U8, expected: U8) -> None:
+    """Equal bytes; any NaN is as good as any other as a scale."""
+    scales = 4 * n_scales(codec, n_elems)
+    assert_same_bits(found[:scales].copy().view(np.float32), expected[:scales].copy().view(np.float32))
+    assert found[scales:].tolist() == expected[scales:].tolist()
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
+@pytest.mark.parametrize("n_elems", SIZES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_compiled_twin_equals_the_reference(codec: Codec, n_elems: int, special: bool) -> None:
+    both(codec, *vectors(n_elems, n_elems, special))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    values=st.lists(st.floats(width=32), min_size=1, max_size=150),
+    seed=st.integers(0, 2**20),
+    codec=st.sampled_from(CODECS),
+)
+def test_any_float32_values(values: list[float], seed: int, codec: Codec) -> None:
+    rng = np.random.default_rng(seed)
+    pool = np.array(values, np.float32)
+    both(codec, rng.permutation(pool), rng.permutation(pool), rng.permutation(pool))
+
+
+@pytest.mark.parametrize(("codec", "share"), [(Codec.BF16, 0.004), (Codec.INT8, 0.02), (Codec.INT4, 0.25)])
+def test_what_is_lost_is_small_and_kept_to_the_last_bit_that_float32_has(codec: Codec, share: float) -> None:
+    now, base, residual = vectors(3, 6400)
+    before, payload = residual.copy(), payload_of(codec, 6400)
+    kernels_wire.encode(codec, now, base, residual, payload)
+    kernels_wire.keep_residual(codec, now, base, residual)
+    sent = np.zeros_like(now)
+    kernels_wire.decode(codec, np.zeros_like(base), payload, sent)
+    wanted = (now - base) + before
+    np.testing.assert_array_equal(residual, wanted - sent)
+    assert np.linalg.norm(residual) < share * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_residuals_do_not_grow_and_nothing_is_lost_in_the_long_run(codec: Codec) -> None:
+    """Error feedback: the sum of what arrives follows the sum of what was meant."""
+    rng = np.random.default_rng(1)
+    base, residual = np.zeros((2, 1280), np.float32)
+    meant, arrived = np.zeros((2, 1280))
+    payload, out = payload_of(codec, 1280), np.zeros_like(base)
+    for _ in range(50):
+        now = rng.standard_normal(1280).astype(np.float32)
+        kernels_wire.encode(codec, now, base, residual, payload)
+        kernels_wire.keep_residual(codec, now, base, residual)
+        kernels_wire.decode(codec, base, payload, out)
+        meant += now
+        arrived += out
+    np.testing.assert_allclose(arrived + residual, meant, atol=1e-4)
+    assert np.abs(residual).max() < 0.5
+
+
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_block_that_is_not_finite_stays_so_and_spoils_no_other(codec: Codec, bad: float) -> None:
+    now, base, _ = vectors(5, 3 * SCALE_BLOCK_ELEMS)
+    now[SCALE_BLOCK_ELEMS + 3] = bad
+    payload, out = payload_of(codec, len(now)), np.zeros_like(now)
+    kernels_wire.encode(codec, now, base, None, payload)
+    kernels_wire.decode(codec, base, payload, out)
+    assert np.isnan(out[SCALE_BLOCK_ELEMS : 2 * SCALE_BLOCK_ELEMS]).all()
+    assert np.isfinite(out[:SCALE_BLOCK_ELEMS]).all()
+    assert np.isfinite(out[2 * SCALE_BLOCK_ELEMS :]).all()
+
+
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
+def test_the_largest_of_a_block_is_exact_and_ties_go_to_even(codec: Codec) -> None:
+    top = wire_numpy.TOP[codec]
+    now = np.zeros(SCALE_BLOCK_ELEMS, np.float32)
+    now[:4] = top, -top, 2.5, -1.5
+    out, payload = np.zeros_like(now), payload_of(codec, len(now))
+    kernels_wire.encode(codec, now, np.zeros_like(now), None, payload)
+    kernels_wire.decode(codec, np.zeros_like(now), payload, out)
+    assert out[:5].tolist() == [top, -top, 2.0, -2.0, 0.0]
+
+
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
+def test_what_is_too_small_for_a_scale_waits_in_the_residual(codec: Codec) -> None:
+    now = np.full(SCALE_BLOCK_ELEMS, 1e-38, np.float32)
+    residual = np.zeros_like(now)
+    kernels_wire.keep_residual(codec, now, np.zeros_like(now), residual)
+    assert_same_bits(residual, now)
+
+
+@pytest.mark.parametrize("module", [wire_numpy, kernels_wire], ids=["reference", "compiled"])
+def test_arguments_that_do_not_fit_are_refused(module: object) -> None:
+    x, payload = np.zeros(64, np.float32), payload_of(Codec.INT8, 64)
+    read_only = payload.copy()
+    read_only.flags.writeable = False
+    for complaint, arguments in (
+        ("no differences", (Codec.F32, x, x, None, np.zeros(256, np.uint8))),
+        ("base is", (Codec.INT8, x, np.zeros(63, np.float32), None, payload)),
+        ("residual is", (Codec.INT8, x, x, np.zeros(64), payload)),
+        ("payload is", (Codec.INT4, x, x, None, payload)),
+        ("read-only", (Codec.INT8, x, x, None, read_only)),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            module.encode(*arguments)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="payload is"):
+        module.decode(Codec.INT8, x, payload[1:], x.copy())  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="out is"):
+        module.decode(Codec.INT8, x, payload, np.zeros(65, np.float32))  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="residual is"):
+        module.keep_residual(Codec.INT8, x, x, np.zeros(65, np.float32))  # type: ignore[attr-defined]
+
+
+def test_warm_up_compiles_every_codec() -> None:
+    dispatchers = [value for value in vars(kernels_wire).values() if isinstance(value, Dispatcher)]
+    before = [len(dispatcher.signatures) for dispatcher in dispatchers]
+    assert len(before) > 5
+    for codec in CODECS:
+        both(codec, *vectors(1, 130))
+    assert [len(dispatcher.signatures) for dispatcher in dispatchers] == before
+
+
+def test_both_twins_mean_the_same_blocks() -> None:
+    assert kernels_wire.BLOCK == SCALE_BLOCK_ELEMS
+    smallest = np.array([wire_numpy.SMALLEST], np.float32).view(np.int32)
+    assert int(smallest[0]) == kernels_wire.SMALLEST_BITS
