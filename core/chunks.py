@@ -7,8 +7,7 @@ order. Sender and receiver compute it from checksums that they have anyway, in a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import xxhash
@@ -19,9 +18,11 @@ from dips.core.layout import Block
 Buffer = bytes | bytearray | memoryview | NDArray[np.generic]
 
 
-@dataclass(frozen=True, order=True)
-class Chunk:
-    """Bytes [offset_bytes, offset_bytes + length_bytes) of a block: one data-flow frame."""
+class Chunk(NamedTuple):
+    """Bytes [offset_bytes, offset_bytes + length_bytes) of a block: one data-flow frame.
+
+    A tuple, so that a model of many thousand tiny tensors is sorted and looked up fast.
+    """
 
     block_id: int
     offset_bytes: int

@@ -1,4 +1,5 @@
 from dips.protos import common_pb2 as _common_pb2
+from dips.protos import data_pb2 as _data_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -110,7 +111,7 @@ class HeartbeatReply(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., local_steps: _Optional[int] = ..., stop: _Optional[bool] = ..., phase: _Optional[str] = ..., donate: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
 
 class BeginPushRequest(_message.Message):
-    __slots__ = ("caller", "seq", "base", "fence", "ranges", "tokens", "steps", "mean_loss", "donates")
+    __slots__ = ("caller", "seq", "base", "fence", "ranges", "tokens", "steps", "mean_loss", "donates", "wire")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +121,7 @@ class BeginPushRequest(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     MEAN_LOSS_FIELD_NUMBER: _ClassVar[int]
     DONATES_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     seq: int
     base: _common_pb2.Version
@@ -129,17 +131,20 @@ class BeginPushRequest(_message.Message):
     steps: int
     mean_loss: float
     donates: _common_pb2.Version
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., seq: _Optional[int] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., fence: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., mean_loss: _Optional[float] = ..., donates: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
+    wire: _data_pb2.Codec
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., seq: _Optional[int] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., fence: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., mean_loss: _Optional[float] = ..., donates: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., wire: _Optional[_Union[_data_pb2.Codec, str]] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("attempt", "placement", "block_order")
+    __slots__ = ("attempt", "placement", "block_order", "wire")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_ORDER_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     placement: _common_pb2.Placement
     block_order: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, attempt: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., block_order: _Optional[_Iterable[int]] = ...) -> None: ...
+    wire: _data_pb2.Codec
+    def __init__(self, attempt: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., block_order: _Optional[_Iterable[int]] = ..., wire: _Optional[_Union[_data_pb2.Codec, str]] = ...) -> None: ...
 
 class Stale(_message.Message):
     __slots__ = ("kind", "sentence")

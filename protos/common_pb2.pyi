@@ -33,6 +33,7 @@ class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_DISK: _ClassVar[RefusalCode]
     REFUSAL_DIGEST: _ClassVar[RefusalCode]
     REFUSAL_UNKNOWN_NAME: _ClassVar[RefusalCode]
+    REFUSAL_BASE_GONE: _ClassVar[RefusalCode]
 
 class DataMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -71,6 +72,7 @@ REFUSAL_CONFIG: RefusalCode
 REFUSAL_DISK: RefusalCode
 REFUSAL_DIGEST: RefusalCode
 REFUSAL_UNKNOWN_NAME: RefusalCode
+REFUSAL_BASE_GONE: RefusalCode
 DATA_MODE_UNSPECIFIED: DataMode
 DATA_MODE_OWN: DataMode
 DATA_MODE_LEASED: DataMode
@@ -231,7 +233,7 @@ class Verdict(_message.Message):
     def __init__(self, push: _Optional[_Union[PushId, _Mapping]] = ..., kind: _Optional[_Union[VerdictKind, str]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., reason: _Optional[str] = ..., reset_inner_optimizer: _Optional[bool] = ..., round: _Optional[_Union[RoundId, _Mapping]] = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = ("sync_every_steps", "dynamic_local_steps", "heartbeat_s", "evict_after_beats", "verdict_wait_s", "chunk_bytes", "window_chunks", "max_staleness_versions", "tk_max_tokens", "outer_lr", "outer_momentum", "preset", "durability", "max_message_bytes", "ticket_ttl_s", "round_timeout_s")
+    __slots__ = ("sync_every_steps", "dynamic_local_steps", "heartbeat_s", "evict_after_beats", "verdict_wait_s", "chunk_bytes", "window_chunks", "max_staleness_versions", "tk_max_tokens", "outer_lr", "outer_momentum", "preset", "durability", "max_message_bytes", "ticket_ttl_s", "round_timeout_s", "overlap")
     SYNC_EVERY_STEPS_FIELD_NUMBER: _ClassVar[int]
     DYNAMIC_LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +250,7 @@ class Settings(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TICKET_TTL_S_FIELD_NUMBER: _ClassVar[int]
     ROUND_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_FIELD_NUMBER: _ClassVar[int]
     sync_every_steps: int
     dynamic_local_steps: bool
     heartbeat_s: float
@@ -264,4 +267,5 @@ class Settings(_message.Message):
     max_message_bytes: int
     ticket_ttl_s: float
     round_timeout_s: float
-    def __init__(self, sync_every_steps: _Optional[int] = ..., dynamic_local_steps: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., evict_after_beats: _Optional[int] = ..., verdict_wait_s: _Optional[float] = ..., chunk_bytes: _Optional[int] = ..., window_chunks: _Optional[int] = ..., max_staleness_versions: _Optional[int] = ..., tk_max_tokens: _Optional[int] = ..., outer_lr: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., preset: _Optional[str] = ..., durability: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., ticket_ttl_s: _Optional[float] = ..., round_timeout_s: _Optional[float] = ...) -> None: ...
+    overlap: str
+    def __init__(self, sync_every_steps: _Optional[int] = ..., dynamic_local_steps: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., evict_after_beats: _Optional[int] = ..., verdict_wait_s: _Optional[float] = ..., chunk_bytes: _Optional[int] = ..., window_chunks: _Optional[int] = ..., max_staleness_versions: _Optional[int] = ..., tk_max_tokens: _Optional[int] = ..., outer_lr: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., preset: _Optional[str] = ..., durability: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., ticket_ttl_s: _Optional[float] = ..., round_timeout_s: _Optional[float] = ..., overlap: _Optional[str] = ...) -> None: ...

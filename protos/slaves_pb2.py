@@ -23,71 +23,72 @@ _sym_db = _symbol_database.Default()
 
 
 from dips.protos import common_pb2 as dips_dot_protos_dot_common__pb2
+from dips.protos import data_pb2 as dips_dot_protos_dot_data__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64ips/protos/slaves.proto\x12\x07\x64ips.v1\x1a\x18\x64ips/protos/common.proto\"\xf7\x03\n\x0cSlaveMessage\x12\x1f\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x0f.dips.v1.Caller\x12$\n\x05hello\x18\x02 \x01(\x0b\x32\x13.dips.v1.SlaveHelloH\x00\x12%\n\x08promised\x18\x03 \x01(\x0b\x32\x11.dips.v1.PromisedH\x00\x12\x1f\n\x05ready\x18\x04 \x01(\x0b\x32\x0e.dips.v1.ReadyH\x00\x12\"\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x12.dips.v1.SlaveBeatH\x00\x12!\n\x06staged\x18\x06 \x01(\x0b\x32\x0f.dips.v1.StagedH\x00\x12%\n\x08measured\x18\x07 \x01(\x0b\x32\x11.dips.v1.MeasuredH\x00\x12%\n\x08prepared\x18\x08 \x01(\x0b\x32\x11.dips.v1.PreparedH\x00\x12.\n\rround_refused\x18\t \x01(\x0b\x32\x15.dips.v1.RoundRefusedH\x00\x12#\n\x07\x66lipped\x18\n \x01(\x0b\x32\x10.dips.v1.FlippedH\x00\x12\x36\n\x11\x63onfigure_refused\x18\x0b \x01(\x0b\x32\x19.dips.v1.ConfigureRefusedH\x00\x12.\n\rcommit_record\x18\x0c \x01(\x0b\x32\x15.dips.v1.CommitRecordH\x00\x42\x06\n\x04\x62ody\"\xb7\x01\n\x0cSnapshotInfo\x12!\n\x07version\x18\x01 \x01(\x0b\x32\x10.dips.v1.Version\x12\x1f\n\x05round\x18\x02 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\x13\n\x0blayout_hash\x18\x03 \x01(\x0c\x12\x16\n\x0eplacement_hash\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x11\n\tcommitted\x18\x06 \x01(\x08\x12\x13\n\x0b\x63ommit_hash\x18\x07 \x01(\x0c\"\x9a\x01\n\nSlaveHello\x12\x1d\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.dips.v1.Hello\x12\x15\n\rdata_endpoint\x18\x02 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x16\n\x0epromised_epoch\x18\x04 \x01(\x04\x12(\n\tsnapshots\x18\x05 \x03(\x0b\x32\x15.dips.v1.SnapshotInfo\"\x19\n\x08Promised\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\":\n\x05Ready\x12!\n\x07version\x18\x01 \x01(\x0b\x32\x10.dips.v1.Version\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"5\n\x10\x43onfigureRefused\x12!\n\x07refusal\x18\x01 \x01(\x0b\x32\x10.dips.v1.Refusal\"\xcd\x01\n\tSlaveBeat\x12\x15\n\rstaging_bytes\x18\x01 \x01(\x04\x12\x14\n\x0cserved_bytes\x18\x02 \x01(\x04\x12\x16\n\x0erefused_chunks\x18\x03 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cstaging_open\x18\x05 \x01(\r\x12*\n\x08progress\x18\x06 \x03(\x0b\x32\x18.dips.v1.StagingProgress\x12!\n\x07\x64urable\x18\x07 \x01(\x0b\x32\x10.dips.v1.Version\"W\n\x0fStagingProgress\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x14\n\x0clanded_bytes\x18\x03 \x01(\x04\"H\n\x06Staged\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"A\n\tBlockGram\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x0c\n\x04gram\x18\x02 \x03(\x01\x12\x17\n\x0fnonfinite_elems\x18\x03 \x03(\x04\"c\n\x08Measured\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\"\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x12.dips.v1.BlockGram\x12\x12\n\ndirections\x18\x03 \x03(\x01\";\n\x08Prepared\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"c\n\x0cRoundRefused\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\x0f\n\x07\x63ommand\x18\x02 \x01(\t\x12!\n\x07refusal\x18\x03 \x01(\x0b\x32\x10.dips.v1.Refusal\"M\n\x07\x46lipped\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12!\n\x07version\x18\x02 \x01(\x0b\x32\x10.dips.v1.Version\"\x85\x01\n\x0c\x43ommitRecord\x12!\n\x07version\x18\x01 \x01(\x0b\x32\x10.dips.v1.Version\x12\x1f\n\x05round\x18\x02 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\x0e\n\x06record\x18\x03 \x01(\x0c\x12!\n\x07refusal\x18\x04 \x01(\x0b\x32\x10.dips.v1.Refusal\"\xb7\x04\n\x0cSlaveCommand\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x0bincarnation\x18\x03 \x01(\x0b\x32\x14.dips.v1.Incarnation\x12\x10\n\x08\x63\x61use_id\x18\x04 \x01(\t\x12#\n\x07welcome\x18\x05 \x01(\x0b\x32\x10.dips.v1.WelcomeH\x00\x12\'\n\tconfigure\x18\x06 \x01(\x0b\x32\x12.dips.v1.ConfigureH\x00\x12,\n\x0copen_staging\x18\x07 \x01(\x0b\x32\x14.dips.v1.OpenStagingH\x00\x12.\n\rclose_staging\x18\x08 \x01(\x0b\x32\x15.dips.v1.CloseStagingH\x00\x12#\n\x07measure\x18\t \x01(\x0b\x32\x10.dips.v1.MeasureH\x00\x12#\n\x07prepare\x18\n \x01(\x0b\x32\x10.dips.v1.PrepareH\x00\x12*\n\x0b\x61\x62ort_round\x18\x0b \x01(\x0b\x32\x13.dips.v1.AbortRoundH\x00\x12!\n\x06\x63ommit\x18\x0c \x01(\x0b\x32\x0f.dips.v1.CommitH\x00\x12!\n\x06retain\x18\r \x01(\x0b\x32\x0f.dips.v1.RetainH\x00\x12\"\n\x04stop\x18\x0e \x01(\x0b\x32\x12.dips.v1.StopSlaveH\x00\x12\x37\n\x12send_commit_record\x18\x0f \x01(\x0b\x32\x19.dips.v1.SendCommitRecordH\x00\x42\x06\n\x04\x62ody\"M\n\x07Welcome\x12\x1d\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.dips.v1.Hello\x12#\n\x08settings\x18\x02 \x01(\x0b\x32\x11.dips.v1.Settings\"\xf8\x02\n\tConfigure\x12\x1f\n\x06layout\x18\x01 \x01(\x0b\x32\x0f.dips.v1.Layout\x12\x13\n\x0blayout_hash\x18\x02 \x01(\x0c\x12%\n\tplacement\x18\x03 \x01(\x0b\x32\x12.dips.v1.Placement\x12\x15\n\rstaging_slots\x18\x04 \x01(\r\x12\x1e\n\x04load\x18\x05 \x01(\x0b\x32\x10.dips.v1.Version\x12$\n\nload_round\x18\x06 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\x13\n\x0bload_digest\x18\x07 \x01(\x0c\x12\x13\n\x0b\x63ommit_hash\x18\x08 \x01(\x0c\x12\x15\n\rcommit_record\x18\t \x01(\x0c\x12\x17\n\x0fpinned_versions\x18\n \x01(\r\x12 \n\x06origin\x18\x0b \x01(\x0b\x32\x10.dips.v1.Version\x12&\n\x0corigin_round\x18\x0c \x01(\x0b\x32\x10.dips.v1.RoundId\x12\r\n\x05\x65mpty\x18\r \x01(\x08\"V\n\x10SendCommitRecord\x12!\n\x07version\x18\x01 \x01(\x0b\x32\x10.dips.v1.Version\x12\x1f\n\x05round\x18\x02 \x01(\x0b\x32\x10.dips.v1.RoundId\"\xae\x01\n\x0bOpenStaging\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x1e\n\x04\x62\x61se\x18\x04 \x01(\x0b\x32\x10.dips.v1.Version\x12\r\n\x05\x66\x65nce\x18\x05 \x01(\x04\x12\x0e\n\x06tokens\x18\x06 \x01(\x03\x12\"\n\x06ranges\x18\x07 \x03(\x0b\x32\x12.dips.v1.DataRange\"-\n\x0c\x43loseStaging\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\"<\n\nStagedPush\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\"x\n\x07Measure\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12!\n\x07version\x18\x02 \x01(\x0b\x32\x10.dips.v1.Version\x12)\n\x0cparticipants\x18\x03 \x03(\x0b\x32\x13.dips.v1.StagedPush\"\x9e\x02\n\x07Prepare\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12&\n\x0c\x66rom_version\x18\x02 \x01(\x0b\x32\x10.dips.v1.Version\x12$\n\nto_version\x18\x03 \x01(\x0b\x32\x10.dips.v1.Version\x12%\n\x08\x61\x63\x63\x65pted\x18\x04 \x03(\x0b\x32\x13.dips.v1.StagedPush\x12\x0f\n\x07weights\x18\x05 \x03(\x01\x12\r\n\x05scale\x18\x06 \x01(\x01\x12\x10\n\x08outer_lr\x18\x07 \x01(\x01\x12\x16\n\x0emomentum_decay\x18\x08 \x01(\x01\x12\x1a\n\x12momentum_lookahead\x18\t \x01(\x01\x12\x17\n\x0fgradient_weight\x18\n \x01(\x01\"=\n\nAbortRound\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"x\n\x06\x43ommit\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12!\n\x07version\x18\x02 \x01(\x0b\x32\x10.dips.v1.Version\x12\x13\n\x0b\x63ommit_hash\x18\x03 \x01(\x0c\x12\x15\n\rcommit_record\x18\x04 \x01(\x0c\",\n\x06Retain\x12\"\n\x08versions\x18\x01 \x03(\x0b\x32\x10.dips.v1.Version\"\x1b\n\tStopSlave\x12\x0e\n\x06reason\x18\x01 \x01(\t2D\n\x06Slaves\x12:\n\x06\x41ttach\x12\x15.dips.v1.SlaveMessage\x1a\x15.dips.v1.SlaveCommand(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64ips/protos/slaves.proto\x12\x07\x64ips.v1\x1a\x18\x64ips/protos/common.proto\x1a\x16\x64ips/protos/data.proto\"\xf7\x03\n\x0cSlaveMessage\x12\x1f\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x0f.dips.v1.Caller\x12$\n\x05hello\x18\x02 \x01(\x0b\x32\x13.dips.v1.SlaveHelloH\x00\x12%\n\x08promised\x18\x03 \x01(\x0b\x32\x11.dips.v1.PromisedH\x00\x12\x1f\n\x05ready\x18\x04 \x01(\x0b\x32\x0e.dips.v1.ReadyH\x00\x12\"\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x12.dips.v1.SlaveBeatH\x00\x12!\n\x06staged\x18\x06 \x01(\x0b\x32\x0f.dips.v1.StagedH\x00\x12%\n\x08measured\x18\x07 \x01(\x0b\x32\x11.dips.v1.MeasuredH\x00\x12%\n\x08prepared\x18\x08 \x01(\x0b\x32\x11.dips.v1.PreparedH\x00\x12.\n\rround_refused\x18\t \x01(\x0b\x32\x15.dips.v1.RoundRefusedH\x00\x12#\n\x07\x66lipped\x18\n \x01(\x0b\x32\x10.dips.v1.FlippedH\x00\x12\x36\n\x11\x63onfigure_refused\x18\x0b \x01(\x0b\x32\x19.dips.v1.ConfigureRefusedH\x00\x12.\n\rcommit_record\x18\x0c \x01(\x0b\x32\x15.dips.v1.CommitRecordH\x00\x42\x06\n\x04\x62ody\"\xb7\x01\n\x0cSnapshotInfo\x12!\n\x07version\x18\x01 \x01(\x0b\x32\x10.dips.v1.Version\x12\x1f\n\x05round\x18\x02 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\x13\n\x0blayout_hash\x18\x03 \x01(\x0c\x12\x16\n\x0eplacement_hash\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x11\n\tcommitted\x18\x06 \x01(\x08\x12\x13\n\x0b\x63ommit_hash\x18\x07 \x01(\x0c\"\x9a\x01\n\nSlaveHello\x12\x1d\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.dips.v1.Hello\x12\x15\n\rdata_endpoint\x18\x02 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x16\n\x0epromised_epoch\x18\x04 \x01(\x04\x12(\n\tsnapshots\x18\x05 \x03(\x0b\x32\x15.dips.v1.SnapshotInfo\"\x19\n\x08Promised\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\":\n\x05Ready\x12!\n\x07version\x18\x01 \x01(\x0b\x32\x10.dips.v1.Version\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"5\n\x10\x43onfigureRefused\x12!\n\x07refusal\x18\x01 \x01(\x0b\x32\x10.dips.v1.Refusal\"\xcd\x01\n\tSlaveBeat\x12\x15\n\rstaging_bytes\x18\x01 \x01(\x04\x12\x14\n\x0cserved_bytes\x18\x02 \x01(\x04\x12\x16\n\x0erefused_chunks\x18\x03 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cstaging_open\x18\x05 \x01(\r\x12*\n\x08progress\x18\x06 \x03(\x0b\x32\x18.dips.v1.StagingProgress\x12!\n\x07\x64urable\x18\x07 \x01(\x0b\x32\x10.dips.v1.Version\"W\n\x0fStagingProgress\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x14\n\x0clanded_bytes\x18\x03 \x01(\x04\"H\n\x06Staged\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"A\n\tBlockGram\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x0c\n\x04gram\x18\x02 \x03(\x01\x12\x17\n\x0fnonfinite_elems\x18\x03 \x03(\x04\"c\n\x08Measured\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\"\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x12.dips.v1.BlockGram\x12\x12\n\ndirections\x18\x03 \x03(\x01\";\n\x08Prepared\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"c\n\x0cRoundRefused\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\x0f\n\x07\x63ommand\x18\x02 \x01(\t\x12!\n\x07refusal\x18\x03 \x01(\x0b\x32\x10.dips.v1.Refusal\"M\n\x07\x46lipped\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12!\n\x07version\x18\x02 \x01(\x0b\x32\x10.dips.v1.Version\"\x85\x01\n\x0c\x43ommitRecord\x12!\n\x07version\x18\x01 \x01(\x0b\x32\x10.dips.v1.Version\x12\x1f\n\x05round\x18\x02 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\x0e\n\x06record\x18\x03 \x01(\x0c\x12!\n\x07refusal\x18\x04 \x01(\x0b\x32\x10.dips.v1.Refusal\"\xb7\x04\n\x0cSlaveCommand\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x0bincarnation\x18\x03 \x01(\x0b\x32\x14.dips.v1.Incarnation\x12\x10\n\x08\x63\x61use_id\x18\x04 \x01(\t\x12#\n\x07welcome\x18\x05 \x01(\x0b\x32\x10.dips.v1.WelcomeH\x00\x12\'\n\tconfigure\x18\x06 \x01(\x0b\x32\x12.dips.v1.ConfigureH\x00\x12,\n\x0copen_staging\x18\x07 \x01(\x0b\x32\x14.dips.v1.OpenStagingH\x00\x12.\n\rclose_staging\x18\x08 \x01(\x0b\x32\x15.dips.v1.CloseStagingH\x00\x12#\n\x07measure\x18\t \x01(\x0b\x32\x10.dips.v1.MeasureH\x00\x12#\n\x07prepare\x18\n \x01(\x0b\x32\x10.dips.v1.PrepareH\x00\x12*\n\x0b\x61\x62ort_round\x18\x0b \x01(\x0b\x32\x13.dips.v1.AbortRoundH\x00\x12!\n\x06\x63ommit\x18\x0c \x01(\x0b\x32\x0f.dips.v1.CommitH\x00\x12!\n\x06retain\x18\r \x01(\x0b\x32\x0f.dips.v1.RetainH\x00\x12\"\n\x04stop\x18\x0e \x01(\x0b\x32\x12.dips.v1.StopSlaveH\x00\x12\x37\n\x12send_commit_record\x18\x0f \x01(\x0b\x32\x19.dips.v1.SendCommitRecordH\x00\x42\x06\n\x04\x62ody\"M\n\x07Welcome\x12\x1d\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.dips.v1.Hello\x12#\n\x08settings\x18\x02 \x01(\x0b\x32\x11.dips.v1.Settings\"\xf8\x02\n\tConfigure\x12\x1f\n\x06layout\x18\x01 \x01(\x0b\x32\x0f.dips.v1.Layout\x12\x13\n\x0blayout_hash\x18\x02 \x01(\x0c\x12%\n\tplacement\x18\x03 \x01(\x0b\x32\x12.dips.v1.Placement\x12\x15\n\rstaging_slots\x18\x04 \x01(\r\x12\x1e\n\x04load\x18\x05 \x01(\x0b\x32\x10.dips.v1.Version\x12$\n\nload_round\x18\x06 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\x13\n\x0bload_digest\x18\x07 \x01(\x0c\x12\x13\n\x0b\x63ommit_hash\x18\x08 \x01(\x0c\x12\x15\n\rcommit_record\x18\t \x01(\x0c\x12\x17\n\x0fpinned_versions\x18\n \x01(\r\x12 \n\x06origin\x18\x0b \x01(\x0b\x32\x10.dips.v1.Version\x12&\n\x0corigin_round\x18\x0c \x01(\x0b\x32\x10.dips.v1.RoundId\x12\r\n\x05\x65mpty\x18\r \x01(\x08\"V\n\x10SendCommitRecord\x12!\n\x07version\x18\x01 \x01(\x0b\x32\x10.dips.v1.Version\x12\x1f\n\x05round\x18\x02 \x01(\x0b\x32\x10.dips.v1.RoundId\"\xcc\x01\n\x0bOpenStaging\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x1e\n\x04\x62\x61se\x18\x04 \x01(\x0b\x32\x10.dips.v1.Version\x12\r\n\x05\x66\x65nce\x18\x05 \x01(\x04\x12\x0e\n\x06tokens\x18\x06 \x01(\x03\x12\"\n\x06ranges\x18\x07 \x03(\x0b\x32\x12.dips.v1.DataRange\x12\x1c\n\x04wire\x18\x08 \x01(\x0e\x32\x0e.dips.v1.Codec\"-\n\x0c\x43loseStaging\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\"<\n\nStagedPush\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\"x\n\x07Measure\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12!\n\x07version\x18\x02 \x01(\x0b\x32\x10.dips.v1.Version\x12)\n\x0cparticipants\x18\x03 \x03(\x0b\x32\x13.dips.v1.StagedPush\"\x9e\x02\n\x07Prepare\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12&\n\x0c\x66rom_version\x18\x02 \x01(\x0b\x32\x10.dips.v1.Version\x12$\n\nto_version\x18\x03 \x01(\x0b\x32\x10.dips.v1.Version\x12%\n\x08\x61\x63\x63\x65pted\x18\x04 \x03(\x0b\x32\x13.dips.v1.StagedPush\x12\x0f\n\x07weights\x18\x05 \x03(\x01\x12\r\n\x05scale\x18\x06 \x01(\x01\x12\x10\n\x08outer_lr\x18\x07 \x01(\x01\x12\x16\n\x0emomentum_decay\x18\x08 \x01(\x01\x12\x1a\n\x12momentum_lookahead\x18\t \x01(\x01\x12\x17\n\x0fgradient_weight\x18\n \x01(\x01\"=\n\nAbortRound\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"x\n\x06\x43ommit\x12\x1f\n\x05round\x18\x01 \x01(\x0b\x32\x10.dips.v1.RoundId\x12!\n\x07version\x18\x02 \x01(\x0b\x32\x10.dips.v1.Version\x12\x13\n\x0b\x63ommit_hash\x18\x03 \x01(\x0c\x12\x15\n\rcommit_record\x18\x04 \x01(\x0c\",\n\x06Retain\x12\"\n\x08versions\x18\x01 \x03(\x0b\x32\x10.dips.v1.Version\"\x1b\n\tStopSlave\x12\x0e\n\x06reason\x18\x01 \x01(\t2D\n\x06Slaves\x12:\n\x06\x41ttach\x12\x15.dips.v1.SlaveMessage\x1a\x15.dips.v1.SlaveCommand(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dips.protos.slaves_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SLAVEMESSAGE']._serialized_start=64
-  _globals['_SLAVEMESSAGE']._serialized_end=567
-  _globals['_SNAPSHOTINFO']._serialized_start=570
-  _globals['_SNAPSHOTINFO']._serialized_end=753
-  _globals['_SLAVEHELLO']._serialized_start=756
-  _globals['_SLAVEHELLO']._serialized_end=910
-  _globals['_PROMISED']._serialized_start=912
-  _globals['_PROMISED']._serialized_end=937
-  _globals['_READY']._serialized_start=939
-  _globals['_READY']._serialized_end=997
-  _globals['_CONFIGUREREFUSED']._serialized_start=999
-  _globals['_CONFIGUREREFUSED']._serialized_end=1052
-  _globals['_SLAVEBEAT']._serialized_start=1055
-  _globals['_SLAVEBEAT']._serialized_end=1260
-  _globals['_STAGINGPROGRESS']._serialized_start=1262
-  _globals['_STAGINGPROGRESS']._serialized_end=1349
-  _globals['_STAGED']._serialized_start=1351
-  _globals['_STAGED']._serialized_end=1423
-  _globals['_BLOCKGRAM']._serialized_start=1425
-  _globals['_BLOCKGRAM']._serialized_end=1490
-  _globals['_MEASURED']._serialized_start=1492
-  _globals['_MEASURED']._serialized_end=1591
-  _globals['_PREPARED']._serialized_start=1593
-  _globals['_PREPARED']._serialized_end=1652
-  _globals['_ROUNDREFUSED']._serialized_start=1654
-  _globals['_ROUNDREFUSED']._serialized_end=1753
-  _globals['_FLIPPED']._serialized_start=1755
-  _globals['_FLIPPED']._serialized_end=1832
-  _globals['_COMMITRECORD']._serialized_start=1835
-  _globals['_COMMITRECORD']._serialized_end=1968
-  _globals['_SLAVECOMMAND']._serialized_start=1971
-  _globals['_SLAVECOMMAND']._serialized_end=2538
-  _globals['_WELCOME']._serialized_start=2540
-  _globals['_WELCOME']._serialized_end=2617
-  _globals['_CONFIGURE']._serialized_start=2620
-  _globals['_CONFIGURE']._serialized_end=2996
-  _globals['_SENDCOMMITRECORD']._serialized_start=2998
-  _globals['_SENDCOMMITRECORD']._serialized_end=3084
-  _globals['_OPENSTAGING']._serialized_start=3087
-  _globals['_OPENSTAGING']._serialized_end=3261
-  _globals['_CLOSESTAGING']._serialized_start=3263
-  _globals['_CLOSESTAGING']._serialized_end=3308
-  _globals['_STAGEDPUSH']._serialized_start=3310
-  _globals['_STAGEDPUSH']._serialized_end=3370
-  _globals['_MEASURE']._serialized_start=3372
-  _globals['_MEASURE']._serialized_end=3492
-  _globals['_PREPARE']._serialized_start=3495
-  _globals['_PREPARE']._serialized_end=3781
-  _globals['_ABORTROUND']._serialized_start=3783
-  _globals['_ABORTROUND']._serialized_end=3844
-  _globals['_COMMIT']._serialized_start=3846
-  _globals['_COMMIT']._serialized_end=3966
-  _globals['_RETAIN']._serialized_start=3968
-  _globals['_RETAIN']._serialized_end=4012
-  _globals['_STOPSLAVE']._serialized_start=4014
-  _globals['_STOPSLAVE']._serialized_end=4041
-  _globals['_SLAVES']._serialized_start=4043
-  _globals['_SLAVES']._serialized_end=4111
+  _globals['_SLAVEMESSAGE']._serialized_start=88
+  _globals['_SLAVEMESSAGE']._serialized_end=591
+  _globals['_SNAPSHOTINFO']._serialized_start=594
+  _globals['_SNAPSHOTINFO']._serialized_end=777
+  _globals['_SLAVEHELLO']._serialized_start=780
+  _globals['_SLAVEHELLO']._serialized_end=934
+  _globals['_PROMISED']._serialized_start=936
+  _globals['_PROMISED']._serialized_end=961
+  _globals['_READY']._serialized_start=963
+  _globals['_READY']._serialized_end=1021
+  _globals['_CONFIGUREREFUSED']._serialized_start=1023
+  _globals['_CONFIGUREREFUSED']._serialized_end=1076
+  _globals['_SLAVEBEAT']._serialized_start=1079
+  _globals['_SLAVEBEAT']._serialized_end=1284
+  _globals['_STAGINGPROGRESS']._serialized_start=1286
+  _globals['_STAGINGPROGRESS']._serialized_end=1373
+  _globals['_STAGED']._serialized_start=1375
+  _globals['_STAGED']._serialized_end=1447
+  _globals['_BLOCKGRAM']._serialized_start=1449
+  _globals['_BLOCKGRAM']._serialized_end=1514
+  _globals['_MEASURED']._serialized_start=1516
+  _globals['_MEASURED']._serialized_end=1615
+  _globals['_PREPARED']._serialized_start=1617
+  _globals['_PREPARED']._serialized_end=1676
+  _globals['_ROUNDREFUSED']._serialized_start=1678
+  _globals['_ROUNDREFUSED']._serialized_end=1777
+  _globals['_FLIPPED']._serialized_start=1779
+  _globals['_FLIPPED']._serialized_end=1856
+  _globals['_COMMITRECORD']._serialized_start=1859
+  _globals['_COMMITRECORD']._serialized_end=1992
+  _globals['_SLAVECOMMAND']._serialized_start=1995
+  _globals['_SLAVECOMMAND']._serialized_end=2562
+  _globals['_WELCOME']._serialized_start=2564
+  _globals['_WELCOME']._serialized_end=2641
+  _globals['_CONFIGURE']._serialized_start=2644
+  _globals['_CONFIGURE']._serialized_end=3020
+  _globals['_SENDCOMMITRECORD']._serialized_start=3022
+  _globals['_SENDCOMMITRECORD']._serialized_end=3108
+  _globals['_OPENSTAGING']._serialized_start=3111
+  _globals['_OPENSTAGING']._serialized_end=3315
+  _globals['_CLOSESTAGING']._serialized_start=3317
+  _globals['_CLOSESTAGING']._serialized_end=3362
+  _globals['_STAGEDPUSH']._serialized_start=3364
+  _globals['_STAGEDPUSH']._serialized_end=3424
+  _globals['_MEASURE']._serialized_start=3426
+  _globals['_MEASURE']._serialized_end=3546
+  _globals['_PREPARE']._serialized_start=3549
+  _globals['_PREPARE']._serialized_end=3835
+  _globals['_ABORTROUND']._serialized_start=3837
+  _globals['_ABORTROUND']._serialized_end=3898
+  _globals['_COMMIT']._serialized_start=3900
+  _globals['_COMMIT']._serialized_end=4020
+  _globals['_RETAIN']._serialized_start=4022
+  _globals['_RETAIN']._serialized_end=4066
+  _globals['_STOPSLAVE']._serialized_start=4068
+  _globals['_STOPSLAVE']._serialized_end=4095
+  _globals['_SLAVES']._serialized_start=4097
+  _globals['_SLAVES']._serialized_end=4165
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from dips.protos import common_pb2 as _common_pb2
+from dips.protos import data_pb2 as _data_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -264,7 +265,7 @@ class SendCommitRecord(_message.Message):
     def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ...) -> None: ...
 
 class OpenStaging(_message.Message):
-    __slots__ = ("push", "attempt", "slot", "base", "fence", "tokens", "ranges")
+    __slots__ = ("push", "attempt", "slot", "base", "fence", "tokens", "ranges", "wire")
     PUSH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +273,7 @@ class OpenStaging(_message.Message):
     FENCE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
     push: _common_pb2.PushId
     attempt: int
     slot: int
@@ -279,7 +281,8 @@ class OpenStaging(_message.Message):
     fence: int
     tokens: int
     ranges: _containers.RepeatedCompositeFieldContainer[_common_pb2.DataRange]
-    def __init__(self, push: _Optional[_Union[_common_pb2.PushId, _Mapping]] = ..., attempt: _Optional[int] = ..., slot: _Optional[int] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., fence: _Optional[int] = ..., tokens: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ...) -> None: ...
+    wire: _data_pb2.Codec
+    def __init__(self, push: _Optional[_Union[_common_pb2.PushId, _Mapping]] = ..., attempt: _Optional[int] = ..., slot: _Optional[int] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., fence: _Optional[int] = ..., tokens: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ..., wire: _Optional[_Union[_data_pb2.Codec, str]] = ...) -> None: ...
 
 class CloseStaging(_message.Message):
     __slots__ = ("push",)

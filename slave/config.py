@@ -13,6 +13,7 @@ from dips.core.config import Knobs
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.net import parse_address, require_loopback
+from dips.core.threads import usable_processors
 from dips.core.units import Bytes
 
 GIB = 1 << 30
@@ -40,6 +41,13 @@ class SlaveConfig(Knobs):
         default=2 << 20,
         description="largest data frame that the data port takes; the run's chunk_bytes must not be above it",
     )
+    data_threads: Annotated[int, Field(ge=0, le=16)] = Field(
+        default=0,
+        description="threads that check and land chunks; 0: one for every four processors, at most 4",
+    )
+    compute_threads: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=0, description="threads of the outer step; 0: one for each processor, at most 8"
+    )
     snapshots_kept: Annotated[int, Field(le=1000)] = Field(
         default=3, description="committed snapshots that stay on disk; one file more is made, 8 bytes a parameter each"
     )
@@ -49,6 +57,11 @@ class SlaveConfig(Knobs):
     tape: Path | None = Field(default=None, description="file of this slave's event record; empty: none")
     log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR")
     json_logs: bool = Field(default=False, description="log lines as JSON")
+
+    @property
+    def data_threads_used(self) -> int:
+        """On few processors one thread keeps up with the network, and a second one only takes turns with it."""
+        return self.data_threads or min(4, max(1, usable_processors() // 4))
 
     @model_validator(mode="after")
     def _check(self) -> Self:

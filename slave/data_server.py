@@ -1,28 +1,39 @@
-"""The data port's thread: one ROUTER socket, and an inproc socket that wakes it for the control side's words.
+"""The data port's threads: one ROUTER socket and its tables on one, and landings on a pool where cores allow it.
 
 Everything that touches the socket or the DataPort runs on the thread "dips-data"; the control side only posts
-functions. Never shares a socket or a thread with control, so that a saturated link starves no heartbeat.
+functions, which run while no landing is under way. With data_threads = 1 landings run on that thread too. Never shares
+a socket or a thread with control, so that a saturated link starves no heartbeat.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import resource
+import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import zmq
 
+from dips.core.chunks import Buffer as Bytes
+from dips.core.chunks import checksum
 from dips.core.data_header import MAX_HEADER_BYTES
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, Refused
 from dips.core.failpoint_spec import Kind
 from dips.core.failpoints import failpoint
 from dips.core.ids import PushId, Version
 from dips.core.messages import SlaveBeat
-from dips.slave.data_port import Answer, DataPort
+from dips.core.wire import Codec
+from dips.slave.data_port import Answer, DataPort, landed
+from dips.slave.landing import Job
 from dips.slave.memory import F32, Buffer
+from dips.slave.receipts import Known
 from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap
@@ -35,15 +46,32 @@ HEARTBEAT_TIMEOUT_MS = 30_000
 """A frozen peer is dropped after this and its unread answers are freed. A 1 MiB chunk takes 8 s at 1 Mbit/s."""
 
 LINGER_MS = 500
+BACKLOG = 100
+"""Connections that wait to be accepted: more than clusters, each of which makes one at a time."""
+
 PAGE_BYTES = resource.getpagesize()
 RECEIVE_BATCH = 32
 """Messages taken before the control side's words are looked at again: 32 chunks are about 10 ms of work."""
+
+MAX_ANSWERS = 1026
+"""On their way to one peer, which has at most 512 requests unanswered (tiny chunks): libzmq tells the writing side that
+messages were taken only once per half of the mark. Payloads among them are the version's own memory."""
+
+COPIED_BYTES = 16384
+"""Smaller frames are copied into the message: that is faster than to have one's memory given back."""
+
+BEAT_REFRESH_S = 0.05
+"""How old the counters that beat() gives may be. Beats are seconds apart."""
+
+Message = tuple[bytes, list[zmq.Frame]]
+"""A peer's routing id, and the frames that it sent."""
 
 
 class DataServer:
     """Binds at once and serves from start() on.
 
-    staged, refused and crashed are called on the data thread. Raises ConfigError when the address cannot be bound.
+    staged, refused and crashed are called on the data thread. data_threads: of landings and of libzmq's input and
+    output each. Raises ConfigError when the address cannot be bound.
     """
 
     def __init__(
@@ -54,59 +82,99 @@ class DataServer:
         max_chunk_bytes: int,
         staged: Callable[[PushStaged], None],
         crashed: Callable[[BaseException], None],
+        data_threads: int = 1,
+        checksum: Callable[[Bytes], int] = checksum,
     ) -> None:
-        self._port = DataPort(run_id, staged)
+        self._port = DataPort(run_id, staged, checksum)
         self._crashed = crashed
         self._words: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ended = False
-        self._context = zmq.Context()
-        self._router = self._bind(host, port, max_chunk_bytes)
-        self._hear, self._wake = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        self._hear.bind("inproc://words")
-        self._wake.connect("inproc://words")
+        self._ended = self._stopped = False
+        self._context = zmq.Context(data_threads)
+        self._max_chunk_bytes = max_chunk_bytes
+        self._listener = self._listen(host, port)
+        self._router = self._bind()
+        self._hear, self._wake = os.pipe()
+        for end in (self._hear, self._wake):
+            os.set_blocking(end, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._hear, zmq.POLLIN)
+        self._pool = ThreadPoolExecutor(data_threads, "dips-landing") if data_threads > 1 else None
+        self._most_under_way = 2 * data_threads
+        self._under_way = 0
+        self._landed: queue.SimpleQueue[tuple[bytes, Job, Refused | BaseException | None]] = queue.SimpleQueue()
+        self._deferred: deque[Message] = deque()
         self._beat = SlaveBeat()
+        self._beat_s = 0.0
+        self._counters_moved = True
         self._thread = threading.Thread(target=self._run, name="dips-data", daemon=True)
 
-    def _bind(self, host: str, port: int, max_chunk_bytes: int) -> zmq.Socket[bytes]:
+    def _listen(self, host: str, port: int) -> socket.socket:
+        try:
+            listener = socket.create_server((host, port), backlog=BACKLOG)
+        except OSError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"the data port cannot bind tcp://{host}:{port or '*'}: {error.strerror or error}; choose another "
+                "data_port, or 0"
+            ) from error
+        listener.setblocking(False)
+        return listener
+
+    def _bind(self) -> zmq.Socket[bytes]:
+        """A fresh socket on the listener, which outlives it, so that nobody else can take the port."""
         router = self._context.socket(zmq.ROUTER)
         options = {
-            zmq.MAXMSGSIZE: max_chunk_bytes + MAX_HEADER_BYTES,
+            zmq.USE_FD: os.dup(self._listener.fileno()),
+            zmq.MAXMSGSIZE: self._max_chunk_bytes + MAX_HEADER_BYTES,
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
             zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
-            # Each peer has at most MAX_WINDOW_CHUNKS unanswered, so neither queue can overflow in an honest run, and
-            # none can hold more than 2 x MAX_WINDOW_CHUNKS x max_chunk_bytes of this process's memory.
+            # What a peer sends beyond this waits in its own memory: libzmq stops reading from it, nothing is lost. So
+            # frames of one peer hold at most 2 x MAX_WINDOW_CHUNKS x max_chunk_bytes of this process's memory.
             zmq.RCVHWM: MAX_WINDOW_CHUNKS,
-            zmq.SNDHWM: MAX_WINDOW_CHUNKS,
+            zmq.SNDHWM: MAX_ANSWERS,
             zmq.LINGER: LINGER_MS,
             zmq.ROUTER_MANDATORY: 1,
         }
         for option, value in options.items():
             router.setsockopt(option, value)
-        address = f"tcp://{host}:{port or '*'}"
-        try:
-            router.bind(address)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ConfigError(
-                f"the data port cannot bind {address}: {error.strerror or error}; choose another data_port, or 0"
-            ) from error
+        router.bind(self.endpoint)
         return router
+
+    def _drop_peers(self) -> None:
+        """Close every connection, with whatever its peer did not read: messages may refer to memory that goes away.
+
+        Honest peers connect again by themselves, and ask again for what was lost.
+        """
+        self._poller.unregister(self._router)
+        self._router.close(linger=0)
+        self._router = self._bind()
+        self._poller.register(self._router, zmq.POLLIN)
 
     @property
     def endpoint(self) -> str:
         """The bound endpoint, "tcp://127.0.0.1:41234"."""
-        return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        host, port = self._listener.getsockname()[:2]
+        return f"tcp://{host}:{port}"
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and close the sockets; frames that peers do not take within LINGER_MS are dropped."""
+        """End the threads and close the sockets; frames that peers do not take within LINGER_MS are dropped."""
+        if self._stopped:
+            return
         if self._thread.is_alive():
             self._post(self._end)
             self._thread.join()
+        self._stopped = True
+        if self._pool is not None:
+            self._pool.shutdown()
         self._context.destroy(linger=LINGER_MS)
+        self._listener.close()
+        os.close(self._hear)
+        os.close(self._wake)
 
     def beat(self) -> SlaveBeat:
         """The latest counters; may be called from any thread."""
@@ -123,15 +191,31 @@ class DataServer:
         self._post(lambda: self._port.set_epoch(epoch))
 
     def set_memory(self, shard: ShardMap | None, staging: F32 | None, done: Callable[[], None]) -> None:
-        self._post(lambda: self._port.set_memory(shard, staging))
+        def word() -> None:
+            served, self._port.served_any = self._port.served_any, False
+            self._port.set_memory(shard, staging)
+            if served:
+                self._drop_peers()
+            done()
+
+        self._post(word)
+
+    def set_readable(
+        self, versions: Mapping[Version, Buffer], done: Callable[[], None], current: Version | None = None
+    ) -> None:
+        self._post(lambda: self._port.set_readable(versions, current))
         self._post(done)
 
-    def set_readable(self, versions: Mapping[Version, Buffer], done: Callable[[], None]) -> None:
-        self._post(lambda: self._port.set_readable(versions))
-        self._post(done)
-
-    def open(self, push: PushId, attempt: int, slot: int, opening: int) -> None:
-        self._post(lambda: self._port.open(push, attempt, slot, opening))
+    def open(
+        self,
+        push: PushId,
+        attempt: int,
+        slot: int,
+        opening: int,
+        wire: Codec = Codec.F32,
+        base: Version | None = None,
+    ) -> None:
+        self._post(lambda: self._port.open(push, attempt, slot, opening, wire, base))
 
     def close(self, push: PushId) -> None:
         self._post(lambda: self._port.close(push))
@@ -139,12 +223,22 @@ class DataServer:
     def close_all(self) -> None:
         self._post(self._port.close_all)
 
+    def known(self, version: Version) -> Known | None:
+        """As DataPort.known; from any thread, since rows of complete pushes and the current version stand still."""
+        return self._port.known(version)
+
     def _post(self, word: Callable[[], None]) -> None:
-        self._words.put(word)
+        """On the thread that calls stop(); what comes after that is not heard any more."""
+        if not self._stopped:
+            self._words.put(word)
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        """From any thread."""
         try:
-            self._wake.send(b"", zmq.NOBLOCK)
-        except zmq.Again:
-            pass  # the thread has unread wake-ups already and will find the word
+            os.write(self._wake, b"x")
+        except BlockingIOError:
+            pass  # the thread has unread wake-ups already and will find what there is
 
     # ---- the thread ----
 
@@ -157,32 +251,93 @@ class DataServer:
             self._crashed(error)
 
     def _turn(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._hear, zmq.POLLIN)
-        ready = dict(poller.poll())
-        if self._hear in ready:
+        """What has landed first, then words, then messages; then wait, if there was nothing left to read."""
+        self._finish_landed()
+        if not self._words.empty():
             self._hear_words()
-        if self._router in ready and not self._ended:
-            for _ in range(RECEIVE_BATCH):
-                if not self._receive():
-                    break
-        self._beat = self._port.beat()
+        if self._ended:
+            return
+        more = self._receive_some()
+        now_s = time.monotonic()
+        if self._counters_moved and now_s - self._beat_s >= BEAT_REFRESH_S:
+            self._beat, self._beat_s, self._counters_moved = self._port.beat(), now_s, False
+        if not more:
+            self._wait()
+
+    def _wait(self) -> None:
+        timeout_ms = round(BEAT_REFRESH_S * 1000) if self._counters_moved else None
+        ready = dict(self._poller.poll(timeout_ms))
+        self._counters_moved |= bool(ready)
+        if self._hear in ready:
+            os.read(self._hear, 4096)
 
     def _hear_words(self) -> None:
-        while self._hear.poll(0):
-            self._hear.recv()
+        """They change what landings rely on, so none may be under way."""
+        while self._under_way:
+            self._finish(self._landed.get())
         while not self._words.empty():
             self._words.get()()
 
-    def _receive(self) -> bool:
-        try:
-            peer, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        answer = self._port.answer([frame.buffer for frame in frames])
-        self._send(peer.bytes, answer)
+    def _receive_some(self) -> bool:
+        """Serve what has arrived; messages that wait for a landing hold their frames, so few may. Returns whether there
+        may be more."""
+        for _ in range(RECEIVE_BATCH):
+            if max(self._under_way, len(self._deferred)) >= self._most_under_way:
+                self._finish(self._landed.get())
+            message = self._receive()
+            if message is None:
+                return False
+            self._serve(message)
         return True
+
+    def _receive(self) -> Message | None:
+        try:
+            peer = self._router.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        frames = [self._router.recv(zmq.NOBLOCK, copy=False)]
+        while frames[-1].more:
+            frames.append(self._router.recv(zmq.NOBLOCK, copy=False))
+        return peer, frames
+
+    def _serve(self, message: Message) -> None:
+        peer, frames = message
+        step = self._port.begin([frame.buffer for frame in frames], peer)
+        if step is None:
+            self._deferred.append(message)
+        elif isinstance(step, Answer):
+            self._send(peer, step)
+        elif self._pool is None:
+            self._send(peer, self._port.end(step, landed(step)))
+        else:
+            self._under_way += 1
+            self._pool.submit(self._land, peer, step)
+
+    # ---- landings on the pool ----
+
+    def _land(self, peer: bytes, job: Job) -> None:
+        """On a thread of the pool."""
+        try:
+            outcome: Refused | BaseException | None = landed(job)
+        except BaseException as error:
+            outcome = error
+        self._landed.put((peer, job, outcome))
+        self._wake_up()
+
+    def _finish_landed(self) -> None:
+        while not self._landed.empty():
+            self._finish(self._landed.get())
+
+    def _finish(self, ended: tuple[bytes, Job, Refused | BaseException | None]) -> None:
+        peer, job, outcome = ended
+        self._under_way -= 1
+        if outcome is not None and not isinstance(outcome, Refused):
+            raise outcome
+        self._send(peer, self._port.end(job, outcome))
+        for _ in range(len(self._deferred)):
+            self._serve(self._deferred.popleft())
+
+    # ---- answers ----
 
     def _send(self, peer: bytes, answer: Answer) -> None:
         """A peer that is gone, or reads nothing, loses its answer: it asks again (docs/protocol.md, the data flow)."""
@@ -192,17 +347,20 @@ class DataServer:
         for faulty in _through_failpoint(frames):
             self._send_frames(peer, faulty)
 
-    def _send_frames(self, peer: bytes, frames: list[bytes | memoryview]) -> None:
+    def _send_frames(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> None:
         try:
             self._router.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return
             raise
-        # Copied on purpose: a frame that referred to the version's memory would, with a peer that asks and never
-        # reads, hold that buffer for ever and stop the rounds (I15 of docs/architecture.md). The copy costs
-        # 0.1 ms for 1 MiB.
-        self._router.send_multipart(frames, zmq.NOBLOCK)
+        # A payload is sent from the version's own memory, and nobody waits for it to leave: a peer that asks and never
+        # reads holds up nothing (I15 of docs/architecture.md). When the memory is written again before, the bytes that
+        # leave do not have the checksum of their header, and the reader asks again (slave/data_port.py, Answer).
+        *first, last = frames
+        for frame in first:
+            self._router.send(frame, zmq.SNDMORE | zmq.NOBLOCK)
+        self._router.send(last, zmq.NOBLOCK, copy=len(last) < COPIED_BYTES)
 
     def _end(self) -> None:
         self._ended = True

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from dips.core.failpoints import failpoint
+from dips.slave.overwrite import Seen, overwrite
 
 IO_BYTES = 4 << 20
-"""Written and read in pieces of this size: large enough for the disk, small enough for the cache."""
+"""Read in pieces of this size: large enough for the disk, small enough for the cache."""
 
 TEMPORARY = ".tmp-"
 BLOCK_BYTES = 512
@@ -44,8 +44,11 @@ class Disk(Protocol):
     def allocate(self, name: str, n_bytes: int) -> None:
         """Make the file exactly n_bytes long and claim their room, durably; bytes that are there stay."""
 
-    def overwrite(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Write the parts one after the other from the beginning of a file that is there."""
+    def overwrite(self, name: str, at: int, data: memoryview, seen: Seen | None = None, straight: bool = False) -> None:
+        """Write the bytes at this place of a file that is there. seen: gets all of the data in order, for checksums.
+
+        straight: at less cost to others, but not soonest done.
+        """
 
     def create(self, name: str, data: bytes) -> None:
         """Write a new file, or all of an old one anew."""
@@ -101,16 +104,8 @@ class LocalDisk:
         finally:
             os.close(handle)
 
-    def overwrite(self, name: str, parts: Sequence[memoryview]) -> None:
-        handle = os.open(self._directory / name, os.O_WRONLY)
-        try:
-            failpoint("slave.ring.before_write")
-            for part in parts:
-                for begin in range(0, len(part), IO_BYTES):
-                    _write_all(handle, part[begin : begin + IO_BYTES])
-                    failpoint("slave.ring.after_piece")
-        finally:
-            os.close(handle)
+    def overwrite(self, name: str, at: int, data: memoryview, seen: Seen | None = None, straight: bool = False) -> None:
+        overwrite(self._directory / name, at, data, seen, straight)
 
     def create(self, name: str, data: bytes) -> None:
         file = kind_of(name)

@@ -15,13 +15,14 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from dips.core import kernels_numba
+from dips.core import kernels_numba, kernels_wire
 from dips.core.chunks import shard_digest
 from dips.core.clock import Clock
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.grpc_refusal import to_refusal
 from dips.core.messages import CommitRecord, Configure, SlaveMessage, SnapshotInfo
 from dips.core.telemetry import ChangeLogger, Tape
+from dips.core.threads import Threads
 from dips.slave import calculation
 from dips.slave.data_server import DataServer
 from dips.slave.memory import F32, ShardMemory
@@ -48,6 +49,7 @@ class Engine:
         tape: Tape,
         clock: Clock,
         pushes: PushRecord | None = None,
+        compute_threads: int = 0,
     ) -> None:
         self.state = state
         self._slave_id = slave_id
@@ -62,6 +64,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._memory: ShardMemory | None = None
         self._outer = ThreadPoolExecutor(1, "dips-outer")
+        self._threads = Threads(compute_threads)
         self._disk = ThreadPoolExecutor(1, "dips-disk")
         self._tasks: set[asyncio.Task[None]] = set()
         self._settling: asyncio.Future[None] | None = None
@@ -74,7 +77,8 @@ class Engine:
 
     async def warm_up(self) -> None:
         """Compile the kernels before anyone waits for them: compiling holds the interpreter lock."""
-        await self._loop.run_in_executor(self._outer, kernels_numba.warm_up)
+        for kernels in (kernels_numba, kernels_wire):
+            await self._loop.run_in_executor(self._outer, kernels.warm_up)
 
     def handle(self, event: events.Event) -> None:
         """Give the state machine an event and carry out what it wants, in order."""
@@ -104,6 +108,7 @@ class Engine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for executor in (self._outer, self._disk):
             executor.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
         if self.ended.done() and not self.ended.cancelled():
             self.ended.exception()
 
@@ -118,8 +123,8 @@ class Engine:
                 self._tape.write(kind, cause, **fields)
             case effects.Log(level, key, sentence):
                 self._changes.report(key, sentence, level)
-            case effects.OpenSlot(push, attempt, slot, opening):
-                self._data.open(push, attempt, slot, opening)
+            case effects.OpenSlot(push, attempt, slot, opening, wire, base):
+                self._data.open(push, attempt, slot, opening, wire, base)
             case effects.CloseSlot(push):
                 self._data.close(push)
             case effects.CloseAllSlots():
@@ -194,7 +199,9 @@ class Engine:
         memory = self._made()
         settling = self._settling = self._loop.create_future()
         settling.add_done_callback(lambda _: memory.left() if settling is self._settling else None)
-        self._data.set_readable(memory.readable(), lambda: self._resolve_soon(settling))
+        info = memory.current.info if memory.current is not None else None
+        current = info.version if info is not None else None
+        self._data.set_readable(memory.readable(), lambda: self._resolve_soon(settling), current)
 
     async def _settled(self) -> None:
         if self._settling is not None:
@@ -285,7 +292,8 @@ class Engine:
         assert memory.current is not None
         assert memory.current.info is not None
         version, theta = memory.current.info.version, memory.current.theta
-        blocks = await self._on(self._outer, calculation.measure, memory, theta, effect.slots)
+        known = self._data.known(version)
+        blocks = await self._on(self._outer, calculation.measure, memory, theta, effect.slots, known, self._threads)
         way = await self._on(self._outer, calculation.directions, memory, version, theta, effect.slots, effect.bases)
         return events.MeasureDone(effect.job, blocks, way)
 
@@ -298,7 +306,9 @@ class Engine:
         shadow = await self._on(self._outer, memory.take)
         theta = memory.current.theta if memory.current is not None else None
         try:
-            sums = await self._on(self._outer, calculation.prepare, memory, theta, shadow.theta, body, effect.slots)
+            sums = await self._on(
+                self._outer, calculation.prepare, memory, theta, shadow.theta, body, effect.slots, self._threads
+            )
             info = SnapshotInfo(
                 body.to_version, body.round, made.layout_hash, made.placement_hash, shard_digest(sums), committed=False
             )

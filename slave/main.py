@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from dips.core import failpoints
+from dips.core.allocator import keep_freed_memory
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError, DipsError
 from dips.core.net import require_loopback
@@ -36,6 +37,7 @@ def run(config: SlaveConfig) -> int:
     0: stopped by the master, SIGTERM or SIGINT. Others: DipsError.exit_code of what ended it.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
     try:
         configure_logging("slave", config.slave_id, config.log_level, config.json_logs)
         failpoints.install("slave")
@@ -75,7 +77,13 @@ async def _serve(
         tape.write("snapshot_skipped", "", reason=problem)
     relay = _Relay()
     data = DataServer(
-        config.data_host, config.data_port, config.run_id, config.max_chunk_bytes, relay.staged, relay.crashed
+        config.data_host,
+        config.data_port,
+        config.run_id,
+        config.max_chunk_bytes,
+        relay.staged,
+        relay.crashed,
+        config.data_threads_used,
     )
     engine = None
     try:
@@ -89,7 +97,17 @@ async def _serve(
             store.promised_epoch,
             store.ring.infos(),
         )
-        engine = Engine(state, config.slave_id, config.memory_bytes, store, data, tape, clock, _push_record(config))
+        engine = Engine(
+            state,
+            config.slave_id,
+            config.memory_bytes,
+            store,
+            data,
+            tape,
+            clock,
+            _push_record(config),
+            config.compute_threads,
+        )
         relay.engine = engine
         await engine.warm_up()
         data.start()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dips.core import allocator
 from dips.core.errors import LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block
@@ -166,10 +167,8 @@ def bytes_of(array: F32) -> memoryview:
 def _touched(shape: tuple[int, ...]) -> F32:
     """Zeros whose pages are really there: running out of memory must show now, not in the middle of a round."""
     try:
-        array = np.empty(shape, np.float32)
+        return allocator.zeros(*shape)
     except MemoryError as error:
         raise Refused(
             RefusalCode.MEMORY, f"this host has no {4 * math.prod(shape)} bytes left: lower the slave's memory_bytes"
         ) from error
-    array.fill(0)
-    return array

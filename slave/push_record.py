@@ -2,23 +2,23 @@
 
 Off by default, because it costs 4 bytes of disk for each parameter and push, for ever. For round r1.7 the directory
 `pushes/` has one safetensors file for each accepted push (`r1.7-0.safetensors`: the tensor "push", float32, this
-slave's blocks in block-id order) and, written after all of them, `round-r1.7.json` with every scalar of the outer step
-(docs/storage.md). Rounds that were given up leave theirs, too: the COMMIT records say which ones count.
+slave's blocks in block-id order) and, once all of them are durable, `round-r1.7.json` with every scalar of the outer
+step (docs/storage.md). Rounds that were given up leave theirs, too: the COMMIT records say which ones count.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from safetensors.numpy import save
 
 from dips.core.failpoints import failpoint
 from dips.core.messages import Prepare, SnapshotInfo
 from dips.slave.durable import LocalDisk, replace_durably
-from dips.slave.memory import F32
+from dips.slave.memory import F32, bytes_of
+from dips.slave.overwrite import PIECE_BYTES, begin_writing
 
 FORMAT = "dips-round-2"
 DIRECTORY = "pushes"
@@ -34,21 +34,45 @@ class PushRecord:
         self._owner = {"format": FORMAT, "run_id": run_id, "slave_id": slave_id}
 
     def write(self, body: Prepare, shadow: SnapshotInfo, rows: list[F32], chunk_bytes: int) -> None:
-        """rows: staging rows of body.accepted in that order, each (n,) float32. Raises OSError."""
+        """rows: staging rows of body.accepted in that order, each (n,) float32. Durable when this returns.
+
+        Raises OSError; files that no record names may stay then.
+        """
         round_id = str(body.round)
         names = [f"{round_id}-{index}.safetensors" for index in range(len(rows))]
-        for index, (name, row) in enumerate(zip(names, rows, strict=True)):
-            said = self._push(body, index)
-            failpoint("slave.pushes.before_write")
+        pushes = [self._push(body, index) for index in range(len(rows))]
+        for name, said, row in zip(names, pushes, rows, strict=True):
             metadata = self._owner | {"round": round_id, **{key: str(value) for key, value in said.items()}}
-            (self._directory / name).write_bytes(save({"push": np.ascontiguousarray(row)}, metadata))
-        pushes = [self._push(body, index) | {"file": name} for index, name in enumerate(names)]
-        text = json.dumps(self._owner | _scalars(body, shadow, chunk_bytes) | {"accepted": pushes}, indent=1)
+            _write_push(self._directory / name, row, metadata)
+        self._disk.sync_names()
+        accepted = [said | {"file": name} for name, said in zip(names, pushes, strict=True)]
+        text = json.dumps(self._owner | _scalars(body, shadow, chunk_bytes) | {"accepted": accepted}, indent=1)
         replace_durably(self._disk, f"round-{round_id}.json", text.encode())
 
     def _push(self, body: Prepare, index: int) -> dict[str, Any]:
         staged = body.accepted[index]
         return {"push": str(staged.push), "attempt": staged.attempt, "weight": body.weights[index]}
+
+
+def _write_push(path: Path, row: F32, metadata: Mapping[str, str]) -> None:
+    """A safetensors file of one tensor, flushed; by hand, because the library makes two copies of the tensor."""
+    place = {"dtype": "F32", "shape": [row.size], "data_offsets": [0, row.nbytes]}
+    text = json.dumps({"__metadata__": metadata, "push": place}, separators=(",", ":")).encode()
+    text = text.ljust(-len(text) % 8 + len(text))
+    failpoint("slave.pushes.before_write")
+    with path.open("wb", buffering=0) as file:
+        _write_all(file.fileno(), 0, memoryview(len(text).to_bytes(8, "little") + text))
+        _write_all(file.fileno(), 8 + len(text), bytes_of(row))
+        failpoint("slave.pushes.before_fsync")
+        os.fsync(file.fileno())
+        failpoint("slave.pushes.after_fsync")
+
+
+def _write_all(handle: int, at: int, data: memoryview) -> None:
+    while data:
+        done = os.pwrite(handle, data[:PIECE_BYTES], at)
+        begin_writing(handle, at, done)
+        at, data = at + done, data[done:]
 
 
 def _scalars(body: Prepare, shadow: SnapshotInfo, chunk_bytes: int) -> dict[str, Any]:

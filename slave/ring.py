@@ -1,9 +1,9 @@
 """The ring of snapshot files: made once at full size, overwritten in place, so that a full disk shows before a round.
 
 Every step is in an order that a crash can follow anywhere (docs/storage.md): the manifest of the version that leaves
-goes first, durably; then the file is written and synced; then its own manifest comes, and with it the commit. Never
-overwrites a file that a manifest of a kept version or an open round names, and never trusts a file that it has not
-read back in full since the process began, or written itself. One caller at a time: the thread "dips-disk".
+goes first, durably; then the file is written, header last, and synced; then its own manifest comes, and with it the
+commit. Never overwrites a file that a manifest of a kept version or an open round names, and never trusts a file that
+it has not read back in full since the process began, or written itself. One caller at a time: the thread "dips-disk".
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+
+import xxhash
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.failpoints import failpoint
@@ -20,7 +22,14 @@ from dips.slave import manifest as manifests
 from dips.slave.durable import Disk, replace_durably
 from dips.slave.inventory import Content, manifest_name, read_manifest, ring_name, take_stock
 from dips.slave.memory import F32, bytes_of
-from dips.slave.snapshot_file import SnapshotError, build_header, file_bytes, read_snapshot
+from dips.slave.snapshot_file import (
+    HEADER_BYTES,
+    SnapshotError,
+    build_header,
+    file_bytes,
+    momentum_place,
+    read_snapshot,
+)
 
 Key = tuple[Version, RoundId]
 
@@ -113,29 +122,42 @@ class Ring:
     # ---- the life of a snapshot ----
 
     def write_shadow(
-        self, info: SnapshotInfo, theta: F32, momentum: F32, written: Callable[[], object] = lambda: None
+        self,
+        info: SnapshotInfo,
+        theta: F32,
+        momentum: F32,
+        written: Callable[[], object] = lambda: None,
+        straight: bool = False,
     ) -> None:
         """Durable when this returns. theta, momentum: (n,) float32 of this slave's blocks, not read after written().
 
-        Raises Refused(DISK); the file is free space then.
+        straight: nobody waits for it, others want the processors. Raises Refused(DISK); the file is free space then.
         """
         if self._open == _key(info):
             self._open = None  # written once more: the earlier file is no longer the round's
         slot = self._choose(_key(info))
-        name = ring_name(slot)
-        raw, head = build_header(info, theta, momentum, *self._owner)
+        name, n_bytes = ring_name(slot), file_bytes(theta.size)
         try:
             self._vacate(slot)
-            if self._disk.missing_bytes(name, head.stamp.n_bytes):
-                self._disk.allocate(name, head.stamp.n_bytes)
+            if self._disk.missing_bytes(name, n_bytes):
+                self._disk.allocate(name, n_bytes)
                 self._disk.sync_names()
-            self._disk.overwrite(name, [memoryview(raw), bytes_of(theta), bytes_of(momentum)])
+            sums = self._write_tensors(name, theta, momentum, straight)
             written()
+            raw, head = build_header(info, theta.size, sums, *self._owner)
+            self._disk.overwrite(name, 0, memoryview(raw))
             self._disk.sync(name)
         except OSError as error:
             raise disk_refusal(self._disk.where(name), error) from error
         self._put(slot, Content(head.info, head))
         self._open = _key(info)
+
+    def _write_tensors(self, name: str, theta: F32, momentum: F32, straight: bool) -> tuple[str, str]:
+        """Their checksums, taken on the way: so the header that holds them comes last, and none fits mixed bytes."""
+        sums = (xxhash.xxh3_128(), xxhash.xxh3_128())
+        self._disk.overwrite(name, HEADER_BYTES, bytes_of(theta), sums[0].update, straight)
+        self._disk.overwrite(name, momentum_place(theta.size), bytes_of(momentum), sums[1].update, straight)
+        return sums[0].hexdigest(), sums[1].hexdigest()
 
     def close_round(self) -> None:
         """No round is open: no shadow needs protection. For a slave that is configured anew."""
@@ -167,7 +189,7 @@ class Ring:
         """
         if not self.holds(info):
             self.close_round()
-            self.write_shadow(info, theta, momentum, written)
+            self.write_shadow(info, theta, momentum, written, straight=True)
         self.commit(info, info.commit_hash, record)
 
     def rename(self, origin: SnapshotInfo, info: SnapshotInfo, commit_hash: bytes, record: bytes) -> SnapshotInfo:

@@ -61,10 +61,15 @@ def file_bytes(n_elems: int) -> int:
     return HEADER_BYTES + len(TENSORS) * FLOAT32_BYTES * n_elems
 
 
-def build_header(info: SnapshotInfo, theta: F32, momentum: F32, run_id: str, slave_id: str) -> tuple[bytes, FileHead]:
-    """The header of a file of these tensors, both (n,) float32; reads all of them for their checksums."""
-    sums = (xxhash.xxh3_128_hexdigest(bytes_of(theta)), xxhash.xxh3_128_hexdigest(bytes_of(momentum)))
-    n_elems = theta.size
+def momentum_place(n_elems: int) -> int:
+    """Where the momentum's bytes begin in the file; theta's begin at HEADER_BYTES."""
+    return HEADER_BYTES + FLOAT32_BYTES * n_elems
+
+
+def build_header(
+    info: SnapshotInfo, n_elems: int, sums: tuple[str, str], run_id: str, slave_id: str
+) -> tuple[bytes, FileHead]:
+    """The header of a file of n_elems parameters. sums: xxh3-128 of theta's and of the momentum's bytes, as hex."""
     metadata = {
         "format": FORMAT,
         "run_id": run_id,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import Configure, Prepare, Refusal, SlaveBody, SnapshotInfo
+from dips.core.wire import Codec
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,17 @@ class DropShadow:
 
 @dataclass(frozen=True)
 class OpenSlot:
-    """Take chunks of this push. The same `opening` adopts what has landed, another one begins with nothing."""
+    """Take chunks of this push. The same `opening` adopts what has landed, another one begins with nothing.
+
+    A difference codec in `wire` is decoded against the parameters of `base`.
+    """
 
     push: PushId
     attempt: int
     slot: int
     opening: int
+    wire: Codec = Codec.F32
+    base: Version | None = None
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ class SlaveState:
         if opening is None:
             sentence = f"push {body.push}: attempt {body.attempt} is older than the open one"
             return [effects.Log("WARNING", "open", sentence)]
-        return [effects.OpenSlot(body.push, body.attempt, body.slot, opening)]
+        return [effects.OpenSlot(body.push, body.attempt, body.slot, opening, self.slots.wire_of(body.push), body.base)]
 
     # ---- what came from below ----
 

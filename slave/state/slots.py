@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, Version
 from dips.core.messages import OpenStaging, Staged
+from dips.core.wire import Codec
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Slot:
     opening: int
     base: Version | None
     digest: bytes | None = None
+    wire: Codec = Codec.F32
 
 
 class Slots:
@@ -41,17 +43,21 @@ class Slots:
         self._of_push.clear()
 
     def open(self, body: OpenStaging) -> int | None:
-        """Note the slot; the same push in the same slot is adopted. Returns its opening, None for an older attempt."""
+        """Note the slot; the same push in the same slot, written in the same way, is adopted.
+
+        Returns its opening, None for an older attempt.
+        """
+        wire = Codec.F32 if body.wire is Codec.NONE else body.wire  # a master of an earlier release says nothing
         known = self._of_push.get(body.push)
-        if known is not None and known.slot == body.slot:
-            if body.attempt < known.attempt:
-                return None
+        if known is not None and body.attempt < known.attempt and known.slot == body.slot:
+            return None
+        if known is not None and (known.slot, known.wire, known.base) == (body.slot, wire, body.base):
             known.attempt = body.attempt
             return known.opening
         for push in [p for p, s in self._of_push.items() if s.slot == body.slot or p == body.push]:
             del self._of_push[push]
         self._openings += 1
-        self._of_push[body.push] = Slot(body.slot, body.attempt, self._openings, body.base)
+        self._of_push[body.push] = Slot(body.slot, body.attempt, self._openings, body.base, wire=wire)
         return self._openings
 
     def close(self, push: PushId) -> None:
@@ -60,6 +66,10 @@ class Slots:
     def slot_of(self, push: PushId) -> int | None:
         known = self._of_push.get(push)
         return None if known is None else known.slot
+
+    def wire_of(self, push: PushId) -> Codec:
+        """How an open push is written."""
+        return self._of_push[push].wire
 
     def base_of(self, push: PushId) -> Version | None:
         known = self._of_push.get(push)

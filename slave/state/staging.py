@@ -6,15 +6,18 @@ of this slave's, let a second sender change a landed chunk, or call a push compl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dips.core.chunks import shard_digest
-from dips.core.data_header import MAX_MISSING, Codec, DataHeader, MissingChunk
+from dips.core.data_header import MAX_MISSING, DataHeader, MissingChunk
 from dips.core.errors import LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import PushId, Version
-from dips.core.layout import Block
+from dips.core.layout import FLOAT32_BYTES, Block
 from dips.core.messages import StagingProgress
+from dips.core.outer_numpy import PIECE_ELEMS, n_pieces
+from dips.core.wire import Codec, encoded_bytes
 
 OPENING_RETRY_S = 0.05
 """A ticket may reach the worker before OpenStaging reaches the slave: both leave the master at the same time."""
@@ -22,11 +25,19 @@ OPENING_RETRY_S = 0.05
 
 @dataclass(frozen=True)
 class Landing:
-    """Where a chunk belongs: bytes [start_byte, start_byte + length_bytes) of a shard, number `index` of its chunks."""
+    """Where a chunk belongs: bytes [start_byte, start_byte + length_bytes) of a shard, number `index` of its chunks.
+
+    first_piece: the piece (core/outer_numpy.py) of the shard that begins with it; only where chunks are whole pieces.
+    """
 
     index: int
     start_byte: int
     length_bytes: int
+    first_piece: int = 0
+
+    @property
+    def n_pieces(self) -> int:
+        return n_pieces(self.length_bytes // FLOAT32_BYTES)
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class Place:
     block: Block
     start_byte: int
     first_chunk: int
+    first_piece: int
 
 
 class ShardMap:
@@ -47,13 +59,21 @@ class ShardMap:
     def __init__(self, blocks: Sequence[Block], chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
         self.places: dict[int, Place] = {}
-        start_byte = first_chunk = 0
+        start_byte = first_chunk = first_piece = 0
         for block in blocks:
-            self.places[block.block_id] = Place(block, start_byte, first_chunk)
+            self.places[block.block_id] = Place(block, start_byte, first_chunk, first_piece)
             start_byte += block.n_bytes
             first_chunk += -(-block.n_bytes // chunk_bytes)
+            first_piece += n_pieces(block.n_elems)
         self.n_bytes = start_byte
         self.n_chunks = first_chunk
+        self.n_pieces = first_piece
+        self._in_order = tuple(self.places.values())
+
+    @property
+    def whole_pieces(self) -> bool:
+        """Whether every chunk begins with a piece, so that it can be measured by itself."""
+        return self.chunk_bytes % (PIECE_ELEMS * FLOAT32_BYTES) == 0
 
     def find(self, header: DataHeader) -> Landing:
         """The chunk that a header names. Raises Refused(CHUNK) unless it is exactly one of this slave's chunks."""
@@ -69,19 +89,23 @@ class ShardMap:
         if header.length_bytes != length:
             raise _chunk(header, f"the length is {header.length_bytes} bytes, this chunk has {length}")
         index = place.first_chunk + header.offset_bytes // self.chunk_bytes
-        return Landing(index, place.start_byte + header.offset_bytes, length)
+        first_piece = place.first_piece + header.offset_bytes // (PIECE_ELEMS * FLOAT32_BYTES)
+        return Landing(index, place.start_byte + header.offset_bytes, length, first_piece)
 
     def chunk_at(self, index: int) -> MissingChunk:
         """Inverse of find, for the answer to QUERY_MISSING."""
-        for place in reversed(self.places.values()):
-            if index >= place.first_chunk:
-                return MissingChunk(place.block.block_id, (index - place.first_chunk) * self.chunk_bytes)
-        raise LocalProtocolError(f"chunk {index} is before the first of this shard")
+        if not 0 <= index < self.n_chunks:
+            raise LocalProtocolError(f"chunk {index} is not one of this shard's {self.n_chunks}")
+        place = self._in_order[bisect_right(self._in_order, index, key=lambda place: place.first_chunk) - 1]
+        return MissingChunk(place.block.block_id, (index - place.first_chunk) * self.chunk_bytes)
 
 
 @dataclass
 class Staging:
-    """One push in one slot. checksums: xxh3-64 of each landed chunk, None where none has landed."""
+    """One push in one slot. checksums: xxh3-64 of each landed chunk as it was sent, None where none has landed.
+
+    wire: how its chunks are written; base: the version that differences stand on.
+    """
 
     push: PushId
     attempt: int
@@ -90,6 +114,8 @@ class Staging:
     checksums: list[int | None]
     n_landed: int = 0
     landed_bytes: int = 0
+    wire: Codec = Codec.F32
+    base: Version | None = None
 
     @property
     def complete(self) -> bool:
@@ -111,8 +137,18 @@ class StagingTable:
         self.n_slots = n_slots
         self._open: dict[PushId, Staging] = {}
 
-    def open(self, push: PushId, attempt: int, slot: int, opening: int = 0) -> Staging:
+    def open(
+        self,
+        push: PushId,
+        attempt: int,
+        slot: int,
+        opening: int = 0,
+        wire: Codec = Codec.F32,
+        base: Version | None = None,
+    ) -> Staging:
         """Open or adopt a staging. The same push keeps its landed chunks; another push in the slot is thrown out.
+
+        A push that is written in another way, or on another base, begins with nothing.
 
         Raises Refused(MALFORMED) for a slot that does not exist and Refused(FENCED) for an attempt older than
         the open one.
@@ -120,13 +156,14 @@ class StagingTable:
         if not 0 <= slot < self.n_slots:
             raise Refused(RefusalCode.MALFORMED, f"slot {slot} of push {push}: this slave has {self.n_slots} slots")
         known = self._open.get(push)
-        if known is not None and (known.slot, known.opening) == (slot, opening):
+        same = known is not None and (known.wire, known.base) == (wire, base)
+        if known is not None and same and (known.slot, known.opening) == (slot, opening):
             if attempt < known.attempt:
                 raise Refused(RefusalCode.FENCED, f"push {push}: attempt {attempt} is older than {known.attempt}")
             known.attempt = attempt
             return known
         self._throw_out(push, slot)
-        staging = Staging(push, attempt, slot, opening, [None] * self.shard.n_chunks)
+        staging = Staging(push, attempt, slot, opening, [None] * self.shard.n_chunks, wire=wire, base=base)
         self._open[push] = staging
         return staging
 
@@ -144,11 +181,13 @@ class StagingTable:
         landed before with other bytes. Changes nothing.
         """
         staging = self.find(header.push, header.attempt)
-        if header.codec is not Codec.F32:
-            raise _chunk(header, f"codec {header.codec.name} is not F32, the only one of this release")
+        if header.codec is not staging.wire:
+            raise _chunk(header, f"the codec is {header.codec.name}, the ticket of this push says {staging.wire.name}")
         landing = self.shard.find(header)
-        if payload_bytes != landing.length_bytes:
-            raise _chunk(header, f"the payload has {payload_bytes} bytes, its header says {landing.length_bytes}")
+        expected = encoded_bytes(staging.wire, landing.length_bytes // FLOAT32_BYTES)
+        if payload_bytes != expected:
+            sentence = f"the payload has {payload_bytes} bytes, {header.length_bytes} of parameters take {expected}"
+            raise _chunk(header, sentence)
         before = staging.checksums[landing.index]
         if before is not None and before != header.checksum:
             raise Refused(
@@ -215,7 +254,7 @@ class StagingTable:
             del self._open[other]
 
 
-def find_version(shard: ShardMap, header: DataHeader, readable: frozenset[Version]) -> Landing:
+def find_version(shard: ShardMap, header: DataHeader, readable: Collection[Version]) -> Landing:
     """Where the chunk that a GET_CHUNK asks for stands. Raises Refused(VERSION_GONE) or Refused(CHUNK)."""
     if header.version not in readable:
         kept = ", ".join(str(version) for version in sorted(readable)) or "none"

@@ -10,13 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.slave_peers import LAYOUT, push_id
 
-from dips.core.chunks import Chunk, checksum, chunks_of, digest_of_array
-from dips.core.data_header import Codec, DataHeader, DataOp
+from dips.core import wire_numpy
+from dips.core.chunks import Chunk, checksum, chunks_of, digest_of_array, shard_digest
+from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import RefusalCode
 from dips.core.ids import RoundId, Version
 from dips.core.messages import Refusal, SnapshotInfo
+from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 from dips.slave.calculation import chunk_checksums
-from dips.slave.data_port import Answer, DataPort
+from dips.slave.data_port import Answer, DataPort, landed
+from dips.slave.landing import Job
 from dips.slave.memory import Buffer
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap
@@ -42,7 +45,7 @@ class Port:
         self.port.open(A, 1, 1, opening=5)
         info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", b"", committed=True)
         self.buffer = Buffer(VALUES.copy(), info, chunk_checksums(VALUES, BLOCKS, CHUNK_BYTES))
-        self.port.set_readable({V0: self.buffer})
+        self.port.set_readable({V0: self.buffer}, V0)
 
     def send(self, header: DataHeader, *payload: bytes) -> Answer:
         return self.port.answer([memoryview(header.encode()), *(memoryview(part) for part in payload)])
@@ -199,7 +202,7 @@ def test_missing_and_surplus_frames_are_refused(port: Port) -> None:
 
 def test_a_version_that_left_is_gone(port: Port) -> None:
     assert port.refused(get(CHUNKS[0], Version(1, 1))).code is RefusalCode.VERSION_GONE
-    port.port.set_readable({})
+    port.port.set_readable({}, None)
     assert port.refused(get(CHUNKS[0])).code is RefusalCode.VERSION_GONE
 
 
@@ -255,3 +258,66 @@ def test_a_damaged_message_never_lands_wrong_bytes(data: st.DataObject) -> None:
     answer = port.port.answer([memoryview(bytes(frame)) for frame in frames])
     assert answer.header.op is DataOp.REFUSED
     assert not port.staging.any()
+
+
+def differences(codec: Codec, chunk: Chunk) -> bytes:
+    """What a cluster sends of VALUES, on V0 of the port, whose parameters it halves here to have a difference."""
+    start = BLOCKS[chunk.block_id].start_elem + chunk.offset_bytes // 4
+    here = slice(start, start + chunk.length_bytes // 4)
+    encoded = np.zeros(encoded_bytes(codec, chunk.length_bytes // 4), np.uint8)
+    wire_numpy.encode(codec, VALUES[here] / 2, VALUES[here], None, encoded)
+    return encoded.tobytes()
+
+
+@pytest.mark.parametrize("codec", sorted(DIFFERENCES))
+def test_differences_land_as_base_plus_what_was_sent(port: Port, codec: Codec) -> None:
+    port.port.open(A, 2, 1, opening=6, wire=codec, base=V0)
+    checksums = []
+    for chunk in CHUNKS:
+        body = differences(codec, chunk)
+        checksums.append(checksum(body))
+        header = replace(put(chunk), attempt=2, codec=codec, checksum=checksums[-1])
+        assert port.send(header, body).header.op is DataOp.ACK
+    assert port.staged == [PushStaged(A, 2, 6, shard_digest(checksums))]
+    assert port.port.beat().staging_bytes == len(DATA)
+    tolerance = {Codec.BF16: 2**-9, Codec.INT8: 1 / 254, Codec.INT4: 1 / 14}[codec]
+    largest = float(np.abs(VALUES).max())
+    np.testing.assert_allclose(port.staging[1], VALUES / 2, atol=tolerance * largest)
+    assert not np.array_equal(port.staging[1], VALUES / 2), "a codec that loses nothing tests nothing"
+
+
+def test_differences_to_a_version_that_left_are_refused_with_the_remedy(port: Port) -> None:
+    body = differences(Codec.INT8, CHUNKS[0])
+    header = replace(put(CHUNKS[0]), codec=Codec.INT8, checksum=checksum(body))
+    for base in (Version(1, 9), None):
+        port.port.open(A, 1, 1, opening=7, wire=Codec.INT8, base=base)
+        refusal = port.refused(header, body)
+        assert refusal.code is RefusalCode.BASE_GONE
+        assert "new ticket" in refusal.sentence
+
+
+def test_another_codec_than_the_tickets_is_refused(port: Port) -> None:
+    body = differences(Codec.INT8, CHUNKS[0])
+    header = replace(put(CHUNKS[0]), codec=Codec.INT8, checksum=checksum(body))
+    assert port.refused(header, body).code is RefusalCode.CHUNK
+    port.port.open(A, 1, 1, opening=8, wire=Codec.INT8, base=V0)
+    assert port.refused(put(CHUNKS[0]), payload(CHUNKS[0])).code is RefusalCode.CHUNK
+    assert port.refused(header, body[:-1]).code is RefusalCode.CHUNK
+
+
+def test_the_same_chunk_is_not_landed_twice_at_a_time(port: Port) -> None:
+    """While the first landing is under way, on another thread, a repeated chunk waits for what becomes of it."""
+    frames = [memoryview(put(CHUNKS[0]).encode()), memoryview(payload(CHUNKS[0]))]
+    job = port.port.begin(frames)
+    assert isinstance(job, Job)
+    assert port.port.begin(frames) is None
+    assert port.port.end(job, landed(job)).header.op is DataOp.ACK
+    again = port.port.begin(frames)
+    assert isinstance(again, Answer)
+    assert again.header.op is DataOp.ACK
+
+
+def test_every_answer_about_a_transfer_says_what_may_be_in_flight(port: Port) -> None:
+    headers = [(put(CHUNKS[0]), [payload(CHUNKS[0])]), (replace(put(CHUNKS[0]), op=DataOp.QUERY_MISSING), [])]
+    for header, parts in [*headers, (get(CHUNKS[0]), [])]:
+        assert port.send(header, *parts).header.credit >= 1

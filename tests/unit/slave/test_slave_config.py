@@ -55,3 +55,14 @@ def test_a_wrong_knob_is_named_with_its_reason(knobs: dict[str, Any], words: str
 def test_what_has_no_default_must_be_given() -> None:
     with pytest.raises(ConfigError, match="directory is not given"):
         load(SlaveConfig, "slave", environment={}, overrides={"run_id": "run", "slave_id": "s0"})
+
+
+@pytest.mark.parametrize(
+    ("processors", "asked", "used"), [(1, 0, 1), (2, 0, 1), (4, 0, 1), (8, 0, 2), (64, 0, 4), (2, 3, 3)]
+)
+def test_chunks_are_landed_by_one_thread_where_processors_are_few(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, processors: int, asked: int, used: int
+) -> None:
+    monkeypatch.setattr("dips.slave.config.usable_processors", lambda: processors)
+    config = SlaveConfig(run_id="run", slave_id="s0", directory=tmp_path, data_threads=asked)
+    assert config.data_threads_used == used

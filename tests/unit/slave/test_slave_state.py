@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,7 @@ from dips.core.messages import (
     StopSlave,
     Welcome,
 )
+from dips.core.wire import Codec
 from dips.slave.state import effects, events
 from dips.slave.state.link import LINK_TABLE, LinkPhase
 from dips.slave.state.shard import SHARD_TABLE, ShardPhase
@@ -319,6 +321,25 @@ def test_news_of_an_earlier_opening_is_dropped(bench: SlaveBench) -> None:
     (refused,) = said(bench.command(measure(R2, V0, B)))
     assert isinstance(refused, RoundRefused)
     assert "not complete" in refused.refusal.sentence
+
+
+def test_a_push_that_is_written_in_another_way_begins_with_nothing(bench: SlaveBench) -> None:
+    """What landed as differences is no part of a float32 push."""
+    differences = replace(open_staging(B, 1, base=V0), wire=Codec.INT8)
+    (first,) = only(bench.command(differences), effects.OpenSlot)
+    assert (first.wire, first.base) == (Codec.INT8, V0)
+    (adopted,) = only(bench.command(replace(differences, attempt=2)), effects.OpenSlot)
+    assert (adopted.opening, adopted.wire) == (first.opening, Codec.INT8)
+    (plain,) = only(bench.command(replace(differences, attempt=3, wire=Codec.F32)), effects.OpenSlot)
+    assert plain.opening != first.opening
+    assert said(bench.give(events.PushStaged(B, 3, first.opening, b"d"))) == [], "it was complete as differences"
+    assert said(bench.give(events.PushStaged(B, 3, plain.opening, b"d"))) == [Staged(B, 3, b"d")]
+    assert not only(bench.command(differences), effects.OpenSlot), "an older attempt, however it is written"
+
+
+def test_a_master_of_an_earlier_release_means_float32(bench: SlaveBench) -> None:
+    (opened,) = only(bench.command(replace(open_staging(B, 1), wire=Codec.NONE)), effects.OpenSlot)
+    assert opened.wire is Codec.F32
 
 
 def test_an_older_attempt_and_a_wrong_slot_open_nothing(bench: SlaveBench) -> None:

@@ -453,7 +453,7 @@ def test_a_ring_that_cannot_grow_leaves_what_it_holds(tmp_path: Path, monkeypatc
 
 def test_a_failing_disk_is_a_refusal_with_its_reason(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
     first = write(store, 0)
-    for call in ("write", "fsync"):
+    for call in ("pwrite", "fsync"):
         with monkeypatch.context() as patch:
             patch.setattr(os, call, no_space)
             with pytest.raises(Refused, match=r"safetensors.*No space left on device.*free space") as caught:

@@ -1,0 +1,216 @@
+"""How close a push and a pull come to raw TCP, measured against a floor from the same run.
+
+A real data port of a slave in one process and the real carriers of a cluster in another move one float32 vector over
+loopback: staging only, no master, no round. The floor is raw TCP, one stream, received straight into the target's own
+memory. Beside it: gRPC (bytes, and protobuf messages that are landed) and pickle over ZeroMQ, which is what one writes
+first. Everything alternates within each repeat, so that a slow spell of the machine hits all; rows state their spread.
+
+    python benchmarks/bench_transfer.py [--mib N] [--chunk-kib N] [--repeats R] [--tensors T] [--data-threads D]
+                                        [--quick] [--json]
+
+Rates count the vector's bytes once. CPU seconds are of the whole process, kernel included: on loopback the sender also
+pays for most of the receiver's protocol work. A push includes checksums, the sums of squares that MEASURE needs, the
+slave's acknowledgements and the digest; rows without checksum leave out the checksums on both sides. compute_kept: how
+much of the slave's outer step (one thread) is left while it receives 10 Gbit/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass
+
+import zmq
+from flows.ends import SlaveEnd, WorkerEnd, layout_of
+from flows.peer import Peer
+
+BASELINES = ("tcp", "grpc_bytes", "grpc_protobuf", "pickle")
+OURS = ("push", "push_without_checksum", "pull", "pull_without_checksum")
+TEN_GBIT_BYTES_PER_S = 1.25e9
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One transfer. The CPU seconds are those of the receiving and the sending process."""
+
+    wall_s: float
+    receiver_cpu_s: float
+    sender_cpu_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians over the repeats; spread: (slowest - fastest) / median of the times."""
+
+    name: str
+    gbytes_per_s: float
+    best_gbytes_per_s: float
+    spread: float
+    receiver_cpu_s_per_gb: float
+    sender_cpu_s_per_gb: float
+
+
+class Bench:
+    """Both processes, and one transfer after the other between them."""
+
+    def __init__(self, mib: int, tensors: int, chunk_bytes: int, window_chunks: int, data_threads: int) -> None:
+        self.layout = layout_of(mib << 18, tensors)
+        self._slave = Peer(SlaveEnd, self.layout, chunk_bytes, data_threads)
+        self._worker = Peer(WorkerEnd, self.layout, chunk_bytes, window_chunks)
+        self._pushes = 0
+        self._ports = {name: self._slave.call("port", name).value for name in BASELINES}
+        self._endpoints = {flag: self._slave.call("endpoint", flag).value for flag in (True, False)}
+        self._digests = {flag: self._slave.call("digest", flag).value for flag in (True, False)}
+
+    def transfer(self, name: str) -> Sample:
+        """One whole vector. The slave receives, but for a pull."""
+        before = self._cpu_s()
+        if name.startswith("push"):
+            wall_s = self._push(with_checksum=name == "push")
+        elif name.startswith("pull"):
+            flag = name == "pull"
+            wall_s = self._worker.call("pull", self._endpoints[flag], self._digests[flag], flag).value
+        else:
+            self._slave.begin("receive", name)
+            wall_s = self._worker.call("send", name, self._ports[name]).value
+            self._slave.finish()
+        slave_s, worker_s = (after - earlier for after, earlier in zip(self._cpu_s(), before, strict=True))
+        return Sample(wall_s, *((worker_s, slave_s) if name.startswith("pull") else (slave_s, worker_s)))
+
+    def compute_kept(self, seconds_s: float) -> float:
+        """Steps of the outer optimizer in the slave while it receives 10 Gbit/s, over those while nothing comes."""
+        alone = self._steps_per_s(seconds_s, receiving=False)
+        return self._steps_per_s(seconds_s, receiving=True) / alone
+
+    def close(self) -> None:
+        self._slave.close()
+        self._worker.close()
+
+    def _push(self, with_checksum: bool) -> float:
+        self._pushes += 1
+        self._slave.call("open", self._pushes, with_checksum)
+        self._slave.begin("wait_staged")
+        wall_s: float = self._worker.call("push", self._pushes, self._endpoints[with_checksum], with_checksum).value
+        self._slave.finish()
+        return wall_s
+
+    def _steps_per_s(self, seconds_s: float, receiving: bool) -> float:
+        """Pushes begin at even intervals, so that 10 Gbit/s come on average; each is sent as fast as it goes."""
+        self._slave.call("compute")
+        began_s = now_s = time.perf_counter()
+        pushes = 0
+        while now_s - began_s < seconds_s:
+            if receiving:
+                self._push(with_checksum=True)
+                pushes += 1
+            next_s = began_s + pushes * self.layout.n_bytes / TEN_GBIT_BYTES_PER_S if receiving else began_s + seconds_s
+            time.sleep(max(0.0, next_s - time.perf_counter()))
+            now_s = time.perf_counter()
+        steps: float = self._slave.call("computed").value
+        return steps
+
+    def _cpu_s(self) -> tuple[float, float]:
+        return self._slave.call("cpu_s").value, self._worker.call("cpu_s").value
+
+
+def measure(bench: Bench, repeats: int) -> dict[str, list[Sample]]:
+    """Everything once in each repeat; one more repeat to warm up."""
+    samples: dict[str, list[Sample]] = {name: [] for name in (*BASELINES, *OURS)}
+    for repeat in range(repeats + 1):
+        for name, found in samples.items():
+            sample = bench.transfer(name)
+            if repeat > 0:
+                found.append(sample)
+    return samples
+
+
+def summary(name: str, samples: list[Sample], n_bytes: int) -> Result:
+    times_s, gbytes = [sample.wall_s for sample in samples], n_bytes / 1e9
+    return Result(
+        name=name,
+        gbytes_per_s=gbytes / statistics.median(times_s),
+        best_gbytes_per_s=gbytes / min(times_s),
+        spread=(max(times_s) - min(times_s)) / statistics.median(times_s),
+        receiver_cpu_s_per_gb=statistics.median(sample.receiver_cpu_s for sample in samples) / gbytes,
+        sender_cpu_s_per_gb=statistics.median(sample.sender_cpu_s for sample in samples) / gbytes,
+    )
+
+
+def ratios(results: dict[str, Result]) -> dict[str, float]:
+    """Of the medians' rates, and of the receiver's CPU seconds for each byte."""
+
+    def rate(name: str, floor: str) -> float:
+        return results[name].gbytes_per_s / results[floor].gbytes_per_s
+
+    def cpu(name: str) -> float:
+        return results[name].receiver_cpu_s_per_gb / results["tcp"].receiver_cpu_s_per_gb
+
+    return {
+        "push_ratio_to_tcp": rate("push", "tcp"),
+        "push_ratio_to_tcp_without_checksum": rate("push_without_checksum", "tcp"),
+        "pull_ratio_to_tcp": rate("pull", "tcp"),
+        "pull_ratio_to_tcp_without_checksum": rate("pull_without_checksum", "tcp"),
+        "ratio_to_grpc_bytes_without_checksum": rate("push_without_checksum", "grpc_bytes"),
+        "ratio_to_grpc_bytes": rate("push", "grpc_bytes"),
+        "ratio_to_grpc_protobuf": rate("push", "grpc_protobuf"),
+        "ratio_to_pickle": rate("push", "pickle"),
+        "receiver_cpu_ratio_to_tcp": cpu("push"),
+        "receiver_cpu_ratio_to_tcp_without_checksum": cpu("push_without_checksum"),
+    }
+
+
+def _table(results: dict[str, Result], found: dict[str, float]) -> str:
+    lines = [f"{'transfer':<24}{'GB/s':>7}{'best':>7}{'spread':>8}{'receiver CPU s/GB':>20}{'sender CPU s/GB':>18}"]
+    lines += [
+        f"{r.name:<24}{r.gbytes_per_s:>7.2f}{r.best_gbytes_per_s:>7.2f}{r.spread:>8.0%}"
+        f"{r.receiver_cpu_s_per_gb:>20.3f}{r.sender_cpu_s_per_gb:>18.3f}"
+        for r in results.values()
+    ]
+    return "\n".join([*lines, "", *(f"{name:<46}{value:>6.2f}" for name, value in found.items())])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, help="size of the vector (default 256, quick 64)")
+    parser.add_argument("--tensors", type=int, default=25, help="tensors that it is cut into (default 25)")
+    parser.add_argument("--chunk-kib", type=int, default=1024, help="size of a chunk (default 1024)")
+    parser.add_argument("--window-chunks", type=int, default=64, help="most chunks under way (default 64)")
+    parser.add_argument("--data-threads", type=int, default=1, help="threads of the slave's data port (default 1)")
+    parser.add_argument("--repeats", type=int, help="measurements of each (default 7, quick 3)")
+    parser.add_argument("--quick", action="store_true", help="a look, not a measurement")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    mib, repeats = (64, 3) if arguments.quick else (256, 7)
+    arguments.mib = mib if arguments.mib is None else arguments.mib
+    arguments.repeats = repeats if arguments.repeats is None else arguments.repeats
+    if min(arguments.mib, arguments.tensors, arguments.chunk_kib, arguments.data_threads, arguments.repeats) < 1:
+        parser.error("sizes, threads and repeats must be at least 1")
+    bench = Bench(
+        arguments.mib, arguments.tensors, arguments.chunk_kib << 10, arguments.window_chunks, arguments.data_threads
+    )
+    samples = measure(bench, arguments.repeats)
+    kept = bench.compute_kept(1.0 if arguments.quick else 4.0)
+    bench.close()
+    results = {name: summary(name, found, bench.layout.n_bytes) for name, found in samples.items()}
+    found = {**ratios(results), "compute_kept": kept}
+    setting = {
+        **{key: value for key, value in vars(arguments).items() if key not in ("json", "quick")},
+        "cpus": os.cpu_count(),
+        "load_1min": os.getloadavg()[0],
+        "machine": platform.machine(),
+        "zmq": zmq.zmq_version(),
+    }
+    if arguments.json:
+        rows = [asdict(result) for result in results.values()]
+        print(json.dumps({"setting": setting, "results": rows, "ratios": found}, indent=2))
+    else:
+        print(", ".join(f"{key} {value}" for key, value in setting.items()))
+        print(_table(results, found))
+
+
+if __name__ == "__main__":
+    main()

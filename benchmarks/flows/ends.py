@@ -1,0 +1,232 @@
+"""The slave's end and the worker's end of bench_transfer.py: the real data port and the real carrier, no master.
+
+SlaveEnd receives pushes (and the baselines) and serves pulls; WorkerEnd is the other side. Shapes: everything is one
+float32 vector of the layout's n elements, one cluster, one slave.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from dips.core import kernels_numba
+from dips.core.allocator import keep_freed_memory, zeros
+from dips.core.chunks import Buffer as Bytes
+from dips.core.chunks import checksum, shard_digest
+from dips.core.clock import SystemClock
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
+from dips.slave.calculation import chunk_checksums
+from dips.slave.data_server import DataServer
+from dips.slave.main import SWITCH_INTERVAL_S
+from dips.slave.memory import Buffer, ShardMemory
+from dips.slave.state.events import PushStaged
+from dips.worker.transfer import TransferSettings
+from dips.worker.transfer_zmq import Common, carry_pull, carry_push
+from flows import baselines
+from flows.peer import process_cpu_s
+
+F32 = NDArray[np.float32]
+V0 = Version(1, 0)
+RUN = "bench"
+PART_ELEMS = 4 << 20
+
+
+def layout_of(n_elems: int, n_tensors: int) -> Layout:
+    """n_elems in n_tensors tensors of nearly equal size."""
+    edges = np.linspace(0, n_elems, n_tensors + 1).astype(int)
+    sizes = (edges[1:] - edges[:-1]).tolist()
+    return Layout(tuple(Parameter(f"layer{i}.weight", (n,), "float32", f"layer{i}") for i, n in enumerate(sizes)))
+
+
+def parameters(n_elems: int, seed: int) -> F32:
+    return np.random.default_rng(seed).standard_normal(n_elems, np.float32)
+
+
+def push_id(number: int) -> PushId:
+    return PushId(ClusterId("a"), Incarnation(1, 1), number)
+
+
+def no_checksum(payload: Bytes) -> int:
+    """In the place of core.chunks.checksum, to see what that costs."""
+    return 0
+
+
+def _crashed(error: BaseException) -> None:
+    raise error
+
+
+class SlaveEnd:
+    """One memory, served by two data ports: with checksums, and without."""
+
+    def __init__(self, layout: Layout, chunk_bytes: int, data_threads: int) -> None:
+        keep_freed_memory()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        kernels_numba.warm_up()
+        self._memory = ShardMemory(layout.blocks, chunk_bytes, 1, 28 * layout.n_elems)
+        theta = self._memory.take().theta
+        theta[:] = parameters(layout.n_elems, 0)
+        sums = chunk_checksums(theta, layout.blocks, chunk_bytes)
+        self.checksums = {True: sums, False: [no_checksum(b"")] * len(sums)}
+        info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", shard_digest(sums), committed=True)
+        self._memory.name_shadow(info, sums)
+        self._memory.flip(info)
+        self._staged = threading.Event()
+        self._computing = threading.Event()
+        self._parts_per_s = 0.0
+        self._arrays = [zeros(3 * PART_ELEMS) for _ in range(5)]
+        self._digest = b""
+        self._servers = {True: self._serve(chunk_bytes, data_threads, True)}
+        self._servers[False] = self._serve(chunk_bytes, data_threads, False)
+        target = self._memory.staging[0]
+        self._receivers: dict[str, baselines.Receiver] = {
+            "tcp": baselines.TcpReceiver(target),
+            "grpc_bytes": baselines.GrpcReceiver(target, landing=False),
+            "grpc_protobuf": baselines.GrpcReceiver(target, landing=True),
+            "pickle": baselines.PickleReceiver(target),
+        }
+
+    def _serve(self, chunk_bytes: int, data_threads: int, with_checksum: bool) -> DataServer:
+        server = DataServer(
+            *("127.0.0.1", 0, RUN, chunk_bytes, self._note_staged, _crashed),
+            data_threads=data_threads,
+            checksum=checksum if with_checksum else no_checksum,
+        )
+        assert self._memory.current is not None
+        buffer = Buffer(self._memory.current.theta, self._memory.current.info, self.checksums[with_checksum])
+        done = threading.Event()
+        server.start()
+        server.set_memory(self._memory.map, self._memory.staging, lambda: None)
+        server.set_readable({V0: buffer}, done.set, V0)
+        done.wait()
+        return server
+
+    def _note_staged(self, event: PushStaged) -> None:
+        self._digest = event.digest
+        self._staged.set()
+
+    def endpoint(self, with_checksum: bool) -> str:
+        return self._servers[with_checksum].endpoint
+
+    def digest(self, with_checksum: bool) -> bytes:
+        return shard_digest(self.checksums[with_checksum])
+
+    def port(self, name: str) -> int:
+        return self._receivers[name].port
+
+    def receive(self, name: str) -> None:
+        self._receivers[name].receive()
+
+    def open(self, number: int, with_checksum: bool) -> None:
+        """Open the staging of this push; the one before leaves the slot."""
+        self._staged.clear()
+        self._servers[with_checksum].open(push_id(number), 1, 0, number)
+
+    def wait_staged(self) -> bytes:
+        self._staged.wait()
+        return self._digest
+
+    def compute(self) -> None:
+        """Begin to compute outer steps, one after the other on one thread, on memory that no transfer touches."""
+        self._computing.clear()
+        self._computer = threading.Thread(target=self._compute)
+        self._computer.start()
+
+    def computed(self) -> float:
+        """Parts of outer steps a second since compute()."""
+        self._computing.set()
+        self._computer.join()
+        return self._parts_per_s
+
+    def _compute(self) -> None:
+        theta, momentum, out_theta, out_momentum, staged = self._arrays
+        scalars = (1.0, 0.7, 0.8, 0.8, 1.0)
+        slots, weights = np.zeros(1, np.int64), np.ones(1, np.float32)
+        began_s, parts = time.perf_counter(), 0
+        while not self._computing.is_set():
+            start = parts % 3 * PART_ELEMS
+            kernels_numba.outer_step(
+                *(theta, momentum, staged.reshape(1, -1), slots, weights, *scalars, out_theta, out_momentum),
+                *(start, start + PART_ELEMS),
+            )
+            parts += 1
+        self._parts_per_s = parts / (time.perf_counter() - began_s)
+
+    def cpu_s(self) -> float:
+        return process_cpu_s()
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.stop()
+
+
+class WorkerEnd:
+    """The cluster: `source` is what it pushes, `target` where it pulls to."""
+
+    def __init__(self, layout: Layout, chunk_bytes: int, window_chunks: int) -> None:
+        keep_freed_memory()
+        self._layout = layout
+        self._settings = TransferSettings(chunk_bytes, window_chunks)
+        self._source = zeros(layout.n_elems)
+        self._source[:] = parameters(layout.n_elems, 1)
+        self._target = zeros(layout.n_elems)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._clock = SystemClock()
+
+    def push(self, number: int, endpoint: str, with_checksum: bool) -> float:
+        """Seconds until every chunk was acknowledged and the digest known."""
+        began_s = time.perf_counter()
+        ticket = Ticket(1, self._placement(endpoint), self._order())
+        transfer, digests = carry_push(
+            self._context, self._common(with_checksum), self._source, push_id(number), ticket, self._clock,
+            threading.Event(),
+        )  # fmt: skip
+        elapsed_s = time.perf_counter() - began_s
+        assert transfer.done, transfer.failure
+        assert len(digests) == 1
+        return elapsed_s
+
+    def pull(self, endpoint: str, digest: bytes, with_checksum: bool) -> float:
+        began_s = time.perf_counter()
+        grant = PullGrant(
+            V0, 1, 1, self._placement(endpoint), self._order(), (("s", digest),), 0, 1, None,
+            self._settings.chunk_bytes, 1, RUN,
+        )  # fmt: skip
+        transfer = carry_pull(
+            self._context, self._common(with_checksum), self._target, grant, self._clock, threading.Event()
+        )
+        elapsed_s = time.perf_counter() - began_s
+        assert transfer.done, transfer.failure
+        return elapsed_s
+
+    def send(self, name: str, port: int) -> float:
+        began_s = time.perf_counter()
+        match name:
+            case "tcp":
+                baselines.send_tcp(self._source, port)
+            case "pickle":
+                baselines.send_pickle(self._source, port)
+            case _:
+                baselines.send_grpc(self._source, port, landing=name == "grpc_protobuf")
+        return time.perf_counter() - began_s
+
+    def cpu_s(self) -> float:
+        return process_cpu_s()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def _common(self, with_checksum: bool) -> Common:
+        return Common(RUN, 1, "bench", self._layout, self._settings, checksum if with_checksum else no_checksum)
+
+    def _placement(self, endpoint: str) -> PlacementSpec:
+        return PlacementSpec((SlaveAddress("s", endpoint),), (0,) * len(self._layout.blocks), b"")
+
+    def _order(self) -> tuple[int, ...]:
+        return tuple(range(len(self._layout.blocks)))

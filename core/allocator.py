@@ -1,0 +1,76 @@
+"""Memory for parameters and for frames: large pages, touched once, reused for ever.
+
+A page that is touched for the first time costs the kernel a fault and the clearing of the page: with pages of 4 KiB
+that is slower than the network, and malloc by default gives each freed frame of 1 MiB back to the kernel and faults it
+in again. Knows nothing of what the memory is for. Only speed depends on what the system grants here, never a result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import sys
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+
+HUGE_PAGE_BYTES = 2 << 20
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+"""mallopt's parameters, from glibc's malloc.h."""
+
+_LARGEST_MMAP_THRESHOLD = 32 << 20
+"""glibc refuses more (half of HEAP_MAX_SIZE on 64-bit systems)."""
+
+_KEPT_BYTES = 1 << 30
+
+
+def zeros(*shape: int) -> F32:
+    """A float32 array of zeros whose pages are really there, beginning at a page's edge.
+
+    Raises MemoryError when the system has no such range left.
+    """
+    n_bytes = 4 * math.prod(shape)
+    array = _mapped(n_bytes).view(np.float32)[: n_bytes // 4].reshape(shape)
+    array.fill(0)
+    return array
+
+
+def _mapped(n_bytes: int) -> NDArray[np.uint8]:
+    """Fresh pages that belong to the array; at a large page's edge when at least one fits."""
+    is_large = n_bytes >= HUGE_PAGE_BYTES
+    # Private: shared anonymous memory is shmem to Linux, which has large pages of its own rules, and none by default.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        pages = mmap.mmap(-1, max(1, n_bytes) + HUGE_PAGE_BYTES * is_large, flags=flags)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{n_bytes} bytes cannot be mapped: {error}") from error
+    if is_large and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel that was built without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(pages, np.uint8)
+    begin = -array.ctypes.data % HUGE_PAGE_BYTES if is_large else 0
+    return array[begin : begin + n_bytes]
+
+
+def keep_freed_memory() -> bool:
+    """Have malloc reuse what was freed, frames above all, in place of giving it back to the kernel.
+
+    To be called once, at a process's start. Returns whether this system's malloc took it: glibc's does, others keep
+    their ways.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return False
+    wanted = (
+        (_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD),  # set by hand, it no longer moves with what is freed
+        (_M_TRIM_THRESHOLD, _KEPT_BYTES),
+        (_M_TOP_PAD, HUGE_PAGE_BYTES),
+    )
+    return all(libc.mallopt(name, value) == 1 for name, value in wanted)

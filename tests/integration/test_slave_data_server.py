@@ -1,0 +1,299 @@
+"""The data port's sockets and threads: landings on a pool, peers that never read, and words in between."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import zmq
+
+from dips.core.chunks import Buffer as Bytes
+from dips.core.chunks import checksum, chunks_of, digest_of_array, shard_digest
+from dips.core.data_header import DataHeader, DataOp
+from dips.core.errors import ConfigError
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import SnapshotInfo
+from dips.core.wire import Codec
+from dips.slave.calculation import chunk_checksums
+from dips.slave.data_server import DataServer
+from dips.slave.memory import Buffer, ShardMemory
+from dips.slave.state.checks import MAX_WINDOW_CHUNKS
+from dips.slave.state.events import PushStaged
+
+WAIT_S = 60.0
+CHUNK_BYTES = 1 << 20
+LAYOUT = Layout(
+    tuple(Parameter(f"layers.{i}.weight", (n,), "float32", f"layers.{i}") for i, n in enumerate((9 << 18, 77)))
+)
+CHUNKS = chunks_of(LAYOUT.blocks, CHUNK_BYTES)
+RNG = np.random.default_rng(8)
+THETA = RNG.standard_normal(LAYOUT.n_elems, np.float32)
+VALUES = RNG.standard_normal(LAYOUT.n_elems, np.float32)
+V0 = Version(1, 0)
+
+
+def push_id(cluster: str) -> PushId:
+    return PushId(ClusterId(cluster), Incarnation(1, 1), 1)
+
+
+class Served:
+    """A data server with memory for two pushes and one version."""
+
+    def __init__(self, data_threads: int) -> None:
+        self.staged: list[PushStaged] = []
+        self.is_staged = threading.Event()
+        self.crashed: list[BaseException] = []
+        self.server = DataServer(
+            "127.0.0.1", 0, "run", CHUNK_BYTES, self._note, self.crashed.append, data_threads=data_threads
+        )
+        self.server.start()
+        self.memory: ShardMemory | None = ShardMemory(LAYOUT.blocks, CHUNK_BYTES, 2, 40 * LAYOUT.n_elems)
+        buffer = self.memory.take()
+        buffer.theta[:] = THETA
+        sums = chunk_checksums(THETA, LAYOUT.blocks, CHUNK_BYTES)
+        info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", shard_digest(sums), committed=True)
+        self.memory.name_shadow(info, sums)
+        self.memory.flip(info)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._peers: list[zmq.Socket[bytes]] = []
+        self.serve()
+
+    def _note(self, event: PushStaged) -> None:
+        self.staged.append(event)
+        self.is_staged.set()
+
+    def serve(self) -> None:
+        assert self.memory is not None
+        self.server.set_memory(self.memory.map, self.memory.staging, lambda: None)
+        self.told(lambda done: self.server.set_readable(self._readable(), done, V0))
+
+    def _readable(self) -> dict[Version, Buffer]:
+        assert self.memory is not None
+        return dict(self.memory.readable())
+
+    def told(self, say: object) -> None:
+        done = threading.Event()
+        say(done.set)  # type: ignore[operator]
+        assert done.wait(WAIT_S)
+
+    def open(self, push: PushId, slot: int, opening: int) -> None:
+        """Returns when the data thread knows of it."""
+        self.server.open(push, 1, slot, opening)
+        self.told(self.server._post)
+
+    def peer(self) -> zmq.Socket[bytes]:
+        dealer = self.context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+        dealer.connect(self.server.endpoint)
+        self._peers.append(dealer)
+        return dealer
+
+    def close(self) -> None:
+        self.server.stop()
+        for peer in self._peers:
+            peer.close(linger=0)
+        self.context.term()
+        assert not self.crashed
+
+
+@pytest.fixture(params=[1, 3])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    served = Served(request.param)
+    yield served
+    served.close()
+
+
+def put_frames(index: int, push: PushId, request: int = 0) -> list[bytes]:
+    chunk = CHUNKS[index]
+    start = LAYOUT.blocks[chunk.block_id].start_elem * 4 + chunk.offset_bytes
+    payload = VALUES.view(np.uint8)[start : start + chunk.length_bytes].tobytes()
+    header = DataHeader(
+        "run", 1, DataOp.PUT_CHUNK, request, push=push, attempt=1, block=chunk.block_id,
+        offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes, codec=Codec.F32, checksum=checksum(payload),
+    )  # fmt: skip
+    return [header.encode(), payload]
+
+
+def get_frame(index: int, request: int = 0) -> bytes:
+    chunk = CHUNKS[index]
+    return DataHeader(
+        "run", 1, DataOp.GET_CHUNK, request, version=V0, block=chunk.block_id, offset_bytes=chunk.offset_bytes,
+        length_bytes=chunk.length_bytes,
+    ).encode()  # fmt: skip
+
+
+def test_every_message_gets_one_answer_and_every_push_is_staged_once(served: Served) -> None:
+    """All chunks of two pushes at once, each twice in a row, from two peers."""
+    peers = {push_id("a"): served.peer(), push_id("b"): served.peer()}
+    for slot, push in enumerate(peers):
+        served.open(push, slot, 1)
+    for index in range(len(CHUNKS)):
+        for push, peer in peers.items():
+            for request in (2 * index, 2 * index + 1):
+                peer.send_multipart(put_frames(index, push, request))
+    for peer in peers.values():
+        answers = [DataHeader.decode(peer.recv_multipart()[0]) for _ in range(2 * len(CHUNKS))]
+        assert {answer.op for answer in answers} == {DataOp.ACK}
+        assert sorted(answer.request for answer in answers) == list(range(2 * len(CHUNKS)))
+        assert all(answer.credit >= 1 for answer in answers)
+    digest = digest_of_array(VALUES, LAYOUT.blocks, CHUNK_BYTES)
+    assert sorted(staged.push.cluster for staged in served.staged) == ["a", "b"]
+    assert {staged.digest for staged in served.staged} == {digest}
+    assert served.memory is not None
+    for row in served.memory.staging:
+        np.testing.assert_array_equal(row, VALUES)
+    known = served.server.known(V0)
+    assert known is not None
+    assert known.squared(0)[1].all()
+    np.testing.assert_array_equal(known.squared(0)[0], known.squared(1)[0])
+
+
+class Queue(queue.SimpleQueue[object]):
+    """Says when the data thread waits for a landing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_for = threading.Event()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> object:
+        self.waited_for.set()
+        return super().get(block, timeout)
+
+
+@pytest.mark.parametrize("served", [3], indirect=True)
+def test_a_chunk_that_is_sent_again_and_again_while_it_lands_fills_no_memory(served: Served) -> None:
+    """I15: repeated messages wait for the first one's landing, and their frames with them: a few, not all."""
+    server, most, n_sent = served.server, 0, 200
+    waiting = server._landed = Queue()  # type: ignore[assignment]
+
+    def slow_checksum(payload: Bytes) -> int:
+        nonlocal most
+        while not waiting.waited_for.is_set() and len(server._deferred) <= server._most_under_way:
+            waiting.waited_for.wait(0.01)
+        most = len(server._deferred)
+        return checksum(payload)
+
+    server._port._checksum = slow_checksum
+    served.open(push_id("a"), 0, 1)
+    peer = served.peer()
+    for request in range(n_sent):
+        peer.send_multipart(put_frames(len(CHUNKS) - 1, push_id("a"), request))
+    answers = [DataHeader.decode(peer.recv_multipart()[0]) for _ in range(n_sent)]
+    assert {answer.op for answer in answers} == {DataOp.ACK}
+    assert sorted(answer.request for answer in answers) == list(range(n_sent))
+    assert 0 < most <= server._most_under_way
+
+
+def test_words_wait_for_landings_that_are_under_way(served: Served) -> None:
+    """The slot is given to another push while chunks of the first are on their way: none of them lands after that."""
+    first, second = push_id("a"), push_id("b")
+    peer = served.peer()
+    for again in range(5):
+        served.open(first, 0, 2 * again + 1)
+        for index in range(len(CHUNKS)):
+            peer.send_multipart(put_frames(index, first))
+        served.server.open(second, 1, 0, 2 * again + 2)
+        for _ in CHUNKS:
+            assert DataHeader.decode(peer.recv_multipart()[0]).op in (DataOp.ACK, DataOp.REFUSED)
+        served.told(lambda done: served.server.set_readable(served._readable(), done, V0))
+        assert served.memory is not None
+        served.memory.staging[0].fill(0)
+        query = DataHeader("run", 1, DataOp.QUERY_MISSING, 1, push=second, attempt=1)
+        peer.send(query.encode())
+        assert len(DataHeader.decode(peer.recv_multipart()[0]).missing) == len(CHUNKS)
+        assert not served.memory.staging[0].any()
+
+
+def test_a_version_is_read_from_its_memory(served: Served) -> None:
+    peer = served.peer()
+    for index in range(len(CHUNKS)):
+        peer.send(get_frame(index, index))
+    parts = {}
+    for _ in CHUNKS:
+        head, body = peer.recv_multipart()
+        header = DataHeader.decode(head)
+        assert header.checksum == checksum(body)
+        parts[header.request] = body
+    assert b"".join(parts[index] for index in range(len(CHUNKS))) == THETA.tobytes()
+
+
+def ask_for_much(served: Served, peer: zmq.Socket[bytes]) -> None:
+    """As much as a peer may leave unanswered: more than sockets buffer. Returns when the slave has served it."""
+    for number in range(MAX_WINDOW_CHUNKS):
+        peer.send(get_frame(number % 9, number))
+    other = served.peer()
+    while served.server.beat().served_bytes < MAX_WINDOW_CHUNKS * CHUNK_BYTES:
+        other.send(DataHeader("run", 1, DataOp.QUERY_MISSING, 1, push=push_id("z")).encode())
+        assert DataHeader.decode(other.recv_multipart()[0]).op is DataOp.REFUSED
+
+
+def test_a_peer_that_never_reads_holds_up_no_buffer_and_what_it_reads_late_is_seen_to_be_wrong(served: Served) -> None:
+    """I15: the version leaves and its memory is written again, though answers that refer to it were never read."""
+    lazy = served.peer()
+    lazy.setsockopt(zmq.RCVHWM, 1)
+    lazy.disconnect(served.server.endpoint)
+    lazy.connect(served.server.endpoint)
+    ask_for_much(served, lazy)
+    assert served.memory is not None
+    assert served.memory.current is not None
+    theta = served.memory.current.theta
+    served.told(lambda done: served.server.set_readable({}, done, None))
+    theta.fill(7.0)  # as the next round would
+    right = late = 0
+    for _ in range(MAX_WINDOW_CHUNKS):
+        head, body = lazy.recv_multipart()
+        header = DataHeader.decode(head)
+        if header.checksum == checksum(body):
+            start = header.offset_bytes
+            assert body == THETA.view(np.uint8)[start : start + header.length_bytes].tobytes()
+            right += 1
+        else:
+            late += 1
+    assert late > 0, "the last chunks cannot have been in any buffer but the version's own"
+    lazy.send(get_frame(0))
+    assert DataHeader.decode(lazy.recv_multipart()[0]).op is DataOp.REFUSED
+
+
+def test_memory_that_goes_away_is_not_held_by_peers_that_do_not_read(served: Served) -> None:
+    """I16: another model is loaded; messages to a peer that never reads would hold the one before."""
+    lazy = served.peer()
+    lazy.setsockopt(zmq.RCVHWM, 1)
+    lazy.disconnect(served.server.endpoint)
+    lazy.connect(served.server.endpoint)
+    ask_for_much(served, lazy)
+    assert served.memory is not None
+    assert served.memory.current is not None
+    freed = threading.Event()
+    weakref.finalize(served.memory.current.theta.base, freed.set)
+    served.told(lambda done: served.server.set_memory(None, None, done))
+    served.memory = None
+    gc.collect()
+    assert freed.wait(WAIT_S)
+    served.memory = ShardMemory(LAYOUT.blocks, CHUNK_BYTES, 2, 40 * LAYOUT.n_elems)
+    served.server.set_memory(served.memory.map, served.memory.staging, lambda: None)
+    served.open(push_id("a"), 0, 1)
+    peer = served.peer()
+    peer.send_multipart(put_frames(0, push_id("a")))
+    assert DataHeader.decode(peer.recv_multipart()[0]).op is DataOp.ACK
+
+
+def test_words_after_the_end_go_nowhere(served: Served) -> None:
+    """The control side may still speak while it ends; the pipe's number may belong to another file by then."""
+    served.server.stop()
+    with tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second:
+        served.server.open(push_id("a"), 1, 0, 1)
+        assert [os.fstat(file.fileno()).st_size for file in (first, second)] == [0, 0]
+
+
+def test_a_port_that_is_taken_is_said_with_the_remedy(served: Served) -> None:
+    port = int(served.server.endpoint.rpartition(":")[2])
+    with pytest.raises(ConfigError, match="choose another data_port"):
+        DataServer("127.0.0.1", port, "run", CHUNK_BYTES, lambda event: None, lambda error: None)

@@ -1,0 +1,231 @@
+"""Sums taken on receipt: right for the theta that is current, unknown for every other, whatever came in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dips.core import outer_numpy
+from dips.core.chunks import checksum, chunks_of
+from dips.core.data_header import DataHeader, DataOp
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import SnapshotInfo
+from dips.core.outer_numpy import PIECE_ELEMS
+from dips.core.wire import Codec
+from dips.slave.calculation import chunk_checksums, measure
+from dips.slave.data_port import DataPort
+from dips.slave.memory import Buffer, ShardMemory
+from dips.slave.receipts import MOST_COMPANIONS, Known
+from dips.slave.state.staging import ShardMap
+
+CHUNK_BYTES = 2 * PIECE_ELEMS * 4
+LAYOUT = Layout(
+    tuple(
+        Parameter(f"layers.{i}.weight", (n,), "float32", f"layers.{i}")
+        for i, n in enumerate((5 * PIECE_ELEMS + 77, 3, PIECE_ELEMS))
+    )
+)
+"""Blocks of 6, 1 and 1 pieces, in 3, 1 and 1 chunks."""
+
+BLOCKS = LAYOUT.blocks
+CHUNKS = chunks_of(BLOCKS, CHUNK_BYTES)
+V0, V1 = Version(1, 0), Version(1, 1)
+RNG = np.random.default_rng(3)
+THETA = {version: RNG.standard_normal(LAYOUT.n_elems).astype(np.float32) for version in (V0, V1)}
+VALUES = [RNG.standard_normal(LAYOUT.n_elems).astype(np.float32) for _ in range(5)]
+
+
+def push_id(row: int) -> PushId:
+    return PushId(ClusterId(f"c{row}"), Incarnation(1, 1), 1)
+
+
+class Port:
+    """A data port with an open push in every row."""
+
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.port = DataPort("run", lambda staged: None)
+        self.staging = np.zeros((len(VALUES), LAYOUT.n_elems), np.float32)
+        self.port.set_memory(ShardMap(BLOCKS, chunk_bytes), self.staging)
+        self.serve(V0)
+        for row in range(len(VALUES)):
+            self.port.open(push_id(row), 1, row, opening=1)
+
+    def serve(self, current: Version | None) -> None:
+        def buffer(version: Version) -> Buffer:
+            info = SnapshotInfo(version, RoundId(1, 1), b"", b"", b"", committed=True)
+            return Buffer(THETA[version], info, chunk_checksums(THETA[version], BLOCKS, self.chunk_bytes))
+
+        self.port.set_readable({version: buffer(version) for version in THETA}, current)
+
+    def put(self, row: int, only: list[int] | None = None, values: list[np.ndarray] = VALUES) -> None:
+        for index, chunk in enumerate(chunks_of(BLOCKS, self.chunk_bytes)):
+            if only is not None and index not in only:
+                continue
+            start = BLOCKS[chunk.block_id].start_elem * 4 + chunk.offset_bytes
+            payload = values[row].view(np.uint8)[start : start + chunk.length_bytes]
+            header = DataHeader(
+                "run", 1, DataOp.PUT_CHUNK, 1, push=push_id(row), attempt=1, block=chunk.block_id,
+                offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes, codec=Codec.F32,
+                checksum=checksum(payload),
+            )  # fmt: skip
+            answer = self.port.answer([memoryview(header.encode()), memoryview(payload.tobytes())])
+            assert answer.header.op is DataOp.ACK, answer.header.refusal
+
+    def known(self, version: Version = V0) -> Known:
+        known = self.port.known(version)
+        assert known is not None
+        return known
+
+
+def sums(version: Version, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Piece sums, block by block, by the reference."""
+    parts = []
+    for block in BLOCKS:
+        part = slice(block.start_elem, block.stop_elem)
+        out = np.zeros(outer_numpy.n_pieces(block.n_elems), np.float64)
+        outer_numpy.products(THETA[version][part], x[part], y[part], out)
+        parts.append(out)
+    return np.concatenate(parts)
+
+
+def test_squares_and_products_of_complete_pushes_are_those_of_the_reference_to_the_bit() -> None:
+    port = Port()
+    port.put(0)
+    port.put(1)
+    known = port.known()
+    for row in (0, 1):
+        squared, valid = known.squared(row)
+        assert valid.all()
+        np.testing.assert_array_equal(squared, sums(V0, VALUES[row], VALUES[row]))
+        assert not known.bad(row).any()
+    for pair in ((0, 1), (1, 0)):
+        found = known.products(*pair)
+        assert found is not None
+        assert found[1].all()
+        np.testing.assert_array_equal(found[0], sums(V0, VALUES[0], VALUES[1]))
+    assert known.products(0, 2) is None
+
+
+def test_sums_with_an_older_version_are_not_known() -> None:
+    """The version flips between two chunks: what was measured with the one before does not count."""
+    port = Port()
+    port.put(0, only=[0])
+    port.put(1, only=[0])
+    port.serve(V1)
+    assert port.port.known(V0) is None
+    port.put(0)
+    port.put(1)
+    known = port.known(V1)
+    squared, valid = known.squared(0)
+    assert valid.tolist() == [False, False, True, True, True, True, True, True]
+    np.testing.assert_array_equal(squared[valid], sums(V1, VALUES[0], VALUES[0])[valid])
+    found = known.products(0, 1)
+    assert found is not None
+    assert found[1].tolist() == valid.tolist()
+    np.testing.assert_array_equal(found[0][found[1]], sums(V1, VALUES[0], VALUES[1])[found[1]])
+
+
+def test_telling_the_same_version_again_forgets_nothing() -> None:
+    port = Port()
+    port.put(0)
+    port.serve(V0)
+    assert port.known().squared(0)[1].all()
+
+
+def test_another_push_in_a_row_begins_with_nothing_known() -> None:
+    port = Port()
+    port.put(0)
+    port.put(1)
+    port.port.open(push_id(7), 1, 0, opening=2)
+    known = port.known()
+    assert not known.squared(0)[1].any()
+    assert known.squared(1)[1].all()
+    found = known.products(0, 1)
+    assert found is not None
+    assert not found[1].any()
+
+
+def test_without_a_version_pushes_land_unmeasured_and_their_bad_elements_are_counted() -> None:
+    port = Port()
+    port.serve(None)
+    values = [VALUES[0].copy()]
+    values[0][[0, 5, LAYOUT.n_elems - 1]] = [np.nan, np.inf, -np.inf]
+    port.put(0, values=values)
+    np.testing.assert_array_equal(port.staging[0], values[0])
+    port.serve(V0)
+    known = port.known()
+    assert not known.squared(0)[1].any()
+    assert known.bad(0).tolist() == [2, 0, 0, 0, 1]
+
+
+def test_bad_elements_are_counted_where_sums_are_taken() -> None:
+    port = Port()
+    values = [VALUES[0].copy()]
+    values[0][3] = np.nan
+    port.put(0, values=values)
+    known = port.known()
+    assert known.bad(0).tolist() == [1, 0, 0, 0, 0]
+    assert np.isnan(known.squared(0)[0][0])
+
+
+@pytest.mark.parametrize("chunk_bytes", [1024, PIECE_ELEMS * 4 - 4])
+def test_chunks_that_cut_pieces_are_landed_unmeasured(chunk_bytes: int) -> None:
+    port = Port(chunk_bytes)
+    port.put(0)
+    np.testing.assert_array_equal(port.staging[0], VALUES[0])
+    assert not port.known().squared(0)[1].any()
+
+
+def test_products_are_left_to_a_later_pass_when_many_pushes_are_here() -> None:
+    port = Port()
+    for row in range(MOST_COMPANIONS + 2):
+        port.put(row)
+    known = port.known()
+    last = MOST_COMPANIONS + 1
+    assert known.squared(last)[1].all()
+    assert all(known.products(last, other) is None for other in range(last))
+    assert all(known.products(last - 1, other) is not None for other in range(last - 1))
+
+
+def test_a_damaged_chunk_leaves_nothing_known() -> None:
+    port = Port()
+    chunk = CHUNKS[0]
+    payload = VALUES[0].view(np.uint8)[: chunk.length_bytes].tobytes()
+    header = DataHeader(
+        "run", 1, DataOp.PUT_CHUNK, 1, push=push_id(0), attempt=1, block=0, offset_bytes=0,
+        length_bytes=chunk.length_bytes, codec=Codec.F32, checksum=checksum(payload),
+    )  # fmt: skip
+    damaged = bytearray(payload)
+    damaged[9] ^= 4
+    answer = port.port.answer([memoryview(header.encode()), memoryview(bytes(damaged))])
+    assert answer.header.op is DataOp.REFUSED
+    assert not port.known().squared(0)[1].any()
+    assert not port.staging.any()
+    same = port.port.answer([memoryview(replace(header, request=2).encode()), memoryview(payload)])
+    assert same.header.op is DataOp.ACK
+
+
+@pytest.mark.parametrize("flips", [False, True])
+def test_measure_gives_the_same_bits_whether_sums_were_taken_on_receipt_or_not(flips: bool) -> None:
+    """Three pushes; with a flip in the middle of the second one, some sums are known and some are computed."""
+    memory = ShardMemory(BLOCKS, CHUNK_BYTES, len(VALUES), 100 * LAYOUT.n_elems)
+    port = Port()
+    port.staging = memory.staging
+    port.port.set_memory(memory.map, memory.staging)
+    port.serve(V1 if flips else V0)
+    for row in range(3):
+        port.port.open(push_id(row), 1, row, opening=1)
+    port.put(0)
+    port.put(1, only=[0, 3])
+    port.serve(V0)
+    port.put(1)
+    port.put(2)
+    known = port.known()
+    assert known.squared(2)[1].all()
+    assert known.squared(0)[1].all() != flips
+    rows = [2, 0, 1]
+    assert measure(memory, THETA[V0], rows, known) == measure(memory, THETA[V0], rows)
