@@ -49,6 +49,8 @@ SLAVE: dict[str, str] = {
     "slave.directory.before_fsync": "names in the slave's directory changed and are not flushed",
     "slave.directory.after_fsync": "names in the slave's directory are durable, nobody was told",
     "slave.pushes.before_write": "a staged push is about to be kept as evidence (record_pushes)",
+    "slave.pushes.before_fsync": "a push is written as evidence and not flushed; no record names it",
+    "slave.pushes.after_fsync": "a push is kept as evidence, and no record names it",
     "slave.link.before_attach": "the slave is about to say hello on a new stream",
     "slave.link.before_send": "an answer or a beat is about to go to the master; drop loses it, dup sends it twice",
     "slave.link.after_send": "an answer or a beat went to the master",

@@ -119,7 +119,7 @@ class Checkpointing:
             _logger.warning("%s; the checkpoint alone is used", sentence)
         saved = _saved(checkpoint, where)
         session.resume(saved, newest)
-        self._put_back(checkpoint)
+        self._put_back(checkpoint, with_residual=session.core.residual)
         self._tape.write(
             "resumed", f"{saved.cluster_id}/join", number=checkpoint.number, seq=saved.seq, base=str(saved.base),
             fence=saved.base_fence, incarnation=str(saved.incarnation), pending_tokens=saved.pending.tokens,
@@ -131,11 +131,12 @@ class Checkpointing:
         )  # fmt: skip
         return True
 
-    def _put_back(self, checkpoint: Checkpoint) -> None:
+    def _put_back(self, checkpoint: Checkpoint, *, with_residual: bool) -> None:
         tensors, n_elems = checkpoint.tensors, self._parameters.layout().n_elems
         at_push = _vector(checkpoint, "theta_at_push", n_elems) if "theta_at_push" in tensors else None
+        residual = _vector(checkpoint, "residual", n_elems) if with_residual else None
         self._parameters.install(_vector(checkpoint, "theta", n_elems))
-        self._vectors.restore(_vector(checkpoint, "theta_base", n_elems), at_push)
+        self._vectors.restore(_vector(checkpoint, "theta_base", n_elems), at_push, residual)
         if self._inner is not None:
             named = {name.removeprefix(_INNER): t for name, t in tensors.items() if name.startswith(_INNER)}
             self._inner.restore(checkpoint.content.get("state"), named)
@@ -152,7 +153,7 @@ class Checkpointing:
             return
         self._due_s = now_s + self._config.checkpoint_every_s
         tensors = self._copies.take(self._parameters, saved)
-        content: dict[str, Any] = {"session": saved.to_json(), "state": None, "residual": None}
+        content: dict[str, Any] = {"session": saved.to_json(), "state": None}
         if self._inner is not None:
             content["state"], inner = self._inner.capture()
             tensors.update({_INNER + name: tensor for name, tensor in inner.items()})
@@ -208,7 +209,8 @@ class Checkpointing:
 class _Copies:
     """Copies of the flat vectors, made on the training thread for the writer; each only when it has changed.
 
-    theta_base changes with the base, theta_at_push with the number of the push; both stand in the saved session.
+    theta_base changes with the base, theta_at_push with the number of the push; both stand in the saved session. The
+    residual of a difference codec is a part of a checkpoint while there is one.
     """
 
     def __init__(self, vectors: Vectors) -> None:
@@ -222,11 +224,14 @@ class _Copies:
         rebases = saved.pull is not None and saved.pull.mode is InstallMode.REBASE_FROM_PUSH
         if saved.push is not None or rebases:
             tensors["theta_at_push"] = _raw(self._of("theta_at_push", self._vectors.push, saved.seq))
+        residual = self._vectors.residual if saved.residual else None
+        if residual is not None:
+            tensors["residual"] = _raw(self._of("residual", residual, self._vectors.residual_changes))
         return tensors
 
     def _copy_of(self, name: str) -> F32:
         if name not in self._copies:
-            self._copies[name] = (None, np.empty_like(self._vectors.base))
+            self._copies[name] = (None, self._vectors.empty())
         return self._copies[name][1]
 
     def _of(self, name: str, vector: F32, content: object) -> F32:

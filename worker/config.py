@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dips.core.assumptions import violations
 from dips.core.config import Knobs
@@ -17,6 +17,7 @@ from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.net import parse_address, require_loopback
 from dips.core.units import Seconds
+from dips.core.wire import WIRE_DTYPES, Codec
 
 SECTION = "worker"
 """The TOML table, and the middle of the environment names DIPS_WORKER_<FIELD>."""
@@ -67,8 +68,20 @@ class ClientConfig(Knobs):
     outer_momentum: float | None = Field(
         None, ge=0, lt=1, description="Outer momentum that this cluster expects; empty: the master's word."
     )
+    wire_dtype: str = Field(
+        "float32",
+        description="How this cluster's pushes are written: float32 parameters, or bfloat16, int8 or int4 differences "
+        "to the version that it pulled, with what rounding loses kept for the next push.",
+    )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
     json_logs: bool = Field(False, description="Write the log as JSON lines.")
+
+    @field_validator("wire_dtype")
+    @classmethod
+    def _check_wire_dtype(cls, value: str) -> str:
+        if value not in WIRE_DTYPES:
+            raise ValueError(f"wire_dtype {value!r} is none of {', '.join(WIRE_DTYPES)}")
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -76,6 +89,11 @@ class ClientConfig(Knobs):
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
+
+
+def wire_of(config: ClientConfig) -> Codec:
+    """The codec that wire_dtype names."""
+    return WIRE_DTYPES[config.wire_dtype]
 
 
 def check(config: ClientConfig) -> ClientConfig:

@@ -7,10 +7,11 @@ slave is away: training goes on, and the exchange is tried again at the steps to
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from dips.core.clock import Clock, SystemClock
@@ -20,19 +21,23 @@ from dips.core.ids import ClusterId, Incarnation, Version
 from dips.core.layout import Layout
 from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, Settings, Verdict
 from dips.core.telemetry import ChangeLogger, Tape
+from dips.core.wire import DIFFERENCES
 from dips.worker.checkpointing import Checkpointing, InnerState
 from dips.worker.client import MasterClient
-from dips.worker.config import ClientConfig, check
+from dips.worker.config import ClientConfig, check, wire_of
 from dips.worker.heartbeat import Facts, Heartbeat
 from dips.worker.pace import Pace
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.effects import (
     Call,
     CancelTransfer,
+    ClearResidual,
     CopyBase,
     Effect,
     Finished,
     Install,
+    InstallMode,
+    KeepResidual,
     Log,
     PersistPush,
     Record,
@@ -44,7 +49,8 @@ from dips.worker.state.events import Event, LeaseWanted, Started, Stepped, StopW
 from dips.worker.state.session import Session
 from dips.worker.state.terms import SessionConfig
 from dips.worker.transfers import Transfers
-from dips.worker.vectors import Vectors
+from dips.worker.vectors import F32, Vectors, chunk_spans
+from dips.worker.wire import kernels
 
 LONGEST_WAIT_S = 0.5
 """How long a wait sleeps at most before the reason for it is looked at (and logged, if it changed)."""
@@ -80,7 +86,10 @@ class Driver:
         self._log = ChangeLogger(logging.getLogger("dips.worker"))
         self._owns_tape = tape is None
         self.tape = tape or Tape(config.tape, "worker", config.cluster_id, self._clock, may_lose=True)
-        self._vectors = Vectors(layout.n_elems)
+        self._layout = layout
+        self._vectors = Vectors(layout.n_elems, parameters)
+        if wire_of(config) in DIFFERENCES:
+            kernels().warm_up()  # now, and not while the first push is on its way
         self._transfers = Transfers(config, layout, self._vectors, self._events.put, self._clock)
         self._checkpoints: Checkpointing | None = None
         if config.checkpoint_dir is not None:
@@ -108,8 +117,7 @@ class Driver:
         """
         if self._checkpoints is not None and (self.config.resume or self.config.resume_required):
             self.resumed = self._checkpoints.resume(self._session)
-        self._handle(Started())
-        self._settle()
+        self._settle(Started())
         self._pace.resume(self._clock.monotonic_s())
 
     def step(self, tokens: int, ranges: Sequence[DataRange] = (), loss: float = math.nan) -> None:
@@ -124,8 +132,7 @@ class Driver:
             raise ConfigError(f"a step counts {tokens} tokens: give the number of tokens it was trained on, at least 1")
         self.steps += 1
         self._pace.stepped(tokens, loss, self._clock.monotonic_s())
-        self._handle(Stepped(tokens, tuple(ranges), loss))
-        self._settle()
+        self._settle(Stepped(tokens, tuple(ranges), loss))
         self._pace.resume(self._clock.monotonic_s())
 
     def lease(self, tokens: int) -> list[DataRange]:
@@ -137,13 +144,16 @@ class Driver:
         if self._session.config.data_plan.mode is not DataMode.LEASED:
             raise LocalProtocolError("lease() is for leased data; with its own data a cluster only counts tokens")
         began_s = self._clock.monotonic_s()
-        ranges = self._session.take_leased()
-        if not ranges and not self.done:
-            self._handle(LeaseWanted(tokens))
-            ranges = self._session.take_leased()
-        while not ranges and not self.done:
-            self._wait("data")
-            ranges = self._session.take_leased()
+        ranges: list[DataRange] = []
+        with self._training_goes_on():
+            while not ranges and not self.done:
+                if not self._session.lease_pending:
+                    self._handle(LeaseWanted(tokens))
+                # What arrives may ask for a wait: a step on parameters that are to be dropped is worth nothing.
+                if not self._session.must_wait(self._clock.monotonic_s()):
+                    ranges = self._session.take_leased()
+                if not ranges and not self.done:
+                    self._wait("data")
         self._pace.pause(self._clock.monotonic_s() - began_s)
         self._raise_if_failed()
         return ranges
@@ -279,15 +289,18 @@ class Driver:
 
     # ---- parts ----
 
-    def _settle(self) -> None:
-        """Handle what has arrived; wait while the session says so; raise what ended it."""
-        while not self._events.empty():
-            self._handle(self._events.get())
-        if self._session.next_deadline_s() <= self._clock.monotonic_s():
-            self._handle(Tick())
-        began_s = self._clock.monotonic_s()
-        while self._session.must_wait(now_s := self._clock.monotonic_s()):
-            self._wait("wait", quiet=now_s - began_s < WORTH_A_LINE_S)
+    def _settle(self, first: Event | None = None) -> None:
+        """Handle `first` and what has arrived; wait while the session says so; raise what ended it."""
+        with self._training_goes_on():
+            if first is not None:
+                self._handle(first)
+            while not self._events.empty():
+                self._handle(self._events.get())
+            if self._session.next_deadline_s() <= self._clock.monotonic_s():
+                self._handle(Tick())
+            began_s = self._clock.monotonic_s()
+            while self._session.must_wait(now_s := self._clock.monotonic_s()):
+                self._wait("wait", quiet=now_s - began_s < WORTH_A_LINE_S)
         self._log.report("wait", "")
         self._tell_heartbeat()
         self._raise_if_failed()
@@ -327,18 +340,23 @@ class Driver:
             case Call():
                 self._client.start(effect)
             case Snapshot():
-                self._vectors.snapshot(self._parameters)
+                self._transfers.settle()
+                self._vectors.snapshot(self._parameters, may_stay_live=self._waits_for_pushes())
             case Install():
                 self._install(effect)
             case CopyBase():
                 self._vectors.copy_base()
+            case KeepResidual(wire):
+                self._vectors.keep_residual(wire, chunk_spans(self._layout, self.settings.chunk_bytes))
+            case ClearResidual():
+                self._vectors.clear_residual()
             case PersistPush():
                 assert self._checkpoints is not None, "asked for only with a directory"
                 self._checkpoints.record_push(effect.record)
             case StartPush():
                 self._transfers.push(effect, self.run_id, self.settings)
             case StartPull():
-                self._transfers.pull(effect)
+                self._transfers.pull(effect, self._landing())
             case CancelTransfer():
                 self._transfers.cancel(effect.transfer_id)
             case Record():
@@ -347,6 +365,37 @@ class Driver:
                 self._log.report(effect.key, effect.sentence, effect.level)
             case Finished():
                 self._finished = effect
+
+    def _landing(self) -> F32:
+        """Where a pull lands: in place of theta_at_push where that is worth nothing, or is what the model holds."""
+        plan = self._session.pulling.plan
+        assert plan is not None, "a pull has a plan"
+        return self._vectors.landing(
+            push_is_live=self._session.core.steps_since_snapshot == 0,
+            push_is_needed=plan.mode is InstallMode.REBASE_FROM_PUSH,
+        )
+
+    def _waits_for_pushes(self) -> bool:
+        """Whether training is likely to stand still until its push is sent, in float32."""
+        settings, wire = self.settings, wire_of(self.config)
+        return settings.overlap == "none" and settings.verdict_wait_s > 0 and wire not in DIFFERENCES
+
+    @contextlib.contextmanager
+    def _training_goes_on(self) -> Iterator[None]:
+        """Around all that a training loop calls; after it the parameters may change, also when it was interrupted."""
+        try:
+            yield
+        finally:
+            self._before_training()
+
+    def _before_training(self) -> None:
+        """What was left in the parameters alone is copied now, if it is needed."""
+        plan = self._session.pulling.plan
+        rebases = plan is not None and plan.mode is InstallMode.REBASE_FROM_PUSH
+        if self._session.pushing.open is not None or rebases:
+            self._vectors.keep_push(self._parameters)
+        else:
+            self._vectors.forget_push()
 
     def _install(self, effect: Install) -> None:
         failpoint("worker.install.before_swap")
@@ -394,6 +443,7 @@ def _session_config(config: ClientConfig, layout: Layout, data_plan: DataPlan) -
         retry_max_s=config.retry_max_s,
         leave_wait_s=config.leave_wait_s,
         durable_pushes=config.checkpoint_dir is not None,
+        wire=wire_of(config),
         expect_sync_every=config.sync_every,
         expect_outer_lr=config.outer_lr,
         expect_outer_momentum=config.outer_momentum,

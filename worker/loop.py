@@ -28,14 +28,13 @@ from dips.core.errors import ConfigError
 from dips.core.failpoints import install
 from dips.core.ids import Version
 from dips.core.messages import DataMode, DataPlan, Verdict
+from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
 from dips.worker.driver import Driver
 from dips.worker.torch_parameters import TorchParameters
 from dips.worker.torch_state import HasState, TorchState
 
 _logger = logging.getLogger("dips")
-
-WIRE_DTYPES = ("float32",)
 
 
 class DiLoCo:
@@ -46,6 +45,9 @@ class DiLoCo:
     many steps, with or without a master. sync_every, outer_lr, outer_momentum: what the user expects of the run;
     the values live on the master, and another one there is refused at the start. master, cluster_id, run_id: else
     DIPS_MASTER, DIPS_CLUSTER, DIPS_RUN. tape: a file for this cluster's event record.
+
+    wire_dtype: how pushes are written, "float32" (else DIPS_WORKER_WIRE_DTYPE) or differences to the pulled version in
+    fewer bits: "bfloat16", "int8" or "int4". What rounding loses goes with the next push.
 
     checkpoint_dir: a folder for this cluster's checkpoints (docs/checkpoints.md), one every checkpoint_every_s seconds.
     resume: go on from the newest of them, if there is one; `steps` counts on. state: what else must be kept, such as a
@@ -68,7 +70,7 @@ class DiLoCo:
         master: str | None = None,
         cluster_id: str | None = None,
         run_id: str | None = None,
-        wire_dtype: str = "float32",
+        wire_dtype: str | None = None,
         tape: Path | str | None = None,
         checkpoint_dir: Path | str | None = None,
         checkpoint_every_s: float | None = None,
@@ -102,6 +104,7 @@ class DiLoCo:
                         "sync_every": sync_every,
                         "outer_lr": outer_lr,
                         "outer_momentum": outer_momentum,
+                        "wire_dtype": wire_dtype,
                         "tape": None if tape is None else Path(tape),
                         "checkpoint_dir": None if checkpoint_dir is None else Path(checkpoint_dir),
                         "checkpoint_every_s": checkpoint_every_s,
@@ -213,10 +216,10 @@ def _named(state: HasState | Mapping[str, HasState] | None) -> dict[str, HasStat
     return {f"user.{name}": part for name, part in parts.items()}
 
 
-def _check_arguments(tokens_per_step: int, steps: int | None, wire_dtype: str) -> None:
+def _check_arguments(tokens_per_step: int, steps: int | None, wire_dtype: str | None) -> None:
     if tokens_per_step < 1:
         raise ConfigError(f"tokens_per_step is {tokens_per_step}: give the tokens of one optimizer.step(), at least 1")
     if steps is not None and steps < 0:
         raise ConfigError(f"steps is {steps}: give the number of steps to make, or leave it out")
-    if wire_dtype not in WIRE_DTYPES:
-        raise ConfigError(f"wire_dtype {wire_dtype!r} is not available in this release: {', '.join(WIRE_DTYPES)}")
+    if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
+        raise ConfigError(f"wire_dtype is {wire_dtype!r}: give one of {', '.join(WIRE_DTYPES)}")

@@ -6,7 +6,8 @@ implementations. Every method is called on the training thread, at a step bounda
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,4 +30,31 @@ class ParameterStore(Protocol):
 
     def reset_inner_optimizer(self) -> None:
         """Forget the inner optimizer's state (moments), as after non-finite parameters."""
+        ...
+
+
+class Ready(Protocol):
+    """Which part of a snapshot is in its vector. May be asked on any thread."""
+
+    def wait(self, start_elem: int, stop_elem: int) -> None:
+        """Return once elements [start_elem, stop_elem) are there."""
+        ...
+
+
+@runtime_checkable
+class StreamingStore(ParameterStore, Protocol):
+    """A store that chooses the memory of flat vectors, and copies to it while its caller does other things."""
+
+    def empty(self, n_elems: int) -> NDArray[np.float32]:
+        """A vector of any content, in the memory that snapshots and installs are fastest with."""
+        ...
+
+    def begin_snapshot(self, into: NDArray[np.float32]) -> Ready | None:
+        """Copy the live parameters of this moment; None: they are there. They may change while the copy goes on."""
+        ...
+
+    def live(self) -> Sequence[NDArray[np.float32]] | None:
+        """The memory of the live parameters, one flat array after the other in layout order; None: it is not float32
+        on the host, or in too many pieces.
+        """
         ...

@@ -6,14 +6,26 @@ The inner optimizer's state is never read and never sent. Shapes: see core/layou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dips.core.allocator import zeros
 from dips.core.errors import ConfigError
 from dips.core.layout import DEFAULT_BLOCK_ELEMS, Layout, Parameter, layer_of
+from dips.worker.parameters import Ready
+
+F32 = NDArray[np.float32]
+
+GROUP_ELEMS = 1 << 22
+"""What is copied at a time: 16 MiB take about a millisecond to the host, so that sending begins soon."""
+
+LARGE_ELEMS = 1 << 15
+"""Smaller tensors are copied many at a time."""
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -35,33 +47,64 @@ class TorchParameters:
         self._optimizer = optimizer
         self._layout = Layout(tuple(_described(name, p) for name, p in named.items()), block_elems)
         self._spans = [(named[s.parameter.name], s.start_elem, s.stop_elem) for s in self._layout.spans]
+        self._parameters: list[torch.Tensor] = [parameter for parameter, _, _ in self._spans]
         self._check_optimizer()
-        self._devices = {p.device for p, _, _ in self._spans if p.is_cuda}
-        # Copies between a GPU and pageable memory go through a bounce buffer at a fraction of the link's speed.
-        self._pinned = torch.empty(self._layout.n_elems, pin_memory=True) if self._devices else None
+        self._groups = _groups(self._spans)
+        self._devices = {group.device for group in self._groups if group.device.type == "cuda"}
+        self._sides = {device: torch.cuda.Stream(device) for device in self._devices}
 
     def layout(self) -> Layout:
         return self._layout
 
-    def snapshot(self, into: NDArray[np.float32]) -> None:
-        host = torch.from_numpy(into) if self._pinned is None else self._pinned
-        with torch.no_grad():
-            for parameter, start, stop in self._spans:
-                host[start:stop].copy_(parameter.detach().reshape(-1), non_blocking=self._pinned is not None)
-        if self._pinned is not None:
-            wait_for(self._devices)
-            into[:] = self._pinned.numpy()
+    def empty(self, n_elems: int) -> F32:
+        """For a model on CUDA devices pinned memory: other memory is reached at a fraction of the link's speed."""
+        if not self._devices:
+            return zeros(n_elems)
+        pinned: F32 = torch.empty(n_elems, dtype=torch.float32, pin_memory=True).numpy()
+        return pinned
 
-    def install(self, flat: NDArray[np.float32]) -> None:
-        if self._pinned is not None:
-            self._pinned.numpy()[:] = flat
-        host = torch.from_numpy(flat) if self._pinned is None else self._pinned
-        with torch.no_grad():
-            for parameter, start, stop in self._spans:
-                values = host[start:stop].view(parameter.shape)
-                parameter.copy_(values, non_blocking=self._pinned is not None)
-        if self._pinned is not None:
-            wait_for(self._devices)  # the pinned buffer is written again by the next snapshot
+    def begin_snapshot(self, into: F32) -> Ready | None:
+        """On CUDA devices the copies run beside the host and whatever it computes; the next kernel that changes a
+        parameter waits for them on the device, the host never does.
+        """
+        places = self._places(into)
+        events: list[torch.cuda.Event | None] = []
+        for device, side in self._sides.items():
+            side.wait_stream(torch.cuda.current_stream(device))
+        for group in self._groups:
+            events.append(self._copy_out(group, places[group.first : group.last]))
+        for device, side in self._sides.items():
+            torch.cuda.current_stream(device).wait_stream(side)
+        return _Copied([group.stop_elem for group in self._groups], events) if self._devices else None
+
+    def snapshot(self, into: F32) -> None:
+        ready = self.begin_snapshot(into)
+        if ready is not None:
+            ready.wait(0, self._layout.n_elems)
+
+    def install(self, flat: F32) -> None:
+        _copy(self._parameters, self._places(flat), beside_host=bool(self._devices))
+        wait_for(self._devices)  # the vector may be written again as soon as this returns
+
+    def live(self) -> Sequence[F32] | None:
+        if self._layout.n_elems < len(self._parameters) * LARGE_ELEMS or not all(map(_is_plain, self._parameters)):
+            return None  # many tiny ones are copied faster than they are listed
+        return [_plain(parameter) for parameter in self._parameters]
+
+    def _copy_out(self, group: _Group, places: list[torch.Tensor]) -> torch.cuda.Event | None:
+        side = self._sides.get(group.device)
+        with torch.cuda.stream(side):
+            _copy(places, self._parameters[group.first : group.last], beside_host=side is not None)
+            if side is None:
+                return None
+            event = torch.cuda.Event()
+            event.record(side)
+            return event
+
+    def _places(self, flat: F32) -> list[torch.Tensor]:
+        """Each parameter's place in a flat vector, in the parameter's shape; made in one go, as there may be many."""
+        views: list[torch.Tensor] = torch._utils._unflatten_dense_tensors(torch.from_numpy(flat), self._parameters)
+        return views
 
     def reset_inner_optimizer(self) -> None:
         self._optimizer.state.clear()
@@ -74,6 +117,68 @@ class TorchParameters:
                 "the optimizer holds none of the model's parameters: make it of model.parameters(), after the model "
                 "was moved to its device"
             )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters [first, last), neighbours in the flat vector on one device, that one event stands for."""
+
+    device: torch.device
+    first: int
+    last: int
+    stop_elem: int
+
+
+def _groups(spans: Sequence[tuple[torch.nn.Parameter, int, int]]) -> list[_Group]:
+    """Whole parameters, as few as make GROUP_ELEMS."""
+    groups: list[_Group] = []
+    for i, (parameter, start, stop) in enumerate(spans):
+        last = groups[-1] if groups else None
+        if last is not None and last.device == parameter.device and start - spans[last.first][1] < GROUP_ELEMS:
+            groups[-1] = _Group(last.device, last.first, i + 1, stop)
+        else:
+            groups.append(_Group(parameter.device, i, i + 1, stop))
+    return groups
+
+
+class _Copied:
+    """A snapshot under way. stops: of the groups, in flat order; events: when each is copied, None: already."""
+
+    def __init__(self, stops: Sequence[int], events: Sequence[torch.cuda.Event | None]) -> None:
+        self._stops = stops
+        self._events = events
+
+    def wait(self, start_elem: int, stop_elem: int) -> None:
+        for i in range(bisect_right(self._stops, start_elem), len(self._stops)):
+            event = self._events[i]
+            if event is not None:
+                event.synchronize()
+            if self._stops[i] >= stop_elem:
+                break
+
+
+def _copy(into: Sequence[torch.Tensor], source: Sequence[torch.Tensor], *, beside_host: bool) -> None:
+    """Copy each source. Large ones on the host by numpy: torch would wake threads that spin while they wait."""
+    rest: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for pair in zip(into, source, strict=True):
+        if pair[0].numel() >= LARGE_ELEMS and _is_plain(pair[0]) and _is_plain(pair[1]):
+            np.copyto(_plain(pair[0]), _plain(pair[1]))
+        else:
+            rest.append(pair)
+    if rest:
+        with torch.no_grad():
+            torch._foreach_copy_([one for one, _ in rest], [other for _, other in rest], non_blocking=beside_host)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory is float32 in logical order on the host."""
+    return tensor.device.type == "cpu" and tensor.dtype is torch.float32 and tensor.is_contiguous()
+
+
+def _plain(tensor: torch.Tensor) -> F32:
+    """The memory of a plain tensor."""
+    flat: F32 = tensor.detach().reshape(-1).numpy()
+    return flat
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:

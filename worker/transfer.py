@@ -3,8 +3,7 @@
 Pure: time is an argument, messages are values, no sockets. Every chunk is idempotent, so whatever is doubtful is
 asked or sent again; nothing counts as moved before the other side (push) or the digest (pull) has confirmed it.
 
-At most `window_chunks` requests to one slave are unanswered: W = rate x round-trip time / chunk size; the default 16
-of 1 MiB keep a 1 Gbit/s link of 130 ms full, and bound what a peer must buffer to 16 MiB.
+How much is unanswered at any moment is worker/flow.py's affair; `window_chunks` bounds it for each slave.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dips.core.chunks import Chunk, chunks_of, shard_digest
@@ -20,6 +19,7 @@ from dips.core.data_header import MissingChunk
 from dips.core.errors import RefusalCode
 from dips.core.layout import Layout
 from dips.core.messages import PlacementSpec, Refusal
+from dips.worker.flow import Flow
 
 MAX_SILENCE_S = 60.0
 MAX_SILENCES = 2
@@ -30,7 +30,15 @@ MAX_PAUSE_S = 1.0
 UNKNOWN_S = 5.0
 """How long a slave may know nothing of a push whose ticket we have; then the master is asked what became of it."""
 
-_FOR_THE_MASTER = frozenset({RefusalCode.VERSION_GONE, RefusalCode.STALE_EPOCH, RefusalCode.FENCED, RefusalCode.RUN_ID})
+_FOR_THE_MASTER = frozenset(
+    {
+        RefusalCode.VERSION_GONE,
+        RefusalCode.BASE_GONE,
+        RefusalCode.STALE_EPOCH,
+        RefusalCode.FENCED,
+        RefusalCode.RUN_ID,
+    }
+)
 
 MAX_BAD_SHARDS = 2
 """Times that one slave's whole share is fetched again because its digest is wrong."""
@@ -38,12 +46,16 @@ MAX_BAD_SHARDS = 2
 
 @dataclass(frozen=True)
 class TransferSettings:
-    """Times in seconds; see ClientConfig.data_silence_s and data_stall_s."""
+    """Times in seconds; see ClientConfig.data_silence_s and data_stall_s.
+
+    flow: makes the windows of one transfer, of its slaves, chunk_bytes and window_chunks; comparisons use others.
+    """
 
     chunk_bytes: int
     window_chunks: int
     silence_s: float = 3.0
     stall_s: float = 30.0
+    flow: Callable[[Iterable[str], int, int], Flow] = Flow
 
 
 @dataclass(frozen=True)
@@ -67,16 +79,23 @@ Action = Ask | Reconnect
 
 @dataclass
 class _Peer:
-    """What is to be moved to or from one slave. `chunks` as the digest counts them, `todo` as the schedule wants."""
+    """What is to be moved to or from one slave.
+
+    chunks as the digest counts them; everything else names a chunk by its place there. rank: when the schedule has its
+    turn. query: the request that asks what is missing, while it is in flight.
+    """
 
     slave: str
     chunks: tuple[Chunk, ...]
-    rank: Mapping[Chunk, int]
-    todo: deque[Chunk]
+    rank: tuple[int, ...]
+    place: Mapping[tuple[int, int], int]
+    todo: deque[int]
+    moved: bytearray
     last_word_s: float
     silence_s: float
-    moved: set[Chunk] = field(default_factory=set)
-    in_flight: dict[int, Chunk | None] = field(default_factory=dict)
+    n_moved: int = 0
+    in_flight: dict[int, int | None] = field(default_factory=dict)
+    query: int | None = None
     resume_at_s: float = -math.inf
     pause_s: float = FIRST_PAUSE_S
     must_query: bool = False
@@ -84,71 +103,92 @@ class _Peer:
     unknown_since_s: float = math.inf
     done: bool = False
     bad_shards: int = 0
-    checksums: dict[Chunk, int] = field(default_factory=dict)
+    checksums: dict[int, int] = field(default_factory=dict)
 
-    @property
-    def querying(self) -> bool:
-        return None in self.in_flight.values()
+    @classmethod
+    def of(cls, slave: str, scheduled: Sequence[Chunk], settings: TransferSettings, now_s: float) -> _Peer:
+        """`scheduled`: its chunks in the order of the schedule."""
+        chunks = tuple(sorted(scheduled))
+        place = {(chunk.block_id, chunk.offset_bytes): i for i, chunk in enumerate(chunks)}
+        todo = deque(place[chunk.block_id, chunk.offset_bytes] for chunk in scheduled)
+        rank = [0] * len(chunks)
+        for turn, index in enumerate(todo):
+            rank[index] = turn
+        return cls(slave, chunks, tuple(rank), place, todo, bytearray(len(chunks)), now_s, settings.silence_s)
+
+    def scheduled(self, indices: Iterable[int]) -> deque[int]:
+        """In the order of the schedule."""
+        return deque(sorted(indices, key=self.rank.__getitem__))
 
 
 class Transfer(ABC):
-    """What push and pull have in common: windows, silence, pauses, stalls. `failure` is a sentence once it failed."""
+    """What push and pull have in common: windows, silence, pauses, stalls. `failure` is a sentence once it failed.
+
+    base_gone: it failed because a slave has no more the version that the differences of this push are to.
+    """
 
     def __init__(self, shares: Mapping[str, Sequence[Chunk]], settings: TransferSettings, now_s: float) -> None:
         self._settings = settings
-        silence_s = settings.silence_s
-        self._peers = {
-            slave: _Peer(slave, tuple(sorted(c)), dict(zip(c, range(len(c)), strict=True)), deque(c), now_s, silence_s)
-            for slave, c in shares.items()
-        }
+        self._peers = {slave: _Peer.of(slave, chunks, settings, now_s) for slave, chunks in shares.items()}
+        self._open = 0
+        self.moved_bytes = 0
+        self.total_bytes = 0
         for peer in self._peers.values():
             peer.done = not peer.chunks
+            self._open += not peer.done
+            self.total_bytes += sum(chunk.length_bytes for chunk in peer.chunks)
+        self._flow = settings.flow(self.slaves, settings.chunk_bytes, settings.window_chunks)
         self._last_request = 0
+        self._asked_s = now_s
         self._progress_s = now_s
         self._why = "no slave answered"
         self.failure = ""
         self.corrupt = False
+        self.base_gone = False
         self.reconnects = 0
 
     @property
     def slaves(self) -> list[str]:
-        """Those that take part, in the order of the placement."""
+        """Those that take part, in the order in which the schedule comes to them."""
         return [slave for slave, peer in self._peers.items() if peer.chunks]
 
     @property
     def done(self) -> bool:
-        return not self.failure and all(peer.done for peer in self._peers.values())
-
-    @property
-    def moved_bytes(self) -> int:
-        return sum(chunk.length_bytes for peer in self._peers.values() for chunk in peer.moved)
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(chunk.length_bytes for peer in self._peers.values() for chunk in peer.chunks)
+        return not self._open and not self.failure
 
     def actions(self, now_s: float) -> list[Action]:
-        """What to do now, one message to each slave in turn, so that all links are busy from the start."""
-        if self.failure or self.done:
+        """What to do now: a chunk to each slave in turn, so that all shares end together, as far as windows go.
+
+        The slave that has the least part of its share comes first, and the schedule decides between equals.
+        """
+        if self.failure or not self._open:
             return []
+        self._asked_s = now_s
         if now_s >= self._progress_s + self._settings.stall_s:
             self.failure = f"no progress for {self._settings.stall_s:g} s: {self._why}"
             return []
-        silent = [peer for peer in self._peers.values() if self._is_silent(peer, now_s)]
-        actions: list[Action] = [self._reconnect(peer, now_s) for peer in silent]
+        actions: list[Action] = []
+        for peer in self._peers.values():
+            if peer.in_flight and now_s >= peer.last_word_s + peer.silence_s:  # the sum next_deadline_s() names
+                actions.append(self._reconnect(peer, now_s))
         if self.failure:
             return []
-        return actions + list(_in_turn([self._asks(peer, now_s) for peer in self._peers.values()]))
+        ready = [peer for peer in self._peers.values() if not peer.done and now_s >= peer.resume_at_s]
+        if len(ready) > 1:
+            ready.sort(key=_begun_part)
+        return actions + list(_in_turn([self._asks(peer, now_s) for peer in ready]))
 
     def next_deadline_s(self) -> float:
-        """When actions() may have something new to do though no answer came."""
-        times_s = [self._progress_s + self._settings.stall_s]
+        """When actions() may have something new to do though no answer came; once the transfer is over, at once."""
+        if self.failure or not self._open:
+            return self._asked_s
+        deadline_s = self._progress_s + self._settings.stall_s
         for peer in self._peers.values():
             if peer.in_flight:
-                times_s.append(peer.last_word_s + peer.silence_s)
-            elif not peer.done:
-                times_s.append(peer.resume_at_s)
-        return min(times_s)
+                deadline_s = min(deadline_s, peer.last_word_s + peer.silence_s)
+            elif not peer.done and peer.resume_at_s > self._asked_s:  # else it waits for room, which an answer makes
+                deadline_s = min(deadline_s, peer.resume_at_s)
+        return deadline_s
 
     def refused(self, slave: str, request: int, refusal: Refusal, now_s: float) -> None:
         """The slave refuses: pause, then ask what is missing. What only the master can settle ends the transfer."""
@@ -161,13 +201,14 @@ class Transfer(ABC):
             peer.unknown_since_s = min(peer.unknown_since_s, now_s)
         if refusal.code in _FOR_THE_MASTER or now_s - peer.unknown_since_s >= UNKNOWN_S:
             self.failure = self._why
-        self._start_over(peer)
+            self.base_gone = refusal.code is RefusalCode.BASE_GONE
+        self._start_over(peer, answered[1])
         peer.resume_at_s = now_s + peer.pause_s
         peer.pause_s = min(MAX_PAUSE_S, 2 * peer.pause_s)
 
     # ---- parts ----
 
-    def _answered(self, slave: str, request: int, now_s: float) -> tuple[_Peer, Chunk | None] | None:
+    def _answered(self, slave: str, request: int, now_s: float, credit: int = 0) -> tuple[_Peer, int | None] | None:
         """The peer and the chunk of a request that is in flight; None: a late or doubled answer."""
         peer = self._peers.get(slave)
         if peer is None or request not in peer.in_flight:
@@ -176,10 +217,10 @@ class Transfer(ABC):
         gap_s = now_s - peer.last_word_s
         peer.silence_s = min(MAX_SILENCE_S, max(self._settings.silence_s, 4 * gap_s, 0.9 * peer.silence_s))
         peer.last_word_s, peer.silences = now_s, 0
+        self._flow.answered(slave, request, now_s, credit)
+        if request == peer.query:
+            peer.query = None
         return peer, peer.in_flight.pop(request)
-
-    def _is_silent(self, peer: _Peer, now_s: float) -> bool:
-        return bool(peer.in_flight) and now_s >= peer.last_word_s + peer.silence_s  # the sum next_deadline_s() names
 
     def _reconnect(self, peer: _Peer, now_s: float) -> Reconnect:
         self._why = f"slave {peer.slave} answered nothing for {now_s - peer.last_word_s:.1f} s"
@@ -192,35 +233,57 @@ class Transfer(ABC):
         peer.silence_s = min(MAX_SILENCE_S, 2 * peer.silence_s)
         return Reconnect(peer.slave)
 
-    def _start_over(self, peer: _Peer) -> None:
+    def _start_over(self, peer: _Peer, refused: int | None = None) -> None:
         """Nothing in flight counts any more."""
-        lost = [chunk for chunk in peer.in_flight.values() if chunk is not None and chunk not in peer.moved]
+        lost = [index for index in peer.in_flight.values() if index is not None and not peer.moved[index]]
+        if refused is not None and not peer.moved[refused]:
+            lost.insert(0, refused)
         peer.in_flight.clear()
+        peer.query = None
+        self._flow.lost(peer.slave)
         peer.todo.extendleft(reversed(lost))
         peer.must_query = True
 
-    def _next_chunk(self, peer: _Peer) -> Chunk | None:
-        while peer.todo:
-            chunk = peer.todo.popleft()
-            if chunk not in peer.moved:
-                return chunk
-        return None
+    def _ask_chunks(self, peer: _Peer, now_s: float) -> Iterator[Ask]:
+        """The next chunks that are not moved, as many as the window takes."""
+        todo, moved, flow = peer.todo, peer.moved, self._flow
+        while todo and flow.may_send(peer.slave):
+            index = todo.popleft()
+            if not moved[index]:
+                yield self._ask(peer, index, now_s)
 
-    def _ask(self, peer: _Peer, chunk: Chunk | None, now_s: float) -> Ask:
+    def _ask(self, peer: _Peer, index: int | None, now_s: float) -> Ask:
         if not peer.in_flight:
             peer.last_word_s = now_s  # silence is counted from the first unanswered request
         self._last_request += 1
-        peer.in_flight[self._last_request] = chunk
+        peer.in_flight[self._last_request] = index
+        chunk = None if index is None else peer.chunks[index]
+        self._flow.sent(peer.slave, self._last_request, 0 if chunk is None else chunk.length_bytes, now_s)
         return Ask(peer.slave, self._last_request, chunk)
 
     @abstractmethod
     def _asks(self, peer: _Peer, now_s: float) -> Iterator[Ask]:
-        """What to ask of this slave now."""
+        """What to ask of this slave now, which is neither done nor pausing."""
 
-    def _moved(self, peer: _Peer, chunk: Chunk, now_s: float) -> None:
-        peer.moved.add(chunk)
+    def _moved(self, peer: _Peer, index: int, now_s: float) -> None:
+        if not peer.moved[index]:
+            peer.moved[index] = 1
+            peer.n_moved += 1
+            self.moved_bytes += peer.chunks[index].length_bytes
         self._progress_s = now_s
         peer.pause_s, peer.unknown_since_s = FIRST_PAUSE_S, math.inf
+
+    def _not_moved(self, peer: _Peer, indices: Iterable[int]) -> None:
+        for index in indices:
+            if peer.moved[index]:
+                peer.moved[index] = 0
+                peer.n_moved -= 1
+                self.moved_bytes -= peer.chunks[index].length_bytes
+
+    def _finish(self, peer: _Peer) -> None:
+        self._open -= not peer.done
+        peer.done = True
+        self._flow.done(peer.slave)
 
 
 class PushTransfer(Transfer):
@@ -231,33 +294,40 @@ class PushTransfer(Transfer):
         for peer in self._peers.values():
             peer.must_query = True
 
-    def acked(self, slave: str, request: int, complete: bool, now_s: float) -> None:
-        """A chunk is landed and verified. `complete`: the slave holds everything."""
-        answered = self._answered(slave, request, now_s)
+    def acked(self, slave: str, request: int, complete: bool, now_s: float, *, credit: int = 0) -> None:
+        """A chunk is landed and verified. `complete`: the slave holds everything. credit: see core.data_header."""
+        answered = self._answered(slave, request, now_s, credit)
         if answered is None:
             return
-        peer, chunk = answered
-        if chunk is not None:
-            self._moved(peer, chunk, now_s)
+        peer, index = answered
+        if index is not None:
+            self._moved(peer, index, now_s)
         if complete:
             self._complete(peer, now_s)
 
-    def missing(self, slave: str, request: int, missing: Sequence[MissingChunk], complete: bool, now_s: float) -> None:
+    def missing(
+        self, slave: str, request: int, missing: Sequence[MissingChunk], complete: bool, now_s: float, *,
+        credit: int = 0,
+    ) -> None:  # fmt: skip
         """The slave says what it lacks; it names only so many at a time, and is asked again when those are sent."""
-        answered = self._answered(slave, request, now_s)
+        answered = self._answered(slave, request, now_s, credit)
         if answered is None:
             return
         peer = answered[0]
         if complete:
             self._complete(peer, now_s)
             return
-        wanted = {(item.block, item.offset_bytes) for item in missing}
-        lacking = [chunk for chunk in peer.chunks if (chunk.block_id, chunk.offset_bytes) in wanted]
-        if len(lacking) != len(wanted) or not wanted:
+        lacking = [index for item in missing if (index := peer.place.get((item.block, item.offset_bytes))) is not None]
+        if len(lacking) != len(missing) or not lacking:
             self.failure = f"slave {slave} misses chunks that are not of its blocks: it has another layout or placement"
             return
-        peer.moved.difference_update(lacking)
-        peer.todo = deque(sorted(lacking, key=peer.rank.__getitem__))
+        self._not_moved(peer, lacking)
+        peer.todo = peer.scheduled(lacking)
+
+    def every_chunk(self) -> Iterator[Chunk]:
+        """All chunks of the push, slave by slave."""
+        for peer in self._peers.values():
+            yield from peer.chunks
 
     def digests(self, checksums: Mapping[Chunk, int]) -> tuple[tuple[str, bytes], ...]:
         """Of what each slave was sent; `checksums` of all chunks of the push."""
@@ -266,22 +336,24 @@ class PushTransfer(Transfer):
         )
 
     def _complete(self, peer: _Peer, now_s: float) -> None:
-        peer.moved.update(peer.chunks)
+        for index in range(len(peer.chunks)):
+            self._moved(peer, index, now_s)
         peer.todo.clear()
         peer.in_flight.clear()
-        peer.done = True
-        self._progress_s = now_s
+        peer.query = None
+        self._finish(peer)
 
     def _asks(self, peer: _Peer, now_s: float) -> Iterator[Ask]:
         """A query goes alone: nothing else is in flight, so its answer is about everything sent before."""
-        if peer.done or now_s < peer.resume_at_s or peer.querying:
+        if peer.query is not None:
             return
         if not peer.must_query:
-            while len(peer.in_flight) < self._settings.window_chunks and (chunk := self._next_chunk(peer)) is not None:
-                yield self._ask(peer, chunk, now_s)
-        if not peer.in_flight:
+            yield from self._ask_chunks(peer, now_s)
+        if not peer.in_flight and (peer.must_query or not peer.todo):
             peer.must_query = False
-            yield self._ask(peer, None, now_s)
+            ask = self._ask(peer, None, now_s)
+            peer.query = ask.request
+            yield ask
 
 
 class PullTransfer(Transfer):
@@ -300,17 +372,18 @@ class PullTransfer(Transfer):
     def wants(self, slave: str, request: int) -> Chunk | None:
         """The chunk that this request asked for; None: nobody waits for it, do not land it."""
         peer = self._peers.get(slave)
-        return None if peer is None else peer.in_flight.get(request)
+        index = None if peer is None else peer.in_flight.get(request)
+        return None if peer is None or index is None else peer.chunks[index]
 
-    def landed(self, slave: str, request: int, checksum: int, now_s: float) -> None:
+    def landed(self, slave: str, request: int, checksum: int, now_s: float, *, credit: int = 0) -> None:
         """A chunk that was wanted lies in the buffer, with this checksum."""
-        answered = self._answered(slave, request, now_s)
+        answered = self._answered(slave, request, now_s, credit)
         if answered is None or answered[1] is None:
             return
-        peer, chunk = answered[0], answered[1]
-        peer.checksums[chunk] = checksum
-        self._moved(peer, chunk, now_s)
-        if len(peer.moved) == len(peer.chunks):
+        peer, index = answered[0], answered[1]
+        peer.checksums[index] = checksum
+        self._moved(peer, index, now_s)
+        if peer.n_moved == len(peer.chunks):
             self._verify(peer)
 
     def damaged(self, slave: str, request: int, sentence: str, now_s: float) -> None:
@@ -321,9 +394,9 @@ class PullTransfer(Transfer):
             answered[0].todo.append(answered[1])
 
     def _verify(self, peer: _Peer) -> None:
-        digest = shard_digest([peer.checksums[chunk] for chunk in peer.chunks])
+        digest = shard_digest([peer.checksums[index] for index in range(len(peer.chunks))])
         if digest == self._promised.get(peer.slave):
-            peer.done = True
+            self._finish(peer)
             return
         peer.bad_shards += 1
         sentence = f"the share of slave {peer.slave} does not have the digest that its COMMIT record names"
@@ -331,36 +404,40 @@ class PullTransfer(Transfer):
             self.failure, self.corrupt = sentence, True
             return
         self._why = sentence
-        peer.moved.clear()
+        self._not_moved(peer, range(len(peer.chunks)))
         peer.checksums.clear()
-        peer.todo = deque(sorted(peer.chunks, key=peer.rank.__getitem__))
+        peer.todo = peer.scheduled(range(len(peer.chunks)))
 
     def _asks(self, peer: _Peer, now_s: float) -> Iterator[Ask]:
-        if peer.done or now_s < peer.resume_at_s:
-            return
-        while len(peer.in_flight) < self._settings.window_chunks and (chunk := self._next_chunk(peer)) is not None:
-            yield self._ask(peer, chunk, now_s)
+        return self._ask_chunks(peer, now_s)
 
 
 def shares_of(
     layout: Layout, placement: PlacementSpec, block_order: Iterable[int], chunk_bytes: int
 ) -> dict[str, list[Chunk]]:
-    """Each slave's chunks, blocks in the order of the schedule (unnamed blocks last). placement must fit the layout."""
-    shares: dict[str, list[Chunk]] = {address.slave_id: [] for address in placement.slaves}
+    """Each slave's chunks, slaves and blocks in the order of the schedule; blocks that it does not name come last.
+
+    The placement must fit the layout. Slaves that hold no block have no chunks.
+    """
     order = list(dict.fromkeys(b for b in block_order if b < len(layout.blocks)))
-    rest = sorted(set(range(len(layout.blocks))) - set(order))
-    for block_id in order + rest:
-        slave = placement.slaves[placement.slave_of_block[block_id]].slave_id
-        shares[slave].extend(chunks_of([layout.blocks[block_id]], chunk_bytes))
-    return shares
+    order += sorted(set(range(len(layout.blocks))).difference(order))
+    names = [address.slave_id for address in placement.slaves]
+    shares: dict[str, list[Chunk]] = {}
+    for block_id in order:
+        slave = names[placement.slave_of_block[block_id]]
+        shares.setdefault(slave, []).extend(chunks_of([layout.blocks[block_id]], chunk_bytes))
+    return shares | {name: [] for name in names if name not in shares}
 
 
-def _in_turn(queues: Sequence[Iterator[Ask]]) -> Iterator[Ask]:
-    waiting = list(queues)
-    while waiting:
-        for queue in list(waiting):
+def _begun_part(peer: _Peer) -> float:
+    return (peer.n_moved + len(peer.in_flight)) / len(peer.chunks)
+
+
+def _in_turn(queues: list[Iterator[Ask]]) -> Iterator[Ask]:
+    while queues:
+        for queue in list(queues):
             ask = next(queue, None)
             if ask is None:
-                waiting.remove(queue)
+                queues.remove(queue)
             else:
                 yield ask

@@ -7,18 +7,23 @@ from collections.abc import Callable
 
 import zmq
 
+from dips.core.chunks import Chunk
 from dips.core.clock import Clock
+from dips.core.ids import PushId
 from dips.core.layout import Layout
 from dips.core.messages import Settings
+from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.config import ClientConfig
+from dips.worker.data_thread import DataThread
 from dips.worker.state.effects import StartPull, StartPush
 from dips.worker.state.events import Event, Pulled, PullFailed, PushFailed, PushSent
 from dips.worker.transfer import TransferSettings
-from dips.worker.transfer_zmq import Common, DataThread, carry_pull, carry_push
-from dips.worker.vectors import Vectors
+from dips.worker.transfer_zmq import Common, carry_pull, carry_push
+from dips.worker.vectors import F32, Vectors
+from dips.worker.wire import Difference
 
-PULL_WINDOW_CHUNKS = 16
-"""Asked for at once from one slave; pushes take the master's window_chunks."""
+PULL_WINDOW_CHUNKS = 64
+"""Most that is asked for at once from one slave; pushes take the master's window_chunks."""
 
 
 class Transfers:
@@ -38,26 +43,33 @@ class Transfers:
         self._deliver = deliver
         self._clock = clock
         self._thread = DataThread()
+        self._sums: tuple[PushId, Codec, dict[Chunk, int]] | None = None
 
     def push(self, effect: StartPush, run_id: str, settings: Settings) -> None:
         """Send the push vector; ends in PushSent or PushFailed."""
-        flat, clock = self._vectors.push, self._clock
+        vectors, clock = self._vectors, self._clock
+        (flat, ready), wire = vectors.sending(), effect.ticket.wire
+        difference = Difference(vectors.base, vectors.residual) if wire in DIFFERENCES else None
         limits = self._settings(settings.chunk_bytes, settings.window_chunks)
         common = Common(run_id, effect.epoch, effect.cause, self._layout, limits)
+        checksums = self._checksums_of(effect.push, wire)
 
         def job(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
             began_s = clock.monotonic_s()
-            transfer, digests = carry_push(context, common, flat, effect.push, effect.ticket, clock, cancelled)
+            transfer, digests = carry_push(
+                context, common, flat, effect.push, effect.ticket, clock, cancelled, difference=difference, ready=ready,
+                checksums=checksums,
+            )  # fmt: skip
             if transfer.done:
                 self._deliver(PushSent(effect.transfer_id, digests, clock.monotonic_s() - began_s))
             elif transfer.failure:
-                self._deliver(PushFailed(effect.transfer_id, transfer.failure))
+                self._deliver(PushFailed(effect.transfer_id, transfer.failure, transfer.base_gone))
 
         self._thread.run(effect.transfer_id, job, lambda why: self._deliver(PushFailed(effect.transfer_id, why)))
 
-    def pull(self, effect: StartPull) -> None:
-        """Fetch into the pull vector; ends in Pulled or PullFailed."""
-        grant, flat, clock = effect.grant, self._vectors.pull, self._clock
+    def pull(self, effect: StartPull, flat: F32) -> None:
+        """Fetch into `flat`; ends in Pulled or PullFailed."""
+        grant, clock = effect.grant, self._clock
         limits = self._settings(grant.chunk_bytes, PULL_WINDOW_CHUNKS)
         common = Common(grant.run_id, grant.epoch, effect.cause, self._layout, limits)
 
@@ -71,11 +83,21 @@ class Transfers:
 
         self._thread.run(effect.transfer_id, job, lambda why: self._deliver(PullFailed(effect.transfer_id, why)))
 
+    def settle(self) -> None:
+        """Cancel what runs; returns once no transfer reads or writes a vector any more."""
+        self._thread.settle()
+
     def cancel(self, transfer_id: int) -> None:
         self._thread.cancel(transfer_id)
 
     def close(self) -> None:
         self._thread.close()
+
+    def _checksums_of(self, push: PushId, wire: Codec) -> dict[Chunk, int]:
+        """Of the chunks that earlier attempts have seen: a push's bytes never change, but for another codec."""
+        if self._sums is None or self._sums[:2] != (push, wire):
+            self._sums = (push, wire, {})
+        return self._sums[2]
 
     def _settings(self, chunk_bytes: int, window_chunks: int) -> TransferSettings:
         return TransferSettings(chunk_bytes, window_chunks, self._config.data_silence_s, self._config.data_stall_s)

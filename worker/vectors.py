@@ -1,56 +1,251 @@
 """The flat copies of the model that a cluster keeps beside its live parameters, and the arithmetic between them.
 
-Shapes: every vector is float32 of n_elems (the layout's). Memory: 16 bytes for each parameter of the model, on the
-host. The push vector is read by the data thread while a push is sent, the pull vector written by it while a version
-is fetched; everything else is the training thread's alone.
+Shapes: every vector is float32 of n_elems (the layout's). Memory, in vectors: two while training waits for its push and
+pull (theta_base, and the landing place of the pull, which is theta_at_push before if that is sent from a copy), a third
+when steps were made meanwhile, one more for the residual of a difference codec (worker/wire.py).
+
+The push vector is read by the data thread while a push is sent, the pull vector written by it while a version is
+fetched; everything else is the training thread's alone, which calls every method here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.worker.parameters import ParameterStore
+from dips.core.allocator import zeros
+from dips.core.chunks import chunks_of
+from dips.core.layout import Layout
+from dips.core.wire import DIFFERENCES, Codec
+from dips.worker.live import Live
+from dips.worker.parameters import ParameterStore, Ready, StreamingStore
 from dips.worker.state.effects import InstallMode
+from dips.worker.wire import Places, kernels
 
 F32 = NDArray[np.float32]
 
+PIECE_ELEMS = 1 << 18
+"""Arithmetic goes by pieces that stay in the cache between its two operations."""
+
 
 class Vectors:
-    """theta_at_push, theta_base, the pulled theta, and one vector for arithmetic."""
+    """theta_base, theta_at_push, the pulled theta, and the residual.
 
-    def __init__(self, n_elems: int) -> None:
-        self.push: F32 = np.zeros(n_elems, np.float32)
-        self.pull: F32 = np.zeros(n_elems, np.float32)
-        self.base: F32 = np.zeros(n_elems, np.float32)
-        self._scratch: F32 = np.zeros(n_elems, np.float32)
+    theta_at_push is a vector, or what the live parameters hold (_push_is_live; then keep_push() must be called before
+    they change), or theta_base (_push_is_base).
+    """
 
-    def snapshot(self, parameters: ParameterStore) -> None:
-        """theta_at_push = theta_now."""
-        parameters.snapshot(self.push)
+    def __init__(self, n_elems: int, store: ParameterStore | None = None) -> None:
+        """store: whose memory is used, if it has a word on that (StreamingStore)."""
+        self._n_elems = n_elems
+        self._store = store if isinstance(store, StreamingStore) else None
+        self._base: F32 | None = None
+        self._push: F32 | None = None
+        self._ready: Ready | None = None
+        self._live: Live | None = None
+        self._push_is_live = False
+        self._push_is_base = False
+        self._pull: F32 | None = None
+        self._free: list[F32] = []
+        self._residual: F32 | None = None
+        self._has_residual = False
+        self.residual_changes = 0
+        """How often the residual changed: who keeps a copy sees whether it is the newest."""
+
+    # ---- what may be read ----
+
+    @property
+    def base(self) -> F32:
+        """theta_base; of any content before the first install() or restore()."""
+        if self._base is None:
+            self._base = self._take()
+        return self._base
+
+    @property
+    def push(self) -> F32:
+        """theta_at_push, whole, while it is not the live parameters."""
+        self._settle_snapshot()
+        return self.base if self._push_is_base else self._pushed()
+
+    @property
+    def pull(self) -> F32:
+        """Where the pulled version lands, or has landed."""
+        return self.landing()
+
+    @property
+    def residual(self) -> F32 | None:
+        """What earlier pushes lost by rounding; None: nothing."""
+        return self._residual if self._has_residual else None
+
+    @property
+    def n_vectors(self) -> int:
+        """Vectors in memory, the residual's included."""
+        held = (self._base, self._push, self._pull, self._residual)
+        return len(self._free) + sum(vector is not None for vector in held)
+
+    def empty(self) -> F32:
+        """A further vector in memory of the same kind; not one of these."""
+        return self._store.empty(self._n_elems) if self._store is not None else zeros(self._n_elems)
+
+    # ---- the push ----
+
+    def snapshot(self, parameters: ParameterStore, *, may_stay_live: bool = False) -> None:
+        """theta_at_push = theta_now. No transfer may be under way: it could still write what is taken here.
+
+        may_stay_live: training is about to wait, so that no copy is made if the push can be sent from the parameters.
+        """
+        self._settle_snapshot()
+        self._free += [vector for vector in (self._push, self._pull) if vector is not None]  # a pull that was given up
+        self.forget_push()
+        self._push = self._pull = None
+        self._push_is_base = False
+        parts = parameters.live() if may_stay_live and isinstance(parameters, StreamingStore) else None
+        self._push_is_live = parts is not None
+        if parts is not None:
+            self._live = Live(parts)
+        else:
+            self._copy_live(parameters)
 
     def copy_base(self) -> None:
-        """theta_at_push = theta_base, to the bit."""
-        np.copyto(self.push, self.base)
+        """theta_at_push = theta_base, to the bit, which nothing overwrites before a pull is installed."""
+        self._settle_snapshot()
+        self.forget_push()
+        self._push_is_base = True
 
-    def restore(self, base: F32, push: F32 | None) -> None:
+    def sending(self) -> tuple[F32 | Live, Ready | None]:
+        """What a push is sent from, and which part of it is there (None: all)."""
+        if self._push_is_base:
+            return self.base, None
+        if self._live is not None:
+            return self._live, None
+        return self._pushed(), self._ready
+
+    def keep_push(self, parameters: ParameterStore) -> None:
+        """Training goes on: if theta_at_push stands in the live parameters alone, it gets a vector now."""
+        if self._push_is_live:
+            push = self._copy_live(parameters)
+            self._push_is_live = False
+            if self._live is not None:
+                self._settle_snapshot()
+                self._live.freeze(push)
+                self._live = None
+
+    def forget_push(self) -> None:
+        """The parameters are about to change, and nothing will be computed from theta_at_push if it is in them."""
+        self._push_is_live = False
+        if self._live is not None:
+            self._live.end()
+            self._live = None
+
+    def restore(self, base: F32, push: F32 | None, residual: F32 | None = None) -> None:
         """What a checkpoint held; push None: nothing needs theta_at_push."""
         np.copyto(self.base, base)
         if push is not None:
-            np.copyto(self.push, push)
+            self._push = self._push if self._push is not None else self._take()
+            np.copyto(self._push, push)
+        if residual is not None:
+            np.copyto(self._residual_room(), residual)
+            self._has_residual = True
+
+    # ---- the pull ----
+
+    def landing(self, *, push_is_live: bool = False, push_is_needed: bool = True) -> F32:
+        """Where the next version is to land. A pull that is asked for again lands where it did before.
+
+        push_is_live: the parameters are theta_at_push still; then its vector need not be kept until training goes on,
+        of which keep_push() must be told. push_is_needed: something will still be computed from theta_at_push.
+        """
+        if self._pull is None:
+            self._push_is_live = (self._push_is_live or push_is_live) and push_is_needed and not self._push_is_base
+            if self._push is not None and (self._push_is_live or not push_is_needed or self._push_is_base):
+                self._settle_snapshot()
+                self._pull, self._push = self._push, None
+            else:
+                self._pull = self._take()
+        return self._pull
 
     def install(self, parameters: ParameterStore, mode: InstallMode) -> None:
         """Make the pulled theta live (REPLACE: to the bit) and remember it as theta_base."""
+        self._settle_snapshot()
+        self.forget_push()
+        pulled, room = self.pull, self._base
         if mode is InstallMode.REPLACE:
-            parameters.install(self.pull)
+            parameters.install(pulled)
+        elif mode is InstallMode.REBASE_FROM_PUSH:
+            room = self.base  # worth nothing any more: theta_now is computed in its place
+            self._rebase(parameters, pulled, self.push, room)
         else:
-            parameters.install(self._rebased(parameters, mode))
-        self.base, self.pull = self.pull, self.base
+            self._push = self._push if self._push is not None else self._take()
+            self._rebase(parameters, pulled, self.base, self._push)
+        self._free += [vector for vector in (room, self._push) if vector is not None]
+        self._base, self._push, self._pull = pulled, None, None
+        self._push_is_base = False
+        if mode is InstallMode.REPLACE:
+            del self._free[1:]  # nothing was computed while this pull went on, so two vectors do
 
-    def _rebased(self, parameters: ParameterStore, mode: InstallMode) -> F32:
-        """pulled + (theta_now - theta_then)."""
-        then = self.push if mode is InstallMode.REBASE_FROM_PUSH else self.base
-        parameters.snapshot(self._scratch)
-        np.subtract(self._scratch, then, out=self._scratch)
-        np.add(self.pull, self._scratch, out=self._scratch)
-        return self._scratch
+    # ---- the residual ----
+
+    def keep_residual(self, wire: Codec, spans: Iterable[tuple[int, int]]) -> None:
+        """residual = (push - base + residual) - what the slaves were sent of it; `spans`: chunk_spans() of the push."""
+        assert wire in DIFFERENCES, "float32 loses nothing"
+        now, base, residual, keep = self.push, self.base, self._residual_room(), kernels().keep_residual
+        if not self._has_residual:
+            residual.fill(0)
+        for start, stop in spans:
+            keep(wire, now[start:stop], base[start:stop], residual[start:stop])
+        self._has_residual = True
+        self.residual_changes += 1
+
+    def clear_residual(self) -> None:
+        """The steps that it comes from do not stand any more."""
+        self._has_residual = False
+        self.residual_changes += 1
+
+    # ---- parts ----
+
+    def _take(self) -> F32:
+        if self._free:
+            return self._free.pop()
+        return self.empty()
+
+    def _pushed(self) -> F32:
+        assert self._push is not None, "theta_at_push is asked for while there is one"
+        return self._push
+
+    def _residual_room(self) -> F32:
+        if self._residual is None:
+            self._residual = self._take()
+        return self._residual
+
+    def _copy_live(self, parameters: ParameterStore) -> F32:
+        """The live parameters become the push vector, or begin to."""
+        self._push = self._take()
+        if isinstance(parameters, StreamingStore):
+            self._ready = parameters.begin_snapshot(self._push)
+        else:
+            parameters.snapshot(self._push)
+        return self._push
+
+    def _settle_snapshot(self) -> None:
+        """Return once the push vector is written."""
+        if self._ready is not None:
+            self._ready.wait(0, self._n_elems)
+            self._ready = None
+
+    def _rebase(self, parameters: ParameterStore, pulled: F32, then: F32, room: F32) -> None:
+        """theta_now = pulled + (theta_now - then), computed in `room`."""
+        parameters.snapshot(room)
+        for start in range(0, self._n_elems, PIECE_ELEMS):
+            here = slice(start, start + PIECE_ELEMS)
+            np.subtract(room[here], then[here], out=room[here])
+            np.add(pulled[here], room[here], out=room[here])
+        parameters.install(room)
+
+
+def chunk_spans(layout: Layout, chunk_bytes: int) -> list[tuple[int, int]]:
+    """First and last-plus-one element of every chunk in the flat vector."""
+    places = Places(layout)
+    elems = (places.elems_at(chunk) for chunk in chunks_of(layout.blocks, chunk_bytes))
+    return [(here.start, here.stop) for here in elems]

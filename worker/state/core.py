@@ -13,8 +13,10 @@ from collections.abc import Callable
 from dips.core.ids import Version
 from dips.core.machine import Phase, Story
 from dips.core.messages import AwaitVerdictRequest, ClusterRequest, DataRange, LeaveRequest, ReturnDataRequest
-from dips.worker.state.effects import Call, Effect, Log, Record
+from dips.core.wire import DIFFERENCES, Codec
+from dips.worker.state.effects import Call, ClearResidual, Effect, KeepResidual, Log, Record
 from dips.worker.state.lane import Lane
+from dips.worker.state.patience import Patience, Stage
 from dips.worker.state.phases import SESSION_TABLE, SessionPhase
 from dips.worker.state.terms import SessionConfig, Terms
 from dips.worker.state.work import WorkBook
@@ -44,14 +46,15 @@ class Core:
         self.steps_since_snapshot = 0
         """Steps that theta_now is ahead of theta_at_push."""
         self.steps_towards_push = 0
-        self.hold_until_s = -math.inf
-        """Until then the training loop waits for the exchange that goes on."""
+        self.patience = Patience()
         self.push_s = 0.0
         self.pull_s = 0.0
         self.note = ""
         self.donate: Version | None = None
         """The version that the master asks this cluster to give back."""
         self.donate_after_s = -math.inf
+        self.residual = False
+        """Whether what the rounding of earlier pushes lost is kept, for the next one to carry."""
         self._side_queue: deque[Callable[[], ClusterRequest]] = deque(maxlen=SIDE_LIMIT)
         self._last_id = 0
         self._out: list[Effect] = []
@@ -64,6 +67,23 @@ class Core:
     def take(self) -> list[Effect]:
         out, self._out = self._out, []
         return out
+
+    def applied_as(self, wire: Codec | None) -> None:
+        """The push is part of the model, written so (None: not known any more): the residual advances.
+
+        What was sent in float32 lost nothing, and carried nothing of what is owed.
+        """
+        if wire in DIFFERENCES:
+            self.residual = True
+            self.emit(KeepResidual(wire))
+        elif wire is None:
+            self.clear_residual()
+
+    def clear_residual(self) -> None:
+        """The steps that it comes from do not stand."""
+        if self.residual:
+            self.residual = False
+            self.emit(ClearResidual())
 
     def record(self, kind: str, **fields: object) -> None:
         self.emit(Record(kind, self.cause, fields))
@@ -127,10 +147,10 @@ class Core:
 
     # ---- waiting ----
 
-    def hold(self) -> None:
-        """The training loop waits, as long as the master's settings say."""
-        self.hold_until_s = max(self.hold_until_s, self.now_s + self.terms.settings.verdict_wait_s)
+    def hold(self, stage: Stage) -> None:
+        """The exchange comes to this stage: the training loop waits as long as the master's settings say."""
+        self.patience.enter(stage, self.terms.settings, self.now_s)
 
     def train_on(self) -> None:
         """Somebody cannot be reached: training goes on meanwhile."""
-        self.hold_until_s = min(self.hold_until_s, self.now_s)
+        self.patience.train_on(self.now_s)

@@ -11,6 +11,7 @@ from enum import Enum
 from dips.core.errors import DipsError
 from dips.core.ids import PushId
 from dips.core.messages import ClusterRequest, PullGrant, Ticket
+from dips.core.wire import Codec
 from dips.worker.state.push_record import PushRecord
 
 
@@ -85,6 +86,21 @@ class Install:
 
 
 @dataclass(frozen=True)
+class KeepResidual:
+    """The push buffer was applied as differences in this codec: what its rounding lost is the next push's residual.
+
+    residual = (push - base + residual) - what was sent; done before theta_base and the push buffer change.
+    """
+
+    wire: Codec
+
+
+@dataclass(frozen=True)
+class ClearResidual:
+    """The residual is zero: the steps that it comes from do not stand any more."""
+
+
+@dataclass(frozen=True)
 class Record:
     """One line for the tape."""
 
@@ -119,6 +135,8 @@ Effect = (
     | StartPull
     | CancelTransfer
     | Install
+    | KeepResidual
+    | ClearResidual
     | Record
     | Log
     | Finished

@@ -70,8 +70,11 @@ class PushSent:
 
 @dataclass(frozen=True)
 class PushFailed:
+    """`base_gone`: a slave cannot decode differences, because it has not the parameters that they stand on."""
+
     transfer_id: int
     sentence: str
+    base_gone: bool = False
 
 
 @dataclass(frozen=True)

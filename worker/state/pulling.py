@@ -11,6 +11,7 @@ from dips.core.messages import BeginPullRequest, Busy, FinishPullRequest, Placem
 from dips.worker.state.core import Core
 from dips.worker.state.effects import CancelTransfer, Install, InstallMode, StartPull
 from dips.worker.state.events import Pulled, PullFailed
+from dips.worker.state.patience import Stage
 
 MAX_CORRUPT = 3
 """Pulls in a row whose bytes contradict the master's digest, before this cluster gives up."""
@@ -41,14 +42,14 @@ class Pulling:
         """Ask for a version; the caller has moved the phase to PULLING."""
         plan.began_s = self._core.now_s
         self.plan = plan
-        self._core.hold()
+        self._core.hold(Stage.PULL)
         self._ask()
 
     def resume(self) -> None:
         """After a new Join: the same plan, asked for anew."""
         if self.plan is not None:
             self.plan.grant = self.plan.transfer_id = None
-            self._core.hold()
+            self._core.hold(Stage.PULL)
             self._ask()
 
     def answered(self, answer: PullGrant | Busy) -> None:
@@ -63,6 +64,7 @@ class Pulling:
         core.terms.granted(answer)
         self.plan.grant, self.plan.transfer_id = answer, core.next_id()
         core.note = f"pulling version {answer.version}"
+        core.hold(Stage.FETCH)
         core.emit(StartPull(self.plan.transfer_id, answer, core.cause))
 
     def version_gone(self) -> None:
@@ -96,9 +98,14 @@ class Pulling:
         assert plan is not None, "only the open pull ends"
         assert plan.grant is not None, "a transfer begins with a grant"
         grant, self._corrupt = plan.grant, 0
-        if core.base is not None and core.base.timeline != grant.version.timeline:
-            core.aside_ranges(core.work.drop())  # nothing is kept across a rollback, whatever the pull was for
+        rolled_back = core.base is not None and core.base.timeline != grant.version.timeline
+        if rolled_back or plan.drops or core.terms.stop:
+            # Nothing is kept across a rollback, whatever the pull was for, nor after the run's end: who leaves has its
+            # last version. Nor is a step that was begun before the loop heard that it is to wait.
+            core.aside_ranges(core.work.drop())
             plan.mode = InstallMode.REPLACE
+        if rolled_back:
+            core.clear_residual()
         mode = self._exact(plan.mode)
         core.emit(Install(mode, plan.reset_inner))
         core.base, core.base_fence = grant.version, grant.fence

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dips.core.errors import Refused, RemoteProtocolError
 from dips.core.ids import PushId, Version
@@ -26,9 +26,11 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
+from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.state.core import Core
 from dips.worker.state.effects import CancelTransfer, CopyBase, InstallMode, PersistPush, Snapshot, StartPush
 from dips.worker.state.events import PushFailed, PushNotRecorded, PushRecorded, PushSent
+from dips.worker.state.patience import Stage
 from dips.worker.state.phases import SessionPhase
 from dips.worker.state.pulling import Pulling, PullPlan, check_placement
 from dips.worker.state.push_record import PushRecord
@@ -47,6 +49,7 @@ class OpenPush:
     """The undecided push. base None: it seeds the run, or gives back the version that it `donates`.
 
     recorded: its number may be used. in_place_of_pull: a pull was given up for it, which must be made after all.
+    wish: how it would be written; wire: how its last ticket says, None where that is not known.
     """
 
     id: PushId
@@ -61,6 +64,8 @@ class OpenPush:
     donates: Version | None = None
     recorded: bool = True
     in_place_of_pull: bool = False
+    wish: Codec = Codec.F32
+    wire: Codec | None = None
 
     @property
     def record(self) -> PushRecord:
@@ -91,12 +96,14 @@ class Pushing:
         work = Work() if seed else core.work.freeze()
         base, fence = (None, 0) if seed else (core.base, core.base_fence)
         push = self.open = OpenPush(self._next_id(), base, fence, work, core.now_s)
+        push.wish = Codec.F32 if seed else core.config.wire
         core.steps_since_snapshot = core.steps_towards_push = 0
         core.emit(Snapshot())
         core.move(input_name, SessionPhase.BEGINNING_PUSH)
         core.record("push_begun", push=str(push.id), base=str(base), tokens=work.tokens, steps=work.steps,
                     mean_loss=work.mean_loss)  # fmt: skip
-        core.hold()
+        core.patience.round_begins(core.now_s)
+        core.hold(Stage.BEGIN)
         self._use_number(push)
 
     def donate(self, version: Version) -> None:
@@ -165,10 +172,11 @@ class Pushing:
         core.record(
             "push_sent", push=str(push.id), attempt=ticket.attempt, base=str(push.base), fence=push.fence,
             tokens=push.work.tokens, ranges=push.work.ranges, digest_of_slave=dict(event.digest_of_slave),
-            donates=str(push.donates), transfer_s=event.seconds, push_s=core.push_s,
+            donates=str(push.donates), transfer_s=event.seconds, push_s=core.push_s, wire=ticket.wire.name,
         )  # fmt: skip
         push.transfer_id = None
         core.move("sent", SessionPhase.FINISHING_PUSH)
+        core.hold(Stage.FINISH)
         core.note = f"all of push {push.id} is sent"
         core.ask(
             lambda: FinishPushRequest(self._caller(), push.id.seq, ticket.attempt, event.digest_of_slave),
@@ -180,6 +188,8 @@ class Pushing:
         core, push = self._core, self._must_be_open()
         push.transfer_id = None
         core.train_on()
+        if event.base_gone:
+            push.wish = Codec.F32
         core.record("push_failed", push=str(push.id), reason=event.sentence)
         core.log("push", f"sending push {push.id} failed: {event.sentence}; it is tried again", logging.WARNING)
         core.move("transfer failed", SessionPhase.BEGINNING_PUSH, event.sentence)
@@ -191,6 +201,8 @@ class Pushing:
         match answer:
             case Admitted():
                 core.move("admitted", SessionPhase.AWAITING)
+                if push.donates is None:
+                    core.hold(Stage.VERDICT)
                 core.record("admitted", push=str(push.id), round=str(answer.round))
                 self.await_push(push.id)
             case Busy():
@@ -230,6 +242,7 @@ class Pushing:
             return
         match verdict.kind:
             case VerdictKind.APPLIED:
+                core.applied_as(self.open.wire)
                 self._close(core.work.decided)
                 self._pull(input_name, PullPlan(InstallMode.REBASE_FROM_PUSH, verdict.version))
             case VerdictKind.EXCLUDED:
@@ -251,6 +264,7 @@ class Pushing:
     def drop(self, input_name: str, *, at_least: Version | None = None, reset_inner: bool = False) -> None:
         """The steps are worth nothing: their ranges go back FREE, and a version replaces the parameters."""
         self._close(lambda: None)
+        self._core.clear_residual()
         self._core.aside_ranges(self._core.work.drop())
         self._pull(input_name, PullPlan(InstallMode.REPLACE, at_least, reset_inner, drops=True))
 
@@ -346,6 +360,7 @@ class Pushing:
             return
         core.donate = None
         core.work.drop()
+        core.clear_residual()
         self._close(lambda: None)
         self._pull(input_name, PullPlan(InstallMode.REPLACE, verdict.version, drops=True))
 
@@ -367,7 +382,14 @@ class Pushing:
     def _ticket(self, ticket: Ticket) -> None:
         check_placement(ticket.placement, len(self._core.config.layout.blocks))
         push = self._must_be_open()
-        push.ticket = ticket
+        if ticket.wire not in DIFFERENCES:
+            ticket = replace(ticket, wire=Codec.F32)  # a master of an earlier release says nothing
+        elif ticket.wire is not push.wish:
+            raise RemoteProtocolError(
+                f"the master asks for push {push.id} in {ticket.wire.name}, not as it was offered"
+            )
+        push.ticket, push.wire = ticket, ticket.wire
+        push.wish = ticket.wire  # a later attempt finds its chunks there only if it is written in the same way
         self._core.move("ticket", SessionPhase.TRANSFERRING)
         self._send()
 
@@ -376,6 +398,7 @@ class Pushing:
         assert push.ticket is not None, "sent only with a ticket"
         push.transfer_id = core.next_id()
         core.note = f"sending push {push.id}"
+        core.hold(Stage.SEND)
         core.emit(StartPush(push.transfer_id, push.id, push.ticket, core.terms.epoch, core.cause))
 
     def _try_again(self) -> None:
@@ -405,6 +428,7 @@ class Pushing:
             self._close(core.work.thaw)
             core.steps_towards_push = core.terms.local_steps
         core.move("undecided", SessionPhase.AWAITING)
+        core.hold(Stage.VERDICT)
         self.await_push(push_id)
 
     def _aborted(self, input_name: str) -> None:
@@ -435,7 +459,7 @@ class Pushing:
         work = push.work
         return BeginPushRequest(
             self._caller(), push.id.seq, push.base, push.fence, work.ranges, work.tokens, work.steps, work.mean_loss,
-            push.donates,
+            push.donates, push.wish,
         )  # fmt: skip
 
     def _caller(self) -> Caller:

@@ -100,6 +100,7 @@ class Rejoining:
             self._must_be_new(reply)
             core.base, pulling.plan = None, None
             core.aside_ranges(core.work.drop())
+            core.clear_residual()
             self._pushing.begin("joined", seed=True)
         elif not self._base_stands(reply) or core.work.lost:
             reset = pulling.plan is not None and pulling.plan.reset_inner

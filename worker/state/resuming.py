@@ -7,6 +7,7 @@ The next life goes on as if the process had only been away: it joins again, and 
 from __future__ import annotations
 
 from dips.core.errors import ConfigError
+from dips.core.wire import DIFFERENCES
 from dips.worker.state.core import Core
 from dips.worker.state.pulling import Pulling, PullPlan
 from dips.worker.state.push_record import PushRecord
@@ -41,6 +42,7 @@ def save(core: Core, pushing: Pushing, pulling: Pulling, leases_asked: int) -> S
         push=pushing.open.record if pushing.open is not None else None,
         pull=SavedPull(plan.mode, plan.at_least, plan.reset_inner, plan.drops) if plan is not None else None,
         last_verdict=pushing.last_verdict,
+        residual=core.residual,
     )
 
 
@@ -58,6 +60,9 @@ def restore(
     core.base, core.base_fence = saved.base, saved.base_fence
     core.steps_since_snapshot, core.steps_towards_push = saved.steps_since_snapshot, saved.steps_towards_push
     work.held, work.pending, work.lost = saved.held, saved.pending, saved.lost
+    core.residual = saved.residual and core.config.wire in DIFFERENCES
+    if saved.residual and not core.residual:
+        core.log("residual", "what earlier pushes lost by rounding is dropped: this life sends float32")
     work.in_push = push.work if push is not None and push.donates is None and push.base is not None else None
     pushing.seq, pushing.last_verdict = saved.seq, saved.last_verdict
     if push is not None:

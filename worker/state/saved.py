@@ -41,7 +41,8 @@ class SavedPull:
 class SavedSession:
     """One session at a step boundary; field by field what worker/state/core.py and its parts hold.
 
-    push: the undecided one. lost: pending work stands on data that is somebody else's, and will be dropped.
+    push: the undecided one. lost: pending work stands on data that is somebody else's, and will be dropped. residual:
+    what the rounding of earlier pushes lost stands beside the parameters.
     """
 
     run_id: str
@@ -63,6 +64,7 @@ class SavedSession:
     push: PushRecord | None = None
     pull: SavedPull | None = None
     last_verdict: Verdict | None = None
+    residual: bool = False
 
     def __post_init__(self) -> None:
         _check(self)
@@ -88,6 +90,7 @@ class SavedSession:
             "push": None if self.push is None else push_to_json(self.push),
             "pull": None if self.pull is None else _of_pull(self.pull),
             "last_verdict": None if self.last_verdict is None else _of_verdict(self.last_verdict),
+            "residual": self.residual,
         }
 
     @classmethod
@@ -114,6 +117,8 @@ class SavedSession:
             _maybe(_get(row, "push"), push_from_json),
             _maybe(_get(row, "pull"), _pull),
             _maybe(_get(row, "last_verdict"), _verdict),
+            # Written by this release and later: an older one knew no difference codecs.
+            _flag(row, "residual") if "residual" in row else False,
         )
 
 

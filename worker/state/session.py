@@ -124,7 +124,7 @@ class Session:
         if self.pulling.plan is not None and self.pulling.plan.drops:
             return True
         idle = self.phase in (SessionPhase.TRAINING, SessionPhase.JOINING)
-        return not idle and now_s < self.core.hold_until_s
+        return not idle and now_s < self.core.patience.until_s
 
     def waiting_for(self) -> str:
         """One sentence for people."""
@@ -133,8 +133,8 @@ class Session:
     def next_deadline_s(self) -> float:
         """When a Tick is due at the latest; inf: only an event moves the session."""
         wakes_s = [self.core.wake_s(), self._ending.by_s]
-        if self.core.hold_until_s > self.core.now_s:
-            wakes_s.append(self.core.hold_until_s)
+        if self.core.patience.until_s > self.core.now_s:
+            wakes_s.append(self.core.patience.until_s)
         return min(wakes_s)
 
     @property
@@ -142,10 +142,19 @@ class Session:
         """Lent, and not trained on yet."""
         return self.core.work.held
 
+    @property
+    def lease_pending(self) -> bool:
+        """Whether data is asked for, or lent and not handed out yet."""
+        return self._lease_tokens > 0 or bool(self._still_lent())
+
     def take_leased(self) -> list[DataRange]:
         """Ranges lent since the last call; each is handed out once."""
-        fresh, self._fresh = self._fresh, []
-        return [item for item in fresh if is_within(item, self.core.work.held)]  # a Join may have taken some back
+        fresh, self._fresh = self._still_lent(), []
+        return fresh
+
+    def _still_lent(self) -> list[DataRange]:
+        """Of what was not handed out yet: a Join may have taken some back."""
+        return [item for item in self._fresh if is_within(item, self.core.work.held)]
 
     # ---- what outlives the process ----
 
@@ -293,8 +302,8 @@ class Session:
 
     def _leased(self, reply: LeaseDataReply) -> None:
         if reply.ranges:
+            self._fresh = [*self._still_lent(), *reply.ranges]
             self.core.work.leased(reply.ranges)
-            self._fresh.extend(reply.ranges)
             self._lease_tokens = 0
         else:
             # Everything is lent out; asked again by _decide after a pause.

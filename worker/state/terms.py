@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, RemoteProtocolError
 from dips.core.ids import ClusterId, Incarnation, Version
 from dips.core.layout import Layout
 from dips.core.messages import Caller, DataPlan, HeartbeatReply, JoinReply, PullGrant, Settings
 from dips.core.protocol import agree
+from dips.core.wire import Codec
+from dips.worker.state.patience import RULES
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class SessionConfig:
     expect_sync_every: int | None = None
     expect_outer_lr: float | None = None
     expect_outer_momentum: float | None = None
+    wire: Codec = Codec.F32
+    """How this cluster would like to write its pushes; each ticket says whether it may."""
 
 
 class Terms:
@@ -53,9 +57,16 @@ class Terms:
         return Caller(self.run_id, self.epoch, self._config.cluster_id, self.incarnation, cause)
 
     def joined(self, reply: JoinReply) -> None:
-        """Take a Join's terms. Raises ConfigError where this cluster was told otherwise, Refused for the protocol."""
+        """Take a Join's terms. Raises ConfigError where this cluster was told otherwise, Refused for the protocol,
+        RemoteProtocolError for a setting that is none.
+        """
         self.run_id, self.epoch, self.incarnation = reply.run_id, reply.epoch, reply.incarnation
         agree(reply.hello.protocol_min, reply.hello.protocol_max, reply.hello.capabilities, "the master")
+        if reply.settings.overlap not in RULES:
+            raise RemoteProtocolError(
+                f"the master's overlap is {reply.settings.overlap!r}, and this release knows {', '.join(RULES)}: "
+                "install the same release of dips on the master and on all clusters"
+            )
         self._check_expectations(reply.settings)
         self.settings, self.tokens, self.published = reply.settings, reply.tokens, reply.published
         self.take_steps(reply.local_steps)

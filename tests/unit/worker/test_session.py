@@ -376,6 +376,20 @@ def test_leases_are_handed_out_once_and_survive_an_absent_master() -> None:
     assert not life.asks(LeaseDataRequest)
 
 
+def test_what_is_used_up_is_not_kept_for_a_loop_that_goes_by_what_it_holds() -> None:
+    life = Life(session_config(data_plan=LEASED), replace(SETTINGS, sync_every_steps=1000))
+    life.begin()
+    for chunk in range(50):
+        lent = DataRange(chunk, 0, chunk, 0, 100)
+        life.say(LeaseWanted(100))
+        life.answer(LeaseDataRequest, LeaseDataReply((lent,)))
+        assert len(life.session._fresh) == 1
+        assert life.session.lease_pending
+        life.say(Stepped(100, (lent,), 1.0))
+        assert not life.session.lease_pending
+    assert life.session.take_leased() == []
+
+
 def test_no_more_is_asked_for_at_once_than_is_lent() -> None:
     """H 64 with steps of 32 Ki tokens is two million, more than one call may have of chunks of a thousand."""
     life = Life(session_config(data_plan=LEASED))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pytest
 import torch
 
 from dips.core.errors import ConfigError, Refused
-from dips.worker.torch_parameters import TorchParameters, wait_for
+from dips.worker.torch_parameters import TorchParameters, _groups, wait_for
 
 
 class Tied(torch.nn.Module):
@@ -131,11 +135,101 @@ def test_copies_are_waited_for_on_every_device(monkeypatch: pytest.MonkeyPatch) 
     wait_for(devices)
     assert waited == devices
     parameters = store(Tied())
-    flat = np.zeros(parameters.layout().n_elems, np.float32)
-    parameters._pinned, parameters._devices = torch.empty(flat.size), set(devices)
+    parameters._devices = set(devices)
+    parameters.install(np.zeros(parameters.layout().n_elems, np.float32))
+    assert set(waited[2:]) == set(devices)
+
+
+class Tape:
+    """Stands in for the parts of torch.cuda that order copies; writes down what is asked of them."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.events = 0
+
+    def Stream(self, device: torch.device) -> TapeStream:
+        return TapeStream(self, f"side {device.index}")
+
+    def current_stream(self, device: torch.device) -> TapeStream:
+        return TapeStream(self, f"compute {device.index}")
+
+    @contextlib.contextmanager
+    def stream(self, stream: TapeStream | None) -> Iterator[None]:
+        if stream is not None:
+            self.said.append(f"copy on {stream.name}")
+        yield
+
+    def Event(self) -> TapeEvent:
+        self.events += 1
+        return TapeEvent(self, self.events)
+
+
+@dataclass
+class TapeStream:
+    tape: Tape
+    name: str
+
+    def wait_stream(self, other: TapeStream) -> None:
+        self.tape.said.append(f"{self.name} waits for {other.name}")
+
+
+@dataclass
+class TapeEvent:
+    tape: Tape
+    number: int
+
+    def record(self, stream: TapeStream) -> None:
+        self.tape.said.append(f"event {self.number} on {stream.name}")
+
+    def synchronize(self) -> None:
+        self.tape.said.append(f"host waits for event {self.number}")
+
+
+def test_a_snapshot_runs_beside_the_host_and_before_the_next_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of a device, in order; the copies themselves are made on the host here."""
+    tape = Tape()
+    for name in ("Stream", "current_stream", "stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, getattr(tape, name))
+    model, device = Tied(), torch.device("cuda", 1)
+    parameters = store(model)
+    monkeypatch.setattr("dips.worker.torch_parameters.GROUP_ELEMS", 20)
+    host, *rest = _groups(parameters._spans)
+    assert [group.stop_elem for group in (host, *rest)] == [28, 48, 68]
+    parameters._groups = [host, *(replace(group, device=device) for group in rest)]
+    parameters._devices, parameters._sides = {device}, {device: tape.Stream(device)}
+    flat = np.empty(68, np.float32)
+    ready = parameters.begin_snapshot(flat)
+    assert ready is not None
+    assert tape.said == [
+        "side 1 waits for compute 1", "copy on side 1", "event 1 on side 1", "copy on side 1", "event 2 on side 1",
+        "compute 1 waits for side 1",
+    ]  # fmt: skip
+    tape.said.clear()
+    ready.wait(0, 28)
+    assert tape.said == []
+    ready.wait(20, 30)
+    ready.wait(48, 50)
+    assert tape.said == ["host waits for event 1", "host waits for event 2"]
+    expected = np.empty_like(flat)
+    store(model).snapshot(expected)
+    assert np.array_equal(flat, expected)
+
+
+def test_a_model_of_many_tiny_tensors_round_trips() -> None:
+    model = torch.nn.Module()
+    model.w = torch.nn.ParameterList(torch.full((2, 1), float(i)) for i in range(3000))
+    parameters = store(model)
+    flat = np.empty(6000, np.float32)
     parameters.snapshot(flat)
-    parameters.install(flat)
-    assert set(waited[2:4]) == set(waited[4:]) == set(devices)
+    assert np.array_equal(flat, np.repeat(np.arange(3000, dtype=np.float32), 2))
+    parameters.install(flat + 1)
+    assert model.w[2999].tolist() == [[3000.0], [3000.0]]
+
+
+def test_flat_vectors_are_writable_memory() -> None:
+    flat = store(Tied()).empty(1000)
+    assert (flat.shape, flat.dtype, flat.flags.writeable) == ((1000,), np.float32, True)
+    flat[:] = 1.0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -143,7 +237,8 @@ def test_copies_are_waited_for_on_every_device(monkeypatch: pytest.MonkeyPatch) 
 def test_a_model_on_a_cuda_device_round_trips_to_the_bit(dtype: torch.dtype) -> None:
     model = Tied(dtype).cuda()
     parameters = store(model)
-    flat = np.empty(parameters.layout().n_elems, np.float32)
+    flat = parameters.empty(parameters.layout().n_elems)
+    assert torch.from_numpy(flat).is_pinned()
     parameters.snapshot(flat)
     assert np.array_equal(flat[:28], model.embedding.weight.detach().float().cpu().numpy().reshape(-1))
     parameters.install(flat + 1)
@@ -151,3 +246,16 @@ def test_a_model_on_a_cuda_device_round_trips_to_the_bit(dtype: torch.dtype) -> 
     parameters.snapshot(again)
     expected = torch.from_numpy(flat + 1).to(dtype).float().numpy()
     assert np.array_equal(again, expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_snapshot_of_a_cuda_device_holds_the_parameters_from_before_the_next_step() -> None:
+    model = torch.nn.Linear(2048, 2048, bias=False).cuda()
+    parameters = store(model)
+    flat, before = parameters.empty(2048 * 2048), model.weight.detach().cpu().numpy().reshape(-1).copy()
+    ready = parameters.begin_snapshot(flat)
+    with torch.no_grad():
+        model.weight.add_(1.0)  # on the compute stream, which waits for the copy
+    assert ready is not None
+    ready.wait(0, flat.size)
+    assert np.array_equal(flat, before)

@@ -1,0 +1,221 @@
+"""How much of a transfer is under way: windows, the budget, credits, and what they make of simulated links."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.worker.flow import LEAST_CHUNKS, MOST_REQUESTS, START_CHUNKS, Flow
+
+CHUNK = 1 << 20
+CAP = 64
+
+
+def flow_of(*slaves: str, cap: int = CAP) -> Flow:
+    return Flow(slaves, CHUNK, cap)
+
+
+def fill(flow: Flow, slave: str, now_s: float = 0.0, first: int = 1, n_bytes: int = CHUNK) -> list[int]:
+    """Send as much as it may get; the requests."""
+    requests: list[int] = []
+    while flow.may_send(slave):
+        requests.append(first + len(requests))
+        flow.sent(slave, requests[-1], n_bytes, now_s)
+    return requests
+
+
+def test_before_anything_is_known_no_slave_gets_more_than_half_of_what_is_sent() -> None:
+    flow = flow_of("a", "b", "c")
+    assert len(fill(flow, "a")) == START_CHUNKS / 2
+    assert len(fill(flow, "b")) == START_CHUNKS / 2
+    assert not flow.may_send("c")
+
+
+def test_what_one_slave_does_not_take_is_for_another() -> None:
+    flow = flow_of("a", "b", "c")
+    (first, *_), _ = fill(flow, "a"), fill(flow, "b", 0.0, 50)
+    flow.answered("a", first, 0.1, credit=2)
+    assert not flow.may_send("a")
+    assert fill(flow, "c", 0.1, 100) == [100]
+
+
+def test_a_cap_and_a_credit_bound_a_window() -> None:
+    assert len(fill(flow_of("a", cap=3), "a")) == 3
+    flow = flow_of("a")
+    flow.answered("a", 1, 0.0, credit=5)
+    assert len(fill(flow, "a")) == 5
+    flow.answered("a", 5, 0.1)
+    assert flow.window_bytes("a") == 5 * CHUNK, "silence about credit takes nothing back"
+
+
+def test_small_chunks_are_bounded_by_their_number() -> None:
+    assert len(fill(flow_of("a"), "a", n_bytes=100)) == MOST_REQUESTS
+
+
+def test_questions_take_no_room_but_tell_the_round_trip() -> None:
+    flow = flow_of("a")
+    flow.sent("a", 1, 0, 0.0)
+    flow.answered("a", 1, 0.05)
+    assert len(fill(flow, "a", 1.0)) == START_CHUNKS
+
+
+def test_windows_follow_rate_times_round_trip() -> None:
+    """One chunk is answered each 10 ms, 100 ms after it was sent: 10 are on their way."""
+    flow = flow_of("a")
+    for request in range(1, 200):
+        flow.sent("a", request, CHUNK, 0.01 * request)
+        if request > 10:
+            flow.answered("a", request - 10, 0.01 * request)
+    assert flow.window_bytes("a") == pytest.approx(44 * CHUNK), "11 came in the time of one of them, there and back"
+    assert flow.budget_bytes == pytest.approx(22 * CHUNK)
+
+
+def test_a_slave_without_delay_keeps_the_least() -> None:
+    flow = flow_of(*"abcdefgh")
+    for request in range(1, 50):
+        flow.sent("a", request, CHUNK, 0.001 * request)
+        flow.answered("a", request, 0.001 * request + 0.0005)
+    assert flow.window_bytes("a") == LEAST_CHUNKS * CHUNK
+    assert flow.budget_bytes == START_CHUNKS * CHUNK
+
+
+def test_the_last_slave_gets_what_the_others_need_no_more() -> None:
+    flow = flow_of("a", "b", "c", "d")
+    for number in range(1, 2 * LEAST_CHUNKS):
+        for slave in "abcd":
+            flow.sent(slave, number, CHUNK, 0.01 * number)
+            flow.answered(slave, number, 0.01 * number + 0.001)
+    assert flow.window_bytes("d") == START_CHUNKS / 4 * CHUNK
+    for slave in "abc":
+        flow.done(slave)
+    assert flow.window_bytes("d") == START_CHUNKS * CHUNK
+
+
+def test_what_is_lost_counts_no_more_and_its_late_answer_neither() -> None:
+    flow = flow_of("a", "b", "c")
+    requests = fill(flow, "a")
+    fill(flow, "b", 0.0, 50)
+    flow.lost("a")
+    assert flow.may_send("c")
+    flow.answered("a", requests[0], 5.0)
+    assert len(fill(flow, "a", 5.0, 1000)) == START_CHUNKS / 2
+
+
+def test_a_done_slave_frees_its_part() -> None:
+    flow = flow_of("a", "b")
+    fill(flow, "a")
+    flow.done("a")
+    assert len(fill(flow, "b")) == START_CHUNKS, "there is no other slave now"
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["send", "answer", "lost", "done"]))))
+def test_whatever_happens_counts_stay_true(steps: list[tuple[str, str]]) -> None:
+    """Once all is answered, lost or done, both slaves may be sent to again."""
+    flow, open_requests, number = flow_of("a", "b"), {"a": list[int](), "b": list[int]()}, 0
+    for at, (slave, step) in enumerate(steps):
+        mine = open_requests[slave]
+        if step == "send" and flow.may_send(slave):
+            number += 1
+            flow.sent(slave, number, CHUNK, float(at))
+            mine.append(number)
+        elif step == "answer" and mine:
+            flow.answered(slave, mine.pop(), at + 0.5)
+        elif step in ("lost", "done"):
+            (flow.lost if step == "lost" else flow.done)(slave)
+            mine.clear()
+    for slave, mine in open_requests.items():
+        for request in mine:
+            flow.answered(slave, request, 1e6)
+    assert flow.may_send("a")
+    assert flow.may_send("b")
+    assert len(fill(flow, "a", 1e6, 10_000)) + len(fill(flow, "b", 1e6, 20_000)) >= START_CHUNKS
+
+
+# ---- over links ----
+
+
+@dataclass
+class Road:
+    """This side's uplink and each slave's link, first come first served, with a delay each way; times in seconds."""
+
+    uplink_bits_per_s: float
+    slave_bits_per_s: dict[str, float]
+    delay_s: float
+    free_s: dict[str, float] = field(default_factory=dict)
+
+    def carry(self, slave: str, n_bytes: int, now_s: float) -> float:
+        """When the answer to a chunk that is sent now is here."""
+        left_s = self._pass("up", n_bytes, now_s, self.uplink_bits_per_s)
+        there_s = self._pass(slave, n_bytes, left_s + self.delay_s, self.slave_bits_per_s[slave])
+        return there_s + self.delay_s
+
+    def _pass(self, link: str, n_bytes: int, from_s: float, bits_per_s: float) -> float:
+        self.free_s[link] = max(from_s, self.free_s.get(link, 0.0)) + 8 * n_bytes / bits_per_s
+        return self.free_s[link]
+
+
+def transfer_s(road: Road, chunks_of: dict[str, int], cap: int = CAP) -> tuple[float, dict[str, float]]:
+    """Seconds for so many chunks of each slave, and when each slave had its own."""
+    flow = Flow(chunks_of, CHUNK, cap)
+    left, now_s, number = dict(chunks_of), 0.0, 0
+    under_way: list[tuple[float, str, int]] = []
+    done_s: dict[str, float] = {}
+    waiting = dict.fromkeys(chunks_of, 0)
+    while len(done_s) < len(chunks_of):
+        for slave in chunks_of:
+            while left[slave] and flow.may_send(slave):
+                number += 1
+                left[slave] -= 1
+                waiting[slave] += 1
+                flow.sent(slave, number, CHUNK, now_s)
+                heapq.heappush(under_way, (road.carry(slave, CHUNK, now_s), slave, number))
+        now_s, slave, request = heapq.heappop(under_way)
+        flow.answered(slave, request, now_s)
+        waiting[slave] -= 1
+        if not left[slave] and not waiting[slave]:
+            flow.done(slave)
+            done_s[slave] = now_s
+    return now_s, done_s
+
+
+@pytest.mark.parametrize(
+    ("gbit_per_s", "delay_ms", "chunks"), [(1, 25, 500), (0.1, 25, 100), (1, 0.1, 500), (4, 25, 2000)]
+)
+@pytest.mark.parametrize("n_slaves", [1, 4])
+def test_one_push_fills_its_link(gbit_per_s: float, delay_ms: float, chunks: int, n_slaves: int) -> None:
+    slaves = {f"s{i}": 10e9 for i in range(n_slaves)}
+    road = Road(gbit_per_s * 1e9, slaves, delay_ms / 1e3)
+    took_s, _ = transfer_s(road, dict.fromkeys(slaves, chunks // n_slaves))
+    assert chunks * CHUNK * 8 / (gbit_per_s * 1e9) / took_s >= 0.9
+
+
+def test_ten_gigabits_over_50_ms_need_the_cap_of_64() -> None:
+    """64 MiB a round trip of 50 ms are 10.7 Gbit/s; a cap of 16 leaves a quarter."""
+    shares = [
+        4000 * CHUNK * 8 / 10e9 / transfer_s(Road(10e9, {"s": 1e12}, 0.025), {"s": 4000}, cap)[0] for cap in (64, 16)
+    ]
+    assert shares[0] >= 0.9
+    assert shares[1] <= 0.3
+
+
+def test_a_slow_slave_does_not_hold_up_the_others() -> None:
+    """A tenth of the rate at the first slave: the three others are done in the time that they take without it."""
+    road = Road(1e9, {"slow": 1e8, "a": 1e9, "b": 1e9, "c": 1e9}, 0.025)
+    _, done_s = transfer_s(road, dict.fromkeys(road.slave_bits_per_s, 100))
+    alone_s = 300 * CHUNK * 8 / 1e9
+    assert max(done_s[slave] for slave in "abc") <= 1.2 * alone_s
+    assert done_s["slow"] <= 1.1 * 100 * CHUNK * 8 / 1e8
+
+
+def test_a_window_never_needs_more_than_its_cap() -> None:
+    flow = flow_of("a", cap=8)
+    for request in range(1, 100):
+        flow.sent("a", request, CHUNK, 0.001 * request)
+        flow.answered("a", request, 0.001 * request + 1.0)
+    assert flow.window_bytes("a") == 8 * CHUNK
+    assert math.isfinite(flow.budget_bytes)

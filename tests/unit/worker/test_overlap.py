@@ -1,0 +1,501 @@
+"""Training through exchanges (the run's setting `overlap`): who waits when, and what becomes of the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from support.cluster_life import SETTINGS, LeasedLife, Life
+
+from dips.core.errors import RemoteProtocolError
+from dips.core.ids import Version
+from dips.core.messages import (
+    AwaitVerdictReply,
+    AwaitVerdictRequest,
+    BeginPullReply,
+    BeginPullRequest,
+    BeginPushReply,
+    BeginPushRequest,
+    Busy,
+    JoinRequest,
+    Stale,
+    StaleKind,
+    VerdictKind,
+)
+from dips.worker.state.effects import Call, InstallMode, Snapshot, StartPull, StartPush
+from dips.worker.state.events import CallFailed, PullFailed, PushFailed, Started, StopWanted
+from dips.worker.state.patience import BRIEF_MOST_S, BRIEF_SHARE, RULES, Stage, Wait
+from dips.worker.state.phases import SessionPhase
+from dips.worker.state.saved import SavedSession
+from dips.worker.state.session import Session
+
+OVERLAPS = tuple(RULES)
+ROUND_S = 20.0
+BRIEF_S = BRIEF_SHARE * ROUND_S
+
+
+def living(overlap: str, dynamic: bool = False) -> LeasedLife:
+    """A cluster that trains, in a run with this overlap."""
+    life = LeasedLife()
+    life.settings = replace(SETTINGS, overlap=overlap, dynamic_local_steps=dynamic)
+    life.begin()
+    return life
+
+
+def ripe(overlap: str) -> LeasedLife:
+    """The same after a round that took ROUND_S, so that there is something to take a share of."""
+    life = living(overlap)
+    whole_round(life)
+    life.now_s += ROUND_S
+    return life
+
+
+def whole_round(life: LeasedLife) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    life.pulled()
+    assert life.phase is SessionPhase.TRAINING
+
+
+def beginning(life: LeasedLife) -> None:
+    life.push_begun()
+
+
+def sending(life: LeasedLife) -> None:
+    life.push_begun()
+    life.ticket()
+
+
+def finishing(life: LeasedLife) -> None:
+    life.push_begun()
+    life.sent(life.ticket())
+
+
+def awaiting(life: LeasedLife) -> None:
+    life.awaiting()
+
+
+def asking_to_pull(life: LeasedLife) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+
+
+def fetching(life: LeasedLife) -> None:
+    asking_to_pull(life)
+    life.grant()
+
+
+STAGES: dict[Stage, Callable[[LeasedLife], None]] = {
+    Stage.BEGIN: beginning,
+    Stage.SEND: sending,
+    Stage.FINISH: finishing,
+    Stage.VERDICT: awaiting,
+    Stage.PULL: asking_to_pull,
+    Stage.FETCH: fetching,
+}
+FULL_WAIT_S = SETTINGS.verdict_wait_s
+WAITS_S = {
+    "none": dict.fromkeys(Stage, FULL_WAIT_S),
+    "push": {
+        Stage.BEGIN: BRIEF_S,
+        Stage.SEND: 0.0,
+        Stage.FINISH: BRIEF_S,
+        Stage.VERDICT: FULL_WAIT_S,
+        Stage.PULL: FULL_WAIT_S,
+        Stage.FETCH: FULL_WAIT_S,
+    },
+    "full": {
+        Stage.BEGIN: BRIEF_S,
+        Stage.SEND: 0.0,
+        Stage.FINISH: BRIEF_S,
+        Stage.VERDICT: 0.0,
+        Stage.PULL: BRIEF_S,
+        Stage.FETCH: 0.0,
+    },
+}
+
+each_overlap = pytest.mark.parametrize("overlap", OVERLAPS)
+each_stage = pytest.mark.parametrize("stage", Stage, ids=lambda stage: stage.name)
+that_overlap = pytest.mark.parametrize("overlap", ["push", "full"])
+
+
+# ---- who waits when ----
+
+
+@each_overlap
+@each_stage
+def test_every_stage_waits_as_long_as_the_setting_says(overlap: str, stage: Stage) -> None:
+    life = ripe(overlap)
+    STAGES[stage](life)
+    waits_s = WAITS_S[overlap][stage]
+    assert life.waits == (waits_s > 0)
+    if waits_s:
+        assert life.session.next_deadline_s() == pytest.approx(life.now_s + waits_s)
+        life.now_s += waits_s - 1e-6
+        assert life.waits
+        life.pass_s(1e-5)
+    assert not life.waits, "every wait has an end"
+
+
+@each_overlap
+@each_stage
+def test_no_stage_waits_while_nobody_can_be_reached(overlap: str, stage: Stage) -> None:
+    life = ripe(overlap)
+    STAGES[stage](life)
+    match stage:
+        case Stage.SEND:
+            transfer = life.session.pushing.open
+            assert transfer is not None
+            assert transfer.transfer_id is not None
+            life.say(PushFailed(transfer.transfer_id, "the slave is away"))
+        case Stage.FETCH:
+            life.say(PullFailed(life.take(StartPull).transfer_id, "the slave is away"))
+        case _:
+            life.say(CallFailed(life.take(Call).call_id, "the master is away"))
+    assert not life.waits
+
+
+def test_the_first_push_has_no_round_behind_it_to_take_a_share_of() -> None:
+    life = living("full")
+    life.push_begun()
+    assert not life.waits
+
+
+@that_overlap
+def test_a_brief_wait_has_a_most(overlap: str) -> None:
+    life = living(overlap)
+    whole_round(life)
+    life.now_s += 100 * BRIEF_MOST_S / BRIEF_SHARE
+    life.push_begun()
+    assert life.session.next_deadline_s() == pytest.approx(life.now_s + BRIEF_MOST_S)
+
+
+@that_overlap
+def test_a_master_that_is_busy_is_not_waited_for_longer_than_for_an_answer(overlap: str) -> None:
+    life = ripe(overlap)
+    life.push_begun()
+    life.answer(BeginPushRequest, BeginPushReply(Busy(5.0, "the run is paused")))
+    life.pass_s(BRIEF_S)
+    assert not life.waits
+    life.pass_s(5.0)
+    assert life.asked(BeginPushRequest)
+    assert not life.waits, "asked again later, not waited for"
+
+
+def test_rules_have_a_word_for_every_stage() -> None:
+    assert OVERLAPS == ("none", "push", "full")
+    for rules in RULES.values():
+        assert set(rules) == set(Stage)
+    assert Wait.NOT not in RULES["none"].values()
+    assert Wait.FULLY not in RULES["full"].values()
+
+
+@each_overlap
+def test_without_parameters_everybody_waits(overlap: str) -> None:
+    life = LeasedLife()
+    life.settings = replace(SETTINGS, overlap=overlap)
+    life.say(Started())
+    life.join()
+    life.now_s += 10 * FULL_WAIT_S
+    assert life.waits
+    life.pulled()
+    assert not life.waits
+
+
+@each_overlap
+def test_a_donation_is_never_waited_for(overlap: str) -> None:
+    life = ripe(overlap)
+    life.now_s += 2 * FULL_WAIT_S
+    life.donate()
+    life.sent(life.ticket())
+    life.admitted()
+    life.pass_s(BRIEF_MOST_S)
+    assert life.phase is SessionPhase.AWAITING
+    assert not life.waits
+
+
+def test_an_overlap_that_this_release_does_not_know_is_an_error_with_a_remedy() -> None:
+    life = Life(settings=replace(SETTINGS, overlap="half"))
+    life.say(Started())
+    life.join()
+    life.left()
+    assert life.finished is not None
+    assert isinstance(life.finished.error, RemoteProtocolError)
+    assert "'half'" in str(life.finished.error)
+    assert "install the same release" in str(life.finished.error)
+
+
+# ---- what becomes of the steps made meanwhile ----
+
+
+def through(life: LeasedLife, kind: VerdictKind, steps: int = 2) -> StartPush:
+    """A push and its verdict, with `steps` steps in each stage up to it."""
+    life.push_begun()
+    life.train(steps)
+    start = life.ticket()
+    life.train(steps)
+    life.sent(start)
+    life.train(steps)
+    life.admitted()
+    life.train(steps)
+    life.decide(kind)
+    return start
+
+
+@each_overlap
+def test_steps_in_every_stage_are_kept_by_one_rebase_and_counted_once(overlap: str) -> None:
+    life = living(overlap)
+    through(life, VerdictKind.APPLIED)
+    life.train(2)
+    life.grant()
+    life.train(2)
+    assert sum(isinstance(effect, Snapshot) for effect in life.every) == 1, "theta_at_push is of when the push began"
+    assert life.pull_ends().mode is InstallMode.REBASE_FROM_PUSH
+    push = life.asked(BeginPushRequest)
+    assert (push.base, push.fence) == (Version(1, 6), 1)
+    assert (push.steps, push.ranges) == (12, (life.span(400, 1600),)), "H steps were made long ago: the next is due"
+
+
+@that_overlap
+def test_steps_are_never_in_the_push_that_is_on_its_way(overlap: str) -> None:
+    life = living(overlap)
+    first = life.push_begun()
+    life.train(3)
+    life.say(PushFailed(life.ticket().transfer_id, "cut"))
+    life.train(3)
+    life.pass_s(0.2)
+    assert life.asked(BeginPushRequest) == first
+    assert first.ranges == (life.span(0, 400),)
+
+
+@each_overlap
+@pytest.mark.parametrize("kind", [VerdictKind.EXCLUDED, VerdictKind.ROLLED_BACK])
+def test_steps_on_what_is_thrown_away_go_too_and_nobody_makes_more_of_them(overlap: str, kind: VerdictKind) -> None:
+    life = living(overlap)
+    through(life, kind)
+    later = life.span(400, 1200)
+    given_back = life.give_back_answered()
+    assert list(given_back) == [later if kind is VerdictKind.EXCLUDED else life.span(0, 1200)]
+    life.pass_s(10 * FULL_WAIT_S)
+    assert life.waits, "steps on parameters that will be replaced are worth nothing"
+    assert life.pulled().mode is InstallMode.REPLACE
+    assert not life.waits
+    assert life.session.core.work.pending.steps == 0
+    life.train(4)
+    assert life.asked(BeginPushRequest).ranges == (life.span(1200, 1600),)
+
+
+@each_overlap
+def test_aborted_keeps_all_and_the_next_push_carries_both(overlap: str) -> None:
+    life = living(overlap)
+    through(life, VerdictKind.ABORTED)
+    push = life.asked(BeginPushRequest)
+    assert (push.seq, push.steps, push.ranges) == (2, 12, (life.span(0, 1200),))
+
+
+@each_overlap
+def test_stale_is_rebased_from_the_base_with_the_steps_of_its_pull(overlap: str) -> None:
+    life = ripe(overlap)
+    life.push_begun()
+    life.train(1)
+    assert life.published is not None
+    life.published = Version(1, 20)
+    life.answer(BeginPushRequest, BeginPushReply(Stale(StaleKind.VERSIONS, "too old")))
+    assert life.phase is SessionPhase.PULLING
+    life.train(2)
+    assert life.pulled().mode is InstallMode.REBASE_FROM_BASE
+    push = life.asked(BeginPushRequest)
+    assert (push.base, push.steps, push.ranges) == (Version(1, 20), 7, (life.span(400, 1100),))
+
+
+@pytest.mark.parametrize(("overlap", "trains"), [("none", False), ("push", False), ("full", True)])
+def test_a_busy_pull_is_trained_through_by_full_alone(overlap: str, trains: bool) -> None:
+    life = ripe(overlap)
+    asking_to_pull(life)
+    life.answer(BeginPullRequest, BeginPullReply(Busy(1.0, "slaves are away")))
+    life.pass_s(BRIEF_MOST_S)
+    assert life.waits == (not trains)
+
+
+@each_overlap
+def test_a_run_that_ends_is_waited_for_and_steps_made_meanwhile_are_not_pushed(overlap: str) -> None:
+    life = living(overlap)
+    sending(life)
+    life.train(2)
+    life.beat(stop=True)
+    assert life.phase is SessionPhase.PULLING, "what is sent in part is given up"
+    assert list(life.give_back_answered()) == [life.span(0, 600)]
+    life.pass_s(1.0)
+    assert life.waits
+    assert life.pulled().mode is InstallMode.REPLACE
+    assert life.phase is SessionPhase.LEAVING
+
+
+@each_overlap
+@pytest.mark.parametrize("heard", ["before the verdict", "after it"])
+def test_at_the_run_s_end_everybody_leaves_with_its_last_version_to_the_bit(overlap: str, heard: str) -> None:
+    """The master says so once this cluster's push is decided; its verdict, or the pull for it, may be on its way."""
+    life = living(overlap)
+    awaiting(life)
+    life.train(2)
+    if heard == "before the verdict":
+        life.beat(stop=True)
+        assert life.phase is SessionPhase.AWAITING
+    life.decide(VerdictKind.APPLIED)
+    if heard == "after it":
+        life.train(1)
+        life.beat(stop=True)
+    life.grant()
+    assert life.waits
+    assert life.pull_ends().mode is InstallMode.REPLACE
+    steps = 2 if heard == "before the verdict" else 3
+    assert list(life.give_back_answered()) == [life.span(400, 400 + 100 * steps)]
+    assert life.phase is SessionPhase.LEAVING
+
+
+@each_overlap
+@each_stage
+def test_leaving_in_the_middle_ends_everything(overlap: str, stage: Stage) -> None:
+    life = living(overlap)
+    STAGES[stage](life)
+    life.train(1)
+    life.effects.clear()
+    life.say(StopWanted("enough"))
+    assert life.phase is SessionPhase.LEAVING
+    assert life.waits
+    life.pass_s(10.0)
+    assert not life.asks(BeginPullRequest)
+    assert not life.asks(BeginPushRequest)
+    life.left()
+    assert life.finished is not None
+    assert life.finished.error is None
+
+
+# ---- dynamic local steps ----
+
+
+@each_overlap
+def test_dynamic_steps_count_from_the_pull(overlap: str) -> None:
+    life = living(overlap, dynamic=True)
+    through(life, VerdictKind.APPLIED, steps=1)
+    life.local_steps = 3
+    life.grant()
+    life.train(1)
+    assert life.pull_ends().mode is InstallMode.REBASE_FROM_PUSH
+    life.train(2)
+    assert not life.asks(BeginPushRequest)
+    life.train(1)
+    push = life.asked(BeginPushRequest)
+    assert (push.steps, push.tokens) == (8, 800), "with those made since the push before"
+
+
+# ---- another process goes on ----
+
+
+def reborn(life: LeasedLife) -> None:
+    """The process is killed; the next one has its checkpoint, and has asked to join."""
+    saved = life.session.saved()
+    assert saved is not None
+    life.session = Session(life.session.config)
+    life.session.resume(SavedSession.from_json(saved.to_json()), None)
+    life.effects.clear()
+    life.say(Started())
+    assert life.waits, "nothing is trained before the run's settings are known"
+
+
+@each_overlap
+@each_stage
+def test_a_checkpoint_of_any_stage_goes_on_where_an_applied_push_left_it(overlap: str, stage: Stage) -> None:
+    life = living(overlap)
+    STAGES[stage](life)
+    life.train(2)
+    decided = life.session.pushing.last_verdict
+    verdict = decided or life.verdict(VerdictKind.APPLIED)
+    reborn(life)
+    life.join(verdict, kept=(life.span(400, 100_000),))
+    assert life.phase is SessionPhase.PULLING
+    life.train(1)
+    life.pass_s(BRIEF_MOST_S)
+    assert life.waits == (overlap != "full")
+    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
+    assert life.session.core.base == Version(1, 6)
+    life.train(1)
+    push = life.asked(BeginPushRequest)
+    assert (push.steps, push.ranges) == (4, (life.span(400, 800),))
+
+
+@each_overlap
+@pytest.mark.parametrize("stage", [Stage.BEGIN, Stage.SEND, Stage.FINISH, Stage.VERDICT], ids=lambda s: s.name)
+def test_a_checkpoint_of_an_undecided_push_awaits_its_verdict(overlap: str, stage: Stage) -> None:
+    life = living(overlap)
+    STAGES[stage](life)
+    life.train(2)
+    push = life.push_id
+    reborn(life)
+    life.join(push)
+    assert life.phase is SessionPhase.AWAITING
+    life.train(1)
+    life.answer(AwaitVerdictRequest, AwaitVerdictReply(life.verdict(VerdictKind.EXCLUDED, push)))
+    assert list(life.give_back_answered()) == [life.span(400, 700)]
+    assert life.waits
+    assert life.pulled().mode is InstallMode.REPLACE
+
+
+@each_overlap
+@pytest.mark.parametrize("stage", [Stage.BEGIN, Stage.SEND, Stage.FINISH, Stage.VERDICT], ids=lambda s: s.name)
+def test_a_checkpoint_of_a_push_that_came_to_nothing_keeps_everything(overlap: str, stage: Stage) -> None:
+    life = living(overlap)
+    STAGES[stage](life)
+    life.train(2)
+    reborn(life)
+    life.join(None)
+    assert life.phase is SessionPhase.TRAINING
+    assert not life.waits
+    life.train(2)
+    push = life.asked(BeginPushRequest)
+    assert (push.seq, push.steps, push.ranges) == (2, 8, (life.span(0, 800),))
+
+
+@that_overlap
+def test_a_master_that_comes_back_with_another_overlap_is_obeyed(overlap: str) -> None:
+    life = living(overlap)
+    life.epoch, life.settings = 2, replace(life.settings, overlap="none")
+    life.beat(epoch=2)
+    assert life.asks(JoinRequest)
+    life.join(None)
+    life.push_begun()
+    assert life.waits
+
+
+def test_data_of_its_own_is_counted_through_an_exchange_alike() -> None:
+    life = Life(settings=replace(SETTINGS, overlap="full"))
+    life.begin()
+    life.push_begun()
+    life.train(2)
+    life.sent(life.ticket())
+    life.admitted()
+    life.train(3)
+    life.decide(VerdictKind.APPLIED)
+    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
+    assert (life.asked(BeginPushRequest).steps, life.asked(BeginPushRequest).tokens) == (5, 500)
+
+
+# ---- a step that was begun before the loop heard that it is to wait ----
+
+
+@each_overlap
+@pytest.mark.parametrize("kind", [VerdictKind.EXCLUDED, VerdictKind.ROLLED_BACK])
+def test_a_step_on_parameters_that_are_to_be_dropped_is_dropped_with_them(overlap: str, kind: VerdictKind) -> None:
+    """A loop that borrows data between steps hears of the verdict there, and steps once more if it does not look."""
+    life = living(overlap)
+    through(life, kind)
+    life.give_back_answered()
+    life.grant()
+    life.train(1)
+    assert life.pull_ends().mode is InstallMode.REPLACE
+    assert list(life.give_back_answered()) == [life.span(1200, 1300)]
+    assert life.session.core.work.pending.tokens == 0
+    life.train(4)
+    push = life.asked(BeginPushRequest)
+    assert (push.steps, push.ranges) == (4, (life.span(1300, 1700),))

@@ -1,0 +1,312 @@
+"""The flat vectors: how many there are, which may be overwritten when, and that no bit is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from dips.core.errors import LocalProtocolError
+from dips.core.layout import Layout, Parameter
+from dips.worker.live import Live
+from dips.worker.parameters import Ready
+from dips.worker.state.effects import InstallMode
+from dips.worker.vectors import Vectors, chunk_spans
+
+F32 = NDArray[np.float32]
+N = 6
+
+
+class Flat:
+    """A ParameterStore that is only a vector."""
+
+    def __init__(self, theta: F32) -> None:
+        self.theta = theta.copy()
+
+    def layout(self) -> Layout:
+        return Layout((Parameter("w", (self.theta.size,), "float32", "w"),))
+
+    def snapshot(self, into: F32) -> None:
+        into[:] = self.theta
+
+    def install(self, flat: F32) -> None:
+        self.theta = flat.copy()
+
+    def reset_inner_optimizer(self) -> None:
+        raise AssertionError("not asked for")
+
+
+class Streaming(Flat):
+    """Its snapshots are copied only when somebody waits for them, and then as far as asked."""
+
+    def __init__(self, theta: F32) -> None:
+        super().__init__(theta)
+        self.made = 0
+
+    def empty(self, n_elems: int) -> F32:
+        self.made += 1
+        return np.full(n_elems, np.nan, np.float32)
+
+    def begin_snapshot(self, into: F32) -> Ready | None:
+        return Late(self.theta.copy(), into)
+
+    def live(self) -> Sequence[F32] | None:
+        return None
+
+
+class Plain(Streaming):
+    """Its parameters are two arrays that can be read where they are."""
+
+    def begin_snapshot(self, into: F32) -> None:
+        into[:] = self.theta
+
+    def install(self, flat: F32) -> None:
+        self.theta[:] = flat
+
+    def live(self) -> Sequence[F32]:
+        return [self.theta[:4], self.theta[4:]]
+
+
+class Late:
+    def __init__(self, theta: F32, into: F32) -> None:
+        self._theta = theta
+        self._into = into
+
+    def wait(self, start_elem: int, stop_elem: int) -> None:
+        self._into[start_elem:stop_elem] = self._theta[start_elem:stop_elem]
+
+
+def at_base(theta: float = 1.0) -> tuple[Flat, Vectors]:
+    """A cluster that has pulled its first version."""
+    store, vectors = Flat(np.zeros(N, np.float32)), Vectors(N)
+    vectors.landing()[:] = theta
+    vectors.install(store, InstallMode.REPLACE)
+    return store, vectors
+
+
+def test_two_vectors_do_while_training_waits() -> None:
+    store, vectors = at_base()
+    for v in range(2, 6):
+        store.theta += 1
+        vectors.snapshot(store)
+        landing = vectors.landing(push_is_live=True)
+        landing[:] = float(10 * v)
+        vectors.install(store, InstallMode.REPLACE)
+        assert vectors.n_vectors == 2
+        assert vectors.base.tolist() == store.theta.tolist() == [10.0 * v] * N
+
+
+def test_theta_at_push_gets_a_vector_when_training_goes_on_and_gives_it_back() -> None:
+    store, vectors = at_base()
+    store.theta += 4.0
+    vectors.snapshot(store)
+    vectors.landing(push_is_live=True)[:] = 100.0
+    vectors.keep_push(store)
+    assert vectors.n_vectors == 3
+    assert vectors.push.tolist() == [5.0] * N
+    store.theta += 2.0
+    vectors.install(store, InstallMode.REBASE_FROM_PUSH)
+    assert store.theta.tolist() == [102.0] * N
+    assert vectors.base.tolist() == [100.0] * N
+    vectors.snapshot(store)
+    vectors.landing(push_is_live=True)[:] = 7.0
+    vectors.install(store, InstallMode.REPLACE)
+    assert vectors.n_vectors == 2
+
+
+def test_a_push_that_nothing_is_computed_from_makes_room_at_once() -> None:
+    store, vectors = at_base()
+    vectors.snapshot(store)
+    store.theta += 1.0
+    vectors.landing(push_is_needed=False)[:] = 9.0
+    vectors.keep_push(store)
+    assert vectors.n_vectors == 2
+    vectors.install(store, InstallMode.REPLACE)
+    assert store.theta.tolist() == [9.0] * N
+
+
+def test_a_pull_that_is_asked_for_again_lands_where_it_did_before() -> None:
+    store, vectors = at_base()
+    vectors.snapshot(store)
+    first = vectors.landing(push_is_live=True)
+    vectors.keep_push(store)
+    assert vectors.landing() is first
+    assert vectors.pull is first
+    assert vectors.push is not first
+
+
+def test_a_pull_that_came_to_nothing_leaves_its_vector_to_the_next_push() -> None:
+    store, vectors = at_base()
+    vectors.landing()[:] = -1.0
+    store.theta += 1.0
+    vectors.snapshot(store)
+    assert vectors.n_vectors == 2
+    assert vectors.push.tolist() == [2.0] * N
+
+
+def test_a_donation_sends_the_base_which_stays_as_it_is() -> None:
+    store, vectors = at_base(3.0)
+    store.theta += 1.0
+    vectors.snapshot(store)
+    vectors.copy_base()
+    sent, ready = vectors.sending()
+    assert ready is None
+    assert sent is vectors.base
+    assert vectors.push.tolist() == [3.0] * N
+    vectors.landing(push_is_live=True)[:] = 50.0
+    assert sent.tolist() == [3.0] * N, "what lands does not touch what is given back"
+    vectors.keep_push(store)
+    vectors.install(store, InstallMode.REPLACE)
+    assert store.theta.tolist() == vectors.base.tolist() == [50.0] * N
+
+
+@pytest.mark.parametrize("mode", [InstallMode.REBASE_FROM_PUSH, InstallMode.REBASE_FROM_BASE])
+def test_a_rebase_is_plain_arithmetic_to_the_bit(mode: InstallMode) -> None:
+    n = (1 << 18) + 77  # more than one piece
+    rng = np.random.default_rng(5)
+    base, pushed, now, pulled = (rng.normal(size=n).astype(np.float32) for _ in range(4))
+    store, vectors = Flat(pushed), Vectors(n)
+    vectors.restore(base, None)
+    vectors.snapshot(store)
+    vectors.landing()[:] = pulled
+    store.theta = now.copy()
+    vectors.install(store, mode)
+    then = pushed if mode is InstallMode.REBASE_FROM_PUSH else base
+    assert store.theta.tobytes() == (pulled + (now - then)).tobytes()
+    assert vectors.base.tobytes() == pulled.tobytes()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), min_size=1, max_size=8))
+def test_rounds_of_any_kind_agree_with_plain_copies(rounds: list[tuple[int, int, bool]]) -> None:
+    """Steps before the landing and while it lasts; whether the push was dropped. Never more than three vectors."""
+    store, vectors = at_base()
+    base, version = 1.0, 1.0
+    for before, during, dropped in rounds:
+        store.theta += 1.0
+        pushed = float(store.theta[0])
+        vectors.snapshot(store)
+        assert vectors.sending()[0].tolist() == [pushed] * N
+        store.theta += before
+        landing = vectors.landing(push_is_live=before == 0, push_is_needed=not dropped)
+        vectors.keep_push(store)
+        store.theta += during
+        version += 16.0
+        landing[:] = version
+        rebase = (before or during) and not dropped
+        vectors.install(store, InstallMode.REBASE_FROM_PUSH if rebase else InstallMode.REPLACE)
+        base = version
+        assert vectors.n_vectors <= 3
+        assert vectors.base.tolist() == [base] * N
+        assert store.theta.tolist() == [version + (before + during if rebase else 0)] * N
+
+
+def test_a_checkpoint_puts_all_vectors_back() -> None:
+    base, push, residual = (np.full(N, value, np.float32) for value in (1.0, 2.0, 0.25))
+    vectors = Vectors(N)
+    vectors.restore(base, push, residual)
+    assert vectors.base.tolist() == base.tolist()
+    assert vectors.push.tolist() == push.tolist()
+    assert vectors.residual is not None
+    assert vectors.residual.tolist() == residual.tolist()
+    vectors.clear_residual()
+    assert vectors.residual is None
+
+
+def test_a_snapshot_that_goes_on_is_waited_for_by_whoever_reads_all_of_it() -> None:
+    store = Streaming(np.arange(N, dtype=np.float32))
+    vectors = Vectors(N, store)
+    vectors.snapshot(store)
+    flat, ready = vectors.sending()
+    assert ready is not None
+    ready.wait(0, 2)
+    assert flat[:2].tolist() == [0.0, 1.0]
+    assert np.isnan(flat[2:]).all(), "the rest is not there yet"
+    store.theta += 10.0
+    assert vectors.push.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert store.made == 1, "memory comes from the store"
+
+
+def test_a_snapshot_under_way_is_whole_before_a_pull_may_land_in_its_place() -> None:
+    store = Streaming(np.arange(N, dtype=np.float32))
+    vectors = Vectors(N, store)
+    vectors.snapshot(store)
+    landing = vectors.landing(push_is_live=True)
+    landing[:] = 7.0
+    vectors.install(store, InstallMode.REPLACE)
+    assert store.theta.tolist() == [7.0] * N
+
+
+def plain() -> tuple[Plain, Vectors]:
+    store = Plain(np.arange(N, dtype=np.float32))
+    vectors = Vectors(N, store)
+    vectors.landing()[:] = 0.0
+    vectors.install(store, InstallMode.REPLACE)
+    store.theta[:] = np.arange(N)
+    return store, vectors
+
+
+def read(source: F32 | Live, start_elem: int = 0, stop_elem: int = N) -> list[float]:
+    assert isinstance(source, Live)
+    with source.lock:
+        read: list[float] = np.frombuffer(source.bytes_at(slice(4 * start_elem, 4 * stop_elem)), np.float32).tolist()
+        return read
+
+
+def test_a_push_is_sent_from_the_parameters_while_training_waits() -> None:
+    store, vectors = plain()
+    vectors.snapshot(store, may_stay_live=True)
+    source, ready = vectors.sending()
+    assert ready is None
+    assert vectors.n_vectors == 1, "theta_base alone"
+    assert read(source) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "where parts meet"
+    assert read(source, 1, 3) == [1.0, 2.0]
+    assert read(source, 4, 6) == [4.0, 5.0]
+    vectors.landing(push_is_live=True)[:] = 9.0
+    assert vectors.n_vectors == 2
+    vectors.install(store, InstallMode.REPLACE)
+    assert store.theta.tolist() == vectors.base.tolist() == [9.0] * N
+
+
+def test_a_copy_takes_the_place_of_the_parameters_before_they_change() -> None:
+    store, vectors = plain()
+    vectors.snapshot(store, may_stay_live=True)
+    source, _ = vectors.sending()
+    vectors.keep_push(store)
+    store.theta += 100.0
+    assert read(source) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert vectors.sending()[0] is vectors.push
+    vectors.landing()[:] = 1000.0
+    vectors.install(store, InstallMode.REBASE_FROM_PUSH)
+    assert store.theta.tolist() == [1100.0] * N
+
+
+def test_nothing_is_read_from_parameters_that_change_without_a_copy() -> None:
+    """Else a transfer that was given up could send bytes half changed, with a checksum that fits them."""
+    for change in ("forget", "snapshot", "donate", "install"):
+        store, vectors = plain()
+        vectors.snapshot(store, may_stay_live=True)
+        source, _ = vectors.sending()
+        match change:
+            case "forget":
+                vectors.forget_push()
+            case "snapshot":
+                vectors.snapshot(store)
+            case "donate":
+                vectors.copy_base()
+            case "install":
+                vectors.landing(push_is_needed=False)[:] = 1.0
+                vectors.install(store, InstallMode.REPLACE)
+        with pytest.raises(LocalProtocolError, match="given up"):
+            read(source)
+
+
+def test_chunk_spans_cover_the_vector_once_and_no_chunk_crosses_a_block() -> None:
+    parameters = tuple(Parameter(f"l.{i}.w", (size,), "float32", f"l.{i}") for i, size in enumerate((10, 300, 1)))
+    layout = Layout(parameters, 256)
+    spans = chunk_spans(layout, 512)
+    assert spans == [(0, 10), (10, 138), (138, 266), (266, 310), (310, 311)]

@@ -1,0 +1,125 @@
+"""Payloads of a push: what is sent for each chunk, and what rounding loses, against the reference in numpy."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import dips.core
+from dips.core import wire_numpy
+from dips.core.chunks import chunks_of
+from dips.core.errors import ConfigError
+from dips.core.layout import Layout, Parameter
+from dips.core.wire import Codec, encoded_bytes
+from dips.worker.config import ClientConfig, wire_of
+from dips.worker.vectors import Vectors, chunk_spans
+from dips.worker.wire import Difference, Differences, Parameters, Places, kernels
+
+F32 = NDArray[np.float32]
+CHUNK_BYTES = 1024
+LAYOUT = Layout(tuple(Parameter(f"l.{i}.w", (size,), "float32", f"l.{i}") for i, size in enumerate((700, 1, 513))), 600)
+N = LAYOUT.n_elems
+CODECS = (Codec.BF16, Codec.INT8, Codec.INT4)
+
+
+def vectors_of(seed: int, count: int) -> list[F32]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=N).astype(np.float32) for _ in range(count)]
+
+
+def received(codec: Codec, payloads: list[bytes], base: F32) -> F32:
+    """What a slave makes of them."""
+    out = np.empty(N, np.float32)
+    for (start, stop), payload in zip(chunk_spans(LAYOUT, CHUNK_BYTES), payloads, strict=True):
+        wire_numpy.decode(codec, base[start:stop], np.frombuffer(payload, np.uint8), out[start:stop])
+    return out
+
+
+def test_parameters_are_the_vector_s_own_memory() -> None:
+    theta = vectors_of(1, 1)[0]
+    payloads = Parameters(theta, Places(LAYOUT))
+    whole = b"".join(bytes(payloads.of(chunk)) for chunk in chunks_of(LAYOUT.blocks, CHUNK_BYTES))
+    assert whole == theta.tobytes()
+    first = payloads.of(chunks_of(LAYOUT.blocks, CHUNK_BYTES)[0])
+    theta[0] = 7.0
+    assert bytes(first[:4]) == np.float32(7.0).tobytes()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_differences_are_those_of_the_reference_each_time(codec: Codec, with_residual: bool) -> None:
+    theta, base, lost = vectors_of(2, 3)
+    residual = lost * np.float32(0.01) if with_residual else None
+    difference = Difference(base, residual)
+    sent = []
+    for _ in range(2):  # a chunk that is sent again is the same to the bit
+        payloads = Differences(codec, theta, difference, Places(LAYOUT), CHUNK_BYTES)
+        assert not payloads.lasting
+        sent.append([bytes(payloads.of(chunk)) for chunk in chunks_of(LAYOUT.blocks, CHUNK_BYTES)])
+    assert sent[0] == sent[1]
+    for (start, stop), payload in zip(chunk_spans(LAYOUT, CHUNK_BYTES), sent[0], strict=True):
+        expected = np.empty(encoded_bytes(codec, stop - start), np.uint8)
+        part = None if residual is None else residual[start:stop]
+        wire_numpy.encode(codec, theta[start:stop], base[start:stop], part, expected)
+        assert payload == expected.tobytes()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_rounding_loses_goes_with_the_next_push(codec: Codec) -> None:
+    """Over many pushes nothing is lost for good: what slaves received differs from what was meant by one residual."""
+    base, vectors = vectors_of(3, 1)[0], Vectors(N)
+    vectors.restore(base, None)
+    spans = chunk_spans(LAYOUT, CHUNK_BYTES)
+    meant, got = np.zeros(N), np.zeros(N)
+    for seed in range(10, 18):
+        theta = base + vectors_of(seed, 1)[0] * np.float32(0.1)
+        vectors.restore(base, theta, None)
+        payloads = Differences(codec, theta, Difference(base, vectors.residual), Places(LAYOUT), CHUNK_BYTES)
+        sent = [bytes(payloads.of(chunk)) for chunk in chunks_of(LAYOUT.blocks, CHUNK_BYTES)]
+        meant += theta.astype(np.float64) - base
+        got += received(codec, sent, base).astype(np.float64) - base
+        vectors.keep_residual(codec, spans)
+    assert vectors.residual is not None
+    assert np.allclose(meant - got, vectors.residual, atol=1e-5)
+    assert np.abs(meant - got).max() < 0.5, "the loss does not add up"
+
+
+def test_a_residual_that_was_cleared_begins_with_nothing_again() -> None:
+    base, theta = vectors_of(4, 2)
+    vectors, spans = Vectors(N), chunk_spans(LAYOUT, CHUNK_BYTES)
+    vectors.restore(base, theta, np.full(N, 100.0, np.float32))
+    vectors.clear_residual()
+    assert vectors.residual is None
+    vectors.keep_residual(Codec.INT8, spans)
+    fresh = Vectors(N)
+    fresh.restore(base, theta)
+    fresh.keep_residual(Codec.INT8, spans)
+    assert vectors.residual is not None
+    assert fresh.residual is not None
+    assert vectors.residual.tobytes() == fresh.residual.tobytes()
+    assert vectors.residual_changes == 2
+
+
+def test_without_numba_differences_are_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("kernels_wire", "simd_numba"):
+        monkeypatch.delitem(sys.modules, f"dips.core.{name}", raising=False)
+        monkeypatch.delattr(dips.core, name, raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(ConfigError, match=r"needs numba.*dips\[worker\]"):
+        kernels()
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [("float32", Codec.F32), ("bfloat16", Codec.BF16), ("int8", Codec.INT8), ("int4", Codec.INT4)],
+)
+def test_wire_types_by_name(name: str, codec: Codec) -> None:
+    assert wire_of(ClientConfig(wire_dtype=name)) is codec
+
+
+def test_an_unknown_wire_type_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'int2' is none of float32, bfloat16, int8, int4"):
+        ClientConfig(wire_dtype="int2")
