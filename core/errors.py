@@ -37,6 +37,7 @@ class RefusalCode(IntEnum):
     DISK = 21
     DIGEST = 22
     UNKNOWN_NAME = 23
+    BASE_GONE = 24
 
 
 class DipsError(Exception):

@@ -55,6 +55,7 @@ STATUS_OF_CODE: Mapping[RefusalCode, grpc.StatusCode] = {
     RefusalCode.DISK: grpc.StatusCode.INTERNAL,
     RefusalCode.DIGEST: grpc.StatusCode.DATA_LOSS,
     RefusalCode.UNKNOWN_NAME: grpc.StatusCode.NOT_FOUND,
+    RefusalCode.BASE_GONE: grpc.StatusCode.NOT_FOUND,
 }
 """The status that stands beside each code, for tools that know only gRPC; ours read the metadata."""
 

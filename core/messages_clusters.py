@@ -18,6 +18,7 @@ from dips.core.messages_shared import (
     StaleKind,
     Verdict,
 )
+from dips.core.wire import Codec
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class BeginPushRequest:
     steps: int
     mean_loss: float = NAN
     donates: Version | None = None
+    wire: Codec = Codec.F32
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Ticket:
     attempt: int
     placement: PlacementSpec
     block_order: tuple[int, ...]
+    wire: Codec = Codec.F32
 
 
 @dataclass(frozen=True)

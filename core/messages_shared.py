@@ -109,7 +109,7 @@ class Settings:
     evict_after_beats: int = 5
     verdict_wait_s: float = 30.0
     chunk_bytes: int = 1 << 20
-    window_chunks: int = 16
+    window_chunks: int = 64
     max_staleness_versions: int = 0
     tk_max_tokens: int = 0
     outer_lr: float = 0.7
@@ -119,6 +119,7 @@ class Settings:
     max_message_bytes: int = 64 << 20
     ticket_ttl_s: float = 60.0
     round_timeout_s: float = 30.0
+    overlap: str = "none"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout
 from dips.core.messages_shared import Caller, DataRange, Hello, PlacementSpec, Refusal, Settings
+from dips.core.wire import Codec
 
 # ---- up ----
 
@@ -175,6 +176,7 @@ class OpenStaging:
     fence: int
     tokens: int
     ranges: tuple[DataRange, ...] = ()
+    wire: Codec = Codec.F32
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dips.core.errors import RefusalCode, Refused
+from dips.core.wire import DIFFERENCES, Codec
 
 PROTOCOL_VERSION = 1
 """What this build speaks."""
@@ -16,7 +17,16 @@ PROTOCOL_VERSION = 1
 PROTOCOL_MIN = 1
 """The oldest version that this build still understands."""
 
-CAPABILITIES: frozenset[str] = frozenset({"codec-f32", "resume-chunks"})
+
+
+def codec_capability(codec: Codec) -> str:
+    """What a peer offers that can read this codec."""
+    return f"codec-{codec.name.lower()}"
+
+
+CAPABILITIES: frozenset[str] = frozenset(
+    {"resume-chunks", codec_capability(Codec.F32), *(codec_capability(codec) for codec in DIFFERENCES)}
+)
 """What this build can do beyond the bare protocol; peers use the intersection."""
 
 MAX_LEASED_CHUNKS = 256

@@ -189,10 +189,13 @@ def _list(as_json: bool) -> int:
         return 0
     console = Console(highlight=False, width=_WIDE)
     methods = Table(title="methods", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("name", "what it is", "as settings of dips master"):
+    for column in ("name", "what it is", "as settings of dips master (+ of each cluster)"):
         methods.add_column(column, no_wrap=column == "name")
     for method in METHODS.values():
-        methods.add_row(method.name, f"{method.title}: {method.about}", " ".join(method.flags()) or NOTHING)
+        flags = " ".join(method.flags()) or NOTHING
+        if of_clusters := method.flags_of_clusters():
+            flags += f" (+ {' '.join(of_clusters)})"
+        methods.add_row(method.name, f"{method.title}: {method.about}", flags)
     console.print(methods)
     for name in shipped():
         console.print(f"set-up {name}: {load_setup(name).run.about}")
@@ -200,7 +203,15 @@ def _list(as_json: bool) -> int:
 
 
 def _listed() -> dict[str, Any]:
-    methods = {m.name: {"title": m.title, "about": m.about, "flags_of_master": m.flags()} for m in METHODS.values()}
+    methods = {
+        m.name: {
+            "title": m.title,
+            "about": m.about,
+            "flags_of_master": m.flags(),
+            "flags_of_clusters": m.flags_of_clusters(),
+        }
+        for m in METHODS.values()
+    }
     return {"methods": methods, "setups": {name: load_setup(name).to_json() for name in shipped()}}
 
 

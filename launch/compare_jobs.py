@@ -57,7 +57,8 @@ class Job:
     def digest(self) -> str:
         """The same for runs that give the same numbers."""
         method = find_method(self.method)
-        parts = [self.setup.digest(), method.kind, *method.flags(), self.seed, self.inject, self.text]
+        flags = (*method.flags(), *method.flags_of_clusters())
+        parts = [self.setup.digest(), method.kind, *flags, self.seed, self.inject, self.text]
         return _short_hash("\0".join(map(str, [*parts, program_digest()])).encode())
 
 

@@ -71,6 +71,7 @@ def _method_json(name: str, found: Comparison) -> dict[str, Any]:
         "title": method.title,
         "about": method.about,
         "flags_of_master": list(method.flags()),
+        "flags_of_clusters": list(method.flags_of_clusters()),
         "loss_mean": summary.loss,
         "loss_sd": summary.sd,
         "not_finite": summary.not_finite,

@@ -14,7 +14,7 @@ from dips.sim.compare.methods import find_method
 from dips.sim.compare.setup import Setup
 from dips.sim.compare.throughput import Comparison, compare, first_clusters, with_last_link
 
-METHODS = ("dips", "dynamic", "dynamic-overlap")
+METHODS = ("dips", "dynamic", "dynamic-push", "dynamic-full")
 GBPS = 1e9
 RATES_GBPS = (1, 2, 5, 10)
 """Of the last cluster's link, each way."""
@@ -95,8 +95,8 @@ def _numbers_of_clusters(setup: Setup) -> list[tuple[str, Setup]]:
 def _reading_9(found: SpeedResult) -> str:
     return (
         f"{found.setup.name}: over synchronous DiLoCo {_each(found.gains)}, of an ideal {span(found.ideal_gains())}; "
-        f"DiLoCo over data parallel {span(found.gains('ring-diloco', 'dp'))}; dynamic-overlap over asynchronous DiLoCo "
-        f"without servers {span(found.gains('dynamic-overlap', 'ring-async'))}."
+        f"DiLoCo over data parallel {span(found.gains('ring-diloco', 'dp'))}; dynamic-full over asynchronous DiLoCo "
+        f"without servers {span(found.gains('dynamic-full', 'ring-async'))}."
     )
 
 
@@ -106,9 +106,9 @@ def _reading_10(found: SpeedResult) -> str:
     several = SpeedResult(found.setup, found.columns[1:])
     shares = "; ".join(f"{name} {span(several.shares(name), '.1%', '')}" for name in METHODS)
     return (
-        f"from 2 to {len(found.columns)} clusters, of ideal: {shares}. dynamic-overlap over synchronous DiLoCo "
-        f"{span(several.gains('dynamic-overlap'))}, over asynchronous DiLoCo without servers "
-        f"{span(several.gains('dynamic-overlap', 'ring-async'))}."
+        f"from 2 to {len(found.columns)} clusters, of ideal: {shares}. dynamic-full over synchronous DiLoCo "
+        f"{span(several.gains('dynamic-full'))}, over asynchronous DiLoCo without servers "
+        f"{span(several.gains('dynamic-full', 'ring-async'))}."
     )
 
 

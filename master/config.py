@@ -95,6 +95,11 @@ class MasterConfig(Knobs):
     )
     round_timeout_s: Seconds = Field(30.0, description="Time for slaves to answer a step of a round")
     verdict_wait_s: Seconds = Field(30.0, description="A cluster waits so long for a verdict, then trains on")
+    overlap: Literal["none", "push", "full"] = Field(
+        "none",
+        description="What clusters train through instead of waiting: none; push: while a push is on its way; "
+        "full: until a pulled version can be installed",
+    )
     lease_ttl_s: Seconds = Field(6 * 3600.0, description="Data stays lent so long to a cluster that is gone")
     ticket_ttl_s: Seconds = Field(60.0, description="An upload that stands still so long is given up")
     linger_s: Seconds = Field(
@@ -102,7 +107,9 @@ class MasterConfig(Knobs):
     )
 
     chunk_bytes: Bytes = Field(1 << 20, description="Size of one data message")
-    window_chunks: int = Field(16, ge=1, description="Chunks in flight between a cluster and a slave")
+    window_chunks: int = Field(
+        64, ge=1, description="Most chunks in flight between a cluster and a slave; fewer where the link needs fewer"
+    )
     pinned_versions: int = Field(
         2, ge=0, le=1024, description="Older versions that slaves keep for readers; 4 bytes a parameter each"
     )
@@ -215,6 +222,7 @@ class MasterConfig(Knobs):
             max_message_bytes=self.max_message_bytes,
             ticket_ttl_s=self.ticket_ttl_s,
             round_timeout_s=self.round_timeout_s,
+            overlap=self.overlap,
         )
 
     def _penalty(self) -> PenaltyConfig:

@@ -33,10 +33,19 @@ def lower_bound(sync_every: int) -> int:
     return max(1, math.ceil(sync_every / 8))
 
 
-def fastest_round_s(paces: Sequence[Pace], sync_every: int) -> float | None:
+def fastest_round_s(paces: Sequence[Pace], sync_every: int, overlap: str = "none") -> float | None:
     """Seconds of the fastest measured cluster's round of H steps; None while nothing is measured."""
-    rounds = [pace.round_s(sync_every) for pace in paces if pace.known]
+    rounds = [round_s(pace, sync_every, overlap) for pace in paces if pace.known]
     return min(rounds) if rounds else None
+
+
+def round_s(pace: Pace, sync_every: int, overlap: str) -> float:
+    """Seconds between two pushes of H steps, all of them counted, those made through transfers too.
+
+    A transfer that a cluster trains through takes no time of its own; but H/8 steps are always made after the pull.
+    """
+    hidden_s = {"none": 0.0, "push": pace.push_s, "full": pace.push_s + pace.pull_s}[overlap]
+    return max(pace.round_s(sync_every) - hidden_s, pace.round_s(lower_bound(sync_every)))
 
 
 def dynamic_steps(pace: Pace, sync_every: int, window_at_s: float, period_s: float, now_s: float) -> int:

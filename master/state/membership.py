@@ -66,7 +66,7 @@ class Membership:
         world.members[name] = member
         self._away_since_s.pop(name, None)
         if world.ledger.version is None and world.seed_cluster not in world.members:
-            world.seed_cluster = name
+            world.seed_cluster = name  # unless it is drained: see seeder()
         world.journal("JOIN", {"cluster": name, "incarnation": pair(entry.incarnation)})
         world.record("join", request.caller.cause_id, cluster=name, incarnation=str(entry.incarnation))
         world.log(f"cluster {name}", f"cluster {name} joined as incarnation {entry.incarnation}")
@@ -83,7 +83,7 @@ class Membership:
             member.incarnation,
             hello,
             world.config.settings,
-            world.ledger.version is None and world.seed_cluster == member.cluster,
+            world.ledger.version is None and world.seeder() == member.cluster,
             entry.fence,
             last,
             world.published.version if world.published else None,

@@ -10,10 +10,12 @@ from dips.master.state.local_steps import (
     Pace,
     dynamic_steps,
     fastest_round_s,
+    round_s,
     steps_within_staleness,
 )
 from dips.master.state.penalty_scaling import momentum_warning, round_tokens
 from dips.master.state.records import Member
+from dips.master.state.schedule import Way, Wish
 from dips.master.state.world import World
 
 GRACE_SHARE = 0.1
@@ -76,6 +78,20 @@ def local_steps(world: World, member: Member, *, pulled: bool = False) -> int:
     return steps
 
 
+def transfer_order(world: World, owner: str, slot: int, way: Way) -> tuple[int, ...]:
+    """Block ids in the order in which this owner's transfer that begins now is to go (schedule.py)."""
+    placement = world.ledger.placement
+    assert placement is not None, "a joined cluster has a placement"
+    known = {member.cluster: _transfer_s(member, way) for member in world.live()}
+    fastest_s = min((seconds for seconds in known.values() if seconds > 0), default=0.0)
+    return world.schedule.begin(Wish(owner, way, slot, known.get(owner, 0.0), fastest_s), placement)
+
+
+def _transfer_s(member: Member, way: Way) -> float:
+    pace = pace_of(member)
+    return pace.push_s if way is Way.PUSH else pace.pull_s
+
+
 def tokens_of_a_round(world: World) -> float:
     """T_round = (sum of the live clusters' rates) x (mean of their push intervals); 0 while either is unknown."""
     return round_tokens(*_rates_and_intervals(world))
@@ -98,7 +114,8 @@ def _rates_and_intervals(world: World) -> tuple[dict[str, float], dict[str, floa
         if entry.push_interval_s > 0:
             intervals_s[member.cluster] = entry.push_interval_s
         elif pace_of(member).known:
-            intervals_s[member.cluster] = pace_of(member).round_s(world.config.settings.sync_every_steps)
+            settings = world.config.settings
+            intervals_s[member.cluster] = round_s(pace_of(member), settings.sync_every_steps, settings.overlap)
     return rates, intervals_s
 
 
@@ -121,10 +138,13 @@ def _plan_window(world: World) -> None:
     period_s, opened_s = _fastest_s(world), world.window_opened_s
     if period_s is None or opened_s is None:
         return
-    planned_s, next_s = world.planned_window_s, world.now_s + period_s
+    # Where clusters train through window and round as well, their next H steps have begun before this one opened.
+    begun_s = opened_s if world.config.settings.overlap == "full" else world.now_s
+    planned_s, next_s = world.planned_window_s, begun_s + period_s
     if planned_s is None or planned_s > next_s or opened_s >= planned_s - STRAGGLERS_SHARE * period_s:
         world.planned_window_s = next_s
 
 
 def _fastest_s(world: World) -> float | None:
-    return fastest_round_s([pace_of(m) for m in world.live()], world.config.settings.sync_every_steps)
+    settings = world.config.settings
+    return fastest_round_s([pace_of(m) for m in world.live()], settings.sync_every_steps, settings.overlap)

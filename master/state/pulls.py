@@ -11,11 +11,12 @@ from dips.core.messages import (
     FinishPullRequest,
     PullGrant,
 )
+from dips.core.wire import DIFFERENCES
 from dips.master.state import pacing
 from dips.master.state.callers import check_member, check_run
 from dips.master.state.reasons import recovery_words, slaves_away, waiting_for
 from dips.master.state.records import Kept, Member, Pin
-from dips.master.state.schedule import block_order
+from dips.master.state.schedule import Way
 from dips.master.state.world import World
 
 MAX_READERS = 2
@@ -40,6 +41,8 @@ class Pulls:
             world.reply(token, BeginPullReply(busy))
             return
         kept = self._wanted(request)
+        if member is not None:
+            member.base = None  # what it stood on is given up for what it pulls
         owner = _owner(request, member)
         pin = Pin(self._next_pin, owner, kept.version, world.now_s + world.config.ticket_ttl_s)
         self._next_pin += 1
@@ -53,6 +56,9 @@ class Pulls:
         pin = world.pins.get(request.pin_id)
         if pin is not None and pin.owner == _owner(request, member):
             del world.pins[request.pin_id]
+            world.schedule.end(pin.owner)
+            if member is not None and member.wish in DIFFERENCES:
+                member.base = pin.version
         if member is not None:
             member.local_steps = pacing.local_steps(world, member, pulled=True)
         world.reply(token, FinishPullReply(member.local_steps if member else 0))
@@ -63,6 +69,7 @@ class Pulls:
         world.pins = {
             pin_id: pin for pin_id, pin in world.pins.items() if pin.owner in world.members or pin.until_s > world.now_s
         }
+        world.schedule.keep({pin.owner for pin in world.pins.values()} | {push.cluster for push in world.pushes()})
 
     def rearm(self, gap_s: float) -> None:
         for pin in self._world.pins.values():
@@ -73,7 +80,7 @@ class Pulls:
         if member is not None and member.push is not None:
             return Busy(0.2, f"push {member.push.id} is undecided: pull once its verdict is known")
         if world.published is None:
-            if member is not None and world.ledger.version is None and world.seed_cluster == member.cluster:
+            if member is not None and world.ledger.version is None and world.seeder() == member.cluster:
                 raise Refused(
                     RefusalCode.FENCED,
                     "the cluster that was to seed this run is gone: join again, you are to seed it",
@@ -105,8 +112,6 @@ class Pulls:
 
     def _grant(self, kept: Kept, pin: Pin, member: Member | None) -> PullGrant:
         world = self._world
-        placement = world.ledger.placement
-        assert placement is not None, "a version has a placement"
         if member is not None:
             member.local_steps = pacing.local_steps(world, member)
         return PullGrant(
@@ -114,7 +119,7 @@ class Pulls:
             world.ledger.entry(member.cluster).fence if member else 0,
             pin.pin_id,
             world.placement_spec(),
-            block_order(placement, member.slot if member else pin.pin_id),
+            pacing.transfer_order(world, pin.owner, member.slot if member else pin.pin_id, Way.PULL),
             kept.commit.digest_of_slave,
             kept.tokens,
             member.local_steps if member else 0,

@@ -92,7 +92,7 @@ def _check_may_seed(world: World, cluster: str) -> None:
             RefusalCode.SEED_EXISTS,
             f"version {world.ledger.version} exists: nobody may seed over it; pull it, or start a new run",
         )
-    if world.seed_cluster != cluster:
+    if world.seeder() != cluster:
         raise Refused(
             RefusalCode.SEED_EXISTS,
             f"cluster {world.seed_cluster!r} seeds this run: wait for its version and pull",

@@ -25,12 +25,13 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
-from dips.master.state import pacing
+from dips.core.wire import Codec
+from dips.master.state import bases, pacing
 from dips.master.state.callers import check_member
 from dips.master.state.push_checks import check, recheck, stale
 from dips.master.state.reasons import recovery_words, slaves_away
 from dips.master.state.records import Member, Push, Slave
-from dips.master.state.schedule import block_order
+from dips.master.state.schedule import Way
 from dips.master.state.tables import PUSH_TABLE, PushPhase, RoundPhase
 from dips.master.state.verdicts import Verdicts
 from dips.master.state.world import World
@@ -52,7 +53,7 @@ class Pushes:
         world = self._world
         member = check_member(world, request.caller)
         push_id = PushId(member.cluster, member.incarnation, request.seq)  # type: ignore[arg-type]
-        answer = self._known(member, push_id) or stale(world, request)
+        answer = self._known(member, push_id, request.wire) or stale(world, request)
         if answer is not None:
             world.reply(token, BeginPushReply(answer))
             return
@@ -76,12 +77,12 @@ class Pushes:
         asked = donor is not None and (donor.cluster, donor.incarnation) == (member.cluster, member.incarnation)
         return asked and request.donates is None
 
-    def _known(self, member: Member, push_id: PushId) -> Ticket | Busy | PushId | Verdict | None:
+    def _known(self, member: Member, push_id: PushId, wish: Codec) -> Ticket | Busy | PushId | Verdict | None:
         """The answer when this cluster has an undecided push, or this very push is decided."""
         current = member.push
         if current is not None and current.id == push_id and current.phase.allows("new attempt"):
             # A slave that is away may come back under another address: no ticket names it until then.
-            return self._busy(current.is_donation) or self._new_attempt(current)
+            return self._busy(current.is_donation) or self._new_attempt(current, wish)
         if current is not None:
             return current.id
         return self._verdicts.decided(push_id)
@@ -101,7 +102,8 @@ class Pushes:
         phase = Phase(PUSH_TABLE, world.story, f"push {push_id}")
         phase.since_s = world.now_s
         push = Push(push_id, request, 1, member.slot, phase, world.now_s, world.now_s)
-        member.push = push
+        push.wire = bases.granted(world, request.wire, request.base)
+        member.push, member.wish = push, request.wire
         member.last_seq = request.seq
         self._record_ticket(push)
         for slave in world.ready_slaves():
@@ -119,14 +121,19 @@ class Pushes:
             tokens=request.tokens,
             attempt=push.attempt,
             donates=str(request.donates) if request.donates else None,
+            wire=push.wire.name,
         )
 
-    def _new_attempt(self, push: Push) -> Ticket:
-        """Send again what is missing: slaves keep the chunks that they verified."""
+    def _new_attempt(self, push: Push, wish: Codec) -> Ticket:
+        """Send again what is missing: slaves keep the chunks that they verified, unless they are written anew."""
         world = self._world
         self._release(push, Refused(RefusalCode.UNKNOWN_PUSH, f"a new attempt of push {push.id} has begun"))
         push.phase.move("new attempt", PushPhase.TICKETED, world.now_s, push.request.caller.cause_id)
         push.attempt += 1
+        wire = bases.granted(world, wish, push.request.base)
+        if wire is not push.wire:
+            push.landed_bytes.clear()
+        push.wire = wire
         self._record_ticket(push)
         push.renewed_s = world.now_s
         push.digest_of_slave.clear()
@@ -136,16 +143,15 @@ class Pushes:
 
     def _ticket_for(self, push: Push) -> Ticket:
         world = self._world
-        placement = world.ledger.placement
-        assert placement is not None, "a joined cluster has a placement"
-        return Ticket(push.attempt, world.placement_spec(), block_order(placement, push.slot))
+        order = pacing.transfer_order(world, push.cluster, push.slot, Way.PUSH)
+        return Ticket(push.attempt, world.placement_spec(), order, push.wire)
 
     def open_staging(self, push: Push, slave: Slave) -> None:
         """Tell a slave to expect the push's chunks; also after the slave's restart."""
         request = push.request
         push.digest_of_slave.pop(slave.id, None)
         opened = OpenStaging(
-            push.id, push.attempt, push.slot, request.base, request.fence, request.tokens, request.ranges
+            push.id, push.attempt, push.slot, request.base, request.fence, request.tokens, request.ranges, push.wire
         )
         self._world.command(slave, opened, request.caller.cause_id)
 
@@ -159,16 +165,22 @@ class Pushes:
         push.renewed_s = self._world.now_s
         if len(push.digest_of_slave) == self._n_slaves():
             push.phase.move("all slaves staged it", PushPhase.STAGED, self._world.now_s, push.request.caller.cause_id)
+            self._world.schedule.end(push.cluster)
             if push.finish_token is not None:
                 self._admit(push)
 
     def progress(self, slave: Slave, beat: SlaveBeat) -> None:
-        """A ticket lives as long as bytes arrive."""
+        """A ticket lives as long as bytes arrive; how fast they do is for the schedule."""
+        landed_bytes = 0
         for item in beat.progress:
             push = self._verdicts.find(item.push)
-            if push is not None and item.landed_bytes > push.landed_bytes.get(slave.id, 0):
+            if push is None or item.attempt != push.attempt:
+                continue
+            if item.landed_bytes > push.landed_bytes.get(slave.id, 0):
+                landed_bytes += item.landed_bytes - push.landed_bytes.get(slave.id, 0)
                 push.landed_bytes[slave.id] = item.landed_bytes
                 push.renewed_s = self._world.now_s
+        self._world.schedule.beat(slave.id, landed_bytes, beat.served_bytes, self._world.now_s)
 
     def finish(self, token: int, request: FinishPushRequest) -> None:
         world = self._world

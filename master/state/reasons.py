@@ -79,7 +79,8 @@ def _round_words(world: World) -> str:
     state = world.round
     match state.phase.now:
         case RoundPhase.IDLE if world.ledger.version is None:
-            return f"cluster {world.seed_cluster} is to push the first parameters"
+            seeder = world.seeder()
+            return f"cluster {seeder} is to push the first parameters" if seeder else "no cluster can seed the run"
         case RoundPhase.WINDOW if state.last_abort and world.now_s < state.not_before_s:
             return f"the last round was aborted ({state.last_abort}); it begins again"
         case RoundPhase.WINDOW if world.ledger.version is not None and not world.enough_clusters():

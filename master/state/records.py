@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dips.core.ids import Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.machine import Phase
 from dips.core.messages import BeginPushRequest, BlockGram, DataRange, HeartbeatRequest, SlaveBeat, SnapshotInfo
+from dips.core.wire import DIFFERENCES, Codec
 from dips.master.state.ledger import CommitInfo
 from dips.master.state.outer_optimizer import OuterStep
 from dips.master.state.penalty import Judgement
@@ -15,7 +16,7 @@ from dips.master.state.tables import PushPhase, RecoveryPhase, RoundPhase, Slave
 
 @dataclass
 class Push:
-    """One undecided push. `digest_of_slave` is what slaves say they hold of this attempt."""
+    """One undecided push. `digest_of_slave` is what slaves say they hold of this attempt; `wire`: how it is written."""
 
     id: PushId
     request: BeginPushRequest
@@ -29,6 +30,7 @@ class Push:
     finish_token: int | None = None
     finish_until_s: float = 0.0
     claimed: dict[str, bytes] = field(default_factory=dict)
+    wire: Codec = Codec.F32
 
     @property
     def cluster(self) -> str:
@@ -47,6 +49,11 @@ class Push:
     def sealed(self) -> bool:
         return self.phase.now is PushPhase.SEALED
 
+    @property
+    def needs_base(self) -> bool:
+        """Whether slaves need its base's parameters still: they read what is complete, and no more of it comes."""
+        return self.wire in DIFFERENCES and not self.sealed
+
     def forget(self, slave: str) -> None:
         """The slave is lost, and with it what had landed there."""
         self.digest_of_slave.pop(slave, None)
@@ -55,7 +62,10 @@ class Push:
 
 @dataclass
 class Member:
-    """A cluster that is here: joined, beating, not evicted."""
+    """A cluster that is here: joined, beating, not evicted.
+
+    wish: how it would like to write its pushes, as its last one said; base: what it trains on, if it sends differences.
+    """
 
     cluster: str
     incarnation: Incarnation
@@ -69,6 +79,8 @@ class Member:
     leave_token: int | None = None
     local_steps: int = 0
     last_lease: tuple[int, tuple[DataRange, ...]] = (0, ())
+    base: Version | None = None
+    wish: Codec = Codec.F32
 
 
 @dataclass
@@ -88,6 +100,7 @@ class Slave:
     snapshots: tuple[SnapshotInfo, ...] = ()
     durable: Version | None = None
     trouble: str = ""
+    capabilities: frozenset[str] = frozenset()
 
     @property
     def ready(self) -> bool:

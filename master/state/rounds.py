@@ -23,7 +23,7 @@ from dips.core.messages import (
     RoundRefused,
     StagedPush,
 )
-from dips.master.state import pacing
+from dips.master.state import bases, pacing
 from dips.master.state.decisions import Decisions
 from dips.master.state.gram import GramError, add_blocks, add_directions
 from dips.master.state.outer_optimizer import OuterStep, outer_step_of, seed_step
@@ -283,10 +283,14 @@ class Rounds:
                 world.command(slave, body, state.cause)
 
     def _pinned(self, newest: Version) -> tuple[Version, ...]:
-        """Versions older than the two newest that stay readable; the oldest pins give way when there are too many."""
+        """Versions older than the two newest that stay readable. When there are too many, those that nobody reads or
+        pushes against yet give way first, and then the oldest.
+        """
         world = self._world
         current = world.published.version if world.published else newest
-        old = sorted({pin.version for pin in world.pins.values()} - {newest, current}, reverse=True)
+        used = ({pin.version for pin in world.pins.values()} | bases.in_use(world)) - {newest, current}
+        spare = bases.trained_on(world) - {newest, current} - used
+        old = sorted(used, reverse=True) + sorted(spare, reverse=True)
         kept = set(old[: world.config.pinned_versions])
         for pin_id in [p.pin_id for p in world.pins.values() if p.version in set(old) - kept]:
             del world.pins[pin_id]

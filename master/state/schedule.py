@@ -1,26 +1,123 @@
-"""In which order a cluster's blocks travel (paper 3.1, Figure 5): staggered, so that at any moment different clusters
-talk to different slaves.
+"""In which order the parts of a transfer go to the slaves (paper 3.1, Figure 5).
+
+Every transfer goes round all slaves chunk by chunk, so that each link carries its share at every moment and all shares
+end together; transfers that are under way at the same time begin at different slaves, so that in each step they talk to
+different ones. Where a transfer begins is the slave at which least has begun, counted in what was measured: a cluster
+whose transfers take ten times as long counts a tenth. A slave that is measured to be slow comes first in every round,
+because its share ends last.
+
+The order is all that the master says. How much is under way to each slave is the worker's decision
+(dips.worker.flow), made anew with what each slave takes, and how many streams a slave serves at full rate is the
+slave's (dips.slave.state.credits): both know what a link does now, the master what it did. Pure: time is an argument.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
 from dips.core.placement import Placement
 
+EQUAL_SHARE = 0.5
+"""A slave at which at least this share of the fastest one's rate was measured counts as equally fast: what is measured
+is what was sent there, and that varies."""
 
-def block_order(placement: Placement, cluster_index: int) -> tuple[int, ...]:
-    """Block ids, one from each slave in turn; cluster i begins with slave i mod n and with another block there."""
-    queues: list[list[int]] = [[] for _ in placement.slaves]
+FADING = 0.9
+"""A slave's rate follows a higher measurement at once, and falls by a tenth with each lower one."""
+
+
+class Way(Enum):
+    """Pushes and pulls use different directions of a link."""
+
+    PUSH = "push"
+    PULL = "pull"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A transfer that is about to begin. owner: a cluster, or a reader, which has one transfer at a time.
+
+    slot: its number among the clusters. own_s, fastest_s: what a whole transfer this way takes it, and the fastest
+    cluster, as they measured it; 0: unknown.
+    """
+
+    owner: str
+    way: Way
+    slot: int
+    own_s: float = 0.0
+    fastest_s: float = 0.0
+
+    @property
+    def load(self) -> float:
+        """What it sends, as a share of what the fastest cluster does."""
+        return min(1.0, self.fastest_s / self.own_s) if self.own_s > 0 and self.fastest_s > 0 else 1.0
+
+
+class TransferScheduler:
+    """Where the transfers under way began, and the slaves' measured rates."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, tuple[Way, int, float]] = {}
+        self._bytes_per_s: dict[tuple[str, Way], float] = {}
+        self._served: dict[str, tuple[float, int]] = {}
+
+    # ---- what is measured ----
+
+    def beat(self, slave: str, landed_bytes: int, served_bytes: int, now_s: float) -> None:
+        """A slave's beat: what landed there since the last one, and what it has served in all since its start."""
+        before_s, before = self._served.get(slave, (now_s, served_bytes))
+        self._served[slave] = (now_s, served_bytes)
+        if now_s > before_s:
+            self._measured(slave, Way.PUSH, landed_bytes / (now_s - before_s))
+            self._measured(slave, Way.PULL, max(0, served_bytes - before) / (now_s - before_s))
+
+    def _measured(self, slave: str, way: Way, bytes_per_s: float) -> None:
+        """Nothing moved is no measurement: it had nothing to do."""
+        if bytes_per_s > 0:
+            old = self._bytes_per_s.get((slave, way), 0.0)
+            self._bytes_per_s[slave, way] = max(bytes_per_s, FADING * old)
+
+    def speed(self, slave: str, way: Way) -> float:
+        """A slave's rate as a share of the fastest slave's; 1 where it is not known."""
+        rate = self._bytes_per_s.get((slave, way))
+        fastest = max((r for (_, w), r in self._bytes_per_s.items() if w is way), default=0.0)
+        return 1.0 if rate is None or rate >= EQUAL_SHARE * fastest else rate / fastest
+
+    # ---- orders ----
+
+    @property
+    def n_under_way(self) -> int:
+        """Transfers that began and are not known to be over."""
+        return len(self._begun)
+
+    def begin(self, wish: Wish, placement: Placement) -> tuple[int, ...]:
+        """The order of all block ids for this transfer, one of each slave in turn; the owner's one before is over."""
+        self.end(wish.owner)
+        n = len(placement.slaves)
+        begun = [0.0] * n
+        for way, slave, load in self._begun.values():
+            if way is wish.way and slave < n:
+                begun[slave] += load
+        start = min(range(n), key=lambda slave: (begun[slave], (slave - wish.slot) % n))
+        self._begun[wish.owner] = (wish.way, start, wish.load)
+        around = [(start + step) % n for step in range(n)]
+        return _in_turn(placement, sorted(around, key=lambda slave: self.speed(placement.slaves[slave], wish.way)))
+
+    def end(self, owner: str) -> None:
+        """This owner moves nothing any more; unknown ones are ignored."""
+        self._begun.pop(owner, None)
+
+    def keep(self, owners: Collection[str]) -> None:
+        """Nobody else moves anything any more: transfers also end without a word, and readers choose their names."""
+        for owner in self._begun.keys() - owners:
+            del self._begun[owner]
+
+
+def _in_turn(placement: Placement, slaves: Sequence[int]) -> tuple[int, ...]:
+    """One block of each of these slaves in turn, each slave's in the order of their ids."""
+    queues: dict[int, list[int]] = {slave: [] for slave in slaves}
     for block_id, slave in enumerate(placement.slave_of_block):
         queues[slave].append(block_id)
-    n = len(queues)
-    turned = [queues[(cluster_index + i) % n] for i in range(n)]
-    rotated = [_rotate(queue, cluster_index // n) for queue in turned]
-    longest = max(map(len, rotated), default=0)
-    return tuple(queue[step] for step in range(longest) for queue in rotated if step < len(queue))
-
-
-def _rotate(queue: list[int], by: int) -> list[int]:
-    if not queue:
-        return queue
-    by %= len(queue)
-    return queue[by:] + queue[:by]
+    longest = max(map(len, queues.values()), default=0)
+    return tuple(queue[step] for step in range(longest) for queue in queues.values() if step < len(queue))

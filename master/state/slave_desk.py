@@ -159,6 +159,7 @@ class SlaveDesk:
         world.record("slave_attached", message.caller.cause_id, slave=name, incarnation=str(slave.incarnation))
         agreement = agree(body.hello.protocol_min, body.hello.protocol_max, body.hello.capabilities, f"slave {name}")
         hello = Hello(PROTOCOL_MIN, agreement.version, tuple(sorted(agreement.capabilities)))
+        slave.capabilities = agreement.capabilities
         self._welcomed.add(name)
         world.command(slave, Welcome(hello, world.config.settings), message.caller.cause_id)
 

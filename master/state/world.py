@@ -28,6 +28,7 @@ from dips.master.state.ledger import CommitInfo, Ledger, canonical
 from dips.master.state.outbox import Outbox
 from dips.master.state.records import Kept, Member, Pin, Push, RecoveryState, RoundState, Slave
 from dips.master.state.run_config import RunConfig
+from dips.master.state.schedule import TransferScheduler
 from dips.master.state.tables import RECOVERY_TABLE, ROUND_TABLE
 
 RECENT_ROUNDS = 32
@@ -50,6 +51,7 @@ class World:
         self.members: dict[str, Member] = {}
         self.slaves: dict[SlaveId, Slave] = {}
         self.pins: dict[int, Pin] = {}
+        self.schedule = TransferScheduler()
         self.waiters: dict[PushId, list[tuple[int, float]]] = {}
         self.published: Kept | None = None
         self.window_opened_s: float | None = None
@@ -87,6 +89,13 @@ class World:
         """Once blocks are placed, the slaves that hold them are all there need be, whatever the settings say now."""
         placement = self.ledger.placement
         return placement is not None and len(self.ready_slaves()) == len(placement.slaves)
+
+    def seeder(self) -> str | None:
+        """Who is to push the first parameters. A drained cluster may begin no push, so it passes that on."""
+        name, draining = self.seed_cluster, self.ledger.draining
+        if name in draining and name in self.members and self.members[name].push is None:
+            self.seed_cluster = min((other for other in self.members if other not in draining), default=None)
+        return self.seed_cluster
 
     def enough_clusters(self) -> bool:
         """Whether min_clusters were ever here at once: the run's beginning waits for them, nothing later does."""
