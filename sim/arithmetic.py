@@ -16,6 +16,7 @@ from dips.core.chunks import Chunk
 from dips.core.ids import Version
 from dips.core.layout import Block, Layout
 from dips.core.messages import BlockGram, DataRange, Prepare
+from dips.core.wire import Codec
 from dips.worker.state.effects import InstallMode
 
 F32 = NDArray[np.float32]
@@ -24,7 +25,8 @@ Key = tuple[int, int]
 """(block id, offset in bytes): which chunk."""
 
 Value = Any
-"""A chunk's content: one integer (Symbols), or its float32 elements (Numbers); None in a message without payload.
+"""A chunk's content: one integer (Symbols), or its float32 elements (Numbers), or either written as a difference; None
+in a message without payload.
 
 Never changed once it is handed on."""
 
@@ -39,7 +41,13 @@ class Vector(Protocol):
 
 
 class ClusterModel(Protocol):
-    """One cluster's parameters through one life: the live ones, theta_base, theta_at_push, and what was pulled."""
+    """One cluster's parameters through one life: the live ones, theta_base, theta_at_push, what was pulled, and the
+    residual: what the rounding of its pushes lost."""
+
+    @property
+    def residual_mark(self) -> int:
+        """Another number whenever the residual changes; 0 while none stands."""
+        ...
 
     def step(self, name: str, ranges: Sequence[DataRange], progress_tokens: int) -> float:
         """One inner step of cluster `name`; the loss in nats per token."""
@@ -53,9 +61,15 @@ class ClusterModel(Protocol):
         """theta_at_push = theta_base."""
         ...
 
-    def sent(self) -> Vector:
-        """What a push sends."""
+    def sent(self, wire: Codec) -> Vector:
+        """What a push sends, written so."""
         ...
+
+    def keep_residual(self, wire: Codec) -> None:
+        """What was sent so is part of the model: what its rounding lost is the next push's residual."""
+        ...
+
+    def clear_residual(self) -> None: ...
 
     def fetched(self, values: Mapping[Key, Value]) -> None:
         """A version has arrived, whole."""
@@ -121,6 +135,10 @@ class Arithmetic(Protocol):
         """The same with a flipped bit."""
         ...
 
-    def model(self, name: str, life: int, layout: Layout) -> ClusterModel: ...
+    def decoded(self, wire: Codec, base: Value, written: Value) -> Value:
+        """What a slave makes of a chunk that was written as a difference to `base`."""
+        ...
+
+    def model(self, name: str, life: int, layout: Layout, chunk_bytes: int) -> ClusterModel: ...
 
     def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> ShardArithmetic: ...

@@ -63,7 +63,7 @@ class Checkpoints:
         except ConfigError as error:
             cluster.world.bug(cluster.name, error)
             return
-        for name in ("live", "base", "push", "pulled", "changes"):
+        for name in ("live", "base", "push", "pulled", "changes", "residual"):
             setattr(model, name, getattr(disk.model, name))
         model.changes += 1000 * cluster.life  # what this life trains is its own
         push = str(saved.push.id) if saved.push is not None else None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dips.core.chunks import chunks_of, shard_digest
 from dips.core.ids import Incarnation, PushId, Version
+from dips.core.wire import Codec
 from dips.master.state.pulls import MAX_READERS
 from dips.sim.arithmetic import Key, Value, Vector
 from dips.sim.content import key_of
@@ -28,10 +29,11 @@ KEPT_VERSIONS = 64
 
 @dataclass
 class Checks:
-    """`sent`: each cluster's last push and the digest of its bytes. `digests`: what each slave holds of a version."""
+    """`sent`: each cluster's last push, how it was written, and the digest of its bytes. `digests`: what each slave
+    holds of a version."""
 
     world: World
-    sent: dict[str, tuple[PushId, bytes]] = field(default_factory=dict)
+    sent: dict[str, tuple[PushId, Codec, bytes]] = field(default_factory=dict)
     digests: dict[Version, Mapping[str, str]] = field(default_factory=dict)
     applied: set[str] = field(default_factory=set)
     published: Version | None = None
@@ -50,13 +52,13 @@ class Checks:
 
     # ---- pushes and versions ----
 
-    def pushing(self, push: PushId, vector: Vector) -> None:
-        """The bytes of a push never change."""
+    def pushing(self, push: PushId, wire: Codec, vector: Vector) -> None:
+        """The bytes of a push never change, as long as it is written in the same way."""
         digest = shard_digest([self.checksum(vector.value(chunk)) for chunk in self.chunks])
-        before, known = self.sent.get(push.cluster, (push, digest))
-        if before == push and known != digest:
+        *before, known = self.sent.get(push.cluster, (push, wire, digest))
+        if before == [push, wire] and known != digest:
             self.violated(f"push {push} is sent with other bytes than before")
-        self.sent[push.cluster] = (push, digest)
+        self.sent[push.cluster] = (push, wire, digest)
 
     def journalled(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
         """A durable record."""

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from dips.core.errors import DipsError, Refused, RemoteProtocolError
 from dips.core.ids import Incarnation
 from dips.core.messages import DataMode, DataRange, HeartbeatReply, HeartbeatRequest
+from dips.core.wire import Codec
 from dips.sim.arithmetic import ClusterModel
 from dips.sim.calls import Asked
 from dips.sim.checkpoints import CheckpointDisk, Checkpoints
 from dips.sim.content import CLEAN, KIND_NAMES
 from dips.sim.kernel import Process
+from dips.sim.residual_checks import residual_fault
 from dips.sim.transfer_host import Carrier, PullCarrier, PushCarrier
 from dips.worker.state import effects, events
 from dips.worker.state.refusals import Remedy, remedy_for
@@ -51,6 +53,7 @@ class ClusterHost(Process):
         self._waking_s = -1.0
         self._batch: tuple[DataRange, ...] = ()
         self._carriers: dict[int, Carrier] = {}
+        self._sent_as: dict[str, Codec] = {}
         self._told: tuple[Incarnation, HeartbeatReply] | None = None
         self._fenced: Incarnation | None = None
         self.checkpoint_disk = CheckpointDisk()
@@ -61,11 +64,13 @@ class ClusterHost(Process):
     def boot(self) -> None:
         self.begin_life()
         self.session = Session(self.world.plan.session_config(self.name))
-        self.model = self.world.plan.arithmetic.model(self.name, self.life, self.world.plan.layout)
+        plan = self.world.plan
+        self.model = plan.arithmetic.model(self.name, self.life, plan.layout, plan.config.settings.chunk_bytes)
         self.finished = None
         self._checkpoints.begin_life()
         self._queue.clear()
         self._carriers.clear()
+        self._sent_as.clear()
         self._batch = ()
         self._stepping, self._waking_s = False, -1.0
         self._told, self._fenced = None, None
@@ -174,9 +179,15 @@ class ClusterHost(Process):
         if self.session is None:
             return
         try:
-            for effect in self.session.handle(event, self.kernel.now_s):
+            before = self.model.residual_mark
+            told = self.session.handle(event, self.kernel.now_s)
+            for effect in told:
                 if self.alive:
                     self._carry_out(effect)
+            if self.session is not None:
+                fault = residual_fault(before, self.model.residual_mark, told, self._sent_as, self.session)
+                if fault:
+                    self.world.checks.violated(f"{self.name}: {fault}")
         except (DipsError, AssertionError, LookupError, ValueError, TypeError) as error:
             self.world.bug(self.name, error)
             self.kill()
@@ -191,6 +202,10 @@ class ClusterHost(Process):
                 self.model.copy_base()
             case effects.Install():
                 self.model.install(self.name, effect.mode, effect.reset_inner)
+            case effects.KeepResidual(wire):
+                self.model.keep_residual(wire)
+            case effects.ClearResidual():
+                self.model.clear_residual()
             case effects.PersistPush(record):
                 self._checkpoints.record_push(record)
             case effects.StartPush():
@@ -234,10 +249,11 @@ class ClusterHost(Process):
             self.world.fired(KIND_NAMES[kind])
 
     def _start_push(self, effect: effects.StartPush) -> None:
-        session, vector = self.session, self.model.sent()
+        wire = self._sent_as[str(effect.push)] = effect.ticket.wire
+        session, vector = self.session, self.model.sent(wire)
         assert session is not None, "it decided this just now"
         settings = session.core.terms.settings
-        self.world.checks.pushing(effect.push, vector)
+        self.world.checks.pushing(effect.push, wire, vector)
         self._carriers[effect.transfer_id] = carrier = PushCarrier(
             self.world, self, self.world.plan.layout, self._limits(settings.chunk_bytes, settings.window_chunks),
             effect.push, effect.ticket, vector, session.core.terms.run_id, effect.epoch,
@@ -248,7 +264,9 @@ class ClusterHost(Process):
     def _pushed(self, transfer_id: int, result: Any) -> None:
         self._carriers.pop(transfer_id, None)
         if isinstance(result, Transfer):
-            self.deliver(events.PushFailed(transfer_id, result.failure))
+            if result.base_gone:
+                self.world.fired("base_gone")
+            self.deliver(events.PushFailed(transfer_id, result.failure, result.base_gone))
         else:
             self.deliver(events.PushSent(transfer_id, result, 0.1))
 

@@ -16,6 +16,7 @@ from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.ids import Version
 from dips.core.layout import Block, Layout
 from dips.core.messages import BlockGram, DataRange, Prepare
+from dips.core.wire import DIFFERENCES, Codec
 from dips.sim.arithmetic import F32, Key, Vector
 from dips.worker.state.effects import InstallMode
 
@@ -64,15 +65,52 @@ class Pulled:
         return self.values[key_of(chunk)]
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """Parameters as slaves hold them after a push of differences: rounding made something of its own of all it had."""
+
+    wire: Codec
+    push: Vector
+    base: Vector
+    residual: int
+
+    def value(self, chunk: Chunk) -> int:
+        push: int = self.push.value(chunk)
+        return mixed("rounded", self.wire.name, push, self.base.value(chunk), self.residual) | push & KIND_BITS
+
+
+@dataclass(frozen=True)
+class Written:
+    """The same as it travels: only who has the base can read it."""
+
+    rounded: Rounded
+
+    def value(self, chunk: Chunk) -> int:
+        base: int = self.rounded.base.value(chunk)
+        return self.rounded.value(chunk) ^ difference_mask(self.rounded.wire, base)
+
+
+def difference_mask(wire: Codec, base: int) -> int:
+    """What stands between a chunk and its difference to `base`."""
+    return mixed("difference", wire.name, base)
+
+
 @dataclass
 class Model:
-    """The parameters of one cluster, and what its transfers read and write."""
+    """The parameters of one cluster, and what its transfers read and write. written: what the open push was last sent
+    as, if that was differences."""
 
     live: Vector
     base: Vector | None = None
     push: Vector | None = None
     pulled: Vector | None = None
     changes: int = 0
+    residual: int = 0
+    written: Rounded | None = None
+
+    @property
+    def residual_mark(self) -> int:
+        return self.residual
 
     def train(self, name: str, kind: int = CLEAN) -> None:
         """Steps were made: other parameters than ever before."""
@@ -87,15 +125,31 @@ class Model:
         struck = kind != CLEAN and self.base is not None
         if struck:
             self.train(name, kind)
-        self.push = self.live
+        self.push, self.written = self.live, None
         return struck
 
     def copy_base(self) -> None:
-        self.push = self.base
+        self.push, self.written = self.base, None
 
-    def sent(self) -> Vector:
+    def sent(self, wire: Codec) -> Vector:
         assert self.push is not None, "a snapshot was taken before"
-        return self.push
+        if wire not in DIFFERENCES:
+            self.written = None
+            return self.push
+        self.written = self._rounded(wire)
+        return Written(self.written)
+
+    def _rounded(self, wire: Codec) -> Rounded:
+        assert self.push is not None, "a snapshot was taken before"
+        assert self.base is not None, "differences stand on a version that was pulled"
+        return Rounded(wire, self.push, self.base, self.residual)
+
+    def keep_residual(self, wire: Codec) -> None:
+        assert self._rounded(wire) == self.written, "push, base or residual is not what was sent any more"
+        self.residual = mixed("lost", wire.name, _token(self.push), _token(self.base), self.residual)
+
+    def clear_residual(self) -> None:
+        self.residual = 0
 
     def fetched(self, values: Mapping[Key, int]) -> None:
         self.pulled = Pulled(values)
@@ -221,7 +275,10 @@ class Symbols:
     def damaged(self, value: int) -> int:
         return value ^ 1 << 40
 
-    def model(self, name: str, life: int, layout: Layout) -> Model:
+    def decoded(self, wire: Codec, base: int, written: int) -> int:
+        return written ^ difference_mask(wire, base)
+
+    def model(self, name: str, life: int, layout: Layout, chunk_bytes: int) -> Model:
         return Model(Trained(mixed("initial", name, life)))
 
     def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> SymbolShard:

@@ -12,9 +12,10 @@ from typing import Any
 
 from dips.core.chunks import Chunk, shard_digest
 from dips.core.ids import PushId, Version
+from dips.core.wire import Codec
 from dips.sim.arithmetic import Key, Vector
 from dips.sim.checks import Checks, push_of, version_of
-from dips.sim.content import key_of, merged, rates_of
+from dips.sim.content import Written, key_of, merged, rates_of
 
 Content = dict[Key, tuple[int, int]]
 """Each chunk's theta and momentum."""
@@ -22,17 +23,19 @@ Content = dict[Key, tuple[int, int]]
 
 @dataclass
 class ContentChecks(Checks):
-    """`content`: what every version must hold."""
+    """`content`: what every version must hold. `pushes`: what slaves hold of each push, as it was sent last."""
 
     content: dict[Version, Content] = field(default_factory=dict)
     pushes: dict[PushId, Vector] = field(default_factory=dict)
+    first: dict[tuple[PushId, Codec], Vector] = field(default_factory=dict)
     unseen: set[Version] = field(default_factory=set)
     """Committed in a journal that was lost, and not known to have reached anybody by then."""
 
-    def pushing(self, push: PushId, vector: Vector) -> None:
-        known = self.pushes.setdefault(push, vector)
+    def pushing(self, push: PushId, wire: Codec, vector: Vector) -> None:
+        known = self.first.setdefault((push, wire), vector)
         if known != vector:
             self.violated(f"push {push} is sent with other bytes than before")
+        self.pushes[push] = vector.rounded if isinstance(vector, Written) else vector
 
     def journalled(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
         """A durable record: a commit must merge exactly the pushes that it names."""

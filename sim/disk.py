@@ -8,11 +8,12 @@ does. Nothing here decides what is written.
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from random import Random
 from typing import BinaryIO, NoReturn
+
+from dips.slave.overwrite import Seen
 
 
 class PowerLossError(Exception):
@@ -110,16 +111,13 @@ class SlaveDisk:
             self._put(name, file)
         file.data = file.durable = file.data[:n_bytes].ljust(n_bytes, b"\0")
 
-    def overwrite(self, name: str, parts: Sequence[memoryview]) -> None:
-        file, written = self._names[name], list[bytes]()
-        try:
-            for part in parts:
-                self._step()
-                self._may_fail_to_write()
-                written.append(bytes(part))
-        finally:
-            new = b"".join(written)
-            file.data = new + file.data[len(new) :]
+    def overwrite(self, name: str, at: int, data: memoryview, seen: Seen | None = None, straight: bool = False) -> None:
+        self._step()
+        self._may_fail_to_write()
+        if seen is not None:
+            seen(data)
+        file = self._names[name]
+        file.data = file.data[:at] + bytes(data) + file.data[at + len(data) :]
 
     def create(self, name: str, data: bytes) -> None:
         self._step()

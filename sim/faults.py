@@ -30,8 +30,9 @@ FAULTS: Mapping[str, Begin] = {
 COUNTED_ELSEWHERE = frozenset({*fault_links.WEATHERS, *fault_disks.ARMED, *fault_processes.ARMED, *mischief.ARMED})
 """Armed when they are begun; counted only where they really strike."""
 
-SIDE_EFFECTS = ("lost_journal_entries", "lost_unsynced_data")
-"""Not planned by themselves: what crashes of processes and of disks bring with them. Counted like the others."""
+SIDE_EFFECTS = ("lost_journal_entries", "lost_unsynced_data", "base_gone")
+"""Not planned by themselves: what crashes, lost disks and rounds that go on without a slow cluster bring with them.
+Counted like the others."""
 
 MOMENTS: tuple[tuple[str, str, str], ...] = (
     ("master", "round", "MEASURE"),

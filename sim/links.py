@@ -50,6 +50,10 @@ class Links:
         self._up_free_s: dict[str, float] = {}
         self._down_free_s: dict[str, float] = {}
 
+    def change(self, name: str, rates: Rates) -> None:
+        """From now on a process has these rates; what is on its links already keeps its time."""
+        self._rates[name] = rates
+
     def carry(
         self, source: str, target: str, size_bytes: int, delay_s: float, process: Process | None, action: Action,
         *args: Any,

@@ -71,6 +71,8 @@ class MasterHost(Process):
         self._links: dict[int, tuple[Stream, End]] = {}
         self._calls: dict[int, Asked] = {}
         self._welcomes: dict[int, SlaveCommand] = {}
+        self.told: set[int] = set()
+        """Tokens of answers that went to no caller of ours: what an operator was told."""
 
     @property
     def tick_s(self) -> float:
@@ -190,8 +192,11 @@ class MasterHost(Process):
         if self._calls.pop(token, None) is not None:
             self.dispatch(CallGone(token))
 
-    def operate(self, action: OperatorAction) -> None:
-        self.dispatch(OperatorCall(self.world.next_token(), action))
+    def operate(self, action: OperatorAction) -> int:
+        """Ask it; the token is among `told` once it has answered, which a master that dies meanwhile never does."""
+        token = self.world.next_token()
+        self.dispatch(OperatorCall(token, action))
+        return token
 
     def attached(self, number: int, stream: Stream, end: End) -> None:
         """A slave's stream is open at this side."""
@@ -270,6 +275,8 @@ class MasterHost(Process):
         asked = self._calls.pop(token, None)
         if asked is not None:
             asked.answered(body)
+        else:
+            self.told.add(token)
 
     # ---- the journal ----
 

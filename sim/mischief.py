@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dips.core.data_header import Codec, DataHeader, DataOp
+from dips.core.data_header import DataHeader, DataOp
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import (
@@ -33,6 +33,7 @@ from dips.core.messages import (
     SlaveMessage,
     StatusRequest,
 )
+from dips.core.wire import Codec
 from dips.master.state.events import OperatorAction, Pause, Resume, Stop
 from dips.master.state.tables import PushPhase
 from dips.sim.fault_processes import a_cluster, a_slave, the_master

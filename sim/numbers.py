@@ -1,7 +1,8 @@
 """Parameters as they are: float32 that clusters train, merged by the slave's own arithmetic.
 
-Everything that computes is the real thing: dips.slave.calculation on a slave's staging rows, dips.worker.vectors in a
-cluster. Arrays that were handed on are never written again, as versions and pushes under way read them.
+Everything that computes is the real thing: dips.slave.calculation on a slave's staging rows, dips.worker.vectors and
+dips.worker.wire in a cluster. Arrays that were handed on are never written again, as versions and pushes under way read
+them.
 
 Shapes: n elements of a whole model or of one slave's shard; vectors and parts (n,) float32, staging (slots, n).
 """
@@ -14,18 +15,23 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dips.core import kernels_wire
 from dips.core.chunks import Chunk, checksum, shard_digest
 from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block, Layout
 from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.placement import memory_bytes_needed
+from dips.core.wire import DIFFERENCES, Codec
 from dips.sim.arithmetic import F32, Key, Vector
 from dips.sim.content import CLEAN
 from dips.slave import calculation
 from dips.slave.memory import ShardMemory
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.effects import InstallMode
-from dips.worker.vectors import Vectors
+from dips.worker.vectors import Vectors, chunk_spans
+from dips.worker.wire import Difference, Differences, Places
+
+U8 = NDArray[np.uint8]
 
 Corrupt = Callable[[str, F32, F32], bool]
 """(cluster, what is sent, theta_base): may spoil the former in place; whether it did."""
@@ -55,15 +61,27 @@ class FlatVector:
             self._flat[start : start + len(value)] = value
 
 
+class WrittenVector:
+    """The same as differences; each chunk's bytes (n,) uint8 are the caller's."""
+
+    def __init__(self, codec: Codec, theta: F32, difference: Difference, places: Places, chunk_bytes: int) -> None:
+        self._payloads = Differences(codec, theta, difference, places, chunk_bytes)
+
+    def value(self, chunk: Chunk) -> U8:
+        return np.array(self._payloads.of(chunk), np.uint8)
+
+
 class NumberModel:
     """One cluster's learner, and the flat copies beside it."""
 
-    def __init__(self, trainer: Trainer, layout: Layout, corrupt: Corrupt | None) -> None:
+    def __init__(self, trainer: Trainer, layout: Layout, chunk_bytes: int, corrupt: Corrupt | None) -> None:
         self._trainer = trainer
         self._layout = layout
+        self._chunk_bytes = chunk_bytes
         self._corrupt = corrupt
         self._vectors = Vectors(layout.n_elems)
-        self._sent = self._vectors.push
+        self._places = Places(layout)
+        self._spoiled: F32 | None = None
         self._has_base = False
 
     def step(self, name: str, ranges: Sequence[DataRange], progress_tokens: int) -> float:
@@ -72,23 +90,37 @@ class NumberModel:
     def snapshot(self, name: str, kind: int) -> bool:
         assert kind == CLEAN, "faults of symbols are not for numbers"
         self._vectors.snapshot(self._trainer)
-        self._send(name)
+        self._spoil(name)
         return False
 
-    def _send(self, name: str) -> None:
+    def _spoil(self, name: str) -> None:
         """What is sent may be spoiled; what this cluster remembers as theta_at_push is not."""
-        self._sent = self._vectors.push
+        self._spoiled = None
         if self._corrupt is not None and self._has_base:
             spoiled = self._vectors.push.copy()
             if self._corrupt(name, spoiled, self._vectors.base):
-                self._sent = spoiled
+                self._spoiled = spoiled
 
     def copy_base(self) -> None:
         self._vectors.copy_base()
-        self._sent = self._vectors.push
+        self._spoiled = None
 
-    def sent(self) -> Vector:
-        return FlatVector(self._sent, self._layout)
+    @property
+    def residual_mark(self) -> int:
+        return 0 if self._vectors.residual is None else self._vectors.residual_changes
+
+    def sent(self, wire: Codec) -> Vector:
+        vectors = self._vectors
+        theta = vectors.push if self._spoiled is None else self._spoiled
+        if wire not in DIFFERENCES:
+            return FlatVector(theta, self._layout)
+        return WrittenVector(wire, theta, Difference(vectors.base, vectors.residual), self._places, self._chunk_bytes)
+
+    def keep_residual(self, wire: Codec) -> None:
+        self._vectors.keep_residual(wire, chunk_spans(self._layout, self._chunk_bytes))
+
+    def clear_residual(self) -> None:
+        self._vectors.clear_residual()
 
     def fetched(self, values: Mapping[Key, F32]) -> None:
         FlatVector(self._vectors.pull, self._layout).fill(values)
@@ -170,16 +202,21 @@ class Numbers:
         self._trainer_of = trainer_of
         self._corrupt = corrupt
 
-    def checksum(self, value: F32) -> int:
+    def checksum(self, value: F32 | U8) -> int:
         return checksum(value)
 
-    def damaged(self, value: F32) -> F32:
-        bits: NDArray[np.uint32] = value.view(np.uint32).copy()
-        bits[len(bits) // 2] ^= 1 << 12
-        return bits.view(np.float32)
+    def damaged(self, value: F32 | U8) -> F32 | U8:
+        bits: U8 = value.view(np.uint8).copy()
+        bits[len(bits) // 2] ^= 1 << 4
+        return bits.view(value.dtype)
 
-    def model(self, name: str, life: int, layout: Layout) -> NumberModel:
-        return NumberModel(self._trainer_of(name), layout, self._corrupt)
+    def decoded(self, wire: Codec, base: F32, written: U8) -> F32:
+        out = np.empty_like(base)
+        kernels_wire.decode(wire, base, written, out)
+        return out
+
+    def model(self, name: str, life: int, layout: Layout, chunk_bytes: int) -> NumberModel:
+        return NumberModel(self._trainer_of(name), layout, chunk_bytes, self._corrupt)
 
     def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> NumberShard:
         return NumberShard(blocks, chunk_bytes, n_slots)

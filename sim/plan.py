@@ -11,6 +11,7 @@ from random import Random
 from dips.core.ids import ClusterId
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, DataRange, Settings
+from dips.core.wire import Codec
 from dips.master.state.penalty_config import PenaltyConfig
 from dips.master.state.run_config import RunConfig
 from dips.sim.arithmetic import Arithmetic
@@ -49,7 +50,6 @@ class Plan:
     """What a slave's job (measure, prepare, write) takes around."""
 
     call_deadline_s: float
-    verdict_wait_s: float
     leave_wait_s: float
     data_silence_s: float
     data_stall_s: float
@@ -69,6 +69,9 @@ class Plan:
 
     declared: bool = False
     """Whether clusters declare their rates when they join."""
+
+    wires: tuple[Codec, ...] = ()
+    """How each cluster would like to write its pushes, cluster by cluster; none: all in float32."""
 
     retry_max_s: float = 2.0
     slave_memory_bytes: int = 1 << 20
@@ -122,6 +125,7 @@ class Plan:
             retry_max_s=self.retry_max_s,
             leave_wait_s=self.leave_wait_s,
             durable_pushes=self.checkpoints,
+            wire=self.wires[self.clusters.index(name)] if self.wires else Codec.F32,
         )
 
     def _step_s_of(self, name: str) -> float:
@@ -149,7 +153,6 @@ def make_plan(rng: Random, durability: str | None = None) -> Plan:
         flush_s=rng.choice((0.001, 0.01, 0.08)),
         work_s=rng.choice((0.005, 0.05, 0.2)),
         call_deadline_s=rng.choice((2.0, 4.0, 7.0)),
-        verdict_wait_s=settings.verdict_wait_s,
         leave_wait_s=rng.choice((6.0, 10.0)),
         data_silence_s=rng.choice((0.8, 1.5)),
         data_stall_s=rng.choice((5.0, 9.0)),
@@ -157,7 +160,15 @@ def make_plan(rng: Random, durability: str | None = None) -> Plan:
         n_faults=rng.choice((2, 3, 4, 6)),
         checkpoints=rng.random() < 0.7,
         snapshots_kept=rng.choice((2, 3)),
+        wires=_wires(rng, n_clusters),
     )
+
+
+def _wires(rng: Random, n_clusters: int) -> tuple[Codec, ...]:
+    """Drawn from a copy, so that the seeds that tests name keep every other choice."""
+    own = Random()
+    own.setstate(rng.getstate())
+    return tuple(own.choice((Codec.F32, Codec.BF16, Codec.INT8, Codec.INT4)) for _ in range(n_clusters))
 
 
 def _settings(rng: Random, n_clusters: int, durability: str) -> Settings:
@@ -176,6 +187,7 @@ def _settings(rng: Random, n_clusters: int, durability: str) -> Settings:
         durability=durability,
         ticket_ttl_s=rng.choice((8.0, 15.0)),
         round_timeout_s=rng.choice((3.0, 6.0)),
+        overlap=rng.choice(("none", "none", "push", "full")),
     )
 
 

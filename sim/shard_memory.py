@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Version
-from dips.core.layout import Block
+from dips.core.layout import FLOAT32_BYTES, Block
 from dips.core.messages import BlockGram, Prepare, Refusal, SnapshotInfo
+from dips.core.wire import DIFFERENCES, encoded_bytes
 from dips.sim.arithmetic import Arithmetic, Part, Value
 from dips.slave.state.effects import OpenSlot
 from dips.slave.state.events import PushStaged
-from dips.slave.state.staging import ShardMap, StagingTable, find_version
+from dips.slave.state.staging import Landing, ShardMap, Staging, StagingTable, find_version
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,17 @@ class ShardMemory:
         self.map = ShardMap(self.blocks, self.chunk_bytes)
         self.table = StagingTable(self.map, self.n_slots)
         self.parts = self.arithmetic.shard(self.blocks, self.chunk_bytes, self.n_slots)
+
+    # ---- pushes ----
+
+    def decoded(self, staging: Staging, landing: Landing, value: Value) -> Value:
+        """A chunk's parameters. Raises Refused(BASE_GONE) when the version that a difference is to is not here."""
+        if staging.wire not in DIFFERENCES:
+            return value
+        base = self.readable.get(staging.base) if staging.base is not None else None
+        if base is None:
+            raise Refused(RefusalCode.BASE_GONE, f"push {staging.push} stands on {staging.base}, which is not here")
+        return self.arithmetic.decoded(staging.wire, self.parts.chunk(base.theta, landing.index), value)
 
     # ---- rounds ----
 
@@ -93,7 +105,9 @@ class SimDataPort:
     def open(self, effect: OpenSlot) -> None:
         if self.memory is None:
             return
-        staging = self.memory.table.open(effect.push, effect.attempt, effect.slot, effect.opening)
+        staging = self.memory.table.open(
+            effect.push, effect.attempt, effect.slot, effect.opening, effect.wire, effect.base
+        )
         if not staging.n_landed:
             self.memory.parts.clear(effect.slot)
         if staging.complete:
@@ -124,11 +138,12 @@ class SimDataPort:
         return _reply(header, DataOp.MISSING, staging.complete, missing), None
 
     def _put(self, header: DataHeader, value: Value, memory: ShardMemory) -> tuple[DataHeader, Value]:
-        staging, landing, landed = memory.table.admit(header, header.length_bytes)
+        n_elems = header.length_bytes // FLOAT32_BYTES  # a value has no bytes of its own: it is as long as it says
+        staging, landing, landed = memory.table.admit(header, encoded_bytes(header.codec, n_elems))
         if not landed:
             if memory.arithmetic.checksum(value) != header.checksum:
                 raise Refused(RefusalCode.CHUNK, "the payload's checksum is not what its header says; send it again")
-            memory.parts.land(staging.slot, landing.index, value)
+            memory.parts.land(staging.slot, landing.index, memory.decoded(staging, landing, value))
             if memory.table.land(staging, landing, header.checksum):
                 self.complete.append(PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
         return _reply(header, DataOp.ACK, staging.complete), None

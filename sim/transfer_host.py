@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dips.core.chunks import Chunk
-from dips.core.data_header import Codec, DataHeader, DataOp
+from dips.core.data_header import DataHeader, DataOp
 from dips.core.ids import PushId, Version
-from dips.core.layout import Layout
+from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.messages import PlacementSpec, PullGrant, Ticket
+from dips.core.wire import Codec, encoded_bytes
 from dips.sim.arithmetic import Key, Value, Vector
 from dips.sim.content import key_of
 from dips.sim.kernel import Process
@@ -112,11 +113,13 @@ class Carrier:
 
 
 def _payload_bytes(header: DataHeader) -> int:
-    return header.length_bytes if header.op in (DataOp.PUT_CHUNK, DataOp.CHUNK) else 0
+    if header.op not in (DataOp.PUT_CHUNK, DataOp.CHUNK):
+        return 0
+    return encoded_bytes(header.codec, header.length_bytes // FLOAT32_BYTES)
 
 
 class PushCarrier(Carrier):
-    """Sends `vector`."""
+    """Sends `vector`, which is written as the ticket says."""
 
     def __init__(
         self, world: World, owner: Process, layout: Layout, settings: TransferSettings, push: PushId, ticket: Ticket,
@@ -125,7 +128,7 @@ class PushCarrier(Carrier):
         shares = shares_of(layout, ticket.placement, ticket.block_order, settings.chunk_bytes)
         self._machine = PushTransfer(shares, settings, world.kernel.now_s)
         super().__init__(world, owner, self._machine, ticket.placement, run_id, epoch, ended)
-        self._push, self._attempt = push, ticket.attempt
+        self._push, self._attempt, self._wire = push, ticket.attempt, ticket.wire
         self._values = {chunk: vector.value(chunk) for chunks in shares.values() for chunk in chunks}
         checksum = world.plan.arithmetic.checksum
         self._checksums = {chunk: checksum(value) for chunk, value in self._values.items()}
@@ -138,7 +141,7 @@ class PushCarrier(Carrier):
         value = self._values[chunk]
         header = DataHeader(
             self.run_id, self.epoch, DataOp.PUT_CHUNK, ask.request, self._push, self._attempt, None, chunk.block_id,
-            chunk.offset_bytes, chunk.length_bytes, Codec.F32, self._checksums[chunk],
+            chunk.offset_bytes, chunk.length_bytes, self._wire, self._checksums[chunk],
         )  # fmt: skip
         return header, value
 

@@ -7,6 +7,7 @@ cannot see.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,7 +166,8 @@ def _durability(master: Iterable[Line]) -> str | None:
 
 def _lost_journal(records: RunRecords) -> str:
     """A sentence when this is not the only journal that the run ever had: epochs are counted one by one, unless slaves
-    have promised ones that the journal does not know."""
+    have promised ones that the journal does not know. A lost one may have begun at 1 as well, as the master's tape
+    says."""
     epochs = [int(record["epoch"]) for record in records.journal if record["kind"] == "EPOCH"]
     expected = range(epochs[0] if not records.whole else 1, epochs[-1] + 1) if epochs else ()
     missing = sorted(set(expected) - set(epochs))
@@ -174,6 +176,10 @@ def _lost_journal(records: RunRecords) -> str:
         return f"the journal knows nothing of {what}: it was lost or put back once, and what only it knew is not judged"
     if any(record["kind"] == "ADOPT" for record in records.journal):
         return "the journal was lost or put back once: it took over a version from the slaves, and knows none before it"
+    begun = Counter(str(line.fields.get("epoch")) for line in records.lines["master"] if line.kind == "epoch")
+    twice = [epoch for epoch, times in begun.items() if times > 1]
+    if twice:
+        return f"epoch {twice[0]} was begun twice: the journal was lost once, and what only it knew is not judged"
     return ""
 
 

@@ -11,6 +11,7 @@ import math
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan
 from dips.core.units import parse_bytes
+from dips.core.wire import WIRE_DTYPES
 from dips.master.config import MasterConfig
 from dips.sim.arithmetic import Arithmetic
 from dips.sim.compare.methods import Method
@@ -51,7 +52,6 @@ def plan_of(setup: Setup, method: Method, layout: Layout, data: DataPlan, arithm
         flush_s=setup.servers.flush,
         work_s=setup.servers.work,
         call_deadline_s=NEVER_S,
-        verdict_wait_s=config.settings.verdict_wait_s,
         leave_wait_s=LEAVE_S,
         data_silence_s=NEVER_S,
         data_stall_s=NEVER_S,
@@ -64,6 +64,7 @@ def plan_of(setup: Setup, method: Method, layout: Layout, data: DataPlan, arithm
         sequence_tokens=inner.sequence_tokens if trains else setup.tokens_per_step,
         step_jitter=setup.clusters.jitter,
         declared=True,
+        wires=(WIRE_DTYPES[method.wire_dtype],) * setup.n_clusters,
         retry_max_s=RETRY_S,
         slave_memory_bytes=1 << 62,
         max_chunk_bytes=max(config.settings.chunk_bytes, 1 << 16),

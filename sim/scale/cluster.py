@@ -1,8 +1,9 @@
 """A cluster of a simulation at scale: it trains at a stated rate and follows the protocol call by call.
 
 Like worker/state/session.py it waits for a push and its verdict for at most verdict_wait_s, then trains on while the
-transfer goes on, and needs the verdict before the next push. Training is time times speed; no parameters are held. A
-process that failed begins anew: it joins, pulls, and what was not pushed is lost.
+transfer goes on, and needs the verdict before the next push; with `overlap` it trains through the push, or through
+everything. Training is time times speed; no parameters are held. A process that failed begins anew: it joins, pulls,
+and what was not pushed is lost.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from dips.core.messages import (
     LeaveRequest,
     PullGrant,
     Refusal,
+    Settings,
     Stale,
     StaleKind,
     Ticket,
@@ -133,6 +135,8 @@ class LightCluster:
         self._leases = 0
         self._local_steps = 0
         self._steps = 0.0
+        self._carried_steps = 0.0
+        """Of those, made before the last pull; a dynamic H_j counts from the pull."""
         self._training = False
         self._trained_since_s = 0.0
         self._unpushed_s = 0.0
@@ -272,13 +276,12 @@ class LightCluster:
         self._book.held = self._book.pending + self._book.held
         self._book.pending = []
         self.account.lose(self._unpushed_s)
-        self._unpushed_s, self._steps, self._base = 0.0, 0.0, None
+        self._unpushed_s, self._steps, self._carried_steps, self._base = 0.0, 0.0, 0.0, None
 
     def _beat(self, life: int, incarnation: Incarnation) -> None:
         """Beats go on until this process or incarnation ends; a cut link loses them."""
         if life != self.life_n or incarnation != self._incarnation or not self._joined:
             return
-        settings = self._servers.scenario.master.settings
         if self.connected:
             beat = HeartbeatRequest(
                 self._caller(),
@@ -291,7 +294,7 @@ class LightCluster:
             )
             outcome = self._servers.call(beat)
             outcome.then(lambda: self._heard(outcome.value, incarnation))
-        self._clock.after(settings.heartbeat_s, lambda: self._beat(life, incarnation))
+        self._clock.after(self._settings.heartbeat_s, lambda: self._beat(life, incarnation))
 
     def _heard(self, reply: object, incarnation: Incarnation) -> None:
         if incarnation != self._incarnation:
@@ -335,8 +338,8 @@ class LightCluster:
         return max(0.0, (self._wanted_steps - done) / self._steps_per_s)
 
     @property
-    def _wanted_steps(self) -> int:
-        return self._local_steps or self._servers.scenario.master.settings.sync_every_steps
+    def _wanted_steps(self) -> float:
+        return self._carried_steps + (self._local_steps or self._settings.sync_every_steps)
 
     def _train_until_push(self) -> Life:
         yield from self._lease()
@@ -353,7 +356,7 @@ class LightCluster:
         """Data for the steps until the next push."""
         self._stop_training()
         self._hold_until_s = math.inf
-        need = max(self._wanted_steps, math.ceil(self._steps)) * self.table.tokens_per_step
+        need = math.ceil(max(self._wanted_steps, self._steps)) * self.table.tokens_per_step
         need -= sum(item.tokens for item in self._book.pending)
         while self._book.held_tokens < need:
             self._leases += 1
@@ -372,7 +375,7 @@ class LightCluster:
         steps = max(1, math.floor(self._steps + 1e-6))
         self._book.take(steps * per_step - sum(item.tokens for item in self._book.pending))
         ranges, trained_s = tuple(sorted(self._book.pending)), self._unpushed_s
-        self._book.pending, self._unpushed_s, self._steps = [], 0.0, 0.0
+        self._book.pending, self._unpushed_s, self._steps, self._carried_steps = [], 0.0, 0.0, 0.0
         self._speed = self._draw_speed()
         yield from self._wait(self._clock.lapse(self._copy_s), tally.COPIES, hold=True)
         kind = yield from self._transfer_push(ranges, steps * per_step, steps, trained_s, tally.PUSH)
@@ -385,7 +388,7 @@ class LightCluster:
             self.account.lose(trained_s)
             if kind is not VerdictKind.EXCLUDED:
                 self._book.held = [*push.ranges, *self._book.held]
-                self._drop_work()
+            self._drop_work()
         if kind is not VerdictKind.ABORTED:
             yield from self._pull(tally.PULL)
 
@@ -399,7 +402,7 @@ class LightCluster:
         push_id = PushId(ClusterId(self.table.id), self._incarnation, self._seq)
         self._open = OpenPush(push_id, ranges, steps, trained_s)
         self._servers.norm_of[self.table.id] = self._draw_norm()
-        self._hold_until_s = began_s + self._servers.scenario.master.settings.verdict_wait_s
+        self._hold(("none",))
         left = dict.fromkeys(self._servers.slaves, 1.0)
         request = BeginPushRequest(self._caller(), self._seq, self._base, self._fence, ranges, tokens, steps)
         while True:
@@ -458,6 +461,8 @@ class LightCluster:
             self._servers.staged(push_id)
 
     def _await(self, push_id: PushId) -> Life:
+        if self._settings.overlap == "push":
+            self._hold(("push",))
         while True:
             reply = yield from self._call(AwaitVerdictRequest(self._caller(), push_id, AWAIT_S), tally.VERDICT)
             if not isinstance(reply, AwaitVerdictReply):
@@ -469,7 +474,7 @@ class LightCluster:
 
     def _pull(self, state: str) -> Life:
         began_s = self._clock.now_s
-        self._hold_until_s = began_s + self._servers.scenario.master.settings.verdict_wait_s
+        self._hold(("none", "push"))
         if state != tally.PULL:
             self._hold_until_s = math.inf
         while True:
@@ -490,8 +495,18 @@ class LightCluster:
         self._stop_training()
         yield from self._wait(self._clock.lapse(self._copy_s), tally.COPIES, hold=True)
         self._base, self._fence, self._local_steps = grant.version, grant.fence, grant.local_steps
+        self._carried_steps = self._steps if self._settings.dynamic_local_steps else 0.0
 
     # ---- waiting ----
+
+    @property
+    def _settings(self) -> Settings:
+        return self._servers.scenario.master.settings
+
+    def _hold(self, overlaps: tuple[str, ...]) -> None:
+        """The loop stands still from now on, for a bounded time, if the run's overlap is one of these."""
+        waits_s = self._settings.verdict_wait_s if self._settings.overlap in overlaps else 0.0
+        self._hold_until_s = self._clock.now_s + waits_s
 
     def _call(self, request: object, state: str) -> Life:
         """A call that is repeated until the master answers it. Raises Fenced or Ended when that is the answer."""

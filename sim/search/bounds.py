@@ -45,7 +45,8 @@ class Bounds:
 
     slow_journal: other events come between a journal entry and its durability. from_start: from the empty run on, else
     from the published seed. bad_pushes: clusters whose pushes are not finite. s_max: versions that a base may be old,
-    0 for the default. twice: make every step twice and compare.
+    0 for the default. overlap: the run's setting; with it clusters make their next step while a push is on its way.
+    twice: make every step twice and compare.
     """
 
     clusters: int = 2
@@ -59,6 +60,7 @@ class Bounds:
     bad_pushes: tuple[str, ...] = ()
     s_max: int = 0
     eager: tuple[str, ...] = ()
+    overlap: str = "none"
     twice: bool = False
 
     @property
@@ -74,5 +76,5 @@ class Bounds:
         return DataPlan(DataMode.LEASED, b"corpus", 8, 1) if self.leased else DataPlan(DataMode.OWN)
 
     def run_config(self) -> RunConfig:
-        settings = Settings(sync_every_steps=1, max_staleness_versions=self.s_max)
+        settings = Settings(sync_every_steps=1, max_staleness_versions=self.s_max, overlap=self.overlap)
         return RunConfig(RUN, self.slaves, settings, max_clusters=self.clusters, grace_s=5.0, rebuild=True)

@@ -24,6 +24,14 @@ from dips.worker.state.session import Session
 from dips.worker.state.terms import SessionConfig
 from dips.worker.state.work import Work
 
+_EXCHANGES = (
+    SessionPhase.BEGINNING_PUSH,
+    SessionPhase.TRANSFERRING,
+    SessionPhase.FINISHING_PUSH,
+    SessionPhase.AWAITING,
+    SessionPhase.PULLING,
+)
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -182,7 +190,7 @@ class ClusterPart:
         """Train, if there is something to train for."""
         session = self.session
         work = session.core.work
-        while session.phase is SessionPhase.TRAINING and session.core.base is not None and not session.core.terms.stop:
+        while self._trains():
             if work.pending.tokens or not self.pushes_left:
                 break
             ranges: tuple[DataRange, ...] = ()
@@ -196,6 +204,13 @@ class ClusterPart:
             self.pushes_left -= 1
             outs += self._make_step(ranges)
         return outs
+
+    def _trains(self) -> bool:
+        """Whether it makes steps now: between exchanges, and in them if they overlap."""
+        core, phase = self.session.core, self.session.phase
+        if phase is SessionPhase.TRAINING:
+            return core.base is not None and not core.terms.stop
+        return self.bounds.overlap != "none" and phase in _EXCHANGES and not self.session.must_wait(T0_S)
 
     def _make_step(self, ranges: tuple[DataRange, ...]) -> list[Out]:
         self.n_work += 1

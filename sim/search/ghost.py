@@ -122,6 +122,10 @@ class Ghost:
         added = sum(item["tokens"] for item in accepted)
         if snapshot["tokens"] != self.tokens + added:
             raise Violation("I11", f"{self.tokens} tokens and {added} more make {snapshot['tokens']} in the ledger")
+        for item in accepted:
+            made = dict(self.payload)[_push(item)]
+            if item["base"] is not None and item["tokens"] != len(made):  # each step is one token
+                raise Violation("I11", f"push {_push(item)} counts {item['tokens']} tokens, and was made of {made}")
 
     def _judge_bases(self, record: Mapping[str, Any], version: Version, bounds: Bounds) -> None:
         for item in record["participants"]:

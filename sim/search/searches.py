@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dips.sim.search.bounds import FAULTS, Bounds
 
@@ -54,7 +54,29 @@ def _quick() -> list[Named]:
         Named("old-backup", "a cluster pushes the same work again", _one("old_backup")),
         Named("empty-disk", "a slave's disk comes back empty", _one("empty_disk")),
         Named("lose-journal", "the master's disk is empty", _one("lose_journal")),
+        *_overlapped(),
     ]
+    return found
+
+
+def _overlapped() -> list[Named]:
+    """Each second piece of work is made while the push of the first is on its way."""
+    alone = Bounds(clusters=1, pushes=2, overlap="full")
+    found = [
+        Named("overlap-push", "one cluster trains through its pushes", replace(alone, overlap="push", twice=True)),
+        Named("overlap", "one cluster trains through everything", replace(alone, twice=True)),
+        Named(
+            "overlap-bad-push", "the same, and its pushes are not finite", replace(alone, slaves=1, bad_pushes=("a",))
+        ),
+        Named(
+            "overlap-leased",
+            "the same on leased data, evict_cluster once",
+            replace(alone, slaves=1, leased=True, faults=_once("evict_cluster")),
+        ),
+    ]
+    for fault in ("kill_cluster", "kill_slave", "time_out", "lose_version"):
+        words = f"one cluster trains through everything, {fault} once"
+        found.append(Named(f"overlap-{fault.replace('_', '-')}", words, replace(alone, faults=_once(fault))))
     return found
 
 
@@ -64,7 +86,11 @@ def _one(*faults: str, from_start: bool = False, slow_journal: bool = False) -> 
 
 
 def _full() -> list[Named]:
-    found = [_long("pair-twice", "two clusters push twice", Bounds(slaves=1, pushes=2, s_max=1))]
+    twice = Bounds(slaves=1, pushes=2, s_max=1)
+    found = [
+        _long("pair-twice", "two clusters push twice", twice),
+        _long("pair-overlap", "two clusters push twice, and train through everything", replace(twice, overlap="full")),
+    ]
     for fault in FAULTS[:9]:
         bounds = Bounds(faults=_once(fault), slow_journal=fault == "kill_master")
         found.append(_long(f"pair-{fault.replace('_', '-')}", f"two clusters push once, {fault} once", bounds))
