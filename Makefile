@@ -21,12 +21,12 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check sim search faults protos bench docs clean
+.PHONY: help demo test check sim search faults endurance protos bench docs clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 	@echo
-	@echo '  ARGS="..."       more arguments, for demo, test and faults (pytest), sim, search and bench'
+	@echo '  ARGS="..."       more arguments, for demo, test, faults and endurance (pytest), sim, search and bench'
 	@echo '  SEEDS=2000       how many runs `make sim` simulates'
 	@echo '  TORCH_INDEX=URL  package index that PyTorch alone is taken from, such as the one of its CPU builds'
 	@echo '  PYTHON=PATH      the interpreter that makes the environment (3.11 or newer); VENV=DIR where it is made'
@@ -51,14 +51,19 @@ search: $(DEV_STAMP)  ## search all states of small runs, breadth first; ARGS=--
 faults: $(DEV_STAMP)  ## kill real processes at every failpoint and at random, for minutes
 	$(BIN)/python -m pytest --require-passed --faults tests/faults $(ARGS)
 
+endurance: $(DEV_STAMP)  ## move gigabytes and ten thousand tensors, play a thousand rounds; needs 10 GB of memory
+	$(BIN)/python tests/run_all.py --endurance tests/endurance $(ARGS)
+
 protos: $(DEV_STAMP)  ## write the stubs beside protos/*.proto anew
 	cd src && $(abspath $(BIN))/python -m grpc_tools.protoc -I . \
 	  --python_out=. --pyi_out=. --grpc_python_out=. dips/protos/*.proto
 
-bench: $(DEV_STAMP)  ## run benchmarks/*.py
-	@shopt -s nullglob; found=(benchmarks/*.py); \
-	if [ "$${#found[@]}" = 0 ]; then echo "make bench: benchmarks/ holds no *.py to run" >&2; exit 1; fi; \
-	for file in "$${found[@]}"; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+bench: $(DEV_STAMP)  ## run the benchmarks, or one: BENCH=sync runs benchmarks/bench_sync.py; ARGS=--quick: small sizes
+	@shopt -s nullglob; found=(benchmarks/bench_$(or $(BENCH),*).py); \
+	if [ "$${#found[@]}" = 0 ]; then echo "make bench: there is no benchmarks/bench_$(or $(BENCH),*).py" >&2; exit 1; fi; \
+	failed=(); \
+	for file in "$${found[@]}"; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || failed+=("$$file"); done; \
+	if [ "$${#failed[@]}" != 0 ]; then echo "make bench: not done: $${failed[*]}" >&2; exit 1; fi
 
 docs: $(DEV_STAMP)  ## write the generated parts of docs/ anew
 	$(BIN)/python -m dips.launch.protocol_doc --write docs/protocol.md

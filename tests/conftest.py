@@ -25,19 +25,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail when not a single test passed, so that a run that skipped everything is not a success",
     )
     parser.addoption("--faults", action="store_true", help="also kill real processes for minutes (`make faults`)")
+    parser.addoption("--endurance", action="store_true", help="also move gigabytes and play 1,000 rounds, for minutes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "faults: takes minutes of killing real processes; runs with --faults only")
+    config.addinivalue_line("markers", "endurance: takes minutes, or gigabytes of memory; runs with --endurance only")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--faults"):
-        return
-    skip = pytest.mark.skip(reason="kills real processes for minutes: run it with --faults, or `make faults`")
-    for item in items:
-        if item.get_closest_marker("faults"):
-            item.add_marker(skip)
+    reasons = {
+        "faults": "kills real processes for minutes: run it with --faults, or `make faults`",
+        "endurance": "takes minutes, or gigabytes of memory: run it with --endurance",
+    }
+    for name, reason in reasons.items():
+        if config.getoption(f"--{name}"):
+            continue
+        for item in items:
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(trylast=True)

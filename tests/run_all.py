@@ -14,7 +14,10 @@ from collections.abc import Sequence
 
 import pytest
 
-OF_PROCESSES = ("tests/integration/", "tests/faults/")
+OF_PROCESSES = ("tests/integration/", "tests/faults/", "tests/endurance/")
+WISHES = ("--faults", "--endurance")
+
+WARM_UP = "from dips.core import kernels_numba, kernels_wire; kernels_numba.warm_up(); kernels_wire.warm_up()"
 
 
 class Failures:
@@ -35,6 +38,8 @@ class Failures:
 
 
 def main(arguments: Sequence[str], of_processes: Sequence[str] = OF_PROCESSES) -> int:
+    # Compiled once and kept, before processes that wait for each other all compile at the same moment.
+    subprocess.check_call([sys.executable, "-c", WARM_UP])
     failures = Failures()
     code = int(pytest.main(["--require-passed", *arguments], plugins=[failures]))
     names = failures.names
@@ -42,7 +47,7 @@ def main(arguments: Sequence[str], of_processes: Sequence[str] = OF_PROCESSES) -
         return code
     if names and all(name.startswith(tuple(of_processes)) for name in names):
         say("failed; now once more, alone", names)
-        wish = ["--faults"] if "--faults" in arguments else []  # without it they would be skipped
+        wish = [option for option in WISHES if option in arguments]  # without it they would be skipped
         code = subprocess.call([sys.executable, "-m", "pytest", "--require-passed", *wish, *names])
         say("failed once under load, passed alone" if code == 0 else "failed, and failed again alone", names)
     else:

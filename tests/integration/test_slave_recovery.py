@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -268,10 +269,10 @@ class SlowDisk:
         self.go_on, self.writing = threading.Event(), threading.Event()
         real = LocalDisk.overwrite
 
-        def overwrite(disk: LocalDisk, name: str, parts: Sequence[memoryview]) -> None:
+        def overwrite(disk: LocalDisk, *what: Any) -> None:
             self.writing.set()
             assert self.go_on.wait(WAIT_S)
-            real(disk, name, parts)
+            real(disk, *what)
 
         monkeypatch.setattr(LocalDisk, "overwrite", overwrite)
 

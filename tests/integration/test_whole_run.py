@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from support.whole_run import F32, LAYOUT, LEASED, NumpyCluster, WholeRun, wait_until
+from support.diloco import diloco, trained
+from support.whole_run import LAYOUT, LEASED, NumpyCluster, WholeRun, wait_until
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.layout import Layout, Parameter
@@ -15,22 +15,6 @@ from dips.core.messages import VerdictKind
 from dips.worker.reader import fetch_version
 
 TOKENS = 10 * 4  # of one push: sync_every steps of 10 tokens
-
-
-def diloco(theta: F32, momentum: F32, pushed: list[F32], kappa: float = 1.0) -> tuple[F32, F32]:
-    """One outer step of DiLoCo in plain torch operators; kappa given."""
-    current, buffer = torch.from_numpy(theta), torch.from_numpy(momentum)
-    delta = (1 / len(pushed)) * (current - torch.from_numpy(pushed[0]))
-    for other in pushed[1:]:
-        delta = delta + (1 / len(pushed)) * (current - torch.from_numpy(other))
-    gradient = kappa * delta
-    buffer = 0.8 * buffer + gradient
-    return (current - 0.7 * (gradient + 0.8 * buffer)).numpy(), buffer.numpy()
-
-
-def trained(cluster: NumpyCluster) -> list[F32]:
-    """What it pushed, without the seed."""
-    return [pushed for pushed in cluster.model.pushed if not np.array_equal(pushed, cluster.model.installed[0])]
 
 
 def train(directory: Path, n_slaves: int, rounds: int) -> list[NumpyCluster]:

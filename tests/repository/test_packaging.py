@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from support.repository import ROOT
 
-TARGETS = ("demo", "test", "check", "sim", "search", "faults", "protos", "bench", "docs", "clean", "help")
+TARGETS = ("demo", "test", "check", "sim", "search", "faults", "endurance", "protos", "bench", "docs", "clean", "help")
 
 
 # What a make that runs these tests hands down; a make that is tested must not see it.

@@ -34,11 +34,21 @@ def test_what_passes_alone_is_said_to_have_failed_once(tmp_path: Path) -> None:
     assert done.stdout.endswith("failed once under load, passed alone: 1\n  tests/integration/test_x.py::test_it\n")
 
 
-def test_tests_that_need_an_option_get_it_again(tmp_path: Path) -> None:
-    marked = FAILS_ONCE.replace("def test_it", "import pytest\n@pytest.mark.faults\ndef test_it")
-    done = run_all(tmp_path, "faults", marked, "--faults")
+@pytest.mark.parametrize("kind", ["faults", "endurance"])
+def test_tests_that_need_an_option_get_it_again(tmp_path: Path, kind: str) -> None:
+    marked = FAILS_ONCE.replace("def test_it", f"import pytest\n@pytest.mark.{kind}\ndef test_it")
+    done = run_all(tmp_path, kind, marked, f"--{kind}")
     assert done.returncode == 0, done.stdout
-    assert done.stdout.endswith("failed once under load, passed alone: 1\n  tests/faults/test_x.py::test_it\n")
+    assert done.stdout.endswith(f"failed once under load, passed alone: 1\n  tests/{kind}/test_x.py::test_it\n")
+
+
+@pytest.mark.parametrize("kind", ["faults", "endurance"])
+def test_without_the_option_they_are_skipped(tmp_path: Path, kind: str) -> None:
+    test = f"import pytest\n@pytest.mark.{kind}\ndef test_it() -> None:\n    assert False\n"
+    marked = test + "def test_other() -> None:\n    assert True\n"
+    done = run_all(tmp_path, kind, marked)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed, 1 skipped" in done.stdout
 
 
 def test_what_fails_twice_is_a_failure(tmp_path: Path) -> None:

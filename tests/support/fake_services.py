@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dips.core.chunks import checksum, chunks_of, digest_of_array, shard_digest
 from dips.core.codec_protobuf import encode, from_message, to_message
-from dips.core.data_header import Codec, DataHeader, DataOp, MissingChunk
+from dips.core.data_header import DataHeader, DataOp, MissingChunk
 from dips.core.errors import RefusalCode
 from dips.core.grpc_refusal import REFUSAL_KEY
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
@@ -58,6 +58,8 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
+from dips.core.wire import Codec, encoded_bytes
+from dips.core.wire_numpy import decode
 from dips.protos import clusters_pb2_grpc
 
 F32 = NDArray[np.float32]
@@ -114,6 +116,7 @@ class FakeSlave:
         self.slave_id = slave_id
         self.blocks = blocks
         self.landed: dict[PushId, dict[tuple[int, int], bytes]] = {}
+        self.codecs: dict[PushId, Codec] = {}
         self.versions: dict[Version, F32] = {}
         self.mute = False
         self.hook: Callable[[DataHeader], Refusal | None] = lambda header: None
@@ -156,10 +159,19 @@ class FakeSlave:
             return None
         return shard_digest([checksum(landed[c.block_id, c.offset_bytes]) for c in chunks])
 
-    def share(self, push: PushId) -> F32:
-        landed = self.landed[push]
-        chunks = chunks_of(self.blocks, CHUNK_BYTES)
-        return np.frombuffer(b"".join(landed[c.block_id, c.offset_bytes] for c in chunks), "<f4")
+    def share(self, push: PushId, base: F32 | None = None) -> F32:
+        """What it holds of a push; base: its own part of the version that differences are to."""
+        landed, parts, start = self.landed[push], [], 0
+        for chunk in chunks_of(self.blocks, CHUNK_BYTES):
+            payload, stop = landed[chunk.block_id, chunk.offset_bytes], start + chunk.length_bytes // 4
+            if self.codecs[push] is Codec.F32:
+                parts.append(np.frombuffer(payload, "<f4"))
+            else:
+                assert base is not None, "differences have a base"
+                parts.append(np.empty(stop - start, np.float32))
+                decode(self.codecs[push], base[start:stop], np.frombuffer(payload, np.uint8), parts[-1])
+            start = stop
+        return np.concatenate(parts)
 
     def _serve(self, router: zmq.Socket[bytes]) -> None:
         while not self._stop.is_set():
@@ -184,7 +196,8 @@ class FakeSlave:
         landed = self.landed.setdefault(header.push, {})
         if header.op is DataOp.PUT_CHUNK:
             assert checksum(payload) == header.checksum
-            assert len(payload) == header.length_bytes
+            assert len(payload) == encoded_bytes(header.codec, header.length_bytes // 4)
+            assert self.codecs.setdefault(header.push, header.codec) is header.codec
             landed[header.block, header.offset_bytes] = payload
         chunks = chunks_of(self.blocks, CHUNK_BYTES)
         lacking = [c for c in chunks if (c.block_id, c.offset_bytes) not in landed]
@@ -293,8 +306,9 @@ class FakeRun:
     def theta_of(self, push: PushId) -> F32:
         """What the slaves hold of a push, as one vector."""
         theta = np.empty(LAYOUT.n_elems, np.float32)
+        base = next((request.base for request in self.pushes if self._id(request, request.seq) == push), None)
         for slave in self.slaves:
-            share, start = slave.share(push), 0
+            share, start = slave.share(push, None if base is None else slave.versions[base]), 0
             for block in slave.blocks:
                 theta[block.start_elem : block.stop_elem] = share[start : start + block.n_elems]
                 start += block.n_elems
@@ -343,7 +357,9 @@ class FakeRun:
         if push not in self.attempts:
             self.pushes.append(request)
         self.attempts[push] = self.attempts.get(push, 0) + 1
-        return BeginPushReply(Ticket(self.attempts[push], self._placement(), tuple(range(len(LAYOUT.blocks)))))
+        return BeginPushReply(
+            Ticket(self.attempts[push], self._placement(), tuple(range(len(LAYOUT.blocks))), request.wire)
+        )
 
     def _FinishPush(self, request: FinishPushRequest) -> FinishPushReply:
         push = self._id(request, request.seq)

@@ -123,6 +123,7 @@ class BenchSlave:
     staged: dict[PushId, bytes] = field(default_factory=dict)
     digests: dict[Version, bytes] = field(default_factory=dict)
     reattaches: bool = True
+    hello: Hello = HELLO
     commands: list[Any] = field(default_factory=list)
     hold: set[type] = field(default_factory=set)
     refuse: dict[str, Refusal] = field(default_factory=dict)
@@ -138,7 +139,7 @@ class BenchSlave:
         self.alive = True
         self.staging.clear()
         snapshots = tuple(self.snapshots.values())
-        self.say(SlaveHello(HELLO, f"tcp://127.0.0.1:{5000 + self.link}", 1 << 30, self.promised, snapshots))
+        self.say(SlaveHello(self.hello, f"tcp://127.0.0.1:{5000 + self.link}", 1 << 30, self.promised, snapshots))
 
     def die(self) -> None:
         """kill -9: the stream breaks; the disk stays."""
@@ -506,9 +507,9 @@ class Bench:
         request = FinishPushRequest(self.caller(name), self.clusters[name].seq, attempt, tuple(sorted(sent.items())))
         return self.call(request)
 
-    def push(self, name: str, tokens: int = 100, ranges: tuple[DataRange, ...] = ()) -> PushId:
+    def push(self, name: str, tokens: int = 100, ranges: tuple[DataRange, ...] = (), **changes: Any) -> PushId:
         """Ticket, transfer and admission."""
-        self.begin_push(name, tokens, ranges)
+        self.begin_push(name, tokens, ranges, **changes)
         self.stage(name)
         answer = self.result(self.finish_push(name)).answer
         assert isinstance(answer, Admitted), answer

@@ -179,6 +179,22 @@ MUTANTS: tuple[Mutant, ...] = (
         _bounds(slaves=1, bad_pushes=("a",)),
     ),
     Mutant(
+        "what was pushed stays in what is pushed next",
+        "worker.state.pushing:Pushing.act",
+        "PullPlan(InstallMode.REBASE_FROM_PUSH, verdict.version)",
+        "PullPlan(InstallMode.REBASE_FROM_BASE, verdict.version)",
+        ("I6",),
+        _bounds(pushes=2, overlap="full"),
+    ),
+    Mutant(
+        "steps made meanwhile are counted, and gone",
+        "worker.state.pulling:Pulling._exact",
+        "ahead = core.steps_since_snapshot if mode is InstallMode.REBASE_FROM_PUSH else core.work.pending.steps",
+        "ahead = 0",
+        ("I11",),
+        _bounds(pushes=2, overlap="full"),
+    ),
+    Mutant(
         "a round number out of thin air",
         "master.state.rounds:Rounds._open",
         "world.ledger.round_n += 1",

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from typing import BinaryIO
 
+from dips.slave.overwrite import Seen
+
 Image = dict[str, bytes]
 
 
@@ -102,12 +104,11 @@ class CrashDisk:
         inode.sync()
         self._rename({**self._names, name: inode})
 
-    def overwrite(self, name: str, parts: Sequence[memoryview]) -> None:
-        at, inode = 0, self._inode(name)
-        for part in parts:
-            self._step(f"write {name}")
-            inode.write(at, bytes(part))
-            at += len(part)
+    def overwrite(self, name: str, at: int, data: memoryview, seen: Seen | None = None, straight: bool = False) -> None:
+        self._step(f"write {name}")
+        if seen is not None:
+            seen(data)
+        self._inode(name).write(at, bytes(data))
 
     def create(self, name: str, data: bytes) -> None:
         self._step(f"create {name}")

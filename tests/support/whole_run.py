@@ -82,7 +82,8 @@ class NumpyCluster:
     def __init__(self, run: WholeRun, name: str, seed: int, step_s: float = 0.0, layout: Layout = LAYOUT) -> None:
         self.name = name
         self.model = NumpyModel(seed, layout)
-        config = ClientConfig(cluster_id=name, master=run.address, tape=run.directory / f"{name}.jsonl")
+        knobs = {"cluster_id": name, "master": run.address, "tape": run.directory / f"{name}.jsonl"}
+        config = ClientConfig(**{**knobs, **run.client})  # type: ignore[arg-type]  # pydantic checks them
         self.driver = Driver(config, self.model, layout, run.plan)
         self.verdicts: list[Verdict] = []
         self.error: Exception | None = None
@@ -97,8 +98,8 @@ class NumpyCluster:
         self._thread.start()
         return self
 
-    def join(self) -> None:
-        self._thread.join(WAIT_S)
+    def join(self, wait_s: float = WAIT_S) -> None:
+        self._thread.join(wait_s)
         assert not self._thread.is_alive(), f"cluster {self.name} did not end: {self.driver.phase}"
         if self.error is not None:
             raise self.error
@@ -139,6 +140,8 @@ class WholeRun:
         self.address = ""
         self.slave: dict[str, object] = {}
         """More knobs of every slave."""
+        self.client: dict[str, object] = {}
+        """More knobs of every cluster."""
 
     def __enter__(self) -> WholeRun:
         self.directory.mkdir(parents=True, exist_ok=True)

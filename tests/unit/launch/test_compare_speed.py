@@ -39,7 +39,7 @@ def test_shares_and_gains() -> None:
     found = result(EMULATED, "1 Gbit/s", "10 Gbit/s")
     assert found.shares("dips") == [0.88, 0.88]
     assert found.gains("dips") == pytest.approx([1.1, 1.1])
-    assert found.gains("dynamic-overlap", "ring-async") == pytest.approx([0.99 / 0.96] * 2)
+    assert found.gains("dynamic-full", "ring-async") == pytest.approx([0.99 / 0.96] * 2)
     assert found.ideal_gains() == pytest.approx([1.25, 1.25])
     assert share_table(SPEED_FIGURES["9"], found).row_count == len(SHARES)
     assert gain_table(found).row_count == len(SHARES) + 1, "and the ideal"
@@ -47,8 +47,8 @@ def test_shares_and_gains() -> None:
 
 def test_what_9_says() -> None:
     assert SPEED_FIGURES["9"].reading(result(EMULATED, "1 Gbit/s", "10 Gbit/s")) == (
-        "emulated: over synchronous DiLoCo dips 1.10x, dynamic 1.19x, dynamic-overlap 1.24x, of an ideal 1.25x; DiLoCo "
-        "over data parallel 2.00x; dynamic-overlap over asynchronous DiLoCo without servers 1.03x."
+        "emulated: over synchronous DiLoCo dips 1.10x, dynamic 1.19x, dynamic-push 1.21x, dynamic-full 1.24x, of an "
+        "ideal 1.25x; DiLoCo over data parallel 2.00x; dynamic-full over asynchronous DiLoCo without servers 1.03x."
     )
 
 
@@ -59,8 +59,8 @@ def test_what_10_says_leaves_the_single_cluster_out() -> None:
         ("3", speed_comparison(WEAK)),
     ]
     assert SPEED_FIGURES["10"].reading(SpeedResult(WEAK, columns)) == (
-        "from 2 to 3 clusters, of ideal: dips 88.0%; dynamic 95.0%; dynamic-overlap 99.0%. dynamic-overlap over "
-        "synchronous DiLoCo 1.24x, over asynchronous DiLoCo without servers 1.03x."
+        "from 2 to 3 clusters, of ideal: dips 88.0%; dynamic 95.0%; dynamic-push 97.0%; dynamic-full 99.0%. "
+        "dynamic-full over synchronous DiLoCo 1.24x, over asynchronous DiLoCo without servers 1.03x."
     )
 
 

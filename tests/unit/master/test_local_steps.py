@@ -19,9 +19,9 @@ from dips.master.state.local_steps import (
     dynamic_steps,
     fastest_round_s,
     lower_bound,
+    round_s,
     steps_within_staleness,
 )
-from dips.master.state.schedule import block_order
 
 H = 64
 
@@ -74,6 +74,17 @@ def test_unmeasured_cluster_makes_h_steps() -> None:
 def test_fastest_round_counts_measured_clusters_only() -> None:
     assert fastest_round_s([Pace(0, 0, 0)], H) is None
     assert fastest_round_s([Pace(2, 1, 1), Pace(4, 0, 0), Pace(0, 0, 0)], H) == 16
+
+
+@pytest.mark.parametrize(("overlap", "seconds"), [("none", 39.0), ("push", 35.0), ("full", 32.0)])
+def test_a_round_takes_no_time_for_what_is_trained_through(overlap: str, seconds: float) -> None:
+    assert round_s(Pace(2.0, 4.0, 3.0), H, overlap) == seconds
+    assert fastest_round_s([Pace(0, 0, 0), Pace(1.0, 4.0, 3.0), Pace(2.0, 4.0, 3.0)], H, overlap) == seconds
+
+
+@pytest.mark.parametrize("overlap", ["push", "full"])
+def test_a_round_has_always_room_for_the_least_steps_after_the_pull(overlap: str) -> None:
+    assert round_s(Pace(2.0, 400.0, 300.0), H, overlap) == 400.0 + 300.0 + lower_bound(H) / 2.0
 
 
 def test_static_steps_are_cut_to_what_fits_into_s_max() -> None:
@@ -170,31 +181,34 @@ def test_after_a_pull_no_time_is_kept_for_it() -> None:
     assert (grant.local_steps, finished.local_steps) == (56, 64)
 
 
+def overlapped(overlap: str) -> Bench:
+    """Cluster a pushed, and makes a step a second; its window closed 5 s later; push and pull take 4 s each."""
+    settings = Settings(dynamic_local_steps=True, overlap=overlap)
+    bench = Bench(settings=settings, grace_s=5.0).running("a", "b")
+    bench.silent.update(("a", "b"))
+    bench.beat("a", steps_per_s=1.0, push_s=4.0, pull_s=4.0)
+    bench.beat("b", steps_per_s=0.5, push_s=4.0, pull_s=4.0)
+    bench.push("a")
+    bench.advance(5.0)
+    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    return bench
+
+
+@pytest.mark.parametrize(("overlap", "steps", "made"), [("none", 64, 0), ("push", 60, 4), ("full", 51, 13)])
+def test_steps_made_through_an_exchange_are_of_the_h_between_two_pushes(overlap: str, steps: int, made: int) -> None:
+    """`made`: what a makes while it pushes (4 s), waits (5 s) and pulls (4 s), as far as it does not stand still."""
+    bench = overlapped(overlap)
+    assert steps + made == 64
+    assert bench.pull("a").local_steps == steps
+    assert bench.pull("b").local_steps == (steps + 1) // 2
+
+
 def test_grace_is_a_tenth_of_the_fastest_round_and_at_least_a_second() -> None:
     bench = Bench().running("a", "b")
     bench.beat("a", steps_per_s=1.0)
     bench.beat("b", steps_per_s=0.1)
     bench.push("a")
     assert bench.status().window_closes_in_s == pytest.approx(6.4)
-
-
-@pytest.mark.parametrize(("n_slaves", "clusters"), [(1, 3), (2, 4), (4, 4), (3, 8)])
-def test_block_order_is_a_permutation_that_keeps_clusters_on_different_slaves(n_slaves: int, clusters: int) -> None:
-    n_blocks = 4 * n_slaves
-    placement = Placement(
-        tuple(SlaveId(f"s{i}") for i in range(n_slaves)), tuple(b % n_slaves for b in range(n_blocks))
-    )
-    orders = [block_order(placement, c) for c in range(clusters)]
-    for order in orders:
-        assert sorted(order) == list(range(n_blocks))
-    for step in range(n_blocks):
-        busy = [placement.slave_of_block[order[step]] for order in orders]
-        assert max(busy.count(s) for s in range(n_slaves)) == math.ceil(clusters / n_slaves)
-
-
-def test_block_order_with_unequal_slaves_names_every_block() -> None:
-    placement = Placement((SlaveId("s0"), SlaveId("s1")), (0, 0, 0, 1))
-    assert sorted(block_order(placement, 1)) == [0, 1, 2, 3]
 
 
 def test_gram_sums_do_not_depend_on_the_placement() -> None:

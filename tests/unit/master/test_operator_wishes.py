@@ -7,7 +7,16 @@ from support.master_bench import LEASED, Bench, Unanswered, refused_with
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.core.messages import Commit, DrainRequest, EvictRequest, OperatorRequest, Settings, SlaveBeat
+from dips.core.messages import (
+    BeginPullRequest,
+    Busy,
+    Commit,
+    DrainRequest,
+    EvictRequest,
+    OperatorRequest,
+    Settings,
+    SlaveBeat,
+)
 from dips.master.state.events import Pause, Resume, Stop
 
 V0, V1 = Version(1, 0), Version(1, 1)
@@ -201,3 +210,39 @@ def test_commit_record_says_where_it_comes_from() -> None:
     seed, first = bench.entries("COMMIT")
     assert (seed["from_version"], seed["tokens"]) == (None, 0)
     assert (first["from_version"], first["tokens"], first["s_max"]) == ([1, 0], 100, 8)
+
+
+def test_a_cluster_that_is_drained_before_it_seeded_the_run_passes_that_on() -> None:
+    """It may begin no push, and was told again and again to join and seed: nobody else ever did."""
+    bench = Bench()
+    bench.attach_all()
+    assert bench.join("a").seed
+    bench.join("b")
+    bench.operate(DrainRequest("", "a", "maintenance"))
+    assert isinstance(bench.ask(BeginPullRequest(bench.caller("a"))).answer, Busy), "it waits, and leaves in the end"
+    with refused_with(RefusalCode.FENCED):
+        bench.ask(BeginPullRequest(bench.caller("b")))
+    assert bench.join("b", previous=bench.clusters["b"].join.incarnation).seed
+    bench.seed("b")
+    assert bench.status().published is not None
+
+
+def test_a_drained_cluster_whose_seed_is_on_its_way_finishes_it() -> None:
+    bench = Bench()
+    bench.attach_all()
+    bench.join("a")
+    bench.join("b")
+    bench.begin_push("a", 0, base=None)
+    bench.operate(DrainRequest("", "a", "maintenance"))
+    bench.stage("a")
+    bench.finish_push("a")
+    assert bench.status().published is not None
+
+
+def test_without_anybody_to_seed_the_status_says_so() -> None:
+    bench = Bench()
+    bench.attach_all()
+    bench.join("a")
+    bench.operate(DrainRequest("", "a", "maintenance"))
+    assert bench.status().waiting_for == "no cluster can seed the run"
+    assert bench.join("b").seed

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.master_bench import Bench
 from support.numerics import F32
@@ -134,6 +134,7 @@ def test_a_timeline_does_not_change_the_place_in_the_cycle() -> None:
     assert delayed_step(1.0, 0.7, 0.8, 3, Version(1, 7)) == delayed_step(1.0, 0.7, 0.8, 3, Version(9, 7))
 
 
+@settings(deadline=None)
 @given(
     optimizer=st.sampled_from(["nesterov", "heavy-ball", "delayed-nesterov"]),
     mu=st.floats(0.0, 0.9),

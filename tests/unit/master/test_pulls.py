@@ -90,6 +90,17 @@ def test_pins_are_released_replaced_and_run_out() -> None:
     assert not bench.state.world.pins
 
 
+def test_readers_that_never_finish_leave_nothing_behind() -> None:
+    """A reader's name is its own choice: what the schedule knows of its pull goes with the pin."""
+    bench = Bench(ticket_ttl_s=10.0).running("a")
+    before = bench.state.world.schedule.n_under_way
+    for n in range(5):
+        assert isinstance(bench.ask(BeginPullRequest(reader(f"r{n}"), True)).answer, PullGrant)
+        assert bench.state.world.schedule.n_under_way == before + 1
+        bench.advance(11.0)
+    assert bench.state.world.schedule.n_under_way == before
+
+
 def test_number_of_pulls_is_bounded() -> None:
     bench = Bench(max_clusters=1).running("a")
     for n in range(2):

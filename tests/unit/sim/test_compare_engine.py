@@ -76,6 +76,15 @@ def dips() -> Compared:
     return Compared("dips")
 
 
+@pytest.mark.parametrize("method", ["dips-bf16", "dips-int8", "dips-int4"])
+def test_a_wire_type_learns_as_well_and_takes_less_time(method: str, dips: Compared) -> None:
+    written = Compared(method)
+    assert written.record.ended == "finished"
+    assert written.record.loss == pytest.approx(dips.record.loss, rel=0.05)
+    assert written.record.loss != dips.record.loss
+    assert written.record.virtual_s < dips.record.virtual_s
+
+
 class TestARun:
     def test_it_trains_all_tokens_and_learns(self, dips: Compared) -> None:
         record = dips.record

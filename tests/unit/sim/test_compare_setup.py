@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dips.core.errors import ConfigError
+from dips.core.wire import Codec
 from dips.master.config import MasterConfig
 from dips.sim.compare.methods import METHODS, find_method
 from dips.sim.compare.plans import link_plan, plan_of, timing_data, timing_layout, wire_bytes
@@ -192,13 +193,28 @@ def test_flags_are_written_as_a_shell_takes_them() -> None:
 def test_methods_differ_as_their_words_say() -> None:
     setup = load_setup("small")
     config = {method.name: setup.master_config(method).to_run_config() for method in SERVED}
-    assert {name for name, c in config.items() if c.settings.dynamic_local_steps} == {"dynamic", "dynamic-overlap"}
-    assert {name for name, c in config.items() if c.settings.verdict_wait_s == 0} == {"dips-overlap", "dynamic-overlap"}
+    dynamic = {name for name, c in config.items() if c.settings.dynamic_local_steps}
+    assert dynamic == {"dynamic", "dynamic-push", "dynamic-full"}
+    assert {name for name, c in config.items() if c.settings.overlap == "push"} == {"dips-push", "dynamic-push"}
+    assert {name for name, c in config.items() if c.settings.overlap == "full"} == {"dips-full", "dynamic-full"}
     assert {name for name, c in config.items() if c.penalty.detector == "off"} == {"diloco", "diloco-clip", "async"}
     assert {name for name, c in config.items() if math.isinf(c.penalty.clip_norm)} == {"diloco", "async"}
     assert config["async"].grace_s == 0
     scaled = {name for name, c in config.items() if c.penalty.participation_scaling}
-    assert scaled == {"dips", "dynamic", "dips-overlap", "dynamic-overlap", "heavy-ball", "averaging"}
+    overlapped = {"dips-push", "dips-full", "dynamic-push", "dynamic-full"}
+    written = {name: method.wire_dtype for name, method in METHODS.items() if method.wire_dtype != "float32"}
+    assert written == {"dips-bf16": "bfloat16", "dips-int8": "int8", "dips-int4": "int4"}
+    assert all(config[name] == config["dips"] for name in written)
+    assert scaled == {"dips", "dynamic", "heavy-ball", "averaging", *overlapped, *written}
+
+
+def test_a_wire_type_is_told_to_every_cluster() -> None:
+    method = find_method("dips-int8")
+    assert method.flags_of_clusters() == ("--wire-dtype int8",)
+    assert find_method("dips").flags_of_clusters() == ()
+    setup = load_setup("small")
+    plan = plan_of(setup, method, timing_layout(setup), timing_data(setup))
+    assert {plan.session_config(name).wire for name in plan.clusters} == {Codec.INT8}
 
 
 def test_only_data_parallel_has_no_servers() -> None:

@@ -22,10 +22,10 @@ DAMAGE_COUNTS = Mutant(
     "a damaged chunk counts as landed",
     "worker.transfer:PullTransfer.damaged",
     "answered[0].todo.append(answered[1])",
-    """peer, chunk = answered
-        peer.checksums[chunk] = 0
-        self._moved(peer, chunk, now_s)
-        if len(peer.moved) == len(peer.chunks):
+    """peer, index = answered
+        peer.checksums[index] = 0
+        self._moved(peer, index, now_s)
+        if peer.n_moved == len(peer.chunks):
             self._verify(peer)""",
     ("I3",),
     Bounds(),

@@ -16,6 +16,7 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import Prepare
+from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 from dips.sim.arithmetic import F32
 from dips.sim.content import CLEAN, key_of
 from dips.sim.numbers import FlatVector, NumberModel, Numbers, NumberShard
@@ -140,14 +141,14 @@ class TestModel:
             push[:] = np.nan
             return spoil
 
-        return NumberModel(learner, BOWL, corrupt)
+        return NumberModel(learner, BOWL, CHUNK_BYTES, corrupt)
 
     def fetched(self, model: NumberModel, flat: F32) -> None:
         vector = FlatVector(flat, BOWL)
         model.fetched({key_of(chunk): vector.value(chunk) for chunk in chunks_of(BOWL.blocks, CHUNK_BYTES)})
 
     def whole(self, model: NumberModel) -> F32:
-        return np.concatenate([model.sent().value(chunk) for chunk in chunks_of(BOWL.blocks, CHUNK_BYTES)])
+        return np.concatenate([model.sent(Codec.F32).value(chunk) for chunk in chunks_of(BOWL.blocks, CHUNK_BYTES)])
 
     def test_what_a_bad_cluster_sends_is_not_what_it_remembers(self) -> None:
         learner, pulled = BowlLearner(), random(BOWL.n_elems)
@@ -175,6 +176,83 @@ class TestModel:
         assert np.array_equal(self.whole(model), learner.theta)
         model.copy_base()
         assert np.array_equal(self.whole(model), pulled)
+
+
+@pytest.mark.parametrize("wire", sorted(DIFFERENCES), ids=lambda wire: wire.name)
+class TestDifferences:
+    """What a cluster writes and a slave reads, with the codecs that run in production."""
+
+    def begun(self, spoil: bool = False) -> tuple[NumberModel, BowlLearner, F32]:
+        """A model that stands on a pulled version and trained on from there."""
+        learner, base = BowlLearner(), random(BOWL.n_elems)
+        model = TestModel().model(learner, spoil)
+        TestModel().fetched(model, base)
+        model.install("a", InstallMode.REPLACE, reset_inner=False)
+        learner.theta = base + np.float32(0.01) * random(BOWL.n_elems, seed=1)
+        model.snapshot("a", CLEAN)
+        return model, learner, base
+
+    def landed(self, model: NumberModel, base: F32, wire: Codec) -> F32:
+        """What slaves that hold `base` make of a push."""
+        vector, parts = model.sent(wire), []
+        for chunk in chunks_of(BOWL.blocks, CHUNK_BYTES):
+            written = vector.value(chunk)
+            assert len(written) == encoded_bytes(wire, chunk.length_bytes // 4)
+            parts.append(NUMBERS.decoded(wire, FlatVector(base, BOWL).value(chunk), written))
+        return np.concatenate(parts)
+
+    def test_a_push_lands_as_it_was_but_for_rounding(self, wire: Codec) -> None:
+        model, learner, base = self.begun()
+        error = np.abs(self.landed(model, base, wire) - learner.theta).max()
+        way = np.abs(learner.theta - base).max()
+        assert 0 < error <= way / {Codec.BF16: 250, Codec.INT8: 250, Codec.INT4: 13}[wire]
+
+    def test_it_is_written_the_same_whenever_it_is_sent(self, wire: Codec) -> None:
+        model, _, _ = self.begun()
+        chunk = chunks_of(BOWL.blocks, CHUNK_BYTES)[1]
+        first, again = model.sent(wire).value(chunk), model.sent(wire).value(chunk)
+        assert np.array_equal(first, again)
+        assert not np.shares_memory(first, again)
+
+    def test_what_rounding_lost_travels_with_the_next_push(self, wire: Codec) -> None:
+        model, learner, base = self.begun()
+        trained = learner.theta.copy()
+        first = self.landed(model, base, wire)
+        assert model.residual_mark == 0
+        model.keep_residual(wire)
+        assert model.residual_mark != 0
+        TestModel().fetched(model, first)
+        model.install("a", InstallMode.REPLACE, reset_inner=False)
+        model.snapshot("a", CLEAN)  # no step was made: the difference is the residual alone
+        second = self.landed(model, first, wire)
+        lost, left = np.abs(first - trained).max(), np.abs(second - trained).max()
+        assert left < lost / 5
+
+    def test_a_residual_that_is_cleared_travels_no_more(self, wire: Codec) -> None:
+        model, _, base = self.begun()
+        model.keep_residual(wire)
+        model.clear_residual()
+        assert model.residual_mark == 0
+        TestModel().fetched(model, base)
+        model.install("a", InstallMode.REPLACE, reset_inner=False)
+        model.snapshot("a", CLEAN)
+        assert np.array_equal(self.landed(model, base, wire), base)
+
+    def test_a_push_in_float32_carries_no_residual(self, wire: Codec) -> None:
+        model, learner, _ = self.begun()
+        model.keep_residual(wire)
+        whole = TestModel().whole(model)
+        assert np.array_equal(whole, learner.theta)
+
+    def test_what_is_not_finite_arrives_not_finite(self, wire: Codec) -> None:
+        model, _, base = self.begun(spoil=True)
+        assert not np.isfinite(self.landed(model, base, wire)).any()
+
+    def test_a_push_is_read_wrongly_beside_another_base(self, wire: Codec) -> None:
+        """Why a slave refuses what it has no base for."""
+        model, learner, base = self.begun()
+        wrong = self.landed(model, base + np.float32(1), wire)
+        assert np.abs(wrong - learner.theta).min() > 0.5
 
 
 def test_a_plan_with_checkpoints_has_symbols() -> None:

@@ -16,7 +16,7 @@ from dips.sim.plan import Plan, make_plan
 from dips.sim.world import World
 
 N, MU = 3, 0.8
-SEEDS = 8
+SEEDS = 14
 
 KNOBS: dict[str, dict[str, Any]] = {
     "heavy-ball": {"outer_momentum": MU},
@@ -70,5 +70,5 @@ def test_every_promise_holds_and_every_commit_made_its_step(optimizer: str) -> N
             assert step["scale"] == (share / N if optimizer == "delayed-nesterov" else share)
             made += 1
             timelines.add(record["from_version"][0])
-    assert made >= 6 * SEEDS
+    assert made >= 4 * SEEDS
     assert max(timelines) > 1, "some run went back to an older version and on from there"

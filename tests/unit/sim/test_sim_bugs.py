@@ -11,6 +11,7 @@ import pytest
 from dips.core.errors import Refused
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
+from dips.master.state.events import Stop
 from dips.sim.content import to_array
 from dips.sim.disk import SlaveDisk
 from dips.sim.kernel import Process
@@ -66,6 +67,26 @@ def test_a_master_whose_disk_was_lost_shares_no_epoch_with_its_earlier_life(faul
         assert world.run().violations == ()
         assert lives_of
         assert all(len(lives) == 1 for lives in lives_of.values()), lives_of
+
+
+def test_the_operator_asks_again_where_the_master_died_before_it_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    operate = MasterHost.operate
+
+    def dying(self: MasterHost, action: Any) -> int:
+        token = operate(self, action)
+        if isinstance(action, Stop):
+            asked.append(token)
+            if len(asked) == 1:
+                self.kill()
+                self.world.restart(self, 1.0)
+        return token
+
+    monkeypatch.setattr(MasterHost, "operate", dying)
+    for seed in range(4):
+        asked.clear()
+        assert World(seed, planned=()).run().violations == ()
+        assert len(asked) == 2, "the first was never answered, the second was"
 
 
 def test_a_plan_is_made_of_the_seed_alone() -> None:

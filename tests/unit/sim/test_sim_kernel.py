@@ -163,7 +163,7 @@ class TestSlaveDisk:
             disk = SlaveDisk("s")
             disk.allocate("f", 8)
             disk.sync_names()
-            disk.overwrite("f", [memoryview(b"AAAABBBB")])
+            disk.overwrite("f", 0, memoryview(b"AAAABBBB"))
             disk.crash(Random(seed))
             found.add(disk.open("f").read())
         assert {b"\0" * 8, b"AAAABBBB"} < found

@@ -217,6 +217,20 @@ def test_a_journal_that_was_lost_once_is_said_and_what_it_knew_is_not_judged(tmp
     assert records.notes[0].startswith("the journal knows nothing of epoch 1: it was lost or put back once")
 
 
+def test_a_journal_that_was_lost_in_the_epoch_in_which_the_new_one_began_is_told_by_the_tape(tmp_path: Path) -> None:
+    """The master began again without slaves that could tell of their promise, and was stopped before it took over."""
+    script = usual_run()
+    records = RunRecords(tmp_path, journal=[{"kind": "EPOCH", "epoch": 1}])
+    for step in script.steps:
+        if step.source in records.lines:
+            records.lines[step.source].append(Line(step.source, step.who, step.kind, 0.0, "-", step.fields))
+            records.tapes.add((step.source, step.who))
+    assert check_records(records).violations != [], "a journal that says nothing of what was published"
+    records.lines["master"].append(Line("master", "master", "epoch", 0.0, "-", {"epoch": 1}))
+    assert check_records(records).violations == []
+    assert records.notes[0].startswith("epoch 1 was begun twice")
+
+
 def test_other_files_of_lines_are_no_tapes(run: Path) -> None:
     (run / "mine.jsonl").write_text('{"loss": 2}\n')
     (run / "empty.jsonl").write_text("")

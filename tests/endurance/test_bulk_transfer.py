@@ -1,0 +1,94 @@
+"""A push and a pull of very much and of very many things: every byte arrives, once, in its place.
+
+Two processes and no round, so that memory is enough for a tensor of more than 4 GiB (`--endurance`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import zmq
+from support.bulk import EPOCH, PUSH, RUN, SLAVE, Bulk
+from support.data_process import VERSION, DataProcess
+
+from dips.core import allocator
+from dips.core.chunks import digest_of_array
+from dips.core.clock import SystemClock
+from dips.core.messages import PullGrant, Ticket
+from dips.slave.memory import bytes_of
+from dips.worker.links import Links
+from dips.worker.transfer_zmq import Common, carry_pull, carry_push
+
+MIB = 1 << 20
+QUICK = Bulk(1, 10 * MIB + 3, block_elems=1 << 32, chunk_bytes=MIB)
+TINY = Bulk(10_000, 37, block_elems=1 << 22, chunk_bytes=MIB)
+HUGE = Bulk(1, 1_160_000_003, block_elems=1 << 32, chunk_bytes=MIB)
+"""4.3 GiB in one block: offsets within it need more than 32 bits."""
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "bulk",
+    [
+        pytest.param(QUICK, id="40-MiB-tensor"),
+        pytest.param(TINY, id="10000-tiny-tensors"),
+        pytest.param(HUGE, id="4.3-GiB-tensor", marks=pytest.mark.endurance),
+    ],
+)
+def test_what_is_pushed_is_there_once_and_comes_back(
+    bulk: Bulk,
+    context: zmq.Context[zmq.Socket[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    connects: list[str] = []
+    connect = Links.reconnect
+    monkeypatch.setattr(Links, "reconnect", lambda links, slave: (connects.append(slave), connect(links, slave))[1])
+    flat = allocator.zeros(bulk.n_elems)
+    bulk.fill(flat)
+    order = tuple(block.block_id for block in bulk.layout.blocks)
+    common = Common(RUN, EPOCH, "bulk", bulk.layout, bulk.settings())
+    clock, took_s = SystemClock(), {}
+    with DataProcess(bulk) as slave:
+        began_s = time.perf_counter()
+        slave.send_plain(bytes_of(flat))
+        took_s["TCP"] = time.perf_counter() - began_s
+
+        began_s = time.perf_counter()
+        ticket = Ticket(1, bulk.placement(slave.endpoint), order)
+        push, digests = carry_push(context, common, flat, PUSH, ticket, clock, threading.Event())
+        took_s["push"] = time.perf_counter() - began_s
+        assert push.done, push.failure
+        (digest,) = (held for _, held in digests)
+        assert digest == digest_of_array(flat, bulk.layout.blocks, bulk.chunk_bytes)
+        assert slave.ask("count") == {"received": bulk.n_bytes, "refusal": "", "staged": digest.hex()}
+        assert slave.ask("serve") == {"digest": digest.hex()}
+
+        flat.fill(np.nan)
+        began_s = time.perf_counter()
+        grant = PullGrant(
+            VERSION, 0, 1, bulk.placement(slave.endpoint), order, ((SLAVE, digest),), 0, 1, None, bulk.chunk_bytes,
+            EPOCH, RUN,
+        )  # fmt: skip
+        pull = carry_pull(context, common, flat, grant, clock, threading.Event())
+        took_s["pull"] = time.perf_counter() - began_s
+    assert pull.done, pull.failure
+    assert bulk.wrong_elems(flat) == 0
+    assert connects == [SLAVE, SLAVE], "nothing was lost on the way, so nobody had to connect anew"
+    with capsys.disabled():
+        rates = ", ".join(
+            f"{name} {bulk.n_bytes / each_s / 1e9:.3f} GB/s, {bulk.n_chunks / each_s:.0f} chunks/s"
+            for name, each_s in took_s.items()
+        )
+        print(f" [{bulk.n_chunks} chunks, {bulk.n_bytes / 1e6:.0f} MB: {rates}] ", end="")

@@ -1,0 +1,64 @@
+"""A push whose sender is killed again and again: each successor sends what has not arrived, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+from support.bulk import Bulk
+from support.data_process import DataProcess
+from support.processes import START_S, TESTS
+
+from dips.core.failpoints import SPEC_VARIABLE
+
+BULK = Bulk(3, 700_000, block_elems=300_000, chunk_bytes=16 << 10)
+WINDOW_CHUNKS = 8
+KILLS = 10
+
+
+def push(endpoint: str, spec: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
+    return subprocess.run(
+        [sys.executable, "-m", "support.push_process", BULK.to_json(), endpoint, str(WINDOW_CHUNKS)],
+        env={**environment, "PYTHONPATH": str(TESTS), SPEC_VARIABLE: spec},
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+
+
+def settled(slave: DataProcess) -> int:
+    """What has arrived, once what a dead sender left in the sockets has been read."""
+    received, same_since_s = -1, time.monotonic()
+    while time.monotonic() - same_since_s < 1.0:
+        time.sleep(0.05)
+        now = slave.ask("count")["received"]
+        if now != received:
+            received, same_since_s = now, time.monotonic()
+    return received
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=pytest.mark.endurance)])
+def test_what_has_arrived_is_never_sent_again(kills: int) -> None:
+    rng = random.Random(kills)
+    arrived: list[int] = []
+    with DataProcess(BULK) as slave:
+        for _ in range(kills):
+            chunks_before_death = rng.randrange(WINDOW_CHUNKS, BULK.n_chunks // kills)
+            died = push(slave.endpoint, f"worker.push.before_chunk={chunks_before_death}*off->1*kill")
+            assert died.returncode == -9, died.stderr
+            arrived.append(settled(slave))
+        last = push(slave.endpoint)
+        assert last.returncode == 0, last.stderr
+        count = slave.ask("count")
+    assert arrived == sorted(arrived)
+    assert 0 < arrived[0]
+    assert arrived[-1] < BULK.n_bytes, "the last kill came before the end"
+    assert count["received"] == BULK.n_bytes, "payload of every chunk, once"
+    assert count["staged"] == last.stdout.strip()

@@ -1,0 +1,92 @@
+"""The benchmarks of whole rounds run, and measure what they say: small ones, of which only the form is judged."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from support.repository import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+WAIT_S = 500
+WORK = runpy.run_path(str(BENCHMARKS / "peers" / "work.py"))
+SWITCHES = runpy.run_path(str(BENCHMARKS / "peers" / "switches.py"))["ROWS"]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def results(name: str, *options: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(str(BENCHMARKS / name), "--quick", "--json", *options))
+    return found
+
+
+def test_a_round_beside_a_plain_server_and_raw_tcp() -> None:
+    """Each result stands for rounds whose outcome the benchmark has compared with the closed form."""
+    found = results("bench_sync.py", "--peers", "tcp,plain", "--only-async")
+    rows = {row["name"]: row for row in found["results"]}
+    assert list(rows) == ["dips", "tcp", "plain"]
+    assert not found["left_out"]
+    for row in rows.values():
+        assert row["rounds"] == 2
+        assert 0 < row["best_s"] <= row["slowest_s"]
+        assert row["fastest_s"] <= row["slowest_s"]
+        assert row["resident_bytes"].keys() >= {"c0", "c1", "s0", "s1"}
+    assert rows["dips"]["ratio"] == 1.0
+
+
+def test_scaling_counts_steps_and_merged_pushes() -> None:
+    (row,) = results("bench_scaling.py", "--kinds", "even")["results"]
+    assert row["clusters"] == 2
+    assert row["rounds"] >= 1
+    assert 0 < row["share_of_ideal"] <= 1.001
+    assert 0 < row["applied"] <= 1
+
+
+def test_an_ablation_has_flows_and_rounds() -> None:
+    found = results("bench_ablation.py", "--rows", "receipts", "--streams", "1", "2")
+    assert {(flow["way"], flow["streams"]) for flow in found["flows"]} == {
+        (way, streams) for way in ("gRPC", "ZeroMQ") for streams in (1, 2)
+    }
+    assert [row["off"] for row in found["rounds"]] == ["all on", "receipts"]
+    assert all(row["push_s"] > 0 and row["pull_s"] > 0 for row in found["rounds"])
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_what_a_switch_replaces_is_there(name: str) -> None:
+    assert run(str(BENCHMARKS / "peers" / "switches.py"), name, "--version").strip()
+
+
+# ---- the work that is compared ----
+
+
+@pytest.mark.parametrize("n_params", [1, 767, 1_000_000, 100_000_000])
+def test_the_model_has_exactly_as_many_parameters(n_params: int) -> None:
+    shapes = WORK["shapes"](n_params)
+    assert sum(torch.Size(shape).numel() for shape in shapes) == n_params
+
+
+def test_the_closed_form_is_torchs_outer_step() -> None:
+    move, clusters, turns = WORK["move"], 3, 5
+    first, tensor_of = [0.5, -0.25, 0.0], [0, 0, 4]
+    theta = torch.nn.Parameter(torch.tensor(first, dtype=torch.float64))
+    outer = torch.optim.SGD([theta], lr=WORK["OUTER_LR"], momentum=WORK["OUTER_MOMENTUM"], nesterov=True)
+    for turn in range(turns):
+        pushed = [
+            theta.detach() + torch.tensor([move(c, turn, t) for t in tensor_of], dtype=torch.float64)
+            for c in range(clusters)
+        ]
+        theta.grad = theta.detach() - torch.stack(pushed).mean(0)
+        outer.step()
+    wanted = WORK["expected"](first, tensor_of, clusters, turns)
+    assert theta.tolist() == pytest.approx(wanted, abs=1e-12)

@@ -1,0 +1,222 @@
+"""Training through exchanges, with real processes and sockets: nothing is lost or counted twice; rebases are exact."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.fake_services import FakeRun
+from support.fake_services import NumpyModel as FlatModel
+from support.whole_run import LEASED, WholeRun, wait_until
+
+from dips.core.data_header import DataHeader, DataOp
+from dips.core.errors import RefusalCode
+from dips.core.ids import Version
+from dips.core.messages import DataMode, DataPlan, Refusal, VerdictKind
+from dips.core.telemetry import read_tape
+from dips.sim.verify import verify_run
+from dips.worker.config import ClientConfig
+from dips.worker.driver import Driver
+from dips.worker.reader import fetch_version
+from dips.worker.state.effects import Finished
+
+
+def modes(directory: Path, *clusters: str) -> Counter[str]:
+    """How the pulled versions were installed."""
+    events = (event for name in clusters for event in read_tape(directory / f"{name}.jsonl"))
+    return Counter(event["mode"] for event in events if event["kind"] == "installed")
+
+
+@pytest.mark.parametrize("overlap", ["push", "full"])
+def test_a_run_with_overlap_counts_every_token_once_although_a_slave_dies(tmp_path: Path, overlap: str) -> None:
+    with WholeRun(tmp_path, plan=LEASED, tk_max=60_000, overlap=overlap, grace_s=0.2) as run:
+        clusters = [run.cluster("a", 1, step_s=0.005), run.cluster("b", 2, step_s=0.008)]
+        run.wait_for_version(4)
+        run.kill("s1")
+        wait_until(lambda: "s1" in run.status().waiting_for, "nobody noticed")
+        run.start_slave("s1")
+        for cluster in clusters:
+            cluster.join()
+        status = run.status()
+        assert status.settings.overlap == overlap
+        assert status.tokens >= 60_000
+        assert status.tokens == sum(cluster.tokens_applied for cluster in status.clusters)
+        fetched = fetch_version(run.address, None, "check")
+        assert np.array_equal(fetched.flat, clusters[0].model.theta)
+        assert modes(tmp_path, "a", "b")["REBASE_FROM_PUSH"] > 0
+    report = verify_run(tmp_path)
+    assert [str(violation) for violation in report.violations] == []
+
+
+# ---- a driver against a run that the test controls: which arithmetic is made ----
+
+OWN = DataPlan(DataMode.OWN)
+TOKENS = 100
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeRun]:
+    run = FakeRun(theta=FlatModel(7).theta)
+    yield run
+    run.close()
+
+
+def driver(run: FakeRun, model: FlatModel, plan: DataPlan = OWN, **knobs: object) -> Driver:
+    given: dict[str, object] = {
+        "master": run.address, "cluster_id": "a", "data_silence_s": 0.3, "call_deadline_s": 5.0, "retry_max_s": 0.3,
+        "connect_wait_s": 60.0, "leave_wait_s": 30.0,
+    }  # fmt: skip
+    return Driver(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
+
+
+def train(client: Driver, model: FlatModel, steps: int) -> None:
+    """Each step adds 1 to every parameter, so that rebasing can be checked by counting."""
+    for _ in range(steps):
+        model.theta += 1
+        client.step(TOKENS, loss=2.0)
+
+
+def settle(client: Driver, done: Callable[[], bool]) -> None:
+    """Step boundaries without steps, until it is so."""
+
+    def look() -> bool:
+        client._settle()
+        return done()
+
+    wait_until(look, "the exchange does not end", wait_s=90.0)
+
+
+def test_a_pull_is_rebased_by_the_steps_made_while_it_was_under_way(fake: FakeRun) -> None:
+    """The push and the pull are each held up until three more steps are made."""
+    fake.settings = replace(fake.settings, overlap="full", verdict_wait_s=1000.0)
+    held = threading.Event()
+    holds = {DataOp.PUT_CHUNK: threading.Event(), DataOp.GET_CHUNK: threading.Event()}
+
+    def hook(header: DataHeader) -> Refusal | None:
+        event = holds.get(header.op)
+        if event is None or event.is_set():
+            return None
+        held.set()
+        return Refusal(RefusalCode.BUSY, "the test holds it up", 0.05)
+
+    other = FlatModel(9).theta  # what the round made of the push and of others
+    model = FlatModel(1)
+    with driver(fake, model) as client:
+        for slave in fake.slaves:
+            slave.hook = hook
+        fake.hook = lambda method, request: fake.publish(other) if method == "BeginPull" else None
+        train(client, model, 4)
+        pushed = model.theta.copy()
+        settle(client, held.is_set)
+        assert client.phase == "TRANSFERRING"
+        train(client, model, 3)
+        holds[DataOp.PUT_CHUNK].set()
+        held.clear()
+        settle(client, held.is_set)
+        assert client.phase == "PULLING"
+        push = next(iter(fake.verdicts))
+        assert fake.theta_of(push).tobytes() == pushed.tobytes(), "what was pushed is of when the push began"
+        train(client, model, 3)
+        later = model.theta.copy()
+        holds[DataOp.GET_CHUNK].set()
+        settle(client, lambda: client.version == Version(1, 2))
+        assert np.array_equal(model.theta, other + (later - pushed))
+        assert client.progress == client.tokens_global + 6 * TOKENS
+
+
+def checkpoints(directory: Path) -> int:
+    return sum(event["kind"] == "checkpoint" for event in read_tape(directory / "tape"))
+
+
+@pytest.mark.parametrize("stage", [DataOp.PUT_CHUNK, DataOp.GET_CHUNK], ids=["pushing", "pulling"])
+def test_a_checkpoint_in_the_middle_of_an_exchange_goes_on_in_another_process(
+    fake: FakeRun, tmp_path: Path, stage: DataOp
+) -> None:
+    fake.settings = replace(fake.settings, overlap="full", verdict_wait_s=1000.0)
+    held, release = threading.Event(), threading.Event()
+
+    def hook(header: DataHeader) -> Refusal | None:
+        if header.op is not stage or release.is_set():
+            return None
+        held.set()
+        return Refusal(RefusalCode.BUSY, "the test holds it up", 0.05)
+
+    def once_more(model: FlatModel) -> Driver:
+        return driver(
+            fake, model, checkpoint_dir=tmp_path / "checkpoints", checkpoint_every_s=0.0, resume=True,
+            tape=tmp_path / "tape",
+        )  # fmt: skip
+
+    other, model = FlatModel(9).theta, FlatModel(1)
+    client = once_more(model)
+    client.start()
+    for slave in fake.slaves:
+        slave.hook = hook
+    train(client, model, 4)
+    pushed = model.theta.copy()
+    settle(client, held.is_set)
+    train(client, model, 3)
+    later = model.theta.copy()
+    client.checkpoint_if_due()
+    wait_until(lambda: checkpoints(tmp_path) == 1, "no checkpoint is written", wait_s=90.0)
+    client._finished = Finished("killed")  # as after SIGKILL: nobody says good-bye
+    client.close()
+
+    fake.hook = lambda method, request: fake.publish(other) if method == "BeginPull" else None
+    release.set()
+    again = FlatModel(2)
+    with once_more(again) as client:
+        assert client.resumed
+        if stage is DataOp.PUT_CHUNK:
+            # The push never began to count: all seven steps go with the next one.
+            assert again.theta.tobytes() == later.tobytes()
+            train(client, again, 1)
+            settle(client, lambda: len(fake.pushes) == 2)
+            assert (fake.pushes[1].steps, fake.pushes[1].tokens) == (8, 800)
+        else:
+            settle(client, lambda: client.version is not None and client.version > Version(1, 1))
+            assert np.array_equal(again.theta, other + (later - pushed))
+            assert client.progress == client.tokens_global + 3 * TOKENS
+
+
+def test_data_is_not_handed_out_for_a_step_on_parameters_that_are_to_be_dropped(fake: FakeRun) -> None:
+    """The verdict comes while the loop waits for data: it goes on only once its parameters are replaced."""
+    fake.settings = replace(fake.settings, overlap="full", verdict_wait_s=1000.0)
+    asked, pulls, calls = threading.Event(), threading.Event(), Counter[str]()
+    fake.decide = lambda push: VerdictKind.EXCLUDED if asked.is_set() else None
+
+    def hook(method: str, request: object) -> None:
+        calls[method] += 1
+        if method == "BeginPull" and asked.is_set():
+            pulls.set()
+        if method == "LeaseData" and calls[method] == 5:
+            asked.set()
+            assert pulls.wait(90.0), "the verdict is not acted on"
+
+    model = FlatModel(1)
+    plan = DataPlan(DataMode.LEASED, b"d", 100_000, 1000)
+    client = driver(fake, model, plan)
+
+    def until_data_is_there(header: DataHeader) -> Refusal | None:
+        if header.op is not DataOp.GET_CHUNK or not asked.is_set() or client.held_ranges:
+            return None
+        return Refusal(RefusalCode.BUSY, "the test holds it up", 0.05)
+
+    with client:
+        fake.hook = hook
+        for slave in fake.slaves:
+            slave.hook = until_data_is_there
+        for _ in range(4):
+            (lent,) = client.lease(TOKENS)
+            model.theta += 1
+            client.step(lent.tokens, [lent])
+        assert client.lease(TOKENS)
+        assert client.last_verdict is not None
+        assert client.last_verdict.kind is VerdictKind.EXCLUDED
+        assert np.array_equal(model.theta, FlatModel(7).theta), "the version was pulled before"
+        assert client.progress == 0

@@ -1,0 +1,295 @@
+"""Pushes as differences: when they are granted, and how long the version that they stand on stays readable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.master_bench import HELLO, Bench
+
+from dips.core.ids import Version
+from dips.core.messages import (
+    BeginPullRequest,
+    BeginPushRequest,
+    Caller,
+    FinishPushRequest,
+    Hello,
+    OpenStaging,
+    Retain,
+    SlaveBeat,
+    StagingProgress,
+    Ticket,
+    VerdictKind,
+)
+from dips.core.protocol import CAPABILITIES
+from dips.core.wire import DIFFERENCES, Codec
+
+ALL = Hello(1, 1, tuple(sorted(CAPABILITIES)))
+
+
+def bench_of(*names: str, **config: Any) -> Bench:
+    """A run whose slaves read every codec."""
+    bench = Bench(**config)
+    for slave in bench.slaves:
+        slave.hello = ALL
+    return bench.running(*names)
+
+
+def begin(bench: Bench, name: str, wire: Codec = Codec.INT8, **changes: Any) -> Ticket:
+    answer = bench.begin_push(name, wire=wire, **changes)
+    assert isinstance(answer, Ticket), answer
+    return answer
+
+
+def again(bench: Bench, name: str, wire: Codec) -> Ticket:
+    """BeginPush of the open push once more."""
+    cluster = bench.clusters[name]
+    request = BeginPushRequest(bench.caller(name), cluster.seq, cluster.base, cluster.fence, (), 100, 16, wire=wire)
+    answer = bench.ask(request).answer
+    assert isinstance(answer, Ticket), answer
+    return answer
+
+
+def rounds(bench: Bench, name: str, n: int) -> None:
+    """n versions more, from pushes of one cluster."""
+    for _ in range(n):
+        bench.push(name)
+        bench.advance(1.5)
+        bench.pull(name)
+
+
+def retained(bench: Bench) -> tuple[Version, ...]:
+    """What the last commit told the slaves to keep readable, besides the two newest."""
+    return [c for c in bench.slaves[0].commands if isinstance(c, Retain)][-1].versions
+
+
+def opened(bench: Bench) -> OpenStaging:
+    return [c for c in bench.slaves[0].commands if isinstance(c, OpenStaging)][-1]
+
+
+# ---- what is granted ----
+
+
+@pytest.mark.parametrize("wire", sorted(DIFFERENCES))
+def test_a_push_on_the_current_version_is_written_as_its_cluster_wishes(wire: Codec) -> None:
+    bench = bench_of("a")
+    assert begin(bench, "a", wire).wire is wire
+    assert (opened(bench).wire, opened(bench).base) == (wire, Version(1, 0))
+
+
+@pytest.mark.parametrize("wire", [Codec.F32, Codec.NONE])
+def test_who_wishes_nothing_sends_float32(wire: Codec) -> None:
+    bench = bench_of("a")
+    assert begin(bench, "a", wire).wire is Codec.F32
+    assert opened(bench).wire is Codec.F32
+
+
+def test_the_version_before_is_on_every_slave_as_well() -> None:
+    bench = bench_of("a", "b")
+    rounds(bench, "a", 1)
+    assert begin(bench, "b").wire is Codec.INT8
+
+
+def test_an_older_base_that_nobody_kept_is_float32() -> None:
+    bench = bench_of("a", "b")
+    rounds(bench, "a", 3)
+    assert begin(bench, "b").wire is Codec.F32
+
+
+def test_a_slave_that_cannot_read_it_makes_it_float32() -> None:
+    bench = Bench()
+    bench.slaves[0].hello = ALL
+    assert set(HELLO.capabilities) < set(ALL.capabilities)
+    bench.running("a")
+    assert begin(bench, "a").wire is Codec.F32
+
+
+def test_a_seed_is_float32_whatever_it_wishes() -> None:
+    bench = Bench()
+    for slave in bench.slaves:
+        slave.hello = ALL
+    bench.attach_all()
+    bench.join("a")
+    assert begin(bench, "a", base=None, tokens=0).wire is Codec.F32
+
+
+def test_after_a_slave_came_back_only_the_newest_version_is_everywhere() -> None:
+    bench = bench_of("a", "b")
+    rounds(bench, "a", 1)
+    bench.slaves[0].die()
+    bench.slaves[0].attach()
+    assert begin(bench, "b").wire is Codec.F32
+    assert begin(bench, "a").wire is Codec.INT8
+
+
+def test_after_the_masters_restart_the_newest_version_will_do() -> None:
+    bench = bench_of("a")
+    rounds(bench, "a", 1)
+    base, fence = bench.clusters["a"].base, bench.clusters["a"].fence
+    bench.restart()
+    bench.join("a")
+    assert begin(bench, "a", base=base, fence=fence).wire is Codec.INT8
+
+
+# ---- a new attempt ----
+
+
+def test_a_base_that_is_gone_is_followed_by_float32() -> None:
+    bench = bench_of("a")
+    begin(bench, "a")
+    ticket = again(bench, "a", Codec.F32)
+    assert (ticket.attempt, ticket.wire) == (2, Codec.F32)
+    assert (opened(bench).attempt, opened(bench).wire) == (2, Codec.F32)
+    bench.stage("a")
+    bench.finish_push("a", attempt=2)
+    bench.advance(2.0)
+    assert bench.verdict("a").kind is VerdictKind.APPLIED
+
+
+def test_a_ticket_lives_while_bytes_arrive_of_a_push_that_is_written_anew() -> None:
+    """Slaves drop the differences that had landed: what arrives in float32 is news though it is less."""
+    bench = bench_of("a", ticket_ttl_s=10.0)
+    begin(bench, "a")
+    push = bench.clusters["a"].push_id
+    bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, 1000),)))
+    again(bench, "a", Codec.F32)
+    bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, 2000),)))  # it was under way
+    for landed in range(1, 5):
+        bench.advance(8.0)
+        bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 2, landed),)))
+    assert bench.state.world.members["a"].push is not None
+
+
+def test_a_ticket_that_is_asked_for_again_does_not_live_on_what_had_landed_before() -> None:
+    bench = bench_of("a", ticket_ttl_s=10.0)
+    begin(bench, "a")
+    push = bench.clusters["a"].push_id
+    bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, 1000),)))
+    again(bench, "a", Codec.INT8)
+    bench.advance(8.0)
+    bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 2, 1000),)))
+    bench.advance(3.0)
+    assert bench.state.world.members["a"].push is None
+
+
+def test_a_new_attempt_is_written_as_before_while_the_base_is_there() -> None:
+    bench = bench_of("a")
+    begin(bench, "a")
+    assert again(bench, "a", Codec.INT8).wire is Codec.INT8
+
+
+def test_a_slave_that_comes_back_is_told_how_the_open_push_is_written() -> None:
+    bench = bench_of("a", "b")
+    begin(bench, "a")
+    bench.slaves[0].die()
+    bench.slaves[0].attach()
+    assert (opened(bench).wire, opened(bench).base) == (Codec.INT8, Version(1, 0))
+
+
+# ---- what is kept ----
+
+
+def test_the_base_of_an_open_push_stays_readable_until_its_verdict() -> None:
+    bench = bench_of("a", "b")
+    begin(bench, "b")
+    rounds(bench, "a", 3)
+    assert retained(bench) == (Version(1, 0),)
+    assert again(bench, "b", Codec.INT8).wire is Codec.INT8, "it is granted as long as it is kept"
+    bench.stage("b")
+    assert bench.result(bench.finish_push("b", attempt=2)) is not None
+    bench.advance(3.0)
+    assert bench.verdict("b").kind is VerdictKind.APPLIED
+    assert retained(bench) == (), "what is sealed is read no more"
+
+
+def test_the_base_of_a_float32_push_is_not_kept() -> None:
+    bench = bench_of("a", "b")
+    begin(bench, "b", Codec.F32)
+    rounds(bench, "a", 3)
+    assert retained(bench) == ()
+
+
+def test_a_version_stays_while_a_cluster_that_sends_differences_trains_on_it() -> None:
+    bench = bench_of("a", "b")
+    bench.push("b", wire=Codec.INT8)
+    bench.advance(3.0)
+    base = bench.pull("b").version
+    bench.pull("a")
+    rounds(bench, "a", 3)
+    assert retained(bench) == (base,)
+    assert begin(bench, "b").wire is Codec.INT8
+
+
+def test_a_version_goes_when_its_cluster_pulls_the_next_one() -> None:
+    bench = bench_of("a", "b")
+    bench.push("b", wire=Codec.INT8)
+    bench.advance(3.0)
+    bench.pull("b")
+    bench.pull("a")
+    rounds(bench, "a", 2)
+    bench.pull("b")
+    rounds(bench, "a", 1)
+    assert retained(bench) == ()
+
+
+def test_a_base_goes_with_its_cluster() -> None:
+    bench = bench_of("a", "b")
+    bench.push("b", wire=Codec.INT8)
+    bench.advance(3.0)
+    bench.pull("b")
+    bench.pull("a")
+    bench.leave("b")
+    rounds(bench, "a", 3)
+    assert retained(bench) == ()
+
+
+def test_bases_and_pulls_share_what_may_be_kept_and_the_oldest_gives_way() -> None:
+    bench = bench_of("a", "b", pinned_versions=1)
+    begin(bench, "b")
+    rounds(bench, "a", 1)
+    bench.ask(BeginPullRequest(Caller("", 0, "reader"), reader=True))
+    rounds(bench, "a", 3)
+    assert retained(bench) == (Version(1, 1),)
+    assert again(bench, "b", Codec.INT8).wire is Codec.F32
+
+
+def test_a_base_that_is_only_trained_on_gives_way_to_what_is_being_read() -> None:
+    """Without it the next push is longer; without what is read, a slow reader begins anew, again and again."""
+    bench = bench_of("a", "b", pinned_versions=1)
+    bench.ask(BeginPullRequest(Caller("", 0, "reader"), reader=True))
+    bench.push("b", wire=Codec.INT8)
+    bench.advance(3.0)
+    assert bench.pull("b").version == Version(1, 1)
+    bench.pull("a")
+    rounds(bench, "a", 3)
+    assert retained(bench) == (Version(1, 0),)
+    assert begin(bench, "b").wire is Codec.F32
+
+
+def test_a_rollback_keeps_no_base_of_the_old_timeline() -> None:
+    bench = bench_of("a", "b")
+    rounds(bench, "a", 1)
+    begin(bench, "b")
+    for slave in bench.slaves:
+        slave.come_back_without(Version(1, 1))
+    bench.advance(3.0)
+    assert bench.state.world.ledger.version is not None
+    assert bench.state.world.ledger.version.timeline > 1
+    assert set(bench.state.world.kept) <= {bench.state.world.ledger.version}
+
+
+def test_the_master_says_on_its_tape_how_a_push_is_written() -> None:
+    bench = bench_of("a")
+    begin(bench, "a", Codec.BF16)
+    assert bench.recorded("ticket")[-1]["wire"] == "BF16"
+
+
+def test_a_push_of_differences_is_admitted_by_the_digest_of_what_was_sent() -> None:
+    bench = bench_of("a")
+    begin(bench, "a")
+    bench.stage("a")
+    cluster = bench.clusters["a"]
+    sent = {slave.name: slave.staged[cluster.push_id] for slave in bench.slaves}
+    bench.call(FinishPushRequest(bench.caller("a"), cluster.seq, 1, tuple(sorted(sent.items()))))
+    bench.advance(2.0)
+    assert bench.verdict("a").kind is VerdictKind.APPLIED

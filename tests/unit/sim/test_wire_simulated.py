@@ -1,0 +1,124 @@
+"""Pushes as differences in whole simulated runs: they happen, bases go, and what is wrong with them is noticed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from support.mutants import Mutant, planted
+
+from dips.core.wire import DIFFERENCES, Codec
+from dips.sim.kernel import Process
+from dips.sim.search.bounds import Bounds
+from dips.sim.world import World
+from dips.worker.state import effects
+
+SEEDS = range(60)
+"""Without the planted bugs these are clean (test_sim_seeds.py)."""
+
+
+def bug(name: str, target: str, old: str, new: str) -> Mutant:
+    return Mutant(name, target, old, new, (), Bounds())
+
+
+BUGS = (
+    (
+        bug(
+            "what is dropped leaves a residual",
+            "worker.state.pushing:Pushing.drop",
+            "self._core.clear_residual()",
+            "pass",
+        ),
+        "outlives the steps",
+    ),
+    (
+        bug(
+            "what rounding lost is forgotten",
+            "worker.state.pushing:Pushing.act",
+            "core.applied_as(self.open.wire)",
+            "pass",
+        ),
+        "did not advance",
+    ),
+    (
+        bug(
+            "an aborted push clears the residual",
+            "worker.state.pushing:Pushing._aborted",
+            "was_seed = push.base is None",
+            "was_seed = push.base is None\n    core.clear_residual()",
+        ),
+        "for no reason",
+    ),
+    (
+        bug(
+            "a residual of the codec that was wished",
+            "worker.state.pushing:Pushing.act",
+            "core.applied_as(self.open.wire)",
+            "core.applied_as(core.config.wire if self.open.base else None)",
+        ),
+        "is not what was sent any more",
+    ),
+    (
+        bug(
+            "read beside the newest version",
+            "sim.shard_memory:ShardMemory.decoded",
+            "base = self.readable.get(staging.base) if staging.base is not None else None",
+            "base = self.current",
+        ),
+        "than what was merged",
+    ),
+)
+
+
+class Watched(World):
+    """Counts how pushes were granted, and what residuals did."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.granted: Counter[str] = Counter()
+        self.watchers.append(self._told)
+
+    def _told(self, role: str, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+        if role == "master" and kind == "ticket":
+            self.granted[fields["wire"]] += 1
+
+
+def test_every_wire_type_is_granted_and_some_bases_go() -> None:
+    granted: Counter[str] = Counter()
+    gone = 0
+    for seed in SEEDS:
+        world = Watched(seed)
+        outcome = world.run()
+        assert outcome.violations == ()
+        granted += world.granted
+        gone += outcome.fired.get("base_gone", 0)
+    assert all(granted[wire.name] > 20 for wire in (Codec.F32, *DIFFERENCES)), granted
+    assert gone > 0, "no slave refused a chunk whose base it had not"
+
+
+@pytest.mark.parametrize(("mutant", "words"), BUGS, ids=[mutant.name.replace(" ", "-") for mutant, _ in BUGS])
+def test_a_planted_bug_is_noticed(mutant: Mutant, words: str) -> None:
+    with planted(mutant):
+        found = next(filter(None, (World(seed).run().violations for seed in SEEDS)), ())
+    assert found, f"{mutant.name} is not noticed"
+    assert any(words in sentence for sentence in found), found
+
+
+def test_a_push_that_is_sent_again_is_written_from_what_it_was_made_of() -> None:
+    """The model in the simulator refuses a residual of anything but what was sent."""
+    world = World(0)
+    kept: list[effects.KeepResidual] = []
+    for cluster in world.clusters.values():
+        carry_out = cluster._carry_out
+
+        def watched(effect: effects.Effect, carry_out: Any = carry_out) -> None:
+            if isinstance(effect, effects.KeepResidual):
+                kept.append(effect)
+            carry_out(effect)
+
+        cluster._carry_out = watched  # type: ignore[method-assign]
+    assert world.run().violations == ()
+    assert kept
+    assert {effect.wire for effect in kept} <= DIFFERENCES
