@@ -39,13 +39,14 @@ from dips.core.simd_numba import (
     fence,
     load,
     multiply_add,
+    prefetch,
     splat,
     store,
     stream,
     widen,
 )
 
-SIMD_XXH3 = "6feefdde38ea6433"
+SIMD_XXH3 = "1b76fbe198589028"
 """xxh3-64 of simd_numba.py, whose code is compiled into this file's: numba's cache notices changes of this file only,
 so a change there must change something here (a test says what)."""
 
@@ -59,8 +60,8 @@ TILE_ELEMS = 512
 """Elements that sums work on at a time, a multiple of LANES: what is copied or multiplied again is still in the first
 cache then (8 pseudo-gradients in float64: 32 KiB)."""
 
-COPY_ELEMS = 4096
-"""Elements that land_measured copies after they were measured: 16 KiB are still in the first cache."""
+AHEAD_ELEMS = 1024
+"""How far ahead land_measured asks for theta: 4 KiB, which take longer to copy than a line takes to come."""
 
 VECTOR_ELEMS = 16
 """VECTOR_BYTES of float32."""
@@ -368,18 +369,43 @@ def _measure(src_address: int, theta: F32, squared: F64) -> int:
 def _land_measured(dst: F32, src_address: int, theta: F32, squared: F64) -> int:
     src = array_at(src_address, len(theta), np.float32)
     lanes = np.empty(LANES, np.float64)
+    aligned = address_of(dst) % VECTOR_BYTES == 0
     bad = 0
     for piece in range(len(squared)):
         start = piece * PIECE_ELEMS
         stop = min(start + PIECE_ELEMS, len(theta))
-        lanes[:] = 0.0
-        for tile in range(start, stop, COPY_ELEMS):
-            end = min(tile + COPY_ELEMS, stop)
-            _add_squares(lanes, theta, src, tile, end)
-            bad += _copy(dst, src, tile, end)
+        _copy_and_square(lanes, dst, src, theta, start, stop, aligned)
         squared[piece] = _fold(lanes)
+        bad += _bad_in(squared[piece], src, start, stop)
     fence()
     return bad
+
+
+@compiled
+def _copy_and_square(lanes: F64, dst: F32, src: F32, theta: F32, start: int, stop: int, aligned: bool) -> None:
+    """dst = src, and lanes of (theta - src)^2, on the piece [start, stop). aligned: dst begins a line of the cache.
+
+    src is in the cache, dst goes past it, and theta comes from memory: unless it is asked for ahead, it waits for the
+    stores to leave.
+    """
+    whole = start + (stop - start) // LANES * LANES
+    zero = splat(np.float64(0))
+    s0, s1, s2, s3 = zero, zero, zero, zero
+    for i in range(start, whole, LANES):
+        prefetch(theta, i + AHEAD_ELEMS)
+        prefetch(theta, i + AHEAD_ELEMS + VECTOR_ELEMS)
+        x, y = load(src, i), load(src, i + 16)
+        d0, d1 = widen(load(theta, i) - x)
+        d2, d3 = widen(load(theta, i + 16) - y)
+        s0, s1 = multiply_add(d0, d0, s0), multiply_add(d1, d1, s1)
+        s2, s3 = multiply_add(d2, d2, s2), multiply_add(d3, d3, s3)
+        _put(dst, i, x, aligned)
+        _put(dst, i + 16, y, aligned)
+    _keep(lanes, s0, s1, s2, s3)
+    for i in range(whole, stop):
+        d = np.float64(theta[i] - src[i])
+        lanes[i - whole] += d * d
+        dst[i] = src[i]
 
 
 @compiled

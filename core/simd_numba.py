@@ -123,6 +123,24 @@ def stream(typing: Any, array: Any, index: Any, value: Any) -> Any:
 
 
 @_intrinsic
+def prefetch(typing: Any, array: Any, index: Any) -> Any:
+    """Ask for the line of array[index], which may lie beyond the array's end."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        i32, line = ir.IntType(32), ir.IntType(8).as_pointer()
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        function_type = ir.FunctionType(ir.VoidType(), [line, i32, i32, i32])
+        name = "llvm.prefetch.p0i8"
+        function = cgutils.get_or_insert_function(builder.module, function_type, name)  # type: ignore[no-untyped-call]
+        to_read, into_all_caches, data_not_code = i32(0), i32(3), i32(1)
+        place = builder.bitcast(builder.gep(data, [args[1]]), line)
+        builder.call(function, [place, to_read, into_all_caches, data_not_code])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
+
+
+@_intrinsic
 def fence(typing: Any) -> Any:
     """What was streamed before is visible to whoever sees anything that is written after."""
 

@@ -25,7 +25,9 @@ MAX_SILENCE_S = 60.0
 MAX_SILENCES = 2
 """Silences in a row of one slave, before its address is asked for anew: it may have come back on another port."""
 
-FIRST_PAUSE_S = 0.05
+FIRST_PAUSE_S = 0.005
+"""A ticket often reaches the worker before the slave has heard of it, by a millisecond or two."""
+
 MAX_PAUSE_S = 1.0
 UNKNOWN_S = 5.0
 """How long a slave may know nothing of a push whose ticket we have; then the master is asked what became of it."""

@@ -19,13 +19,13 @@ from numba.core.dispatcher import Dispatcher
 from support.numerics import F32, Shard, assert_same_bits, random_slots
 
 from dips.core import kernels_numba, kernels_wire, outer_numpy, simd_numba
-from dips.core.kernels_numba import COPY_ELEMS, TILE_ELEMS, VECTOR_ELEMS
+from dips.core.kernels_numba import AHEAD_ELEMS, TILE_ELEMS, VECTOR_ELEMS
 from dips.core.outer_numpy import LANES, PIECE_ELEMS, n_pieces
 from dips.core.simd_numba import VECTOR_BYTES, compiled
 
 SIZES = [
     *(1, 2, LANES - 1, LANES + 1, 4 * VECTOR_ELEMS, TILE_ELEMS - 1, TILE_ELEMS, 3 * TILE_ELEMS + 77),
-    *(COPY_ELEMS + 1, PIECE_ELEMS, PIECE_ELEMS + 1, 100_003),
+    *(AHEAD_ELEMS + 1, PIECE_ELEMS, PIECE_ELEMS + 1, 100_003),
 ]
 
 
@@ -305,7 +305,7 @@ def test_warm_up_compiles_all_that_a_round_needs() -> None:
 def test_both_twins_mean_the_same_lanes_and_pieces() -> None:
     assert (kernels_numba.LANES, kernels_numba.PIECE_ELEMS) == (LANES, PIECE_ELEMS)
     assert 4 * VECTOR_ELEMS == VECTOR_BYTES
-    assert PIECE_ELEMS % COPY_ELEMS == COPY_ELEMS % LANES == TILE_ELEMS % LANES == 0
+    assert PIECE_ELEMS % TILE_ELEMS == TILE_ELEMS % LANES == 0
 
 
 def test_without_a_folder_for_the_cache_it_compiles_all_the_same() -> None:
