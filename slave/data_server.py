@@ -131,7 +131,9 @@ class DataServer:
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
             zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
             # What a peer sends beyond this waits in its own memory: libzmq stops reading from it, nothing is lost. So
-            # frames of one peer hold at most 2 x MAX_WINDOW_CHUNKS x max_chunk_bytes of this process's memory.
+            # frames of one honest peer hold at most 2 x MAX_WINDOW_CHUNKS x max_chunk_bytes of this process's memory.
+            # A message of endlessly many frames would hold more, as libzmq hands out whole messages only and limits no
+            # number of frames: one reason more to let nobody in but one's own clusters.
             zmq.RCVHWM: MAX_WINDOW_CHUNKS,
             zmq.SNDHWM: MAX_ANSWERS,
             zmq.LINGER: LINGER_MS,
