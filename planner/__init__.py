@@ -1,0 +1,10 @@
+"""The planner: how to train a model on clusters that lie in different places, and how long an iteration will take.
+
+Pure computation: no network, no torch, no grpc. Times are integer nanoseconds, sizes bytes, everywhere.
+"""
+
+if __name__ != "dips.planner":
+    raise ImportError(
+        f"import dips.planner, not {__name__}: the folder at the top of the repository is the same code under a second "
+        "name"
+    )

@@ -1,0 +1,126 @@
+"""What a pipeline's operations, messages and links cost: the numbers that a schedule is made for and simulated with.
+
+Times are integer nanoseconds, so that sums are exact and two equal times compare equal. Memory is counted in units
+that the caller chooses (bytes, or activations of one microbatch on one device), as integers too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dips.planner.errors import PlanError
+from dips.planner.ir import Kind
+
+NS = 1_000_000_000
+"""Nanoseconds in a second; also what one unit of time is where times are ratios."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Of one stage of the model and one microbatch.
+
+    activation: charged when F starts; of it, D releases `d_release` at its end and W (or B) the rest.
+    """
+
+    f_ns: int
+    d_ns: int
+    w_ns: int
+    activation: int
+    d_release: int
+
+    def __post_init__(self) -> None:
+        if min(self.f_ns, self.d_ns, self.w_ns, self.activation, self.d_release) < 0:
+            raise PlanError(f"{self} has a negative cost: times and sizes are at least 0")
+        if self.d_release > self.activation:
+            raise PlanError(f"D releases {self.d_release}, more than the activation of {self.activation}")
+
+    def compute_ns(self, kind: Kind) -> int:
+        """Of the whole operation."""
+        if kind is Kind.F:
+            return self.f_ns
+        if kind is Kind.D:
+            return self.d_ns
+        return self.w_ns if kind is Kind.W else self.d_ns + self.w_ns
+
+    def released(self, kind: Kind) -> int:
+        """Memory that its end gives back."""
+        if kind is Kind.F:
+            return 0
+        if kind is Kind.D:
+            return self.d_release
+        return self.activation - self.d_release if kind is Kind.W else self.activation
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Of one message from one device to another. busy_ns: it occupies its link so long; latency_ns does not occupy.
+
+    resource: messages with the same one share a link; every link serves one message at a time.
+    """
+
+    resource: int
+    busy_ns: int
+    latency_ns: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """stages[s] of the model; wires[(from, to)]: between devices, absent where messages are free and at once."""
+
+    stages: tuple[StageCost, ...]
+    wires: Mapping[tuple[int, int], Wire] = field(default_factory=dict)
+
+    def compute_ns(self, stage: int, kind: Kind, part: int = 0, parts: int = 1) -> int:
+        """Of one part; the first ones take the nanoseconds that do not divide."""
+        whole, rest = divmod(self.stages[stage].compute_ns(kind), parts)
+        return whole + (part < rest)
+
+
+def uniform(
+    n_stages: int,
+    chunks: int,
+    times: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    release_of_d: float = 0.5,
+    wires: Mapping[tuple[int, int], Wire] | None = None,
+    activation: int = 1 << 20,
+) -> Costs:
+    """Equal devices. times: (T_F, T_D, T_W) in seconds for one microbatch on one device, shared by its `chunks` stages,
+    as is the activation of one microbatch on one device."""
+    f_ns, d_ns, w_ns = (round(t * NS / chunks) for t in times)
+    whole = activation // chunks
+    stage = StageCost(f_ns, d_ns, w_ns, whole, round(whole * release_of_d))
+    return Costs((stage,) * n_stages, wires or {})
+
+
+def site_wires(
+    sites: Sequence[int], busy_s: float, latency_s: float, wraps: bool = False
+) -> dict[tuple[int, int], Wire]:
+    """Wires between all devices of different sites; sites[d]: of device d, in the order of the pipeline.
+
+    Each ordered pair of neighbouring devices is a link of its own. wraps: with exactly two sites, the message from
+    the last device to the first (and back) crosses the same link as those of the boundary in the middle (CrossPipe's
+    convention for loop placements).
+    """
+    if busy_s < 0 or latency_s < 0:
+        raise PlanError(f"a link has bandwidth time {busy_s:g} s and latency {latency_s:g} s: neither is negative")
+    n, wires = len(sites), {}
+    busy_ns, latency_ns = round(busy_s * NS), round(latency_s * NS)
+    boundaries = [d for d in range(n - 1) if sites[d] != sites[d + 1]]
+    for a in range(n):
+        for b in range(n):
+            if sites[a] == sites[b]:
+                continue
+            pair = (a, b)
+            if wraps and len(boundaries) == 1 and {a, b} == {0, n - 1} and n > 2:
+                middle = boundaries[0]
+                pair = (middle + 1, middle) if a == n - 1 else (middle, middle + 1)
+            wires[a, b] = Wire(pair[0] * n + pair[1], busy_ns, latency_ns)
+    return wires
+
+
+def equal_sites(n_devices: int, n_sites: int) -> tuple[int, ...]:
+    """The site of each device when neighbours share one and all sites are alike. Raises PlanError if they cannot be."""
+    if n_sites < 1 or n_devices % n_sites:
+        raise PlanError(f"{n_devices} devices do not divide into {n_sites} equal sites: choose numbers that do")
+    return tuple(d * n_sites // n_devices for d in range(n_devices))

@@ -1,0 +1,1 @@
+"""Pipeline schedules, one module each; every one is a function that returns a Schedule."""

@@ -1,0 +1,207 @@
+"""The best order that a constraint solver finds (CrossPipe, arXiv:2507.00217, section 4.1, with OR-tools' CP-SAT).
+
+An interval for each operation and for each message that occupies a link; no two overlap on a device or a link; a
+message follows its producer, its latency precedes its consumer; activations are a cumulative resource of each device;
+microbatches keep their order within a stage and kind (which halves the search and loses nothing when stages' costs
+are equal for all microbatches). Minimizes the makespan. The solver's lower bound says how far from the best a
+schedule may be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+from dips.planner.costs import Costs
+from dips.planner.errors import PlanError
+from dips.planner.ir import Kind, Op, Schedule
+from dips.planner.simulate import Timeline, simulate
+
+KINDS = (Kind.F, Kind.D, Kind.W)
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """lower_bound_ns: no schedule of this problem has a shorter makespan. proved: the schedule's makespan is that."""
+
+    schedule: Schedule
+    lower_bound_ns: int
+    proved: bool
+    wall_s: float
+
+
+def optimal(
+    name: str,
+    device_of_stage: Sequence[int],
+    n_microbatches: int,
+    costs: Costs,
+    memory: Sequence[int],
+    hint: Schedule | None = None,
+    time_limit_s: float = 20.0,
+    workers: int = 0,
+) -> Optimum:
+    """memory[d]: limit of device d in the units of costs. hint: a schedule (of whole blocks, split) to begin with.
+
+    workers: threads of the solver; 0: one for each processor. Raises PlanError when no schedule was found in the time.
+    """
+    problem = _Problem(tuple(device_of_stage), n_microbatches, costs, memory)
+    if hint is not None:
+        problem.hint(simulate(hint, costs))
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = time_limit_s
+    solver.parameters.num_workers = workers
+    solver.parameters.random_seed = 1
+    status = solver.solve(problem.model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        why = (
+            "there is none: give each device memory for one microbatch"
+            if status == cp_model.INFEASIBLE
+            else (f"none was found in {time_limit_s:g} s: allow more time")
+        )
+        raise PlanError(f"{name}: no schedule within the memory; {why}")
+    return Optimum(
+        problem.schedule(name, solver),
+        math.ceil(solver.best_objective_bound) * problem.unit_ns,
+        status == cp_model.OPTIMAL,
+        solver.wall_time,
+    )
+
+
+class _Problem:
+    """The model. Times are in the largest unit that divides all of them, which keeps the solver's domains small."""
+
+    def __init__(
+        self, device_of_stage: tuple[int, ...], n_microbatches: int, costs: Costs, memory: Sequence[int]
+    ) -> None:
+        self._device_of_stage, self._n, self._costs = device_of_stage, n_microbatches, costs
+        self._n_stages = len(device_of_stage)
+        self.unit_ns = self._unit()
+        self.model = cp_model.CpModel()
+        self._horizon = self._serial()
+        self._starts: dict[Op, Any] = {}
+        self._intervals: dict[Op, Any] = {}
+        self._messages: dict[Op, Any] = {}
+        on_device: dict[int, list[Any]] = defaultdict(list)
+        for stage in range(self._n_stages):
+            for microbatch in range(n_microbatches):
+                for kind in KINDS:
+                    op = Op(kind, stage, microbatch)
+                    self._add_op(op)
+                    on_device[device_of_stage[stage]].append(self._intervals[op])
+        self._order()
+        self._depend()
+        for intervals in on_device.values():
+            self.model.add_no_overlap(intervals)
+        self._limit(memory)
+        self._minimize()
+
+    def hint(self, timeline: Timeline) -> None:
+        for device, order in enumerate(timeline.schedule.orders):
+            for op, start_ns in zip(order, timeline.starts[device], strict=True):
+                if op in self._starts:
+                    self.model.add_hint(self._starts[op], start_ns // self.unit_ns)
+        for message in timeline.messages:
+            if message.op in self._messages:
+                self.model.add_hint(self._messages[message.op], message.start_ns // self.unit_ns)
+        self.model.add_hint(self._makespan, timeline.makespan_ns // self.unit_ns)
+
+    def schedule(self, name: str, solver: Any) -> Schedule:
+        n_devices = max(self._device_of_stage) + 1
+        rows: list[list[tuple[int, Op]]] = [[] for _ in range(n_devices)]
+        for op, start in self._starts.items():
+            rows[self._device_of_stage[op.stage]].append((solver.value(start), op))
+        # An operation of no length begins when another one does: it is sorted before, unless it needs that one.
+        orders = tuple(tuple(op for _, op in sorted(row, key=lambda cell: (cell[0], _rank(cell[1])))) for row in rows)
+        return Schedule(name, self._device_of_stage, self._n, orders)
+
+    # ---- parts ----
+
+    def _unit(self) -> int:
+        times = [stage.compute_ns(kind) for stage in self._costs.stages for kind in KINDS]
+        times += [ns for wire in self._costs.wires.values() for ns in (wire.busy_ns, wire.latency_ns)]
+        return math.gcd(*times) or 1
+
+    def _serial(self) -> int:
+        """As long as everything takes one after the other."""
+        work = sum(stage.compute_ns(kind) for stage in self._costs.stages for kind in KINDS)
+        slowest = max((wire.busy_ns + wire.latency_ns for wire in self._costs.wires.values()), default=0)
+        return self._n * (work + 2 * self._n_stages * slowest) // self.unit_ns
+
+    def _add_op(self, op: Op) -> None:
+        length = self._costs.compute_ns(op.stage, op.kind) // self.unit_ns
+        start = self.model.new_int_var(0, self._horizon, str(op))
+        self._starts[op] = start
+        self._intervals[op] = self.model.new_fixed_size_interval_var(start, length, f"{op} runs")
+
+    def _end(self, op: Op) -> Any:
+        return self._starts[op] + self._costs.compute_ns(op.stage, op.kind) // self.unit_ns
+
+    def _order(self) -> None:
+        for op in self._starts:
+            after = Op(op.kind, op.stage, op.microbatch + 1)
+            if after in self._starts:
+                self.model.add(self._starts[after] >= self._end(op))
+
+    def _depend(self) -> None:
+        on_link: dict[int, list[Any]] = defaultdict(list)
+        for op in list(self._starts):
+            if op.kind is Kind.W:
+                self.model.add(self._starts[op] >= self._end(Op(Kind.D, op.stage, op.microbatch)))
+            else:
+                self._hand_on(op, on_link)
+        for intervals in on_link.values():
+            self.model.add_no_overlap(intervals)
+
+    def _hand_on(self, op: Op, on_link: Mapping[int, list[Any]]) -> None:
+        if op.kind is Kind.F:
+            self.model.add(self._starts[Op(Kind.D, op.stage, op.microbatch)] >= self._end(op))
+        stage = op.stage + (1 if op.kind is Kind.F else -1)
+        if not 0 <= stage < self._n_stages:
+            return
+        consumer = self._starts[Op(op.kind, stage, op.microbatch)]
+        wire = self._costs.wires.get((self._device_of_stage[op.stage], self._device_of_stage[stage]))
+        if wire is None:
+            self.model.add(consumer >= self._end(op))
+            return
+        busy, latency = wire.busy_ns // self.unit_ns, wire.latency_ns // self.unit_ns
+        if not busy:
+            self.model.add(consumer >= self._end(op) + latency)
+            return
+        start = self.model.new_int_var(0, self._horizon, f"{op} leaves")
+        self._messages[op] = start
+        on_link[wire.resource].append(self.model.new_fixed_size_interval_var(start, busy, f"{op} travels"))
+        self.model.add(start >= self._end(op))
+        self.model.add(consumer >= start + busy + latency)
+
+    def _limit(self, memory: Sequence[int]) -> None:
+        """A part of each activation is held from the start of F to the end of D, the rest to the end of W."""
+        for device, limit in enumerate(memory):
+            held, demands = [], []
+            for op in [op for op in self._starts if op.kind is Kind.F and self._device_of_stage[op.stage] == device]:
+                cost = self._costs.stages[op.stage]
+                for kind, demand in ((Kind.D, cost.d_release), (Kind.W, cost.activation - cost.d_release)):
+                    if demand:
+                        held.append(self._until(op, Op(kind, op.stage, op.microbatch)))
+                        demands.append(demand)
+            unit = math.gcd(limit, *demands) or 1
+            self.model.add_cumulative(held, [demand // unit for demand in demands], limit // unit)
+
+    def _until(self, first: Op, last: Op) -> Any:
+        length = self.model.new_int_var(0, self._horizon, f"{first} to {last}")
+        return self.model.new_interval_var(self._starts[first], length, self._end(last), f"{first} held for {last}")
+
+    def _minimize(self) -> None:
+        self._makespan = self.model.new_int_var(0, self._horizon, "makespan")
+        for op in self._starts:
+            if op.microbatch == self._n - 1:
+                self.model.add(self._makespan >= self._end(op))
+        self.model.minimize(self._makespan)
+
+
+def _rank(op: Op) -> tuple[int, int]:
+    return KINDS.index(op.kind), op.microbatch

@@ -1,0 +1,162 @@
+"""Every schedule over a grid of pipelines and links: how each one bears delay, as in CrossPipe's Figures 8 and 9.
+
+All times are ratios to T_F of one microbatch on one device: T_F = T_D = T_W = 1, D and W each release half of an
+activation. latency and bandwidth are the two delays of a message that crosses sites; bandwidth is the time that it
+occupies its link. memory is a multiple of 1F1B's own need: activations of as many microbatches as there are devices,
+on each device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dips.planner.costs import NS, Costs, equal_sites, site_wires, uniform
+from dips.planner.errors import PlanError
+from dips.planner.ir import Schedule, straight, wave
+from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.interleaved import interleaved_1f1b
+from dips.planner.schedules.static import gpipe, one_f_one_b, zb_h1
+from dips.planner.schedules.zb_v import zb_v
+from dips.planner.validate import peaks, validate
+
+ACTIVATION = 1 << 20
+"""Units of one microbatch's activation on one device: divides evenly whatever it is shared by."""
+
+MOST = 1e6
+"""A delay or a memory beyond it is a slip of the pen."""
+
+STATIC: dict[str, tuple[Callable[[int, int], Schedule], int]] = {
+    "gpipe": (gpipe, 1),
+    "1f1b": (one_f_one_b, 1),
+    "interleaved_1f1b": (interleaved_1f1b, 2),
+    "zb_h1": (zb_h1, 1),
+    "zb_v": (zb_v, 2),
+}
+"""name: (maker, stages on each device)."""
+
+GREEDY_PARTS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the grid."""
+
+    n_pp: int
+    n_mb: int
+    n_sites: int
+    latency: float
+    bandwidth: float
+    memory: float
+
+    def costs(self, chunks: int = 1, wraps: bool = False) -> Costs:
+        """Of `chunks` stages on each device. wraps: the last device sends to the first."""
+        wires = site_wires(equal_sites(self.n_pp, self.n_sites), self.bandwidth, self.latency, wraps)
+        return uniform(self.n_pp * chunks, chunks, wires=wires, activation=ACTIVATION)
+
+    def limits(self) -> list[int]:
+        """Activation memory of each device."""
+        return [round(self.memory * self.n_pp * ACTIVATION)] * self.n_pp
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule's times in a case, in units of T_F. peak_activations: microbatches, on the device that holds most.
+
+    lower_bound: no schedule of this kind has a shorter makespan; None where no solver looked for one.
+    """
+
+    n_pp: int
+    n_mb: int
+    n_sites: int
+    latency: float
+    bandwidth: float
+    memory: float
+    schedule: str
+    makespan: float
+    device_span: float
+    stage0_span: float
+    peak_activations: float
+    lower_bound: float | None = None
+
+
+def cases(
+    stages: Sequence[int],
+    microbatches: Sequence[int],
+    sites: Sequence[int],
+    latencies: Sequence[float],
+    bandwidths: Sequence[float],
+    memories: Sequence[float],
+) -> list[Case]:
+    """The grid, checked as a whole before anything is computed. Raises PlanError."""
+    found = [Case(*point) for point in itertools.product(stages, microbatches, sites, latencies, bandwidths, memories)]
+    for case in found:
+        for value in (case.latency, case.bandwidth, case.memory):
+            if not math.isfinite(value) or value > MOST:
+                raise PlanError(f"{value:g} is no number that can be planned with: give one up to {MOST:g}")
+        if case.n_pp < 1 or case.n_mb < 1:
+            raise PlanError(f"{case.n_pp} stages and {case.n_mb} microbatches: both are at least 1")
+        if min(case.latency, case.bandwidth) < 0:
+            raise PlanError(f"latency {case.latency:g} and bandwidth {case.bandwidth:g}: neither is negative")
+        if case.memory * case.n_pp < 1:
+            raise PlanError(
+                f"memory {case.memory:g} of {case.n_pp} stages holds no microbatch: give at least {1 / case.n_pp:g}"
+            )
+        equal_sites(case.n_pp, case.n_sites)
+    return found
+
+
+def rows_of(case: Case, optimal_s: float = 0.0) -> Iterator[Row]:
+    """Every schedule in one case. optimal_s > 0: the solver's too, with so much time for each.
+
+    Static schedules know no limit: their peak_activations say what they need. Interleaved 1F1B has no row where it
+    cannot be (it takes a multiple of its devices as microbatches).
+    """
+    for name, (make, chunks) in STATIC.items():
+        if name == "interleaved_1f1b" and case.n_mb % case.n_pp:
+            continue
+        yield _row(case, make(case.n_pp, case.n_mb), case.costs(chunks, wraps=name == "interleaved_1f1b"), name)
+    costs = case.costs()
+    greedy = [cross_ud(case.n_pp, case.n_mb, costs, case.limits(), parts) for parts in GREEDY_PARTS]
+    for schedule in greedy:
+        yield _row(case, schedule, costs, schedule.name, case.limits())
+    if optimal_s > 0:
+        yield from _optima(case, greedy[0], optimal_s)
+
+
+def _optima(case: Case, greedy: Schedule, time_limit_s: float) -> Iterator[Row]:
+    from dips.planner.schedules.optimal import optimal  # OR-tools: a second to import, and only needed here
+
+    one, two = case.costs(), case.costs(2)
+    down = optimal("cross_ud/optimal", straight(case.n_pp), case.n_mb, one, case.limits(), greedy, time_limit_s)
+    yield _row(case, down.schedule, one, down.schedule.name, case.limits(), down.lower_bound_ns)
+    hint = zb_v(case.n_pp, case.n_mb)
+    back = optimal("cross_wave/optimal", wave(case.n_pp), case.n_mb, two, case.limits(), hint, time_limit_s)
+    yield _row(case, back.schedule, two, back.schedule.name, case.limits(), back.lower_bound_ns)
+
+
+def _row(
+    case: Case,
+    schedule: Schedule,
+    costs: Costs,
+    name: str,
+    memory: Sequence[int] | None = None,
+    lower_bound_ns: int | None = None,
+) -> Row:
+    timeline = validate(schedule, costs, memory)
+    return Row(
+        n_pp=case.n_pp,
+        n_mb=case.n_mb,
+        n_sites=case.n_sites,
+        latency=case.latency,
+        bandwidth=case.bandwidth,
+        memory=case.memory,
+        schedule=name,
+        makespan=timeline.makespan_ns / NS,
+        device_span=timeline.device_span_ns / NS,
+        stage0_span=timeline.stage0_span_ns / NS,
+        peak_activations=max(peaks(schedule, costs)) / ACTIVATION,
+        lower_bound=None if lower_bound_ns is None else lower_bound_ns / NS,
+    )

@@ -1,0 +1,108 @@
+"""Whether a schedule is one: every operation once and on its device, in a possible order, within memory, able to
+end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+
+from dips.planner.costs import Costs
+from dips.planner.errors import PlanError
+from dips.planner.ir import Kind, Op, Schedule
+from dips.planner.simulate import Timeline, simulate
+
+
+def validate(schedule: Schedule, costs: Costs, memory: Sequence[int] | None = None) -> Timeline:
+    """Check a schedule and play it. memory[d]: limit of device d, in the units of costs.
+
+    Raises PlanError, which names the device and the cell, for: an operation that is missing, doubled or elsewhere;
+    one that stands before what it needs on its own device; memory over the limit; devices that wait for each other.
+    """
+    _check_complete(schedule)
+    for device, order in enumerate(schedule.orders):
+        _check_order(device, order)
+    if memory is not None:
+        for device, (peak, limit) in enumerate(zip(peaks(schedule, costs), memory, strict=True)):
+            if peak > limit:
+                raise PlanError(
+                    f"{schedule.name}: device {device} holds {peak} of activations at once, its memory allows {limit}: "
+                    "use a schedule that holds fewer microbatches, or more memory"
+                )
+    return simulate(schedule, costs)
+
+
+def peaks(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+    """The most activation memory that each device holds at any time: F charges when it starts, D, W and B release
+    when they end."""
+    found, last = [], schedule.parts - 1
+    for order in schedule.orders:
+        held = peak = 0
+        for op in order:
+            stage = costs.stages[op.stage]
+            if op.kind is Kind.F and op.part == 0:
+                held += stage.activation
+                peak = max(peak, held)
+            elif op.part == last:
+                held -= stage.released(op.kind)
+        found.append(peak)
+    return tuple(found)
+
+
+def _check_complete(schedule: Schedule) -> None:
+    seen: set[Op] = set()
+    parts_of: Counter[tuple[int, int, Kind]] = Counter()
+    for device, order in enumerate(schedule.orders):
+        for index, op in enumerate(order):
+            wrong = _misplaced(schedule, device, op, seen)
+            if wrong:
+                raise PlanError(f"{schedule.name}: device {device}, cell {index + 1} ({op}) {wrong}")
+            seen.add(op)
+            parts_of[op.stage, op.microbatch, op.kind] += 1
+    for stage in range(schedule.n_stages):
+        for microbatch in range(schedule.n_microbatches):
+            _check_block(schedule, stage, microbatch, parts_of)
+
+
+def _misplaced(schedule: Schedule, device: int, op: Op, seen: Set[Op]) -> str:
+    """What is wrong with an operation where it stands; empty: nothing."""
+    if op.stage >= schedule.n_stages or op.microbatch >= schedule.n_microbatches or op.part >= schedule.parts:
+        return (
+            f"is outside of {schedule.n_stages} stages, {schedule.n_microbatches} microbatches and "
+            f"{schedule.parts} parts: remove it"
+        )
+    if schedule.device_of_stage[op.stage] != device:
+        return f"belongs to device {schedule.device_of_stage[op.stage]}: move it there"
+    return "stands there a second time: remove one" if op in seen else ""
+
+
+def _check_block(
+    schedule: Schedule, stage: int, microbatch: int, parts_of: Mapping[tuple[int, int, Kind], int]
+) -> None:
+    whole = schedule.parts
+    f, d, w, b = (parts_of.get((stage, microbatch, kind), 0) for kind in (Kind.F, Kind.D, Kind.W, Kind.B))
+    if f == whole and (d, w, b) in ((whole, whole, 0), (0, 0, whole)):
+        return
+    raise PlanError(
+        f"{schedule.name}: stage {stage} has {f} F, {d} I, {w} W and {b} B of microbatch {microbatch}: it takes "
+        f"{whole} F, and either {whole} I and {whole} W or {whole} B"
+    )
+
+
+def _check_order(device: int, order: Sequence[Op]) -> None:
+    done: set[Op] = set()
+    for index, op in enumerate(order):
+        needed = _before(op)
+        if needed is not None and needed not in done:
+            raise PlanError(
+                f"device {device}, cell {index + 1}: {op} stands before {needed}, which it needs: swap them"
+            )
+        done.add(op)
+
+
+def _before(op: Op) -> Op | None:
+    """What must precede it on its own device."""
+    if op.part:
+        return Op(op.kind, op.stage, op.microbatch, op.part - 1)
+    if op.kind is Kind.F:
+        return None
+    return Op(Kind.D if op.kind is Kind.W else Kind.F, op.stage, op.microbatch)

@@ -1,0 +1,53 @@
+"""The solver's schedules: proved optima that are known, and how near the greedy comes."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.planner.costs import NS
+from dips.planner.errors import PlanError
+from dips.planner.ir import straight, wave
+from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.optimal import Optimum, optimal
+from dips.planner.schedules.zb_v import zb_v
+from dips.planner.sweep import Case, rows_of
+from dips.planner.validate import validate
+
+
+def best_of(case: Case) -> Optimum:
+    hint = cross_ud(case.n_pp, case.n_mb, case.costs(), case.limits())
+    return optimal("best", straight(case.n_pp), case.n_mb, case.costs(), case.limits(), hint)
+
+
+@pytest.mark.parametrize(("latency", "bandwidth"), [(0, 0), (0.5, 0), (0, 1), (1, 1)])
+def test_two_sites_and_1f1bs_memory_cost_four_delays(latency: float, bandwidth: float) -> None:
+    """CrossPipe's setting: 27 + 4 (latency + bandwidth) is the best of one stage on each device."""
+    case = Case(4, 8, 2, latency, bandwidth, 1)
+    found = best_of(case)
+    assert found.proved
+    timeline = validate(found.schedule, case.costs(), case.limits())
+    assert timeline.makespan_ns == found.lower_bound_ns == (27 + 4 * (latency + bandwidth)) * NS
+
+
+def test_with_four_devices_the_greedy_is_within_five_percent() -> None:
+    """One case of the grid; benchmarks/bench_planner.py takes them all."""
+    case = Case(4, 8, 4, 1, 0, 1)
+    found = best_of(case)
+    assert found.proved
+    makespans = [row.makespan for row in rows_of(case) if row.schedule.startswith("cross_ud")]
+    assert min(makespans) <= 1.05 * found.lower_bound_ns / NS
+
+
+def test_two_stages_on_each_device() -> None:
+    case = Case(2, 4, 2, 0.5, 0, 2)
+    hint = zb_v(2, 4)
+    found = optimal("best", wave(2), 4, case.costs(2), case.limits(), hint)
+    timeline = validate(found.schedule, case.costs(2), case.limits())
+    assert found.proved
+    assert found.lower_bound_ns == timeline.makespan_ns <= validate(hint, case.costs(2)).makespan_ns
+
+
+def test_memory_for_no_microbatch_has_no_schedule() -> None:
+    case = Case(2, 2, 2, 0, 0, 1)
+    with pytest.raises(PlanError, match="best: no schedule within the memory; there is none"):
+        optimal("best", straight(2), 2, case.costs(), [1, 1])

@@ -1,0 +1,262 @@
+"""Schedules against the numbers that their papers give, and against what every schedule must keep."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dips.planner.costs import NS, Costs, StageCost, Wire, equal_sites, site_wires, uniform
+from dips.planner.errors import PlanError
+from dips.planner.ir import Kind, Op, Schedule, straight
+from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.interleaved import interleaved_1f1b
+from dips.planner.schedules.static import gpipe, one_f_one_b, zb_h1
+from dips.planner.schedules.zb_v import zb_v
+from dips.planner.simulate import simulate
+from dips.planner.sweep import STATIC, Case, cases, rows_of
+from dips.planner.validate import peaks, validate
+
+MAKERS = pytest.mark.parametrize("name", STATIC)
+UNIT = 1 << 20
+
+
+def times(schedule: Schedule, chunks: int) -> tuple[float, float]:
+    """(makespan, device span) in T_F = T_D = T_W = 1, without delays."""
+    timeline = validate(schedule, uniform(schedule.n_stages, chunks))
+    return timeline.makespan_ns / NS, timeline.device_span_ns / NS
+
+
+# ---- published facts ----
+
+
+@pytest.mark.parametrize(
+    ("name", "makespan", "device_span"),
+    [("1f1b", 33, 33), ("interleaved_1f1b", 28.5, 28.5), ("zb_h1", 27, 27), ("zb_v", 25.5, 24), ("gpipe", 33, 33)],
+)
+def test_four_devices_and_eight_microbatches(name: str, makespan: float, device_span: float) -> None:
+    make, chunks = STATIC[name]
+    assert times(make(4, 8), chunks) == (makespan, device_span)
+
+
+@pytest.mark.parametrize(("t_f", "t_d", "t_w"), [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (1.0, 1.5, 0.5)])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_the_bubbles_closed_forms(devices: int, t_f: float, t_d: float, t_w: float) -> None:
+    """Zero Bubble, Table 2: 1F1B (p-1)(T_F + T_D + T_W), ZB-H1 (p-1)(T_F + T_D - T_W)."""
+    n = 2 * devices
+    work = n * (t_f + t_d + t_w)
+    costs = uniform(devices, 1, (t_f, t_d, t_w))
+    assert simulate(one_f_one_b(devices, n), costs).makespan_ns / NS == work + (devices - 1) * (t_f + t_d + t_w)
+    assert simulate(zb_h1(devices, n), costs).makespan_ns / NS == work + (devices - 1) * (t_f + t_d - t_w)
+
+
+def test_memory_of_the_static_schedules() -> None:
+    """1F1B holds n - d microbatches on device d; ZB-H1 and ZB-V no more than its first device does; GPipe all."""
+
+    def held(schedule: Schedule, chunks: int) -> list[float]:
+        return [peak / UNIT for peak in peaks(schedule, uniform(schedule.n_stages, chunks, activation=UNIT))]
+
+    assert held(one_f_one_b(4, 8), 1) == [4, 3, 2, 1]
+    assert held(gpipe(4, 8), 1) == [8] * 4
+    assert max(held(zb_h1(4, 8), 1)) == 4
+    assert held(zb_v(4, 8), 2) == [4] * 4
+
+
+# ---- messages ----
+
+
+def test_a_message_occupies_its_link_and_then_takes_its_latency() -> None:
+    """Two devices: F of microbatch m leaves at m + 1, and the link is busy for 2 with each."""
+    costs = uniform(2, 1, wires={(0, 1): Wire(0, 2 * NS, 5 * NS)})
+    timeline = simulate(gpipe(2, 3), costs)
+    first = [message for message in timeline.messages if message.op.kind is Kind.F]
+    assert [message.start_ns // NS for message in first] == [1, 3, 5]
+    assert [message.arrives_ns // NS for message in first] == [8, 10, 12]
+    assert [start // NS for start in timeline.starts[1][:3]] == [8, 10, 12]
+
+
+def test_senders_that_share_a_link_take_turns_as_they_are_ready() -> None:
+    """Stages 0 and 2 on device 0, 1 and 3 on device 1: both directions given one link, messages never overlap."""
+    schedule = interleaved_1f1b(2, 4)
+    shared = {(0, 1): Wire(7, NS // 2, 0), (1, 0): Wire(7, NS // 2, 0)}
+    timeline = simulate(schedule, uniform(4, 2, wires=shared))
+    busy = sorted((message.start_ns, message.freed_ns) for message in timeline.messages)
+    assert len(busy) == 4 * 6
+    assert all(freed <= start for (_, freed), (start, _) in itertools.pairwise(busy))
+    readiness = [message.ready_ns for message in sorted(timeline.messages, key=lambda m: m.start_ns)]
+    assert readiness == sorted(readiness)
+
+
+def test_following_time_and_following_dependencies_agree() -> None:
+    """The wires of test links have one sender each; naming one more sender that never sends makes the simulator follow
+    time."""
+    for schedule in (one_f_one_b(4, 8), zb_h1(4, 8)):
+        wires = site_wires(equal_sites(4, 2), 0.5, 0.25)
+        beside = wires | {(9, 8): Wire(wires[1, 2].resource, 1, 0)}
+        one, other = (simulate(schedule, uniform(4, 1, wires=w)) for w in (wires, beside))
+        assert (one.starts, one.ends) == (other.starts, other.ends)
+
+
+def test_the_way_round_takes_the_link_in_the_middle() -> None:
+    wires = site_wires(equal_sites(4, 2), 1, 0, wraps=True)
+    assert wires[3, 0].resource == wires[2, 1].resource
+    assert wires[0, 3].resource == wires[1, 2].resource
+    assert (0, 1) not in wires
+
+
+@pytest.mark.parametrize(("name", "crossings"), [("interleaved_1f1b", 6), ("zb_v", 4), ("1f1b", 2), ("zb_h1", 2)])
+def test_crossings_of_each_microbatch_with_two_sites(name: str, crossings: int) -> None:
+    make, chunks = STATIC[name]
+    costs = Case(4, 8, 2, 0, 1, 1).costs(chunks, wraps=name == "interleaved_1f1b")
+    assert len(simulate(make(4, 8), costs).messages) == 8 * crossings
+
+
+# ---- the greedy ----
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_without_delay_the_greedy_is_as_good_as_zb_h1(parts: int) -> None:
+    case = Case(4, 8, 2, 0, 0, 1)
+    schedule = cross_ud(4, 8, case.costs(), case.limits(), parts)
+    assert validate(schedule, case.costs(), case.limits()).makespan_ns == 27 * NS
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 6),
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=6, max_size=6),
+    st.integers(0, 5),
+    st.integers(0, 9),
+    st.integers(1, 4),
+)
+def test_the_greedy_makes_a_schedule_within_memory_whatever_things_cost(
+    devices: int, n: int, parts: int, stage_times: list[tuple[int, int, int]], busy: int, latency: int, memory: int
+) -> None:
+    stages = tuple(StageCost(f, d, w, UNIT, UNIT // 2) for f, d, w in stage_times[:devices])
+    wires = {(a, b): Wire(a * 10 + b, busy, latency) for a in range(devices) for b in (a - 1, a + 1)}
+    costs, limits = Costs(stages, wires), [memory * UNIT] * devices
+    timeline = validate(cross_ud(devices, n, costs, limits, parts), costs, limits)
+    if sum(map(sum, stage_times[:devices])):
+        assert timeline.makespan_ns >= max(n * sum(t) for t in stage_times[:devices])
+
+
+def test_more_memory_never_slows_the_greedy_on_the_grid() -> None:
+    for case in cases([4], [8], [2, 4], [0, 0.5, 2], [0, 1], [1]):
+        wide = Case(case.n_pp, case.n_mb, case.n_sites, case.latency, case.bandwidth, 2)
+        spans = [simulate(cross_ud(4, 8, c.costs(), c.limits()), c.costs()).makespan_ns for c in (case, wide)]
+        assert spans[1] <= spans[0]
+
+
+def test_a_device_that_holds_no_microbatch_is_refused() -> None:
+    with pytest.raises(PlanError, match="stage 0 holds 1048576 for one microbatch, its memory allows 5: make"):
+        cross_ud(2, 2, uniform(2, 1), [5, 5])
+
+
+# ---- text ----
+
+
+@MAKERS
+def test_what_is_printed_reads_back(name: str) -> None:
+    schedule = STATIC[name][0](4, 8)
+    read = Schedule.from_csv(schedule.to_csv(), name)
+    assert read == schedule
+
+
+def test_parts_are_printed() -> None:
+    case = Case(2, 2, 2, 0.5, 0, 1)
+    schedule = cross_ud(2, 2, case.costs(), case.limits(), 2)
+    assert "0F0,0F0.1" in schedule.to_csv()
+    assert Schedule.from_csv(schedule.to_csv(), schedule.name) == schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("0F0,0X0\n", "line 1, column 2: '0X0' is no operation"),
+        ("0F0\n0B0\n", "stage 0 runs on devices 0 and 1"),
+        ("1F0\n", "no device runs stage 0"),
+        ("\n", "no device runs stage 0"),
+    ],
+)
+def test_text_that_is_no_schedule(text: str, sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        Schedule.from_csv(text)
+
+
+# ---- what is no schedule ----
+
+
+def broken(*orders: str) -> Schedule:
+    rows = tuple(tuple(Op.parse(cell) for cell in row.split()) for row in orders)
+    return Schedule("broken", straight(len(rows)), 1, rows)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sentence"),
+    [
+        (broken("0F0 0B0 0F0"), r"device 0, cell 3 \(0F0\) stands there a second time"),
+        (
+            broken("0F0"),
+            "stage 0 has 1 F, 0 I, 0 W and 0 B of microbatch 0: it takes 1 F, and either 1 I and 1 W or 1 B",
+        ),
+        (broken("0F0 0I0"), "stage 0 has 1 F, 1 I, 0 W and 0 B"),
+        (broken("0F0 0B0 0W0"), "stage 0 has 1 F, 0 I, 1 W and 1 B"),
+        (broken("0F0 0B1"), r"device 0, cell 2 \(0B1\) is outside of 1 stages, 1 microbatches"),
+        (broken("0F0 0B0", "0F0 1B0"), r"device 1, cell 1 \(0F0\) belongs to device 0"),
+        (broken("0B0 0F0"), "device 0, cell 1: 0B0 stands before 0F0, which it needs"),
+        (broken("0F0 0W0 0I0"), "device 0, cell 2: 0W0 stands before 0I0"),
+    ],
+)
+def test_the_validator_names_the_cell(schedule: Schedule, sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        validate(schedule, uniform(schedule.n_stages, 1))
+
+
+def test_the_validator_names_cells_that_wait_for_each_other() -> None:
+    orders = ("0F0 0F1 0B1 0B0", "1F0 1B0 1F1 1B1")
+    rows = tuple(tuple(Op.parse(cell) for cell in row.split()) for row in orders)
+    validate(Schedule("fine", straight(2), 2, rows), uniform(2, 1))
+    stuck = (rows[0][:1] + rows[0][3:] + rows[0][1:3], rows[1][2:] + rows[1][:2])
+    with pytest.raises(PlanError, match=r"device 0 waits at cell 2 \(0B0\), device 1 waits at cell 1 \(1F1\)"):
+        validate(Schedule("stuck", straight(2), 2, stuck), uniform(2, 1))
+
+
+def test_the_validator_holds_the_memory_limit() -> None:
+    with pytest.raises(PlanError, match=r"1f1b: device 0 holds 4194304 .* its memory allows 3145728"):
+        validate(one_f_one_b(4, 8), uniform(4, 1, activation=UNIT), [3 * UNIT] * 4)
+
+
+def test_costs_must_fit_the_schedule() -> None:
+    with pytest.raises(PlanError, match="costs of 3 stages for a schedule of 4"):
+        simulate(one_f_one_b(4, 8), uniform(3, 1))
+
+
+# ---- the grid ----
+
+
+def test_rows_have_every_schedule_and_their_delays() -> None:
+    (case,) = cases([4], [8], [2], [0.5], [0], [1])
+    rows = {row.schedule: row for row in rows_of(case)}
+    assert list(rows) == [*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4"]
+    assert rows["1f1b"].makespan == 37
+    assert rows["cross_ud/1"].makespan < rows["1f1b"].makespan
+    assert rows["1f1b"].peak_activations == 4
+    assert all(row.lower_bound is None for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("grid", "sentence"),
+    [
+        (([4], [8], [3], [0], [0], [1]), "4 devices do not divide into 3 equal sites"),
+        (([4], [8], [2], [-1], [0], [1]), "latency -1 and bandwidth 0: neither is negative"),
+        (([4], [0], [2], [0], [0], [1]), "4 stages and 0 microbatches: both are at least 1"),
+        (([4], [8], [2], [0], [0], [0.1]), "memory 0.1 of 4 stages holds no microbatch: give at least 0.25"),
+    ],
+)
+def test_a_grid_that_cannot_be(grid: tuple[list[float], ...], sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        cases(*grid)  # type: ignore[arg-type]
