@@ -7,9 +7,10 @@ machine and on who else uses it, so every result states its spread, and measurem
 
     python benchmarks/bench_update.py [--elems N] [--threads T] [--repeats R] [--json]
 
-ratio_to_memory_bandwidth = bytes that must move / time / floor_scale. Bytes count each stream once. Where floor_sum is
-far below floor_scale, reading is what limits a core, and the step, which reads k + 2 times for 2 writes, cannot come
-nearer to the scale, which reads once for each write, than (k + 4) / (k + 2) x floor_sum / floor_scale.
+ratio_to_memory_bandwidth = bytes that must move / time / floor_scale. Bytes count each stream once. Memory that reads
+and writes at the same time gives the scale, which reads once for each write, twice the rate of floor_sum, and the step,
+which reads k + 2 times for 2 writes, can come no nearer to the scale than (k + 4) / (k + 2) x floor_sum / floor_scale.
+So ratio_to_floor = the longer of (bytes / floor_scale, bytes read / floor_sum) / time.
 ratio_to_copy = float32 bytes / time, over the same of the copy: for the codecs, in chunks of 1 MiB whose payload stays
 in the cache, and for what a slave does with a chunk on receipt.
 """
@@ -35,6 +36,7 @@ from numpy.typing import NDArray
 from dips.core import allocator, kernels_numba, kernels_wire
 from dips.core.chunks import checksum
 from dips.core.outer_numpy import n_pieces
+from dips.core.simd_numba import compiled, load, splat, store
 from dips.core.threads import usable_processors
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 
@@ -43,6 +45,8 @@ F32 = NDArray[np.float32]
 Part = tuple[int, int]
 Work = Callable[[Part], Any]
 Works = dict[tuple[str, int], tuple[int, Work]]
+READ_STREAMS = {"outer_step": 2, "gram": 1}
+"""Streams that a kernel reads besides the stagings of its k clusters."""
 
 CHUNK_ELEMS = 1 << 18
 
@@ -63,6 +67,7 @@ class Result:
     gbytes_per_s: float
     ratio_to_memory_bandwidth: float
     best_ratio: float
+    ratio_to_floor: float | None
     ratio_to_copy: float
 
 
@@ -72,16 +77,15 @@ def _scale(values: F32, factor: np.float32) -> None:
         values[i] = values[i] * factor
 
 
-@numba.njit(nogil=True)
+@compiled
 def _sum(values: F32) -> float:
-    lanes = np.zeros(64, np.float32)
-    for row in range(len(values) // 1024):
-        part = values[row * 1024 : (row + 1) * 1024]
-        for lane in range(64):
-            total = lanes[lane]
-            for step in range(16):
-                total += part[step * 64 + lane]
-            lanes[lane] = total
+    zero = splat(np.float32(0))
+    a, b, c, d = zero, zero, zero, zero
+    for i in range(0, len(values) // 64 * 64, 64):
+        a, b = a + load(values, i), b + load(values, i + 16)
+        c, d = c + load(values, i + 32), d + load(values, i + 48)
+    lanes = np.empty(16, np.float32)
+    store(lanes, 0, (a + b) + (c + d))
     return float(lanes.sum())
 
 
@@ -215,13 +219,22 @@ def measure(n_elems: int, threads: int, repeats: int) -> list[Result]:
                 times[key].append(elapsed_s)
     floor = (works["floor_scale", 0][0], times["floor_scale", 0])
     copy_s = statistics.median(times["floor_copy", 0])
-    return [_result(*key, works[key][0], times[key], floor, copy_s) for key in works]
+    read_s = statistics.median(times["floor_sum", 0])  # of one stream
+    return [_result(*key, works[key][0], times[key], floor, copy_s, read_s) for key in works]
 
 
 def _result(
-    name: str, clusters: int, bytes_moved: int, times_s: list[float], floor: tuple[int, list[float]], copy_s: float
+    name: str,
+    clusters: int,
+    bytes_moved: int,
+    times_s: list[float],
+    floor: tuple[int, list[float]],
+    copy_s: float,
+    read_s: float,
 ) -> Result:
     median_s, (floor_bytes, floor_times_s) = statistics.median(times_s), floor
+    floor_s = bytes_moved * statistics.median(floor_times_s) / floor_bytes
+    reads = READ_STREAMS.get(name)
     return Result(
         name=name,
         clusters=clusters,
@@ -232,16 +245,18 @@ def _result(
         gbytes_per_s=bytes_moved / median_s / 1e9,
         ratio_to_memory_bandwidth=bytes_moved / median_s / (floor_bytes / statistics.median(floor_times_s)),
         best_ratio=bytes_moved / min(times_s) / (floor_bytes / min(floor_times_s)),
+        ratio_to_floor=None if reads is None else max(floor_s, (reads + clusters) * read_s) / median_s,
         ratio_to_copy=copy_s / median_s,
     )
 
 
 def _table(results: list[Result]) -> str:
     head = f"{'work':<15}{'k':>3}{'GB/s':>8}{'median ms':>12}{'best ms':>10}{'spread':>9}"
-    lines = [f"{head}{'ratio_to_memory_bandwidth':>28}{'best_ratio':>12}{'ratio_to_copy':>15}"]
+    lines = [f"{head}{'ratio_to_memory_bandwidth':>28}{'best_ratio':>12}{'ratio_to_floor':>16}{'ratio_to_copy':>15}"]
     lines += [
         f"{r.name:<15}{r.clusters or '':>3}{r.gbytes_per_s:>8.1f}{r.median_s * 1e3:>12.2f}{r.best_s * 1e3:>10.2f}"
-        f"{r.spread:>9.0%}{r.ratio_to_memory_bandwidth:>28.2f}{r.best_ratio:>12.2f}{r.ratio_to_copy:>15.2f}"
+        f"{r.spread:>9.0%}{r.ratio_to_memory_bandwidth:>28.2f}{r.best_ratio:>12.2f}"
+        f"{'' if r.ratio_to_floor is None else format(r.ratio_to_floor, '.2f'):>16}{r.ratio_to_copy:>15.2f}"
         for r in results
     ]
     return "\n".join(lines)
