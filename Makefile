@@ -8,6 +8,7 @@ PYTHON ?=
 TORCH_INDEX ?=
 ARGS ?=
 SEEDS ?= 2000
+MINUTES ?= 5
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
@@ -15,18 +16,20 @@ VENV_STAMP := $(VENV)/.made
 TORCH_STAMP := $(VENV)/.installed-torch
 DEMO_STAMP := $(VENV)/.installed-demo
 DEV_STAMP := $(VENV)/.installed-dev
+FUZZ_STAMP := $(VENV)/.installed-fuzz
 INPUTS := pyproject.toml constraints.txt
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check sim search faults endurance protos bench docs clean
+.PHONY: help demo test check sim model-check faults fuzz soak endurance protos bench docs clean
 
 help:  ## this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
 	@echo
-	@echo '  ARGS="..."       more arguments, for demo, test, faults and endurance (pytest), sim, search and bench'
+	@echo '  ARGS="..."       more arguments, for demo, test, faults and endurance (pytest), sim, model-check and bench'
+	@echo '  MINUTES=5        how long `make fuzz` goes on, and `make soak` (10), about'
 	@echo '  SEEDS=2000       how many runs `make sim` simulates'
 	@echo '  TORCH_INDEX=URL  package index that PyTorch alone is taken from, such as the one of its CPU builds'
 	@echo '  PYTHON=PATH      the interpreter that makes the environment (3.11 or newer); VENV=DIR where it is made'
@@ -45,11 +48,17 @@ check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 sim: $(DEV_STAMP)  ## simulate SEEDS runs with every fault, all invariants checked after every step
 	$(BIN)/python -m dips.sim.run_seeds --seeds $(SEEDS) $(ARGS)
 
-search: $(DEV_STAMP)  ## search all states of small runs, breadth first; ARGS=--quick: those that end within seconds
+model-check: $(DEV_STAMP)  ## see every state of small runs, breadth first, in two minutes; ARGS=--short or ARGS=--long
 	$(BIN)/python -m dips.sim.search $(ARGS)
 
-faults: $(DEV_STAMP)  ## kill real processes at every failpoint and at random, for minutes
+faults: $(DEV_STAMP)  ## harm real processes, their links and their disks in every planned way, for 20 minutes
 	$(BIN)/python -m pytest --require-passed --faults tests/faults $(ARGS)
+
+fuzz: $(FUZZ_STAMP)  ## feed every reader of bytes what it does not expect for MINUTES, and attack real processes
+	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
+
+soak: $(DEV_STAMP)  ## train twice, in calm and under a storm of kills, for MINUTES, and compare the losses
+	$(BIN)/python tests/soak.py --minutes $(if $(filter file,$(origin MINUTES)),10,$(MINUTES)) $(ARGS)
 
 endurance: $(DEV_STAMP)  ## move gigabytes and ten thousand tensors, play a thousand rounds; needs 10 GB of memory
 	$(BIN)/python tests/run_all.py --endurance tests/endurance $(ARGS)
@@ -116,6 +125,11 @@ endif
 
 $(DEMO_STAMP): $(TORCH_STAMP)
 	$(PIP) --editable '.[demo]'
+	@touch $@
+
+# Coverage-guided fuzzing is for where it can be had; the rest of it needs nothing more.
+$(FUZZ_STAMP): $(DEV_STAMP)
+	@$(PIP) --editable '.[fuzz]' || echo "make fuzz: atheris cannot be installed here: no coverage-guided part" >&2
 	@touch $@
 
 # Everything of the demo is part of it.

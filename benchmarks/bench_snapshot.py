@@ -62,7 +62,7 @@ from dips.core.messages import (
     StagedPush,
     Welcome,
 )
-from dips.core.placement import Placement, memory_bytes_needed
+from dips.core.placement import Placement, shard_bytes_needed
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.core.telemetry import Tape
 from dips.slave.data_server import DataServer
@@ -198,7 +198,7 @@ class Slave:
         self._store.scan()
         self._said: asyncio.Queue[SlaveBody] = asyncio.Queue()
         self._data = DataServer("127.0.0.1", 0, RUN, self._settings.chunk_bytes, lambda event: None, self._crashed)
-        room = memory_bytes_needed(layout.n_elems, 1, PINS)
+        room = shard_bytes_needed((block.n_elems for block in layout.blocks), self._settings.chunk_bytes, 1, PINS)
         limits = (room, self._settings.chunk_bytes, self._store.promised_epoch, self._store.ring.infos())
         state = SlaveState(RUN, SLAVE, self._data.endpoint, *limits)
         self._tape = Tape(None, "slave", SLAVE)

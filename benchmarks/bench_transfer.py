@@ -10,7 +10,8 @@ first. Everything alternates within each repeat, so that a slow spell of the mac
 
 Rates count the vector's bytes once. CPU seconds are of the whole process, kernel included: on loopback the sender also
 pays for most of the receiver's protocol work. A push includes checksums, the sums of squares that MEASURE needs, the
-slave's acknowledgements and the digest; rows without checksum leave out the checksums on both sides. compute_kept: how
+slave's acknowledgements and the digest; rows without checksum leave out the checksums on both sides, rows with curve
+encrypt as a run with keys does (CURVE: each frame XSalsa20-Poly1305, on libzmq's own threads). compute_kept: how
 much of the slave's outer step (one thread) is left while it receives 10 Gbit/s.
 """
 
@@ -25,11 +26,11 @@ import time
 from dataclasses import asdict, dataclass
 
 import zmq
-from flows.ends import SlaveEnd, WorkerEnd, layout_of
+from flows.ends import WAYS, SlaveEnd, WorkerEnd, layout_of
 from flows.peer import Peer
 
 BASELINES = ("tcp", "grpc_bytes", "grpc_protobuf", "pickle")
-OURS = ("push", "push_without_checksum", "pull", "pull_without_checksum")
+OURS = ("push", "push_without_checksum", "push_curve", "pull", "pull_without_checksum", "pull_curve")
 TEN_GBIT_BYTES_PER_S = 1.25e9
 
 
@@ -63,17 +64,18 @@ class Bench:
         self._worker = Peer(WorkerEnd, self.layout, chunk_bytes, window_chunks)
         self._pushes = 0
         self._ports = {name: self._slave.call("port", name).value for name in BASELINES}
-        self._endpoints = {flag: self._slave.call("endpoint", flag).value for flag in (True, False)}
-        self._digests = {flag: self._slave.call("digest", flag).value for flag in (True, False)}
+        self._endpoints = {way: self._slave.call("endpoint", way).value for way in WAYS}
+        self._digests = {way: self._slave.call("digest", way).value for way in WAYS}
+        self._worker.call("trust", self._slave.call("allow", self._worker.call("key").value).value)
 
     def transfer(self, name: str) -> Sample:
         """One whole vector. The slave receives, but for a pull."""
         before = self._cpu_s()
         if name.startswith("push"):
-            wall_s = self._push(with_checksum=name == "push")
+            wall_s = self._push(_way_of(name))
         elif name.startswith("pull"):
-            flag = name == "pull"
-            wall_s = self._worker.call("pull", self._endpoints[flag], self._digests[flag], flag).value
+            way = _way_of(name)
+            wall_s = self._worker.call("pull", self._endpoints[way], self._digests[way], way).value
         else:
             self._slave.begin("receive", name)
             wall_s = self._worker.call("send", name, self._ports[name]).value
@@ -90,11 +92,11 @@ class Bench:
         self._slave.close()
         self._worker.close()
 
-    def _push(self, with_checksum: bool) -> float:
+    def _push(self, way: str) -> float:
         self._pushes += 1
-        self._slave.call("open", self._pushes, with_checksum)
+        self._slave.call("open", self._pushes, way)
         self._slave.begin("wait_staged")
-        wall_s: float = self._worker.call("push", self._pushes, self._endpoints[with_checksum], with_checksum).value
+        wall_s: float = self._worker.call("push", self._pushes, self._endpoints[way], way).value
         self._slave.finish()
         return wall_s
 
@@ -105,7 +107,7 @@ class Bench:
         pushes = 0
         while now_s - began_s < seconds_s:
             if receiving:
-                self._push(with_checksum=True)
+                self._push("plain")
                 pushes += 1
             next_s = began_s + pushes * self.layout.n_bytes / TEN_GBIT_BYTES_PER_S if receiving else began_s + seconds_s
             time.sleep(max(0.0, next_s - time.perf_counter()))
@@ -115,6 +117,10 @@ class Bench:
 
     def _cpu_s(self) -> tuple[float, float]:
         return self._slave.call("cpu_s").value, self._worker.call("cpu_s").value
+
+
+def _way_of(name: str) -> str:
+    return name.partition("_")[2] or "plain"
 
 
 def measure(bench: Bench, repeats: int) -> dict[str, list[Sample]]:
@@ -154,6 +160,8 @@ def ratios(results: dict[str, Result]) -> dict[str, float]:
         "push_ratio_to_tcp_without_checksum": rate("push_without_checksum", "tcp"),
         "pull_ratio_to_tcp": rate("pull", "tcp"),
         "pull_ratio_to_tcp_without_checksum": rate("pull_without_checksum", "tcp"),
+        "push_curve_ratio_to_push": rate("push_curve", "push"),
+        "pull_curve_ratio_to_pull": rate("pull_curve", "pull"),
         "ratio_to_grpc_bytes_without_checksum": rate("push_without_checksum", "grpc_bytes"),
         "ratio_to_grpc_bytes": rate("push", "grpc_bytes"),
         "ratio_to_grpc_protobuf": rate("push", "grpc_protobuf"),

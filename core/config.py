@@ -121,7 +121,7 @@ def read_tables(file: Path, known: Iterable[str] | None = None) -> dict[str, Any
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"settings file {file} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and what the library lets through
         raise ConfigError(f"settings file {file} is not TOML: {error}") from error
     names = list(known) if known is not None else list(tables)
     for name in tables:

@@ -48,7 +48,7 @@ class DataOp(IntEnum):
 
 
 REQUESTS = frozenset({DataOp.PUT_CHUNK, DataOp.QUERY_MISSING, DataOp.GET_CHUNK})
-"""What a worker may send; the rest are a slave's answers."""
+"""What a peer may ask of a slave; the rest are its answers."""
 
 WITH_PAYLOAD = frozenset({DataOp.PUT_CHUNK, DataOp.CHUNK})
 """Operations whose header is followed by one payload frame."""
@@ -84,6 +84,7 @@ class DataHeader:
     complete: bool = False
     credit: int = 0
     protocol: int = PROTOCOL_VERSION
+    momentum: bool = False
     header_checksum: int = field(default=0, compare=False, repr=False)
     """Of the wire alone: encode() computes it, decode() compares it."""
 
@@ -146,6 +147,7 @@ def _message(header: DataHeader) -> data_pb2.DataHeader:
         cause_id=header.cause_id,
         complete=header.complete,
         credit=header.credit,
+        momentum=header.momentum,
     )
     if header.push is not None:
         message.push.CopyFrom(_push_message(header.push))
@@ -179,6 +181,7 @@ def _header(message: data_pb2.DataHeader) -> DataHeader:
         message.complete,
         message.credit,
         message.protocol,
+        message.momentum,
     )
 
 

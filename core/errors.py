@@ -38,6 +38,8 @@ class RefusalCode(IntEnum):
     DIGEST = 22
     UNKNOWN_NAME = 23
     BASE_GONE = 24
+    KEY = 25
+    IDENTITY = 26
 
 
 class DipsError(Exception):

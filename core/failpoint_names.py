@@ -108,7 +108,7 @@ _OF_CLUSTERS = (
     *("Join", "Heartbeat", "BeginPush", "FinishPush", "AwaitVerdict", "BeginPull", "FinishPull"),
     *("LeaseData", "ReturnData", "Leave"),
 )
-_OF_OPERATORS = ("Status", "Watch", "Pause", "Resume", "Evict", "Drain", "Stop")
+_OF_OPERATORS = ("Status", "Watch", "Pause", "Resume", "Evict", "Drain", "Reshard", "Stop")
 
 PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     "master.method": (*_OF_CLUSTERS, *_OF_OPERATORS),
@@ -123,6 +123,7 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
 TABLES: dict[str, str] = {
     "push": "master",
     "recovery": "master",
+    "reshard": "master",
     "round": "master",
     "slave": "master",
     "slave_link": "slave",

@@ -1,7 +1,8 @@
 """Named places where a process can be made to die, wait or fail, so that recovery is tested and not hoped for.
 
 Production pays one dictionary look-up at each place and nothing in state machines. Must never be armed by accident:
-only DIPS_FAILPOINTS or a test arms them, and a process that starts armed says so as a warning. The language stands in
+only DIPS_FAILPOINTS or a test arms them, the variable alone makes a process refuse to start unless failpoints are
+enabled besides, and a process that starts armed says so as a warning. The language stands in
 failpoint_spec.py, the names in failpoint_names.py (docs/testing.md, failpoints).
 """
 
@@ -25,6 +26,7 @@ from dips.core.errors import ConfigError
 from dips.core.failpoint_spec import RETURNED, Action, Kind, Term, is_transition, parse, role_of, transition_name
 
 SPEC_VARIABLE = "DIPS_FAILPOINTS"
+ENABLED_VARIABLE = "DIPS_FAILPOINTS_ENABLED"
 SEED_VARIABLE = "DIPS_FAILPOINTS_SEED"
 LOG_VARIABLE = "DIPS_FAILPOINT_LOG"
 """The file that gets a line `name action pid` for everything that a failpoint does, before it does it."""
@@ -94,18 +96,24 @@ def copies(action: Action | None) -> int:
     return 1
 
 
-def install(role: str, environment: Mapping[str, str] | None = None) -> None:
+def install(role: str, environment: Mapping[str, str] | None = None, *, enabled: bool = False) -> None:
     """Arm what DIPS_FAILPOINTS says for `role`'s processes; others' names are left to them.
 
     Call at the start of a process, after logging is configured and the role's tables are imported; a second call with
-    the same words changes nothing, so that turns which are used up stay so. Raises ConfigError for a name, an action or
-    a seed that cannot be understood.
+    the same words changes nothing, so that turns which are used up stay so. `enabled`: what --failpoints says; else
+    DIPS_FAILPOINTS_ENABLED=1 does. Raises ConfigError when neither does, and for a name, an action or a seed that
+    cannot be understood.
     """
     global _installed
     environment = os.environ if environment is None else environment
     text = environment.get(SPEC_VARIABLE, "").strip()
     if not text or _installed == (role, text):
         return
+    if not enabled and environment.get(ENABLED_VARIABLE, "").lower() not in ("1", "true", "yes", "on"):
+        raise ConfigError(
+            f"{SPEC_VARIABLE} is set, which makes processes fail on purpose, but failpoints are not enabled: unset it, "
+            f"or give --failpoints (or {ENABLED_VARIABLE}=1) if this is a test"
+        )
     spec = {name: terms for name, terms in parse(text).items() if role_of(name) in (role, "core")}
     _check_transitions(spec)
     _arm(spec, _seed(environment.get(SEED_VARIABLE, "0")), environment.get(LOG_VARIABLE))

@@ -27,8 +27,14 @@ MAX_SENTENCE_BYTES = 1024
 KEEPALIVE_MS = 10_000
 """How long a silent connection may stay unproven. Our own heartbeats evict; this only frees dead sockets."""
 
-MAX_RECONNECT_MS = 2_000
-"""Ceiling of gRPC's reconnect backoff (its own default is 120 s): a restarted master is back in seconds."""
+MAX_RECONNECT_MS = 500
+"""Ceiling of gRPC's reconnect backoff (its own default is 120 s): a restarted master is found within this, and a
+thousand clusters that look for one refuse themselves a few thousand times a second."""
+
+CONNECT_MS = 5_000
+"""How long one attempt to connect may take, which gRPC calls its least reconnect backoff: a handshake with keys over a
+far link takes four round trips, and a server in a storm of connections takes its time. A port where nobody listens says
+so at once, so a restarted master is found no later for it."""
 
 STATUS_OF_CODE: Mapping[RefusalCode, grpc.StatusCode] = {
     RefusalCode.UNSPECIFIED: grpc.StatusCode.UNKNOWN,
@@ -56,10 +62,15 @@ STATUS_OF_CODE: Mapping[RefusalCode, grpc.StatusCode] = {
     RefusalCode.DIGEST: grpc.StatusCode.DATA_LOSS,
     RefusalCode.UNKNOWN_NAME: grpc.StatusCode.NOT_FOUND,
     RefusalCode.BASE_GONE: grpc.StatusCode.NOT_FOUND,
+    RefusalCode.KEY: grpc.StatusCode.PERMISSION_DENIED,
+    RefusalCode.IDENTITY: grpc.StatusCode.PERMISSION_DENIED,
 }
 """The status that stands beside each code, for tools that know only gRPC; ours read the metadata."""
 
 _WORTH_RETRYING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+
+_FAILED_THERE = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})
+"""What gRPC says when the other side's code failed, or bytes were spoilt: nobody decided anything."""
 
 _CODE_OF_STATUS: Mapping[grpc.StatusCode, RefusalCode] = {
     # gRPC itself says these: a message over the size limit, a method the peer lacks, bytes that do not parse.
@@ -94,7 +105,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], refused: Refused) -
 def refused_from(error: grpc.RpcError) -> Refused | RetryLater:
     """What a failed call means to the caller; works for the errors of grpc and of grpc.aio.
 
-    A status without our metadata comes from gRPC itself: a peer that cannot be reached or was too slow is
+    A status without our metadata comes from gRPC itself: a peer that cannot be reached, was too slow or failed is
     RetryLater, anything else a Refused that quotes gRPC.
     """
     status, details = _status_of(error)
@@ -103,8 +114,15 @@ def refused_from(error: grpc.RpcError) -> Refused | RetryLater:
         return sent
     if status in _WORTH_RETRYING:
         return RetryLater(f"the peer does not answer ({status.name}: {details or 'no details'})")
+    if status in _FAILED_THERE:
+        return RetryLater(f"the peer failed while it served the call ({status.name}: {details or 'no details'})")
     code = _CODE_OF_STATUS.get(status, RefusalCode.UNSPECIFIED)
     return Refused(code, f"the peer ended the call with {status.name}: {details or 'no details'}")
+
+
+def is_unreachable(error: grpc.RpcError) -> bool:
+    """Whether no connection to the peer came about, or it broke."""
+    return _status_of(error)[0] is grpc.StatusCode.UNAVAILABLE and _refusal_in(error) is None
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
@@ -118,7 +136,7 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS),
         # Two masters must never share a port: the second one has to learn that the port is taken.
         ("grpc.so_reuseport", 0),

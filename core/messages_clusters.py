@@ -30,6 +30,7 @@ class JoinRequest:
     data_plan: DataPlan
     declared_tokens_per_s: float = 0.0
     held_ranges: tuple[DataRange, ...] = ()
+    curve_key: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class BeginPullRequest:
     reader: bool = False
     at_least: Version | None = None
     exact: bool = False
+    curve_key: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class SlaveStatus:
     resident_bytes: int = 0
     incarnations: int = 0
     durable: Version | None = None
+    refused_connections: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class StatusReply:
     settings: Settings = field(default_factory=Settings)
     durable: Version | None = None
     recovery: str = ""
+    reshard: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,15 @@ class EvictRequest:
 class DrainRequest:
     run_id: str
     cluster_id: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ReshardRequest:
+    run_id: str
+    add: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()
+    cancel: bool = False
     reason: str = ""
 
 

@@ -59,6 +59,7 @@ class Refusal:
 class SlaveAddress:
     slave_id: str
     data_endpoint: str
+    curve_key: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Settings:
     ticket_ttl_s: float = 60.0
     round_timeout_s: float = 30.0
     overlap: str = "none"
+    verdict_wait_measured: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout
@@ -30,6 +31,7 @@ class SlaveHello:
     memory_bytes: int
     promised_epoch: int
     snapshots: tuple[SnapshotInfo, ...] = ()
+    curve_key: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class SlaveBeat:
     staging_open: int = 0
     progress: tuple[StagingProgress, ...] = ()
     durable: Version | None = None
+    refused_connections: int = 0
+    refused_connection: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,13 @@ class CommitRecord:
     refusal: Refusal | None = None
 
 
+@dataclass(frozen=True)
+class ShardList:
+    round: RoundId
+    theta: tuple[int, ...]
+    momentum: tuple[int, ...]
+
+
 SlaveBody = (
     SlaveHello
     | Promised
@@ -126,6 +137,7 @@ SlaveBody = (
     | Flipped
     | ConfigureRefused
     | CommitRecord
+    | ShardList
 )
 
 
@@ -230,6 +242,45 @@ class Retain:
     versions: tuple[Version, ...]
 
 
+class KeyRole(IntEnum):
+    CLUSTER = 1
+    READER = 2
+    SLAVE = 3
+
+
+@dataclass(frozen=True, order=True)
+class AllowedKey:
+    role: KeyRole
+    owner: str
+    curve_key: bytes
+
+
+@dataclass(frozen=True)
+class Allow:
+    keys: tuple[AllowedKey, ...]
+
+
+@dataclass(frozen=True)
+class ListShard:
+    round: RoundId
+    version: Version
+
+
+@dataclass(frozen=True)
+class MoveBlocks:
+    round: RoundId
+    from_version: Version
+    to_version: Version
+    layout: Layout
+    layout_hash: bytes
+    placement: PlacementSpec
+    sources: PlacementSpec
+    staging_slots: int
+    pinned_versions: int
+    theta_digest: bytes
+    momentum_digest: bytes
+
+
 @dataclass(frozen=True)
 class StopSlave:
     reason: str
@@ -247,6 +298,9 @@ CommandBody = (
     | Retain
     | StopSlave
     | SendCommitRecord
+    | Allow
+    | ListShard
+    | MoveBlocks
 )
 
 

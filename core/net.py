@@ -1,6 +1,6 @@
-"""Addresses. Everything listens on, and dials, loopback only: peers are not authenticated.
+"""Addresses. Without keys everything listens on, and dials, loopback only: nobody is authenticated there.
 
-Never resolves a name over the network: only literal loopback addresses and "localhost" are known.
+Never resolves a name over the network: of loopback only literal addresses and "localhost" are known.
 A free port is never guessed: bind port 0 and report what the system gave.
 """
 
@@ -38,6 +38,12 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def dialable(address: str) -> str:
+    """Where somebody on this machine reaches what is bound to `address`: of a wildcard, the loopback."""
+    host, port = parse_address(address)
+    return format_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` is "localhost" or a literal loopback address."""
     if host == "localhost":
@@ -53,8 +59,8 @@ def require_loopback(address: str, what: str) -> None:
     host = _host_of(address)
     if not is_loopback(host):
         raise ConfigError(
-            f"{what} is {address!r}, which is not a loopback address: peers are not authenticated, so dips "
-            "serves and dials this machine only; use 127.0.0.1"
+            f"{what} is {address!r}, which is not a loopback address: without keys nobody is authenticated, "
+            "so dips serves and dials this machine only; give --keys instead of --insecure, or use 127.0.0.1"
         )
 
 

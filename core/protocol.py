@@ -18,7 +18,6 @@ PROTOCOL_MIN = 1
 """The oldest version that this build still understands."""
 
 
-
 def codec_capability(codec: Codec) -> str:
     """What a peer offers that can read this codec."""
     return f"codec-{codec.name.lower()}"
@@ -28,6 +27,9 @@ CAPABILITIES: frozenset[str] = frozenset(
     {"resume-chunks", codec_capability(Codec.F32), *(codec_capability(codec) for codec in DIFFERENCES)}
 )
 """What this build can do beyond the bare protocol; peers use the intersection."""
+
+CURVE_KEY_BYTES = 32
+"""Of a public key of the data flow, as every message carries it."""
 
 MAX_LEASED_CHUNKS = 256
 """Chunks of data that one LeaseData may ask for, so that no cluster takes the run's data away from the others."""

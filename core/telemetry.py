@@ -229,7 +229,7 @@ def _cut_torn_line(file: BinaryIO) -> None:
 def _event(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         event = None
     if not isinstance(event, dict):
         raise ConfigError(f"line {number} of tape {path} is not an event: the file was changed or damaged")

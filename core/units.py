@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation, Overflow
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator
@@ -186,7 +186,7 @@ def _parse_one(value: object, what: str, find: Callable[[str], Decimal | None], 
         raise _nonsense(value, what, example)
     try:
         amount = Decimal(match[1].replace("_", "")) * factor
-    except InvalidOperation as error:
+    except (InvalidOperation, Overflow) as error:
         raise _nonsense(value, what, example) from error
     return _bounded(amount, value)
 

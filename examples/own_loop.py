@@ -2,8 +2,9 @@
 
 Alone:            python examples/own_loop.py
 As two clusters:  dips up examples/server.toml       (a master and a slave; leave it running)
-                  DIPS_MASTER=127.0.0.1:29400 DIPS_CLUSTER=a python examples/own_loop.py      (second terminal)
-                  DIPS_MASTER=127.0.0.1:29400 DIPS_CLUSTER=b python examples/own_loop.py      (third terminal)
+and in two more terminals, each with the keys that `dips up` made for it:
+                  DIPS_MASTER=127.0.0.1:29400 DIPS_CLUSTER=a DIPS_KEYS=runs/own-loop/keys/a python examples/own_loop.py
+                  DIPS_MASTER=127.0.0.1:29400 DIPS_CLUSTER=b DIPS_KEYS=runs/own-loop/keys/b python examples/own_loop.py
 """
 
 import argparse

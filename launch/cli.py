@@ -29,7 +29,7 @@ TERMINATED = 143
 """128 + SIGTERM."""
 
 _USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-_EXTRA_OF_PACKAGE = {"torch": "worker", "numba": "slave", "matplotlib": "demo"}
+_EXTRA_OF_PACKAGE = {"torch": "worker", "numba": "slave", "matplotlib": "demo", "ortools": "planner"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,17 @@ COMMANDS: tuple[Command, ...] = (
         "Run master, slaves and clusters from a file; restart what dies.",
         _RUN,
         ("dips up examples/local.toml",),
+    ),
+    Command(
+        "keys",
+        "command_keys",
+        "app",
+        "Make, show, renew and take back the keys of a run's processes.",
+        _ROLES,
+        (
+            "dips keys init ~/keys --cluster a --cluster b --slave s0 --operator me",
+            "dips keys revoke ~/keys b --reason 'stolen laptop'",
+        ),
     ),
     Command(
         "master",
@@ -132,6 +143,18 @@ COMMANDS: tuple[Command, ...] = (
         ("dips drain b --run-dir runs/mine",),
     ),
     Command(
+        "reshard",
+        "command_operator",
+        "reshard",
+        "Let other slaves hold the model, while the run goes on.",
+        _ASK,
+        (
+            "dips reshard --add s2 --run-dir runs/mine",
+            "dips reshard --add s3 --remove s0 --reason 'a new host'",
+            "dips reshard --cancel",
+        ),
+    ),
+    Command(
         "verify",
         "command_verify",
         "verify",
@@ -188,6 +211,17 @@ COMMANDS: tuple[Command, ...] = (
         ("dips eval model.safetensors", "dips eval --master 127.0.0.1:29400 --json"),
     ),
     Command(
+        "plan",
+        "command_plan",
+        "app",
+        "Pipeline schedules over slow links: compare them, draw one.",
+        _MODEL,
+        (
+            "dips plan sweep --stages 4 --microbatches 8 --latency 0,0.5,1 --optimal",
+            "dips plan show schedule.csv",
+        ),
+    ),
+    Command(
         "place",
         "command_place",
         "place",
@@ -236,6 +270,9 @@ def build_app(chosen: str) -> typer.Typer:
     app.callback()(_no_command)
     for command in COMMANDS:
         function = _load(command) if command.name == chosen else _named(command)
+        if isinstance(function, typer.Typer):
+            _add_group(app, command, function)
+            continue
         app.command(
             command.name,
             help=escape(_paragraphs(function.__doc__ or "")),
@@ -267,10 +304,23 @@ def _paragraphs(docstring: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(docstring).split("\n\n"))
 
 
-def _load(command: Command) -> Callable[..., int | None]:
+def _load(command: Command) -> Callable[..., int | None] | typer.Typer:
+    """The function of a command, or a group of further commands."""
     module = importlib.import_module(f"dips.launch.{command.module}")
-    function: Callable[..., int | None] = getattr(module, command.function)
+    function: Callable[..., int | None] | typer.Typer = getattr(module, command.function)
     return function
+
+
+def _add_group(app: typer.Typer, command: Command, group: typer.Typer) -> None:
+    for one in group.registered_commands:
+        one.help = escape(_paragraphs((one.callback and one.callback.__doc__) or ""))
+    app.add_typer(
+        group,
+        name=command.name,
+        help=command.summary,
+        epilog=escape("\n\n".join(("Examples:", *command.examples))),
+        rich_help_panel=command.panel,
+    )
 
 
 def _named(command: Command) -> Callable[..., int | None]:

@@ -18,6 +18,7 @@ from dips.core.ids import Version
 from dips.core.units import format_count, format_seconds
 from dips.launch.demo import DemoResult, run_demo
 from dips.launch.demo_plan import FULL_MINUTES, DemoWish
+from dips.launch.key_options import insecure_asked
 from dips.launch.report import failed_checks
 
 
@@ -38,6 +39,9 @@ def demo(
     record_pushes: Annotated[
         bool, typer.Option("--record-pushes", help="Slaves keep what each round merged, for `dips verify`.")
     ] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Make and use no keys: nothing is encrypted, loopback only.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The report on standard output, progress elsewhere.")] = False,
 ) -> int:
     """Train a small language model on this machine: one master, slaves, and clusters of unequal speed.
@@ -45,7 +49,8 @@ def demo(
     All are processes of their own. One cluster and one slave are killed on the way and come back. It ends
     with report.json and loss.png in the run's directory, and exit code 0 if everything held that should.
     """
-    wish = DemoWish(tuple(data or ()), clusters, slaves, minutes, run_dir, faults, model_size, seed, record_pushes)
+    texts, no_keys = tuple(data or ()), insecure_asked(insecure)
+    wish = DemoWish(texts, clusters, slaves, minutes, run_dir, faults, model_size, seed, record_pushes, no_keys)
     result = run_demo(wish, Console(stderr=True), SystemClock())
     if as_json:
         print(json.dumps(result.report, allow_nan=False))

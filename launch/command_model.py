@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dips.core.config import load
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.ids import Version, parse_version
+from dips.core.security import Security
 from dips.core.units import format_count
+from dips.launch.key_options import Insecure, Keys, asked_security
 from dips.launch.offline import load_stored
 from dips.launch.operator_client import OperatorClient, master_address
-from dips.launch.options import overrides_for, with_knobs
+from dips.launch.options import with_knobs
 from dips.launch.plan import EVALUATION_KNOBS
 from dips.launch.settings import ConfigFile, role_settings
 from dips.master.directory import read_address
@@ -52,6 +54,8 @@ def export(
     wait_s: Annotated[
         float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="How long to wait for a first version.")
     ] = FETCH_S,
+    keys: Keys = None,
+    insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> int:
     """Write a published version as one safetensors file, while training goes on or after it has ended.
@@ -59,7 +63,7 @@ def export(
     From a master, or from a run's directory: of a run that has ended, the slaves' snapshots are put together.
     """
     wanted = parse_version(version) if version else None
-    fetched = _fetch(master, run_dir, wanted, wait_s)
+    fetched = _fetch(master, run_dir, wanted, wait_s, lambda: asked_security(keys, insecure, run_dir))
     export_model(fetched, file)
     told = {
         "file": str(file),
@@ -82,6 +86,8 @@ def evaluate(
     follow_run: Annotated[
         bool, typer.Option("--follow", help="Every version as it is published, to --tape, until the run has stopped.")
     ] = False,
+    keys: Keys = None,
+    insecure: Insecure = False,
     as_json: AsJson = False,
     config: ConfigFile = None,
     **given: Any,
@@ -93,23 +99,25 @@ def evaluate(
     """
     train = role_settings(TrainConfig, TRAIN_SECTION, config, given).value
     if follow_run:
-        return follow(train, _reader(master, given))
-    _tell(_evaluation(file, master, version, train), as_json)
+        return follow(train, _reader(master, {**given, "keys": keys, "insecure": insecure or None}))
+    _tell(_evaluation(file, master, version, train, lambda: asked_security(keys, insecure)), as_json)
     return 0
 
 
-def _evaluation(file: Path | None, master: str | None, version: str | None, train: TrainConfig) -> Evaluation:
+def _evaluation(
+    file: Path | None, master: str | None, version: str | None, train: TrainConfig, security: Callable[[], Security]
+) -> Evaluation:
     if file is not None:
         if master or version:
             raise ConfigError("a file and a run are two models: give MODEL.safetensors, or --master and --version")
         return evaluate_file(file, train)
     wanted = parse_version(version) if version else None
-    return evaluate_live(master_address(master, None), None, train, wanted)
+    return evaluate_live(master_address(master, None), None, train, security(), wanted)
 
 
 def _reader(master: str | None, given: dict[str, Any]) -> ClientConfig:
-    ours: dict[str, object] = {**overrides_for(ClientConfig, given), "master": master_address(master, None)}
-    return load(ClientConfig, CLIENT_SECTION, overrides=ours).value
+    ours = {**given, "master": master_address(master, None)}
+    return role_settings(ClientConfig, CLIENT_SECTION, None, ours).value
 
 
 def _tell(evaluation: Evaluation, as_json: bool) -> None:
@@ -127,27 +135,30 @@ def _tell(evaluation: Evaluation, as_json: bool) -> None:
     print(json.dumps(told) if as_json else sentence)
 
 
-def _live_address(master: str | None, run_dir: Path | None) -> str | None:
+def _live_address(master: str | None, run_dir: Path | None, security: Callable[[], Security]) -> str | None:
     """The master to ask; None when the run of that directory has no master that answers any more."""
     if run_dir is None:
         return master_address(master, None)
     told = read_address(run_dir / "master")
-    return told.address if told is not None and _answers(told.address, told.run_id) else None
+    return told.address if told is not None and _answers(told.address, told.run_id, security()) else None
 
 
-def _answers(address: str, run_id: str) -> bool:
+def _answers(address: str, run_id: str, security: Security) -> bool:
     """Whether that run is served there: a killed master leaves its address behind."""
     try:
-        with OperatorClient(address, run_id, _LOOK_S) as operator:
+        with OperatorClient(address, run_id, _LOOK_S, security=security) as operator:
             operator.status()
     except RetryLater:
         return False
     return True
 
 
-def _fetch(master: str | None, run_dir: Path | None, version: Version | None, wait_s: float) -> Fetched:
-    address = _live_address(master, run_dir)
+def _fetch(
+    master: str | None, run_dir: Path | None, version: Version | None, wait_s: float, security: Callable[[], Security]
+) -> Fetched:
+    """security: asked for only when a master is: the files of a run that has ended need none."""
+    address = _live_address(master, run_dir, security)
     if address is not None:
-        return fetch_version(address, None, _READER, version=version, deadline_s=wait_s)
+        return fetch_version(address, None, _READER, security(), version=version, deadline_s=wait_s)
     assert run_dir is not None, "without a directory there is an address, or an error"
     return load_stored(run_dir, version)

@@ -1,4 +1,4 @@
-"""`dips status`, and what an operator may wish of a run: pause, resume, stop, evict, drain."""
+"""`dips status`, and what an operator may wish of a run: pause, resume, stop, evict, drain, reshard."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from dips.core.errors import RetryLater
+from dips.core.errors import ConfigError, RetryLater
 from dips.core.messages import StatusReply
+from dips.core.net import parse_address
+from dips.launch.key_options import Insecure, Keys, asked_security
 from dips.launch.operator_client import OperatorClient, master_address
 from dips.launch.view import status_json, status_view
 
@@ -33,6 +35,8 @@ def status(
     master: Master = None,
     run_dir: RunDir = None,
     run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until ctrl-C.")] = False,
     interval_s: Annotated[
         float, typer.Option("--interval", min=0.1, max=3600.0, help="Seconds between two looks with --watch.")
@@ -43,7 +47,7 @@ def status(
 
     With --json the keys are those of the status message, ids in their text form, unknown numbers null.
     """
-    with OperatorClient(master_address(master, run_dir), run_id) as operator:
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
         if not watch:
             _print_once(operator.status(), as_json)
         elif as_json or not sys.stdout.isatty():
@@ -53,23 +57,44 @@ def status(
     return 0
 
 
-def pause(master: Master = None, run_dir: RunDir = None, run_id: RunId = "", reason: Reason = "asked to") -> int:
+def pause(
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
+    reason: Reason = "asked to",
+) -> int:
     """Begin no new round until resumed. Pushes stay admitted, and clusters train on."""
-    with OperatorClient(master_address(master, run_dir), run_id) as operator:
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
         print(operator.pause(reason))
     return 0
 
 
-def resume(master: Master = None, run_dir: RunDir = None, run_id: RunId = "", reason: Reason = "asked to") -> int:
+def resume(
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
+    reason: Reason = "asked to",
+) -> int:
     """End a pause: rounds begin again."""
-    with OperatorClient(master_address(master, run_dir), run_id) as operator:
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
         print(operator.resume(reason))
     return 0
 
 
-def stop(master: Master = None, run_dir: RunDir = None, run_id: RunId = "", reason: Reason = "asked to") -> int:
+def stop(
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
+    reason: Reason = "asked to",
+) -> int:
     """End a run in good order: the open round finishes, every cluster pulls the last version and leaves."""
-    with OperatorClient(master_address(master, run_dir), run_id) as operator:
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
         print(operator.stop(reason))
     return 0
 
@@ -79,10 +104,12 @@ def evict(
     master: Master = None,
     run_dir: RunDir = None,
     run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
     reason: Reason = "asked to",
 ) -> int:
     """End a cluster's incarnation at once. It may join again as a new one."""
-    with OperatorClient(master_address(master, run_dir), run_id) as operator:
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
         print(operator.evict(cluster, reason))
     return 0
 
@@ -92,12 +119,51 @@ def drain(
     master: Master = None,
     run_dir: RunDir = None,
     run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
     reason: Reason = "asked to",
 ) -> int:
     """Let a cluster finish its push and leave."""
-    with OperatorClient(master_address(master, run_dir), run_id) as operator:
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
         print(operator.drain(cluster, reason))
     return 0
+
+
+def reshard(
+    add: Annotated[
+        list[str] | None,
+        typer.Option("--add", metavar="SLAVE", help="A slave that shall hold blocks too; again for more."),
+    ] = None,
+    remove: Annotated[
+        list[str] | None,
+        typer.Option("--remove", metavar="SLAVE", help="A slave that shall not any more; again for more."),
+    ] = None,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Take back what was asked for, if it is not done.")] = False,
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
+    reason: Reason = "asked to",
+) -> int:
+    """Let other slaves hold the model, while the run goes on.
+
+    A slave that is added is started with `dips slave` once this has answered; one that is removed ends by itself.
+    Rounds rest while blocks move, and clusters train on; `dips status` says how far it is.
+    """
+    if cancel == bool(add or remove):
+        raise ConfigError("say what is to change: --add SLAVE and --remove SLAVE, or --cancel alone")
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+        print(operator.take_back_reshard() if cancel else operator.reshard(add or (), remove or (), reason))
+    return 0
+
+
+def _operator(
+    master: str | None, run_dir: Path | None, run_id: str, keys: Path | None, insecure: bool
+) -> OperatorClient:
+    address = master_address(master, run_dir)
+    parse_address(address, "the master's address")  # before the keys: it was said first
+    return OperatorClient(address, run_id, security=asked_security(keys, insecure, run_dir))
 
 
 def _print_once(status: StatusReply, as_json: bool) -> None:

@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 
 from dips.core.clock import SystemClock
+from dips.core.security import INSECURE_VARIABLE, KEYS_VARIABLE
+from dips.launch.key_options import insecure_asked
 from dips.launch.local_run import LocalRun
 from dips.launch.plan import RunPlan
 from dips.launch.progress import Progress, progress_for
@@ -23,13 +25,16 @@ from dips.launch.tapes import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_p
 def up(
     file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="What to run; see examples/local.toml.")],
     check: Annotated[bool, typer.Option("--check", help="Only check the file, and end.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Make and use no keys: nothing is encrypted, loopback only.")
+    ] = False,
 ) -> int:
     """Run the master, slaves and clusters that a file describes, on this machine, and restart what dies.
 
     It ends when the run has reached its tk_max or was stopped (`dips stop`), and upon ctrl-C; started
     again with the same file it goes on from what was published last.
     """
-    run, plan = read_run_file(file)
+    run, plan = read_run_file(file, insecure_asked(insecure))
     if check:
         print(f"{file}: {len(plan.slaves)} slaves, {len(plan.clusters)} clusters, all settings are good")
         return 0
@@ -46,7 +51,7 @@ def _serve(local: LocalRun, progress: Progress, directory: RunDirectory) -> None
     """Until the run has ended. A master whose run was stopped while its clusters were away is ended as well."""
     address = local.start()
     progress.say(f"the run's master listens on {address}")
-    for line in how_to_join(local.plan, address):
+    for line in how_to_join(local.plan, address, directory):
         progress.say(line)
     asked_to_stop = False
     while not local.finished:
@@ -65,16 +70,22 @@ def _heldout(local: LocalRun, directory: RunDirectory) -> list[HeldoutPoint] | N
     return heldout_losses(tape_path(directory.path, HELDOUT_TAPE)) if local.plan.evaluate is not None else None
 
 
-def how_to_join(plan: RunPlan, address: str) -> list[str]:
+def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[str]:
     """What a person types to bring a loop of their own, when the file starts no cluster."""
     if plan.clusters:
         return []
-    return [
-        "no clusters are in the file: start your own training loops, each in a terminal of its own, such as",
-        f"  DIPS_MASTER={address} DIPS_CLUSTER=a python examples/own_loop.py",
-        f"  DIPS_MASTER={address} DIPS_CLUSTER=b python examples/own_loop.py",
-        f"end the run with:  dips stop --master {address}",
+    said = "no clusters are in the file: start your own training loops, each in a terminal of its own, such as"
+    lines = [
+        f"  DIPS_MASTER={address} DIPS_CLUSTER={name} {_security_words(plan, directory, name)} "
+        "python examples/own_loop.py"
+        for name in plan.keys_for or ("a", "b")
     ]
+    more = [] if plan.insecure else [f"keys for another one:  dips keys add {directory.keys} --cluster NAME"]
+    return [said, *lines, *more, f"end the run with:  dips stop --run-dir {directory.path}"]
+
+
+def _security_words(plan: RunPlan, directory: RunDirectory, name: str) -> str:
+    return f"{INSECURE_VARIABLE}=1" if plan.insecure else f"{KEYS_VARIABLE}={directory.keys / name}"
 
 
 def _tell_end(local: LocalRun, directory: RunDirectory) -> None:

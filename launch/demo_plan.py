@@ -63,6 +63,7 @@ class DemoWish:
     model_size: str = "tiny"
     seed: int = 0
     record_pushes: bool = False
+    insecure: bool = False
 
 
 def cluster_names(how_many: int) -> list[str]:
@@ -125,6 +126,7 @@ def make_plan(wish: DemoWish, train: TrainConfig, tk_max: int) -> RunPlan:
         make_slaves(wish.run_dir, RUN_ID, wish.slaves, record_pushes=wish.record_pushes or None),
         tuple(clusters),
         train,
+        wish.insecure,
     )
 
 

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from types import TracebackType
 
 from dips.core.clock import Clock
-from dips.core.errors import ConfigError, FatalError, RetryLater
+from dips.core.errors import ConfigError, FatalError, RefusalCode, Refused, RetryLater
+from dips.core.keys import load_identity
 from dips.core.messages import StatusReply
+from dips.core.security import INSECURE, Security
 from dips.core.telemetry import Tape
 from dips.core.units import format_seconds
+from dips.launch.authority import OPERATOR, ensure_keys
 from dips.launch.operator_client import OperatorClient, wait_for_master
 from dips.launch.plan import (
     EVALUATOR,
@@ -84,9 +87,10 @@ class LocalRun:
 
     def start(self) -> str:
         """Start everything; returns the master's address. Raises what a child's wrong settings raise."""
+        self._make_keys()
         pid = self.supervisor.start(master_spec(self.plan, self.directory))
         self.address = wait_for_master(self.directory.master, pid, _MASTER_START_S, self.supervisor.poll)
-        self._operator = OperatorClient(self.address, self.plan.run_id, _STATUS_CALL_S)
+        self._operator = OperatorClient(self.address, self.plan.run_id, _STATUS_CALL_S, security=self._security())
         self._refuse_ended_run(self._operator.status())
         for spec in slave_specs(self.plan, self.directory, self.address):
             self.supervisor.start(spec)
@@ -148,7 +152,8 @@ class LocalRun:
             return None
         try:
             return self._operator.stop(reason)
-        except RetryLater:
+        except (RetryLater, Refused) as error:
+            _raise_unless_away(error)
             return None
 
     def record(self, kind: str, **fields: object) -> None:
@@ -157,13 +162,26 @@ class LocalRun:
 
     # ---- how ----
 
+    def _security(self) -> Security:
+        return INSECURE if self.plan.insecure else load_identity(self.directory.keys / OPERATOR)
+
+    def _make_keys(self) -> None:
+        """Keys for everyone of the plan; those that an earlier start made stay."""
+        if self.plan.insecure:
+            self._tell("INSECURE, as was said: nothing is encrypted and nobody is authenticated, on loopback only")
+            return
+        operators = [OPERATOR, *([EVALUATOR] if self.plan.evaluate is not None else [])]
+        clusters = [*self.plan.cluster_ids, *self.plan.keys_for]
+        ensure_keys(self.directory.keys, clusters, self.plan.slave_ids, operators)
+
     def _ask(self) -> StatusReply | None:
         """None while the master does not answer: it may be on its way back."""
         if self._operator is None:
             return None
         try:
             return self._operator.status()
-        except RetryLater:
+        except (RetryLater, Refused) as error:
+            _raise_unless_away(error)
             return None
 
     def _refuse_ended_run(self, status: StatusReply) -> None:
@@ -201,3 +219,9 @@ class LocalRun:
         ended_as_asked = event.kind == "stopped" and event.exit_code == 0
         if not ended_as_asked:
             self._tell(f"{event.name}: {event.sentence}")
+
+
+def _raise_unless_away(error: RetryLater | Refused) -> None:
+    """A master that is away, or is just ending (BUSY), may be on its way back; any other refusal is raised."""
+    if isinstance(error, Refused) and error.code is not RefusalCode.BUSY:
+        raise error

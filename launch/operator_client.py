@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -16,17 +16,20 @@ import grpc
 from google.protobuf.message import Message
 
 from dips.core import codec_protobuf
-from dips.core.errors import ConfigError, Refused, RetryLater
-from dips.core.grpc_refusal import channel_options, refused_from
+from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
+from dips.core.grpc_channel import open_channel
+from dips.core.grpc_refusal import refused_from
 from dips.core.messages import (
     DrainRequest,
     EvictRequest,
     OperatorReply,
     OperatorRequest,
+    ReshardRequest,
     StatusReply,
     StatusRequest,
 )
-from dips.core.net import parse_address, require_loopback
+from dips.core.security import Security
+from dips.core.tls_probe import why_not_let_in
 from dips.master.directory import read_address
 from dips.protos import operator_pb2_grpc
 
@@ -39,13 +42,13 @@ T = TypeVar("T")
 class OperatorClient:
     """A connection to one master. Every call raises Refused, or RetryLater when the master cannot be reached."""
 
-    def __init__(self, address: str, run_id: str = "", call_s: float = CALL_S) -> None:
-        require_loopback(address, "the master's address")
-        parse_address(address)
+    def __init__(self, address: str, run_id: str = "", call_s: float = CALL_S, *, security: Security) -> None:
+        """Raises ConfigError for an address that cannot be dialled."""
         self.address = address
         self._run_id = run_id
+        self._security = security
         self._call_s = call_s
-        self._channel = grpc.insecure_channel(address, options=channel_options(_MAX_MESSAGE_BYTES))
+        self._channel = open_channel(address, security, _MAX_MESSAGE_BYTES)
         self._stub = operator_pb2_grpc.OperatorStub(self._channel)
 
     def __enter__(self) -> OperatorClient:
@@ -78,6 +81,12 @@ class OperatorClient:
     def drain(self, cluster_id: str, reason: str) -> str:
         return self._wish(self._stub.Drain, DrainRequest(self._run_id, cluster_id, reason))
 
+    def reshard(self, add: Sequence[str], remove: Sequence[str], reason: str) -> str:
+        return self._wish(self._stub.Reshard, ReshardRequest(self._run_id, tuple(add), tuple(remove), False, reason))
+
+    def take_back_reshard(self) -> str:
+        return self._wish(self._stub.Reshard, ReshardRequest(self._run_id, cancel=True))
+
     def _wish(self, method: Callable[..., Message], request: object) -> str:
         return self._call(method, request, OperatorReply).sentence
 
@@ -91,6 +100,8 @@ class OperatorClient:
     def _sentence(self, error: Refused | RetryLater) -> Refused | RetryLater:
         if isinstance(error, Refused):
             return error
+        if words := why_not_let_in(self.address, self._security):
+            return Refused(RefusalCode.IDENTITY, words)
         why = f"the master at {self.address} does not answer: start it, or check the address ({error})"
         return RetryLater(why, error.retry_after_s)
 

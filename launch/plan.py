@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dips.core.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
 from dips.launch.options import command_line, option_name
 from dips.launch.run_directory import RunDirectory
 from dips.launch.supervisor import ChildSpec, Stage
@@ -36,6 +37,8 @@ EVALUATION_KNOBS = frozenset(
 """The trainer's settings that decide which text a model is evaluated on, and how fast."""
 
 _SECTIONS = ("MASTER", "SLAVE", "WORKER", "TRAIN")
+_SECURITY = frozenset(SETTINGS)
+"""Said for each process by the plan: who it is follows from its name."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,9 @@ class TrainedCluster:
     def cluster_id(self) -> str:
         return self.client.cluster_id
 
-    def command(self, address: str) -> list[str]:
-        knobs = [*command_line(self.train), *command_line(self.client, without={"master"})]
-        return _dips("train", *knobs, option_name("master"), address)
+    def command(self, address: str, security: Sequence[str]) -> list[str]:
+        knobs = [*command_line(self.train), *command_line(self.client, without={"master", *_SECURITY})]
+        return _dips("train", *knobs, option_name("master"), address, *security)
 
 
 @dataclass(frozen=True)
@@ -61,19 +64,24 @@ class OwnCluster:
     cluster_id: str
     own_command: tuple[str, ...]
 
-    def command(self, address: str) -> list[str]:
+    def command(self, address: str, security: Sequence[str]) -> list[str]:
         return list(self.own_command)
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """All processes of a run. The evaluator uses `evaluate`'s data, or there is none."""
+    """All processes of a run. The evaluator uses `evaluate`'s data, or there is none.
+
+    insecure: no keys are made and used. keys_for: clusters that are not started here, and get keys all the same.
+    """
 
     run_id: str
     master: MasterConfig
     slaves: tuple[SlaveConfig, ...]
     clusters: tuple[TrainedCluster | OwnCluster, ...] = ()
     evaluate: TrainConfig | None = None
+    insecure: bool = False
+    keys_for: tuple[str, ...] = ()
 
     @property
     def cluster_ids(self) -> list[str]:
@@ -91,12 +99,12 @@ def checkpoints_path(run_dir: Path, cluster_id: str) -> Path:
 
 def master_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec:
     """The master; with port 0 it takes the same port again when it is restarted."""
-    command = _dips("master", *command_line(plan.master))
+    command = _dips("master", *command_line(plan.master, without=_SECURITY), *security_options(plan, directory, MASTER))
     return ChildSpec(MASTER, tuple(command), directory.log(MASTER), _environment(), Stage.LAST)
 
 
 def slave_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
-    return [_slave_spec(slave, directory, address) for slave in plan.slaves]
+    return [_slave_spec(plan, slave, directory, address) for slave in plan.slaves]
 
 
 def cluster_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
@@ -110,7 +118,8 @@ def evaluator_spec(plan: RunPlan, directory: RunDirectory, address: str) -> Chil
         return None
     tape = tape_path(directory.path, HELDOUT_TAPE)
     knobs = evaluation_options(plan.evaluate)
-    command = _dips("eval", "--follow", "--tape", str(tape), option_name("master"), address, *knobs)
+    security = security_options(plan, directory, EVALUATOR)
+    command = _dips("eval", "--follow", "--tape", str(tape), option_name("master"), address, *knobs, *security)
     log = directory.log(EVALUATOR)
     return ChildSpec(EVALUATOR, tuple(command), log, _environment(), niceness=EVALUATOR_NICENESS)
 
@@ -120,10 +129,15 @@ def evaluation_options(train: TrainConfig) -> list[str]:
     return command_line(train, without=set(type(train).model_fields) - EVALUATION_KNOBS)
 
 
-def _slave_spec(slave: SlaveConfig, directory: RunDirectory, address: str) -> ChildSpec:
-    knobs = command_line(slave, without={"master"})
-    command = _dips("slave", *knobs, option_name("master"), address)
+def security_options(plan: RunPlan, directory: RunDirectory, name: str) -> list[str]:
+    """What the process of this name is told about keys."""
+    return ["--insecure"] if plan.insecure else ["--keys", str(directory.keys / name)]
+
+
+def _slave_spec(plan: RunPlan, slave: SlaveConfig, directory: RunDirectory, address: str) -> ChildSpec:
     name = slave.slave_id
+    knobs = command_line(slave, without={"master", *_SECURITY})
+    command = _dips("slave", *knobs, option_name("master"), address, *security_options(plan, directory, name))
     return ChildSpec(name, tuple(command), directory.log(name), _environment(), Stage.SECOND)
 
 
@@ -132,7 +146,10 @@ def _cluster_spec(
 ) -> ChildSpec:
     name = cluster.cluster_id
     found = {"DIPS_MASTER": address, "DIPS_RUN": plan.run_id, "DIPS_CLUSTER": name}
-    return ChildSpec(name, tuple(cluster.command(address)), directory.log(name), _environment(found))
+    security = {INSECURE_VARIABLE: "1"} if plan.insecure else {KEYS_VARIABLE: str((directory.keys / name).resolve())}
+    own = {**found, **security} if isinstance(cluster, OwnCluster) else found
+    command = cluster.command(address, security_options(plan, directory, name))
+    return ChildSpec(name, tuple(command), directory.log(name), _environment(own))
 
 
 def _dips(*arguments: str) -> list[str]:
@@ -142,6 +159,7 @@ def _dips(*arguments: str) -> list[str]:
 def _environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without settings of the roles, and with what is added."""
     prefixes = tuple(f"DIPS_{section}_" for section in _SECTIONS)
-    kept = {k: v for k, v in os.environ.items() if k != "DIPS_MASTER" and not k.startswith(prefixes)}
+    ours = {"DIPS_MASTER", KEYS_VARIABLE, INSECURE_VARIABLE}
+    kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(prefixes)}
     # A log that is read while the process runs must not wait in a buffer.
     return {**kept, "PYTHONUNBUFFERED": "1", **(added or {})}

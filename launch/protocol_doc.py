@@ -18,7 +18,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from dips.core.errors import ConfigError
 from dips.core.machine import TransitionTable
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
-from dips.master.state.tables import PUSH_TABLE, RECOVERY_TABLE, ROUND_TABLE, SLAVE_TABLE
+from dips.master.state.tables import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
 from dips.protos import clusters_pb2, operator_pb2, slaves_pb2
 from dips.slave.state.link import LINK_TABLE
 from dips.slave.state.saving import SAVE_TABLE
@@ -30,6 +30,7 @@ TABLES: dict[str, TransitionTable[Any]] = {
     "push": PUSH_TABLE,
     "slave": SLAVE_TABLE,
     "recovery": RECOVERY_TABLE,
+    "reshard": RESHARD_TABLE,
     "slave-link": LINK_TABLE,
     "slave-shard": SHARD_TABLE,
     "slave-save": SAVE_TABLE,

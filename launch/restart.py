@@ -11,7 +11,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class RestartPolicy:
     """Delays double from first_delay_s to max_delay_s over failures that each came within quick_s of the
-    start."""
+    start. After a life that lasted there is none: nothing speaks for waiting."""
 
     first_delay_s: float = 0.5
     max_delay_s: float = 8.0
@@ -33,8 +33,11 @@ class FailureCount:
     def failed(self, lived_s: float) -> float | None:
         """Count a failure after a life of `lived_s`; the delay in seconds before the next life, None to
         give up."""
-        self.quick = self.quick + 1 if lived_s < self._policy.quick_s else 1
+        lasted = lived_s >= self._policy.quick_s
+        self.quick = 1 if lasted else self.quick + 1
         if self.quick >= self._policy.quick_failures_max:
             return None
+        if lasted:
+            return 0.0
         delay_s = self._policy.first_delay_s * 2.0 ** (self.quick - 1)
         return min(delay_s, self._policy.max_delay_s)

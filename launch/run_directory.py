@@ -19,7 +19,8 @@ from dips.core.errors import ConfigError
 
 _MARK = "run.json"
 _LOCK = "launch.lock"
-_OURS = ("master", "slaves", "tapes", "logs", "checkpoints", "report.json", "loss.png", _MARK)
+KEYS = "keys"
+_OURS = ("master", "slaves", "tapes", "logs", "checkpoints", KEYS, "report.json", "loss.png", _MARK)
 DEMO = "dips demo"
 UP = "dips up"
 
@@ -53,6 +54,11 @@ class RunDirectory:
     @property
     def master(self) -> Path:
         return self.path / "master"
+
+    @property
+    def keys(self) -> Path:
+        """Made at the run's start as `dips keys init` makes it, unless the run is insecure."""
+        return self.path / KEYS
 
     def slave(self, slave_id: str) -> Path:
         return self.path / "slaves" / slave_id

@@ -18,6 +18,7 @@ from pydantic import Field
 from dips.core.config import Knobs, Loaded, load, load_table, read_tables
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
+from dips.core.security import SETTINGS
 from dips.launch.plan import OwnCluster, RunPlan, TrainedCluster, checkpoints_path
 from dips.launch.tapes import tape_path
 from dips.master.config import MasterConfig
@@ -41,6 +42,12 @@ class RunKnobs(Knobs):
     id: str = Field(description="Name of the run.")
     directory: Path = Field(description="Where the run keeps everything; relative to where `dips up` is started.")
     slaves: int = Field(1, ge=1, le=64, description="How many slaves.")
+    insecure: bool = Field(
+        False, description="Make and use no keys: nothing is encrypted, nobody is authenticated, loopback only."
+    )
+    keys_for: tuple[str, ...] = Field(
+        (), description="Clusters that are started elsewhere, for which keys are made in the run's directory."
+    )
     evaluate: bool = Field(
         False, description="Measure the held-out loss of each published version, with [train]'s text."
     )
@@ -54,10 +61,14 @@ class ClusterKnobs(Knobs):
     command: tuple[str, ...] = Field((), description="A command of your own instead of `dips train`.")
 
 
-def read_run_file(file: Path) -> tuple[RunKnobs, RunPlan]:
-    """The plan that a file describes. Raises ConfigError naming file, table, key and remedy."""
+def read_run_file(file: Path, insecure: bool = False) -> tuple[RunKnobs, RunPlan]:
+    """The plan that a file describes. Raises ConfigError naming file, table, key and remedy.
+
+    insecure: whatever the file says of it.
+    """
     tables = read_tables(file, TABLES)
-    run = load(RunKnobs, "run", file=file).value
+    _refuse_security(file, tables)
+    run = load(RunKnobs, "run", file=file, overrides={"insecure": True if insecure else None}).value
     check_name(run.id, f"{file} [run] id")
     clusters = _cluster_tables(file, tables)
     trained = any(not table.get("command") for table in clusters) if clusters else False
@@ -65,18 +76,27 @@ def read_run_file(file: Path) -> tuple[RunKnobs, RunPlan]:
     plan = RunPlan(
         run.id,
         _master(file, run, len(clusters)),
-        make_slaves(run.directory, run.id, run.slaves, file),
+        make_slaves(run.directory, run.id, run.slaves, file, insecure=run.insecure),
         _clusters(file, run, clusters, base),
         base.value if base is not None and run.evaluate else None,
+        run.insecure,
+        run.keys_for,
     )
+    for name in run.keys_for:
+        check_name(name, f"{file} [run] keys_for")
     return run, plan
 
 
 def make_slaves(
-    directory: Path, run_id: str, how_many: int, file: Path | None = None, record_pushes: bool | None = None
+    directory: Path,
+    run_id: str,
+    how_many: int,
+    file: Path | None = None,
+    record_pushes: bool | None = None,
+    insecure: bool = False,
 ) -> tuple[SlaveConfig, ...]:
     """Slaves s0, s1, ... with their directories and tapes inside the run's. record_pushes None: as the file says."""
-    return tuple(_slave(directory, run_id, f"s{index}", file, record_pushes) for index in range(how_many))
+    return tuple(_slave(directory, run_id, f"s{index}", file, record_pushes, insecure) for index in range(how_many))
 
 
 def explicit(loaded: Loaded[K]) -> dict[str, object]:
@@ -86,6 +106,7 @@ def explicit(loaded: Loaded[K]) -> dict[str, object]:
 
 def _master(file: Path, run: RunKnobs, n_clusters: int) -> MasterConfig:
     ours: dict[str, object] = {"run_id": run.id, "directory": run.directory / "master", "slaves": run.slaves}
+    ours["insecure"] = run.insecure or None
     loaded = load(MasterConfig, "master", file=file, overrides=ours)
     if n_clusters > loaded.value.max_clusters:
         raise ConfigError(
@@ -95,7 +116,7 @@ def _master(file: Path, run: RunKnobs, n_clusters: int) -> MasterConfig:
 
 
 def _slave(
-    directory: Path, run_id: str, name: str, file: Path | None, record_pushes: bool | None
+    directory: Path, run_id: str, name: str, file: Path | None, record_pushes: bool | None, insecure: bool
 ) -> SlaveConfig:
     ours: dict[str, object] = {
         "run_id": run_id,
@@ -104,6 +125,7 @@ def _slave(
         "directory": directory / "slaves" / name,
         "tape": tape_path(directory, name),
         "record_pushes": record_pushes,
+        "insecure": insecure or None,
     }
     return load(SlaveConfig, "slave", file=file, overrides=ours).value
 
@@ -162,6 +184,7 @@ def _trained(
         "cluster_id": own.id,
         "master": NOT_YET_KNOWN,
         "tape": tape_path(run.directory, own.id),
+        "insecure": run.insecure,
     }
     # Whatever dies is started again, and then goes on from here; the file may say otherwise.
     resumed: dict[str, object] = {"checkpoint_dir": checkpoints_path(run.directory, own.id), "resume": True}
@@ -170,6 +193,19 @@ def _trained(
         load_table(train_kind, {**explicit(base), **gap, **of_train}, where),
         load_table(ClientConfig, {**resumed, **explicit(client), **of_client, **ours}, where),
     )
+
+
+def _refuse_security(file: Path, tables: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a role's table that says what the whole run has to: half a run cannot be insecure."""
+    of_roles = {name: tables.get(name) for name in ("master", "slave", "worker")}
+    of_clusters = {f"[clusters] {n}": table for n, table in enumerate(_cluster_tables(file, tables), 1)}
+    for name, table in {**of_roles, **of_clusters}.items():
+        said = [key for key in SETTINGS if isinstance(table, dict) and key in table]
+        if said:
+            raise ConfigError(
+                f"{file} [{name}]: {said[0]!r} is not said here: `dips up` makes the keys of its processes itself; "
+                "without keys say `insecure = true` in [run]"
+            )
 
 
 def _check_known(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from dips.core.config import Knobs, Loaded, load
+from dips.core.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.launch.options import overrides_for
 
 ConfigFile = Annotated[
@@ -17,7 +18,13 @@ ConfigFile = Annotated[
     typer.Option("--config", metavar="FILE", help="TOML file; the options below win over its table of this role."),
 ]
 
-_SHORT_NAMES = {"master": "DIPS_MASTER", "cluster_id": "DIPS_CLUSTER", "run_id": "DIPS_RUN"}
+_SHORT_NAMES = {
+    "master": "DIPS_MASTER",
+    "cluster_id": "DIPS_CLUSTER",
+    "run_id": "DIPS_RUN",
+    "keys": KEYS_VARIABLE,
+    "insecure": INSECURE_VARIABLE,
+}
 """Variables that say where and who a process is, whatever its role; a person's own loop reads the same ones."""
 
 K = TypeVar("K", bound=Knobs)

@@ -50,6 +50,8 @@ def status_view(status: StatusReply, width_is_narrow: bool = False) -> Renderabl
     parts: list[RenderableType] = [headline(status)]
     if status.recovery:
         parts.append(Text(recovery_sentence(status), style="bold magenta"))
+    if status.reshard:
+        parts.append(Text(reshard_sentence(status), style="magenta"))
     if status.waiting_for:
         parts.append(Text(waiting_sentence(status), style="bold yellow"))
     if alarm := direction_sentence(status):
@@ -85,6 +87,11 @@ def waiting_sentence(status: StatusReply) -> str:
 def recovery_sentence(status: StatusReply) -> str:
     """How committed state is being restored, in the master's words; empty when none has to be."""
     return f"recovering: {status.recovery}" if status.recovery else ""
+
+
+def reshard_sentence(status: StatusReply) -> str:
+    """What a RESHARD does or waits for; empty when none was asked for."""
+    return f"reshard: {status.reshard}" if status.reshard else ""
 
 
 def direction_sentence(status: StatusReply) -> str:
@@ -173,8 +180,8 @@ def push_table(clusters: Sequence[ClusterStatus]) -> Table:
 def slave_table(slaves: Sequence[SlaveStatus], writes_later: bool = False) -> Table:
     """The slaves; with `writes_later` also the newest version on each one's disk."""
     on_disk = ("on disk",) if writes_later else ()
-    columns = ("slave", "phase", "life", "version", *on_disk, "memory", "staging", "served", "refused")
-    table = _table("slaves", columns, right={"memory", "staging", "served", "refused"})
+    columns = ("slave", "phase", "life", "version", *on_disk, "memory", "staging", "served", "refused", "turned away")
+    table = _table("slaves", columns, right={"memory", "staging", "served", "refused", "turned away"})
     for slave in slaves:
         table.add_row(
             Text(slave.slave_id, style="bold" if slave.alive else "dim"),
@@ -186,6 +193,7 @@ def slave_table(slaves: Sequence[SlaveStatus], writes_later: bool = False) -> Ta
             format_bytes(slave.staging_bytes),
             format_bytes(slave.served_bytes),
             str(slave.refused_chunks),
+            str(slave.refused_connections),
         )
     return table
 
@@ -223,7 +231,12 @@ def plain_line(status: StatusReply) -> str:
         f"version {status.published or '-'}{_on_disk(status)} tokens {format_count(status.tokens)}{_of_goal(status)} "
         f"{rounds_sentence(status)} phase {status.phase}"
     )
-    why = (direction_sentence(status), recovery_sentence(status), waiting_sentence(status))
+    why = (
+        direction_sentence(status),
+        recovery_sentence(status),
+        reshard_sentence(status),
+        waiting_sentence(status),
+    )
     return " | ".join(part for part in (run, clusters, *why) if part)
 
 

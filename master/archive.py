@@ -68,7 +68,7 @@ class Segment:
 
     def records(self) -> Iterator[JournalRecord]:
         """Its records, oldest first. Raises FatalError when the file is damaged, FileNotFoundError when it is gone."""
-        with self.path.open(encoding="utf-8") as file:
+        with self.path.open("rb") as file:
             for line in file:
                 yield _record(self.path, line)
 
@@ -126,11 +126,11 @@ def _line(record: JournalRecord) -> str:
     return json.dumps({**line, "record": record.record_json}, separators=(",", ":")) + "\n"
 
 
-def _record(path: Path, line: str) -> JournalRecord:
+def _record(path: Path, line: bytes) -> JournalRecord:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode())
         return JournalRecord(int(row["epoch"]), int(row["entry"]), str(row["kind"]), str(row["record"]), int(row["n"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise FatalError(
             f"the archive's file {path} is damaged ({error}): restore it from a copy, or move it away to go without "
             "the decisions that it holds; the run itself does not need them"

@@ -1,8 +1,9 @@
 """The master's knobs: what an operator may set, and which settings contradict each other.
 
 Group-wide settings stand here and nowhere else: the master advertises them, so that no cluster can diverge by
-its own. Only heartbeat and grace need thought; the other times have defaults that fit them. What must hold between
-them stands in core/assumptions.py (docs/assumptions.md).
+its own. Of the times only heartbeat_s and round_timeout_s are somebody's choice: what is "auto" follows from these two,
+and from what is measured while the run goes on. What must hold between them stands in core/assumptions.py
+(docs/assumptions.md).
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from dips.core.assumptions import violations
-from dips.core.config import Knobs
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.messages import Settings
-from dips.core.net import parse_address, require_loopback
+from dips.core.security import SecurityKnobs, checked_address
 from dips.core.units import Bytes, Count, Seconds
 from dips.master.state.penalty_config import OUTER_LR, PenaltyConfig, dynamic_local_steps_of
 from dips.master.state.run_config import RunConfig
@@ -49,16 +49,7 @@ def _name(run_id: str) -> str:
         raise ValueError(str(error)) from error
 
 
-def _loopback(address: str) -> str:
-    try:
-        parse_address(address, "the master's listen address")
-        require_loopback(address, "the master's listen address")
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-    return address
-
-
-class MasterConfig(Knobs):
+class MasterConfig(SecurityKnobs):
     """One master's settings; to_run_config() is what its state machines see of them."""
 
     run_id: Annotated[str, AfterValidator(_name)] = Field(
@@ -67,9 +58,12 @@ class MasterConfig(Knobs):
     directory: Path = Field(
         description="Folder for the journal, the tape and master.json (the address of the running master)"
     )
-    listen: Annotated[str, AfterValidator(_loopback)] = Field(
+    listen: str = Field(
         "127.0.0.1:0",
-        description="HOST:PORT to serve, on loopback; port 0: a free one, and the same after a restart",
+        description="HOST:PORT to serve; port 0: a free one, and the same after a restart",
+    )
+    revoked: Path | None = Field(
+        None, description="List of revoked certificates, as `dips keys revoke` writes it; else revoked.json of the keys"
     )
     slaves: int = Field(2, ge=1, le=1024, description="Slaves that must be there before the run begins")
     max_clusters: int = Field(8, ge=1, le=1024, description="Clusters that may take part at the same time")
@@ -94,16 +88,26 @@ class MasterConfig(Knobs):
         "auto: 10 % of the fastest cluster's round, at least 1 s",
     )
     round_timeout_s: Seconds = Field(30.0, description="Time for slaves to answer a step of a round")
-    verdict_wait_s: Seconds = Field(30.0, description="A cluster waits so long for a verdict, then trains on")
+    verdict_wait_s: Literal["auto"] | Seconds = Field(
+        "auto",
+        description="A cluster waits so long for a verdict, then trains on; auto: as long as its exchanges lately "
+        "took, at most round_timeout_s",
+    )
     overlap: Literal["none", "push", "full"] = Field(
         "none",
         description="What clusters train through instead of waiting: none; push: while a push is on its way; "
         "full: until a pulled version can be installed",
     )
     lease_ttl_s: Seconds = Field(6 * 3600.0, description="Data stays lent so long to a cluster that is gone")
-    ticket_ttl_s: Seconds = Field(60.0, description="An upload that stands still so long is given up")
-    linger_s: Seconds = Field(
-        30.0, description="How long the master still answers after the run has ended and everyone has left"
+    ticket_ttl_s: Literal["auto"] | Seconds = Field(
+        "auto",
+        description="An upload that stands still so long is given up; auto: twice round_timeout_s, or the time until "
+        "an eviction if that is longer",
+    )
+    linger_s: Literal["auto"] | Seconds = Field(
+        "auto",
+        description="How long the master still answers after the run has ended and everyone has left; "
+        "auto: three times the time until an eviction",
     )
 
     chunk_bytes: Bytes = Field(1 << 20, description="Size of one data message")
@@ -176,15 +180,33 @@ class MasterConfig(Knobs):
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     json_logs: bool = Field(False, description="Log JSON lines instead of text")
 
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, value: str, info: ValidationInfo) -> str:
+        return checked_address(value, "the master's listen address", info)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        wrong = [*violations("master", dict(self)), *_uneven_chunk(self), *_wrong_penalty(self)]
+        given = {**dict(iter(self)), **self.times()}
+        wrong = [*violations("master", given), *_uneven_chunk(self), *_wrong_penalty(self)]
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
 
+    def times(self) -> dict[str, float]:
+        """The times that may be "auto", in seconds. grace_s is none of them: it follows the clusters' speed."""
+        evict_after_s = self.evict_after_beats * self.heartbeat_s
+        derived = {
+            "verdict_wait_s": self.round_timeout_s,
+            "ticket_ttl_s": max(2 * self.round_timeout_s, evict_after_s),
+            "linger_s": 3 * evict_after_s,
+        }
+        given = {name: getattr(self, name) for name in derived}
+        return {name: derived[name] if value == "auto" else value for name, value in given.items()}
+
     def to_run_config(self) -> RunConfig:
         """What the state machines need of these settings."""
+        times = self.times()
         return RunConfig(
             run_id=self.run_id,
             n_slaves=self.slaves,
@@ -195,11 +217,12 @@ class MasterConfig(Knobs):
             grace_s=None if self.grace_s == "auto" else self.grace_s,
             round_timeout_s=self.round_timeout_s,
             lease_ttl_s=self.lease_ttl_s,
-            ticket_ttl_s=self.ticket_ttl_s,
+            ticket_ttl_s=times["ticket_ttl_s"],
             pinned_versions=self.pinned_versions,
-            linger_s=self.linger_s,
+            linger_s=times["linger_s"],
             rebuild=self.rebuild,
             async_lag_versions=self.async_lag_versions,
+            encrypted=self.keys is not None,
         )
 
     def _settings(self) -> Settings:
@@ -210,7 +233,8 @@ class MasterConfig(Knobs):
             dynamic_local_steps=dynamic,
             heartbeat_s=self.heartbeat_s,
             evict_after_beats=self.evict_after_beats,
-            verdict_wait_s=self.verdict_wait_s,
+            verdict_wait_s=self.times()["verdict_wait_s"],
+            verdict_wait_measured=self.verdict_wait_s == "auto",
             chunk_bytes=self.chunk_bytes,
             window_chunks=self.window_chunks,
             max_staleness_versions=self.s_max,
@@ -220,7 +244,7 @@ class MasterConfig(Knobs):
             preset=self.preset,
             durability=self.durability,
             max_message_bytes=self.max_message_bytes,
-            ticket_ttl_s=self.ticket_ttl_s,
+            ticket_ttl_s=self.times()["ticket_ttl_s"],
             round_timeout_s=self.round_timeout_s,
             overlap=self.overlap,
         )

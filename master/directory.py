@@ -61,8 +61,7 @@ def _open_lock(directory: Path) -> int:
         return os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise ConfigError(
-            f"the master's directory {directory} cannot be used ({error.strerror}): "
-            "give one that it may write"
+            f"the master's directory {directory} cannot be used ({error.strerror}): give one that it may write"
         ) from error
 
 
@@ -93,9 +92,7 @@ def read_address(directory: Path) -> MasterAddress | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{path} does not name a master ({error}): remove it, or give --master HOST:PORT"
-        ) from error
+        raise ConfigError(f"{path} does not name a master ({error}): remove it, or give --master HOST:PORT") from error
 
 
 def sync_directory(directory: Path) -> None:

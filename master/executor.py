@@ -9,6 +9,7 @@ serves one epoch; when the state asks for another, it ends like any other and sa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections import deque
@@ -24,6 +25,7 @@ from dips.core.messages import ClusterReply, OperatorReply, SlaveCommand, SlaveM
 from dips.core.telemetry import ChangeLogger, Tape
 from dips.master.journal import Entry
 from dips.master.journal_writer import JournalWriter
+from dips.master.refusals import KIND, Refusals
 from dips.master.slave_link import LINK_COMMANDS, SlaveLink
 from dips.master.state.effects import (
     BeginAgain,
@@ -43,6 +45,7 @@ from dips.master.state.events import (
     Event,
     JournalWritten,
     OperatorCall,
+    Revoked,
     SlaveLinkDown,
     SlaveSaid,
     Tick,
@@ -102,6 +105,7 @@ class Executor:
         self._loop = asyncio.get_running_loop()
         self._journal = JournalWriter(append, self._journal_written, self._fail, tidy)
         self._changes = ChangeLogger(_logger)
+        self._refusals = Refusals()
         self._story = Story()
         self._events: deque[Event] = deque()
         self._handling = False
@@ -148,7 +152,11 @@ class Executor:
 
     async def close(self) -> None:
         """Write to the disk what was decided before the end. Call it once, after stop()."""
-        await self._journal.close()
+        try:
+            await self._journal.close()
+        finally:
+            with contextlib.suppress(FatalError):  # a disk that takes no more has ended the master already
+                self._write_refusals(everything=True)
 
     async def call(self, event_of: Callable[[int], ClusterCall | OperatorCall]) -> ReplyBody:
         """Dispatch a call under a fresh token and wait for its reply.
@@ -189,10 +197,10 @@ class Executor:
 
     def note_refusal(self, method: str, refused: Refused) -> None:
         """Log a request that never reached the state because its bytes make no sense."""
-        self._changes.report(f"refused {method}", f"refused a {method}: {refused.sentence}", logging.WARNING)
+        self._log(f"{KIND} {method}", f"refused a {method}: {refused.sentence}", logging.WARNING)
         fields = {"method": method, "code": refused.code.name, "sentence": refused.sentence}
         try:
-            self._write_tape(Record("refused", "-", fields))
+            self._write_tape(Record(KIND, "-", fields))
         except FatalError as error:
             self._fail(error)
 
@@ -253,6 +261,10 @@ class Executor:
 
     def _timer_rang(self) -> None:
         self._timer = None
+        try:
+            self._write_refusals()
+        except FatalError as error:
+            self._fail(error)
         self.dispatch(Tick())
 
     # ---- effects ----
@@ -284,7 +296,7 @@ class Executor:
             case Record():
                 self._write_tape(effect)
             case Log(level, key, sentence):
-                self._changes.report(key, sentence, level)
+                self._log(key, sentence, level)
 
     def _answer(self, token: int, answer: ReplyBody | Refused) -> None:
         future = self._calls.pop(token, None)
@@ -309,7 +321,23 @@ class Executor:
             )
 
     def _write_tape(self, record: Record) -> None:
-        self._tape.write(record.kind, record.cause, **record.fields)
+        line: Record | None = record
+        if record.kind == KIND:
+            line = self._refusals.note(record, self._clock.monotonic_s())
+        if line is not None:
+            self._tape.write(line.kind, line.cause, **line.fields)
+
+    def _write_refusals(self, everything: bool = False) -> None:
+        for line in self._refusals.due(self._clock.monotonic_s(), everything):
+            self._tape.write(line.kind, line.cause, **line.fields)
+
+    def _log(self, key: str, sentence: str, level: int) -> None:
+        if key.startswith(KIND):
+            more = self._refusals.may_log(self._clock.monotonic_s())
+            if more is None:
+                return
+            sentence += more
+        self._changes.report(key, sentence, level)
 
     def _halt(self, halt: Halt) -> None:
         _logger.log(logging.INFO if halt.exit_code == 0 else logging.CRITICAL, "%s", halt.sentence)
@@ -335,6 +363,8 @@ def _told(event: Event) -> tuple[str, str]:
             return message.caller.cause_id or "-", f"{kind} of {message.caller.name}, link {link}"
         case OperatorCall(token, action):
             return "-", f"{type(action).__name__}, call {token}"
+        case Revoked(role, name, _):
+            return "-", f"Revoked {role} {name}"
         case CallGone(number) | SlaveLinkDown(number) | JournalWritten(number):
             return "-", f"{type(event).__name__} {number}"
         case Tick():

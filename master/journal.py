@@ -40,6 +40,7 @@ from dips.master.journal_file import (
     disk_errors_fatal,
     get_meta,
     set_meta,
+    whole,
 )
 
 __all__ = ["FILE_NAME", "SCHEMA", "Entry", "Journal", "JournalRecord", "Retention", "pruned_to", "read_records"]
@@ -122,7 +123,8 @@ class Journal:
 
     def latest_snapshot(self) -> str | None:
         """The state after the newest entry, or None when nothing was ever decided."""
-        row = self._connection.execute("SELECT snapshot_json FROM snapshot").fetchone()
+        with disk_errors_fatal(self._path):
+            row = self._connection.execute("SELECT snapshot_json FROM snapshot").fetchone()
         return None if row is None else str(row[0])
 
     def append(self, epoch: int, entry_id: int, kind: str, record_json: str, snapshot_json: str) -> None:
@@ -169,15 +171,18 @@ class Journal:
 
     def records(self, kind: str | None = None) -> Iterator[JournalRecord]:
         """All records that were not deleted, oldest first; with `kind`, only those."""
-        return _records(self._path.parent, self._connection, kind)
+        with disk_errors_fatal(self._path):
+            yield from _records(self._path.parent, self._connection, kind)
 
     def pruned(self) -> Pruned | None:
         """Up to where the history was deleted for want of room; None when it is whole."""
-        return _pruned(self._connection.cursor())
+        with disk_errors_fatal(self._path):
+            return _pruned(self._connection.cursor())
 
     def last_port(self) -> int:
         """The port that the last master of this run served on; 0 when there was none."""
-        return int(get_meta(self._connection.cursor(), "port") or 0)
+        with disk_errors_fatal(self._path):
+            return whole(get_meta(self._connection.cursor(), "port") or 0)
 
     def remember_port(self, port: int) -> None:
         """Note the port, so that a restarted master can be found where the last one was."""
@@ -355,16 +360,16 @@ def _of_one_segment(connection: sqlite3.Connection, first: int, end: int) -> lis
 def _bounds(connection: sqlite3.Connection) -> tuple[int, int]:
     """The numbers of the oldest and the newest record in the file; (1, 0) when there is none."""
     row = connection.execute("SELECT (SELECT MIN(number) FROM records), (SELECT MAX(number) FROM records)").fetchone()
-    return int(row[0] or 1), int(row[1] or 0)
+    return whole(row[0] or 1), whole(row[1] or 0)
 
 
 def _pruned(cursor: sqlite3.Cursor) -> Pruned | None:
     text = get_meta(cursor, "pruned")
-    return None if text is None else Pruned(int(text))
+    return None if text is None else Pruned(whole(text))
 
 
 def _epoch(cursor: sqlite3.Cursor) -> int:
-    return int(get_meta(cursor, "epoch") or 0)
+    return whole(get_meta(cursor, "epoch") or 0)
 
 
 def _insert(cursor: sqlite3.Cursor, epoch: int, entry: Entry) -> None:

@@ -78,6 +78,14 @@ def set_meta(cursor: sqlite3.Cursor, key: str, value: str) -> None:
     )
 
 
+def whole(value: object) -> int:
+    """A number as it was written. Raises sqlite3.DatabaseError for what is none."""
+    try:
+        return int(str(value))
+    except ValueError:
+        raise sqlite3.DatabaseError(f"{str(value)[:80]!r} stands where a number should") from None
+
+
 @contextmanager
 def disk_errors_fatal(path: Path) -> Iterator[None]:
     """Turn the errors of SQLite and of the disk into FatalError with a remedy."""
@@ -88,7 +96,7 @@ def disk_errors_fatal(path: Path) -> Iterator[None]:
             f"the journal {path} cannot be read or written ({error}): check that the disk has room and "
             "works, then start the master again; it goes on from the last confirmed entry"
         ) from error
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter when SQLite quotes what it cannot read
         raise FatalError(_damaged(path, str(error))) from error
 
 

@@ -7,6 +7,7 @@ import logging
 
 from dips.core.config import Loaded
 from dips.core.failpoints import install
+from dips.core.file_limit import raise_file_limit
 from dips.core.telemetry import configure_logging
 from dips.master.config import MasterConfig
 from dips.master.process import serve
@@ -22,8 +23,9 @@ def run(config: MasterConfig, loaded: Loaded[MasterConfig] | None = None) -> int
     or port that cannot be used, or a failpoint that does not exist) and FatalError (a damaged journal) before
     anything is served.
     """
+    raise_file_limit()
     configure_logging("master", config.run_id, config.log_level, config.json_logs)
-    install("master")
+    install("master", enabled=config.failpoints)
     if loaded is not None:
         _logger.info("settings:\n%s", loaded.describe())
     return asyncio.run(serve(config, Coordinator)).exit_code

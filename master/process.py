@@ -17,13 +17,17 @@ from dataclasses import dataclass
 
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError
-from dips.core.net import format_address, parse_address
+from dips.core.keys import security_of
+from dips.core.net import dialable, format_address, parse_address
+from dips.core.security import Identity, Role, Security
 from dips.core.telemetry import Tape
+from dips.master.access import LOOK_S, Access
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, write_address
 from dips.master.executor import Executor, Outcome, StateMachine
 from dips.master.journal import Journal, Retention
 from dips.master.server import MasterServer
+from dips.master.state.events import Revoked
 from dips.master.state.run_config import RunConfig
 
 TICKS_PER_HEARTBEAT = 4
@@ -50,11 +54,14 @@ async def serve(
     used) and FatalError (a damaged journal) before anything is served.
     """
     clock = clock or SystemClock()
+    security = security_of(config, "the master")
+    _check_role(security)
+    access = Access(security, config.revoked)
     retention = Retention(config.journal_records, config.archive_bytes)
     journal = Journal.open(config.directory, config.run_id, retention)
     try:
         with Tape(config.directory / TAPE_NAME, "master", config.run_id, clock) as tape:
-            return await _Master(config, journal, tape, clock).serve(make_machine, started)
+            return await _Master(config, security, access, journal, tape, clock).serve(make_machine, started)
     finally:
         journal.close()
 
@@ -64,12 +71,15 @@ class _Master:
     """What a master has before its epoch begins."""
 
     config: MasterConfig
+    security: Security
+    access: Access
     journal: Journal
     tape: Tape
     clock: Clock
 
     async def serve(self, make_machine: MakeMachine, started: Started | None) -> Outcome:
-        server = MasterServer(self.config.max_message_bytes, self.config.max_clusters + self.config.slaves)
+        peers = self.config.max_clusters + self.config.slaves
+        server = MasterServer(self.config.max_message_bytes, peers, self.security, self.access)
         try:
             address = self._bind(server)
             with _signals() as signals:
@@ -88,7 +98,8 @@ class _Master:
     def _begin(self, make_machine: MakeMachine, address: str, at_least: int) -> tuple[Executor, MasterAddress]:
         """Make an epoch durable, and its state machine from the journal's newest snapshot."""
         epoch = self.journal.begin_epoch(at_least)
-        return self._executor(make_machine, epoch), MasterAddress(address, self.config.run_id, os.getpid(), epoch)
+        here = MasterAddress(dialable(address), self.config.run_id, os.getpid(), epoch)
+        return self._executor(make_machine, epoch), here
 
     def _bind(self, server: MasterServer) -> str:
         """Take the port: of port 0, the one of the last start if it is free, so that peers find us again."""
@@ -124,7 +135,7 @@ class _Master:
             self._announce(here)
             if started is not None:
                 started(here, executor)
-            outcome = await executor.outcome
+            outcome = await self._until_ended(executor)
             if outcome.begin_again is None:
                 remove_address(self.config.directory)
             return outcome
@@ -134,14 +145,33 @@ class _Master:
                 await server.stop()
             await executor.close()
 
+    async def _until_ended(self, executor: Executor) -> Outcome:
+        """Wait for the end, and tell the state meanwhile whose certificate was revoked."""
+        while not executor.outcome.done():
+            await asyncio.wait([executor.outcome], timeout=LOOK_S if self.access.checks else None)
+            for holder in self.access.look():
+                executor.dispatch(Revoked(holder.role.value, holder.name, holder.why))
+        return executor.outcome.result()
+
     def _announce(self, here: MasterAddress) -> None:
         """Tell people and other processes where the master is, until it answers no more."""
         write_address(self.config.directory, here)
         self.tape.write("master-started", "-", address=here.address, epoch=here.epoch, pid=here.pid)
         _logger.info(
-            "serving run %s at %s (epoch %d, directory %s); loopback only, as peers are not authenticated",
-            *(here.run_id, here.address, here.epoch, self.config.directory),
+            "serving run %s at %s (epoch %d, directory %s); %s",
+            *(here.run_id, here.address, here.epoch, self.config.directory, _said(self.security)),
         )
+
+
+def _check_role(security: Security) -> None:
+    if isinstance(security, Identity) and security.role is not Role.MASTER:
+        raise ConfigError(f"{security.directory} holds the keys of {security}: give the master those of a master")
+
+
+def _said(security: Security) -> str:
+    if isinstance(security, Identity):
+        return f"for those with keys only, as {security}"
+    return "INSECURE, as was said: nothing is encrypted, nobody is authenticated, loopback only"
 
 
 class _Signals:

@@ -1,7 +1,7 @@
 """Between gRPC's bytes and the executor's calls: decode, ask, encode; a refusal ends the call with a reason.
 
 Handlers get raw bytes, so that garbage becomes a MALFORMED refusal with a sentence, not gRPC's own error.
-Must never look into a request: that is the state's part.
+Must never look further into a request than to whose it claims to be: that is the state's part.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dips.core.codec_protobuf import decode, encode
 from dips.core.errors import Refused
 from dips.core.failpoints import failpoint
 from dips.core.grpc_refusal import abort
+from dips.core.messages import Caller
+from dips.master.access import check_is_own
 from dips.master.executor import Executor
 
 T = TypeVar("T")
@@ -69,9 +71,12 @@ async def lose(context: Context, method: str) -> NoReturn:
 
 
 def understood(executor: Executor, method: str, data: bytes, kind: type[T]) -> T:
-    """Decode a request; log and raise the refusal if it cannot be."""
+    """Decode a request; log and raise the refusal if it cannot be, or calls its sender by another's name."""
     try:
-        return decode(data, kind)
+        request = decode(data, kind)
+        if isinstance(caller := getattr(request, "caller", None), Caller):
+            check_is_own(caller.name, method)
+        return request
     except Refused as refused:
         executor.note_refusal(method, refused)
         raise

@@ -127,7 +127,7 @@ def _table(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         sentence = f"{path} cannot be read ({error.strerror}): give a TOML file with a table [sites]"
         raise ConfigError(sentence) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and what the library lets through
         raise ConfigError(f"{path} is not TOML: {error}") from error
     table = document.get("sites")
     if not isinstance(table, dict):

@@ -12,7 +12,7 @@ from dips.core.codec_protobuf import encode
 from dips.core.errors import RefusalCode, Refused
 from dips.core.failpoints import failpoint
 from dips.core.grpc_refusal import abort
-from dips.core.messages import DrainRequest, EvictRequest, OperatorRequest, StatusRequest, WatchRequest
+from dips.core.messages import DrainRequest, EvictRequest, OperatorRequest, ReshardRequest, StatusRequest, WatchRequest
 from dips.master.executor import Executor, ReplyBody
 from dips.master.rpc import Context, lose, service, unary, understood
 from dips.master.state.events import OperatorAction, OperatorCall, Pause, Resume, Stop
@@ -51,6 +51,7 @@ def operator_service(executor: Executor) -> grpc.GenericRpcHandler:
         "Status": unary(executor, "Status", StatusRequest, ask),
         "Evict": unary(executor, "Evict", EvictRequest, ask),
         "Drain": unary(executor, "Drain", DrainRequest, ask),
+        "Reshard": unary(executor, "Reshard", ReshardRequest, ask),
         "Pause": unary(executor, "Pause", OperatorRequest, asking(Pause)),
         "Resume": unary(executor, "Resume", OperatorRequest, asking(Resume)),
         "Stop": unary(executor, "Stop", OperatorRequest, asking(Stop)),

@@ -21,7 +21,7 @@ STALE_FENCE: StaleKind
 STALE_TIMELINE: StaleKind
 
 class JoinRequest(_message.Message):
-    __slots__ = ("caller", "hello", "layout", "layout_hash", "data_plan", "declared_tokens_per_s", "held_ranges")
+    __slots__ = ("caller", "hello", "layout", "layout_hash", "data_plan", "declared_tokens_per_s", "held_ranges", "curve_key")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class JoinRequest(_message.Message):
     DATA_PLAN_FIELD_NUMBER: _ClassVar[int]
     DECLARED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     HELD_RANGES_FIELD_NUMBER: _ClassVar[int]
+    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     hello: _common_pb2.Hello
     layout: _common_pb2.Layout
@@ -36,7 +37,8 @@ class JoinRequest(_message.Message):
     data_plan: _common_pb2.DataPlan
     declared_tokens_per_s: float
     held_ranges: _containers.RepeatedCompositeFieldContainer[_common_pb2.DataRange]
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., data_plan: _Optional[_Union[_common_pb2.DataPlan, _Mapping]] = ..., declared_tokens_per_s: _Optional[float] = ..., held_ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ...) -> None: ...
+    curve_key: bytes
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., data_plan: _Optional[_Union[_common_pb2.DataPlan, _Mapping]] = ..., declared_tokens_per_s: _Optional[float] = ..., held_ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("epoch", "incarnation", "hello", "settings", "seed", "fence", "verdict", "undecided", "published", "tokens", "local_steps", "run_id", "kept_ranges")
@@ -232,16 +234,18 @@ class AwaitVerdictReply(_message.Message):
     def __init__(self, verdict: _Optional[_Union[_common_pb2.Verdict, _Mapping]] = ..., undecided: _Optional[_Union[Busy, _Mapping]] = ...) -> None: ...
 
 class BeginPullRequest(_message.Message):
-    __slots__ = ("caller", "reader", "at_least", "exact")
+    __slots__ = ("caller", "reader", "at_least", "exact", "curve_key")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
     AT_LEAST_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
+    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     reader: bool
     at_least: _common_pb2.Version
     exact: bool
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., reader: _Optional[bool] = ..., at_least: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., exact: _Optional[bool] = ...) -> None: ...
+    curve_key: bytes
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., reader: _Optional[bool] = ..., at_least: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., exact: _Optional[bool] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
 
 class PullGrant(_message.Message):
     __slots__ = ("version", "fence", "pin_id", "placement", "block_order", "digest_of_slave", "tokens", "local_steps", "layout", "chunk_bytes", "epoch", "run_id")

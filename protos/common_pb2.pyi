@@ -34,6 +34,8 @@ class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_DIGEST: _ClassVar[RefusalCode]
     REFUSAL_UNKNOWN_NAME: _ClassVar[RefusalCode]
     REFUSAL_BASE_GONE: _ClassVar[RefusalCode]
+    REFUSAL_KEY: _ClassVar[RefusalCode]
+    REFUSAL_IDENTITY: _ClassVar[RefusalCode]
 
 class DataMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -73,6 +75,8 @@ REFUSAL_DISK: RefusalCode
 REFUSAL_DIGEST: RefusalCode
 REFUSAL_UNKNOWN_NAME: RefusalCode
 REFUSAL_BASE_GONE: RefusalCode
+REFUSAL_KEY: RefusalCode
+REFUSAL_IDENTITY: RefusalCode
 DATA_MODE_UNSPECIFIED: DataMode
 DATA_MODE_OWN: DataMode
 DATA_MODE_LEASED: DataMode
@@ -173,12 +177,14 @@ class Layout(_message.Message):
     def __init__(self, parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., block_elems: _Optional[int] = ...) -> None: ...
 
 class SlaveAddress(_message.Message):
-    __slots__ = ("slave_id", "data_endpoint")
+    __slots__ = ("slave_id", "data_endpoint", "curve_key")
     SLAVE_ID_FIELD_NUMBER: _ClassVar[int]
     DATA_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     slave_id: str
     data_endpoint: str
-    def __init__(self, slave_id: _Optional[str] = ..., data_endpoint: _Optional[str] = ...) -> None: ...
+    curve_key: bytes
+    def __init__(self, slave_id: _Optional[str] = ..., data_endpoint: _Optional[str] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("slaves", "slave_of_block", "placement_hash")
@@ -233,7 +239,7 @@ class Verdict(_message.Message):
     def __init__(self, push: _Optional[_Union[PushId, _Mapping]] = ..., kind: _Optional[_Union[VerdictKind, str]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., reason: _Optional[str] = ..., reset_inner_optimizer: _Optional[bool] = ..., round: _Optional[_Union[RoundId, _Mapping]] = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = ("sync_every_steps", "dynamic_local_steps", "heartbeat_s", "evict_after_beats", "verdict_wait_s", "chunk_bytes", "window_chunks", "max_staleness_versions", "tk_max_tokens", "outer_lr", "outer_momentum", "preset", "durability", "max_message_bytes", "ticket_ttl_s", "round_timeout_s", "overlap")
+    __slots__ = ("sync_every_steps", "dynamic_local_steps", "heartbeat_s", "evict_after_beats", "verdict_wait_s", "chunk_bytes", "window_chunks", "max_staleness_versions", "tk_max_tokens", "outer_lr", "outer_momentum", "preset", "durability", "max_message_bytes", "ticket_ttl_s", "round_timeout_s", "overlap", "verdict_wait_measured")
     SYNC_EVERY_STEPS_FIELD_NUMBER: _ClassVar[int]
     DYNAMIC_LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +257,7 @@ class Settings(_message.Message):
     TICKET_TTL_S_FIELD_NUMBER: _ClassVar[int]
     ROUND_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     OVERLAP_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_WAIT_MEASURED_FIELD_NUMBER: _ClassVar[int]
     sync_every_steps: int
     dynamic_local_steps: bool
     heartbeat_s: float
@@ -268,4 +275,5 @@ class Settings(_message.Message):
     ticket_ttl_s: float
     round_timeout_s: float
     overlap: str
-    def __init__(self, sync_every_steps: _Optional[int] = ..., dynamic_local_steps: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., evict_after_beats: _Optional[int] = ..., verdict_wait_s: _Optional[float] = ..., chunk_bytes: _Optional[int] = ..., window_chunks: _Optional[int] = ..., max_staleness_versions: _Optional[int] = ..., tk_max_tokens: _Optional[int] = ..., outer_lr: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., preset: _Optional[str] = ..., durability: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., ticket_ttl_s: _Optional[float] = ..., round_timeout_s: _Optional[float] = ..., overlap: _Optional[str] = ...) -> None: ...
+    verdict_wait_measured: bool
+    def __init__(self, sync_every_steps: _Optional[int] = ..., dynamic_local_steps: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., evict_after_beats: _Optional[int] = ..., verdict_wait_s: _Optional[float] = ..., chunk_bytes: _Optional[int] = ..., window_chunks: _Optional[int] = ..., max_staleness_versions: _Optional[int] = ..., tk_max_tokens: _Optional[int] = ..., outer_lr: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., preset: _Optional[str] = ..., durability: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., ticket_ttl_s: _Optional[float] = ..., round_timeout_s: _Optional[float] = ..., overlap: _Optional[str] = ..., verdict_wait_measured: _Optional[bool] = ...) -> None: ...

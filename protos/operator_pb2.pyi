@@ -49,6 +49,20 @@ class DrainRequest(_message.Message):
     reason: str
     def __init__(self, run_id: _Optional[str] = ..., cluster_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class ReshardRequest(_message.Message):
+    __slots__ = ("run_id", "add", "remove", "cancel", "reason")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ADD_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    add: _containers.RepeatedScalarFieldContainer[str]
+    remove: _containers.RepeatedScalarFieldContainer[str]
+    cancel: bool
+    reason: str
+    def __init__(self, run_id: _Optional[str] = ..., add: _Optional[_Iterable[str]] = ..., remove: _Optional[_Iterable[str]] = ..., cancel: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class OperatorReply(_message.Message):
     __slots__ = ("sentence",)
     SENTENCE_FIELD_NUMBER: _ClassVar[int]
@@ -116,7 +130,7 @@ class ClusterStatus(_message.Message):
     def __init__(self, cluster_id: _Optional[str] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., beat_age_s: _Optional[float] = ..., steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens_applied: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_excluded: _Optional[int] = ..., pushes_aborted: _Optional[int] = ..., incarnations: _Optional[int] = ..., last_verdict: _Optional[str] = ..., last_reason: _Optional[str] = ..., local_steps: _Optional[int] = ..., last_norm: _Optional[float] = ..., last_z: _Optional[float] = ..., last_cosine: _Optional[float] = ..., quarantined: _Optional[bool] = ..., leased_tokens: _Optional[int] = ..., note: _Optional[str] = ..., steps_total: _Optional[int] = ..., cosine_usual: _Optional[float] = ..., cosine_rounds: _Optional[int] = ..., direction_alarm: _Optional[bool] = ...) -> None: ...
 
 class SlaveStatus(_message.Message):
-    __slots__ = ("slave_id", "incarnation", "alive", "phase", "beat_age_s", "data_endpoint", "version", "staging_bytes", "served_bytes", "refused_chunks", "resident_bytes", "incarnations", "durable")
+    __slots__ = ("slave_id", "incarnation", "alive", "phase", "beat_age_s", "data_endpoint", "version", "staging_bytes", "served_bytes", "refused_chunks", "resident_bytes", "incarnations", "durable", "refused_connections")
     SLAVE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +144,7 @@ class SlaveStatus(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     slave_id: str
     incarnation: _common_pb2.Incarnation
     alive: bool
@@ -143,7 +158,8 @@ class SlaveStatus(_message.Message):
     resident_bytes: int
     incarnations: int
     durable: _common_pb2.Version
-    def __init__(self, slave_id: _Optional[str] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., beat_age_s: _Optional[float] = ..., data_endpoint: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., staging_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., refused_chunks: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., incarnations: _Optional[int] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
+    refused_connections: int
+    def __init__(self, slave_id: _Optional[str] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., beat_age_s: _Optional[float] = ..., data_endpoint: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., staging_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., refused_chunks: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., incarnations: _Optional[int] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., refused_connections: _Optional[int] = ...) -> None: ...
 
 class RoundSummary(_message.Message):
     __slots__ = ("round", "outcome", "reason", "version", "accepted", "excluded", "kappa", "rho", "merged_norm", "tokens", "wall_time_s")
@@ -172,7 +188,7 @@ class RoundSummary(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., accepted: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[str]] = ..., kappa: _Optional[float] = ..., rho: _Optional[float] = ..., merged_norm: _Optional[float] = ..., tokens: _Optional[int] = ..., wall_time_s: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_id", "epoch", "published", "tokens", "tk_max_tokens", "phase", "round", "phase_age_s", "window_closes_in_s", "waiting_for", "rounds_committed", "rounds_merged", "rounds_void", "rounds_aborted", "clusters", "slaves", "recent_rounds", "paused", "stopping", "stopped", "leased_tokens", "excluded_tokens", "settings", "durable", "recovery")
+    __slots__ = ("run_id", "epoch", "published", "tokens", "tk_max_tokens", "phase", "round", "phase_age_s", "window_closes_in_s", "waiting_for", "rounds_committed", "rounds_merged", "rounds_void", "rounds_aborted", "clusters", "slaves", "recent_rounds", "paused", "stopping", "stopped", "leased_tokens", "excluded_tokens", "settings", "durable", "recovery", "reshard")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +214,7 @@ class StatusReply(_message.Message):
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_FIELD_NUMBER: _ClassVar[int]
+    RESHARD_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     published: _common_pb2.Version
@@ -223,4 +240,5 @@ class StatusReply(_message.Message):
     settings: _common_pb2.Settings
     durable: _common_pb2.Version
     recovery: str
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., tk_max_tokens: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., phase_age_s: _Optional[float] = ..., window_closes_in_s: _Optional[float] = ..., waiting_for: _Optional[str] = ..., rounds_committed: _Optional[int] = ..., rounds_merged: _Optional[int] = ..., rounds_void: _Optional[int] = ..., rounds_aborted: _Optional[int] = ..., clusters: _Optional[_Iterable[_Union[ClusterStatus, _Mapping]]] = ..., slaves: _Optional[_Iterable[_Union[SlaveStatus, _Mapping]]] = ..., recent_rounds: _Optional[_Iterable[_Union[RoundSummary, _Mapping]]] = ..., paused: _Optional[bool] = ..., stopping: _Optional[bool] = ..., stopped: _Optional[bool] = ..., leased_tokens: _Optional[int] = ..., excluded_tokens: _Optional[int] = ..., settings: _Optional[_Union[_common_pb2.Settings, _Mapping]] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., recovery: _Optional[str] = ...) -> None: ...
+    reshard: str
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., tk_max_tokens: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., phase_age_s: _Optional[float] = ..., window_closes_in_s: _Optional[float] = ..., waiting_for: _Optional[str] = ..., rounds_committed: _Optional[int] = ..., rounds_merged: _Optional[int] = ..., rounds_void: _Optional[int] = ..., rounds_aborted: _Optional[int] = ..., clusters: _Optional[_Iterable[_Union[ClusterStatus, _Mapping]]] = ..., slaves: _Optional[_Iterable[_Union[SlaveStatus, _Mapping]]] = ..., recent_rounds: _Optional[_Iterable[_Union[RoundSummary, _Mapping]]] = ..., paused: _Optional[bool] = ..., stopping: _Optional[bool] = ..., stopped: _Optional[bool] = ..., leased_tokens: _Optional[int] = ..., excluded_tokens: _Optional[int] = ..., settings: _Optional[_Union[_common_pb2.Settings, _Mapping]] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., recovery: _Optional[str] = ..., reshard: _Optional[str] = ...) -> None: ...

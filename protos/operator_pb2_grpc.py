@@ -64,6 +64,11 @@ class OperatorStub:
                 request_serializer=dips_dot_protos_dot_operator__pb2.DrainRequest.SerializeToString,
                 response_deserializer=dips_dot_protos_dot_operator__pb2.OperatorReply.FromString,
                 _registered_method=True)
+        self.Reshard = channel.unary_unary(
+                '/dips.v1.Operator/Reshard',
+                request_serializer=dips_dot_protos_dot_operator__pb2.ReshardRequest.SerializeToString,
+                response_deserializer=dips_dot_protos_dot_operator__pb2.OperatorReply.FromString,
+                _registered_method=True)
         self.Stop = channel.unary_unary(
                 '/dips.v1.Operator/Stop',
                 request_serializer=dips_dot_protos_dot_operator__pb2.OperatorRequest.SerializeToString,
@@ -112,6 +117,13 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reshard(self, request, context):
+        """other slaves hold the model, while the run goes on
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stop(self, request, context):
         """the open round finishes, everyone pulls and leaves
         """
@@ -150,6 +162,11 @@ def add_OperatorServicer_to_server(servicer, server):
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
                     request_deserializer=dips_dot_protos_dot_operator__pb2.DrainRequest.FromString,
+                    response_serializer=dips_dot_protos_dot_operator__pb2.OperatorReply.SerializeToString,
+            ),
+            'Reshard': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reshard,
+                    request_deserializer=dips_dot_protos_dot_operator__pb2.ReshardRequest.FromString,
                     response_serializer=dips_dot_protos_dot_operator__pb2.OperatorReply.SerializeToString,
             ),
             'Stop': grpc.unary_unary_rpc_method_handler(
@@ -319,6 +336,33 @@ class Operator:
             target,
             '/dips.v1.Operator/Drain',
             dips_dot_protos_dot_operator__pb2.DrainRequest.SerializeToString,
+            dips_dot_protos_dot_operator__pb2.OperatorReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reshard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.Operator/Reshard',
+            dips_dot_protos_dot_operator__pb2.ReshardRequest.SerializeToString,
             dips_dot_protos_dot_operator__pb2.OperatorReply.FromString,
             options,
             channel_credentials,

@@ -1,6 +1,7 @@
 from dips.protos import common_pb2 as _common_pb2
 from dips.protos import data_pb2 as _data_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -8,8 +9,19 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class KeyRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KEY_ROLE_UNSPECIFIED: _ClassVar[KeyRole]
+    KEY_ROLE_CLUSTER: _ClassVar[KeyRole]
+    KEY_ROLE_READER: _ClassVar[KeyRole]
+    KEY_ROLE_SLAVE: _ClassVar[KeyRole]
+KEY_ROLE_UNSPECIFIED: KeyRole
+KEY_ROLE_CLUSTER: KeyRole
+KEY_ROLE_READER: KeyRole
+KEY_ROLE_SLAVE: KeyRole
+
 class SlaveMessage(_message.Message):
-    __slots__ = ("caller", "hello", "promised", "ready", "beat", "staged", "measured", "prepared", "round_refused", "flipped", "configure_refused", "commit_record")
+    __slots__ = ("caller", "hello", "promised", "ready", "beat", "staged", "measured", "prepared", "round_refused", "flipped", "configure_refused", "commit_record", "shard_list")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROMISED_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +34,7 @@ class SlaveMessage(_message.Message):
     FLIPPED_FIELD_NUMBER: _ClassVar[int]
     CONFIGURE_REFUSED_FIELD_NUMBER: _ClassVar[int]
     COMMIT_RECORD_FIELD_NUMBER: _ClassVar[int]
+    SHARD_LIST_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     hello: SlaveHello
     promised: Promised
@@ -34,7 +47,8 @@ class SlaveMessage(_message.Message):
     flipped: Flipped
     configure_refused: ConfigureRefused
     commit_record: CommitRecord
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[SlaveHello, _Mapping]] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., beat: _Optional[_Union[SlaveBeat, _Mapping]] = ..., staged: _Optional[_Union[Staged, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., round_refused: _Optional[_Union[RoundRefused, _Mapping]] = ..., flipped: _Optional[_Union[Flipped, _Mapping]] = ..., configure_refused: _Optional[_Union[ConfigureRefused, _Mapping]] = ..., commit_record: _Optional[_Union[CommitRecord, _Mapping]] = ...) -> None: ...
+    shard_list: ShardList
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[SlaveHello, _Mapping]] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., beat: _Optional[_Union[SlaveBeat, _Mapping]] = ..., staged: _Optional[_Union[Staged, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., round_refused: _Optional[_Union[RoundRefused, _Mapping]] = ..., flipped: _Optional[_Union[Flipped, _Mapping]] = ..., configure_refused: _Optional[_Union[ConfigureRefused, _Mapping]] = ..., commit_record: _Optional[_Union[CommitRecord, _Mapping]] = ..., shard_list: _Optional[_Union[ShardList, _Mapping]] = ...) -> None: ...
 
 class SnapshotInfo(_message.Message):
     __slots__ = ("version", "round", "layout_hash", "placement_hash", "digest", "committed", "commit_hash")
@@ -55,18 +69,20 @@ class SnapshotInfo(_message.Message):
     def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., placement_hash: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., committed: _Optional[bool] = ..., commit_hash: _Optional[bytes] = ...) -> None: ...
 
 class SlaveHello(_message.Message):
-    __slots__ = ("hello", "data_endpoint", "memory_bytes", "promised_epoch", "snapshots")
+    __slots__ = ("hello", "data_endpoint", "memory_bytes", "promised_epoch", "snapshots", "curve_key")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DATA_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROMISED_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     data_endpoint: str
     memory_bytes: int
     promised_epoch: int
     snapshots: _containers.RepeatedCompositeFieldContainer[SnapshotInfo]
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., data_endpoint: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., promised_epoch: _Optional[int] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotInfo, _Mapping]]] = ...) -> None: ...
+    curve_key: bytes
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., data_endpoint: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., promised_epoch: _Optional[int] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotInfo, _Mapping]]] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
 
 class Promised(_message.Message):
     __slots__ = ("epoch",)
@@ -89,7 +105,7 @@ class ConfigureRefused(_message.Message):
     def __init__(self, refusal: _Optional[_Union[_common_pb2.Refusal, _Mapping]] = ...) -> None: ...
 
 class SlaveBeat(_message.Message):
-    __slots__ = ("staging_bytes", "served_bytes", "refused_chunks", "resident_bytes", "staging_open", "progress", "durable")
+    __slots__ = ("staging_bytes", "served_bytes", "refused_chunks", "resident_bytes", "staging_open", "progress", "durable", "refused_connections", "refused_connection")
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     SERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +113,8 @@ class SlaveBeat(_message.Message):
     STAGING_OPEN_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_CONNECTION_FIELD_NUMBER: _ClassVar[int]
     staging_bytes: int
     served_bytes: int
     refused_chunks: int
@@ -104,7 +122,9 @@ class SlaveBeat(_message.Message):
     staging_open: int
     progress: _containers.RepeatedCompositeFieldContainer[StagingProgress]
     durable: _common_pb2.Version
-    def __init__(self, staging_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., refused_chunks: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., staging_open: _Optional[int] = ..., progress: _Optional[_Iterable[_Union[StagingProgress, _Mapping]]] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
+    refused_connections: int
+    refused_connection: str
+    def __init__(self, staging_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., refused_chunks: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., staging_open: _Optional[int] = ..., progress: _Optional[_Iterable[_Union[StagingProgress, _Mapping]]] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., refused_connections: _Optional[int] = ..., refused_connection: _Optional[str] = ...) -> None: ...
 
 class StagingProgress(_message.Message):
     __slots__ = ("push", "attempt", "landed_bytes")
@@ -184,8 +204,18 @@ class CommitRecord(_message.Message):
     refusal: _common_pb2.Refusal
     def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., record: _Optional[bytes] = ..., refusal: _Optional[_Union[_common_pb2.Refusal, _Mapping]] = ...) -> None: ...
 
+class ShardList(_message.Message):
+    __slots__ = ("round", "theta", "momentum")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    THETA_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    theta: _containers.RepeatedScalarFieldContainer[int]
+    momentum: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., theta: _Optional[_Iterable[int]] = ..., momentum: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class SlaveCommand(_message.Message):
-    __slots__ = ("run_id", "epoch", "incarnation", "cause_id", "welcome", "configure", "open_staging", "close_staging", "measure", "prepare", "abort_round", "commit", "retain", "stop", "send_commit_record")
+    __slots__ = ("run_id", "epoch", "incarnation", "cause_id", "welcome", "configure", "open_staging", "close_staging", "measure", "prepare", "abort_round", "commit", "retain", "stop", "send_commit_record", "allow", "list_shard", "move_blocks")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +231,9 @@ class SlaveCommand(_message.Message):
     RETAIN_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     SEND_COMMIT_RECORD_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_FIELD_NUMBER: _ClassVar[int]
+    LIST_SHARD_FIELD_NUMBER: _ClassVar[int]
+    MOVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     incarnation: _common_pb2.Incarnation
@@ -216,7 +249,10 @@ class SlaveCommand(_message.Message):
     retain: Retain
     stop: StopSlave
     send_commit_record: SendCommitRecord
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., cause_id: _Optional[str] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., configure: _Optional[_Union[Configure, _Mapping]] = ..., open_staging: _Optional[_Union[OpenStaging, _Mapping]] = ..., close_staging: _Optional[_Union[CloseStaging, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., abort_round: _Optional[_Union[AbortRound, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., stop: _Optional[_Union[StopSlave, _Mapping]] = ..., send_commit_record: _Optional[_Union[SendCommitRecord, _Mapping]] = ...) -> None: ...
+    allow: Allow
+    list_shard: ListShard
+    move_blocks: MoveBlocks
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., cause_id: _Optional[str] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., configure: _Optional[_Union[Configure, _Mapping]] = ..., open_staging: _Optional[_Union[OpenStaging, _Mapping]] = ..., close_staging: _Optional[_Union[CloseStaging, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., abort_round: _Optional[_Union[AbortRound, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., stop: _Optional[_Union[StopSlave, _Mapping]] = ..., send_commit_record: _Optional[_Union[SendCommitRecord, _Mapping]] = ..., allow: _Optional[_Union[Allow, _Mapping]] = ..., list_shard: _Optional[_Union[ListShard, _Mapping]] = ..., move_blocks: _Optional[_Union[MoveBlocks, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("hello", "settings")
@@ -255,6 +291,40 @@ class Configure(_message.Message):
     origin_round: _common_pb2.RoundId
     empty: bool
     def __init__(self, layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., staging_slots: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., load_round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., load_digest: _Optional[bytes] = ..., commit_hash: _Optional[bytes] = ..., commit_record: _Optional[bytes] = ..., pinned_versions: _Optional[int] = ..., origin: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., origin_round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., empty: _Optional[bool] = ...) -> None: ...
+
+class ListShard(_message.Message):
+    __slots__ = ("round", "version")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    version: _common_pb2.Version
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
+
+class MoveBlocks(_message.Message):
+    __slots__ = ("round", "from_version", "to_version", "layout", "layout_hash", "placement", "sources", "staging_slots", "pinned_versions", "theta_digest", "momentum_digest")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    FROM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TO_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    STAGING_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    THETA_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    from_version: _common_pb2.Version
+    to_version: _common_pb2.Version
+    layout: _common_pb2.Layout
+    layout_hash: bytes
+    placement: _common_pb2.Placement
+    sources: _common_pb2.Placement
+    staging_slots: int
+    pinned_versions: int
+    theta_digest: bytes
+    momentum_digest: bytes
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., from_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., to_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., sources: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., staging_slots: _Optional[int] = ..., pinned_versions: _Optional[int] = ..., theta_digest: _Optional[bytes] = ..., momentum_digest: _Optional[bytes] = ...) -> None: ...
 
 class SendCommitRecord(_message.Message):
     __slots__ = ("version", "round")
@@ -357,6 +427,22 @@ class Retain(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     versions: _containers.RepeatedCompositeFieldContainer[_common_pb2.Version]
     def __init__(self, versions: _Optional[_Iterable[_Union[_common_pb2.Version, _Mapping]]] = ...) -> None: ...
+
+class AllowedKey(_message.Message):
+    __slots__ = ("role", "owner", "curve_key")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
+    role: KeyRole
+    owner: str
+    curve_key: bytes
+    def __init__(self, role: _Optional[_Union[KeyRole, str]] = ..., owner: _Optional[str] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
+
+class Allow(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedCompositeFieldContainer[AllowedKey]
+    def __init__(self, keys: _Optional[_Iterable[_Union[AllowedKey, _Mapping]]] = ...) -> None: ...
 
 class StopSlave(_message.Message):
     __slots__ = ("reason",)

@@ -108,6 +108,10 @@ class ShardArithmetic(Protocol):
 
     def chunk(self, theta: Part, index: int) -> Value: ...
 
+    def assemble(self, values: Sequence[Value]) -> Part:
+        """The part whose chunks these are, in (block, offset) order."""
+        ...
+
     def digest(self, theta: Part) -> bytes:
         """As dips.core.chunks.shard_digest."""
         ...

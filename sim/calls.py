@@ -32,6 +32,7 @@ class Asked:
         self.request = request
         self._world = world
         self._caller = caller
+        self._life = caller.life
         self._done = done
         self._over = False
         self._master = world.some_master()
@@ -70,7 +71,8 @@ class Asked:
         self._world.kernel.after(self._world.kernel.jitter(NOBODY_S), self._caller, self._end, why)
 
     def _end(self, result: Any) -> None:
-        if not self._over:
+        """A caller that died meanwhile hears nothing, nor does its next life: the connection was another one."""
+        if not self._over and self._caller.life == self._life:
             self._over = True
             self._done(result)
 

@@ -1,4 +1,4 @@
-"""What is checked while any simulation runs: bytes of pushes, whole pulls, told verdicts, order of versions, budgets.
+"""What is checked while any simulation runs: bytes of pushes, whole pulls, told verdicts, order of versions.
 
 The invariants over facts (journal, tapes, manifests) stand in dips.sim.invariants and are checked here after every fact
 too; what only symbols allow stands in dips.sim.content_checks. A violation is a sentence; the run goes on, and its seed
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from dips.core.chunks import chunks_of, shard_digest
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.wire import Codec
-from dips.master.state.pulls import MAX_READERS
 from dips.sim.arithmetic import Key, Value, Vector
 from dips.sim.content import key_of
 
@@ -35,6 +34,7 @@ class Checks:
     world: World
     sent: dict[str, tuple[PushId, Codec, bytes]] = field(default_factory=dict)
     digests: dict[Version, Mapping[str, str]] = field(default_factory=dict)
+    placed: dict[Version, Mapping[int, str]] = field(default_factory=dict)
     applied: set[str] = field(default_factory=set)
     published: Version | None = None
     ever_published: set[Version] = field(default_factory=set)
@@ -62,12 +62,13 @@ class Checks:
 
     def journalled(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
         """A durable record."""
-        if record["kind"] in ("COMMIT", "ROLLBACK"):
+        if record["kind"] in ("COMMIT", "ROLLBACK", "RESHARD"):
             version = version_of(record["version"])
             assert version is not None, "it names its version"
-            self.digests[version] = dict(record["digests"])
+            self.digests[version], self.placed[version] = dict(record["digests"]), slave_of_block
             if len(self.digests) > KEPT_VERSIONS:
-                del self.digests[min(self.digests)]
+                oldest = min(self.digests)
+                del self.digests[oldest], self.placed[oldest]
             self.note_applied(record)
 
     def note_applied(self, record: Mapping[str, Any]) -> None:
@@ -81,7 +82,7 @@ class Checks:
     def pulled(self, name: str, version: Version, values: Mapping[Key, Value]) -> None:
         """I3: whole, of one version, and of one that was committed."""
         known = self.digests.get(version)
-        slave_of_block = self.world.slave_of_block()
+        slave_of_block = self.placed.get(version, {})
         if known is None:
             self.violated(f"{name} pulled version {version}, which was never committed")
             return
@@ -104,38 +105,6 @@ class Checks:
             return
         if not self.world.may_roll_back:
             self.violated(f"published went from {before} to {version}, and no disk was lost (I17)")
-
-    # ---- budgets (I16) ----
-
-    def budgets(self) -> None:
-        """What the master keeps in memory is bounded by formulas."""
-        for master in self.world.masters:
-            if master.state is None:
-                continue
-            world, config = master.state.world, self.world.plan.config
-            for name, size, most in (
-                ("pins", len(world.pins), config.max_clusters + MAX_READERS),
-                ("members", len(world.members), config.max_clusters),
-                ("recent rounds", len(world.recent), 32),
-                ("calls that wait for a verdict", sum(map(len, world.waiters.values())), 40),
-                ("kept versions", len(world.kept), config.pinned_versions + 2 + MAX_KEPT_COMMITS),
-            ):
-                if size > most:
-                    self.violated(f"{size} {name}, at most {most} may be (I16)")
-            self._leases(world.ledger.leases)
-
-    def _leases(self, leases: Any) -> None:
-        if leases is None:
-            return
-        pieces = sum(1 for _ in leases.holdings())
-        plan = self.world.plan
-        most = plan.config.max_clusters * 260 + 40 * plan.data.total_tokens // plan.data.chunk_tokens
-        if pieces > most:
-            self.violated(f"the lease table has {pieces} pieces, at most {most} may be (I16)")
-
-
-MAX_KEPT_COMMITS = 8
-"""Commits that a master remembers for donations."""
 
 
 def version_of(raw: Any) -> Version | None:

@@ -63,7 +63,7 @@ class ClusterHost(Process):
 
     def boot(self) -> None:
         self.begin_life()
-        self.session = Session(self.world.plan.session_config(self.name))
+        self.session = Session(self.world.plan.session_config(self.name, curve_key=self.world.key_of(self)))
         plan = self.world.plan
         self.model = plan.arithmetic.model(self.name, self.life, plan.layout, plan.config.settings.chunk_bytes)
         self.finished = None
@@ -80,7 +80,13 @@ class ClusterHost(Process):
         self._settle()
 
     def kill(self) -> None:
-        """kill -9, or the end of the process."""
+        """kill -9."""
+        if self.alive:
+            self.world.killed("cluster")
+        self.end()
+
+    def end(self) -> None:
+        """The process is no more, whatever ended it."""
         self.end_life()
         self.session = None
 
@@ -170,6 +176,11 @@ class ClusterHost(Process):
         """The number of the next push that it begins."""
         return self.session.pushing.seq + 1 if self.session is not None else 1
 
+    @property
+    def n_transfers(self) -> int:
+        """That it has under way."""
+        return len(self._carriers)
+
     def stop_soon(self, reason: str) -> None:
         self.deliver(events.StopWanted(reason))
 
@@ -181,7 +192,11 @@ class ClusterHost(Process):
         try:
             before = self.model.residual_mark
             told = self.session.handle(event, self.kernel.now_s)
-            for effect in told:
+            for number, effect in enumerate(told):
+                if number and self.dies_after and self.dies_here():
+                    self.world.fired("crash_cluster_in_step")
+                    self.kill()
+                    self.world.cluster_died(self)
                 if self.alive:
                     self._carry_out(effect)
             if self.session is not None:
@@ -190,7 +205,7 @@ class ClusterHost(Process):
                     self.world.checks.violated(f"{self.name}: {fault}")
         except (DipsError, AssertionError, LookupError, ValueError, TypeError) as error:
             self.world.bug(self.name, error)
-            self.kill()
+            self.end()
 
     def _carry_out(self, effect: effects.Effect) -> None:
         match effect:
@@ -238,7 +253,7 @@ class ClusterHost(Process):
         self.finished = effect
         if isinstance(effect.error, RemoteProtocolError):
             self.world.bug(self.name, effect.error)
-        self.kill()
+        self.end()
         self.world.cluster_ended(self, effect)
 
     # ---- parameters and transfers ----

@@ -251,6 +251,9 @@ class SymbolShard:
     def chunk(self, theta: tuple[int, ...], index: int) -> int:
         return theta[index]
 
+    def assemble(self, values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values)
+
     def digest(self, theta: tuple[int, ...]) -> bytes:
         return shard_digest([checksum_of(value) for value in theta])
 

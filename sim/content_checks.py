@@ -44,6 +44,8 @@ class ContentChecks(Checks):
                 self._committed(record, slave_of_block)
             case "ROLLBACK":
                 self._rolled_back(record, slave_of_block)
+            case "RESHARD":
+                self._resharded(record, slave_of_block)
             case "ADOPT":
                 self._adopted(version_of(record["version"]))
 
@@ -95,6 +97,20 @@ class ContentChecks(Checks):
         self._check_digests(version, content, record["digests"], slave_of_block)
         self.content.setdefault(version, content)
         self.note_applied(record)
+
+    def _resharded(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
+        """The same parameters and momentum on other slaves."""
+        version, before = version_of(record["version"]), version_of(record["from_version"])
+        assert version is not None, "a RESHARD names its version"
+        known = self.content.get(before) if before is not None else None
+        if known is None:
+            self.violated(f"version {version} moves {before}, which was never committed")
+            return
+        self._check_digests(version, known, record["digests"], slave_of_block)
+        if version in self.unseen and version not in self.world.committed_somewhere:
+            self.content[version] = known
+        if self.content.setdefault(version, known) != known:
+            self.violated(f"version {version} has two contents (I2)")
 
     def _adopted(self, version: Version | None) -> None:
         """The slaves' history is taken over; what only a lost journal knew, and nobody saw, was never."""

@@ -15,9 +15,12 @@ from typing import BinaryIO, NoReturn
 
 from dips.slave.overwrite import Seen
 
+LOST_NAMES, LOST_DATA, TORN_DATA = "lost_unsynced_names", "lost_unsynced_data", "torn_unsynced_data"
+"""What a crash can do to what was not synced."""
+
 
 class PowerLossError(Exception):
-    """The process died within a step of its disk."""
+    """The process died within a step of its disk; its argument names the fault."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class SlaveDisk:
     """One slave's directory, as dips.slave.durable.Disk wants it.
 
     write_errors, manifest_errors: so many of the next writes of snapshots, or of manifests, fail. sync_errors: of
-    syncs. dies_in: so many steps from now the power fails; 0: not planned.
+    syncs. dies_in: so many steps from now the power fails, dies_dirty: so many of those before which something was not
+    synced; 0: not planned.
     """
 
     def __init__(self, name: str, capacity_bytes: int = 1 << 30) -> None:
@@ -80,6 +84,7 @@ class SlaveDisk:
         self.sync_errors = 0
         self.errors_seen = 0
         self.dies_in = 0
+        self.dies_dirty = 0
         self.fsync_factor = 1.0
 
     # ---- the Disk protocol ----
@@ -156,22 +161,29 @@ class SlaveDisk:
 
     # ---- what may happen to it ----
 
-    def crash(self, rng: Random) -> bool:
-        """What is not synced is gone or torn. Returns whether anything was not."""
-        dirty = bool(self._history)
+    @property
+    def dirty(self) -> bool:
+        """Whether a crash now could lose anything."""
+        return bool(self._history) or any(file.data is not file.durable for file in self._names.values())
+
+    def crash(self, rng: Random) -> list[str]:
+        """What is not synced is gone, torn, or there all the same. Returns what was really lost, one word for each."""
         # Names become durable in their order, and perhaps some of them did.
         states = [self._durable_names, *self._history]
-        names = states[rng.randrange(len(states))]
+        chosen = rng.randrange(len(states))
+        names = states[chosen]
+        lost = [LOST_NAMES] if chosen < len(states) - 1 else []
         for name in sorted(names):
             file = names[name]
             if file.data != file.durable:
-                dirty = True
-                file.durable = _mixture(rng, file.durable, file.data)
+                old, new = file.durable, file.data
+                file.durable = _mixture(rng, old, new)
+                lost += [] if file.durable == new else [LOST_DATA if file.durable == old else TORN_DATA]
             file.data = file.durable
         self._names, self._durable_names = dict(names), dict(names)
         self._history.clear()
-        self.dies_in = 0
-        return dirty
+        self.dies_in = self.dies_dirty = 0
+        return lost
 
     def copy(self) -> dict[str, bytes]:
         """What a backup holds."""
@@ -198,7 +210,7 @@ class SlaveDisk:
         return True
 
     def mend(self) -> None:
-        self.write_errors = self.manifest_errors = self.sync_errors = self.dies_in = 0
+        self.write_errors = self.manifest_errors = self.sync_errors = self.dies_in = self.dies_dirty = 0
         self.fsync_factor = 1.0
 
     # ---- parts ----
@@ -213,7 +225,11 @@ class SlaveDisk:
         if self.dies_in:
             self.dies_in -= 1
             if not self.dies_in:
-                raise PowerLossError
+                raise PowerLossError("power_loss_in_disk_step")
+        if self.dies_dirty and self.dirty:
+            self.dies_dirty -= 1
+            if not self.dies_dirty:
+                raise PowerLossError("power_loss_with_unsynced")
 
     def _may_fail_to_write(self) -> None:
         if self.write_errors:

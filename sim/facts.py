@@ -22,7 +22,7 @@ Fields = Mapping[str, Any]
 Sentences = list[str] | None
 """What an invariant says of a fact: what is wrong, an empty list when nothing is, None when it does not judge it."""
 
-MERGES = frozenset({"COMMIT", "ROLLBACK", "ADOPT"})
+MERGES = frozenset({"COMMIT", "ROLLBACK", "ADOPT", "RESHARD"})
 """Kinds of journal records that say what a version is."""
 
 
@@ -101,7 +101,7 @@ class Participant:
 
 @dataclass(frozen=True)
 class Decision:
-    """A COMMIT, VOID, ROLLBACK or ADOPT."""
+    """A COMMIT, VOID, ROLLBACK, ADOPT or RESHARD."""
 
     kind: str
     epoch: int
@@ -429,7 +429,7 @@ SENT = ("push_sent", "sent")
 PULLED = ("installed", "pulled")
 
 _ADD = {
-    **{("journal", kind): History.add_decision for kind in ("COMMIT", "VOID", "ROLLBACK", "ADOPT")},
+    **{("journal", kind): History.add_decision for kind in ("COMMIT", "VOID", "ROLLBACK", "ADOPT", "RESHARD")},
     ("journal", "JOIN"): History.add_join,
     ("slave", "promised"): History.add_promised,
     ("slave", "staged"): History.add_staged,

@@ -48,15 +48,31 @@ def _master_disk_fast(world: World) -> None:
     world.disk.flush_factor = 1.0
 
 
+JUMPS_S = (3600.0, -3600.0, 86_400.0, -86_400.0, 0.5, -0.5, 1e9, -1.6e9)
+"""A time zone, a day, a correction of the network's, and clocks that were never set or set to another century."""
+
+
 def wall_clock_jump(world: World) -> bool:
-    """An hour forth or back; a master that starts later sees it."""
+    """Forth or back; a master that starts later sees it."""
     master = the_master(world)
     if master is None:
         return False
-    world.wall_offset_s += world.kernel.rng.choice((3600.0, -3600.0))
+    world.wall_offset_s += world.kernel.rng.choice(JUMPS_S)
     master.kill()
     world.restart(master, 1.0)
     return True
+
+
+def wall_clock_wanders(world: World) -> bool:
+    """The clock is set again and again while the master runs, and at a start in between."""
+    rng = world.kernel.rng
+    for _ in range(4):
+        world.kernel.after(rng.uniform(0.0, 8.0), None, _set_clock, world)
+    return wall_clock_jump(world)
+
+
+def _set_clock(world: World) -> None:
+    world.wall_offset_s += world.kernel.rng.choice(JUMPS_S)
 
 
 def old_master_disk(world: World) -> bool:
@@ -148,6 +164,15 @@ def power_loss_in_disk_step(world: World) -> bool:
     if slave is None:
         return False
     slave.disk.dies_in = world.kernel.rng.randint(1, 20)
+    return True
+
+
+def power_loss_with_unsynced(world: World) -> bool:
+    """Before a step of the disk at which something written is not synced yet. Counted where it strikes."""
+    slave = a_slave(world)
+    if slave is None:
+        return False
+    slave.disk.dies_dirty = world.kernel.rng.randint(1, 6)
     return True
 
 
@@ -375,6 +400,7 @@ ARMED = frozenset(
         "crash_master_while_writing",
         "slave_disk_error",
         "power_loss_in_disk_step",
+        "power_loss_with_unsynced",
         "cluster_disk_error",
     }
 )
@@ -384,12 +410,14 @@ FAULTS: Mapping[str, Callable[[World], bool]] = {
     "crash_master_while_writing": crash_master_while_writing,
     "slow_master_disk": slow_master_disk,
     "wall_clock_jump": wall_clock_jump,
+    "wall_clock_wanders": wall_clock_wanders,
     "cluster_disk_error": cluster_disk_error,
     "lost_checkpoint": lost_checkpoint,
     "killed_between_prepare_and_commit": killed_between_prepare_and_commit,
     "slow_slave_disk": slow_slave_disk,
     "slave_disk_error": slave_disk_error,
     "power_loss_in_disk_step": power_loss_in_disk_step,
+    "power_loss_with_unsynced": power_loss_with_unsynced,
 }
 
 LOSSES: Mapping[str, Callable[[World], bool]] = {

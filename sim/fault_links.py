@@ -32,6 +32,12 @@ def _cut(world: World, pairs: list[Pair], for_s: float | None = None) -> bool:
     return True
 
 
+def _cut_as(world: World, kind: str, pairs: list[Pair], for_s: float) -> None:
+    """One of several cuts of a fault, which is counted for each that is really made."""
+    if _cut(world, pairs, for_s):
+        world.fired(kind)
+
+
 def _mend(world: World, pairs: list[Pair]) -> None:
     world.kernel.note("world", "mended " + ", ".join(f"{a}>{b}" for a, b in pairs))
     world.net.mend(pairs)
@@ -78,8 +84,39 @@ def swizzle(world: World) -> bool:
     rng, names = world.kernel.rng, [*world.slaves, *world.clusters]
     for name in rng.sample(names, k=rng.randint(1, len(names))):
         for_s = rng.uniform(2.0, 10.0)
-        world.kernel.after(rng.uniform(0.0, 4.0), None, _cut, world, _both(name, "master"), for_s)
+        world.kernel.after(rng.uniform(0.0, 4.0), None, _cut_as, world, "swizzle", _both(name, "master"), for_s)
     return True
+
+
+def swizzle_pairs(world: World) -> bool:
+    """Any links, of the data flow too, each way by itself: cut in one order, healed in another."""
+    rng = world.kernel.rng
+    known = _all_pairs(world)
+    pairs = rng.sample(known, k=min(len(known), rng.randint(2, 12)))
+    cut_by_s = rng.uniform(0.5, 4.0)
+    for number, pair in enumerate(pairs):
+        at_s = cut_by_s * number / len(pairs)
+        for_s = cut_by_s - at_s + rng.uniform(0.0, 9.0)
+        world.kernel.after(at_s, None, _cut_as, world, "swizzle_pairs", [pair], for_s)
+    return True
+
+
+def flapping_link(world: World) -> bool:
+    """One link that comes and goes, each time for long enough to begin something."""
+    rng = world.kernel.rng
+    a, b = rng.choice(_all_pairs(world))
+    at_s = 0.0
+    for _ in range(8):
+        world.kernel.after(at_s, None, _cut_as, world, "flapping_link", _both(a, b), rng.uniform(0.05, 0.8))
+        at_s += rng.uniform(0.3, 1.5)
+    return True
+
+
+def _all_pairs(world: World) -> list[Pair]:
+    """Everybody who talks to somebody, one way each."""
+    alive = [name for name, cluster in world.clusters.items() if cluster.alive] or list(world.clusters)
+    to_master = [pair for name in (*world.slaves, *alive) for pair in _both(name, "master")]
+    return to_master + [pair for slave in world.slaves for name in alive for pair in _both(name, slave)]
 
 
 def slow_links(world: World) -> bool:
@@ -116,7 +153,8 @@ def reconnect_storm(world: World) -> bool:
 
 
 def _reset(world: World, slave: SlaveHost) -> None:
-    if not world.healed:
+    if not world.healed and slave.linked:
+        world.fired("reconnect_storm")
         slave.reset_stream()
 
 
@@ -145,6 +183,8 @@ def _calm(world: World, field: str) -> None:
     world.net.weather = replace(world.net.weather, **{field: 0.0})
 
 
+ARMED = frozenset({"swizzle", "swizzle_pairs", "flapping_link", "reconnect_storm"})
+
 FAULTS: Mapping[str, Callable[[World], bool]] = {
     "cut_cluster_from_master": cut_cluster_from_master,
     "cut_slave_from_master": cut_slave_from_master,
@@ -153,6 +193,8 @@ FAULTS: Mapping[str, Callable[[World], bool]] = {
     "isolate_master": isolate_master,
     "isolate_slave": isolate_slave,
     "swizzle": swizzle,
+    "swizzle_pairs": swizzle_pairs,
+    "flapping_link": flapping_link,
     "slow_links": slow_links,
     "reset_stream": reset_stream,
     "reconnect_storm": reconnect_storm,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dips.master.state.tables import RoundPhase
 from dips.sim.cluster_host import ClusterHost
 from dips.sim.content import KIND_NAMES
 from dips.sim.kernel import Process
@@ -27,7 +28,9 @@ def a_slave(world: World) -> SlaveHost | None:
 
 
 def a_cluster(world: World) -> ClusterHost | None:
-    alive = [cluster for cluster in world.clusters.values() if cluster.alive]
+    """Where the moment was, else any that lives; where all faults are of one cluster, that one."""
+    only = world.plan.sabotaged
+    alive = [cluster for cluster in world.clusters.values() if cluster.alive and only in ("", cluster.name)]
     if world.struck in alive and world.kernel.rng.random() < 0.7:
         return next(cluster for cluster in alive if cluster is world.struck)
     return world.kernel.rng.choice(alive) if alive else None
@@ -123,7 +126,7 @@ def _evicted_after_s(world: World) -> float:
 
 
 def _pause(world: World, host: Process | None, for_s: float) -> bool:
-    if host is None or host.paused:
+    if host is None or not host.running or world.healed:
         return False
     host.pause()
     world.kernel.note(host.name, f"stopped for {for_s:.1f} s")
@@ -134,6 +137,80 @@ def _pause(world: World, host: Process | None, for_s: float) -> bool:
 def _resume(host: Process, life: int) -> None:
     if host.life == life:
         host.resume()
+
+
+SUSPENDED_S = (2.0, 20.0, 600.0, 7200.0)
+"""A machine's snapshot, a moved one, a site without power for ten minutes, a laptop that was closed over lunch."""
+
+
+def suspend_all(world: World) -> bool:
+    """Everybody stands still at once, and goes on in another order; no time is anybody's fault."""
+    rng = world.kernel.rng
+    hosts = [host for host in _hosts(world) if host.running]
+    if len(hosts) < 2:
+        return False
+    for_s = rng.choice(SUSPENDED_S)
+    world.faults_until_s += for_s
+    for host in hosts:
+        host.pause()
+        world.kernel.after(for_s + rng.uniform(0.0, 1.0), None, _resume, host, host.life)
+    world.kernel.note("world", f"everybody stands still for {for_s:.0f} s")
+    return True
+
+
+def stutter(world: World) -> bool:
+    """Processes stand still for moments, several at once, again and again."""
+    rng, hosts = world.kernel.rng, _hosts(world)
+    for _ in range(3 * len(hosts)):
+        world.kernel.after(rng.uniform(0.0, 8.0), None, _falter, world, rng.choice(hosts), rng.expovariate(1.0))
+    return True
+
+
+def _falter(world: World, host: Process, for_s: float) -> None:
+    if _pause(world, host, for_s):
+        world.fired("stutter")
+
+
+def _hosts(world: World) -> list[Process]:
+    return [world.masters[0], *world.slaves.values(), *world.clusters.values(), world.reader]
+
+
+# ---- killed within a step ----
+
+WITHOUT_TIME = (RoundPhase.SEALED, RoundPhase.JUDGE, RoundPhase.PUBLISH)
+"""The master goes through them within one step: nothing else ever falls into them."""
+
+
+def crash_master_in_step(world: World) -> bool:
+    """Between two effects of what it does next; or as soon as its tape told of a phase, also one that no time passes
+    in."""
+    master, rng = the_master(world), world.kernel.rng
+    if master is None or rng.random() < 0.3:
+        return _dies_in_step(world, master, 25)
+    aimed_at = rng.choice((*RoundPhase, *WITHOUT_TIME, *WITHOUT_TIME)).value
+
+    def watch(role: str, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+        if (role, kind) == ("master", "round") and fields["phase"] == aimed_at:
+            world.watchers.remove(watch)
+            process.dies_after = 1
+
+    world.watchers.append(watch)
+    return True
+
+
+def crash_slave_in_step(world: World) -> bool:
+    return _dies_in_step(world, a_slave(world), 8)
+
+
+def crash_cluster_in_step(world: World) -> bool:
+    return _dies_in_step(world, a_cluster(world), 12)
+
+
+def _dies_in_step(world: World, host: Process | None, most: int) -> bool:
+    if host is None:
+        return False
+    host.dies_after = world.kernel.rng.randint(1, most)
+    return True
 
 
 def cluster_leaves(world: World) -> bool:
@@ -180,11 +257,12 @@ def two_masters(world: World) -> bool:
     other = MasterHost(world, "master2", world.disk)
     world.masters.append(other)
     other.boot()
-    world.kernel.after(12.0, None, _end_second, world, other)
+    world.kernel.after(12.0, None, end_second, world, other)
     return True
 
 
-def _end_second(world: World, other: MasterHost) -> None:
+def end_second(world: World, other: MasterHost) -> None:
+    """The second master is gone, if it is not already."""
     if other.alive:
         other.kill()
     if other in world.masters:
@@ -211,7 +289,13 @@ def overflow_in_prepare(world: World) -> bool:
     return True
 
 
-ARMED = frozenset({*KIND_NAMES.values(), "overflow_in_prepare"})
+IN_STEP = {
+    "crash_master_in_step": crash_master_in_step,
+    "crash_slave_in_step": crash_slave_in_step,
+    "crash_cluster_in_step": crash_cluster_in_step,
+}
+
+ARMED = frozenset({*KIND_NAMES.values(), *IN_STEP, "overflow_in_prepare", "stutter"})
 
 FAULTS: Mapping[str, Callable[[World], bool]] = {
     "crash_master": crash_master,
@@ -227,10 +311,13 @@ FAULTS: Mapping[str, Callable[[World], bool]] = {
     "pause_slave_long": pause_slave_long,
     "pause_cluster_short": pause_cluster_short,
     "pause_cluster_long": pause_cluster_long,
+    "suspend_all": suspend_all,
+    "stutter": stutter,
     "cluster_leaves": cluster_leaves,
     "slow_cluster": slow_cluster,
     "same_cluster_twice": same_cluster_twice,
     "two_masters": two_masters,
     "overflow_in_prepare": overflow_in_prepare,
+    **IN_STEP,
     **{name: _bad_push(kind) for kind, name in KIND_NAMES.items()},
 }

@@ -28,11 +28,14 @@ class Process:
         self.life = 0
         self.alive = False
         self.paused = False
+        self.dies_after = 0
+        """It is killed after so many more effects of steps that have several; 0: not planned."""
+
         self._backlog: list[tuple[Action, tuple[Any, ...]]] = []
 
     def begin_life(self) -> None:
         self.life += 1
-        self.alive, self.paused = True, False
+        self.alive, self.paused, self.dies_after = True, False, 0
         self._backlog.clear()
 
     def end_life(self) -> None:
@@ -53,6 +56,13 @@ class Process:
         backlog, self._backlog = self._backlog, []
         for action, args in backlog:
             self.kernel.after(0.0, self, action, *args)
+
+    def dies_here(self) -> bool:
+        """Asked between two effects of one step: whether the process is killed at this very place."""
+        if not self.dies_after:
+            return False
+        self.dies_after -= 1
+        return not self.dies_after
 
     def put_off(self, action: Action, args: tuple[Any, ...]) -> None:
         self._backlog.append((action, args))

@@ -105,6 +105,8 @@ class MasterHost(Process):
 
     def kill(self) -> None:
         """kill -9: the disk keeps what it had confirmed, and perhaps the batch that it was writing."""
+        if self.alive:
+            self.world.killed("master")
         if self._flushing and self._on_its_way:
             # The batch is one transaction of the journal: all of it or none.
             if self.kernel.rng.random() < 0.5:
@@ -227,13 +229,22 @@ class MasterHost(Process):
     # ---- effects ----
 
     def _perform_all(self, effects: list[Effect]) -> None:
-        for effect in effects:
+        for number, effect in enumerate(effects):
+            if number and self.dies_after and self.dies_here():
+                self._die_in_step()
+                return
             self._perform(effect)
         for effect in effects:
             if isinstance(effect, Halt) and self.alive:
                 self.stop(effect.exit_code, effect.sentence)
             elif isinstance(effect, BeginAgain) and self.alive:
                 self._begin_again(effect)
+
+    def _die_in_step(self) -> None:
+        """Between two effects of one step: some were carried out, the others never are."""
+        self.world.fired("crash_master_in_step")
+        self.kill()
+        self.world.master_died(self)
 
     def _begin_again(self, effect: BeginAgain) -> None:
         self.kernel.note(self.name, f"begins again at epoch >= {effect.at_least}: {effect.sentence}")

@@ -284,6 +284,14 @@ def operator_stops_early(world: World) -> bool:
 
 ARMED = frozenset({"finished_behind_its_back"})
 
+OPERATORS: Mapping[str, Callable[[World], bool]] = {
+    "operator_pauses": operator_pauses,
+    "operator_drains": operator_drains,
+    "operator_evicts": operator_evicts,
+    "operator_looks": operator_looks,
+    "operator_stops_early": operator_stops_early,
+}
+
 FAULTS: Mapping[str, Callable[[World], bool]] = {
     "wrong_run_id": wrong_run_id,
     "old_incarnation": old_incarnation,
@@ -301,9 +309,5 @@ FAULTS: Mapping[str, Callable[[World], bool]] = {
     "replayed_word_of_slave": replayed_word_of_slave,
     "stranger_among_slaves": stranger_among_slaves,
     "garbage_chunks": garbage_chunks,
-    "operator_pauses": operator_pauses,
-    "operator_drains": operator_drains,
-    "operator_evicts": operator_evicts,
-    "operator_looks": operator_looks,
-    "operator_stops_early": operator_stops_early,
+    **OPERATORS,
 }

@@ -20,7 +20,7 @@ from dips.core.chunks import Chunk, checksum, shard_digest
 from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block, Layout
 from dips.core.messages import BlockGram, DataRange, Prepare
-from dips.core.placement import memory_bytes_needed
+from dips.core.placement import shard_bytes_needed
 from dips.core.wire import DIFFERENCES, Codec
 from dips.sim.arithmetic import F32, Key, Vector
 from dips.sim.content import CLEAN
@@ -136,8 +136,8 @@ class NumberShard:
     """A slave's memory for staging and computing; the versions themselves are the caller's."""
 
     def __init__(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> None:
-        n_elems = sum(block.n_elems for block in blocks)
-        self._memory = ShardMemory(blocks, chunk_bytes, n_slots, memory_bytes_needed(n_elems, n_slots, pins=0))
+        needed = shard_bytes_needed((block.n_elems for block in blocks), chunk_bytes, n_slots, pins=0)
+        self._memory = ShardMemory(blocks, chunk_bytes, n_slots, needed)
         self._spans = _chunk_spans(blocks, chunk_bytes)
 
     def clear(self, slot: int) -> None:
@@ -168,6 +168,9 @@ class NumberShard:
     def chunk(self, theta: F32, index: int) -> F32:
         start, stop = self._spans[index]
         return theta[start:stop]
+
+    def assemble(self, values: Sequence[F32]) -> F32:
+        return np.concatenate(values)
 
     def digest(self, theta: F32) -> bytes:
         return shard_digest(calculation.chunk_checksums(theta, self._memory.blocks, self._memory.map.chunk_bytes))

@@ -17,6 +17,7 @@ from dips.master.state.run_config import RunConfig
 from dips.sim.arithmetic import Arithmetic
 from dips.sim.content import SYMBOLS
 from dips.sim.links import LinkPlan
+from dips.sim.shapes import SMALL, Shape
 from dips.worker.state.terms import SessionConfig
 from dips.worker.trainer.rows import take_rows
 
@@ -26,6 +27,9 @@ CHUNK_BYTES = 1024
 """The least that slaves accept; blocks hold a few of them."""
 
 MAX_CLUSTERS = 6
+"""Of a run of few clusters; of others as many as there are."""
+
+NAMES = "abcdefghijklmnopqrstuvwxyz"
 
 MIXED_CHUNKS_PER_ROW = 2
 """As in dips.worker.trainer.train, which the simulator cannot import: it trains with torch."""
@@ -85,6 +89,18 @@ class Plan:
     max_events: int = 400_000
     """After so many something goes round in circles."""
 
+    spares: tuple[str, ...] = ()
+    """Clusters that are not there at first, and come and go."""
+
+    rounds: int = 0
+    """The faults last until so many rounds have begun, or for faults_for_s; 0: for faults_for_s."""
+
+    fault_every_s: float = 0.0
+    """New faults are planned all the time, so far apart on the mean; 0: all are planned at the beginning."""
+
+    sabotaged: str = ""
+    """The one cluster that all faults are of."""
+
     def __post_init__(self) -> None:
         if self.checkpoints and not self.arithmetic.remembers:
             raise ValueError("checkpoints are of symbols: a run that trains numbers has none")
@@ -113,35 +129,40 @@ class Plan:
     def durability(self) -> str:
         return self.config.settings.durability
 
-    def session_config(self, name: str, run_id: str = "") -> SessionConfig:
+    def session_config(self, name: str, run_id: str = "", curve_key: bytes = b"") -> SessionConfig:
         return SessionConfig(
             ClusterId(name),
             self.layout,
             self.data,
             run_id=run_id,
-            declared_tokens_per_s=self.tokens_per_step / self._step_s_of(name) if self.declared else 0.0,
+            declared_tokens_per_s=self.tokens_per_step / self.step_s_of(name) if self.declared else 0.0,
             connect_wait_s=1e6,
             call_deadline_s=self.call_deadline_s,
             retry_max_s=self.retry_max_s,
             leave_wait_s=self.leave_wait_s,
             durable_pushes=self.checkpoints,
-            wire=self.wires[self.clusters.index(name)] if self.wires else Codec.F32,
+            wire=self.wires[self._number(name)] if self.wires else Codec.F32,
+            curve_key=curve_key,
         )
 
-    def _step_s_of(self, name: str) -> float:
-        return self.step_s[self.clusters.index(name)]
+    def step_s_of(self, name: str) -> float:
+        """Of one inner step of this cluster; a spare one is like another."""
+        return self.step_s[self._number(name)]
+
+    def _number(self, name: str) -> int:
+        return (self.clusters + self.spares).index(name) % len(self.clusters)
 
 
-def make_plan(rng: Random, durability: str | None = None) -> Plan:
+def make_plan(rng: Random, durability: str | None = None, shape: Shape = SMALL) -> Plan:
     """Choose everything. durability: to hold that one choice fixed."""
-    n_clusters, n_slaves = rng.choice((2, 2, 3, 3, 4, 5)), rng.choice((1, 2, 2, 3, 3, 4))
-    clusters = tuple("abcdefg"[i] for i in range(n_clusters))
+    n_clusters, n_slaves = rng.choice(shape.clusters), rng.choice(shape.slaves)
+    clusters = tuple(NAMES[i] for i in range(n_clusters))
     slaves = tuple(f"s{i}" for i in range(n_slaves))
     tokens_per_step = rng.choice((4, 10, 16))
     slowest = rng.choice((1.0, 1.3, 2.0, 4.0))
     step_s = rng.choice((0.2, 0.3, 0.4))
     settings = _settings(rng, n_clusters, durability or rng.choice(("sync", "sync", "sync", "async")))
-    return Plan(
+    plan = Plan(
         clusters,
         slaves,
         _layout(rng, n_slaves),
@@ -153,7 +174,7 @@ def make_plan(rng: Random, durability: str | None = None) -> Plan:
         flush_s=rng.choice((0.001, 0.01, 0.08)),
         work_s=rng.choice((0.005, 0.05, 0.2)),
         call_deadline_s=rng.choice((2.0, 4.0, 7.0)),
-        leave_wait_s=rng.choice((6.0, 10.0)),
+        leave_wait_s=rng.choice((8.0, 10.0)),
         data_silence_s=rng.choice((0.8, 1.5)),
         data_stall_s=rng.choice((5.0, 9.0)),
         faults_for_s=rng.choice((10.0, 16.0, 24.0)),
@@ -161,6 +182,39 @@ def make_plan(rng: Random, durability: str | None = None) -> Plan:
         checkpoints=rng.random() < 0.7,
         snapshots_kept=rng.choice((2, 3)),
         wires=_wires(rng, n_clusters),
+    )
+    return _shaped(rng, plan, shape)
+
+
+def _shaped(rng: Random, plan: Plan, shape: Shape) -> Plan:
+    """What only runs of this shape have; a small one is as it is."""
+    n = len(plan.clusters)
+    if n > MAX_CLUSTERS or shape.spares:
+        plan = replace(
+            plan,
+            spares=tuple(NAMES[n + i] for i in range(shape.spares)),
+            config=replace(plan.config, max_clusters=max(MAX_CLUSTERS, n + shape.spares - rng.randint(0, 1))),
+            slave_memory_bytes=plan.slave_memory_bytes * 4,
+        )
+    if shape.sabotage:
+        plan = replace(plan, sabotaged=rng.choice(plan.clusters), n_faults=rng.choice((4, 6, 8)))
+    return _lean(rng, plan, shape) if shape.lean else plan
+
+
+def _lean(rng: Random, plan: Plan, shape: Shape) -> Plan:
+    """One small block for each slave and short rounds: thousands of them fit into a run."""
+    layout = Layout(tuple(Parameter(f"layers.{i}.w", (8,), "float32", f"layers.{i}") for i in range(len(plan.slaves))))
+    settings = replace(plan.config.settings, sync_every_steps=2, window_chunks=16)
+    return replace(
+        plan,
+        layout=layout,
+        config=replace(plan.config, settings=settings, grace_s=rng.choice((0.0, 0.3))),
+        step_s=tuple(0.3 for _ in plan.clusters),
+        rounds=rng.choice(shape.rounds),
+        faults_for_s=6.0 * max(shape.rounds),
+        fault_every_s=rng.choice((8.0, 15.0, 30.0)),
+        n_faults=0,
+        max_events=400 * max(shape.rounds),
     )
 
 

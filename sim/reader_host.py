@@ -32,7 +32,7 @@ class ReaderHost(Process):
 
     def _ask(self) -> None:
         self.kernel.after(self.kernel.jitter(EVERY_S), self, self._ask)
-        request = BeginPullRequest(self._caller(), True)
+        request = BeginPullRequest(self._caller(), True, curve_key=self.world.key_of(self))
         Asked(self.world, self, request, DEADLINE_S, self._granted)
 
     def _caller(self) -> Caller:

@@ -23,7 +23,7 @@ from dips.core.errors import ConfigError, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import Block, layout_from_json
 from dips.core.placement import Placement
-from dips.sim.facts import Decision, Pair, decision_of, pair, say_round, say_version, short
+from dips.sim.facts import MERGES, Decision, Pair, decision_of, pair, say_round, say_version, short
 from dips.sim.verify_records import RunRecords
 
 F32 = NDArray[np.float32]
@@ -57,14 +57,23 @@ class _State:
 def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
     """Replay all committed rounds. Raises ConfigError when no pushes were recorded, or they cannot be read."""
     folders = _folders(run_dir)
-    blocks = _blocks(records)
-    made = [decision_of(record) for record in records.journal if record["kind"] in ("COMMIT", "ROLLBACK", "ADOPT")]
+    places = _Places(records)
+    made = [decision_of(record) for record in records.journal if record["kind"] in MERGES]
     result = Replayed()
-    kept: dict[str, dict[Pair, _State]] = {slave: {} for slave in folders}
-    for decision in made:
-        if decision.version is None or decision.kind == "ADOPT":
+    kept: dict[str, dict[Pair, _State]] = {}
+    for record in records.journal:
+        decision = decision_of(record) if record["kind"] in MERGES else None
+        if decision is None or decision.version is None or decision.kind == "ADOPT":
             continue
-        done = [_replay_one(decision, slave, folders, kept[slave], blocks, result) for slave in sorted(folders)]
+        places.take(decision, record)
+        if decision.kind == "RESHARD":
+            result.versions += _move_all(decision, places, kept, _chunk_bytes(folders), result)
+            continue
+        slaves = sorted(folders.keys() & decision.digests.keys())
+        done = [
+            _replay_one(decision, slave, folders, kept.setdefault(slave, {}), places.blocks(slave), result)
+            for slave in slaves
+        ]
         result.versions += bool(done) and all(done)
     missing = sorted({slave for decision in made for slave in decision.digests} - folders.keys())
     result.skipped += [f"slave {slave} recorded no pushes" for slave in missing]
@@ -88,18 +97,68 @@ def _folders(run_dir: Path) -> dict[str, Path]:
     return found
 
 
-def _blocks(records: RunRecords) -> Mapping[str, Sequence[Block]]:
-    ledger = records.ledger
-    if ledger is None or not ledger.get("layout") or ledger.get("placement") is None:
-        raise ConfigError(f"the journal in {records.run_dir} knows no layout: no version was ever made")
-    try:
-        layout = layout_from_json(ledger["layout"])
-        placement = Placement(tuple(sorted(SlaveId(name) for name in ledger["slaves"])), tuple(ledger["placement"]))
-    except (KeyError, TypeError, ValueError, Refused) as error:
-        raise ConfigError(
-            f"layout and placement in the journal of {records.run_dir} cannot be read: {error}"
-        ) from error
-    return {slave: placement.blocks_of(slave, layout) for slave in placement.slaves}
+class _Places:
+    """Which slave held which block at each version: a RESHARD changes it, and a ROLLBACK over one changes it back."""
+
+    def __init__(self, records: RunRecords) -> None:
+        ledger = records.ledger
+        if ledger is None or not ledger.get("layout") or ledger.get("placement") is None:
+            raise ConfigError(f"the journal in {records.run_dir} knows no layout: no version was ever made")
+        moves = [record for record in records.journal if record["kind"] == "RESHARD"]
+        try:
+            self.layout = layout_from_json(ledger["layout"])
+            self.now = Placement(tuple(sorted(SlaveId(name) for name in ledger["slaves"])), tuple(ledger["placement"]))
+            if moves:
+                self.now = _placement(moves[0]["placement_before"])
+            self._after = {pair(record["version"]): _placement(record["placement"]) for record in moves}
+        except (KeyError, TypeError, ValueError, Refused) as error:
+            raise ConfigError(
+                f"layout and placement in the journal of {records.run_dir} cannot be read: {error}"
+            ) from error
+        self.before = self.now
+        self._at: dict[Pair, Placement] = {}
+
+    def take(self, made: Decision, record: Mapping[str, Any]) -> None:
+        """The next version of the journal."""
+        assert made.version is not None, "the caller leaves out what makes no version"
+        self.before = self.now
+        if made.kind == "RESHARD":
+            self.before, self.now = _placement(record["placement_before"]), self._after[made.version]
+        elif made.kind == "ROLLBACK" and made.origin is not None:
+            self.now = self._at.get(made.origin, self.now)
+        self._at[made.version] = self.now
+
+    def blocks(self, slave: str) -> list[Block]:
+        return self.now.blocks_of(SlaveId(slave), self.layout)
+
+
+def _placement(raw: Mapping[str, Any]) -> Placement:
+    return Placement(tuple(SlaveId(str(name)) for name in raw["slaves"]), tuple(map(int, raw["slave_of_block"])))
+
+
+def _move_all(
+    made: Decision, places: _Places, kept: dict[str, dict[Pair, _State]], chunk_bytes: int, result: Replayed
+) -> bool:
+    """The shards of a RESHARD, put together from those of the version before; whether all could be."""
+    assert made.version is not None, "a RESHARD makes a version"
+    parts: dict[int, tuple[F32, F32]] = {}
+    for slave in places.before.slaves:
+        state = kept.get(slave, {}).get(made.from_version) if made.from_version is not None else None
+        if state is None:
+            result.skipped.append(f"{made}: version {say_version(made.from_version)} was not computed on slave {slave}")
+            return False
+        start = 0
+        for block in places.before.blocks_of(slave, places.layout):
+            span = slice(start, start + block.n_elems)
+            parts[block.block_id] = (state.theta[span], state.momentum[span])
+            start += block.n_elems
+    for slave in places.now.slaves:
+        mine = [parts[block.block_id] for block in places.blocks(slave)]
+        moved = _State(*(np.concatenate(arrays) for arrays in zip(*mine, strict=True)))
+        kept.setdefault(slave, {})[made.version] = moved
+        name = f"version {say_version(made.version)} on slave {slave}"
+        _compare(made, slave, moved, places.blocks(slave), chunk_bytes, name, result)
+    return True
 
 
 def _replay_one(
@@ -107,7 +166,7 @@ def _replay_one(
     slave: str,
     folders: Mapping[str, Path],
     kept: dict[Pair, _State],
-    blocks: Mapping[str, Sequence[Block]],
+    blocks: Sequence[Block],
     result: Replayed,
 ) -> bool:
     """Whether the shard could be computed; a wrong one is said, and what was computed goes on."""
@@ -119,7 +178,7 @@ def _replay_one(
             result.skipped.append(f"{name}: its origin {say_version(made.origin)} was not computed")
             return False
         kept[made.version] = origin
-        return _compare(made, slave, origin, blocks[slave], _chunk_bytes(folders[slave]), name, result)
+        return _compare(made, slave, origin, blocks, _chunk_bytes({slave: folders[slave]}), name, result)
     path = folders[slave] / f"round-{say_round(made.round)}.json"
     if not path.is_file():
         result.skipped.append(f"{name}: {path.name} is not there")
@@ -133,7 +192,7 @@ def _replay_one(
     kept[made.version] = after
     _forget_old(kept)
     _same_pushes(made, recorded, name, result)
-    return _compare(made, slave, after, blocks[slave], int(recorded["chunk_bytes"]), name, result)
+    return _compare(made, slave, after, blocks, int(recorded["chunk_bytes"]), name, result)
 
 
 KEPT = 24
@@ -145,7 +204,8 @@ def _forget_old(kept: dict[Pair, _State]) -> None:
         del kept[next(iter(kept))]
 
 
-def _chunk_bytes(folder: Path) -> int:
+def _chunk_bytes(folders: Mapping[str, Path]) -> int:
+    folder = folders[min(folders)]
     return int(_read_json(min(folder.glob("round-*.json")))["chunk_bytes"])
 
 

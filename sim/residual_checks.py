@@ -33,7 +33,7 @@ def residual_fault(
         if sent_as[push] in DIFFERENCES:
             kept = after not in (0, before)
             return "" if kept else f"push {push} was applied as differences, and residual {before} did not advance"
-    moved = before != after and not (after == 0 and _anew(told))
+    moved = before != after and not (after == 0 and (_anew(told) or _dropped_and_donating(told)))
     return f"residual {before} became {after} for no reason that the table knows" if moved else ""
 
 
@@ -43,6 +43,20 @@ def _applied(told: Sequence[effects.Effect]) -> list[str]:
     return [str(row["push"]) for row in verdicts if row["verdict"] == VerdictKind.APPLIED.name]
 
 
+def _dropped_and_donating(told: Sequence[effects.Effect]) -> bool:
+    """Whether the steps were dropped and, in the same breath, their pull gave way to giving a lost version back."""
+    lines = [item for item in told if isinstance(item, effects.Record)]
+    dropped = any(
+        item.kind == "stale" or item.fields.get("verdict") in (VerdictKind.EXCLUDED.name, VerdictKind.ROLLED_BACK.name)
+        for item in lines
+    )
+    return dropped and any(item.kind == "donated" for item in lines)
+
+
 def _anew(told: Sequence[effects.Effect]) -> bool:
     """Whether a version was installed for which steps were dropped, or this life seeds the run."""
-    return any(isinstance(item, effects.Install | effects.Snapshot) for item in told)
+    return any(
+        isinstance(item, effects.Install)
+        or (isinstance(item, effects.Record) and item.kind == "push_begun" and item.fields["base"] == "None")
+        for item in told
+    )

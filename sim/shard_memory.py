@@ -151,7 +151,11 @@ class SimDataPort:
     def _get(self, header: DataHeader, memory: ShardMemory) -> tuple[DataHeader, Value]:
         find_version(memory.map, header, frozenset(memory.readable))
         assert header.version is not None, "find_version refuses a header without version"
-        value = memory.parts.chunk(memory.readable[header.version].theta, memory.map.find(header).index)
+        shard = memory.readable[header.version]
+        if header.momentum and (memory.current is None or memory.current.info.version != header.version):
+            raise Refused(RefusalCode.VERSION_GONE, f"the momentum of version {header.version} is not kept")
+        part = shard.momentum if header.momentum else shard.theta
+        value = memory.parts.chunk(part, memory.map.find(header).index)
         return _reply(header, DataOp.CHUNK, False, checksum=memory.arithmetic.checksum(value)), value
 
 
@@ -161,4 +165,5 @@ def _reply(
     return DataHeader(
         header.run_id, header.epoch, op, header.request, header.push, header.attempt, header.version, header.block,
         header.offset_bytes, header.length_bytes, header.codec, checksum, missing=missing, complete=complete,  # type: ignore[arg-type]
+        momentum=header.momentum,
     )  # fmt: skip

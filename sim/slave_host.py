@@ -15,14 +15,18 @@ from dips.core.data_header import DataHeader
 from dips.core.errors import DipsError, RefusalCode, Refused
 from dips.core.messages import CommitRecord, Refusal, SlaveBeat, SlaveCommand, SlaveMessage, SnapshotInfo
 from dips.sim.arithmetic import Value
+from dips.sim.data_keys import Away, may_ask, nobody_hears
 from dips.sim.disk import PowerLossError, SlaveDisk
 from dips.sim.kernel import Action, Process
+from dips.sim.move_host import Move
 from dips.sim.network import End, Stream
 from dips.sim.shard_memory import Shard, ShardMemory, SimDataPort
 from dips.slave.durable import TEMPORARY
 from dips.slave.promise import Promise
 from dips.slave.ring import Ring
 from dips.slave.state import checks, effects, events
+from dips.slave.state.admission import Admission
+from dips.slave.state.fetching import cancelled
 from dips.slave.state.slave import SlaveState
 
 if TYPE_CHECKING:
@@ -51,6 +55,8 @@ class SlaveHost(Process):
         self.said: list[tuple[int, SlaveMessage]] = []
         self._link = 0
         self._disk_free_s = 0.0
+        self.move: Move | None = None
+        self._unwanted = 0
 
     # ---- life ----
 
@@ -63,7 +69,9 @@ class SlaveHost(Process):
         """A start reads every snapshot back; what is not whole is skipped."""
         self.begin_life()
         self.port = SimDataPort()
+        self.admission = Admission()
         self._stream, self._disk_free_s = None, 0.0
+        self.move, self._unwanted = None, 0
         self.ring = self._new_ring()
         try:
             for name in self.disk.names():
@@ -72,8 +80,8 @@ class SlaveHost(Process):
             for problem in self.ring.scan():
                 self.kernel.aside(self.name, problem)
             self.promise = Promise(self.disk)
-        except PowerLossError:
-            self.lose_power()
+        except PowerLossError as loss:
+            self.lose_power(str(loss))
             return
         self.state = SlaveState(
             self.world.run_id,
@@ -83,6 +91,7 @@ class SlaveHost(Process):
             self.world.plan.max_chunk_bytes,
             self.promise.epoch,
             self.ring.infos(),
+            self.world.key_of(self),
         )
         self._dial()
 
@@ -91,13 +100,19 @@ class SlaveHost(Process):
 
     def kill(self) -> None:
         """kill -9 or a power cut: what is in memory is gone, and what the disk had not synced."""
-        if self.disk.crash(self.kernel.rng):
-            self.world.fired("lost_unsynced_data")
+        if self.alive:
+            self.world.killed("slave")
+        self.end()
+
+    def end(self) -> None:
+        """The process is no more, whatever ended it."""
+        for what in self.disk.crash(self.kernel.rng):
+            self.world.fired(what)
         self._die()
 
-    def lose_power(self) -> None:
+    def lose_power(self, fault: str) -> None:
         """Within a step of the disk."""
-        self.world.fired("power_loss_in_disk_step")
+        self.world.fired(fault)
         self.kill()
         self.world.slave_died(self)
 
@@ -197,7 +212,11 @@ class SlaveHost(Process):
         if self.state is None:
             return
         try:
-            for effect in self.state.handle(event, self.kernel.now_s):
+            for number, effect in enumerate(self.state.handle(event, self.kernel.now_s)):
+                if number and self.dies_after and self.dies_here():
+                    self.world.fired("crash_slave_in_step")
+                    self.kill()
+                    self.world.slave_died(self)
                 if self.alive:
                     self._carry_out(effect)
         except (DipsError, AssertionError, LookupError, ValueError, TypeError) as error:
@@ -240,6 +259,8 @@ class SlaveHost(Process):
                 self._later_on_disk(self._on_disk, self._save_promise, epoch)
             case effects.DropShadow(shadow):
                 self._drop_shadow(shadow)
+            case effects.SetAllowed(keys):
+                self.admission.set_keys(keys)
             case effects.SetPins(versions):
                 if self.port.memory is not None:
                     self.port.memory.pin(versions)
@@ -247,6 +268,14 @@ class SlaveHost(Process):
                 self._begin(effect.job, effect.delay_s, self._load, effect)
             case effects.RunMeasure():
                 self._begin(effect.job, 0.0, self._measure, effect)
+            case effects.RunList():
+                self._begin(effect.job, 0.0, self._list, effect)
+            case effects.RunMove():
+                self._begin(effect.job, 0.0, self._move, effect)
+            case effects.CancelMove(job):
+                self._cancel_move(job)
+            case effects.DropMoved(shadow):
+                self._later_on_disk(self._on_disk, self.ring.drop_shadow, shadow)
             case effects.RunPrepare():
                 self._begin(effect.job, 0.0, self._prepare, effect)
             case effects.RunCommit():
@@ -280,14 +309,15 @@ class SlaveHost(Process):
         errors = self.disk.errors_seen
         try:
             work(*args)
-        except PowerLossError:
-            self.lose_power()
+        except PowerLossError as loss:
+            self.lose_power(str(loss))
         except OSError as error:
             self.kernel.note(self.name, f"ends: {error}")
-            self.kill()
+            self.end()
             self.world.slave_died(self)
-        if self.disk.errors_seen != errors:
-            self.world.fired("slave_disk_error")
+        finally:
+            if self.disk.errors_seen != errors:
+                self.world.fired("slave_disk_error")
 
     def _later_on_disk(self, action: Action, *args: Any) -> None:
         """One thread serves the disk: what was asked first is done first."""
@@ -400,6 +430,41 @@ class SlaveHost(Process):
             return
         self.handle(events.Saved(effect.number, effect.info, self.ring.infos()))
 
+    # ---- a RESHARD ----
+
+    def _list(self, effect: effects.RunList) -> None:
+        memory = self._made()
+        assert memory.current is not None, "the state lists only what is here"
+        current, parts, checksum = memory.current, memory.parts, self.world.plan.arithmetic.checksum
+        theta, momentum = (
+            tuple(checksum(parts.chunk(part, index)) for index in range(memory.map.n_chunks))
+            for part in (current.theta, current.momentum)
+        )
+        self.handle(events.ListDone(effect.job, theta, momentum))
+
+    def _move(self, effect: effects.RunMove) -> None:
+        if self._unwanted == effect.job:
+            raise cancelled(effect.move)
+        self.move = Move(self, effect, lambda result: self._moved(effect.job, result))
+        self.move.begin()
+
+    def _moved(self, job: int, result: SnapshotInfo | Refused) -> None:
+        self.move = None
+        if isinstance(result, Refused):
+            refusal = Refusal(result.code, result.sentence, result.retry_after_s)
+            self.handle(events.JobFailed(job, refusal, self.ring.infos()))
+        else:
+            self.handle(events.MoveDone(job, result, self.ring.infos()))
+
+    def _cancel_move(self, job: int) -> None:
+        self._unwanted = job
+        if self.move is not None and self.move.job == job:
+            self.move.cancel()
+
+    def later_on_disk(self, action: Action, *args: Any) -> None:
+        """As _later_on_disk, where power may fail within the action."""
+        self._later_on_disk(self._on_disk, action, *args)
+
     def _read_record(self, effect: effects.ReadRecord) -> None:
         try:
             record, commit_hash = self.ring.record(effect.version, effect.round)
@@ -421,8 +486,17 @@ class SlaveHost(Process):
 
     # ---- the data port ----
 
-    def asked(self, header: DataHeader, value: Value, answer: Callable[[DataHeader, Value], None]) -> None:
-        """One message of a peer; `answer` carries ours back."""
+    def asked(
+        self,
+        header: DataHeader,
+        value: Value,
+        answer: Callable[[DataHeader, Value], None],
+        key: bytes = b"",
+        away: Away = nobody_hears,
+    ) -> None:
+        """One message of a peer with this key; `answer` carries ours back, `away` that it is not let in."""
+        if self.world.plan.config.encrypted and not may_ask(self.admission, key, header, answer, away):
+            return
         self.handle_port(lambda: answer(*self.port.answer(self.world.run_id, header, value)))
 
     def handle_port(self, act: Callable[[], None]) -> None:

@@ -39,7 +39,7 @@ class Carrier:
         self.run_id = run_id
         self.epoch = epoch
         self.over = False
-        self._endpoints = {address.slave_id: address.data_endpoint for address in placement.slaves}
+        self._addresses = {address.slave_id: address for address in placement.slaves}
         self._connections: dict[str, int] = {}
         self._ended = ended
         self._timer_s = -1.0
@@ -84,9 +84,13 @@ class Carrier:
 
     def _send(self, ask: Ask) -> None:
         world, owner = self.world, self.owner
-        slave = world.slave_at(self._endpoints.get(ask.slave, ""))
-        if slave is None:
+        address = self._addresses.get(ask.slave)
+        slave = world.slave_at(address.data_endpoint if address is not None else "")
+        if slave is None or address is None:
             return  # nobody listens at that port
+        if address.curve_key != world.key_of(slave):
+            world.checks.violated(f"the master names another data key for {ask.slave} than the slave at that port has")
+            return
         header, value = self.message(ask)
         if header.op is DataOp.PUT_CHUNK and world.net.damages():
             value = world.plan.arithmetic.damaged(value)
@@ -98,8 +102,16 @@ class Carrier:
             args = (name, connection, reply, chunk)
             world.net.datagram(name, owner.name, owner, self._hear, *args, size_bytes=_payload_bytes(reply))
 
-        args = (header, value, answer)
+        def away(why: str) -> None:
+            world.net.datagram(name, owner.name, owner, self._turned_away, name, connection, why)
+
+        args = (header, value, answer, world.key_of(owner), away)
         world.net.datagram(owner.name, name, slave, slave.asked, *args, size_bytes=_payload_bytes(header))
+
+    def _turned_away(self, slave: str, connection: int, why: str) -> None:
+        if not self.over and connection == self._connections.get(slave, 0):
+            self.transfer.turned_away(slave, why, self.world.kernel.now_s)
+            self.pump()
 
     def _hear(self, slave: str, connection: int, header: DataHeader, value: Value) -> None:
         if self.over or connection != self._connections.get(slave, 0):

@@ -6,8 +6,9 @@ within two rounds and end in good order. Every fact goes to the judge (dips.sim.
 
 from __future__ import annotations
 
+import math
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,13 +20,16 @@ from dips.core.machine import Move
 from dips.core.messages import ClusterRequest, OperatorRequest, SnapshotInfo
 from dips.master.state.events import Resume, Stop
 from dips.master.state.run_config import RunConfig
-from dips.master.state.tables import RecoveryPhase
-from dips.sim import faults
+from dips.master.state.tables import RecoveryPhase, RoundPhase
+from dips.sim import faults, shapes
+from dips.sim.budgets import Budgets
 from dips.sim.calls import master_of
 from dips.sim.checks import Checks, version_of
 from dips.sim.cluster_host import ClusterHost
 from dips.sim.content import CLEAN
 from dips.sim.content_checks import ContentChecks
+from dips.sim.counts import HEALED_ROUNDS, HEALED_S, NO_MASTER, RECOVERY, STARTING, Counts
+from dips.sim.data_keys import key_of
 from dips.sim.disk import JournalDisk
 from dips.sim.judge import Judge
 from dips.sim.kernel import Kernel, Process
@@ -35,6 +39,7 @@ from dips.sim.network import Network, Weather
 from dips.sim.plan import Plan, make_plan
 from dips.sim.reader_host import ReaderHost
 from dips.sim.slave_host import SlaveHost
+from dips.sim.waits import Waits
 from dips.worker.state.effects import Finished
 
 HEALED_WITHIN_S = 150.0
@@ -43,7 +48,11 @@ HEALED_WITHIN_S = 150.0
 ENDS_WITHIN_S = 120.0
 ROUNDS_TO_PUBLISH = 2
 RESTART_S = 1.0
+AWAY_S = (1.0, 8.0)
 LOOKS_EVERY_S = 3.0
+RESTORES_EVERY_S = 40.0
+BUDGETS_EVERY = 64
+"""Events of the master between two looks at what everybody keeps in memory; also at each publish."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,8 @@ class Outcome:
     trace_hash: str
     facts: Mapping[str, int] = field(default_factory=dict)
     story: tuple[str, ...] = ()
+    shape: str = ""
+    counts: Counts = field(default_factory=Counts)
 
 
 class World:
@@ -75,14 +86,22 @@ class World:
     ) -> None:
         self.seed = seed
         self.kernel = Kernel(seed, tell)
-        self.plan = plan or make_plan(self.kernel.rng)
+        self.shape = shapes.of_seed(seed) if plan is None else shapes.GIVEN
+        self.plan = plan or make_plan(self.kernel.rng, shape=self.shape)
         self.run_id = self.plan.config.run_id
-        self.fired_by_kind: Counter[str] = Counter()
+        self.counts = Counts()
+        self._phase = STARTING
         self.arrows: set[tuple[str, str, str, str]] = set()
         links = Links(self.kernel, self.plan.links) if self.plan.links is not None else None
         self.net = Network(self.kernel, self.fired, Weather(self.plan.delay_s), links=links)
         self.checks = ContentChecks(self) if self.plan.arithmetic.remembers else Checks(self)
         self.judge = Judge(self)
+        self.budgets = Budgets(self)
+        self.waits = Waits(self)
+        self.churning = self.rolling = False
+        """Whether clusters come and go all the time, and whether processes are being restarted in turn."""
+
+        self.faults_until_s = self.plan.faults_for_s
         self.wall_offset_s = 1_700_000_000.0
         self.may_roll_back = self.plan.durability == "async"
         self.rebuild = False
@@ -100,6 +119,7 @@ class World:
         self.rounds_at_publish = 0
         self.publishes = 0
         self.watchers: list[Callable[[str, Process, str, Mapping[str, Any]], None]] = []
+        self._handled = 0
         self._tokens = 0
         self._said: dict[tuple[str, str], str] = {}
         self.attic: dict[str, dict[str, bytes]] = {}
@@ -108,14 +128,13 @@ class World:
         self.disk = JournalDisk()
         self.masters = [MasterHost(self, "master", self.disk)]
         self.slaves = {name: SlaveHost(self, name) for name in self.plan.slaves}
-        self.clusters = {
-            name: ClusterHost(self, name, step_s)
-            for name, step_s in zip(self.plan.clusters, self.plan.step_s, strict=True)
-        }
+        names = (*self.plan.clusters, *self.plan.spares)
+        self.clusters = {name: ClusterHost(self, name, self.plan.step_s_of(name)) for name in names}
         self.reader = ReaderHost(self)
         self.twins: list[ClusterHost] = []
         self.struck: Process | None = None
         self._planned = planned
+        self.waits.judging = bool(self.plan.sabotaged) and set(planned or ()) <= set(faults.OF_ONE_CLUSTER)
 
     # ---- the course of a run ----
 
@@ -125,12 +144,13 @@ class World:
         try:
             self._boot()
             faults.plan_faults(self, self._planned)
-            self._until(lambda: bool(self.ended), self.plan.faults_for_s)
+            self._suffer()
             if not self.ended:
                 self._heal_and_publish()
             if not self.ended:
                 self._stop()
             self.judge.finish()
+            self.counts.close(faults.COUNTED_ELSEWHERE)
         finally:
             machine.forget(self._moved)
         return self._outcome()
@@ -138,9 +158,16 @@ class World:
     def _boot(self) -> None:
         rng = self.kernel.rng
         self.kernel.after(0.0, None, self.masters[0].boot)
-        boots = [host.boot for host in self.slaves.values()] + [host.boot for host in self.clusters.values()]
+        boots = [host.boot for host in self.slaves.values()] + [self.clusters[name].boot for name in self.plan.clusters]
         for boot in (*boots, self.reader.boot):
             self.kernel.after(rng.random() * 0.5, None, boot)
+        if self.plan.fault_every_s:
+            self.kernel.after(RESTORES_EVERY_S, None, self._operator_restores, -1, False)
+
+    def _suffer(self) -> None:
+        """The part of the run in which faults strike; a fault that stops time for everybody makes it longer."""
+        kernel, rounds = self.kernel, self.plan.rounds or math.inf
+        self._until(lambda: bool(self.ended) or self.rounds >= rounds or kernel.next_s >= self.faults_until_s, math.inf)
 
     def _until(self, done: Callable[[], bool], limit_s: float) -> bool:
         """Let things happen until `done` or for `limit_s`; whether it was done."""
@@ -171,11 +198,14 @@ class World:
         until_s = self.kernel.now_s + limit_s
         if not self._until(lambda: bool(self.ended) or self._all_here(), limit_s):
             return False
-        rounds, publishes = self.rounds - self.voids, self.publishes
+        rounds, publishes, here_s = self.rounds - self.voids, self.publishes, self.kernel.now_s
         done = self._until(lambda: bool(self.ended) or self.publishes > publishes, until_s - self.kernel.now_s)
         self._published_since_heal = done
-        if done and not self.ended and self.rounds_at_publish - rounds > ROUNDS_TO_PUBLISH:
-            self.checks.violated(f"a healed run took {self.rounds_at_publish - rounds} rounds to publish (I15)")
+        if done and not self.ended:
+            self.counts.took(HEALED_ROUNDS, self.rounds_at_publish - rounds)
+            self.counts.took(HEALED_S, self.kernel.now_s - here_s)
+            if self.rounds_at_publish - rounds > ROUNDS_TO_PUBLISH:
+                self.checks.violated(f"a healed run took {self.rounds_at_publish - rounds} rounds to publish (I15)")
         return done
 
     def _says_what_is_lost(self) -> bool:
@@ -186,6 +216,18 @@ class World:
             return False
         recovery = master.state.world.recovery
         return recovery.phase.now is RecoveryPhase.GATHERING and bool(recovery.words or recovery.reason)
+
+    def _operator_restores(self, publishes: int, restored: bool) -> None:
+        """In a long run: whoever finds that the master misses state, and nothing new since the last look, brings the
+        disks back; if that does not help either, the faults are over."""
+        if self.healed or self.ended:
+            return
+        stuck = self.publishes == publishes and self._says_what_is_lost()
+        if stuck and restored:
+            self.faults_until_s = self.kernel.now_s
+        elif stuck:
+            self._bring_disks_back()
+        self.kernel.after(RESTORES_EVERY_S, None, self._operator_restores, self.publishes, stuck)
 
     def _bring_disks_back(self) -> None:
         """The operator does what the master's sentence asks: restores the slaves' directories."""
@@ -265,7 +307,7 @@ class World:
         return Outcome(
             self.seed,
             tuple(self.checks.violations),
-            dict(sorted(self.fired_by_kind.items())),
+            dict(sorted(self.counts.fired.items())),
             frozenset(self.arrows),
             self.publishes,
             self.rounds,
@@ -274,6 +316,8 @@ class World:
             self.kernel.trace_hash,
             self.judge.counts(),
             tuple(self.kernel.story),
+            self.shape.name,
+            self.counts,
         )
 
     # ---- what keeps processes alive ----
@@ -305,16 +349,26 @@ class World:
     def slave_died(self, slave: SlaveHost) -> None:
         self.restart(slave, RESTART_S)
 
+    def cluster_died(self, cluster: ClusterHost) -> None:
+        """Killed by a fault that waited for its moment; a twin stays dead."""
+        if self.clusters[cluster.name] is cluster:
+            self.restart(cluster, RESTART_S)
+
     def gave_up(self, slave: SlaveHost, why: Refused) -> None:
         """A refusal for good: the process ends; its launcher tries again."""
         self.kernel.note(slave.name, f"gives up: {why.sentence}")
-        slave.kill()
+        slave.end()
         self.restart(slave, 2 * RESTART_S)
 
     def cluster_ended(self, cluster: ClusterHost, finished: Finished) -> None:
-        """One that failed is started again; one that was asked to leave stays away until everything is healed."""
-        if self.clusters[cluster.name] is cluster and (finished.error is not None or self.healed):
+        """One that failed is started again; one that was asked to leave stays away until everything is healed, but
+        where there is much of the run still to come."""
+        if self.clusters[cluster.name] is not cluster:
+            return
+        if finished.error is not None or self.healed:
             self.restart(cluster, RESTART_S)
+        elif self.plan.sabotaged or self.plan.fault_every_s:
+            self.restart(cluster, self.kernel.rng.uniform(*AWAY_S))
 
     def may_lose(self, names: Sequence[str]) -> bool:
         """Whether a copy of the run's state stays somewhere when these disks are lost too."""
@@ -347,6 +401,10 @@ class World:
         slave = self.slaves.get(name)
         return slave if slave is not None and slave.alive and str(slave.life) == life else None
 
+    def key_of(self, process: Process) -> bytes:
+        """The data key of this life of a process; empty where the run uses none."""
+        return key_of(process) if self.plan.config.encrypted else b""
+
     def run_config(self, rebuild: bool) -> RunConfig:
         return replace(self.plan.config, rebuild=rebuild or self.rebuild)
 
@@ -355,8 +413,18 @@ class World:
 
     # ---- what happened ----
 
+    @property
+    def phase(self) -> str:
+        """Of the round, as a master's tape told it last; a step of the master's may have gone further unheard."""
+        return self._phase if any(master.alive for master in self.masters) else NO_MASTER
+
     def fired(self, kind: str) -> None:
-        self.fired_by_kind[kind] += 1
+        self.counts.struck(kind, self.phase)
+
+    def killed(self, role: str) -> None:
+        """A process of this role dies now, and nothing that it could do about it."""
+        if not self.healed:
+            self.counts.kills[role, self.phase] += 1
 
     def log(self, name: str, key: str, sentence: str) -> None:
         """A line for people, when the sentence of its key changes."""
@@ -382,8 +450,10 @@ class World:
             committed = version_of(fields["version"])
             assert committed is not None, "what is committed is a version"
             self.committed_somewhere.add(committed)
-        elif role == "worker" and kind == "verdict":
-            self.checks.told(process.name, fields)
+        elif role == "worker":
+            self.waits.said(process.name, kind)
+            if kind == "verdict":
+                self.checks.told(process.name, fields)
         for watcher in list(self.watchers):
             watcher(role, process, kind, fields)
         self.judge.tape(role, process.name, kind, fields)
@@ -395,17 +465,19 @@ class World:
             version = version_of(fields["version"])
             assert version is not None, "what is published is a version"
             self.checks.publish(version)
-            self.checks.budgets()
+            self.budgets.check()
             self.rounds_at_publish = self.rounds - self.voids
-        elif kind == "round" and fields["input"] == "window closed":
-            self.rounds += 1
-        elif kind == "round" and fields["input"] == "void":
-            self.voids += 1  # a bad push is rightly not published
+        elif kind == "round":
+            self._phase = str(fields["phase"])
+            self.rounds += fields["input"] == "window closed"
+            self.voids += fields["input"] == "void"  # a bad push is rightly not published
+        elif kind == "recovery":
+            self._phase = RECOVERY if fields["phase"] != RecoveryPhase.NONE.value else RoundPhase.IDLE.value
 
     def journalled(self, master: MasterHost, record: Mapping[str, Any]) -> None:
         """An entry of the journal is durable."""
         self.kernel.note(master.name, f"journal {record['kind']} {record.get('version', '')}")
-        self.checks.journalled(record, self.slave_of_block())
+        self.checks.journalled(record, self._placed_by(master))
         self.judge.journal(record)
 
     def manifest(self, slave: SlaveHost, info: SnapshotInfo, record: bytes) -> None:
@@ -416,13 +488,16 @@ class World:
 
     def handled(self, master: MasterHost) -> None:
         """The master has taken an event."""
+        self._handled += 1
+        if not self._handled % BUDGETS_EVERY:
+            self.budgets.check()
 
-    def slave_of_block(self) -> Mapping[int, str]:
-        for master in self.masters:
-            placement = master.state.world.ledger.placement if master.state else None
-            if placement is not None:
-                return {block: placement.slaves[index] for block, index in enumerate(placement.slave_of_block)}
-        return {}
+    def _placed_by(self, master: MasterHost) -> Mapping[int, str]:
+        """Which slave holds which block, as the master whose entry it is has it."""
+        placement = master.state.world.ledger.placement if master.state is not None else None
+        if placement is None:
+            return {}
+        return {block: placement.slaves[index] for block, index in enumerate(placement.slave_of_block)}
 
     def waiting_for(self) -> str:
         """Why nothing moves, for a failing seed's one line."""

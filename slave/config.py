@@ -6,29 +6,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dips.core.assumptions import require
-from dips.core.config import Knobs
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
-from dips.core.net import parse_address, require_loopback
+from dips.core.net import require_loopback
+from dips.core.security import SecurityKnobs, checked_address
 from dips.core.threads import usable_processors
 from dips.core.units import Bytes
 
 GIB = 1 << 30
 
+ALL_ADDRESSES = ("0.0.0.0", "::")
+
 T = TypeVar("T")
 
 
-class SlaveConfig(Knobs):
+class SlaveConfig(SecurityKnobs):
     """Settings of one slave; the table [slave] of a settings file, DIPS_SLAVE_<FIELD>, or the command line."""
 
     run_id: str = Field(description="the run that this slave serves")
     slave_id: str = Field(description="this slave's name in the run; it keeps it for life")
     master: str = Field(default="127.0.0.1:29400", description="where the master listens, HOST:PORT")
     directory: Path = Field(description="where snapshots and the promised epoch stand; this slave's alone")
-    data_host: str = Field(default="127.0.0.1", description="address that the data port binds; loopback only")
+    data_host: str = Field(default="127.0.0.1", description="address that the data port binds")
     data_port: Annotated[int, Field(ge=0, le=65535)] = Field(
         default=0, description="the data port; 0 lets the system choose"
     )
@@ -65,7 +67,12 @@ class SlaveConfig(Knobs):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        return _valid(lambda: require("slave", dict(self)), self)
+        if self.data_host in ALL_ADDRESSES and not self.advertise:
+            raise ValueError(
+                f"data_host {self.data_host} stands for every address of this machine, and clusters need one: give "
+                "advertise HOST:PORT, and data_port with the same port"
+            )
+        return _valid(lambda: require("slave", dict(iter(self))), self)
 
     @field_validator("run_id")
     @classmethod
@@ -79,29 +86,18 @@ class SlaveConfig(Knobs):
 
     @field_validator("master")
     @classmethod
-    def _check_master(cls, value: str) -> str:
-        return _valid(lambda: _check_address(value, "master"), value)
+    def _check_master(cls, value: str, info: ValidationInfo) -> str:
+        return checked_address(value, "master", info)
 
     @field_validator("data_host")
     @classmethod
-    def _check_data_host(cls, value: str) -> str:
-        return _valid(lambda: _check_host(value), value)
+    def _check_data_host(cls, value: str, info: ValidationInfo) -> str:
+        return _valid(lambda: require_loopback(value, "data_host"), value) if info.data.get("insecure") else value
 
     @field_validator("advertise")
     @classmethod
-    def _check_advertise(cls, value: str) -> str:
-        if not value:
-            return value
-        return _valid(lambda: _check_address(value, "advertise"), value)
-
-
-def _check_host(value: str) -> None:
-    require_loopback(value, "data_host")
-
-
-def _check_address(value: str, what: str) -> None:
-    parse_address(value, what)
-    require_loopback(value, what)
+    def _check_advertise(cls, value: str, info: ValidationInfo) -> str:
+        return checked_address(value, "advertise", info) if value else value
 
 
 def _valid(check: Callable[[], object], value: T) -> T:

@@ -17,26 +17,35 @@ import grpc.aio
 from dips.core.codec_protobuf import from_message, to_message
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.failpoints import copies, failpoint
-from dips.core.grpc_refusal import channel_options, refused_from
+from dips.core.grpc_channel import open_channel_aio
+from dips.core.grpc_refusal import refused_from
+from dips.core.keys import Used
 from dips.core.messages import Settings, SlaveCommand, SlaveMessage
+from dips.core.security import Security
 from dips.core.telemetry import ChangeLogger
+from dips.core.tls_probe import check_let_in, why_not_let_in
 from dips.protos import slaves_pb2, slaves_pb2_grpc
 from dips.slave.data_server import DataServer, with_resident_bytes
 from dips.slave.engine import Engine
 from dips.slave.state import events
 
 FIRST_WAIT_S = 0.1
-LONGEST_WAIT_S = 2.0
-"""Between two dials. A restarted master is found within this; more slaves than seconds would not hurt it."""
+LONGEST_WAIT_S = 0.5
+"""Between two dials. A restarted master is found within this; a thousand slaves that dial would not hurt it."""
 
 FIRST_COMMAND_S = 10.0
 """A master that answers hello with nothing for so long is dialled again."""
+
+NEWS_S = 0.5
+"""Beats are no closer than this, whoever knocks at the data port."""
 
 FOR_GOOD = frozenset(
     {
         RefusalCode.PROTOCOL_VERSION,
         RefusalCode.RUN_ID,
         RefusalCode.NOT_LOOPBACK,
+        RefusalCode.IDENTITY,
+        RefusalCode.KEY,
         RefusalCode.CONFIG,
         RefusalCode.UNKNOWN_NAME,
     }
@@ -51,35 +60,40 @@ Attachment = grpc.aio.StreamStreamCall[slaves_pb2.SlaveMessage, slaves_pb2.Slave
 class Control:
     """master: "host:port". run() returns never; it raises Refused when the master refuses this slave for good."""
 
-    def __init__(self, master: str, engine: Engine, data: DataServer) -> None:
+    def __init__(self, master: str, security: Security, engine: Engine, data: DataServer) -> None:
         self._master = master
+        self._security = security
+        self._used = Used(security)
         self._engine = engine
         self._data = data
         self._changes = ChangeLogger(log)
         self._up: asyncio.Queue[SlaveMessage] = asyncio.Queue()
         self._call: Attachment | None = None
         self._welcomed = False
+        self._told_refused = 0
         self._closing: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         engine.send = self._send
         engine.close_link = self._close_link
 
     async def run(self) -> None:
         """Attach, and attach again, until cancelled."""
+        await asyncio.to_thread(check_let_in, self._master, self._security)
         wait_s = FIRST_WAIT_S
-        async with grpc.aio.insecure_channel(
-            self._master, options=channel_options(Settings().max_message_bytes)
-        ) as channel:
-            stub = slaves_pb2_grpc.SlavesStub(channel)
-            while True:
-                why = await self._attach(stub)
-                self._changes.report("link", f"no stream to the master at {self._master}: {why}", "WARNING")
-                wait_s = FIRST_WAIT_S if self._welcomed else min(LONGEST_WAIT_S, wait_s * 2)
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+        while True:
+            # A channel for each stream: keys that were renewed meanwhile count from the next one on.
+            async with open_channel_aio(self._master, self._security, Settings().max_message_bytes) as channel:
+                why = await self._attach(slaves_pb2_grpc.SlavesStub(channel))
+            if not self._welcomed:
+                why = await asyncio.to_thread(why_not_let_in, self._master, self._security) or why
+            self._changes.report("link", f"no stream to the master at {self._master}: {why}", "WARNING")
+            wait_s = FIRST_WAIT_S if self._welcomed else min(LONGEST_WAIT_S, wait_s * 2)
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
 
     async def _attach(self, stub: slaves_pb2_grpc.SlavesStub) -> str:
         """One stream, from hello to its end. Returns why it ended."""
         self._up = asyncio.Queue()
         self._welcomed, self._closing = False, asyncio.get_running_loop().create_future()
+        self._used = Used(self._security)
         self._call = call = stub.Attach()
         self._engine.handle(events.Linked())
         helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
@@ -109,6 +123,8 @@ class Control:
         meaning = refused_from(error)
         if isinstance(meaning, RetryLater):
             return str(meaning)
+        if meaning.code is RefusalCode.IDENTITY and self._used.renewed:
+            return f"{meaning.sentence} (they were renewed meanwhile)"
         if meaning.code in FOR_GOOD:
             raise meaning
         if meaning.code is RefusalCode.FENCED:
@@ -158,11 +174,21 @@ class Control:
     async def _beat(self) -> None:
         while True:
             welcome = self._engine.state.link.welcome
-            await asyncio.sleep(welcome.settings.heartbeat_s if welcome is not None else FIRST_WAIT_S)
+            await self._until_next_beat(welcome.settings.heartbeat_s if welcome is not None else FIRST_WAIT_S)
             self._engine.note_refusals()
             if self._engine.state.link.attached:
                 beat = replace(with_resident_bytes(self._data.beat()), durable=self._engine.state.shard.saving.durable)
+                self._told_refused = beat.refused_connections
                 self._send(SlaveMessage(self._engine.state.caller(), beat))
+
+    async def _until_next_beat(self, period_s: float) -> None:
+        """Or until somebody was turned away at the data port, so that the master's log has it within a second."""
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + period_s
+        while (left_s := due_s - loop.time()) > 0:
+            await asyncio.sleep(min(NEWS_S, left_s))
+            if self._data.beat().refused_connections != self._told_refused:
+                return
 
     def _send(self, message: SlaveMessage) -> None:
         if self._call is not None:

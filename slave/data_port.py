@@ -24,6 +24,7 @@ from dips.core.wire import Codec, encoded_bytes
 from dips.slave.landing import Companion, Job
 from dips.slave.memory import F32, Buffer, bytes_of
 from dips.slave.receipts import NEVER, Known, Receipts
+from dips.slave.state.admission import Admission
 from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.credits import Credits
 from dips.slave.state.events import PushStaged
@@ -47,7 +48,8 @@ class Answer:
 class DataPort:
     """The tables and counters of the data thread. staged: called once for each push that becomes complete.
 
-    checksum: another function in the place of xxh3-64 on both sides shows what it costs (benchmarks only).
+    checksum: another function in the place of xxh3-64 on both sides shows what it costs (benchmarks only). admission:
+    judges every message by the key of its connection; None: there are no keys.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class DataPort:
         staged: Callable[[PushStaged], None],
         checksum: Callable[[Bytes], int] = checksum,
         now_s: Callable[[], float] = time.monotonic,
+        admission: Admission | None = None,
     ) -> None:
         self._run_id = run_id
+        self._admission = admission
         self._staged = staged
         self._checksum = checksum
         self._now_s = now_s
@@ -78,6 +82,8 @@ class DataPort:
         """Whether a message may still refer to a version's memory; the socket's owner resets it."""
         self.refused_chunks = 0
         self.last_refusal = ""
+        self.refused_connections = 0
+        self.last_refused_connection = ""
 
     # ---- told by the control side; never while a landing is under way ----
 
@@ -140,16 +146,19 @@ class DataPort:
 
     # ---- asked by peers ----
 
-    def answer(self, frames: Sequence[memoryview], peer: bytes = b"") -> Answer:
-        """The answer to one message: frames are the header and, for PUT_CHUNK, the payload."""
-        step = self.begin(frames, peer)
+    def answer(self, frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Answer:
+        """The answer to one message: frames are the header and, for PUT_CHUNK, the payload; user: as in begin()."""
+        step = self.begin(frames, peer, user)
         if isinstance(step, Answer):
             return step
         assert step is not None, "with one landing at a time no other is under way"
         return self.end(step, landed(step))
 
-    def begin(self, frames: Sequence[memoryview], peer: bytes = b"") -> Answer | Job | None:
-        """The answer, or a landing to run first; None: the same chunk is under way, try again when something ended."""
+    def begin(self, frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Answer | Job | None:
+        """The answer, or a landing to run first; None: the same chunk is under way, try again when something ended.
+
+        user: the id that slave/state/admission.py gave the connection that the message came by.
+        """
         request = 0
         try:
             if not frames:
@@ -158,6 +167,8 @@ class DataPort:
             request = header.request
             header.check_common(self._run_id)
             _check_frames(header, len(frames))
+            if self._admission is not None:
+                self._admission.check(user, header)
             return self._serve(header, frames, peer)
         except Refused as refused:
             return self._refuse(request, refused)
@@ -184,7 +195,21 @@ class DataPort:
     def beat(self) -> SlaveBeat:
         """Counters since start and the open stagings; resident_bytes is for the control side to fill in."""
         progress = self._table.progress() if self._table is not None else ()
-        return SlaveBeat(self._staging_bytes, self.served_bytes, self.refused_chunks, 0, len(progress), progress)
+        return SlaveBeat(
+            self._staging_bytes,
+            self.served_bytes,
+            self.refused_chunks,
+            0,
+            len(progress),
+            progress,
+            refused_connections=self.refused_connections,
+            refused_connection=self.last_refused_connection,
+        )
+
+    def refuse_connection(self, sentence: str) -> None:
+        """Note that somebody was not let in, or not any more."""
+        self.refused_connections += 1
+        self.last_refused_connection = sentence
 
     def _refuse(self, request: int, refused: Refused) -> Answer:
         self.refused_chunks += 1
@@ -259,8 +284,8 @@ class DataPort:
         landing = find_version(shard, header, self._readable)
         version = header.version
         assert version is not None
-        start, now_s = landing.start_byte, self._now_s()
-        payload = self._bytes[version][start : start + landing.length_bytes]
+        now_s = self._now_s()
+        payload, chunk_sum = self._chunk(version, landing, header.momentum)
         self.served_bytes += landing.length_bytes
         self.served_any = True
         self._pull_credits.note_landed(peer, landing.length_bytes, now_s)
@@ -275,12 +300,26 @@ class DataPort:
                 offset_bytes=header.offset_bytes,
                 length_bytes=landing.length_bytes,
                 codec=Codec.F32,
-                checksum=self._readable[version].checksums[landing.index],
+                checksum=chunk_sum,
                 cause_id=header.cause_id,
                 credit=self._pull_credits.credit(peer, now_s),
+                momentum=header.momentum,
             ),
             payload,
         )
+
+    def _chunk(self, version: Version, landing: Landing, momentum: bool) -> tuple[memoryview, int]:
+        """A chunk's bytes and their checksum. Raises Refused(VERSION_GONE) for the momentum of an older version."""
+        span = slice(landing.start_byte, landing.start_byte + landing.length_bytes)
+        buffer = self._readable[version]
+        if not momentum:
+            return self._bytes[version][span], buffer.checksums[landing.index]
+        array = buffer.momentum
+        if array is None:
+            sentence = f"the momentum of version {version} is not kept: it is not the newest"
+            raise Refused(RefusalCode.VERSION_GONE, sentence)
+        payload = bytes_of(array)[span]
+        return payload, self._checksum(payload)
 
     def _reply(self, header: DataHeader, op: DataOp, staging: Staging) -> DataHeader:
         assert self._table is not None

@@ -7,6 +7,7 @@ a socket or a thread with control, so that a saturated link starves no heartbeat
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -23,17 +24,23 @@ import zmq
 
 from dips.core.chunks import Buffer as Bytes
 from dips.core.chunks import checksum
+from dips.core.curve import CurvePair, as_server
 from dips.core.data_header import MAX_HEADER_BYTES
 from dips.core.errors import ConfigError, Refused
 from dips.core.failpoint_spec import Kind
 from dips.core.failpoints import failpoint
+from dips.core.handshakes_zmq import Failure, Handshakes
 from dips.core.ids import PushId, Version
-from dips.core.messages import SlaveBeat
+from dips.core.messages import AllowedKey, SlaveBeat
+from dips.core.net import require_loopback
 from dips.core.wire import Codec
+from dips.slave.cutting import cut
 from dips.slave.data_port import Answer, DataPort, landed
+from dips.slave.gate import Gate
 from dips.slave.landing import Job
 from dips.slave.memory import F32, Buffer
 from dips.slave.receipts import Known
+from dips.slave.state.admission import Admission
 from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap
@@ -63,6 +70,15 @@ COPIED_BYTES = 16384
 BEAT_REFRESH_S = 0.05
 """How old the counters that beat() gives may be. Beats are seconds apart."""
 
+LOOK_AGAIN_MS = 1000
+"""While somebody came who has not shaken hands."""
+
+KEPT_FRAMES = 3
+"""Of one message. No honest one has more than two; the third shows the refusal that it is wrong."""
+
+MOST_FRAMES = 1 << 16
+"""Reading and dropping so many takes 50 ms. libzmq cannot skip the rest of a message; closing the socket does."""
+
 Message = tuple[bytes, list[zmq.Frame]]
 """A peer's routing id, and the frames that it sent."""
 
@@ -71,7 +87,8 @@ class DataServer:
     """Binds at once and serves from start() on.
 
     staged, refused and crashed are called on the data thread. data_threads: of landings and of libzmq's input and
-    output each. Raises ConfigError when the address cannot be bound.
+    output each. curve: encrypt with these keys, and let in whom set_allowed() names; None: neither, and loopback only.
+    Raises ConfigError when the address cannot be bound.
     """
 
     def __init__(
@@ -84,21 +101,33 @@ class DataServer:
         crashed: Callable[[BaseException], None],
         data_threads: int = 1,
         checksum: Callable[[Bytes], int] = checksum,
+        curve: CurvePair | None = None,
     ) -> None:
-        self._port = DataPort(run_id, staged, checksum)
+        if curve is None:
+            require_loopback(host, "data_host")
+        self._curve = curve
+        self._admission = Admission() if curve is not None else None
+        self._port = DataPort(run_id, staged, checksum, admission=self._admission)
         self._crashed = crashed
         self._words: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ended = self._stopped = False
         self._context = zmq.Context(data_threads)
         self._max_chunk_bytes = max_chunk_bytes
         self._listener = self._listen(host, port)
-        self._router = self._bind()
+        self._gate: Gate | None = None
+        if self._admission is not None:
+            self._gate = Gate(self._context, self._admission, self._port.refuse_connection)
+        self._router, self._handshakes = self._bind()
         self._hear, self._wake = os.pipe()
         for end in (self._hear, self._wake):
             os.set_blocking(end, False)
         self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._hear, zmq.POLLIN)
+        if self._gate is not None:
+            self._poller.register(self._gate.socket, zmq.POLLIN)
+        self._watch()
+        self._traffic_bytes = 0
+        self._delivered: set[int] | None = None
         self._pool = ThreadPoolExecutor(data_threads, "dips-landing") if data_threads > 1 else None
         self._most_under_way = 2 * data_threads
         self._under_way = 0
@@ -121,19 +150,20 @@ class DataServer:
         listener.setblocking(False)
         return listener
 
-    def _bind(self) -> zmq.Socket[bytes]:
+    def _bind(self) -> tuple[zmq.Socket[bytes], Handshakes]:
         """A fresh socket on the listener, which outlives it, so that nobody else can take the port."""
         router = self._context.socket(zmq.ROUTER)
+        handshakes = Handshakes(self._context, router, arrivals=self._curve is not None)
         options = {
             zmq.USE_FD: os.dup(self._listener.fileno()),
-            zmq.MAXMSGSIZE: self._max_chunk_bytes + MAX_HEADER_BYTES,
+            zmq.MAXMSGSIZE: self._max_chunk_bytes + MAX_HEADER_BYTES,  # encryption adds 33 bytes to a frame
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
             zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
             # What a peer sends beyond this waits in its own memory: libzmq stops reading from it, nothing is lost. So
             # frames of one honest peer hold at most 2 x MAX_WINDOW_CHUNKS x max_chunk_bytes of this process's memory.
-            # A message of endlessly many frames would hold more, as libzmq hands out whole messages only and limits no
-            # number of frames: one reason more to let nobody in but one's own clusters.
+            # A message of endlessly many frames holds more, as libzmq hands out whole messages only and limits no
+            # number of frames: slave/connections.py cuts its connection before it fills the memory.
             zmq.RCVHWM: MAX_WINDOW_CHUNKS,
             zmq.SNDHWM: MAX_ANSWERS,
             zmq.LINGER: LINGER_MS,
@@ -141,8 +171,14 @@ class DataServer:
         }
         for option, value in options.items():
             router.setsockopt(option, value)
+        if self._curve is not None:
+            as_server(router, self._curve)
         router.bind(self.endpoint)
-        return router
+        return router, handshakes
+
+    def _watch(self) -> None:
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._handshakes.socket, zmq.POLLIN)
 
     def _drop_peers(self) -> None:
         """Close every connection, with whatever its peer did not read: messages may refer to memory that goes away.
@@ -150,9 +186,11 @@ class DataServer:
         Honest peers connect again by themselves, and ask again for what was lost.
         """
         self._poller.unregister(self._router)
+        self._poller.unregister(self._handshakes.socket)
+        self._handshakes.close()
         self._router.close(linger=0)
-        self._router = self._bind()
-        self._poller.register(self._router, zmq.POLLIN)
+        self._router, self._handshakes = self._bind()
+        self._watch()
 
     @property
     def endpoint(self) -> str:
@@ -178,6 +216,24 @@ class DataServer:
         os.close(self._hear)
         os.close(self._wake)
 
+    @property
+    def traffic_bytes(self) -> int:
+        """What honest peers may have on its way in here: a window of chunks for each staging slot, twice, since a peer
+        that connects anew sends again what its old connection may still hold."""
+        return self._traffic_bytes
+
+    def note_deliveries(self, on: bool) -> set[int]:
+        """File numbers of the connections that brought a whole message since the last call; noted only while `on`.
+
+        For slave/connections.py, on its own thread.
+        """
+        delivered, self._delivered = self._delivered, set() if on else None
+        return delivered or set()
+
+    def refuse_connection(self, sentence: str) -> None:
+        """Count connections that were ended, and say why; from any thread."""
+        self._post(lambda: self._port.refuse_connection(sentence))
+
     def beat(self) -> SlaveBeat:
         """The latest counters; may be called from any thread."""
         return self._beat
@@ -196,6 +252,9 @@ class DataServer:
         def word() -> None:
             served, self._port.served_any = self._port.served_any, False
             self._port.set_memory(shard, staging)
+            self._traffic_bytes = 0
+            if shard is not None and staging is not None:
+                self._traffic_bytes = 2 * len(staging) * MAX_WINDOW_CHUNKS * shard.chunk_bytes
             if served:
                 self._drop_peers()
             done()
@@ -207,6 +266,12 @@ class DataServer:
     ) -> None:
         self._post(lambda: self._port.set_readable(versions, current))
         self._post(done)
+
+    def set_allowed(self, keys: Sequence[AllowedKey]) -> None:
+        """Let in these keys and no others; for a port with keys only."""
+        admission = self._admission
+        assert admission is not None, "the state machine refuses a list where no keys are used"
+        self._post(lambda: admission.set_keys(keys))
 
     def open(
         self,
@@ -259,6 +324,7 @@ class DataServer:
             self._hear_words()
         if self._ended:
             return
+        self._mind_the_door()
         more = self._receive_some()
         now_s = time.monotonic()
         if self._counters_moved and now_s - self._beat_s >= BEAT_REFRESH_S:
@@ -267,7 +333,9 @@ class DataServer:
             self._wait()
 
     def _wait(self) -> None:
-        timeout_ms = round(BEAT_REFRESH_S * 1000) if self._counters_moved else None
+        timeout_ms = LOOK_AGAIN_MS if self._handshakes.unsettled else None
+        if self._counters_moved:
+            timeout_ms = round(BEAT_REFRESH_S * 1000)
         ready = dict(self._poller.poll(timeout_ms))
         self._counters_moved |= bool(ready)
         if self._hear in ready:
@@ -279,6 +347,15 @@ class DataServer:
             self._finish(self._landed.get())
         while not self._words.empty():
             self._words.get()()
+
+    def _mind_the_door(self) -> None:
+        """Let in who may come in, and count who was not."""
+        if self._gate is not None:
+            self._gate.answer_all()
+        for failed in self._handshakes.failures():
+            if failed.failure is not Failure.KEY:  # whom the gate turned away, it has counted itself
+                self._port.refuse_connection(f"a handshake failed: {failed.sentence}")
+                self._counters_moved = True
 
     def _receive_some(self) -> bool:
         """Serve what has arrived; messages that wait for a landing hold their frames, so few may. Returns whether there
@@ -298,13 +375,26 @@ class DataServer:
         except zmq.Again:
             return None
         frames = [self._router.recv(zmq.NOBLOCK, copy=False)]
-        while frames[-1].more:
-            frames.append(self._router.recv(zmq.NOBLOCK, copy=False))
+        n_frames, more = 1, frames[0].more
+        while more:
+            frame = self._router.recv(zmq.NOBLOCK, copy=False)
+            n_frames, more = n_frames + 1, frame.more
+            if n_frames <= KEPT_FRAMES:
+                frames.append(frame)
+            elif n_frames > MOST_FRAMES:
+                self._port.refuse_connection(f"a message of more than {MOST_FRAMES} frames: all connections are ended")
+                self._drop_peers()
+                return None
+        noted = self._delivered
+        if noted is not None:
+            with contextlib.suppress(zmq.ZMQError):  # not every frame says where it came from
+                noted.add(frames[0].get(zmq.SRCFD))
         return peer, frames
 
     def _serve(self, message: Message) -> None:
         peer, frames = message
-        step = self._port.begin([frame.buffer for frame in frames], peer)
+        user = "" if self._admission is None else self._user_of(frames[0], self._admission)
+        step = self._port.begin([frame.buffer for frame in frames], peer, user)
         if step is None:
             self._deferred.append(message)
         elif isinstance(step, Answer):
@@ -314,6 +404,13 @@ class DataServer:
         else:
             self._under_way += 1
             self._pool.submit(self._land, peer, step)
+
+    def _user_of(self, frame: zmq.Frame, admission: Admission) -> str:
+        """Whose connection a message came by. One whose key has left the list ends here, and is not made again."""
+        user = str(frame.get("User-Id"))
+        if not admission.listed(user) and cut(int(frame.get(zmq.SRCFD)), self._listener.getsockname()[1]):
+            self._port.refuse_connection(f"an open connection ends, its data key {user[:8]} left the master's list")
+        return user
 
     # ---- landings on the pool ----
 

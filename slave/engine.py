@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from dips.core import kernels_numba, kernels_wire
 from dips.core.chunks import shard_digest
 from dips.core.clock import Clock
+from dips.core.curve import CurvePair
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.grpc_refusal import to_refusal
 from dips.core.messages import CommitRecord, Configure, SlaveMessage, SnapshotInfo
@@ -26,10 +27,12 @@ from dips.core.threads import Threads
 from dips.slave import calculation
 from dips.slave.data_server import DataServer
 from dips.slave.memory import F32, ShardMemory
+from dips.slave.mover import Mover
 from dips.slave.push_record import PushRecord
 from dips.slave.ring import disk_refusal
 from dips.slave.snapshots import SnapshotStore
 from dips.slave.state import checks, effects, events
+from dips.slave.state.fetching import cancelled
 from dips.slave.state.slave import SlaveState
 
 T = TypeVar("T")
@@ -50,6 +53,7 @@ class Engine:
         clock: Clock,
         pushes: PushRecord | None = None,
         compute_threads: int = 0,
+        curve: CurvePair | None = None,
     ) -> None:
         self.state = state
         self._slave_id = slave_id
@@ -66,11 +70,16 @@ class Engine:
         self._outer = ThreadPoolExecutor(1, "dips-outer")
         self._threads = Threads(compute_threads)
         self._disk = ThreadPoolExecutor(1, "dips-disk")
+        self._moving = ThreadPoolExecutor(1, "dips-move")
+        self._curve = curve
+        self._mover: Mover | None = None
+        self._unwanted_move = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._settling: asyncio.Future[None] | None = None
         self._saving: asyncio.Future[None] | None = None
         self._saving_theta: F32 | None = None
         self._said_refused = 0
+        self._said_away = 0
         self.send: Callable[[SlaveMessage], None] | None = None
         self.close_link: Callable[[str], None] | None = None
         self.ended: asyncio.Future[str] = self._loop.create_future()
@@ -106,7 +115,7 @@ class Engine:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for executor in (self._outer, self._disk):
+        for executor in (self._moving, self._outer, self._disk):
             executor.shutdown(wait=True, cancel_futures=True)
         self._threads.close()
         if self.ended.done() and not self.ended.cancelled():
@@ -131,6 +140,8 @@ class Engine:
                 self._data.close_all()
             case effects.Serve(epoch):
                 self._data.set_epoch(epoch)
+            case effects.SetAllowed(keys):
+                self._data.set_allowed(keys)
             case effects.CloseLink(sentence):
                 if self.close_link is not None:
                     self.close_link(sentence)
@@ -162,6 +173,16 @@ class Engine:
                 self._spawn(self._job(effect.job, self._load(effect), effect.delay_s))
             case effects.RunMeasure():
                 self._spawn(self._job(effect.job, self._measure(effect)))
+            case effects.RunList():
+                self._spawn(self._job(effect.job, self._list(effect)))
+            case effects.RunMove():
+                self._spawn(self._job(effect.job, self._move(effect)))
+            case effects.CancelMove(job):
+                self._unwanted_move = job
+                if self._mover is not None:
+                    self._mover.cancel()
+            case effects.DropMoved(shadow):
+                self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
             case effects.RunPrepare():
                 self._spawn(self._job(effect.job, self._prepare(effect)))
             case effects.RunCommit():
@@ -344,6 +365,31 @@ class Engine:
             self._warn(await self._on(self._disk, self._ring.tidy, info))
         return events.CommitDone(effect.job, info, self._ring.infos())
 
+    # ---- a RESHARD ----
+
+    async def _list(self, effect: effects.RunList) -> events.ListDone:
+        memory = self._made()
+        assert memory.current is not None
+        blocks, chunk_bytes = memory.blocks, memory.map.chunk_bytes
+        sums = await self._on(self._outer, calculation.chunk_checksums, memory.momentum, blocks, chunk_bytes)
+        return events.ListDone(effect.job, tuple(memory.current.checksums), tuple(sums))
+
+    async def _move(self, effect: effects.RunMove) -> events.MoveDone:
+        await self._saved_to_file()
+        if effect.job == self._unwanted_move:
+            raise cancelled(effect.move)
+        link = self.state.link
+        mover = self._mover = Mover(
+            self._slave_id, link.run_id, link.promised_epoch, effect.move, effect.chunk_bytes, self._memory, self._ring,
+            self._disk, self._clock, self._curve,
+        )  # fmt: skip
+        try:
+            shadow = await self._on(self._moving, mover.run)
+        finally:
+            mover.cancel()  # also where this task is
+            self._mover = None
+        return events.MoveDone(effect.job, shadow, self._ring.infos())
+
     # ---- durability "async" ----
 
     def _held_for_saving(self, info: SnapshotInfo) -> tuple[F32, F32]:
@@ -407,6 +453,7 @@ class Engine:
 
     def note_refusals(self) -> None:
         """Put refused messages on the tape, at most one line a beat however many came (I16 of docs/architecture.md)."""
+        self._note_refused_connections()
         total = self._data.beat().refused_chunks
         if total != self._said_refused:
             fresh, self._said_refused = total - self._said_refused, total
@@ -414,3 +461,11 @@ class Engine:
             self._tape.write("refused_chunk", "", count=fresh, total=total, last_reason=reason)
             if reason:
                 self._changes.report("refused_chunk", f"data messages are refused, the last: {reason}", "WARNING")
+
+    def _note_refused_connections(self) -> None:
+        beat = self._data.beat()
+        fresh, self._said_away = beat.refused_connections - self._said_away, beat.refused_connections
+        if fresh:
+            reason = beat.refused_connection
+            self._tape.write("refused_connection", "", count=fresh, total=self._said_away, last_reason=reason)
+            self._changes.report("refused_connection", f"connections are refused, the last: {reason}", "WARNING")

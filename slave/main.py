@@ -12,10 +12,14 @@ from typing import Any
 from dips.core import failpoints
 from dips.core.allocator import keep_freed_memory
 from dips.core.clock import SystemClock
+from dips.core.curve import pair_for
 from dips.core.errors import ConfigError, DipsError
-from dips.core.net import require_loopback
+from dips.core.file_limit import raise_file_limit
+from dips.core.keys import security_of
+from dips.core.security import Security, check_reach
 from dips.core.telemetry import Tape, configure_logging
 from dips.slave.config import SlaveConfig
+from dips.slave.connections import ConnectionGuard
 from dips.slave.control import Control
 from dips.slave.data_server import DataServer
 from dips.slave.engine import Engine
@@ -38,9 +42,10 @@ def run(config: SlaveConfig) -> int:
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
+    raise_file_limit()
     try:
         configure_logging("slave", config.slave_id, config.log_level, config.json_logs)
-        failpoints.install("slave")
+        failpoints.install("slave", enabled=config.failpoints)
         return asyncio.run(_until_signalled(config))
     except DipsError as error:
         print(f"dips slave {config.slave_id}: {error}", file=sys.stderr, flush=True)
@@ -58,24 +63,31 @@ async def _until_signalled(config: SlaveConfig) -> int:
 
 async def serve(config: SlaveConfig, stop: asyncio.Event) -> None:
     """Serve until `stop` is set or the master says StopSlave. Raises the DipsError that ends the slave."""
-    require_loopback(config.data_host, "data_host")
-    require_loopback(config.master, "master")
+    security = security_of(config, f"slave {config.slave_id}")
+    check_reach(config.data_host, "data_host", security)
+    check_reach(config.master, "master", security)
     clock = SystemClock()
     store = SnapshotStore(config.directory, config.run_id, config.slave_id, config.snapshots_kept)
     try:
         with Tape(config.tape, "slave", config.slave_id, clock) as tape:
-            await _serve(config, stop, store, tape, clock)
+            await _serve(config, security, stop, store, tape, clock)
     finally:
         store.close()
 
 
 async def _serve(
-    config: SlaveConfig, stop: asyncio.Event, store: SnapshotStore, tape: Tape, clock: SystemClock
+    config: SlaveConfig,
+    security: Security,
+    stop: asyncio.Event,
+    store: SnapshotStore,
+    tape: Tape,
+    clock: SystemClock,
 ) -> None:
     for problem in await asyncio.to_thread(store.scan):
         log.warning("%s", problem)
         tape.write("snapshot_skipped", "", reason=problem)
     relay = _Relay()
+    curve = pair_for(security)
     data = DataServer(
         config.data_host,
         config.data_port,
@@ -84,8 +96,9 @@ async def _serve(
         relay.staged,
         relay.crashed,
         config.data_threads_used,
+        curve=curve,
     )
-    engine = None
+    engine = guard = None
     try:
         endpoint = f"tcp://{config.advertise}" if config.advertise else data.endpoint
         state = SlaveState(
@@ -96,6 +109,7 @@ async def _serve(
             config.max_chunk_bytes,
             store.promised_epoch,
             store.ring.infos(),
+            b"" if curve is None else curve.public,
         )
         engine = Engine(
             state,
@@ -107,14 +121,19 @@ async def _serve(
             clock,
             _push_record(config),
             config.compute_threads,
+            curve,
         )
         relay.engine = engine
         await engine.warm_up()
         data.start()
+        guard = ConnectionGuard(data, config.memory_bytes)
+        guard.start()
         tape.write("started", "", endpoint=endpoint, pid=os.getpid(), snapshots=len(store.ring.infos()))
         log.info("run %s: data port %s, master %s", config.run_id, endpoint, config.master)
-        await _until_ended(engine, Control(config.master, engine, data), stop, tape)
+        await _until_ended(engine, Control(config.master, security, engine, data), stop, tape)
     finally:
+        if guard is not None:
+            guard.stop()
         data.stop()
         if engine is not None:
             await engine.close()

@@ -21,7 +21,7 @@ from dips.core.errors import LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block
 from dips.core.messages import SnapshotInfo
-from dips.core.placement import memory_bytes_needed
+from dips.core.placement import BYTES_PER_CHECKSUM, shard_bytes_needed
 from dips.slave.directions import Samples
 from dips.slave.state.staging import ShardMap
 
@@ -35,15 +35,17 @@ BUSY_RETRY_S = 0.5
 
 @dataclass
 class Buffer:
-    """One theta. checksums: xxh3-64 of each chunk, in (block, offset) order."""
+    """One theta. checksums: xxh3-64 of each chunk, in (block, offset) order. momentum: of the current version only."""
 
     theta: F32
     info: SnapshotInfo | None = None
     checksums: Sequence[int] = ()
+    momentum: F32 | None = None
 
 
 class ShardMemory:
-    """memory_bytes bounds all arrays together, but for the samples of old versions (slave/directions.py: <= 8 MiB).
+    """memory_bytes bounds all arrays together, and what is noted of the shard's chunks and pieces elsewhere
+    (slave/receipts.py, slave/state/staging.py); not the samples of old versions (slave/directions.py: <= 8 MiB).
 
     Raises Refused(MEMORY) when not even the ring fits.
     """
@@ -52,13 +54,14 @@ class ShardMemory:
         self.blocks = tuple(blocks)
         self.map = ShardMap(blocks, chunk_bytes)
         self.n_elems = self.map.n_bytes // FLOAT32_BYTES
-        spare = memory_bytes - memory_bytes_needed(self.n_elems, staging_slots, pins=0)
+        elems = (block.n_elems for block in blocks)
+        spare = memory_bytes - shard_bytes_needed(elems, chunk_bytes, staging_slots, pins=0)
         if spare < 0:
             raise Refused(
                 RefusalCode.MEMORY,
                 f"{self.n_elems} elements do not fit {memory_bytes} bytes: raise this slave's memory_bytes",
             )
-        self.max_buffers = RING_BUFFERS + spare // max(1, self.map.n_bytes)
+        self.max_buffers = RING_BUFFERS + spare // max(1, self.map.n_bytes + BYTES_PER_CHECKSUM * self.map.n_chunks)
         self.staging = _touched((staging_slots, self.n_elems))
         self._buffers = [Buffer(_touched((self.n_elems,))) for _ in range(RING_BUFFERS)]
         self._momentum = [_touched((self.n_elems,)) for _ in range(2)]
@@ -129,6 +132,9 @@ class ShardMemory:
         self.shadow.info = info
         self.previous, self.current, self.shadow = self.current, self.shadow, None
         self._momentum.reverse()
+        self.current.momentum = self.momentum
+        if self.previous is not None:
+            self.previous.momentum = None
         self._sort_out()
 
     def pin(self, versions: Iterable[Version]) -> None:

@@ -17,6 +17,7 @@ import xxhash
 from dips.core.errors import RefusalCode, Refused
 from dips.core.failpoints import failpoint
 from dips.core.ids import RoundId, Version
+from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import SnapshotInfo
 from dips.slave import manifest as manifests
 from dips.slave.durable import Disk, replace_durably
@@ -40,6 +41,33 @@ SPARE_FILES = 1
 """Beside those that are kept: the file of the shadow, while a round is open."""
 
 
+class Stream:
+    """A snapshot file while it is written from its beginning to its end: theta's bytes, then the momentum's."""
+
+    def __init__(self, disk: Disk, name: str, n_elems: int) -> None:
+        self._disk = disk
+        self.name = name
+        self.n_elems = n_elems
+        self._half_bytes = n_elems * FLOAT32_BYTES
+        self._written_bytes = 0
+        self._sums = (xxhash.xxh3_128(), xxhash.xxh3_128())
+
+    def write(self, data: memoryview) -> None:
+        """The next bytes, of one of the two tensors. Raises Refused(DISK)."""
+        which = int(self._written_bytes >= self._half_bytes)
+        at = HEADER_BYTES + self._written_bytes
+        try:
+            self._disk.overwrite(self.name, at, data, self._sums[which].update)
+        except OSError as error:
+            raise disk_refusal(self._disk.where(self.name), error) from error
+        self._written_bytes += len(data)
+
+    def sums(self) -> tuple[str, str]:
+        """xxh3-128 of both tensors, once all is written."""
+        assert self._written_bytes == 2 * self._half_bytes, "a header seals whole files only"
+        return self._sums[0].hexdigest(), self._sums[1].hexdigest()
+
+
 class Ring:
     """snapshots_kept: committed snapshots that are never overwritten. scan() must come first."""
 
@@ -51,6 +79,7 @@ class Ring:
         self._known: tuple[SnapshotInfo, ...] = ()
         self._current: Key | None = None
         self._open: Key | None = None
+        self._streaming: int | None = None
 
     @property
     def n_files(self) -> int:
@@ -158,6 +187,59 @@ class Ring:
         self._disk.overwrite(name, HEADER_BYTES, bytes_of(theta), sums[0].update, straight)
         self._disk.overwrite(name, momentum_place(theta.size), bytes_of(momentum), sums[1].update, straight)
         return sums[0].hexdigest(), sums[1].hexdigest()
+
+    # ---- a shadow that comes piece by piece, of another placement ----
+
+    def begin_stream(self, info: SnapshotInfo, n_elems: int) -> Stream:
+        """A file for a shard of n_elems that stands nowhere in memory. Nothing else takes its place until
+        seal_stream() or drop_stream(). Raises Refused(DISK), also when a whole ring of such files would find no room.
+        """
+        self.drop_stream()
+        self._check_room(file_bytes(n_elems))
+        slot = self._choose(_key(info))
+        name, n_bytes = ring_name(slot), file_bytes(n_elems)
+        try:
+            self._vacate(slot)
+            if self._disk.missing_bytes(name, n_bytes):
+                self._disk.allocate(name, n_bytes)
+                self._disk.sync_names()
+        except OSError as error:
+            raise disk_refusal(self._disk.where(name), error) from error
+        self._streaming = slot
+        return Stream(self._disk, name, n_elems)
+
+    def seal_stream(self, stream: Stream, info: SnapshotInfo) -> None:
+        """All of it is written: durable when this returns, and a shadow like any other. Raises Refused(DISK)."""
+        slot = self._streaming
+        assert slot is not None, "a stream that was begun is sealed once"
+        raw, head = build_header(info, stream.n_elems, stream.sums(), *self._owner)
+        try:
+            self._disk.overwrite(stream.name, 0, memoryview(raw))
+            self._disk.sync(stream.name)
+        except OSError as error:
+            raise disk_refusal(self._disk.where(stream.name), error) from error
+        self._streaming = None
+        self._put(slot, Content(head.info, head))
+        self._open = _key(info)
+
+    def drop_stream(self) -> None:
+        """What was written so far is free space."""
+        self._streaming = None
+
+    def _check_room(self, size: int) -> None:
+        """Files grow where they stand: what they lack of `size` must be free, or rounds would fail later."""
+        lacking = sum(self._disk.missing_bytes(ring_name(slot), size) for slot in range(self.n_files))
+        try:
+            free = self._disk.free_bytes()
+        except OSError as error:
+            raise disk_refusal(self._disk.where(ring_name(0)), error) from error
+        if lacking > free:
+            raise Refused(
+                RefusalCode.DISK,
+                f"{self.n_files} snapshot files of {size} bytes need {lacking} bytes more, and {free} are free: free "
+                "space on the slave's disk, or lower its snapshots_kept",
+                DISK_RETRY_S,
+            )
 
     def close_round(self) -> None:
         """No round is open: no shadow needs protection. For a slave that is configured anew."""
@@ -345,7 +427,7 @@ class Ring:
         committed.sort(key=partial(self._newest_first), reverse=True)
         kept = set(committed[: self._snapshots_kept])
         opened = self._slot_of(self._open) if self._open is not None else None
-        return kept if opened is None else kept | {opened}
+        return kept | {slot for slot in (opened, self._streaming) if slot is not None}
 
     def _newest_first(self, slot: int) -> tuple[bool, Key]:
         key = _key(self._content(slot).info)

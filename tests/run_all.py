@@ -1,5 +1,8 @@
 """python tests/run_all.py: pytest, and one more try, alone, for tests of real processes that failed.
 
+Files of tests run side by side, one for each processor: much of a test of real processes is waiting. Not with --faults
+and --endurance, which want the machine for themselves, nor where -n is given.
+
 A machine that runs everything at once may starve a process of time; what then passes alone is said to have failed once.
 Unit, simulation and repository tests get no second try: they have no excuse. The names of what failed stand at the very
 end, so that the end of a log tells. Arguments are pytest's.
@@ -13,6 +16,8 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+
+from dips.core.threads import usable_processors
 
 OF_PROCESSES = ("tests/integration/", "tests/faults/", "tests/endurance/")
 WISHES = ("--faults", "--endurance")
@@ -41,7 +46,7 @@ def main(arguments: Sequence[str], of_processes: Sequence[str] = OF_PROCESSES) -
     # Compiled once and kept, before processes that wait for each other all compile at the same moment.
     subprocess.check_call([sys.executable, "-c", WARM_UP])
     failures = Failures()
-    code = int(pytest.main(["--require-passed", *arguments], plugins=[failures]))
+    code = int(pytest.main(["--require-passed", *_beside_each_other(arguments), *arguments], plugins=[failures]))
     names = failures.names
     if code != pytest.ExitCode.TESTS_FAILED:
         return code
@@ -53,6 +58,12 @@ def main(arguments: Sequence[str], of_processes: Sequence[str] = OF_PROCESSES) -
     else:
         say("failed", names)
     return code
+
+
+def _beside_each_other(arguments: Sequence[str]) -> list[str]:
+    if any(argument in WISHES or argument.startswith("-n") for argument in arguments) or usable_processors() == 1:
+        return []
+    return ["-n", str(usable_processors()), "--dist", "loadfile"]
 
 
 def say(what: str, names: Sequence[str]) -> None:

@@ -158,9 +158,18 @@ def read_record(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict) or not isinstance(raw.get("body"), dict):
         raise CheckpointError(f"{path.name} is no record of a checkpoint")
     body: dict[str, Any] = raw["body"]
-    if xxhash.xxh3_128_hexdigest(_canonical(body)) != raw.get("xxh3_128"):
+    if not _is_plain(body) or xxhash.xxh3_128_hexdigest(_canonical(body)) != raw.get("xxh3_128"):
         raise CheckpointError(f"{path.name}: its content is not what was written")
     return body
+
+
+def _is_plain(body: Mapping[str, Any]) -> bool:
+    """Whether it could have been written at all: JSON as Python reads it has infinities, and surrogates."""
+    try:
+        _canonical(body)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:

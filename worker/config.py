@@ -7,15 +7,15 @@ stand here they only say what this cluster expects, and a difference is refused 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from dips.core.assumptions import violations
-from dips.core.config import Knobs
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.net import parse_address, require_loopback
+from dips.core.security import SecurityKnobs
 from dips.core.units import Seconds
 from dips.core.wire import WIRE_DTYPES, Codec
 
@@ -23,9 +23,11 @@ SECTION = "worker"
 """The TOML table, and the middle of the environment names DIPS_WORKER_<FIELD>."""
 
 PositiveSeconds = Annotated[Seconds, Field(gt=0)]
+AutoSeconds = Literal["auto"] | PositiveSeconds
+"""auto: from the master's heartbeat_s and round_timeout_s (worker/state/times.py), which nobody need think about."""
 
 
-class ClientConfig(Knobs):
+class ClientConfig(SecurityKnobs):
     """One cluster's settings; the precedence is core.config's."""
 
     run_id: str = Field("", description="The run to take part in; empty: whichever the master serves.")
@@ -38,17 +40,28 @@ class ClientConfig(Knobs):
     connect_wait_s: PositiveSeconds = Field(
         120.0, description="How long the first join waits for a master that cannot be reached, before it gives up."
     )
-    call_deadline_s: PositiveSeconds = Field(10.0, description="How long one control call may take.")
-    retry_max_s: PositiveSeconds = Field(
-        10.0, description="Longest pause between two tries of a call that failed; it begins at 0.2 s and doubles."
+    call_deadline_s: AutoSeconds = Field(
+        "auto", description="How long one control call may take; auto: as long as the master waits for beats (10 s)."
     )
-    leave_wait_s: PositiveSeconds = Field(30.0, description="How long leaving may take before it is given up.")
+    retry_max_s: AutoSeconds = Field(
+        "auto",
+        description="Longest pause between two tries of a call that failed; it begins at 0.2 s and doubles; "
+        "auto: half a heartbeat (1 s).",
+    )
+    leave_wait_s: AutoSeconds = Field(
+        "auto",
+        description="How long leaving may take before it is given up; auto: the master's round_timeout_s (30 s).",
+    )
     # A chunk of 1 MiB takes 0.8 s at 10 Mbit/s; the timer adapts upwards from here to the gaps that it measures.
-    data_silence_s: PositiveSeconds = Field(
-        2.0, description="A slave that answers nothing for so long is asked again over a new connection."
+    data_silence_s: AutoSeconds = Field(
+        "auto",
+        description="A slave that answers nothing for so long is asked again over a new connection; "
+        "auto: a heartbeat (2 s).",
     )
-    data_stall_s: PositiveSeconds = Field(
-        30.0, description="A transfer without any progress for so long is given up and asked for anew."
+    data_stall_s: AutoSeconds = Field(
+        "auto",
+        description="A transfer without any progress for so long is given up and asked for anew; "
+        "auto: the master's round_timeout_s (30 s).",
     )
     checkpoint_dir: Path | None = Field(
         None, description="Directory for this cluster's checkpoints, its own alone; empty: none are made."
@@ -85,10 +98,15 @@ class ClientConfig(Knobs):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        wrong = violations("worker", dict(self))
+        wrong = violations("worker", dict(iter(self)))
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
+
+
+def given(seconds: float | str) -> float | None:
+    """A time that somebody set; None for "auto"."""
+    return None if isinstance(seconds, str) else seconds
 
 
 def wire_of(config: ClientConfig) -> Codec:
@@ -101,7 +119,8 @@ def check(config: ClientConfig) -> ClientConfig:
     if not config.master:
         raise ConfigError("the master's address is missing: set DIPS_MASTER, or give --master HOST:PORT")
     parse_address(config.master, "master")
-    require_loopback(config.master, "master")
+    if config.insecure:
+        require_loopback(config.master, "master")
     if not config.cluster_id:
         raise ConfigError("the cluster's name is missing: set DIPS_CLUSTER, or give --cluster-id NAME")
     check_name(config.cluster_id, "cluster_id")

@@ -15,16 +15,19 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from dips.core.clock import Clock, SystemClock
+from dips.core.curve import CurvePair, pair_for
 from dips.core.errors import ConfigError, LocalProtocolError
 from dips.core.failpoints import failpoint
 from dips.core.ids import ClusterId, Incarnation, Version
+from dips.core.keys import security_of
 from dips.core.layout import Layout
 from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, Settings, Verdict
 from dips.core.telemetry import ChangeLogger, Tape
+from dips.core.tls_probe import check_let_in
 from dips.core.wire import DIFFERENCES
 from dips.worker.checkpointing import Checkpointing, InnerState
 from dips.worker.client import MasterClient
-from dips.worker.config import ClientConfig, check, wire_of
+from dips.worker.config import ClientConfig, check, given, wire_of
 from dips.worker.heartbeat import Facts, Heartbeat
 from dips.worker.pace import Pace
 from dips.worker.parameters import ParameterStore
@@ -48,6 +51,7 @@ from dips.worker.state.effects import (
 from dips.worker.state.events import Event, LeaseWanted, Started, Stepped, StopWanted, Tick
 from dips.worker.state.session import Session
 from dips.worker.state.terms import SessionConfig
+from dips.worker.state.times import Times
 from dips.worker.transfers import Transfers
 from dips.worker.vectors import F32, Vectors, chunk_spans
 from dips.worker.wire import kernels
@@ -79,9 +83,11 @@ class Driver:
         go; None: config.tape, closed by close().
         """
         self.config = check(config)
+        self.security = security_of(config, f"cluster {config.cluster_id}")
         self._parameters = parameters
         self._clock: Clock = clock or SystemClock()
-        self._session = Session(_session_config(config, layout, data_plan))
+        curve = pair_for(self.security)
+        self._session = Session(_session_config(config, layout, data_plan, curve))
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._log = ChangeLogger(logging.getLogger("dips.worker"))
         self._owns_tape = tape is None
@@ -90,15 +96,15 @@ class Driver:
         self._vectors = Vectors(layout.n_elems, parameters)
         if wire_of(config) in DIFFERENCES:
             kernels().warm_up()  # now, and not while the first push is on its way
-        self._transfers = Transfers(config, layout, self._vectors, self._events.put, self._clock)
+        self._transfers = Transfers(layout, self._vectors, self._events.put, self._clock, curve)
         self._checkpoints: Checkpointing | None = None
         if config.checkpoint_dir is not None:
             self._checkpoints = Checkpointing(
                 config.checkpoint_dir, config, parameters, self._vectors, inner, self._events.put, self.tape,
                 self._clock,
             )  # fmt: skip
-        self._client = MasterClient(config.master, self._events.put)
-        self._heartbeat = Heartbeat(config.master, self._events.put, self._clock)
+        self._client = MasterClient(config.master, self.security, self._events.put)
+        self._heartbeat = Heartbeat(config.master, self.security, self._events.put, self._clock)
         self._pace = Pace()
         self._finished: Finished | None = None
         self._raised = False
@@ -117,6 +123,7 @@ class Driver:
         """
         if self._checkpoints is not None and (self.config.resume or self.config.resume_required):
             self.resumed = self._checkpoints.resume(self._session)
+        check_let_in(self.config.master, self.security)
         self._settle(Started())
         self._pace.resume(self._clock.monotonic_s())
 
@@ -289,6 +296,10 @@ class Driver:
 
     # ---- parts ----
 
+    @property
+    def _times(self) -> Times:
+        return self._session.core.terms.times
+
     def _settle(self, first: Event | None = None) -> None:
         """Handle `first` and what has arrived; wait while the session says so; raise what ended it."""
         with self._training_goes_on():
@@ -320,7 +331,7 @@ class Driver:
     def _leave(self, reason: str) -> None:
         if not self.done:
             self._handle(StopWanted(reason))
-        give_up_s = self._clock.monotonic_s() + self.config.leave_wait_s
+        give_up_s = self._clock.monotonic_s() + self._times.leave_wait_s
         while not self.done and self._clock.monotonic_s() < give_up_s:
             self._wait("wait")
         if not self.done:
@@ -354,9 +365,9 @@ class Driver:
                 assert self._checkpoints is not None, "asked for only with a directory"
                 self._checkpoints.record_push(effect.record)
             case StartPush():
-                self._transfers.push(effect, self.run_id, self.settings)
+                self._transfers.push(effect, self.run_id, self.settings, self._times)
             case StartPull():
-                self._transfers.pull(effect, self._landing())
+                self._transfers.pull(effect, self._landing(), self._times)
             case CancelTransfer():
                 self._transfers.cancel(effect.transfer_id)
             case Record():
@@ -431,7 +442,9 @@ def reason_of(kind: type[BaseException] | None, error: BaseException | None) -> 
     return f"{kind.__name__}: {error}" if str(error or "") else kind.__name__
 
 
-def _session_config(config: ClientConfig, layout: Layout, data_plan: DataPlan) -> SessionConfig:
+def _session_config(
+    config: ClientConfig, layout: Layout, data_plan: DataPlan, curve: CurvePair | None
+) -> SessionConfig:
     return SessionConfig(
         ClusterId(config.cluster_id),
         layout,
@@ -439,11 +452,14 @@ def _session_config(config: ClientConfig, layout: Layout, data_plan: DataPlan) -
         run_id=config.run_id,
         declared_tokens_per_s=config.declared_tokens_per_s,
         connect_wait_s=config.connect_wait_s,
-        call_deadline_s=config.call_deadline_s,
-        retry_max_s=config.retry_max_s,
-        leave_wait_s=config.leave_wait_s,
+        call_deadline_s=given(config.call_deadline_s),
+        retry_max_s=given(config.retry_max_s),
+        leave_wait_s=given(config.leave_wait_s),
+        data_silence_s=given(config.data_silence_s),
+        data_stall_s=given(config.data_stall_s),
         durable_pushes=config.checkpoint_dir is not None,
         wire=wire_of(config),
+        curve_key=b"" if curve is None else curve.public,
         expect_sync_every=config.sync_every,
         expect_outer_lr=config.outer_lr,
         expect_outer_momentum=config.outer_momentum,

@@ -17,21 +17,24 @@ from google.protobuf.message import Message
 
 from dips.core.clock import Clock
 from dips.core.codec_protobuf import from_message, to_message
-from dips.core.errors import Refused
+from dips.core.errors import RefusalCode, Refused
 from dips.core.failpoints import failpoint
 from dips.core.grpc_refusal import refused_from
 from dips.core.ids import Incarnation
+from dips.core.keys import Used
 from dips.core.messages import HeartbeatReply, HeartbeatRequest
+from dips.core.security import Security
 from dips.core.telemetry import ChangeLogger
 from dips.protos import clusters_pb2_grpc
-from dips.worker.client import open_channel
+from dips.worker.client import channel_to
 from dips.worker.state.events import Beat, BeatRefused, Event
 from dips.worker.state.refusals import Remedy, remedy_for
 
 STREAM_S = 3600.0
 """A stream's deadline: every call has one, and a new stream an hour costs nothing."""
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 1.0
+"""Between two streams: how soon a restarted master hears of a cluster that has nothing else to ask of it."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,10 @@ class Facts:
 class Heartbeat:
     """`deliver` is called on the heartbeat's thread with Beat and BeatRefused events."""
 
-    def __init__(self, master: str, deliver: Callable[[Event], None], clock: Clock) -> None:
+    def __init__(self, master: str, security: Security, deliver: Callable[[Event], None], clock: Clock) -> None:
         self._master = master
+        self._security = security
+        self._used = Used(security)
         self._deliver = deliver
         self._clock = clock
         self._log = ChangeLogger(logging.getLogger("dips.worker.heartbeat"))
@@ -79,7 +84,8 @@ class Heartbeat:
             if self._incarnation() == self._fenced:
                 self._stop.wait(FIRST_PAUSE_S)  # until the session has joined again
                 continue
-            with open_channel(self._master) as channel:
+            self._used = Used(self._security)
+            with channel_to(self._master, self._security) as channel:
                 answered = self._stream(channel)
             pause_s = FIRST_PAUSE_S if answered else min(MAX_PAUSE_S, 2 * pause_s)
             self._stop.wait(pause_s)
@@ -119,7 +125,7 @@ class Heartbeat:
             failpoint("worker.rpc.before_Heartbeat")
             yield to_message(facts.request)
             silent_s = self._clock.monotonic_s() - self._last_reply_s
-            if silent_s > facts.heartbeat_s * facts.evict_after_beats:
+            if silent_s > facts.heartbeat_s * facts.evict_after_beats or self._used.renewed:
                 break
             self._stop.wait(facts.heartbeat_s)
         if not ended.is_set():
@@ -136,6 +142,8 @@ class Heartbeat:
         if self._stop.is_set():
             return
         cause = refused_from(error)
+        if isinstance(cause, Refused) and cause.code is RefusalCode.IDENTITY and self._used.renewed:
+            return  # the next stream uses the keys that were renewed meanwhile
         incarnation = self._unanswered.popleft() if self._unanswered else None
         if isinstance(cause, Refused) and incarnation is not None:
             if remedy_for(cause, joining=False, pushing=False) is Remedy.JOIN_AGAIN:

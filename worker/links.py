@@ -1,4 +1,7 @@
-"""The data flow's sockets: one DEALER to each slave, used by one thread. Knows frames, and nothing of what they say."""
+"""The data flow's sockets: one DEALER to each slave, used by one thread. Knows frames, and nothing of what they say.
+
+With keys it speaks to nobody but the owner of the key that the master named for a slave, and never in the clear.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from collections.abc import Iterator, Sequence
 
 import zmq
 
+from dips.core.curve import CurvePair, as_client
 from dips.core.data_header import MAX_HEADER_BYTES
-from dips.core.messages import PlacementSpec
+from dips.core.errors import ConfigError
+from dips.core.handshakes_zmq import Failure, Handshakes
+from dips.core.messages import PlacementSpec, SlaveAddress
 from dips.core.net import require_loopback
 from dips.worker.flow import MOST_REQUESTS
 
@@ -28,25 +34,35 @@ Payload = memoryview
 class Links:
     """A DEALER socket for each slave of a placement; to be used by one thread."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], placement: PlacementSpec, chunk_bytes: int):
-        """chunk_bytes: of the longest payload that may arrive."""
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        placement: PlacementSpec,
+        chunk_bytes: int,
+        curve: CurvePair | None = None,
+    ):
+        """chunk_bytes: of the longest payload that may arrive. curve: this process's keys; None: no encryption."""
         self._context = context
         self._chunk_bytes = chunk_bytes
-        self._endpoints = {address.slave_id: address.data_endpoint for address in placement.slaves}
+        self._curve = curve
+        self._addresses = {address.slave_id: address for address in placement.slaves}
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._handshakes: dict[str, Handshakes] = {}
+        self._away: set[str] = set()
         self._poller = zmq.Poller()
 
     def open(self, slaves: Sequence[str]) -> None:
-        """Connect. Raises ConfigError for an endpoint that is not loopback."""
+        """Connect. Raises ConfigError for keys on one side only, and without keys for what is not loopback."""
         for slave in slaves:
-            if self._endpoints[slave]:
-                require_loopback(self._endpoints[slave], f"the data endpoint of slave {slave}")
+            if self._addresses[slave].data_endpoint:
+                _check_keys(self._addresses[slave], self._curve)
                 self.reconnect(slave)
 
     def reconnect(self, slave: str) -> None:
         """A fresh socket has a fresh routing id, so that late answers to the old one go nowhere."""
         self._drop(slave)
-        if not self._endpoints[slave]:
+        address = self._addresses[slave]
+        if not address.data_endpoint:
             return  # the slave is away: the transfer's silence will say so
         dealer = self._context.socket(zmq.DEALER)
         options = {
@@ -60,7 +76,11 @@ class Links:
         }
         for option, value in options.items():
             dealer.setsockopt(option, value)
-        dealer.connect(self._endpoints[slave])
+        if self._curve is not None:
+            as_client(dealer, self._curve, address.curve_key)
+        self._handshakes[slave] = Handshakes(self._context, dealer, endings=True)
+        self._poller.register(self._handshakes[slave].socket, zmq.POLLIN)
+        dealer.connect(address.data_endpoint)
         self._sockets[slave] = dealer
         self._poller.register(dealer, zmq.POLLIN)
 
@@ -103,12 +123,50 @@ class Links:
                 while payload.more:
                     payload = dealer.recv(copy=False)
 
+    def turned_away(self) -> Iterator[tuple[str, str]]:
+        """(slave, why) for each socket whose connection failed since the last call; reconnect() tries once more.
+
+        Once for each socket: what libzmq says after that follows from it.
+        """
+        for slave, handshakes in self._handshakes.items():
+            failed = list(handshakes.failures())
+            if failed and slave not in self._away:
+                self._away.add(slave)
+                yield slave, _why(self._addresses[slave], failed[0].failure)
+
     def close(self) -> None:
         for slave in list(self._sockets):
             self._drop(slave)
 
     def _drop(self, slave: str) -> None:
-        dealer = self._sockets.pop(slave, None)
+        self._away.discard(slave)
+        dealer, handshakes = self._sockets.pop(slave, None), self._handshakes.pop(slave, None)
+        if handshakes is not None:
+            self._poller.unregister(handshakes.socket)
+            handshakes.close()
         if dealer is not None:
             self._poller.unregister(dealer)
             dealer.close(linger=0)
+
+
+def _check_keys(address: SlaveAddress, curve: CurvePair | None) -> None:
+    """Raises ConfigError unless both sides encrypt, or neither does and the slave is on this machine."""
+    slave = address.slave_id
+    if curve is None and address.curve_key:
+        raise ConfigError(f"slave {slave} encrypts the data flow, and this process has no keys: start it with --keys")
+    if curve is None:
+        require_loopback(address.data_endpoint, f"the data endpoint of slave {slave}")
+    elif not address.curve_key:
+        raise ConfigError(f"slave {slave} has no data key, and nothing goes to it in the clear: start it with --keys")
+
+
+def _why(address: SlaveAddress, failure: Failure) -> str:
+    where = f"slave {address.slave_id} at {address.data_endpoint}"
+    if failure is Failure.GONE:
+        return f"the connection to {where} has ended: the slave is gone, or the network between"
+    if failure is Failure.KEY:
+        return (
+            f"{where} does not let this process's data key in: the master has not named it there, because this process "
+            "has not joined, or was evicted or revoked"
+        )
+    return f"the encrypted connection to {where} fails: another process listens there, or the slave was restarted"

@@ -28,6 +28,7 @@ from dips.core.errors import ConfigError
 from dips.core.failpoints import install
 from dips.core.ids import Version
 from dips.core.messages import DataMode, DataPlan, Verdict
+from dips.core.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
 from dips.worker.driver import Driver
@@ -45,6 +46,9 @@ class DiLoCo:
     many steps, with or without a master. sync_every, outer_lr, outer_momentum: what the user expects of the run;
     the values live on the master, and another one there is refused at the start. master, cluster_id, run_id: else
     DIPS_MASTER, DIPS_CLUSTER, DIPS_RUN. tape: a file for this cluster's event record.
+
+    keys: the directory of this cluster's identity (docs/security.md), else DIPS_KEYS. insecure: use none, with a master
+    on this machine only; else DIPS_INSECURE=1. One of the two must be given.
 
     wire_dtype: how pushes are written, "float32" (else DIPS_WORKER_WIRE_DTYPE) or differences to the pulled version in
     fewer bits: "bfloat16", "int8" or "int4". What rounding loses goes with the next push.
@@ -70,6 +74,8 @@ class DiLoCo:
         master: str | None = None,
         cluster_id: str | None = None,
         run_id: str | None = None,
+        keys: Path | str | None = None,
+        insecure: bool | None = None,
         wire_dtype: str | None = None,
         tape: Path | str | None = None,
         checkpoint_dir: Path | str | None = None,
@@ -101,6 +107,8 @@ class DiLoCo:
                         "master": master,
                         "cluster_id": cluster_id or os.environ.get("DIPS_CLUSTER") or None,
                         "run_id": run_id or os.environ.get("DIPS_RUN") or None,
+                        "keys": keys or os.environ.get(KEYS_VARIABLE) or None,
+                        "insecure": os.environ.get(INSECURE_VARIABLE) or None if insecure is None else insecure,
                         "sync_every": sync_every,
                         "outer_lr": outer_lr,
                         "outer_momentum": outer_momentum,
@@ -118,7 +126,7 @@ class DiLoCo:
         if self._config is None:
             _logger.info("DIPS_MASTER is not set: training alone, nothing is shared")
         else:
-            install("worker")
+            install("worker", enabled=self._config.failpoints)
             parameters = TorchParameters(self._model, self._optimizer)
             inner = TorchState(self._model, self._optimizer, {"steps": _Steps(self), **_named(self._state)})
             plan = DataPlan(DataMode.OWN)

@@ -15,6 +15,7 @@ import zmq
 from numpy.typing import NDArray
 
 from dips.core.clock import Clock, SystemClock
+from dips.core.curve import CurvePair, pair_for
 from dips.core.errors import RemoteProtocolError, RetryLater
 from dips.core.ids import Version
 from dips.core.layout import Layout
@@ -26,8 +27,10 @@ from dips.core.messages import (
     FinishPullRequest,
     PullGrant,
 )
+from dips.core.security import Security
 from dips.core.telemetry import new_cause
-from dips.worker.client import MasterStubs, open_channel
+from dips.core.tls_probe import check_let_in
+from dips.worker.client import MasterStubs, channel_to
 from dips.worker.state.pulling import check_placement
 from dips.worker.transfer import TransferSettings
 from dips.worker.transfer_zmq import Common, carry_pull
@@ -52,6 +55,7 @@ def fetch_version(
     master: str,
     run_id: str | None,
     name: str,
+    security: Security,
     version: Version | None = None,
     at_least: Version | None = None,
     deadline_s: float = 60.0,
@@ -61,15 +65,26 @@ def fetch_version(
 
     Waits for it up to deadline_s. Raises Refused (VERSION_GONE names the versions that are kept; RUN_ID), RetryLater
     when the time is over (with the last reason), RemoteProtocolError for shares that contradict their digest, and
-    ConfigError for an address that is not loopback.
+    ConfigError for an address that cannot be dialled.
     """
-    with open_channel(master) as channel:
-        reader = _Reader(MasterStubs(channel), run_id or "", name, deadline_s, clock or SystemClock())
+    check_let_in(master, security)
+    with channel_to(master, security) as channel:
+        curve = pair_for(security)
+        reader = _Reader(MasterStubs(channel), run_id or "", name, deadline_s, clock or SystemClock(), curve)
         return reader.fetch(version, at_least)
 
 
 class _Reader:
-    def __init__(self, stubs: MasterStubs, run_id: str, name: str, deadline_s: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        stubs: MasterStubs,
+        run_id: str,
+        name: str,
+        deadline_s: float,
+        clock: Clock,
+        curve: CurvePair | None,
+    ) -> None:
+        self._curve = curve
         self._stubs = stubs
         self._run_id = run_id
         self._name = name
@@ -78,7 +93,8 @@ class _Reader:
         self._cause = new_cause()
 
     def fetch(self, version: Version | None, at_least: Version | None) -> FetchedModel:
-        request = BeginPullRequest(self._caller(), True, version or at_least, version is not None)
+        key = b"" if self._curve is None else self._curve.public
+        request = BeginPullRequest(self._caller(), True, version or at_least, version is not None, key)
         while True:
             grant = self._granted(request)
             try:
@@ -109,7 +125,7 @@ class _Reader:
         check_placement(grant.placement, len(layout.blocks))
         left_s = max(1.0, self._until_s - self._clock.monotonic_s())
         settings = TransferSettings(grant.chunk_bytes, WINDOW_CHUNKS, stall_s=min(30.0, left_s))
-        common = Common(grant.run_id, grant.epoch, self._cause, layout, settings)
+        common = Common(grant.run_id, grant.epoch, self._cause, layout, settings, curve=self._curve)
         flat = np.zeros(layout.n_elems, np.float32)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:

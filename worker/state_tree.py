@@ -33,7 +33,10 @@ def flatten(state: object, mark_of: Callable[[object], str | None]) -> tuple[Jso
 
 def unflatten(skeleton: Json, tensor: Callable[[str, str], Any]) -> Any:
     """The inverse of flatten; tensor(kind, name) gives the tensors back. Raises StateTreeError for no skeleton."""
-    return _Reader(tensor).value(skeleton)
+    try:
+        return _Reader(tensor).value(skeleton)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StateTreeError(f"a state's skeleton cannot be read ({error}): it is not one of this release") from error
 
 
 class _Writer:

@@ -25,10 +25,18 @@ MAX_SILENCE_S = 60.0
 MAX_SILENCES = 2
 """Silences in a row of one slave, before its address is asked for anew: it may have come back on another port."""
 
+LEAST_BYTES_PER_S = 125_000
+"""1 Mbit/s. A chunk gives no sign of life while it arrives, so a slow link looks dead for as long as that takes."""
+
 FIRST_PAUSE_S = 0.005
 """A ticket often reaches the worker before the slave has heard of it, by a millisecond or two."""
 
 MAX_PAUSE_S = 1.0
+
+TURNED_AWAY_S = 1.0
+"""How long a slave may refuse to connect; then the master is asked: for its new key, or what became of this cluster.
+The list of keys that are let in reaches the slaves a few milliseconds after Join was answered."""
+
 UNKNOWN_S = 5.0
 """How long a slave may know nothing of a push whose ticket we have; then the master is asked what became of it."""
 
@@ -39,6 +47,7 @@ _FOR_THE_MASTER = frozenset(
         RefusalCode.STALE_EPOCH,
         RefusalCode.FENCED,
         RefusalCode.RUN_ID,
+        RefusalCode.KEY,
     }
 )
 
@@ -58,6 +67,11 @@ class TransferSettings:
     silence_s: float = 3.0
     stall_s: float = 30.0
     flow: Callable[[Iterable[str], int, int], Flow] = Flow
+
+    @property
+    def first_silence_s(self) -> float:
+        """The patience with a link of which nothing is known yet: it may be as slow as any that is served."""
+        return max(self.silence_s, 1.25 * self.chunk_bytes / LEAST_BYTES_PER_S)
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,8 @@ class _Peer:
     must_query: bool = False
     silences: int = 0
     unknown_since_s: float = math.inf
+    away_since_s: float = math.inf
+    must_reconnect: bool = False
     done: bool = False
     bad_shards: int = 0
     checksums: dict[int, int] = field(default_factory=dict)
@@ -116,7 +132,7 @@ class _Peer:
         rank = [0] * len(chunks)
         for turn, index in enumerate(todo):
             rank[index] = turn
-        return cls(slave, chunks, tuple(rank), place, todo, bytearray(len(chunks)), now_s, settings.silence_s)
+        return cls(slave, chunks, tuple(rank), place, todo, bytearray(len(chunks)), now_s, settings.first_silence_s)
 
     def scheduled(self, indices: Iterable[int]) -> deque[int]:
         """In the order of the schedule."""
@@ -171,6 +187,9 @@ class Transfer(ABC):
             return []
         actions: list[Action] = []
         for peer in self._peers.values():
+            if peer.must_reconnect and now_s >= peer.resume_at_s:
+                peer.must_reconnect = False
+                actions.append(Reconnect(peer.slave))
             if peer.in_flight and now_s >= peer.last_word_s + peer.silence_s:  # the sum next_deadline_s() names
                 actions.append(self._reconnect(peer, now_s))
         if self.failure:
@@ -208,6 +227,20 @@ class Transfer(ABC):
         peer.resume_at_s = now_s + peer.pause_s
         peer.pause_s = min(MAX_PAUSE_S, 2 * peer.pause_s)
 
+    def turned_away(self, slave: str, sentence: str, now_s: float) -> None:
+        """No connection was made, for the reason in `sentence`: what was asked over it is lost. Pause, then retry."""
+        peer = self._peers.get(slave)
+        if peer is None or peer.done:
+            return
+        self._why = sentence
+        peer.away_since_s = min(peer.away_since_s, now_s)
+        if now_s - peer.away_since_s >= TURNED_AWAY_S:
+            self.failure = sentence
+        self._start_over(peer)
+        peer.must_reconnect = True
+        peer.resume_at_s = now_s + peer.pause_s
+        peer.pause_s = min(MAX_PAUSE_S, 2 * peer.pause_s)
+
     # ---- parts ----
 
     def _answered(self, slave: str, request: int, now_s: float, credit: int = 0) -> tuple[_Peer, int | None] | None:
@@ -218,7 +251,7 @@ class Transfer(ABC):
         # A slow link earns a longer patience: four times the longest recent gap between two answers.
         gap_s = now_s - peer.last_word_s
         peer.silence_s = min(MAX_SILENCE_S, max(self._settings.silence_s, 4 * gap_s, 0.9 * peer.silence_s))
-        peer.last_word_s, peer.silences = now_s, 0
+        peer.last_word_s, peer.silences, peer.away_since_s = now_s, 0, math.inf
         self._flow.answered(slave, request, now_s, credit)
         if request == peer.query:
             peer.query = None

@@ -8,6 +8,7 @@ checksum is wrong.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from dips.core.chunks import Buffer, Chunk, checksum
 from dips.core.clock import Clock
+from dips.core.curve import CurvePair
 from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import Refused
 from dips.core.failpoint_spec import Action, Kind
@@ -44,6 +46,9 @@ _logger = logging.getLogger("dips.worker.data")
 LONGEST_POLL_S = 0.1
 """How soon a cancelled transfer stops."""
 
+SAID_AFTER_S = 0.3
+"""How long slaves turn a transfer away before the log says so."""
+
 F32 = NDArray[np.float32]
 
 
@@ -51,7 +56,7 @@ F32 = NDArray[np.float32]
 class Common:
     """What every message of one transfer carries, and where blocks stand in the flat vector.
 
-    checksum: of payloads, xxh3-64; another one only in measurements.
+    curve: this process's keys; None: no encryption. checksum: of payloads, xxh3-64; another one only in measurements.
     """
 
     run_id: str
@@ -60,6 +65,7 @@ class Common:
     layout: Layout
     settings: TransferSettings
     checksum: Callable[[Buffer], int] = checksum
+    curve: CurvePair | None = None
 
 
 class _Carrier(ABC):
@@ -70,6 +76,8 @@ class _Carrier(ABC):
         self._links = links
         self._transfer = transfer
         self._clock = clock
+        self._away_since_s = math.inf
+        self._said = False
 
     def carry(self, cancelled: threading.Event) -> None:
         transfer, links, now_s = self._transfer, self._links, self._clock.monotonic_s
@@ -83,6 +91,17 @@ class _Carrier(ABC):
             pause_s = transfer.next_deadline_s() - now_s()
             for slave, header, payload in links.receive(min(max(pause_s, 0.0), LONGEST_POLL_S)):
                 self._hear(slave, header, payload)
+            for slave, why in links.turned_away():
+                self._turned_away(slave, why)
+
+    def _turned_away(self, slave: str, why: str) -> None:
+        """Said when it lasts: the master's list may be a moment behind its answer to Join."""
+        now_s = self._clock.monotonic_s()
+        self._transfer.turned_away(slave, why, now_s)
+        self._away_since_s = min(self._away_since_s, now_s)
+        if not self._said and now_s - self._away_since_s >= SAID_AFTER_S:
+            self._said = True
+            _logger.warning("%s", why)
 
     @abstractmethod
     def send(self, ask: Ask) -> None:
@@ -228,7 +247,7 @@ def carry_push(
     flat: the whole model, unchanged until this returns, as are the vectors of `difference`, which only the ticket's
     codec may ask for; then flat is a vector. ready: says which part of it is there; None: all. checksums: those of
     earlier attempts of this push in this codec; takes the new ones. Raises ConfigError for an endpoint that is not
-    loopback, or without numba.
+    loopback without keys, for keys on one side only, or without numba.
     """
     places = Places(common.layout)
     shares = shares_of(common.layout, ticket.placement, ticket.block_order, common.settings.chunk_bytes)
@@ -240,7 +259,7 @@ def carry_push(
         payloads = Differences(ticket.wire, flat, difference, places, common.settings.chunk_bytes)
     if ready is not None:
         payloads = Gated(payloads, ready, places)
-    links = Links(context, ticket.placement, common.settings.chunk_bytes)
+    links = Links(context, ticket.placement, common.settings.chunk_bytes, common.curve)
     known = {} if checksums is None else checksums
     carrier = _PushCarrier(common, links, transfer, clock, push, ticket.attempt, payloads, known)
     try:
@@ -259,11 +278,11 @@ def carry_pull(
 ) -> PullTransfer:  # fmt: skip
     """Fetch a version into `flat`; when the transfer is done, every share has the digest that the grant names.
 
-    Raises ConfigError for an endpoint that is not loopback.
+    Raises ConfigError for an endpoint that is not loopback without keys, or for keys on one side only.
     """
     shares = shares_of(common.layout, grant.placement, grant.block_order, common.settings.chunk_bytes)
     transfer = PullTransfer(shares, dict(grant.digest_of_slave), common.settings, clock.monotonic_s())
-    links = Links(context, grant.placement, common.settings.chunk_bytes)
+    links = Links(context, grant.placement, common.settings.chunk_bytes, common.curve)
     try:
         _PullCarrier(common, links, transfer, clock, grant.version, flat).carry(cancelled)
     finally:

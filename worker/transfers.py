@@ -9,14 +9,15 @@ import zmq
 
 from dips.core.chunks import Chunk
 from dips.core.clock import Clock
+from dips.core.curve import CurvePair
 from dips.core.ids import PushId
 from dips.core.layout import Layout
 from dips.core.messages import Settings
 from dips.core.wire import DIFFERENCES, Codec
-from dips.worker.config import ClientConfig
 from dips.worker.data_thread import DataThread
 from dips.worker.state.effects import StartPull, StartPush
 from dips.worker.state.events import Event, Pulled, PullFailed, PushFailed, PushSent
+from dips.worker.state.times import Times
 from dips.worker.transfer import TransferSettings
 from dips.worker.transfer_zmq import Common, carry_pull, carry_push
 from dips.worker.vectors import F32, Vectors
@@ -27,17 +28,17 @@ PULL_WINDOW_CHUNKS = 64
 
 
 class Transfers:
-    """One transfer at a time. `deliver` is called on the data thread."""
+    """One transfer at a time. `deliver` is called on the data thread. curve: this process's keys, if it has any."""
 
     def __init__(
         self,
-        config: ClientConfig,
         layout: Layout,
         vectors: Vectors,
         deliver: Callable[[Event], None],
         clock: Clock,
+        curve: CurvePair | None = None,
     ) -> None:
-        self._config = config
+        self._curve = curve
         self._layout = layout
         self._vectors = vectors
         self._deliver = deliver
@@ -45,13 +46,13 @@ class Transfers:
         self._thread = DataThread()
         self._sums: tuple[PushId, Codec, dict[Chunk, int]] | None = None
 
-    def push(self, effect: StartPush, run_id: str, settings: Settings) -> None:
+    def push(self, effect: StartPush, run_id: str, settings: Settings, times: Times) -> None:
         """Send the push vector; ends in PushSent or PushFailed."""
         vectors, clock = self._vectors, self._clock
         (flat, ready), wire = vectors.sending(), effect.ticket.wire
         difference = Difference(vectors.base, vectors.residual) if wire in DIFFERENCES else None
-        limits = self._settings(settings.chunk_bytes, settings.window_chunks)
-        common = Common(run_id, effect.epoch, effect.cause, self._layout, limits)
+        limits = _settings(settings.chunk_bytes, settings.window_chunks, times)
+        common = Common(run_id, effect.epoch, effect.cause, self._layout, limits, curve=self._curve)
         checksums = self._checksums_of(effect.push, wire)
 
         def job(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
@@ -67,11 +68,11 @@ class Transfers:
 
         self._thread.run(effect.transfer_id, job, lambda why: self._deliver(PushFailed(effect.transfer_id, why)))
 
-    def pull(self, effect: StartPull, flat: F32) -> None:
+    def pull(self, effect: StartPull, flat: F32, times: Times) -> None:
         """Fetch into `flat`; ends in Pulled or PullFailed."""
         grant, clock = effect.grant, self._clock
-        limits = self._settings(grant.chunk_bytes, PULL_WINDOW_CHUNKS)
-        common = Common(grant.run_id, grant.epoch, effect.cause, self._layout, limits)
+        limits = _settings(grant.chunk_bytes, PULL_WINDOW_CHUNKS, times)
+        common = Common(grant.run_id, grant.epoch, effect.cause, self._layout, limits, curve=self._curve)
 
         def job(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
             began_s = clock.monotonic_s()
@@ -99,5 +100,6 @@ class Transfers:
             self._sums = (push, wire, {})
         return self._sums[2]
 
-    def _settings(self, chunk_bytes: int, window_chunks: int) -> TransferSettings:
-        return TransferSettings(chunk_bytes, window_chunks, self._config.data_silence_s, self._config.data_stall_s)
+
+def _settings(chunk_bytes: int, window_chunks: int, times: Times) -> TransferSettings:
+    return TransferSettings(chunk_bytes, window_chunks, times.data_silence_s, times.data_stall_s)

@@ -19,9 +19,11 @@ from dips.core.allocator import keep_freed_memory, zeros
 from dips.core.chunks import Buffer as Bytes
 from dips.core.chunks import checksum, shard_digest
 from dips.core.clock import SystemClock
+from dips.core.curve import CurvePair
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout, Parameter
-from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
+from dips.core.messages import AllowedKey, KeyRole, PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
+from dips.core.placement import shard_bytes_needed
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
 from dips.slave.main import SWITCH_INTERVAL_S
@@ -34,6 +36,9 @@ from flows.peer import process_cpu_s
 
 F32 = NDArray[np.float32]
 V0 = Version(1, 0)
+WAYS = ("plain", "without_checksum", "curve")
+"""How a data port and a carrier speak: as they do without keys, without checksums on both sides, encrypted."""
+
 RUN = "bench"
 PART_ELEMS = 4 << 20
 
@@ -63,17 +68,18 @@ def _crashed(error: BaseException) -> None:
 
 
 class SlaveEnd:
-    """One memory, served by two data ports: with checksums, and without."""
+    """One memory, served by one data port for each of WAYS."""
 
     def __init__(self, layout: Layout, chunk_bytes: int, data_threads: int) -> None:
         keep_freed_memory()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         kernels_numba.warm_up()
-        self._memory = ShardMemory(layout.blocks, chunk_bytes, 1, 28 * layout.n_elems)
+        room = shard_bytes_needed((block.n_elems for block in layout.blocks), chunk_bytes, 1, pins=0)
+        self._memory = ShardMemory(layout.blocks, chunk_bytes, 1, room)
         theta = self._memory.take().theta
         theta[:] = parameters(layout.n_elems, 0)
         sums = chunk_checksums(theta, layout.blocks, chunk_bytes)
-        self.checksums = {True: sums, False: [no_checksum(b"")] * len(sums)}
+        self.checksums = dict.fromkeys(WAYS, sums) | {"without_checksum": [no_checksum(b"")] * len(sums)}
         info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", shard_digest(sums), committed=True)
         self._memory.name_shadow(info, sums)
         self._memory.flip(info)
@@ -82,8 +88,8 @@ class SlaveEnd:
         self._parts_per_s = 0.0
         self._arrays = [zeros(3 * PART_ELEMS) for _ in range(5)]
         self._digest = b""
-        self._servers = {True: self._serve(chunk_bytes, data_threads, True)}
-        self._servers[False] = self._serve(chunk_bytes, data_threads, False)
+        self._pair = CurvePair.new()
+        self._servers = {way: self._serve(chunk_bytes, data_threads, way) for way in WAYS}
         target = self._memory.staging[0]
         self._receivers: dict[str, baselines.Receiver] = {
             "tcp": baselines.TcpReceiver(target),
@@ -92,14 +98,15 @@ class SlaveEnd:
             "pickle": baselines.PickleReceiver(target),
         }
 
-    def _serve(self, chunk_bytes: int, data_threads: int, with_checksum: bool) -> DataServer:
+    def _serve(self, chunk_bytes: int, data_threads: int, way: str) -> DataServer:
         server = DataServer(
             *("127.0.0.1", 0, RUN, chunk_bytes, self._note_staged, _crashed),
             data_threads=data_threads,
-            checksum=checksum if with_checksum else no_checksum,
+            checksum=no_checksum if way == "without_checksum" else checksum,
+            curve=self._pair if way == "curve" else None,
         )
         assert self._memory.current is not None
-        buffer = Buffer(self._memory.current.theta, self._memory.current.info, self.checksums[with_checksum])
+        buffer = Buffer(self._memory.current.theta, self._memory.current.info, self.checksums[way])
         done = threading.Event()
         server.start()
         server.set_memory(self._memory.map, self._memory.staging, lambda: None)
@@ -111,11 +118,16 @@ class SlaveEnd:
         self._digest = event.digest
         self._staged.set()
 
-    def endpoint(self, with_checksum: bool) -> str:
-        return self._servers[with_checksum].endpoint
+    def allow(self, key: bytes) -> bytes:
+        """Let the cluster with this key in; returns this slave's own."""
+        self._servers["curve"].set_allowed([AllowedKey(KeyRole.CLUSTER, push_id(0).cluster, key)])
+        return self._pair.public
 
-    def digest(self, with_checksum: bool) -> bytes:
-        return shard_digest(self.checksums[with_checksum])
+    def endpoint(self, way: str) -> str:
+        return self._servers[way].endpoint
+
+    def digest(self, way: str) -> bytes:
+        return shard_digest(self.checksums[way])
 
     def port(self, name: str) -> int:
         return self._receivers[name].port
@@ -123,10 +135,10 @@ class SlaveEnd:
     def receive(self, name: str) -> None:
         self._receivers[name].receive()
 
-    def open(self, number: int, with_checksum: bool) -> None:
+    def open(self, number: int, way: str) -> None:
         """Open the staging of this push; the one before leaves the slot."""
         self._staged.clear()
-        self._servers[with_checksum].open(push_id(number), 1, 0, number)
+        self._servers[way].open(push_id(number), 1, 0, number)
 
     def wait_staged(self) -> bytes:
         self._staged.wait()
@@ -178,13 +190,22 @@ class WorkerEnd:
         self._target = zeros(layout.n_elems)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._clock = SystemClock()
+        self._pair = CurvePair.new()
+        self._server_key = b""
 
-    def push(self, number: int, endpoint: str, with_checksum: bool) -> float:
+    def key(self) -> bytes:
+        return self._pair.public
+
+    def trust(self, server_key: bytes) -> None:
+        """The key of the slave's encrypted port."""
+        self._server_key = server_key
+
+    def push(self, number: int, endpoint: str, way: str) -> float:
         """Seconds until every chunk was acknowledged and the digest known."""
         began_s = time.perf_counter()
-        ticket = Ticket(1, self._placement(endpoint), self._order())
+        ticket = Ticket(1, self._placement(endpoint, way), self._order())
         transfer, digests = carry_push(
-            self._context, self._common(with_checksum), self._source, push_id(number), ticket, self._clock,
+            self._context, self._common(way), self._source, push_id(number), ticket, self._clock,
             threading.Event(),
         )  # fmt: skip
         elapsed_s = time.perf_counter() - began_s
@@ -192,15 +213,13 @@ class WorkerEnd:
         assert len(digests) == 1
         return elapsed_s
 
-    def pull(self, endpoint: str, digest: bytes, with_checksum: bool) -> float:
+    def pull(self, endpoint: str, digest: bytes, way: str) -> float:
         began_s = time.perf_counter()
         grant = PullGrant(
-            V0, 1, 1, self._placement(endpoint), self._order(), (("s", digest),), 0, 1, None,
+            V0, 1, 1, self._placement(endpoint, way), self._order(), (("s", digest),), 0, 1, None,
             self._settings.chunk_bytes, 1, RUN,
         )  # fmt: skip
-        transfer = carry_pull(
-            self._context, self._common(with_checksum), self._target, grant, self._clock, threading.Event()
-        )
+        transfer = carry_pull(self._context, self._common(way), self._target, grant, self._clock, threading.Event())
         elapsed_s = time.perf_counter() - began_s
         assert transfer.done, transfer.failure
         return elapsed_s
@@ -222,11 +241,14 @@ class WorkerEnd:
     def close(self) -> None:
         self._context.destroy(linger=0)
 
-    def _common(self, with_checksum: bool) -> Common:
-        return Common(RUN, 1, "bench", self._layout, self._settings, checksum if with_checksum else no_checksum)
+    def _common(self, way: str) -> Common:
+        function = no_checksum if way == "without_checksum" else checksum
+        curve = self._pair if way == "curve" else None
+        return Common(RUN, 1, "bench", self._layout, self._settings, function, curve)
 
-    def _placement(self, endpoint: str) -> PlacementSpec:
-        return PlacementSpec((SlaveAddress("s", endpoint),), (0,) * len(self._layout.blocks), b"")
+    def _placement(self, endpoint: str, way: str) -> PlacementSpec:
+        key = self._server_key if way == "curve" else b""
+        return PlacementSpec((SlaveAddress("s", endpoint, key),), (0,) * len(self._layout.blocks), b"")
 
     def _order(self) -> tuple[int, ...]:
         return tuple(range(len(self._layout.blocks)))

@@ -37,10 +37,12 @@ class Dips(Party):
     def start(self) -> None:
         knobs: dict[str, object] = {
             "run-id": "bench", "directory": self.directory / "master", "slaves": self.slaves, "sync-every": 1,
+            "verdict-wait-s": 60,  # a round is timed to its end, however long the ones before took
             "min-clusters": self.clusters, "max-clusters": self.clusters, "outer-lr": OUTER_LR,
             "outer-momentum": OUTER_MOMENTUM, "durability": self.durability,
         }  # fmt: skip
-        self.spawn("master", [python(), "-m", "dips.launch", "master", *_options({**knobs, **self.master})])
+        role = [python(), "-m", "dips.launch", "master", "--insecure"]
+        self.spawn("master", [*role, *_options({**knobs, **self.master})])
         where = self.directory / "master" / "master.json"
         self._until(where.exists, "master")
         address = json.loads(where.read_text())["address"]
@@ -53,14 +55,14 @@ class Dips(Party):
                 "tape": self.directory / f"{name}.jsonl",
             }  # fmt: skip
             dips = [HERE / "switches.py", self.without] if self.without else ["-m", "dips.launch"]
-            self.spawn(name, [python(), *dips, "slave", *_options({**own, **self.slave})])
+            self.spawn(name, [python(), *dips, "slave", "--insecure", *_options({**own, **self.slave})])
         for number in range(self.clusters):
             self.start_cluster(number, address)
 
     def start_cluster(self, number: int, address: str) -> None:
         tape = self.directory / f"c{number}.jsonl"
         more = ("--wire-dtype", self.wire_dtype, "--tape", tape, "--threads", self.threads)
-        self.spawn_cluster(number, "dips_worker.py", python(), *more, variables={"DIPS_MASTER": address})
+        self.spawn_cluster(number, "dips_worker.py", python(), *more, variables=_there(address))
 
     def _until(self, happened: Callable[[], bool], name: str) -> None:
         end_s = time.monotonic() + START_S
@@ -74,6 +76,11 @@ class Dips(Party):
         return [record for name in names for record in read_tape(self.directory / f"{name}.jsonl")]
 
 
+def _there(address: str) -> dict[str, str]:
+    """Without keys, as the systems beside it run: what is compared is the way of the parameters."""
+    return {"DIPS_MASTER": address, "DIPS_INSECURE": "1"}
+
+
 @dataclass
 class TimedDips(Dips):
     """Clusters whose inner steps are timed stand-ins, in milliseconds for each cluster; they need no torch."""
@@ -82,7 +89,7 @@ class TimedDips(Dips):
 
     def start_cluster(self, number: int, address: str) -> None:
         more = ("--step-ms", self.step_ms[number], "--tape", self.directory / f"c{number}.jsonl")
-        self.spawn_cluster(number, "timed_worker.py", python(), *more, variables={"DIPS_MASTER": address})
+        self.spawn_cluster(number, "timed_worker.py", python(), *more, variables=_there(address))
 
     def run(self, seconds: float) -> list[dict[str, float]]:
         """All clusters at once for so long; what each did (timed_worker.py)."""

@@ -89,6 +89,7 @@ def main() -> None:
     numbers = Numbers(options.params)
     config = load(ClientConfig, SECTION, overrides={
         "master": os.environ["DIPS_MASTER"], "cluster_id": f"c{options.cluster}", "tape": options.tape,
+        "insecure": True,
     }).value  # fmt: skip
     with Driver(config, numbers, numbers.layout(), DataPlan(DataMode.OWN)) as driver:
         print(json.dumps({"ready": True, "model_bytes": 0, "sample": []}), flush=True)

@@ -6,6 +6,7 @@ depend on a journal entry are held back until the entry is durable.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from dips.core.messages import (
     LeaseDataRequest,
     LeaveRequest,
     OperatorReply,
+    ReshardRequest,
     ReturnDataRequest,
     StatusRequest,
 )
@@ -39,17 +41,19 @@ from dips.master.state.events import (
     OperatorCall,
     Pause,
     Resume,
+    Revoked,
     SlaveLinkDown,
     SlaveSaid,
     Stop,
     Tick,
 )
-from dips.master.state.ledger import Ledger
+from dips.master.state.ledger import Ledger, ledger_from_journal
 from dips.master.state.membership import Membership
 from dips.master.state.pulls import Pulls
 from dips.master.state.pushes import Pushes
 from dips.master.state.records import Member
 from dips.master.state.recovery import Recovery
+from dips.master.state.reshard import Reshard
 from dips.master.state.rounds import Rounds
 from dips.master.state.run_config import RunConfig
 from dips.master.state.slave_desk import SlaveDesk
@@ -64,19 +68,20 @@ class Coordinator:
     """One run's master. Not thread-safe: one owner calls handle() in order of time."""
 
     def __init__(self, config: RunConfig, epoch: int, snapshot_json: str | None, wall_offset_s: float) -> None:
-        ledger = Ledger.from_json(snapshot_json) if snapshot_json else Ledger(config.run_id)
-        ledger.detector = ledger.detector.after_master_restart()
+        ledger = ledger_from_journal(snapshot_json) if snapshot_json else Ledger(config.run_id)
         self.world = World(config, epoch, ledger, wall_offset_s)
         self._verdicts = Verdicts(self.world)
         self._pushes = Pushes(self.world, self._verdicts)
         self._rounds = Rounds(self.world, self._verdicts)
         links = SlaveLinks(self.world, self._rounds)
         self._recovery = Recovery(self.world, self._verdicts, self._rounds, links)
-        self._slaves = SlaveDesk(self.world, self._pushes, self._rounds, links, self._recovery)
+        self._reshard = Reshard(self.world, self._verdicts, links)
+        self._slaves = SlaveDesk(self.world, self._pushes, self._rounds, links, self._recovery, self._reshard)
         self._members = Membership(self.world, self._verdicts, self._slaves)
         self._pulls = Pulls(self.world)
         self._data = Data(self.world)
         self._last_tick_s: float | None = None
+        self._since_s = 0.0
         self._calls: dict[type[Any], Callable[[int, Any], None]] = {
             JoinRequest: self._members.join,
             HeartbeatRequest: self._members.beat,
@@ -93,7 +98,7 @@ class Coordinator:
     def start(self, now_s: float) -> list[Effect]:
         """The first effects of this life of the master."""
         self.world.now_s = now_s
-        self._last_tick_s = now_s
+        self._last_tick_s = self._since_s = now_s
         version = self.world.ledger.version
         self.world.record(
             "epoch",
@@ -123,6 +128,8 @@ class Coordinator:
                     self.world.close(link, refused)
             case SlaveLinkDown(link):
                 self._slaves.link_down(link)
+            case Revoked(role, name, reason):
+                self._revoked(role, name, reason)
             case JournalWritten(entry_id):
                 self.world.out.written(entry_id)
             case CallGone(token):
@@ -134,7 +141,7 @@ class Coordinator:
 
     def next_deadline_s(self) -> float | None:
         """When the next Tick is due at the latest."""
-        deadlines = [*self._rounds.deadlines(), *self._pushes.deadlines()]
+        deadlines = [*self._rounds.deadlines(), *self._pushes.deadlines(), *self._reshard.deadlines()]
         world = self.world
         if world.stopped_s is not None:
             deadlines.append(world.stopped_s + world.config.linger_s)
@@ -157,6 +164,16 @@ class Coordinator:
             )
             self.world.log(f"refused {name[:64]}", f"{type(request).__name__} refused: {refused.sentence}")
             self.world.refuse(token, refused)
+
+    def _revoked(self, role: str, name: str, reason: str) -> None:
+        """Its calls are refused by the server; here it loses its place in the run, and with it its data key."""
+        sentence = f"its certificate was revoked{f' ({reason})' if reason else ''}"
+        self.world.record("revoked", "operator", holder=f"{role} {name}", reason=reason)
+        self.world.log(f"revoked {role} {name}", f"{role} {name}: {sentence}", logging.WARNING)
+        if role == "cluster" and name in self.world.members:
+            self._members.evict(name, sentence)
+        if role == "operator":
+            self._pulls.end_readers()
 
     def _operate(self, token: int, action: OperatorAction) -> None:
         try:
@@ -196,6 +213,10 @@ class Coordinator:
                 world.journal("DRAIN", {"cluster": cluster, "reason": world.ledger.draining[cluster]})
                 self._done(token, "drain", f"cluster {cluster} finishes its push and leaves")
 
+            case ReshardRequest() as request:
+                check_run(world, request.run_id, "the request")
+                self._done(token, "reshard_asked", self._reshard.ask(request))
+
     def _done(self, token: int, kind: str, sentence: str) -> None:
         self.world.record(kind, "operator", sentence=sentence)
         self.world.log("operator", f"{kind}: {sentence}")
@@ -204,12 +225,26 @@ class Coordinator:
     def _stop(self, token: int, reason: str) -> None:
         world = self.world
         if world.ledger.stopping and not world.members:
+            awaited = self._awaited()
+            if awaited:
+                sentence = f"the run has ended; the master waits for {', '.join(awaited)}, here before it was restarted"
+                self._done(token, "stop", sentence)
+                return
             self._done(token, "stop", "no cluster is left; the master stops now")
             self._halt()
             return
         world.ledger.stop_asked = reason
         world.journal("STOP", {"reason": reason})
         self._done(token, "stop", "the open round finishes, everyone pulls the last version and leaves")
+
+    def _awaited(self) -> list[str]:
+        """Who was here in the last life of the master and had no time yet to come back: they must hear of the end."""
+        world = self.world
+        if world.now_s - self._since_s > world.config.evict_after_s:
+            return []
+        clusters = [str(name) for name, entry in sorted(world.ledger.clusters.items()) if entry.member]
+        attached = {name for name, slave in world.slaves.items() if slave.link is not None}
+        return clusters + [str(name) for name in world.slaves_expected() if name not in attached]
 
     def _live(self, cluster: str) -> Member:
         member = self.world.members.get(cluster)
@@ -232,6 +267,7 @@ class Coordinator:
             self._pulls.rearm(gap_s)
             self._rounds.rearm(gap_s)
             self._recovery.rearm(gap_s)
+            self._reshard.rearm(gap_s)
         self._recovery.tick()
         self._slaves.tick()
         self._members.tick()
@@ -242,12 +278,14 @@ class Coordinator:
     def _settle(self) -> None:
         world = self.world
         self._recovery.settle()
+        self._reshard.settle()
         self._rounds.settle()
         idle = world.round.phase.now is RoundPhase.IDLE
         if world.ledger.stop_asked and idle and not world.ledger.stopping:
             world.ledger.stopping = world.ledger.stop_asked
             self._rounds.settle()
         self._members.finish_leaving()
+        world.tell_allowed()
         ended = world.ledger.stopping and idle and not world.members and world.everything_out
         if ended and world.stopped_s is None:
             world.stopped_s = world.now_s

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from dips.core.ids import Version
-from dips.master.state.ledger import CommitInfo
+from dips.master.state.ledger import CommitInfo, same_as
 from dips.master.state.records import Donor, Member
 from dips.master.state.world import World
 
@@ -52,21 +53,22 @@ class Donors:
         donor = self._world.recovery.donor
         if donor is not None:
             since_s = donor.since_s + gap_s
-            self._world.recovery.donor = Donor(donor.cluster, donor.incarnation, donor.commit, since_s)
+            self._world.recovery.donor = replace(donor, since_s=since_s)
 
     def _next(self) -> Donor | None:
         for commit in self.known():
-            for member in self._standing_on(commit.version):
-                return Donor(member.cluster, member.incarnation, commit, self._world.now_s)
+            for base in (commit.version, *same_as(commit)):
+                for member in self._standing_on(base, commit.version):
+                    return Donor(member.cluster, member.incarnation, commit, self._world.now_s, base)
         return None
 
-    def _standing_on(self, version: Version) -> Iterable[Member]:
+    def _standing_on(self, base: Version, version: Version) -> Iterable[Member]:
         state = self._world.recovery
         return (
             member
             for member in self._world.live()
             if member.beat is not None
-            and member.beat.base == version
+            and member.beat.base == base
             and (member.cluster, member.incarnation) not in state.tried
             and (member.cluster, member.incarnation, version) not in state.wrong
         )
@@ -82,4 +84,4 @@ class Donors:
         if key in state.tried or (*key, donor.commit.version) in state.wrong:
             return False
         pushing = member.push is not None and member.push.is_donation
-        return pushing or (member.beat is not None and member.beat.base == donor.commit.version)
+        return pushing or (member.beat is not None and member.beat.base == donor.base)

@@ -9,6 +9,7 @@ from dips.core.messages import (
     DrainRequest,
     EvictRequest,
     OperatorRequest,
+    ReshardRequest,
     SlaveMessage,
     StatusRequest,
 )
@@ -29,7 +30,7 @@ class Stop:
     request: OperatorRequest
 
 
-OperatorAction = StatusRequest | Pause | Resume | Stop | EvictRequest | DrainRequest
+OperatorAction = StatusRequest | Pause | Resume | Stop | EvictRequest | DrainRequest | ReshardRequest
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,15 @@ class SlaveLinkDown:
 
 
 @dataclass(frozen=True)
+class Revoked:
+    """A certificate that was in use was taken back. role: as core/security.py's Role has it."""
+
+    role: str
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class JournalWritten:
     """The entry is durable, and so is every earlier one."""
 
@@ -76,4 +86,4 @@ class Tick:
     """Time has passed."""
 
 
-Event = ClusterCall | CallGone | OperatorCall | SlaveSaid | SlaveLinkDown | JournalWritten | Tick
+Event = ClusterCall | CallGone | OperatorCall | SlaveSaid | SlaveLinkDown | Revoked | JournalWritten | Tick

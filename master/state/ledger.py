@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dips.core.errors import ConfigError, FatalError, Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.layout import Layout, layout_from_json
 from dips.core.messages import DataMode, DataPlan, Verdict, VerdictKind
@@ -38,6 +39,25 @@ class CommitInfo:
     @property
     def commit_hash(self) -> bytes:
         return hashlib.sha256(self.record).digest()
+
+
+@dataclass(frozen=True)
+class ReshardWish:
+    """Slaves that shall hold blocks too, and slaves that shall not any more."""
+
+    add: tuple[SlaveId, ...]
+    remove: tuple[SlaveId, ...]
+    reason: str = ""
+
+    def slaves_of(self, before: Iterable[SlaveId]) -> tuple[SlaveId, ...]:
+        """Who holds blocks then."""
+        return tuple(sorted({*before, *self.add} - {*self.remove}))
+
+
+def same_as(commit: CommitInfo) -> tuple[Version, ...]:
+    """Versions with the very parameters of this one, which RESHARDs moved since; none for any other commit."""
+    raw = json.loads(commit.record)
+    return tuple(map(_version, raw.get("same_as", ())))
 
 
 @dataclass
@@ -74,7 +94,8 @@ class Ledger:
     stopping: why the run ends, once no round is open any more; stop_asked: the operator's reason, from the moment of
     asking. paused, draining (cluster -> reason): what the operator wants. origin: the snapshot that becomes `commit`
     under its new name, after a ROLLBACK and until the next COMMIT. given_up: (origin, new version) of each ROLLBACK;
-    the versions between are no longer part of the run. applied_in: the pushes that the newest versions merged.
+    the versions between are no longer part of the run. applied_in: the pushes that the newest versions merged. reshard:
+    what slaves the operator wants, until blocks are placed so.
     """
 
     run_id: str
@@ -98,6 +119,9 @@ class Ledger:
     origin: tuple[Version, RoundId] | None = None
     given_up: list[tuple[Version, Version]] = field(default_factory=list)
     applied_in: list[tuple[Version, tuple[PushId, ...]]] = field(default_factory=list)
+    reshard: ReshardWish | None = None
+    behind: bool = False
+    """Taken over from slaves that may have lost newer versions: the run goes on on a new timeline, and not before."""
 
     @property
     def version(self) -> Version | None:
@@ -135,6 +159,10 @@ class Ledger:
             "given_up": [[pair(origin), pair(new)] for origin, new in self.given_up],
             "applied_in": [[pair(version), [push_to_json(p) for p in pushes]] for version, pushes in self.applied_in],
         }
+        if self.behind:
+            raw["behind"] = True
+        if self.reshard is not None:
+            raw["reshard"] = [list(self.reshard.add), list(self.reshard.remove), self.reshard.reason]
         if with_commit:
             raw["commit"] = _commit_to_json(self.commit)
         return canonical(raw)
@@ -163,11 +191,32 @@ class Ledger:
             origin=_origin_from_json(raw.get("origin")),
             given_up=[(_version(old), _version(new)) for old, new in raw.get("given_up", [])],
             applied_in=[(_version(v), tuple(map(push_from_json, pushes))) for v, pushes in raw.get("applied_in", [])],
+            behind=raw.get("behind") is True,
+            reshard=_wish_from_json(raw.get("reshard")),
         )
         if plan is not None and raw["leases"] is not None:
             ledger.leases = LeaseTable.from_json(plan, raw["leases"])
         ledger.rounds_committed, ledger.rounds_merged, ledger.rounds_void = map(_whole, raw["rounds"])
         return ledger
+
+
+UNREADABLE = (
+    *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
+    *(Refused, ConfigError),
+)
+"""What reading a ledger or a record raises when it is not what a master wrote."""
+
+
+def ledger_from_journal(text: str) -> Ledger:
+    """The newest ledger of this master's own journal. Raises FatalError when it cannot be read."""
+    try:
+        return Ledger.from_json(text)
+    except UNREADABLE as error:
+        raise FatalError(
+            f"the ledger in the journal cannot be read ({type(error).__name__}: {error}): it was changed, or written "
+            "by a newer release; use that release, restore the master's directory from a copy, or begin again with "
+            "--rebuild in an empty one if the slaves still hold a version"
+        ) from error
 
 
 def canonical(raw: Mapping[str, Any]) -> str:
@@ -304,6 +353,17 @@ def _commit_from_json(raw: Mapping[str, Any] | None) -> CommitInfo | None:
 
 def _origin_from_json(raw: list[Any] | None) -> tuple[Version, RoundId] | None:
     return (_version(raw[0]), _round(raw[1])) if raw else None
+
+
+def _wish_from_json(raw: list[Any] | None) -> ReshardWish | None:
+    if raw is None:
+        return None
+    add, remove, reason = raw
+    return ReshardWish(_slave_ids(add), _slave_ids(remove), _text(reason))
+
+
+def _slave_ids(raw: Iterable[Any]) -> tuple[SlaveId, ...]:
+    return tuple(SlaveId(_text(name)) for name in raw)
 
 
 # ---- values: a record may come from a slave's disk, and what is read here is compared, added and sent later ----

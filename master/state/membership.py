@@ -16,6 +16,7 @@ from dips.core.messages import (
     Hello,
     JoinReply,
     JoinRequest,
+    KeyRole,
     LeaveReply,
     LeaveRequest,
     Verdict,
@@ -33,6 +34,13 @@ from dips.master.state.world import World
 
 MAX_DECLARED_TOKENS_PER_S = 1e12
 MAX_TOTAL_TOKENS = 1 << 60
+MAX_CLUSTER_IDS = 1024
+"""An id that took part once is never forgotten: its fence must never begin anew."""
+
+
+def most_cluster_ids(world: World) -> int:
+    """Ids that the ledger remembers, each with its fence and statistics: 1 KB in every journal entry."""
+    return MAX_CLUSTER_IDS + world.config.max_clusters
 
 
 class Membership:
@@ -64,6 +72,7 @@ class Membership:
         held = self._reattach(name, request.held_ranges, undecided)
         member = Member(name, entry.incarnation, slot, world.now_s, held_at_join=held, push=undecided)
         world.members[name] = member
+        world.allowed.put(KeyRole.CLUSTER, name, request.curve_key)
         self._away_since_s.pop(name, None)
         if world.ledger.version is None and world.seed_cluster not in world.members:
             world.seed_cluster = name  # unless it is drained: see seeder()
@@ -102,6 +111,12 @@ class Membership:
         check_run(world, request.caller.run_id, f"cluster {name!r}")
         if world.ledger.stopping:
             raise Refused(RefusalCode.STOPPING, f"the run has reached its end: {world.ledger.stopping}")
+        if name not in world.ledger.clusters and len(world.ledger.clusters) >= most_cluster_ids(world):
+            raise Refused(
+                RefusalCode.CONFIG,
+                f"{len(world.ledger.clusters)} cluster ids have taken part in this run, and no more are remembered: "
+                "give a cluster that comes back the id that it had",
+            )
         # An incarnation that never spoke may be this very process's, whose Join was answered in vain.
         spoke = world.ledger.clusters[name].spoke if name in world.ledger.clusters else None
         if previous is not None and spoke is not None and previous < spoke:
@@ -110,6 +125,7 @@ class Membership:
                 f"another process took over cluster {name!r} as incarnation {spoke}: this one, {previous}, must stop; "
                 "give each process a cluster id of its own",
             )
+        world.allowed.check(KeyRole.CLUSTER, name, request.curve_key)
         if not 0 <= request.declared_tokens_per_s <= MAX_DECLARED_TOKENS_PER_S:
             raise Refused(
                 RefusalCode.TOKENS,
@@ -168,6 +184,7 @@ class Membership:
         """End the current incarnation; returns its push if that is sealed and must be waited for."""
         world = self._world
         member = world.members.pop(name, None)
+        world.allowed.remove(KeyRole.CLUSTER, name)
         if member is not None:
             entry = world.ledger.entry(name)
             entry.steps_before += member.beat.steps if member.beat else 0
@@ -292,7 +309,7 @@ def _wanted_copy(world: World, member: Member) -> Version | None:
     """The version whose parameters this cluster is asked to give back to the slaves."""
     donor = world.recovery.donor if world.recovery.donating else None
     asked = donor is not None and (donor.cluster, donor.incarnation) == (member.cluster, member.incarnation)
-    return donor.commit.version if donor is not None and asked else None
+    return donor.base if donor is not None and asked else None
 
 
 def _leased(leases: LeaseTable, cluster: str, item: DataRange) -> bool:

@@ -100,13 +100,6 @@ class DetectorState:
         merged = {**dict(self.clusters), **changed}
         return dataclasses.replace(self, clusters=tuple(sorted(merged.items())))
 
-    def after_master_restart(self) -> DetectorState:
-        """Every Tbar_j is unknown again: the first push after an outage may carry any number of tokens
-        (docs/algorithm.md)."""
-        return self.with_clusters(
-            {cluster: dataclasses.replace(known, mean_tokens=None, steps=0) for cluster, known in self.clusters}
-        )
-
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers; json.dumps writes each float so that it reads back to the same
         bits."""

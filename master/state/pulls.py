@@ -9,6 +9,7 @@ from dips.core.messages import (
     Busy,
     FinishPullReply,
     FinishPullRequest,
+    KeyRole,
     PullGrant,
 )
 from dips.core.wire import DIFFERENCES
@@ -21,6 +22,12 @@ from dips.master.state.world import World
 
 MAX_READERS = 2
 """Readers (evaluator, export) that may hold a pin at once; each cluster has one beside them."""
+
+MAX_READER_NAME = 64
+"""Characters."""
+
+READER = "reader "
+"""Before a reader's name, where it stands beside cluster ids, which hold no space."""
 
 
 class Pulls:
@@ -35,7 +42,9 @@ class Pulls:
         world = self._world
         member = None if request.reader else check_member(world, request.caller)
         if request.reader:
-            check_run(world, request.caller.run_id, f"reader {request.caller.name!r}")
+            check_run(world, request.caller.run_id, f"reader {request.caller.name[:64]!r}")
+            _check_reader(request.caller.name)
+            world.allowed.check(KeyRole.READER, request.caller.name, request.curve_key)
         busy = self._busy(request, member)
         if busy is not None:
             world.reply(token, BeginPullReply(busy))
@@ -47,6 +56,8 @@ class Pulls:
         pin = Pin(self._next_pin, owner, kept.version, world.now_s + world.config.ticket_ttl_s)
         self._next_pin += 1
         world.pins = {pin_id: old for pin_id, old in world.pins.items() if old.owner != owner} | {pin.pin_id: pin}
+        if member is None:
+            world.allowed.put(KeyRole.READER, request.caller.name, request.curve_key)
         world.record("pull", request.caller.cause_id, by=owner, version=str(kept.version))
         world.reply(token, BeginPullReply(self._grant(kept, pin, member)))
 
@@ -57,6 +68,8 @@ class Pulls:
         if pin is not None and pin.owner == _owner(request, member):
             del world.pins[request.pin_id]
             world.schedule.end(pin.owner)
+            if member is None:
+                world.allowed.remove(KeyRole.READER, request.caller.name)
             if member is not None and member.wish in DIFFERENCES:
                 member.base = pin.version
         if member is not None:
@@ -69,7 +82,14 @@ class Pulls:
         world.pins = {
             pin_id: pin for pin_id, pin in world.pins.items() if pin.owner in world.members or pin.until_s > world.now_s
         }
-        world.schedule.keep({pin.owner for pin in world.pins.values()} | {push.cluster for push in world.pushes()})
+        owners = {pin.owner for pin in world.pins.values()}
+        world.schedule.keep(owners | {push.cluster for push in world.pushes()})
+        world.allowed.keep(KeyRole.READER, {owner.removeprefix(READER) for owner in owners if owner.startswith(READER)})
+
+    def end_readers(self) -> None:
+        """Nobody reads on: a certificate that readers may have used was revoked. The others simply begin again."""
+        self._world.pins = {n: pin for n, pin in self._world.pins.items() if not pin.owner.startswith(READER)}
+        self._world.allowed.keep(KeyRole.READER, set())
 
     def rearm(self, gap_s: float) -> None:
         for pin in self._world.pins.values():
@@ -132,4 +152,12 @@ class Pulls:
 
 def _owner(request: BeginPullRequest | FinishPullRequest, member: Member | None) -> str:
     """Whose pin it is; no cluster id holds a space."""
-    return member.cluster if member else f"reader {request.caller.name}"
+    return member.cluster if member else READER + request.caller.name
+
+
+def _check_reader(name: str) -> None:
+    """A reader is named in tapes, in the log and to slaves."""
+    if not 0 < len(name) <= MAX_READER_NAME:
+        raise Refused(
+            RefusalCode.MALFORMED, f"a reader's name has 1 to {MAX_READER_NAME} characters, this one has {len(name)}"
+        )

@@ -78,7 +78,7 @@ def _check_donation(world: World, member: Member, request: BeginPushRequest) -> 
 
 def _check_may_donate(world: World, cluster: str, version: Version | None) -> None:
     donor = world.recovery.donor if world.recovery.donating else None
-    if donor is None or (donor.cluster, donor.commit.version) != (cluster, version):
+    if donor is None or (donor.cluster, donor.base) != (cluster, version):
         raise Refused(
             RefusalCode.VERSION_GONE,
             f"nobody asks cluster {cluster!r} for its copy of version {version} any more: train on",

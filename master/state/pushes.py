@@ -29,12 +29,15 @@ from dips.core.wire import Codec
 from dips.master.state import bases, pacing
 from dips.master.state.callers import check_member
 from dips.master.state.push_checks import check, recheck, stale
-from dips.master.state.reasons import recovery_words, slaves_away
+from dips.master.state.reasons import moving_words, recovery_words, slaves_away
 from dips.master.state.records import Member, Push, Slave
 from dips.master.state.schedule import Way
 from dips.master.state.tables import PUSH_TABLE, PushPhase, RoundPhase
 from dips.master.state.verdicts import Verdicts
 from dips.master.state.world import World
+
+AWAY_RETRY_S = 0.25
+"""When a cluster asks again that would push while a slave is away: the wait after its return that this costs."""
 
 FINISH_WAIT_S = 5.0
 """How long a FinishPush is held while a slave's STAGED is still on its way."""
@@ -89,8 +92,8 @@ class Pushes:
 
     def _busy(self, donation: bool = False) -> Busy | None:
         words = "" if donation else recovery_words(self._world)
-        words = words or slaves_away(self._world)
-        return Busy(1.0, words) if words else None
+        words = words or slaves_away(self._world) or moving_words(self._world)
+        return Busy(AWAY_RETRY_S, words) if words else None
 
     def _end_pull(self, member: Member) -> None:
         """Who pushes reads no longer."""

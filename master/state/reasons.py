@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dips.master.state.records import Slave
-from dips.master.state.tables import RecoveryPhase, RoundPhase, SlavePhase
+from dips.master.state.tables import RecoveryPhase, ReshardPhase, RoundPhase, SlavePhase
 from dips.master.state.world import World
 
 
@@ -58,6 +58,47 @@ def lagging(world: World) -> str:
     return f"version {published.version} is published, but {behind} is on every slave's disk: rounds wait"
 
 
+def reshard_waits_for(world: World) -> str:
+    """What must come before blocks may move, the end of the open round aside; empty when nothing."""
+    wish = world.ledger.reshard
+    if world.recovery.active:
+        return recovery_words(world) or "the slaves tell what their disks hold"
+    if world.ledger.stopping or world.ledger.stop_asked:
+        return "the run ends"
+    if world.ledger.version is None:
+        return "no version exists yet"
+    if away := slaves_away(world):
+        return away
+    if not world.everything_out:
+        return f"version {world.ledger.version} is about to be published"
+    new = [(name, world.slaves.get(name)) for name in (wish.add if wish else ())]
+    missing = [name for name, slave in new if slave is None or slave.phase.now is not SlavePhase.PROMISED]
+    return f"slave {', '.join(missing)} has yet to attach: start it" if missing else ""
+
+
+def reshard_words(world: World) -> str:
+    """What a RESHARD that was asked for is doing, or waits for; empty when there is none."""
+    state, wish = world.reshard, world.ledger.reshard
+    if state.phase.now is ReshardPhase.LISTING:
+        missing = [name for name in world.slaves_expected() if name not in state.lists]
+        return f"slave {', '.join(missing)} has yet to list its shard"
+    if state.phase.now is ReshardPhase.MOVING:
+        missing = [name for name in sorted(state.digests) if name not in state.prepared]
+        return f"slave {', '.join(missing)} has yet to put its new shard together"
+    if wish is None:
+        return ""
+    waits = reshard_waits_for(world)
+    if not waits and state.trouble and world.now_s < state.not_before_s:
+        waits = f"{state.trouble}; it is tried again in {state.not_before_s - world.now_s:.0f} s"
+    names = [f"{what} {', '.join(who)}" for what, who in (("add", wish.add), ("remove", wish.remove)) if who]
+    return f"{'; '.join(names)}: {waits or 'the open round ends first'}"
+
+
+def moving_words(world: World) -> str:
+    """Why no push begins while blocks move; empty when none do."""
+    return f"blocks move to other slaves: {reshard_words(world)}" if world.reshard.moving else ""
+
+
 def waiting_for(world: World) -> str:
     """What the run waits for; empty when it is doing something."""
     if world.stopped_s is not None:
@@ -66,6 +107,8 @@ def waiting_for(world: World) -> str:
         return recovery
     if (away := slaves_away(world)) and world.ledger.placement is not None:
         return away
+    if moving := moving_words(world):
+        return moving
     if world.ledger.paused:
         return f"paused by the operator: {world.ledger.paused}"
     if lag := lagging(world):

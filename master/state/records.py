@@ -6,12 +6,21 @@ from dataclasses import dataclass, field
 
 from dips.core.ids import Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.machine import Phase
-from dips.core.messages import BeginPushRequest, BlockGram, DataRange, HeartbeatRequest, SlaveBeat, SnapshotInfo
+from dips.core.messages import (
+    BeginPushRequest,
+    BlockGram,
+    DataRange,
+    HeartbeatRequest,
+    ShardList,
+    SlaveBeat,
+    SnapshotInfo,
+)
+from dips.core.placement import Placement
 from dips.core.wire import DIFFERENCES, Codec
 from dips.master.state.ledger import CommitInfo
 from dips.master.state.outer_optimizer import OuterStep
 from dips.master.state.penalty import Judgement
-from dips.master.state.tables import PushPhase, RecoveryPhase, RoundPhase, SlavePhase
+from dips.master.state.tables import PushPhase, RecoveryPhase, ReshardPhase, RoundPhase, SlavePhase
 
 
 @dataclass
@@ -94,6 +103,7 @@ class Slave:
     incarnation: Incarnation | None = None
     incarnations: int = 0
     endpoint: str = ""
+    curve_key: bytes = b""
     beat_s: float = 0.0
     beat: SlaveBeat = field(default_factory=SlaveBeat)
     version: Version | None = None
@@ -138,12 +148,13 @@ Snapshot = tuple[Version, RoundId, bytes]
 
 @dataclass(frozen=True)
 class Donor:
-    """Who is asked for its copy of which version, since when."""
+    """Who is asked for its copy of which version, since when. base: what that version is called there."""
 
     cluster: str
     incarnation: Incarnation
     commit: CommitInfo
     since_s: float
+    base: Version
 
 
 @dataclass
@@ -152,7 +163,8 @@ class RecoveryState:
 
     reason: why, in a sentence; empty while a master that has just started waits for its slaves. asked: the slave whose
     record of `wanted` is awaited. records: those that came, by commit_hash. silent: (slave, snapshot) that gave none.
-    broken: (slave, version, round) that could not be loaded although its hello named it. tried: incarnations whose
+    broken: (slave, version, round) that could not be loaded although its hello named it. named: slaves that a record
+    names and the ledger does not. tried: incarnations whose
     donation failed; wrong: those whose copy is not what was committed.
     """
 
@@ -164,6 +176,7 @@ class RecoveryState:
     records: dict[bytes, bytes] = field(default_factory=dict)
     silent: set[tuple[SlaveId, Snapshot]] = field(default_factory=set)
     broken: set[tuple[SlaveId, Version, RoundId]] = field(default_factory=set)
+    named: set[SlaveId] = field(default_factory=set)
     donor: Donor | None = None
     tried: set[tuple[str, Incarnation]] = field(default_factory=set)
     wrong: set[tuple[str, Incarnation, Version]] = field(default_factory=set)
@@ -176,6 +189,31 @@ class RecoveryState:
     @property
     def donating(self) -> bool:
         return self.phase.now is RecoveryPhase.DONATING
+
+
+@dataclass
+class ReshardState:
+    """The RESHARD that is under way.
+
+    lives: the slaves that take part, each with the incarnation that it began in. digests: of theta and momentum of each
+    new shard, as the lists add up. prepared: who has its new shard on disk. trouble: why the last try was given up.
+    """
+
+    phase: Phase[ReshardPhase]
+    round: RoundId | None = None
+    placement: Placement | None = None
+    lives: dict[SlaveId, Incarnation | None] = field(default_factory=dict)
+    lists: dict[SlaveId, ShardList] = field(default_factory=dict)
+    digests: dict[SlaveId, tuple[bytes, bytes]] = field(default_factory=dict)
+    prepared: set[SlaveId] = field(default_factory=set)
+    not_before_s: float = 0.0
+    pause_s: float = 0.0
+    trouble: str = ""
+
+    @property
+    def moving(self) -> bool:
+        """Whether blocks are being listed or moved: no round begins meanwhile."""
+        return self.phase.now in (ReshardPhase.LISTING, ReshardPhase.MOVING)
 
 
 @dataclass

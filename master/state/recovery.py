@@ -11,11 +11,10 @@ import hashlib
 import logging
 from collections.abc import Sequence
 
-from dips.core.errors import ConfigError, Refused
 from dips.core.ids import RoundId, SlaveId, Version
 from dips.core.messages import CommitRecord, ConfigureRefused, LeaveReply, SendCommitRecord, Verdict, VerdictKind
 from dips.master.state.donors import Donors
-from dips.master.state.ledger import CommitInfo, Ledger, commit_from_record, ledger_of, pair
+from dips.master.state.ledger import UNREADABLE, CommitInfo, Ledger, commit_from_record, ledger_of, pair
 from dips.master.state.records import Push, Slave, Snapshot
 from dips.master.state.rollback import adopted, next_version, rollback_commit, rolled_back
 from dips.master.state.rounds import Rounds
@@ -34,10 +33,6 @@ from dips.master.state.world import World
 
 _P = RecoveryPhase
 
-_UNREADABLE = (
-    *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
-    *(Refused, ConfigError),
-)
 """What reading a record from a slave's disk raises when its bytes are none."""
 
 
@@ -65,6 +60,8 @@ class Recovery:
         """The slave is here and told what its disk holds."""
         world, state = self._world, self._world.recovery
         state.silent = {item for item in state.silent if item[0] != slave.id}
+        if not world.holds_blocks(slave.id):
+            return  # it waits for a RESHARD, or a record named it
         if state.donating:
             self._promised_meanwhile(slave)
         elif state.phase.now is _P.NONE:
@@ -133,13 +130,13 @@ class Recovery:
     # ---- who is here ----
 
     def _all_here(self) -> list[Slave] | None:
-        """Every slave of the run, freshly attached; None while one is missing."""
+        """Every slave of the run, freshly attached, and those beside them; None while one of the run is missing."""
         world = self._world
-        here = [world.slaves.get(name) for name in world.slaves_expected()]
-        if world.ledger.placement is None and len(here) < world.config.n_slaves:
+        expected = world.slaves_expected()
+        if world.ledger.placement is None and len(expected) < world.config.n_slaves:
             return None
-        fresh = [slave for slave in here if slave is not None and slave.phase.now is SlavePhase.PROMISED]
-        return fresh if len(fresh) == len(here) else None
+        fresh = [slave for _, slave in sorted(world.slaves.items()) if slave.phase.now is SlavePhase.PROMISED]
+        return fresh if {*expected} <= {slave.id for slave in fresh} else None
 
     def _asked_is_here(self) -> bool:
         asked = self._world.recovery.asked
@@ -211,30 +208,55 @@ class Recovery:
         return self._donate_or_wait(newest)
 
     def _troubles(self, slaves: Sequence[Slave]) -> str:
-        words = [(slave.id, why_not(self._world, slave)) for slave in slaves]
+        words = [(slave.id, why_not(self._world, slave)) for slave in slaves if self._world.holds_blocks(slave.id)]
         return next((f"slave {slave_id}: {trouble}" for slave_id, trouble in words if trouble), "")
 
     def _worth_asking(self, slaves: Sequence[Slave], snapshot: Snapshot, newest: Version) -> bool:
+        """Whether every slave that must have it may have it: of another placement than the newest, only its record says
+        which they are."""
         version, round_id, _ = snapshot
-        names = [{(info.version, info.round) for info in slave.snapshots} for slave in slaves]
-        return snapshot[0] == newest or all((version, round_id) in held for held in names)
+        told = [(slave, info) for slave in slaves for info in slave.snapshots]
+        here = [(slave, info) for slave, info in told if (info.version, info.round) == (version, round_id)]
+        placements = {info.placement_hash for _, info in told if info.version == newest}
+        if version == newest or any(info.placement_hash not in placements for _, info in here):
+            return True
+        holders = {slave.id for slave, _ in here}
+        return all(slave.id in holders for slave in slaves if self._world.holds_blocks(slave.id))
 
     def _take(self, slaves: Sequence[Slave], snapshot: Snapshot, ledger: Ledger, newest: Version) -> bool:
-        """Resume, adopt or go back to this snapshot if every slave has it; whether it was done."""
+        """Resume, adopt or go back to this snapshot if every slave of its placement has it; whether it was done.
+
+        The newest one is waited for as long as slaves that it names are not here: what they hold is not known.
+        """
         broken = self._world.recovery.broken
-        if ledger.placement is None or set(ledger.placement.slaves) - {slave.id for slave in slaves}:
-            return False  # the run has slaves that are not expected here: what they hold is not known
-        if snapshot[0] == newest and all(holds(slave, ledger, broken) for slave in slaves):
-            if snapshot == self._own():
-                self._resume(slaves)
+        if ledger.placement is None:
+            return False
+        if missing := sorted({*ledger.placement.slaves} - {slave.id for slave in slaves}):
+            return self._name_missing(snapshot[0], missing, wait=snapshot[0] == newest)
+        members = [slave for slave in slaves if slave.id in ledger.placement.slaves]
+        if snapshot[0] == newest and all(holds(slave, ledger, broken) for slave in members):
+            if snapshot != self._own():
+                self._adopt(slaves, members, ledger)
+            elif ledger.behind and ledger.commit is not None:
+                self._roll_back(slaves, ledger.commit)
             else:
-                self._adopt(slaves, ledger)
+                self._resume(slaves)
             return True
-        if snapshot[0] < newest and all(holds_committed(slave, ledger, broken) for slave in slaves):
+        if snapshot[0] < newest and all(holds_committed(slave, ledger, broken) for slave in members):
             assert ledger.commit is not None, "a snapshot's ledger has its commit"
             self._roll_back(slaves, ledger.commit)
             return True
         return False
+
+    def _name_missing(self, version: Version, missing: Sequence[SlaveId], wait: bool) -> bool:
+        """A RESHARD lies between this version and the ledger: from now on its slaves are let in. Returns `wait`."""
+        state, names = self._world.recovery, ", ".join(missing)
+        state.named.update(missing)
+        if wait:
+            state.words = f"version {version} stands on slave {names} too, which is not here: start it"
+            state.reason = state.reason or f"a record names slave {names}, of which the master knows nothing"
+            self._world.log("recovery", f"recovery: {state.words}", logging.ERROR)
+        return wait
 
     def _ledger_of(self, snapshot: Snapshot) -> Ledger | None:
         """The ledger that goes with a snapshot; None when its record must be asked for."""
@@ -293,7 +315,7 @@ class Recovery:
         try:
             commit = commit_from_record(record)
             ledger = ledger_of(commit)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             return f"the record cannot be read ({type(error).__name__}: {error})"
         if (commit.version, commit.round) != wanted[:2]:
             return f"the record is of version {commit.version}, made in round {commit.round}"
@@ -309,16 +331,27 @@ class Recovery:
         if self._world.ledger.placement is not None:
             self._configure(slaves)
 
-    def _adopt(self, slaves: Sequence[Slave], ledger: Ledger) -> None:
+    def _adopt(self, slaves: Sequence[Slave], members: Sequence[Slave], ledger: Ledger) -> None:
+        """Take the slaves' history over. members: those of them that its placement names.
+
+        With durability async, newer versions may have been published, pulled, and lost with the memory of the slaves:
+        if all that the slaves have stands on their disks, the run goes on on a new timeline, so that no name is given
+        to two contents. A version that only memory holds was flipped by that very process, and never followed.
+        """
         world, commit = self._world, ledger.commit
         assert commit is not None, "adopted is a commit"
         before = world.ledger.version
         reason = f"the master's state is replaced by that of version {commit.version}, which the slaves hold"
         self._abort_pushes(reason)
         self._send_clusters_away(reason)
+        placement = world.ledger.placement
         world.ledger = adopted(world.ledger, commit, world.epoch)
+        if world.ledger.placement != placement:
+            world.commits.clear()  # their digests are of other shards
         world.commits.append(commit)
         world.published, world.kept = None, {}
+        is_async, broken = world.config.settings.durability == "async", world.recovery.broken
+        world.ledger.behind = is_async and all(holds_committed(slave, world.ledger, broken) for slave in members)
         record: dict[str, object] = {
             "round": pair(commit.round),
             "version": pair(commit.version),
@@ -334,6 +367,9 @@ class Recovery:
             f"the master took over version {commit.version} ({world.ledger.tokens} tokens) from the slaves; its "
             f"journal knew {f'version {before}' if before else 'no version'}: every cluster joins again"
         )
+        if world.ledger.behind:
+            self._roll_back(slaves, commit)
+            return
         self._move("adopted", _P.NONE, f"version {commit.version}")
         self._end()
         self._configure(slaves)
@@ -364,21 +400,30 @@ class Recovery:
         world.replace_ledger(restored.ledger, decided.commit)
         world.journal("ROLLBACK", decided.record)
         self._give_up_round()
-        world.tell_rollback(current.version, origin.version, None, restored.lost_tokens, len(restored.rolled_back))
+        if current.behind:
+            world.tell_new_timeline(origin.version)
+        else:
+            world.tell_rollback(current.version, origin.version, None, restored.lost_tokens, len(restored.rolled_back))
         self._move("rolled back", _P.NONE, f"to {origin.version}, now {version}")
         self._end()
         self._configure(slaves)
 
     def _configure(self, slaves: Sequence[Slave]) -> None:
+        """Those that hold blocks load them; those that a RESHARD wants wait for it; others are not needed."""
+        world = self._world
+        wanted = world.ledger.reshard.add if world.ledger.reshard else ()
         for slave in slaves:
-            self._links.configure(slave)
+            if world.holds_blocks(slave.id):
+                self._links.configure(slave)
+            elif slave.id not in wanted:
+                self._links.dismiss(slave, f"slave {slave.id} holds no blocks of version {world.ledger.version}")
 
     def _end(self) -> None:
         """What was gathered is used up."""
         state = self._world.recovery
         state.reason, state.words = "", ""
         state.asked, state.wanted, state.donor = None, None, None
-        state.tried, state.wrong = set(), set()
+        state.tried, state.wrong, state.named = set(), set(), set()
         state.records, state.silent = {}, set()
 
     # ---- what is under way ends ----
@@ -417,9 +462,11 @@ class Recovery:
         state = self._world.recovery
         if not self._donors.choose():
             known = ", ".join(str(c.version) for c in self._donors.known()) or "none"
+            also = f"; or start slave {', '.join(sorted(state.named))} again, which older records name"
             state.words = (
                 f"no version is on every slave (newest on any: {newest}), and no cluster that is here holds one whose "
                 f"digest is known (known: {known}): restore a slave's directory, or let a cluster with a copy join"
+                f"{also if state.named else ''}"
             )
             self._world.log("recovery", f"recovery: {state.words}", logging.ERROR)
             return False
@@ -427,8 +474,7 @@ class Recovery:
         self._give_up_round()
         state.words = ""
         self._move("no common version", _P.DONATING)
-        for slave in self._all_here() or ():
-            self._links.configure(slave)
+        self._configure([slave for slave in self._all_here() or () if self._world.holds_blocks(slave.id)])
         return False
 
     def _promised_meanwhile(self, slave: Slave) -> None:

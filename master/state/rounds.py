@@ -54,7 +54,7 @@ class Rounds:
         world, state = self._world, self._world.round
         ending = world.ledger.stopping or world.ledger.stop_asked
         donation = self._donation()
-        may_begin = donation or not (ending or lagging(world))
+        may_begin = donation or not (ending or lagging(world) or world.reshard.moving)
         if state.phase.now is RoundPhase.IDLE and may_begin and self._admitted():
             self._open()
         if state.phase.now is RoundPhase.WINDOW:
@@ -117,7 +117,8 @@ class Rounds:
         if self._donation():
             return world.all_slaves_ready()
         begun = world.ledger.version is None or world.enough_clusters()
-        return begun and not world.ledger.paused and world.all_slaves_ready()
+        still = world.ledger.paused or world.reshard.moving
+        return begun and not still and world.all_slaves_ready()
 
     def _may_close(self) -> bool:
         world, state = self._world, self._world.round
@@ -184,7 +185,7 @@ class Rounds:
     def _judge(self, gram: list[list[float]], nonfinite: list[int], directions: list[list[float]] | None) -> None:
         world, state = self._world, self._world.round
         participants = [
-            Participant(push.cluster, float(push.request.tokens), bad, push.request.steps)
+            Participant(push.cluster, float(push.request.tokens), bad, _local_steps(world, push))
             for push, bad in zip(state.participants, nonfinite, strict=True)
         ]
         quarantined = world.ledger.detector.quarantined
@@ -431,6 +432,15 @@ class Rounds:
         world, state = self._world, self._world.round
         state.phase.move(input_name, to, world.now_s, state.cause, why)
         world.record("round", state.cause, round=str(state.id), phase=to.value, input=input_name, why=why)
+
+
+def _local_steps(world: World, push: Push) -> int:
+    """H_j of this push: a cluster that trained on through an outage carries more steps than it was told to make, and
+    is no outlier because of that.
+    """
+    member = world.members.get(push.cluster)
+    told = member.local_steps if member is not None else 0
+    return min(push.request.steps, told) if told else push.request.steps
 
 
 def _renamed(world: World, donor: Donor) -> Version:

@@ -15,7 +15,7 @@ class RunConfig:
     round_timeout_s and ticket_ttl_s are told to everybody with `settings`, which are made to agree with them. rebuild:
     a version that the slaves hold may be adopted although the journal knows none, and a newer epoch that they promised
     is overtaken. async_lag_versions: how many published versions a slave's disk may be behind (settings.durability
-    "async" only).
+    "async" only). encrypted: slaves let in only peers whose data key they were told, so everybody brings one.
     """
 
     run_id: str
@@ -32,6 +32,7 @@ class RunConfig:
     linger_s: float = 30.0
     rebuild: bool = False
     async_lag_versions: int = 4
+    encrypted: bool = False
 
     def __post_init__(self) -> None:
         told = replace(self.settings, round_timeout_s=self.round_timeout_s, ticket_ttl_s=self.ticket_ttl_s)

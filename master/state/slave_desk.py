@@ -13,15 +13,18 @@ from dips.core.ids import Incarnation, SlaveId, check_name
 from dips.core.layout import Layout
 from dips.core.machine import Phase
 from dips.core.messages import (
+    Allow,
     CommitRecord,
     ConfigureRefused,
     Flipped,
     Hello,
+    KeyRole,
     Measured,
     Prepared,
     Promised,
     Ready,
     RoundRefused,
+    ShardList,
     SlaveBeat,
     SlaveHello,
     SlaveMessage,
@@ -29,7 +32,7 @@ from dips.core.messages import (
     StopSlave,
     Welcome,
 )
-from dips.core.placement import place
+from dips.core.placement import check_measured, place
 from dips.core.protocol import PROTOCOL_MIN, agree
 from dips.master.state.callers import check_run
 from dips.master.state.effects import BeginAgain
@@ -38,6 +41,7 @@ from dips.master.state.pushes import Pushes
 from dips.master.state.reasons import recovery_words
 from dips.master.state.records import Kept, Slave
 from dips.master.state.recovery import Recovery
+from dips.master.state.reshard import Reshard
 from dips.master.state.rollback import LEASE_NUMBERS_OF_AN_EPOCH
 from dips.master.state.rounds import Rounds
 from dips.master.state.slave_links import SlaveLinks
@@ -49,6 +53,9 @@ NEWER_EPOCH_EXIT = 6
 MAX_EPOCH = MAX_WHOLE // LEASE_NUMBERS_OF_AN_EPOCH // 2
 """No run has so many starts or rollbacks; the lease numbers of a later epoch would fit into no message."""
 
+MAX_REASON_CHARACTERS = 400
+"""Of what a slave says about refused connections, since it comes again with every beat."""
+
 LOST_CODES = (RefusalCode.VERSION_GONE, RefusalCode.DISK, RefusalCode.DIGEST)
 """A slave that cannot load and answers with one of these does not hold what its hello named."""
 
@@ -56,13 +63,23 @@ LOST_CODES = (RefusalCode.VERSION_GONE, RefusalCode.DISK, RefusalCode.DIGEST)
 class SlaveDesk:
     """Takes what slaves say; knows which of them are here."""
 
-    def __init__(self, world: World, pushes: Pushes, rounds: Rounds, links: SlaveLinks, recovery: Recovery) -> None:
+    def __init__(
+        self,
+        world: World,
+        pushes: Pushes,
+        rounds: Rounds,
+        links: SlaveLinks,
+        recovery: Recovery,
+        reshard: Reshard,
+    ) -> None:
         self._world = world
         self._pushes = pushes
         self._rounds = rounds
         self._links = links
         self._recovery = recovery
+        self._reshard = reshard
         self._welcomed: set[SlaveId] = set()
+        self._lives: dict[SlaveId, int] = {}
         for name, memory_bytes in world.ledger.slaves.items():
             world.slaves[name] = self._new(name, memory_bytes)
 
@@ -123,7 +140,9 @@ class SlaveDesk:
                 f"the model has {len(layout.blocks)} blocks, fewer than the {len(promised)} slaves: start fewer slaves",
             )
         memory = [(slave.id, slave.memory_bytes) for slave in promised]
-        placement = place(layout, memory, world.config.max_clusters, world.config.pinned_versions)
+        slots, pins = world.config.max_clusters, world.config.pinned_versions
+        placement = place(layout, memory, slots, pins, world.config.settings.chunk_bytes)
+        check_measured(placement, slots, world.config.settings.max_message_bytes)
         world.ledger.layout, world.ledger.placement = layout, placement
         world.ledger.slaves = dict(memory)
         world.journal(
@@ -147,13 +166,16 @@ class SlaveDesk:
             self._links.lose(slave, f"slave {name} attached anew")
         # Looked up again: before blocks are placed, a slave that is lost is forgotten.
         slave = world.slaves.setdefault(name, self._new(name, body.memory_bytes))
-        slave.incarnations += 1
+        slave.incarnations = max(slave.incarnations, self._lives.get(name, 0)) + 1
+        self._lives[name] = slave.incarnations
         slave.link, slave.incarnation = link, Incarnation(world.epoch, slave.incarnations)
         slave.memory_bytes, slave.endpoint, slave.snapshots = (
             body.memory_bytes,
             body.data_endpoint,
             body.snapshots,
         )
+        slave.curve_key = body.curve_key
+        world.allowed.put(KeyRole.SLAVE, name, body.curve_key)
         slave.beat_s, slave.trouble = world.now_s, ""
         slave.phase.move("hello", SlavePhase.ATTACHED, world.now_s, message.caller.cause_id)
         world.record("slave_attached", message.caller.cause_id, slave=name, incarnation=str(slave.incarnation))
@@ -162,6 +184,8 @@ class SlaveDesk:
         slave.capabilities = agreement.capabilities
         self._welcomed.add(name)
         world.command(slave, Welcome(hello, world.config.settings), message.caller.cause_id)
+        if world.allowed.encrypted:
+            world.command(slave, Allow(world.allowed.keys()), message.caller.cause_id)
 
     def _check_hello(self, name: SlaveId, message: SlaveMessage, body: SlaveHello) -> None:
         world = self._world
@@ -177,7 +201,8 @@ class SlaveDesk:
                 RefusalCode.MALFORMED,
                 f"data endpoint {body.data_endpoint!r} is not of the form tcp://HOST:PORT",
             )
-        expected = world.slaves_expected()
+        world.allowed.check(KeyRole.SLAVE, name, body.curve_key)
+        expected = self._expected()
         full = world.ledger.placement is not None or len(expected) >= world.config.n_slaves
         if name not in expected and full:
             raise Refused(
@@ -194,6 +219,12 @@ class SlaveDesk:
             )
             self._overtaken(body.promised_epoch, sentence)
             raise Refused(RefusalCode.STALE_EPOCH, sentence)
+
+    def _expected(self) -> list[SlaveId]:
+        """Whose hello is accepted: who holds blocks, who shall, and whom a record names that is being recovered."""
+        world = self._world
+        wish = world.ledger.reshard
+        return sorted({*world.slaves_expected(), *(wish.add if wish else ()), *world.recovery.named})
 
     def _overtaken(self, epoch: int, sentence: str) -> None:
         """An epoch that another life of the master used is not used again: rounds and pushes would share names."""
@@ -212,6 +243,7 @@ class SlaveDesk:
             return
         slave.phase.move("promised", SlavePhase.PROMISED, world.now_s, cause)
         self._recovery.promised(slave)
+        self._reshard.slave_came()
 
     # ---- reports ----
 
@@ -219,6 +251,7 @@ class SlaveDesk:
         cause = message.caller.cause_id
         match message.body:
             case SlaveBeat() as beat:
+                self._note_refused(slave, beat)
                 slave.beat = beat
                 slave.durable = beat.durable or slave.durable
                 self._pushes.progress(slave, beat)
@@ -234,16 +267,31 @@ class SlaveDesk:
                 self._pushes.staged(slave, body)
             case Measured() as body:
                 self._rounds.measured(slave, body)
+            case ShardList() as body:
+                self._reshard.listed(slave, body)
             case Prepared() as body:
-                self._rounds.prepared(slave, body)
+                if not self._reshard.prepared(slave, body):
+                    self._rounds.prepared(slave, body)
             case RoundRefused() as body if body.command == "commit":
                 self._commit_refused(slave, body)
             case RoundRefused() as body:
-                self._rounds.refused(slave, body)
+                if not self._reshard.refused(slave, body):
+                    self._rounds.refused(slave, body)
             case Flipped() as body:
                 self._rounds.on_flipped(slave, body)
             case _:
                 pass  # a Staged of a slave that is not ready yet: its stagings are not open
+
+    def _note_refused(self, slave: Slave, beat: SlaveBeat) -> None:
+        """Connections that a slave's data port turned away stand in the master's log too, one line for each beat."""
+        total, before = beat.refused_connections, slave.beat.refused_connections
+        fresh = total - before if total >= before else total  # a new process counts from 0
+        if not fresh:
+            return
+        world, reason = self._world, beat.refused_connection[:MAX_REASON_CHARACTERS]
+        world.record("refused_connections", str(slave.incarnation), slave=slave.id, count=fresh, last_reason=reason)
+        sentence = f"slave {slave.id} refused {fresh} connections at its data port ({total} in all), the last: {reason}"
+        world.log(f"refused at {slave.id}", sentence, logging.WARNING)
 
     def _configure_refused(self, slave: Slave, body: ConfigureRefused) -> None:
         """A disk that fails for a while is tried again by the slave itself; a snapshot that is gone is gone."""

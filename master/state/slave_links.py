@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.messages import Configure
+from dips.core.messages import Configure, KeyRole, StopSlave
 from dips.master.state.records import Slave
 from dips.master.state.rounds import Rounds
 from dips.master.state.tables import SlavePhase
@@ -49,11 +49,12 @@ class SlaveLinks:
         world = self._world
         slave.phase.move("lost", SlavePhase.ABSENT, world.now_s, str(slave.incarnation), reason)
         slave.link = None
+        world.allowed.remove(KeyRole.SLAVE, slave.id)
         world.record("slave_lost", str(slave.incarnation), slave=slave.id, reason=reason)
         world.log(f"slave {slave.id}", reason, logging.WARNING)
         if world.ledger.placement is None:
             del world.slaves[slave.id]
-        else:
+        elif world.holds_blocks(slave.id):
             self._rounds.slave_lost(slave, reason)
 
     def send_away(self, slave: Slave, reason: str) -> None:
@@ -61,3 +62,15 @@ class SlaveLinks:
         if slave.link is not None:
             self._world.close(slave.link, Refused(RefusalCode.FENCED, f"{reason}: attach again"))
             self.lose(slave, f"slave {slave.id} is to attach again: {reason}")
+
+    def dismiss(self, slave: Slave, reason: str) -> None:
+        """The run needs it no more: it may end, and is forgotten."""
+        world = self._world
+        world.command(slave, StopSlave(reason), str(slave.incarnation))
+        if slave.link is not None:
+            slave.phase.move("lost", SlavePhase.ABSENT, world.now_s, str(slave.incarnation), reason)
+        slave.link = None
+        world.allowed.remove(KeyRole.SLAVE, slave.id)
+        world.record("slave_dismissed", str(slave.incarnation), slave=slave.id, reason=reason)
+        world.log(f"slave {slave.id}", reason)
+        del world.slaves[slave.id]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.master.state.leases import TokenState
-from dips.master.state.reasons import recovery_words, waiting_for
+from dips.master.state.reasons import recovery_words, reshard_words, waiting_for
 from dips.master.state.records import Slave
 from dips.master.state.tables import RoundPhase
 from dips.master.state.world import World
@@ -42,6 +42,7 @@ def status(world: World) -> StatusReply:
         world.config.settings,
         world.durable,
         recovery_words(world),
+        reshard=reshard_words(world),
     )
 
 
@@ -107,4 +108,5 @@ def _slave(world: World, slave: Slave) -> SlaveStatus:
         slave.beat.resident_bytes,
         slave.incarnations,
         slave.durable if world.config.settings.durability == "async" else slave.version,
+        slave.beat.refused_connections,
     )

@@ -52,6 +52,7 @@ SLAVE_TABLE: TransitionTable[SlavePhase] = TransitionTable(
         (SlavePhase.ATTACHED, "promised"): [SlavePhase.PROMISED],
         (SlavePhase.PROMISED, "configure"): [SlavePhase.CONFIGURING],
         (SlavePhase.CONFIGURING, "ready"): [SlavePhase.READY],
+        (SlavePhase.READY, "configure"): [SlavePhase.CONFIGURING],
         **{
             (phase, "lost"): [SlavePhase.ABSENT]
             for phase in (
@@ -124,5 +125,27 @@ RECOVERY_TABLE: TransitionTable[RecoveryPhase] = TransitionTable(
         (RecoveryPhase.DONATING, "donation committed"): [RecoveryPhase.NONE],
         (RecoveryPhase.DONATING, "snapshot came back"): [RecoveryPhase.GATHERING],
         (RecoveryPhase.DONATING, "no donor is left"): [RecoveryPhase.GATHERING],
+    },
+)
+
+
+class ReshardPhase(Enum):
+    NONE = "NONE"
+    WAITING = "WAITING"
+    LISTING = "LISTING"
+    MOVING = "MOVING"
+
+
+RESHARD_TABLE: TransitionTable[ReshardPhase] = TransitionTable(
+    "reshard",
+    ReshardPhase.NONE,
+    {
+        (ReshardPhase.NONE, "asked"): [ReshardPhase.WAITING],
+        (ReshardPhase.WAITING, "all are here"): [ReshardPhase.LISTING],
+        (ReshardPhase.LISTING, "all listed"): [ReshardPhase.MOVING],
+        (ReshardPhase.MOVING, "journaled"): [ReshardPhase.NONE],
+        (ReshardPhase.LISTING, "given up"): [ReshardPhase.WAITING],
+        (ReshardPhase.MOVING, "given up"): [ReshardPhase.WAITING],
+        (ReshardPhase.WAITING, "no wish"): [ReshardPhase.NONE],
     },
 )

@@ -13,6 +13,7 @@ from dips.core.errors import Refused
 from dips.core.ids import PushId, SlaveId, Version
 from dips.core.machine import Phase, Story
 from dips.core.messages import (
+    Allow,
     ClusterReply,
     CommandBody,
     OperatorReply,
@@ -23,13 +24,15 @@ from dips.core.messages import (
     SlaveCommand,
     StatusReply,
 )
+from dips.core.placement import Placement
+from dips.master.state.allow_list import AllowList
 from dips.master.state.effects import CloseLink, Halt, Log, Record, Refuse, Reply, ToSlave
 from dips.master.state.ledger import CommitInfo, Ledger, canonical
 from dips.master.state.outbox import Outbox
-from dips.master.state.records import Kept, Member, Pin, Push, RecoveryState, RoundState, Slave
+from dips.master.state.records import Kept, Member, Pin, Push, RecoveryState, ReshardState, RoundState, Slave
 from dips.master.state.run_config import RunConfig
 from dips.master.state.schedule import TransferScheduler
-from dips.master.state.tables import RECOVERY_TABLE, ROUND_TABLE
+from dips.master.state.tables import RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE
 
 RECENT_ROUNDS = 32
 
@@ -52,6 +55,7 @@ class World:
         self.slaves: dict[SlaveId, Slave] = {}
         self.pins: dict[int, Pin] = {}
         self.schedule = TransferScheduler()
+        self.allowed = AllowList(config.encrypted)
         self.waiters: dict[PushId, list[tuple[int, float]]] = {}
         self.published: Kept | None = None
         self.window_opened_s: float | None = None
@@ -63,6 +67,7 @@ class World:
         self.stopped_s: float | None = None
         self.round = RoundState(Phase(ROUND_TABLE, self.story))
         self.recovery = RecoveryState(Phase(RECOVERY_TABLE, self.story))
+        self.reshard = ReshardState(Phase(RESHARD_TABLE, self.story))
         self.commits: deque[CommitInfo] = deque([ledger.commit] if ledger.commit else [], maxlen=COMMITS_KEPT)
         self.kept: dict[Version, Kept] = {}
         self.seed_cluster: str | None = None
@@ -84,6 +89,11 @@ class World:
 
     def slaves_expected(self) -> list[SlaveId]:
         return list(self.ledger.placement.slaves) if self.ledger.placement else sorted(self.slaves)
+
+    def holds_blocks(self, slave: SlaveId) -> bool:
+        """Whether blocks are placed on it, or may be: none are placed yet."""
+        placement = self.ledger.placement
+        return placement is None or slave in placement.slaves
 
     def all_slaves_ready(self) -> bool:
         """Once blocks are placed, the slaves that hold them are all there need be, whatever the settings say now."""
@@ -119,6 +129,8 @@ class World:
 
     def replace_ledger(self, ledger: Ledger, commit: CommitInfo) -> None:
         """The run goes on from another state, on a new timeline; who is here stays, what was lent to them does not."""
+        if ledger.placement != self.ledger.placement:
+            self.commits.clear()  # their digests are of other shards
         self.ledger = ledger
         self.set_commit(commit)
         self.published, self.kept, self.pins = None, {}, {}
@@ -142,6 +154,15 @@ class World:
             f"{n_pushes} pushes are undone and their data is trained again"
         )
 
+    def tell_new_timeline(self, origin: Version) -> None:
+        """A rollback that takes back nothing that is known."""
+        now = self.ledger.version
+        self.record("rolled_back", "recovery", version=str(now), origin=str(origin), donor=None, lost_tokens=0)
+        self.alarm(
+            f"the run goes on from version {origin} on a new timeline, as {now}: with durability async, newer versions "
+            "may have been published and lost, and only the journal that is gone would know"
+        )
+
     def set_commit(self, commit: CommitInfo) -> None:
         """This commit makes the ledger's newest version."""
         self.ledger.commit = commit
@@ -158,8 +179,19 @@ class World:
     def placement_spec(self) -> PlacementSpec:
         placement = self.ledger.placement
         assert placement is not None, "asked for only once blocks are placed"
-        slaves = tuple(SlaveAddress(s, self.slaves[s].endpoint if s in self.slaves else "") for s in placement.slaves)
-        return PlacementSpec(slaves, placement.slave_of_block, placement.placement_hash)
+        return self.spec_of(placement)
+
+    def spec_of(self, placement: Placement) -> PlacementSpec:
+        """The placement with the addresses of its slaves as they are now."""
+        return PlacementSpec(
+            tuple(self._address(slave) for slave in placement.slaves),
+            placement.slave_of_block,
+            placement.placement_hash,
+        )
+
+    def _address(self, name: SlaveId) -> SlaveAddress:
+        slave = self.slaves.get(name)
+        return SlaveAddress(name, slave.endpoint, slave.curve_key) if slave is not None else SlaveAddress(name, "")
 
     # ---- the way out ----
 
@@ -178,6 +210,13 @@ class World:
     def command_all(self, body: CommandBody, cause: str) -> None:
         for slave in self.ready_slaves():
             self.command(slave, body, cause)
+
+    def tell_allowed(self) -> None:
+        """If the list of data keys has changed, every slave that is attached hears the new one."""
+        keys = self.allowed.news()
+        if keys is not None:
+            for _, slave in sorted(self.slaves.items()):
+                self.command(slave, Allow(keys), "keys")
 
     def close(self, link: int, refused: Refused) -> None:
         self.out.put(CloseLink(link, Refusal(refused.code, refused.sentence, refused.retry_after_s)))

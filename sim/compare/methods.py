@@ -64,7 +64,12 @@ _NO_PENALTY: Mapping[str, Setting] = {
 }
 """The outer step alone, as in DiLoCo. Numbers that are not finite are refused still."""
 
-_ALL_TOGETHER: Mapping[str, Setting] = {"grace_s": "6 h", "round_timeout_s": "12 h", "verdict_wait_s": "1 d"}
+_ALL_TOGETHER: Mapping[str, Setting] = {
+    "grace_s": "6 h",
+    "round_timeout_s": "12 h",
+    "verdict_wait_s": "1 d",
+    "ticket_ttl_s": "60 s",
+}
 """A window closes early once every live cluster is in, and nobody trains on before the verdict: these times stand for
 no limit, in the order that the master demands."""
 

@@ -43,6 +43,9 @@ FOLDER = Path("compared")
 """The master asks for a folder; a simulated one never touches it."""
 
 
+VERDICT_WAIT = "30 s"
+"""A fixed time, so that what is compared does not hang on how long exchanges took."""
+
 _OURS = {"run_id", "directory", "listen", "log_level", "json_logs"}
 """Settings of a real master process, which a simulated one has no use for."""
 
@@ -166,6 +169,7 @@ class Setup(Knobs):
                 "tk_max": self.run.tokens,
                 "min_clusters": self.n_clusters,
                 "max_clusters": self.n_clusters,
+                "verdict_wait_s": VERDICT_WAIT,
                 **self.master,
                 **method.master,
             },

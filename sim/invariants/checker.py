@@ -12,7 +12,7 @@ from dips.sim.invariants.register import INVARIANTS, Invariant, Key
 KEPT = 20
 """Violations that are kept of one invariant: the first ones explain the others."""
 
-DECISIONS = frozenset({"COMMIT", "VOID", "ROLLBACK", "ADOPT"})
+DECISIONS = frozenset({"COMMIT", "VOID", "ROLLBACK", "ADOPT", "RESHARD"})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from dips.sim.invariants import fencing, numbers, publishing, pushes, versions
 Key = tuple[str, str]
 """Source and kind of a fact."""
 
-_COMMIT, _VOID, _ROLLBACK, _ADOPT = (("journal", kind) for kind in ("COMMIT", "VOID", "ROLLBACK", "ADOPT"))
+_COMMIT, _VOID, _ROLLBACK, _ADOPT, _RESHARD = (
+    ("journal", kind) for kind in ("COMMIT", "VOID", "ROLLBACK", "ADOPT", "RESHARD")
+)
 _STANDS = tuple(("slave", kind) for kind in STANDS)
 _MANIFEST = ("manifest", "manifest")
 _PULLED = tuple(("worker", kind) for kind in PULLED)
@@ -36,26 +38,26 @@ class Invariant:
 
 
 INVARIANTS = (
-    Invariant("I1", versions.same_round, (*_STANDS, _MANIFEST, _COMMIT, _ROLLBACK)),
-    Invariant("I2", versions.same_content, (*_STANDS, _MANIFEST, _COMMIT, _ROLLBACK, _ADOPT, *_PULLED)),
+    Invariant("I1", versions.same_round, (*_STANDS, _MANIFEST, _COMMIT, _ROLLBACK, _RESHARD)),
+    Invariant("I2", versions.same_content, (*_STANDS, _MANIFEST, _COMMIT, _ROLLBACK, _ADOPT, _RESHARD, *_PULLED)),
     Invariant("I3", publishing.never_torn, _PULLED),
     Invariant("I4", publishing.committed_everywhere, (("master", "publish"),)),
-    Invariant("I5", publishing.completable, (_COMMIT, _ROLLBACK, _END)),
+    Invariant("I5", publishing.completable, (_COMMIT, _ROLLBACK, _RESHARD, _END)),
     Invariant("I6", pushes.one_verdict, (_COMMIT, _VOID, _ROLLBACK, *_VERDICTS)),
-    Invariant("I7", versions.one_line, (_COMMIT, _ROLLBACK, *_VERDICTS)),
+    Invariant("I7", versions.one_line, (_COMMIT, _ROLLBACK, _RESHARD, *_VERDICTS)),
     Invariant(
         "I8",
         fencing.nothing_old,
         (
             *(("journal", kind) for kind in ("EPOCH", "JOIN", "LEAVE", "EVICT", "LEASE", "RETURN")),
-            *(_COMMIT, _VOID, _ROLLBACK, _ADOPT),
+            *(_COMMIT, _VOID, _ROLLBACK, _ADOPT, _RESHARD),
             *(("slave", kind) for kind in ("promised", "measured", "prepared")),
             ("master", "ticket"),
         ),
     ),
     Invariant("I9", pushes.complete_or_absent, (_COMMIT, _ROLLBACK, *_SENT)),
     Invariant("I10", pushes.bounded_staleness, (_COMMIT, _VOID)),
-    Invariant("I11", numbers.tokens_add_up, (_COMMIT, _ROLLBACK)),
+    Invariant("I11", numbers.tokens_add_up, (_COMMIT, _ROLLBACK, _RESHARD)),
     Invariant("I12", numbers.one_state_for_each_token, (_MANIFEST, ("journal", "snapshot"))),
     Invariant("I13", numbers.all_finite, (("slave", "prepared"), _COMMIT, ("file", "snapshot"))),
     Invariant("I14", versions.same_bits, (("slave", "prepared"), *_STANDS)),

@@ -83,7 +83,8 @@ def _digests(fact: Fact) -> dict[str, str]:
 def one_line(history: History, fact: Fact) -> Sentences:
     """An APPLIED push is in the version that its verdict names and in every later version of the timeline.
 
-    Evidence: each COMMIT makes the version that follows the one that the record before it made, so nothing is left out;
+    Evidence: each COMMIT and RESHARD makes the version that follows the one that the record before it made, so nothing
+    is left out;
     a ROLLBACK keeps the number of its origin on a timeline that was never used; and a told APPLIED(v) names a version
     whose record merged that push.
     """
@@ -91,7 +92,7 @@ def one_line(history: History, fact: Fact) -> Sentences:
         return _applied_is_in(history, fact)
     made, head = fact.made, history.head
     match made.kind:
-        case "COMMIT":
+        case "COMMIT" | "RESHARD":
             return _follows(made, head, history)
         case "ROLLBACK":
             return _new_timeline(made, head)
@@ -101,7 +102,7 @@ def one_line(history: History, fact: Fact) -> Sentences:
 def _follows(made: Decision, head: Decision | None, history: History) -> Sentences:
     wrong = []
     before, version = made.from_version, made.version
-    assert version is not None, "a COMMIT names its version"
+    assert version is not None, "it names its version"
     if before is None and version[1] != 0:
         wrong.append(f"{made} follows no version, so its number must be 0")
     if before is not None and version != (before[0], before[1] + 1):

@@ -1,48 +1,105 @@
-"""`python -m dips.sim.search [--quick] [--list] [--name NAME]`: run searches, print what each saw."""
+"""`python -m dips.sim.search [--long | --short] [--list] [--name NAME]`: run searches, print what each saw.
+
+Searches run side by side, one to a core, the largest first.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
 
-from dips.sim.search.explore import Result, Search
-from dips.sim.search.searches import SEARCHES, Named, by_name
+from dips.sim.search.explore import Result
+from dips.sim.search.running import run_all
+from dips.sim.search.searches import SEARCHES, Named, Size, by_name
 from dips.sim.search.wiring import Label
+
+MAX_STORY = 400
+"""Lines of a way that are printed; breadth first finds short ones."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: every search is clean; 1: an invariant was violated; 2: no such search."""
-    parser = argparse.ArgumentParser(prog="python -m dips.sim.search", description="Exhaustive search at small bounds.")
-    parser.add_argument("--quick", action="store_true", help="only the searches that end within seconds")
-    parser.add_argument("--list", action="store_true", help="name the searches, run none")
-    parser.add_argument("--name", action="append", default=[], help="run this one (may be given again)")
-    parser.add_argument("--max-states", type=int, help="stop each search there instead of at its own limit")
-    options = parser.parse_args(arguments)
+    """Exit code 0: all is clean. 1: an invariant was violated, a planned fault never struck, or a search that ends by
+    itself was stopped. 2: no such search.
+    """
+    options = _parser().parse_args(arguments)
     try:
-        chosen = [by_name(name) for name in options.name] or [s for s in SEARCHES if s.quick or not options.quick]
+        chosen = [by_name(name) for name in options.name] or _of_size(options.short, options.long)
     except KeyError as error:
         print(error.args[0], file=sys.stderr)
         return 2
     if options.list:
         for named in chosen:
-            print(f"{named.name:24} {'quick' if named.quick else 'full':6} {named.words}")
+            print(f"{named.name:28} {named.size.value:6} {named.words}")
         return 0
-    results = [_run(named, options.max_states) for named in chosen]
-    return 1 if any(result.violation for result in results) else 0
+    began = time.perf_counter()
+    found: list[tuple[Named, Result]] = []
+    for named, result in run_all(chosen, options.max_states, options.jobs):
+        found.append((named, result))
+        _print(named, result)
+    return _conclude(found, time.perf_counter() - began, stopped_by_hand=options.max_states is not None)
 
 
-def _run(named: Named, max_states: int | None) -> Result:
-    print(f"{named.name:24} {named.words}", flush=True)
-    result = Search(named.bounds, max_states or named.max_states, named.max_seconds).run()
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dips.sim.search", description="Exhaustive search at small bounds.")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--short", action="store_true", help="only the searches that end within seconds")
+    size.add_argument("--long", action="store_true", help="also those that take minutes each, or never end")
+    parser.add_argument("--list", action="store_true", help="name the searches, run none")
+    parser.add_argument("--name", action="append", default=[], help="run this one (may be given again)")
+    parser.add_argument("--max-states", type=int, help="stop each search there instead of at its own limit")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="searches at once (default: all cores)")
+    return parser
+
+
+def _of_size(short: bool, long: bool) -> list[Named]:
+    sizes = {Size.SHORT} if short else set(Size) if long else {Size.SHORT, Size.MIDDLE}
+    return [named for named in SEARCHES if named.size in sizes]
+
+
+def _print(named: Named, result: Result) -> None:
     print(
-        f"{'':24} {result.words}: {result.states} states, {result.steps} steps, depth {result.depth}, "
-        f"{result.ends} ends, {result.seconds:.1f} s",
+        f"{named.name:28} {named.words}\n{'':28} {result.words}: {result.states} states, {result.steps} steps, depth "
+        f"{result.depth}, {result.ends} ends, {result.seconds:.1f} s",
         flush=True,
     )
-    for line in story(result.story):
-        print(f"{'':24} {line}")
-    return result
+    for line in story(result.story)[:MAX_STORY]:
+        print(f"{'':28} {line}")
+
+
+def _conclude(found: Sequence[tuple[Named, Result]], seconds: float, stopped_by_hand: bool) -> int:
+    results = [result for _, result in found]
+    struck: Counter[str] = Counter()
+    for result in results:
+        struck.update(result.faults)
+    states, steps = sum(r.states for r in results), sum(r.steps for r in results)
+    depth, peak_mb = max((r.depth for r in results), default=0), max((r.peak_mb for r in results), default=0)
+    exhausted, cpu_s = sum(r.exhausted for r in results), sum(r.cpu_s for r in results)
+    print(
+        f"{len(results)} searches, {exhausted} exhausted: {states} states, {steps} steps, depth {depth}, "
+        f"{seconds:.0f} s ({cpu_s:.0f} s of processor time), at most {peak_mb} MiB a process"
+    )
+    print("steps that are faults: " + (", ".join(f"{name} {n}" for name, n in sorted(struck.items())) or "none"))
+    wrong = [f"{named.name}: {result.violation}" for named, result in found if result.violation]
+    wrong += [f"{named.name}: {fault} never struck" for named, result in found for fault in never_struck(named, result)]
+    if not stopped_by_hand:
+        wrong += [
+            f"{named.name} stopped at {result.stopped_at}: it is to be exhausted"
+            for named, result in found
+            if result.stopped_at and named.size is not Size.LONG
+        ]
+    for line in wrong:
+        print(f"FAILED {line}")
+    return 1 if wrong else 0
+
+
+def never_struck(named: Named, result: Result) -> list[str]:
+    """Faults that a search was to play and that no step of it was, although it saw every state."""
+    planned = [fault for fault, n in named.bounds.faults if n]
+    return [fault for fault in planned if result.exhausted and fault not in result.faults]
 
 
 def story(labels: Sequence[Label]) -> list[str]:

@@ -12,8 +12,10 @@ RUN = "search"
 T0_S = 1000.0
 """Time stands still; a time-out is an action of its own."""
 
-LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (2, 2), "float32", f"layers.{i}") for i in range(2)))
-"""Two blocks: one for each of two slaves."""
+LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (64, 32), "float32", f"layers.{i}") for i in range(2)))
+"""Two blocks, one for each of two slaves, that can be cut into two chunks of the smallest size that a slave takes."""
+
+BLOCK_BYTES = LAYOUT.blocks[0].n_bytes
 
 FAULTS = (
     "lose_call",
@@ -29,13 +31,29 @@ FAULTS = (
     "empty_disk",
     "lose_journal",
     "old_backup",
+    "second_master",
+    "misroute",
+    "late_verdict",
+    "late_chunk",
+    "drop_transfer",
+    "lease_ttl",
+    "reshard",
+    "cancel_reshard",
 )
 """lose_call: a request or an answer is lost. late_call: the caller gives up, its request arrives all the same.
 repeat_word: a slave's word arrives twice. break_link: a slave's stream breaks. evict_cluster: a live cluster's beats do
 not arrive. time_out: a round's time runs out although everybody lives. lose_version: a slave dies and its disk comes
 back without the newest committed version. empty_disk: it comes back with nothing but its promise. lose_journal: the
 master dies and comes back with an empty disk, told to rebuild. old_backup: a cluster is again as it was before its last
-push, and pushes without asking."""
+push, and pushes without asking. second_master: another master begins over the same journal while the first lives on;
+some streams of slaves stay with the old one, and clusters call either until they have joined the new one. misroute: the
+call of a cluster that has joined the new one reaches the old one. late_verdict: a cluster waits no longer for an answer
+or a version, and trains on. late_chunk: a copy of a chunk arrives at any later time. drop_transfer: a push is given up
+half sent, and tried again. lease_ttl: an absent cluster's leases run out. reshard: the operator asks for other slaves
+as `add` and `remove` say, and starts what is to be added. cancel_reshard: the operator takes that back."""
+
+MESSAGES_AND_CRASHES = FAULTS[:9]
+"""What happens to any run, without a disk that forgets."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +64,9 @@ class Bounds:
     slow_journal: other events come between a journal entry and its durability. from_start: from the empty run on, else
     from the published seed. bad_pushes: clusters whose pushes are not finite. s_max: versions that a base may be old,
     0 for the default. overlap: the run's setting; with it clusters make their next step while a push is on its way.
-    twice: make every step twice and compare.
+    twice: make every step twice and compare. chunks: of each block, on the wire; with more than one, transfers move
+    chunk by chunk, and pulls slave by slave. late_answers: an answer may arrive after any number of other things.
+    corpus: tokens of a pass of leased data, one to a chunk. add, remove: slaves, what the fault `reshard` asks for.
     """
 
     clusters: int = 2
@@ -62,6 +82,19 @@ class Bounds:
     eager: tuple[str, ...] = ()
     overlap: str = "none"
     twice: bool = False
+    chunks: int = 1
+    late_answers: bool = False
+    corpus: int = 8
+    add: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()
+
+    def may(self, fault: str) -> bool:
+        """Whether this fault is among those of the search."""
+        return dict(self.faults).get(fault, 0) > 0
+
+    @property
+    def chunk_bytes(self) -> int:
+        return BLOCK_BYTES // self.chunks
 
     @property
     def cluster_names(self) -> tuple[str, ...]:
@@ -69,12 +102,19 @@ class Bounds:
 
     @property
     def slave_names(self) -> tuple[str, ...]:
-        return tuple(f"s{i}" for i in range(self.slaves))
+        return (*(f"s{i}" for i in range(self.slaves)), *self.add)
 
     @property
     def plan(self) -> DataPlan:
-        return DataPlan(DataMode.LEASED, b"corpus", 8, 1) if self.leased else DataPlan(DataMode.OWN)
+        return DataPlan(DataMode.LEASED, b"corpus", self.corpus, 1) if self.leased else DataPlan(DataMode.OWN)
 
     def run_config(self) -> RunConfig:
-        settings = Settings(sync_every_steps=1, max_staleness_versions=self.s_max, overlap=self.overlap)
-        return RunConfig(RUN, self.slaves, settings, max_clusters=self.clusters, grace_s=5.0, rebuild=True)
+        settings = Settings(
+            sync_every_steps=1,
+            max_staleness_versions=self.s_max,
+            overlap=self.overlap,
+            chunk_bytes=self.chunk_bytes,
+        )
+        # With --rebuild each of two masters would take the run from the other, for ever.
+        rebuild = not self.may("second_master")
+        return RunConfig(RUN, self.slaves, settings, max_clusters=self.clusters, grace_s=5.0, rebuild=rebuild)

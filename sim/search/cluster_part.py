@@ -8,16 +8,16 @@ whether one is counted twice is then seen in what versions are made of.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dips.core.errors import Refused
-from dips.core.ids import ClusterId, PushId, Version
+from dips.core.ids import ClusterId, PushId, RoundId, Version
 from dips.core.messages import DataMode, DataRange, PullGrant, Refusal, Ticket
 from dips.sim.search.arena import Out
 from dips.sim.search.bounds import LAYOUT, T0_S, Bounds
 from dips.sim.search.master_part import keep_no_story
-from dips.sim.search.slave_part import Content, digest_of
+from dips.sim.search.slave_part import Content, blocks_of, digest_of
 from dips.worker.state import effects, events
 from dips.worker.state.phases import SessionPhase
 from dips.worker.state.session import Session
@@ -35,12 +35,25 @@ _EXCHANGES = (
 
 @dataclass(frozen=True)
 class Transfer:
-    """A push that is being sent. landed: the slaves that hold all of it."""
+    """A push that is being sent. landed: (slave, chunk) of what is known to stand there; n_chunks: how many on each."""
 
     id: int
     push: PushId
     ticket: Ticket
-    landed: frozenset[str] = frozenset()
+    epoch: int
+    landed: frozenset[tuple[str, int]] = frozenset()
+
+    def n_on(self, slave: str) -> int:
+        return sum(name == slave for name, _ in self.landed)
+
+
+@dataclass(frozen=True)
+class Pull:
+    """A version that is being fetched, slave by slave. read: what came from the first of them."""
+
+    id: int
+    grant: PullGrant
+    read: tuple[tuple[RoundId, Content], ...] = ()
 
 
 class ClusterPart:
@@ -63,7 +76,7 @@ class ClusterPart:
         self.sent: Content = ()
         self.buffer: Content = ()
         self.transfer: Transfer | None = None
-        self.pull: tuple[int, PullGrant] | None = None
+        self.pull: Pull | None = None
         self.left = False
         self.backup: tuple[Version, int, Content, Content] | None = None
 
@@ -87,15 +100,17 @@ class ClusterPart:
     def unanswered(self, call_id: int) -> list[Out]:
         return self._handle(events.CallFailed(call_id, "nobody answered"))
 
-    def landed(self, slave: str, all_slaves: tuple[str, ...]) -> list[Out]:
-        """All chunks for this slave have arrived there."""
+    def landed(self, slave: str, chunks: tuple[int, ...], n_chunks: int) -> list[Out]:
+        """These chunks stand on this slave; n_chunks: of the whole push, on all slaves."""
         transfer = self.transfer
         assert transfer is not None
-        landed = transfer.landed | {slave}
-        self.transfer = Transfer(transfer.id, transfer.push, transfer.ticket, landed)
-        if len(landed) < len(all_slaves):
+        landed = transfer.landed | {(slave, chunk) for chunk in chunks}
+        self.transfer = replace(transfer, landed=landed)
+        if len(landed) < n_chunks:
             return []
-        digests = tuple((name, digest_of(name, self.sent)) for name in all_slaves)
+        placement, chunk_bytes = transfer.ticket.placement, self.bounds.chunk_bytes
+        names = sorted({name for name, _ in landed})
+        digests = tuple((name, digest_of(blocks_of(placement, name), chunk_bytes, self.sent)) for name in names)
         self.transfer = None
         return self._handle(events.PushSent(transfer.id, digests, 1.0))
 
@@ -104,11 +119,19 @@ class ClusterPart:
         assert transfer is not None
         return self._handle(events.PushFailed(transfer.id, "a slave does not take it"))
 
-    def pulled(self, content: Content | None) -> list[Out]:
-        """The version arrived whole; None: a slave does not have it any more, or it is not what was promised."""
+    def read(self, held: tuple[RoundId, Content], n_slaves: int) -> list[Out]:
+        """One slave's share of the version arrived."""
         assert self.pull is not None
-        transfer_id, _ = self.pull
-        self.pull = None
+        self.pull = replace(self.pull, read=(*self.pull.read, held))
+        return self._pulled(held[1]) if len(self.pull.read) == n_slaves else []
+
+    def pull_failed(self) -> list[Out]:
+        """A slave does not have the version any more, or it is not what was promised."""
+        return self._pulled(None)
+
+    def _pulled(self, content: Content | None) -> list[Out]:
+        assert self.pull is not None
+        transfer_id, self.pull = self.pull.id, None
         if content is None:
             return self._handle(events.PullFailed(transfer_id, "the version is not kept any more"))
         self.buffer = content
@@ -131,6 +154,11 @@ class ClusterPart:
         if held:
             return self._make_step(held[:1])
         return self._carry_out(session.handle(events.LeaseWanted(1), T0_S)) if session.core.data.idle else []
+
+    def lose_patience(self) -> list[Out]:
+        """verdict_wait_s is over: it trains on."""
+        self.session.core.patience.until_s = T0_S
+        return self._go_on(self._carry_out(self.session.handle(events.Tick(), T0_S)))
 
     def beat(self, reply: Any) -> list[Out]:
         incarnation = self.session.core.terms.incarnation
@@ -155,6 +183,12 @@ class ClusterPart:
     @property
     def has_old_backup(self) -> bool:
         return self.settled and not self.left and self.backup is not None and self.backup[0] != self.session.core.base
+
+    @property
+    def waits_in_vain(self) -> bool:
+        """Whether it holds its training loop for an exchange, and has something to train for."""
+        patient = self.session.core.patience.until_s > T0_S
+        return patient and self.session.must_wait(T0_S) and self.pushes_left > 0 and self.session.phase in _EXCHANGES
 
     @property
     def waiting_calls(self) -> frozenset[int]:
@@ -210,7 +244,8 @@ class ClusterPart:
         core, phase = self.session.core, self.session.phase
         if phase is SessionPhase.TRAINING:
             return core.base is not None and not core.terms.stop
-        return self.bounds.overlap != "none" and phase in _EXCHANGES and not self.session.must_wait(T0_S)
+        trains_on = self.bounds.overlap != "none" or self.bounds.may("late_verdict")
+        return trains_on and phase in _EXCHANGES and not self.session.must_wait(T0_S)
 
     def _make_step(self, ranges: tuple[DataRange, ...]) -> list[Out]:
         self.n_work += 1
@@ -230,10 +265,10 @@ class ClusterPart:
                 case effects.CopyBase():
                     self.sent = self.base
                 case effects.StartPush(transfer_id, push, ticket):
-                    self.transfer = Transfer(transfer_id, push, ticket)
+                    self.transfer = Transfer(transfer_id, push, ticket, self.session.core.terms.epoch)
                     outs.append(("fact", "_sent", str(push), {"push": str(push), "payload": self.sent}))
                 case effects.StartPull(transfer_id, grant, _):
-                    self.pull = (transfer_id, grant)
+                    self.pull = Pull(transfer_id, grant)
                 case effects.CancelTransfer():
                     self.transfer = self.pull = None
                 case effects.Install(mode):
@@ -265,7 +300,7 @@ def canonical(part: ClusterPart) -> None:
     core = part.session.core
     in_use = set(part.waiting_calls)
     in_use |= {part.transfer.id} if part.transfer else set()
-    in_use |= {part.pull[0]} if part.pull else set()
+    in_use |= {part.pull.id} if part.pull else set()
     if part.session.pulling.plan is not None and part.session.pulling.plan.transfer_id is not None:
         in_use.add(part.session.pulling.plan.transfer_id)
     core._last_id = max(in_use, default=0)

@@ -7,8 +7,6 @@ is named by attribute in the lens of each machine.
 
 from __future__ import annotations
 
-import hashlib
-import marshal
 from collections import deque
 from collections.abc import Callable
 from dataclasses import is_dataclass
@@ -16,54 +14,32 @@ from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, NoneType
 from typing import Any, TypeVar
 
+from dips.sim.search.state import key_of
+
 T = TypeVar("T")
+Memo = dict[int, Any]
 
-_PLAIN = (NoneType, bool, int, float, str, bytes)
+PLAIN: frozenset[type] = frozenset((NoneType, bool, int, float, str, bytes))
+"""What marshal writes as it is."""
 
-
-class _Kind(Enum):
-    PLAIN = 1
-    ATOM = 2
-    LIST = 3
-    DICT = 4
-    SET = 5
-    DEQUE = 6
-    TUPLE = 7
-    METHOD = 8
-    FUNCTION = 9
-    OBJECT = 10
+_shared: set[type] = {*PLAIN, frozenset, BuiltinFunctionType}
+"""Classes whose values nobody changes; completed as classes are met."""
 
 
-_kinds: dict[type, _Kind] = {}
-_EXACT = {
-    list: _Kind.LIST,
-    dict: _Kind.DICT,
-    set: _Kind.SET,
-    deque: _Kind.DEQUE,
-    tuple: _Kind.TUPLE,
-    MethodType: _Kind.METHOD,
-    FunctionType: _Kind.FUNCTION,
-    BuiltinFunctionType: _Kind.ATOM,
-    frozenset: _Kind.ATOM,
-}
+def share(cls: type) -> None:
+    """Declare that nobody changes what is of this class, although it could be changed; it must compare by identity."""
+    _shared.add(cls)
 
 
-def _kind_of(cls: type) -> _Kind:
-    kind = _kinds.get(cls)
-    if kind is None:
-        kind = _kinds[cls] = _classify(cls)
-    return kind
-
-
-def _classify(cls: type) -> _Kind:
-    if cls in _PLAIN:
-        return _Kind.PLAIN
-    if cls in _EXACT:
-        return _EXACT[cls]
+def is_frozen(cls: type) -> bool:
+    """Whether values of this class are shared between copies, and numbered by fingerprints."""
+    if cls in _shared:
+        return True
     frozen = is_dataclass(cls) and getattr(cls, "__dataclass_params__").frozen  # noqa: B009
     if frozen or issubclass(cls, Enum | type | int | str | float):
-        return _Kind.ATOM
-    return _Kind.OBJECT
+        _shared.add(cls)
+        return True
+    return False
 
 
 def clone(thing: T) -> T:
@@ -72,53 +48,53 @@ def clone(thing: T) -> T:
     return copied
 
 
-def _clone(item: Any, memo: dict[int, Any]) -> Any:
+def _clone(item: Any, memo: Memo) -> Any:
     cls = item.__class__
-    kind = _kinds.get(cls) or _kind_of(cls)
-    if kind is _Kind.PLAIN or kind is _Kind.ATOM:
+    if cls in _shared:
         return item
     found = memo.get(id(item))
     if found is not None:
         return found
-    return _COPY[kind](item, memo)
+    return _COPIERS[cls](item, memo)
 
 
-def _clone_list(item: list[Any], memo: dict[int, Any]) -> list[Any]:
+def _clone_list(item: list[Any], memo: Memo) -> list[Any]:
     new: list[Any] = []
     memo[id(item)] = new
-    new.extend(_clone(part, memo) for part in item)
+    new.extend([_clone(part, memo) for part in item])
     return new
 
 
-def _clone_dict(item: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
-    new: dict[Any, Any] = {}
+def _clone_dict(item: dict[Any, Any], memo: Memo) -> dict[Any, Any]:
+    new: dict[Any, Any] = item.copy()
     memo[id(item)] = new
     for key, part in item.items():
-        new[key] = _clone(part, memo)
+        if part.__class__ not in _shared:
+            new[key] = _clone(part, memo)
     return new
 
 
-def _clone_set(item: set[Any], memo: dict[int, Any]) -> set[Any]:
+def _clone_set(item: set[Any], memo: Memo) -> set[Any]:
     new = memo[id(item)] = set(item)  # what can be hashed cannot change
     return new
 
 
-def _clone_deque(item: deque[Any], memo: dict[int, Any]) -> deque[Any]:
+def _clone_deque(item: deque[Any], memo: Memo) -> deque[Any]:
     new: deque[Any] = deque(maxlen=item.maxlen)
     memo[id(item)] = new
-    new.extend(_clone(part, memo) for part in item)
+    new.extend([_clone(part, memo) for part in item])
     return new
 
 
-def _clone_tuple(item: tuple[Any, ...], memo: dict[int, Any]) -> tuple[Any, ...]:
+def _clone_tuple(item: tuple[Any, ...], memo: Memo) -> tuple[Any, ...]:
     return tuple([_clone(part, memo) for part in item])
 
 
-def _clone_method(item: MethodType, memo: dict[int, Any]) -> MethodType:
+def _clone_method(item: MethodType, memo: Memo) -> MethodType:
     return MethodType(item.__func__, _clone(item.__self__, memo))
 
 
-def _clone_function(item: FunctionType, memo: dict[int, Any]) -> FunctionType:
+def _clone_function(item: FunctionType, memo: Memo) -> FunctionType:
     if not item.__closure__:
         return item
     cells = tuple(CellType(_clone(cell.cell_contents, memo)) for cell in item.__closure__)
@@ -127,30 +103,41 @@ def _clone_function(item: FunctionType, memo: dict[int, Any]) -> FunctionType:
     return new
 
 
-def _clone_object(item: Any, memo: dict[int, Any]) -> Any:
+def _clone_object(item: Any, memo: Memo) -> Any:
     new = item.__class__.__new__(item.__class__)
     memo[id(item)] = new
     fields = new.__dict__
+    fields.update(item.__dict__)
+    shared = _shared
     for name, part in item.__dict__.items():
-        kind = _kinds.get(part.__class__) or _kind_of(part.__class__)
-        fields[name] = part if kind is _Kind.PLAIN or kind is _Kind.ATOM else _clone(part, memo)
+        if part.__class__ not in shared:
+            fields[name] = _clone(part, memo)
     return new
 
 
-_COPY: dict[_Kind, Callable[[Any, dict[int, Any]], Any]] = {
-    _Kind.LIST: _clone_list,
-    _Kind.DICT: _clone_dict,
-    _Kind.SET: _clone_set,
-    _Kind.DEQUE: _clone_deque,
-    _Kind.TUPLE: _clone_tuple,
-    _Kind.METHOD: _clone_method,
-    _Kind.FUNCTION: _clone_function,
-    _Kind.OBJECT: _clone_object,
-}
+class _Copiers(dict[type, Callable[[Any, Memo], Any]]):
+    """How each class is copied; a class that is met first is an object like others, unless it is frozen."""
+
+    def __missing__(self, cls: type) -> Callable[[Any, Memo], Any]:
+        self[cls] = (lambda item, memo: item) if is_frozen(cls) else _clone_object
+        return self[cls]
+
+
+_COPIERS = _Copiers(
+    {
+        list: _clone_list,
+        dict: _clone_dict,
+        set: _clone_set,
+        deque: _clone_deque,
+        tuple: _clone_tuple,
+        MethodType: _clone_method,
+        FunctionType: _clone_function,
+    }
+)
 
 
 class Fingerprints:
-    """Digests of things: equal for things that differ only in the attributes named `blind` (see Lens).
+    """Digests of things: equal for things that differ only in the attributes named `blind`.
 
     Frozen values are numbered as they are met, so digests compare within one object of this class only.
     """
@@ -158,46 +145,94 @@ class Fingerprints:
     def __init__(self, blind: frozenset[str]) -> None:
         self._blind = blind
         self._atoms: dict[Any, int] = {}
+        self._met: dict[int, tuple[Any, Any]] = {}
+        self._orders: dict[type, list[tuple[list[str], list[str]]]] = {}
+
+        self._readers = _Readers(self)
 
     def digest(self, thing: Any) -> bytes:
         """128 bits: among a million states two differing ones collide with a chance of 1e-27."""
-        # marshal's version 2 writes no references, so equal structures give equal bytes.
-        return hashlib.blake2b(marshal.dumps(self._plain(thing, {}), 2), digest_size=16).digest()
+        return key_of(self._plain(thing, {}))
 
-    def _atom(self, item: Any) -> tuple[str, int]:
-        return ("@", self._atoms.setdefault((item.__class__, item), len(self._atoms)))
+    def _atom(self, item: Any) -> Any:
+        """Copies share their frozen values, so most were met before; it is kept, so that its id stays its own."""
+        met = self._met.get(id(item))
+        if met is None:
+            number = self._atoms.setdefault((item.__class__, item), len(self._atoms))
+            met = self._met[id(item)] = (item, ("@", number))
+        return met[1]
 
     def _plain(self, item: Any, seen: dict[int, int]) -> Any:
         cls = item.__class__
-        kind = _kinds.get(cls) or _kind_of(cls)
-        if kind is _Kind.PLAIN:
+        if cls in PLAIN:
             return item
-        if kind is _Kind.ATOM:
-            return self._atom(item)
-        if kind is _Kind.OBJECT:
-            return self._object(item, seen)
-        if kind is _Kind.DICT:
-            return ("d", sorted([(self._key(key), self._plain(part, seen)) for key, part in item.items()], key=_first))
-        if kind is _Kind.SET:
-            return ("s", sorted(self._key(part) for part in item))
-        if kind is _Kind.METHOD:
-            return ("m", item.__func__.__qualname__)
-        if kind is _Kind.FUNCTION:
-            cells = [cell.cell_contents for cell in item.__closure__ or ()]
-            return ("f", item.__qualname__, [self._plain(part, seen) for part in cells])
+        return self._readers[cls](item, seen)
+
+    def _of_atom(self, item: Any, seen: dict[int, int]) -> Any:
+        return self._atom(item)
+
+    def _of_dict(self, item: Any, seen: dict[int, int]) -> Any:
+        return ("d", sorted([(self._key(key), self._plain(part, seen)) for key, part in item.items()], key=_first))
+
+    def _of_sequence(self, item: Any, seen: dict[int, int]) -> Any:
         return [self._plain(part, seen) for part in item]
 
-    def _key(self, key: Any) -> str:
-        return repr(key if key.__class__ in _PLAIN else self._atom(key))
+    def _of_set(self, item: Any, seen: dict[int, int]) -> Any:
+        return ("s", sorted(self._key(part) for part in item))
 
-    def _object(self, item: Any, seen: dict[int, int]) -> Any:
+    def _of_method(self, item: Any, seen: dict[int, int]) -> Any:
+        return ("m", item.__func__.__qualname__)
+
+    def _of_function(self, item: Any, seen: dict[int, int]) -> Any:
+        return ("f", item.__qualname__, [self._plain(cell.cell_contents, seen) for cell in item.__closure__ or ()])
+
+    def _key(self, key: Any) -> str:
+        return repr(key if key.__class__ in PLAIN else self._atom(key))
+
+    def _of_object(self, item: Any, seen: dict[int, int]) -> Any:
         number = seen.get(id(item))
         if number is not None:
             return ("#", number)
         seen[id(item)] = len(seen)
-        blind = self._blind
-        fields = [(name, self._plain(part, seen)) for name, part in item.__dict__.items() if name not in blind]
-        return (item.__class__.__name__, fields)
+        fields = item.__dict__
+        order, looked_at = self._fields_of(item.__class__, fields)
+        plain = self._plain
+        values = [part if (part := fields[name]).__class__ in PLAIN else plain(part, seen) for name in looked_at]
+        return (item.__class__.__name__, order, values)
+
+    def _fields_of(self, cls: type, fields: dict[str, Any]) -> tuple[int, list[str]]:
+        """Which attributes an object has, as a number, and those of them that count."""
+        known = self._orders.get(cls)
+        if known is None:
+            known = self._orders[cls] = []
+        names = list(fields)
+        for number, (order, looked_at) in enumerate(known):
+            if order == names:
+                return number, looked_at
+        known.append((names, [name for name in names if name not in self._blind]))
+        return len(known) - 1, known[-1][1]
+
+
+class _Readers(dict[type, Callable[[Any, dict[int, int]], Any]]):
+    """How each class is read; a class that is met first is an object like others, unless it is frozen."""
+
+    def __init__(self, prints: Fingerprints) -> None:
+        super().__init__(
+            {
+                dict: prints._of_dict,
+                list: prints._of_sequence,
+                tuple: prints._of_sequence,
+                deque: prints._of_sequence,
+                set: prints._of_set,
+                MethodType: prints._of_method,
+                FunctionType: prints._of_function,
+            }
+        )
+        self._prints = prints
+
+    def __missing__(self, cls: type) -> Callable[[Any, dict[int, int]], Any]:
+        self[cls] = self._prints._of_atom if is_frozen(cls) else self._prints._of_object
+        return self[cls]
 
 
 def _first(pair: tuple[str, Any]) -> str:

@@ -14,7 +14,7 @@ from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import JoinReply, JoinRequest, Verdict, VerdictKind
 from dips.sim.search.arena import Out
 from dips.sim.search.bounds import Bounds
-from dips.sim.search.slave_part import Content, SlavePart, digest_of, is_bad
+from dips.sim.search.slave_part import Content, SlavePart, is_bad
 from dips.sim.search.violation import Violation
 
 K = TypeVar("K")
@@ -33,12 +33,18 @@ class Commit:
     round: RoundId
     digests: tuple[tuple[str, bytes], ...]
 
+    def holders(self, slaves: Sequence[SlavePart]) -> list[SlavePart]:
+        """The slaves that hold it between them."""
+        names = dict(self.digests)
+        return [slave for slave in slaves if slave.name in names]
+
 
 @dataclass(frozen=True)
 class Ghost:
     """decided: push -> verdict of a durable record. told: push -> verdict that its cluster was told. payload: push ->
     work that was sent. made: version -> (round, content) of the first slave that committed it. fences: cluster ->
-    pushes that were counted. lives: cluster -> newest incarnation. tokens: up to the newest version. lost: a disk was.
+    pushes that were counted. lives: cluster -> newest incarnation. tokens: up to the newest version. trained: leased
+    data (pass, token) that the current version was trained on. lost: a disk was.
     """
 
     epoch: int = 0
@@ -51,6 +57,7 @@ class Ghost:
     fences: Table[str, int] = frozenset()
     lives: Table[str, Incarnation] = frozenset()
     tokens: int = 0
+    trained: frozenset[tuple[int, int]] = frozenset()
     lost: bool = False
     halted: bool = False
 
@@ -66,6 +73,8 @@ class Ghost:
                 return self._committed(out[1], out[2], look)
             case "journal", {"kind": "ROLLBACK" | "ADOPT"}:
                 return self._taken_over(out[1], out[2])
+            case "journal", {"kind": "RESHARD"}:
+                return self._resharded(out[1], out[2], look)
             case "journal", {"kind": "VOID"}:
                 return self._decide(out[1])
             case "told", _:
@@ -104,7 +113,30 @@ class Ghost:
         self._judge_bases(record, version, look.bounds)
         _judge_leases(accepted, snapshot)
         ghost = self._decide(record)
-        return replace(ghost, commit=commit, tokens=int(snapshot["tokens"]))
+        trained = self._judge_trained(accepted)
+        return replace(ghost, commit=commit, tokens=int(snapshot["tokens"]), trained=trained)
+
+    def _judge_trained(self, accepted: Sequence[Mapping[str, Any]]) -> frozenset[tuple[int, int]]:
+        """I6: a data range is applied at most once in a history."""
+        trained = set(self.trained)
+        for item in accepted:
+            for _, pass_index, chunk, _, _ in item["ranges"]:
+                if (pass_index, chunk) in trained:
+                    raise Violation("I6", f"token {chunk} of pass {pass_index} is applied again by push {_push(item)}")
+                trained.add((pass_index, chunk))
+        return frozenset(trained)
+
+    def _resharded(self, record: Mapping[str, Any], snapshot: Mapping[str, Any], look: Any) -> Ghost:
+        """The same content, under another version, on other slaves: each of them holds its share of it durably."""
+        version, round_id = Version(*record["version"]), RoundId(*record["round"])
+        digests = tuple(sorted((slave, bytes.fromhex(digest)) for slave, digest in record["digests"].items()))
+        commit = Commit(version, round_id, digests)
+        content = self._judge_shadows(commit, (), look.slaves)
+        if self.commit is not None and version != self.commit.version.next():
+            raise Violation("I2", f"a RESHARD makes {version} out of {self.commit.version}")
+        self._judge_tokens(snapshot, ())
+        made = _put(self.made, version, (round_id, content))
+        return replace(self, commit=commit, made=made)
 
     def _taken_over(self, record: Mapping[str, Any], snapshot: Mapping[str, Any]) -> Ghost:
         """Another history is the run's from now on; what was decided in the one before is decided no more."""
@@ -116,7 +148,8 @@ class Ghost:
             raise Violation("I8", f"a ROLLBACK lowers fences from {sorted(before.items())} to {sorted(fences)}")
         commit, tokens = Commit(version, round_id, digests), int(snapshot["tokens"])
         taken = frozenset((_push({"push": push}), "ROLLED_BACK") for push in record.get("rolled_back", ()))
-        return replace(self, commit=commit, tokens=tokens, fences=fences, decided=taken, told=frozenset())
+        held = _tokens_of(snapshot, "applied")
+        return replace(self, commit=commit, tokens=tokens, fences=fences, decided=taken, told=frozenset(), trained=held)
 
     def _judge_tokens(self, snapshot: Mapping[str, Any], accepted: Sequence[Mapping[str, Any]]) -> None:
         added = sum(item["tokens"] for item in accepted)
@@ -161,10 +194,10 @@ class Ghost:
         """I9 and I5: every slave holds, durably, the base and all of every accepted push."""
         payload, made = dict(self.payload), dict(self.made)
         before: Content = ()
-        if self.commit is not None and accepted and accepted[0]["base"] is not None:
+        if self.commit is not None and (not accepted or accepted[0]["base"] is not None):
             before = made[self.commit.version][1] if self.commit.version in made else ()
         wanted = (*before, *(work for item in accepted for work in payload[_push(item)]))
-        for slave in slaves:
+        for slave in commit.holders(slaves):
             file = slave.disk.get((commit.version, commit.round))
             if file is None:
                 if not self.lost:
@@ -194,7 +227,8 @@ class Ghost:
 
     def _published(self, fields: Mapping[str, Any], look: Any) -> Ghost:
         version = _version(fields["version"])
-        for slave in look.slaves:
+        at = self.commit is not None and self.commit.version == version
+        for slave in self.commit.holders(look.slaves) if self.commit is not None and at else look.slaves:
             held = [file for key, file in slave.disk.items() if key[0] == version and file.info.committed]
             if not held and not self.lost:
                 raise Violation("I4", f"{version} is published, slave {slave.name} has not committed it durably")
@@ -237,11 +271,15 @@ class Ghost:
             self._judge_published(verdict)
         return self._verdict(verdict) if isinstance(verdict, Verdict) else self
 
-    def is_past(self, request: Any) -> bool:
-        """Whether a call is of an older life of its cluster, or speaks of an older epoch."""
+    def is_past(self, request: Any, epoch: int) -> bool:
+        """Whether a call is of an older life of its cluster, or speaks of another epoch than that of the master that
+        takes it. A master whose own epoch is past may know an older life only.
+        """
         caller = request.caller
         if isinstance(request, JoinRequest) or getattr(request, "reader", False):
             return False
+        if epoch != self.epoch:
+            return bool(caller.epoch != epoch)
         newest = dict(self.lives).get(caller.name)
         return bool(caller.epoch != self.epoch or caller.incarnation != newest)
 
@@ -273,9 +311,9 @@ class Ghost:
         """I5 in every state: the newest COMMIT can be completed on every slave."""
         if self.commit is None or self.lost:
             return
-        for slave in slaves:
+        for slave in self.commit.holders(slaves):
             file = slave.disk.get((self.commit.version, self.commit.round))
-            if file is None or digest_of(slave.name, file.content) != dict(self.commit.digests)[slave.name]:
+            if file is None or slave.digest(file) != dict(self.commit.digests)[slave.name]:
                 raise Violation(
                     "I5", f"COMMIT of {self.commit.version} is durable, slave {slave.name} cannot complete it any more"
                 )
@@ -320,6 +358,17 @@ def _judge_leases(accepted: Sequence[Mapping[str, Any]], snapshot: Mapping[str, 
         for _, pass_index, chunk, _, _ in item["ranges"]:
             if (found := tokens.get((pass_index, chunk), "free")) != "applied":
                 raise Violation("I12", f"token {chunk} of push {_push(item)} is {found} after its COMMIT")
+
+
+def _tokens_of(snapshot: Mapping[str, Any], state: str) -> frozenset[tuple[int, int]]:
+    """(pass, token) of all leased data in this state."""
+    holdings = snapshot["leases"]["holdings"] if snapshot["leases"] else ()
+    return frozenset(
+        (pass_index, token)
+        for pass_index, begin, end, found, _, _ in holdings
+        if found == state
+        for token in range(begin, end)
+    )
 
 
 def _put(table: Table[K, V], key: K, value: V) -> Table[K, V]:

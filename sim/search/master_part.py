@@ -24,18 +24,35 @@ from dips.master.state.effects import (
     ToSlave,
     WriteJournal,
 )
-from dips.master.state.events import CallGone, ClusterCall, Event, JournalWritten, SlaveLinkDown, SlaveSaid, Tick
+from dips.master.state.events import (
+    CallGone,
+    ClusterCall,
+    Event,
+    JournalWritten,
+    OperatorAction,
+    OperatorCall,
+    SlaveLinkDown,
+    SlaveSaid,
+    Tick,
+)
 from dips.master.state.records import Member
-from dips.master.state.tables import RoundPhase
+from dips.master.state.tables import ReshardPhase, RoundPhase
 from dips.sim.search.arena import Out
 from dips.sim.search.bounds import T0_S, Bounds
 
-FREE_TIMERS = ("round", "resend", "ticket", "finish", "ask", "donor")
+OPERATOR = 2
+"""The token of an operator's call."""
+
+FREE_TIMERS = ("round", "resend", "ticket", "finish", "ask", "donor", "reshard")
 """Time-outs that need no budget when nothing else can happen: then time passes."""
 
 
 class MasterPart:
-    """One life after another of the master. written: the newest durable snapshot of the ledger."""
+    """One life after another of the master. written: the newest durable snapshot of the ledger.
+
+    learns: None for the master that the journal belongs to; else a newer epoch was begun in it, and only so many of the
+    pending entries were written before.
+    """
 
     def __init__(self, bounds: Bounds) -> None:
         self.config = bounds.run_config()
@@ -43,6 +60,7 @@ class MasterPart:
         self.epoch = 0
         self.written: str | None = None
         self.pending: list[WriteJournal] = []
+        self.learns: int | None = None
         self.state = self._new_life(1)
 
     def _new_life(self, at_least: int) -> Coordinator:
@@ -70,8 +88,13 @@ class MasterPart:
         return self._handle(SlaveLinkDown(link))
 
     def write(self) -> list[Out]:
-        """The disk takes the oldest entry."""
+        """The disk takes the oldest entry, or took it before a newer epoch was begun."""
         entry = self.pending.pop(0)
+        if self.learns is not None:
+            if self.learns == 0:
+                return [("fenced off", entry.kind)]
+            self.learns -= 1
+            return self._handle(JournalWritten(entry.entry_id))
         return [*self._durable(entry), *self._handle(JournalWritten(entry.entry_id))]
 
     def restart(self, written: int, at_least: int = 0) -> list[Out]:
@@ -82,6 +105,11 @@ class MasterPart:
         self.pending = []
         self.state = self._new_life(at_least)
         return [*outs, *self.start()]
+
+    def be_overtaken(self, written: int) -> list[Out]:
+        """Another master begins a newer epoch in the same journal; this one learns of it when it writes."""
+        self.learns = written
+        return []
 
     def lose_journal(self) -> list[Out]:
         """The master's disk is lost; it is started with an empty one."""
@@ -102,6 +130,18 @@ class MasterPart:
         self.state.world.members[cluster].beat_s = T0_S - 1e6
         return self._handle(Tick())
 
+    def operator(self, action: OperatorAction) -> list[Out]:
+        """Somebody asks for something; the answer goes nowhere."""
+        return self._handle(OperatorCall(OPERATOR, action))
+
+    def expire_leases(self, cluster: str) -> list[Out]:
+        """The cluster was away for as long as leases last."""
+        away = self.state._members._away_since_s
+        away[cluster] = T0_S - 1e9
+        outs = self._handle(Tick())
+        away[cluster] = T0_S
+        return outs
+
     def timers(self) -> list[tuple[str, Callable[[], None]]]:
         """The deadlines that stand, and how each is reached."""
         world, state = self.state.world, self.state.world.round
@@ -115,6 +155,8 @@ class MasterPart:
         recovery = getattr(world, "recovery", None)
         if recovery is not None and recovery.asked is not None:
             found.append(("ask", lambda: self._set(recovery, "ask_again_s")))
+        if world.reshard.phase.now is ReshardPhase.WAITING and world.reshard.not_before_s > T0_S:
+            found.append(("reshard", lambda: self._set(world.reshard, "not_before_s")))
         for push in world.pushes():
             if push.finish_token is not None:
                 found.append(("finish", partial(self._set, push, "finish_until_s")))
@@ -151,6 +193,8 @@ class MasterPart:
                     outs.append(("again", at_least))
                 case WriteJournal() if self.slow:
                     self.pending.append(effect)
+                case WriteJournal() if self.learns is not None:
+                    return [*outs, ("fenced off", effect.kind)]
                 case WriteJournal():
                     outs += self._durable(effect)
                     outs += self._handle(JournalWritten(effect.entry_id))
@@ -162,11 +206,23 @@ class MasterPart:
 
     # ---- what a search reads ----
 
+    def lends_to_absent(self, cluster: str) -> bool:
+        """Whether the cluster is away, and data is lent to it still."""
+        ledger = self.state.world.ledger
+        lent = ledger.leases is not None and ledger.leases.leased_tokens(cluster) > 0
+        return lent and self.member(cluster) is None
+
+    @property
+    def recovers(self) -> bool:
+        """Whether it waits for what the slaves hold."""
+        return self.state.world.recovery.active
+
     @property
     def settled(self) -> bool:
         """Nothing is under way."""
         world = self.state.world
-        return world.round.phase.now is RoundPhase.IDLE and not any(world.pushes()) and world.everything_out
+        idle = world.round.phase.now is RoundPhase.IDLE and world.ledger.reshard is None
+        return idle and not any(world.pushes()) and world.everything_out
 
     def member(self, cluster: str) -> Member | None:
         return self.state.world.members.get(cluster)
@@ -191,5 +247,8 @@ def keep_no_story(story: Story) -> None:
 def canonical(part: MasterPart) -> None:
     """Numbers that are spent begin anew, so that equal states are equal whatever the way to them."""
     part.state._pulls._next_pin = 1
+    part.state.world.reshard.pause_s = 0.0
+    if part.state.world.reshard.not_before_s > T0_S:
+        part.state.world.reshard.not_before_s = T0_S + 1.0
     if not part.pending:
         part.state.world.out._next_entry = 1

@@ -58,8 +58,8 @@ def judge(facts: Sequence[Fact]) -> Checker:
     return checker
 
 
-def judge_ends(search: Search, ends: Sequence[State], limit: int) -> list[str]:
-    """What the checker finds wrong on the shortest ways to `limit` of the ends, spread over all of them."""
+def judge_ends(search: Search, ends: Sequence[int], limit: int) -> list[str]:
+    """What the checker finds wrong on the shortest ways to `limit` of these states, spread over all of them."""
     every = max(1, len(ends) // limit)
     wrong: list[str] = []
     for end in ends[::every][:limit]:

@@ -1,5 +1,5 @@
-"""A slave in a search: the real SlaveState, and in place of bytes what each version and
-each push is made of.
+"""A slave in a search: the real SlaveState and StagingTable, and in place of bytes what each version and each push is
+made of.
 
 The disk keeps what a real one keeps over a kill -9: the promise, and a file for each snapshot. A job is done within
 the step that began it, so a kill falls before or after it, never into the middle.
@@ -7,26 +7,35 @@ the step that began it, so a kill falls before or after it, never into the middl
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
-from dips.core.errors import RefusalCode
+from dips.core.chunks import checksum, chunks_of, shard_digest
+from dips.core.data_header import DataHeader, DataOp
+from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import (
     BlockGram,
     CommitRecord,
     Configure,
+    MoveBlocks,
+    PlacementSpec,
     Prepare,
     Refusal,
     SlaveCommand,
     SlaveMessage,
     SnapshotInfo,
 )
+from dips.core.wire import Codec, encoded_bytes
 from dips.sim.search.arena import Out
-from dips.sim.search.bounds import RUN, T0_S
+from dips.sim.search.bounds import BLOCK_BYTES, LAYOUT, RUN, T0_S
+from dips.sim.search.copying import share
 from dips.sim.search.master_part import keep_no_story
 from dips.slave.state import effects, events
+from dips.slave.state.fetching import cancelled
 from dips.slave.state.slave import SlaveState
+from dips.slave.state.staging import ShardMap, Staging, StagingTable
 
 Content = tuple[str, ...]
 """Which pieces of work a model is made of, in the order in which they were merged."""
@@ -37,26 +46,60 @@ SNAPSHOTS_KEPT = 3
 
 @dataclass(frozen=True)
 class File:
-    """A snapshot on disk. record: of the COMMIT, once there was one."""
+    """A snapshot on disk. blocks: those that it holds. record: of the COMMIT, once there was one."""
 
     info: SnapshotInfo
+    blocks: tuple[int, ...]
     content: Content
     record: bytes = b""
 
 
-@dataclass(frozen=True)
-class Landed:
-    """One slot of the data port: the push that it is open for, and its bytes once they are complete."""
+Row = tuple[Content | None, ...]
+"""One slot of staging memory: of which push's content each chunk is, None where nothing landed since it was opened."""
 
-    push: PushId
-    attempt: int
-    opening: int
-    payload: Content | None = None
+TORN = "torn"
+"""Content of a push whose chunks are not of one sending."""
+
+share(ShardMap)
 
 
-def digest_of(slave: str, content: Content) -> bytes:
-    """The same content has the same digest, whichever round made it."""
-    return hashlib.sha256(f"{slave}:{','.join(content)}".encode()).digest()[:8]
+@cache
+def shard_map(blocks: tuple[int, ...], chunk_bytes: int) -> ShardMap:
+    """Where the chunks of these blocks stand; one for all slaves that hold them."""
+    return ShardMap([LAYOUT.blocks[block] for block in blocks], chunk_bytes)
+
+
+@cache
+def sums_of(blocks: tuple[int, ...], chunk_bytes: int, content: Content, momentum: bool = False) -> tuple[int, ...]:
+    """A checksum for each chunk of these blocks of a content, in (block, offset) order; momentum has its own."""
+    kind = "momentum" if momentum else "theta"
+    words = f"{kind}:{','.join(content)}"
+    chunks = chunks_of([LAYOUT.blocks[block] for block in blocks], chunk_bytes)
+    return tuple(checksum(f"{chunk.block_id}:{chunk.offset_bytes}:{words}".encode()) for chunk in chunks)
+
+
+@cache
+def digest_of(blocks: tuple[int, ...], chunk_bytes: int, content: Content, momentum: bool = False) -> bytes:
+    """Of one slave's share of a content: the same content has the same digest, whichever round made it."""
+    return shard_digest(sums_of(blocks, chunk_bytes, content, momentum))
+
+
+def blocks_of(placement: PlacementSpec, slave: str) -> tuple[int, ...]:
+    """The blocks of one slave; none if the placement does not name it."""
+    names = [address.slave_id for address in placement.slaves]
+    return tuple(block for block, holder in enumerate(placement.slave_of_block) if names[holder] == slave)
+
+
+@cache
+def put_chunk(
+    blocks: tuple[int, ...], chunk_bytes: int, index: int, push: PushId, attempt: int, epoch: int, content: Content
+) -> DataHeader:
+    """The header with which one chunk of a push goes to the slave that holds these blocks."""
+    chunk = chunks_of([LAYOUT.blocks[block] for block in blocks], chunk_bytes)[index]
+    return DataHeader(
+        RUN, epoch, DataOp.PUT_CHUNK, 0, push, attempt, None, chunk.block_id, chunk.offset_bytes, chunk.length_bytes,
+        Codec.F32, sums_of(blocks, chunk_bytes, content)[index],
+    )  # fmt: skip
 
 
 def is_bad(content: Content) -> bool:
@@ -67,20 +110,25 @@ def is_bad(content: Content) -> bool:
 class SlavePart:
     """One life after another of a slave. link: its stream to the master, if it has one."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, chunk_bytes: int = BLOCK_BYTES, started: bool = True) -> None:
         self.name = name
+        self.chunk_bytes = chunk_bytes
         self.promised = 0
         self.disk: dict[tuple[Version, RoundId], File] = {}
         self.link: int | None = None
         self._new_life()
+        self.stopped = not started
 
     def _new_life(self) -> None:
         self.memory: dict[Version, tuple[RoundId, Content]] = {}
         self.shadow: File | None = None
-        self.slots: dict[int, Landed] = {}
+        self.table: StagingTable | None = None
+        self.rows: dict[int, Row] = {}
+        self.served = 0
         self.pins: tuple[Version, ...] = ()
         self.blocks: tuple[int, ...] = ()
         self.stopped = False
+        self.move: tuple[int, MoveBlocks] | None = None
         self.state = SlaveState(RUN, self.name, f"tcp://{self.name}:1", 1 << 30, 1 << 20, self.promised, self._infos())
         keep_no_story(self.state.story)
 
@@ -98,11 +146,67 @@ class SlavePart:
     def hear(self, command: SlaveCommand) -> list[Out]:
         return self._handle(events.Commanded(command))
 
-    def land(self, push: PushId, attempt: int, payload: Content) -> list[Out]:
-        """The last missing chunk of a push arrives."""
-        slot, open_ = next((s, o) for s, o in self.slots.items() if o.push == push)
-        self.slots[slot] = replace(open_, payload=payload)
-        return self._handle(events.PushStaged(push, attempt, open_.opening, digest_of(self.name, payload)))
+    def put(self, headers: Sequence[DataHeader], payload: Content) -> list[Out]:
+        """Chunks arrive, one after the other; what is refused changes nothing."""
+        outs: list[Out] = []
+        for header in headers:
+            try:
+                outs += self._put(header, payload)
+            except Refused:
+                pass
+        return outs
+
+    def _put(self, header: DataHeader, payload: Content) -> list[Out]:
+        """As dips.slave.data_port does it."""
+        table = self.table
+        if table is None or header.epoch < self.served:
+            raise Refused(RefusalCode.STALE_EPOCH, "of an older epoch, or no memory yet")
+        staging, landing, landed = table.admit(header, encoded_bytes(header.codec, header.length_bytes // 4))
+        if landed:
+            return []
+        row = list(self.rows[staging.slot])
+        row[landing.index] = payload
+        self.rows[staging.slot] = tuple(row)
+        return self._say_staged(staging) if table.land(staging, landing, header.checksum) else []
+
+    def _say_staged(self, staging: Staging) -> list[Out]:
+        return self._handle(events.PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
+
+    def _payload(self, slot: int) -> Content:
+        """What stands in a row of staging memory."""
+        contents = set(self.rows[slot])
+        content = contents.pop() if len(contents) == 1 else None
+        return content if content is not None else (TORN,)
+
+    def start(self) -> list[Out]:
+        """Somebody starts the process."""
+        self._new_life()
+        return []
+
+    def is_not_wanted(self) -> list[Out]:
+        """The run has no place for it: the process ends."""
+        self.stopped = True
+        return []
+
+    def moved(self, content: Content | None) -> list[Out]:
+        """All blocks of another placement are together, and on disk; None: a slave that has some of them does not give
+        them."""
+        assert self.move is not None
+        (job, move), self.move = self.move, None
+        if content is None:
+            return self._move_failed(job, RefusalCode.VERSION_GONE, "a block is not to be had")
+        blocks = blocks_of(move.placement, self.name)
+        digests = [digest_of(blocks, self.chunk_bytes, content, momentum) for momentum in (False, True)]
+        if digests != [move.theta_digest, move.momentum_digest]:
+            return self._move_failed(job, RefusalCode.DIGEST, "what was moved is not what was listed")
+        info = SnapshotInfo(
+            move.to_version, move.round, move.layout_hash, move.placement.placement_hash, move.theta_digest, False
+        )
+        self.disk[info.version, info.round] = File(info, blocks, content)
+        return self._handle(events.MoveDone(job, info, self._infos()))
+
+    def _move_failed(self, job: int, code: RefusalCode, why: str) -> list[Out]:
+        return self._handle(events.JobFailed(job, Refusal(code, why, 1.0)))
 
     def kill(self) -> list[Out]:
         """kill -9, and another process over the same directory."""
@@ -126,15 +230,21 @@ class SlavePart:
 
     # ---- what a search reads ----
 
-    def wants(self, push: PushId, attempt: int) -> bool:
-        """Whether the data port would take chunks of this attempt that are not here yet."""
-        return any(o.push == push and o.attempt == attempt and o.payload is None for o in self.slots.values())
+    def digest(self, file: File) -> bytes:
+        """Of what a snapshot holds."""
+        return digest_of(file.blocks, self.chunk_bytes, file.content)
 
-    def has(self, push: PushId) -> bool:
-        return any(o.push == push and o.payload is not None for o in self.slots.values())
+    @property
+    def shard(self) -> ShardMap:
+        """Of the blocks that it was told to hold; only once it was configured."""
+        return shard_map(self.blocks, self.chunk_bytes)
 
     def knows(self, push: PushId, attempt: int) -> bool:
-        return any(o.push == push and o.attempt == attempt for o in self.slots.values())
+        """Whether the data port takes chunks of this very attempt."""
+        try:
+            return self.table is not None and self.table.find(push, attempt) is not None
+        except Refused:
+            return False
 
     def readable(self, version: Version) -> tuple[RoundId, Content] | None:
         return self.memory.get(version)
@@ -158,21 +268,28 @@ class SlavePart:
             case effects.SavePromise(epoch):
                 self.promised = max(self.promised, epoch)
                 return self._handle(events.PromiseSaved(epoch))
-            case effects.OpenSlot(push, attempt, slot, opening):
-                return self._open(push, attempt, slot, opening)
+            case effects.OpenSlot():
+                return self._open(effect)
             case effects.CloseSlot(push):
-                self.slots = {slot: open_ for slot, open_ in self.slots.items() if open_.push != push}
+                if self.table is not None:
+                    self.table.close(push)
+                self._forget_closed_rows()
             case effects.CloseAllSlots():
-                self.slots = {}
+                if self.table is not None:
+                    self.table.close_all()
+                self._forget_closed_rows()
+            case effects.Serve(epoch):
+                self.served = epoch
             case effects.SetPins(versions):
                 self.pins = versions
-            case effects.DropShadow(shadow):
-                self.shadow = None
+            case effects.DropShadow(shadow) | effects.DropMoved(shadow):
+                if isinstance(effect, effects.DropShadow):
+                    self.shadow = None
                 self.disk = {key: file for key, file in self.disk.items() if file.info != shadow}
             case effects.Stop() | effects.GiveUp():
                 self.stopped = True
                 return [("hang up", self.link)]
-            case effects.Log() | effects.Serve():
+            case effects.Log():
                 pass
             case _:
                 return self._work(effect)
@@ -182,6 +299,18 @@ class SlavePart:
         match effect:
             case effects.RunLoad(job, configure, _, source):
                 return self._load(job, configure, source)
+            case effects.RunList(job):
+                current = self.memory[max(self.memory)][1]
+                sums = [sums_of(self.blocks, self.chunk_bytes, current, momentum) for momentum in (False, True)]
+                return self._handle(events.ListDone(job, sums[0], sums[1]))
+            case effects.RunMove(job, move):
+                self.move = (job, move)
+                return []
+            case effects.CancelMove(job):
+                if self.move is None or self.move[0] != job:
+                    return []
+                refused, self.move = cancelled(self.move[1]), None
+                return self._handle(events.JobFailed(job, Refusal(refused.code, refused.sentence, 1.0)))
             case effects.RunMeasure(job, _, slots):
                 return self._handle(events.MeasureDone(job, self._measure(slots)))
             case effects.RunPrepare(job, prepare, slots, durable):
@@ -194,27 +323,31 @@ class SlavePart:
             case _:
                 raise TypeError(f"the search carries out no {type(effect).__name__}")
 
-    def _open(self, push: PushId, attempt: int, slot: int, opening: int) -> list[Out]:
-        known = self.slots.get(slot)
-        if known is None or (known.push, known.opening) != (push, opening):
-            self.slots = {s: o for s, o in self.slots.items() if o.push != push and s != slot}
-            self.slots[slot] = Landed(push, attempt, opening)
+    def _open(self, effect: effects.OpenSlot) -> list[Out]:
+        if self.table is None:
             return []
-        self.slots[slot] = replace(known, attempt=attempt)
-        return [] if known.payload is None else self.land(push, attempt, known.payload)
+        staging = self.table.open(effect.push, effect.attempt, effect.slot, effect.opening, effect.wire, effect.base)
+        if not staging.n_landed:
+            self.rows[staging.slot] = (None,) * self.shard.n_chunks
+        self._forget_closed_rows()
+        return self._say_staged(staging) if staging.complete else []
+
+    def _forget_closed_rows(self) -> None:
+        """What stands in rows that nobody uses makes no difference."""
+        used = {staging.slot for staging in self.table._open.values()} if self.table is not None else set()
+        self.rows = {slot: row for slot, row in self.rows.items() if slot in used}
 
     def _infos(self) -> tuple[SnapshotInfo, ...]:
         return tuple(file.info for _, file in sorted(self.disk.items(), key=lambda item: item[0], reverse=True))
 
     def _load(self, job: int, configure: Configure, source: SnapshotInfo | None) -> list[Out]:
-        self.memory, self.shadow, self.slots = {}, None, {}
-        placement = configure.placement
-        own = next(i for i, address in enumerate(placement.slaves) if address.slave_id == self.name)
-        self.blocks = tuple(block for block, slave in enumerate(placement.slave_of_block) if slave == own)
+        self.memory, self.shadow, self.rows = {}, None, {}
+        self.blocks = blocks_of(configure.placement, self.name)
+        self.table = StagingTable(self.shard, configure.staging_slots)
         current = None
         if source is not None:
             file = self.disk[source.version, source.round]
-            if digest_of(self.name, file.content) != configure.load_digest:
+            if self.digest(file) != configure.load_digest:
                 wrong = Refusal(RefusalCode.DIGEST, "the snapshot is not what was committed")
                 return self._handle(events.JobFailed(job, wrong))
             source = self._named(source, configure)
@@ -242,7 +375,7 @@ class SlavePart:
         return self._handle(events.RecordRead(asked_by, answer))
 
     def _measure(self, slots: tuple[int, ...]) -> tuple[BlockGram, ...]:
-        payloads = [self.slots[slot].payload or () for slot in slots]
+        payloads = [self._payload(slot) for slot in slots]
         pairs = [(i, j) for i in range(len(slots)) for j in range(i, len(slots))]
         gram = tuple(NORM * NORM * (1.0 if i == j else 0.9) for i, j in pairs)
         bad = tuple(4 if is_bad(payload) else 0 for payload in payloads)
@@ -252,12 +385,12 @@ class SlavePart:
         base: Content = ()
         if prepare.from_version is not None:
             base = self.memory[prepare.from_version][1]
-        content = (*base, *(work for slot in slots for work in self.slots[slot].payload or ()))
+        content = (*base, *(work for slot in slots for work in self._payload(slot)))
         made = self.state.shard.made
         assert made is not None
-        digest = digest_of(self.name, content)
+        digest = digest_of(self.blocks, self.chunk_bytes, content)
         info = SnapshotInfo(prepare.to_version, prepare.round, made.layout_hash, made.placement_hash, digest, False)
-        self.shadow = File(info, content)
+        self.shadow = File(info, self.blocks, content)
         self.disk = {key: file for key, file in self.disk.items() if file.info.committed}
         if durable:
             self.disk[info.version, info.round] = self.shadow
@@ -269,7 +402,7 @@ class SlavePart:
         file = self.disk.get((shadow.version, shadow.round)) or self.shadow
         assert file is not None, "a shadow stands on disk or in memory"
         if durable:
-            self.disk[info.version, info.round] = File(info, file.content, record)
+            self.disk[info.version, info.round] = File(info, file.blocks, file.content, record)
         newest = sorted({file.info.version for file in self.disk.values()}, reverse=True)[:SNAPSHOTS_KEPT]
         self.disk = {key: file for key, file in self.disk.items() if key[0] in newest}
         self.memory[info.version] = (info.round, file.content)

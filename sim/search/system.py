@@ -11,15 +11,16 @@ from operator import methodcaller
 from typing import Any
 
 from dips.core.errors import RefusalCode
+from dips.core.ids import RoundId
 from dips.core.messages import (
     AbortRound,
     CloseStaging,
     FinishPullRequest,
     HeartbeatRequest,
+    ListShard,
     Measure,
     OpenStaging,
     PullGrant,
-    Refusal,
     Retain,
     SlaveCommand,
     StopSlave,
@@ -28,14 +29,26 @@ from dips.core.messages import (
 from dips.sim.search.arena import Out
 from dips.sim.search.bounds import FAULTS
 from dips.sim.search.cluster_part import ClusterPart
-from dips.sim.search.faults import Faults, Next
+from dips.sim.search.faults import WHO, Faults, Next
 from dips.sim.search.ghost import Ghost
 from dips.sim.search.master_part import FREE_TIMERS, MasterPart
-from dips.sim.search.slave_part import Content, SlavePart, digest_of
-from dips.sim.search.state import ANSWER, BROKEN, CLOSING, HELD, REQUEST, WHOLE, Call, Draft, Link, State
+from dips.sim.search.slave_part import Content, SlavePart, blocks_of, digest_of
+from dips.sim.search.state import (
+    ANSWER,
+    BROKEN,
+    CLOSING,
+    NEWEST,
+    NOBODY,
+    OLD,
+    REQUEST,
+    WHOLE,
+    Draft,
+    Link,
+    State,
+)
 from dips.sim.search.wiring import brief
 
-SILENT = (OpenStaging, CloseStaging, Retain, Measure, AbortRound, Welcome, StopSlave)
+SILENT = (OpenStaging, CloseStaging, Retain, Measure, ListShard, AbortRound, Welcome, StopSlave)
 """Commands that a slave may take as soon as they are its oldest: what it does then shows only in words on their way."""
 
 WAKES = "asks again: cluster"
@@ -51,8 +64,12 @@ class System(Faults):
         spent = [dict(bounds.faults).get(name, 0) for name in FAULTS]
         state = State(
             self.masters.enter(MasterPart(bounds)),
-            tuple(self.slaves.enter(SlavePart(name)) for name in bounds.slave_names),
+            tuple(
+                self.slaves.enter(SlavePart(name, bounds.chunk_bytes, started=name not in bounds.add))
+                for name in bounds.slave_names
+            ),
             tuple(self.clusters.enter(ClusterPart(name, bounds)) for name in bounds.cluster_names),
+            (),
             (),
             (),
             (),
@@ -95,13 +112,14 @@ class System(Faults):
             yield from self._faults(state)
 
     def _ordinary(self, state: State) -> Iterator[Next]:
-        for action in self._silent(state):
-            yield action
+        if silent := next(self._silent(state), None):
+            yield from silent
             return
         only_wakes = True
         for action in self._visible(state):
             only_wakes = only_wakes and action[0][0] == WAKES
             yield action
+        yield from self._whenever(state)
         if only_wakes:
             yield from self._time_passes(state)
 
@@ -112,25 +130,31 @@ class System(Faults):
         clusters = all(self.clusters[number].settled for number in state.clusters)
         return clusters and (self.masters[state.master].settled)
 
-    def _silent(self, state: State) -> Iterator[Next]:
+    def _silent(self, state: State) -> Iterator[list[Next]]:
+        """What one machine may do at once, since it commutes with all else; several where there is a choice."""
         for link in state.links:
             if link.condition == WHOLE and link.down and self._is_silent(link.down[0]):
-                yield self._hear(state, link)
+                yield [self._hear(state, link)]
             elif link.condition == CLOSING:
-                yield self._hear_of_the_end(state, link)
+                yield [self._hear_of_the_end(state, link)]
         for index, number in enumerate(state.slaves):
             if self.slaves[number].link is None and not self.slaves[number].stopped:
-                yield self._dial(state, index)
+                yield [self._dial(state, index, at) for at in self._masters_of(state)]
         for index, number in enumerate(state.clusters):
             transfer = self.clusters[number].transfer
             if transfer is not None:
                 for slave in range(len(state.slaves)):
                     if self._can_land(state, index, slave):
-                        yield self._land(state, index, slave)
+                        yield [self._land(state, index, slave)]
         for call in state.calls:
             message = self.messages.all[call.message]
-            if call.stage == ANSWER or isinstance(message, FinishPullRequest):
-                yield self._carry(state, call)
+            answered = call.stage == ANSWER and not self.bounds.late_answers
+            if answered or isinstance(message, FinishPullRequest):
+                yield [self._carry(state, call)]
+
+    def _masters_of(self, state: State) -> tuple[int, ...]:
+        """Whoever answers under the master's address."""
+        return (NEWEST,) if state.old == NOBODY else (NEWEST, OLD)
 
     def _is_silent(self, message: int) -> bool:
         command = self.messages.all[message]
@@ -140,6 +164,10 @@ class System(Faults):
         for call in state.calls:
             if call.stage == REQUEST:
                 yield self._carry(state, call)
+                if state.old != NOBODY and not self._is_newer(state, call):
+                    yield self._carry(state, call, OLD)
+            elif call.stage == ANSWER:
+                yield self._carry(state, call)
         for link in state.links:
             if link.condition != CLOSING and link.up:
                 yield self._speak(state, link)
@@ -147,20 +175,31 @@ class System(Faults):
                 yield self._notice(state, link)
             if link.condition == WHOLE and link.down:
                 yield self._hear(state, link)
-        for link_number, message in state.strays:
-            yield self._stray(state, link_number, message)
+        for slave, number in enumerate(state.slaves):
+            if self.slaves[number].move is not None:
+                yield self._move(state, slave)
         for index, number in enumerate(state.clusters):
             part = self.clusters[number]
             if part.pull is not None:
                 yield self._pull(state, index)
             if part.sleeps:
                 yield self._wake(state, index)
-        master = self.masters[state.master]
-        if master.pending:
-            yield self._write(state)
-        for name, _ in master.timers():
-            if name not in FREE_TIMERS:
-                yield self._fire(state, name)
+        for at in self._masters_of(state):
+            master = self.masters[state.old if at == OLD else state.master]
+            if master.pending:
+                yield self._write(state, at)
+            for name, _ in master.timers():
+                if name not in FREE_TIMERS:
+                    yield self._fire(state, name, at)
+
+    def _whenever(self, state: State) -> Iterator[Next]:
+        """What may come now or much later: nobody waits for it, so time may pass before it."""
+        for link_number, message in state.strays:
+            yield self._stray(state, link_number, message)
+        for slave, message in state.chunks:
+            yield self._late_chunk(state, slave, message)
+        if state.old != NOBODY:
+            yield self._old_ends(state)
 
     def _time_passes(self, state: State) -> Iterator[Next]:
         """Nothing else can happen: whatever waits for time gets it."""
@@ -173,33 +212,14 @@ class System(Faults):
             if not self.clusters[number].left and self._beat_would_tell(state, index):
                 told = True
                 yield self._beat(state, index)
+        for index, number in enumerate(state.slaves):
+            if self.slaves[number].stopped and self.masters[state.master].recovers:
+                yield self._start_again(state, index)
         for index, number in enumerate(state.clusters):
             if self.clusters[number].may_step_on and not told:  # beats come more often than pushes
                 yield self._step_on(state, index)
 
     # ---- messages ----
-
-    def _carry(self, state: State, call: Call) -> Next:
-        """A request reaches the master, or an answer its caller."""
-        draft = Draft(state)
-        draft.calls.remove(call)
-        name, message = self.bounds.cluster_names[call.cluster], self.messages.all[call.message]
-        if call.stage == ANSWER:
-            self._answer(draft, call, message)
-            return (f"cluster {name} hears", brief(message)), draft.done()
-        token = draft.free_token(call.cluster)
-        past = self.ghosts[state.ghost].is_past(message)
-        draft.calls.append(call._replace(stage=HELD, token=token, past=int(past)))
-        self._master(draft, ("call", token, call.message), lambda part: part.call(token, message))
-        late = "" if call.call_id else " (late)"
-        return (f"master takes {name}'s", brief(message) + late), draft.done()
-
-    def _answer(self, draft: Draft, call: Call, message: Any) -> None:
-        key = ("answer", call.call_id, call.message)
-        if isinstance(message, Refusal):
-            self._cluster(draft, call.cluster, key, lambda part: part.refused(call.call_id, message))
-        else:
-            self._cluster(draft, call.cluster, key, lambda part: part.answered(call.call_id, message))
 
     def _hear(self, state: State, link: Link) -> Next:
         draft = Draft(state)
@@ -214,6 +234,8 @@ class System(Faults):
         refusal = self.messages.all[link.down[-1]]
         del draft.links[link.number]
         fenced = refusal.code is RefusalCode.FENCED
+        if refusal.code is RefusalCode.UNKNOWN_NAME:
+            self._slave(draft, link.slave, "not wanted", lambda part: part.is_not_wanted())
         self._slave(draft, link.slave, ("unlinked", fenced), lambda part: part.unlinked(fenced))
         return (f"slave {self.names[link.slave]} is told that its stream ended", refusal.code.name), draft.done()
 
@@ -221,28 +243,34 @@ class System(Faults):
         draft = Draft(state)
         draft.links[link.number] = link._replace(up=link.up[1:])
         message = self.messages.all[link.up[0]]
-        self._master(draft, ("said", link.number, link.up[0]), lambda part: part.said(link.number, message))
-        return (f"master hears slave {self.names[link.slave]}", brief(message.body)), draft.done()
+        self._master(draft, ("said", link.number, link.up[0]), lambda part: part.said(link.number, message), link.at)
+        return (f"{WHO[link.at]} hears slave {self.names[link.slave]}", brief(message.body)), draft.done()
 
     def _stray(self, state: State, link: int, number: int) -> Next:
         draft = Draft(state)
         draft.strays.remove((link, number))
         message = self.messages.all[number]
-        self._master(draft, ("said", link, number), lambda part: part.said(link, message))
-        return (f"master hears slave {message.caller.name} once more", brief(message.body)), draft.done()
+        at = draft.links[link].at if link in draft.links else NEWEST
+        self._master(draft, ("said", link, number), lambda part: part.said(link, message), at)
+        return (f"{WHO[at]} hears slave {message.caller.name} once more", brief(message.body)), draft.done()
 
     def _notice(self, state: State, link: Link) -> Next:
         draft = Draft(state)
         del draft.links[link.number]
-        self._master(draft, ("link down", link.number), lambda part: part.link_down(link.number))
-        return ("master notices that a stream broke:", self.names[link.slave]), draft.done()
+        self._master(draft, ("link down", link.number), lambda part: part.link_down(link.number), link.at)
+        return (f"{WHO[link.at]} notices that a stream broke:", self.names[link.slave]), draft.done()
 
-    def _dial(self, state: State, slave: int) -> Next:
+    def _dial(self, state: State, slave: int, at: int) -> Next:
         draft = Draft(state)
         number = draft.free_link(slave)
-        draft.links[number] = Link(number, slave, (), (), WHOLE)
+        draft.links[number] = Link(number, slave, (), (), WHOLE, at)
         self._slave(draft, slave, ("dial", number), lambda part: part.dial(number))
-        return ("dials the master: slave", self.names[slave]), draft.done()
+        return (f"dials {WHO[at]}: slave", self.names[slave]), draft.done()
+
+    def _old_ends(self, state: State) -> Next:
+        draft = Draft(state)
+        self._end_old(draft)
+        return ("is stopped by somebody:", WHO[OLD]), draft.done()
 
     # ---- data ----
 
@@ -250,7 +278,8 @@ class System(Faults):
         transfer = self.clusters[state.clusters[cluster]].transfer
         assert transfer is not None
         part = self.slaves[state.slaves[slave]]
-        return part.name not in transfer.landed and part.knows(transfer.push, transfer.ticket.attempt)
+        ready = part.knows(transfer.push, transfer.ticket.attempt) and transfer.epoch >= part.served
+        return ready and transfer.n_on(part.name) < self._n_chunks(transfer, slave)
 
     def _cannot_land(self, state: State, cluster: int) -> bool:
         """A slave holds no slot for it, and no command to open one is on its way."""
@@ -262,63 +291,100 @@ class System(Faults):
             for message in link.down
             if _opens(self.messages.all[message], transfer.push, transfer.ticket.attempt)
         }
-        lacking = [i for i, name in enumerate(self.names) if name not in transfer.landed]
+        lacking = [i for i, name in enumerate(self.names) if transfer.n_on(name) < self._n_chunks(transfer, i)]
         return all(not self._can_land(state, cluster, i) for i in lacking) and any(i not in coming for i in lacking)
 
     def _land(self, state: State, cluster: int, slave: int) -> Next:
+        """The next chunk arrives, or all of them where transfers are whole."""
         draft = Draft(state)
-        part = self.clusters[state.clusters[cluster]]
-        transfer, payload, name = part.transfer, part.sent, self.names[slave]
+        part, name = self.clusters[state.clusters[cluster]], self.names[slave]
+        transfer, payload = part.transfer, part.sent
         assert transfer is not None
-        attempt = transfer.ticket.attempt
-        if not self.slaves[state.slaves[slave]].has(transfer.push):
-            key = ("land", str(transfer.push), attempt, payload)
-            self._slave(draft, slave, key, lambda s: s.land(transfer.push, attempt, payload))
-        self._cluster(draft, cluster, ("landed", name), lambda c: c.landed(name, self.names))
-        return (f"push {transfer.push} lands on", name), draft.done()
+        n_chunks, first = self._n_chunks(transfer, slave), transfer.n_on(name)
+        chunks = (first,) if self.bounds.chunks > 1 else tuple(range(n_chunks))
+        headers = [self._header(part, slave, chunk) for chunk in chunks]
+        key = ("put", str(transfer.push), transfer.ticket.attempt, transfer.epoch, chunks, payload)
+        self._slave(draft, slave, key, lambda s: s.put(headers, payload))
+        total = sum(self._n_chunks(transfer, i) for i in range(len(self.names)))
+        self._cluster(draft, cluster, ("landed", name, chunks), lambda c: c.landed(name, chunks, total))
+        which = f"chunk {first + 1} of {n_chunks} of" if self.bounds.chunks > 1 else "all of"
+        return (f"{which} push {transfer.push} lands on", name), draft.done()
+
+    def _late_chunk(self, state: State, slave: int, number: int) -> Next:
+        draft = Draft(state)
+        draft.chunks.remove((slave, number))
+        chunk = self.messages.all[number]
+        self._slave(draft, slave, ("late chunk", number), lambda part: part.put([chunk.header], chunk.content))
+        return (f"a late chunk of push {chunk.header.push} arrives at", self.names[slave]), draft.done()
 
     def _give_up_transfer(self, state: State, cluster: int) -> Next:
         draft = Draft(state)
         self._cluster(draft, cluster, "transfer failed", lambda part: part.transfer_failed())
         return ("cannot send its push: cluster", self.bounds.cluster_names[cluster]), draft.done()
 
-    def _pull(self, state: State, cluster: int) -> Next:
+    def _move(self, state: State, slave: int) -> Next:
+        """All blocks that a slave is to have from others arrive, or one of them is not to be had."""
         draft = Draft(state)
-        part = self.clusters[state.clusters[cluster]]
-        assert part.pull is not None
-        grant = part.pull[1]
-        found = self._read(state, grant)
-        content = found[0][1] if found else None
-        self._cluster(draft, cluster, ("pulled", content), lambda c: c.pulled(content))
-        name = self.bounds.cluster_names[cluster]
-        if found:
-            fact = ("fact", "_content", str(grant.version), {"by": name, "version": str(grant.version), "read": found})
-            self._facts(draft, "cluster", name, (fact,))
-        return (f"cluster {name} pulls", f"{grant.version}" if found else "in vain"), draft.done()
+        part = self.slaves[state.slaves[slave]]
+        assert part.move is not None
+        move = part.move[1]
+        wanted = set(blocks_of(move.placement, part.name))
+        sources = [i for i, name in enumerate(self.names) if wanted & set(blocks_of(move.sources, name))]
+        held = [self.slaves[state.slaves[i]].readable(move.from_version) for i in sources]
+        contents = {found[1] if found else None for found in held}
+        content = contents.pop() if len(contents) == 1 else None
+        self._slave(draft, slave, ("moved", content), lambda s: s.moved(content))
+        return (f"slave {part.name} moves its blocks of", str(move.to_version) if content else "in vain"), draft.done()
 
-    def _read(self, state: State, grant: PullGrant) -> list[tuple[Any, Content]] | None:
-        promised = dict(grant.digest_of_slave)
-        found = []
-        for number in state.slaves:
-            part = self.slaves[number]
-            held = part.readable(grant.version)
-            if held is None or digest_of(part.name, held[1]) != promised[part.name]:
-                return None
-            found.append(held)
-        return found
+    def _pull(self, state: State, cluster: int) -> Next:
+        """The next slave's share of a version arrives, or all of it where transfers are whole."""
+        draft = Draft(state)
+        pull = self.clusters[state.clusters[cluster]].pull
+        assert pull is not None
+        name, holders = self.bounds.cluster_names[cluster], self._holders(pull.grant)
+        n_slaves = len(holders)
+        whole = self.bounds.chunks == 1
+        wanted = range(n_slaves) if whole else range(len(pull.read), len(pull.read) + 1)
+        found = [self._share(state, holders[i], pull.grant) for i in wanted]
+        if None in found:
+            self._cluster(draft, cluster, "pull failed", lambda part: part.pull_failed())
+            return (f"cluster {name} pulls", "in vain"), draft.done()
+        read = (*pull.read, *(held for held in found if held is not None))
+        if len(read) == n_slaves:
+            version = str(pull.grant.version)
+            fact = ("fact", "_content", version, {"by": name, "version": version, "read": list(read)})
+            self._facts(draft, "cluster", name, (fact,))
+        for held in read[len(pull.read) :]:
+            self._cluster(draft, cluster, ("read", held), methodcaller("read", held, n_slaves))
+        words = f"{pull.grant.version}" if whole else f"{pull.grant.version} from {self.names[holders[wanted[0]]]}"
+        return (f"cluster {name} pulls", words), draft.done()
+
+    def _holders(self, grant: PullGrant) -> list[int]:
+        """The slaves that have the version between them."""
+        named = dict(grant.digest_of_slave)
+        return [slave for slave, name in enumerate(self.names) if name in named]
+
+    def _share(self, state: State, slave: int, grant: PullGrant) -> tuple[RoundId, Content] | None:
+        """What one slave has of the version; None if it is not there, or not what was promised."""
+        part = self.slaves[state.slaves[slave]]
+        held = part.readable(grant.version)
+        promised = dict(grant.digest_of_slave)[part.name]
+        if held is None or digest_of(part.blocks, part.chunk_bytes, held[1]) != promised:
+            return None
+        return held
 
     # ---- time ----
 
-    def _write(self, state: State) -> Next:
+    def _write(self, state: State, at: int) -> Next:
         draft = Draft(state)
-        kind = self.masters[state.master].pending[0].kind
-        self._master(draft, "write", lambda part: part.write())
-        return ("master's disk takes", kind), draft.done()
+        kind = self.masters[state.old if at == OLD else state.master].pending[0].kind
+        self._master(draft, "write", lambda part: part.write(), at)
+        return (f"the disk takes for {WHO[at]}", kind), draft.done()
 
-    def _fire(self, state: State, timer: str) -> Next:
+    def _fire(self, state: State, timer: str, at: int = NEWEST) -> Next:
         draft = Draft(state)
-        self._master(draft, ("fire", timer), lambda part: part.fire(timer))
-        return ("time passes at the master:", timer), draft.done()
+        self._master(draft, ("fire", timer), lambda part: part.fire(timer), at)
+        return (f"time passes at {WHO[at]}:", timer), draft.done()
 
     def _wake(self, state: State, cluster: int) -> Next:
         draft = Draft(state)
@@ -329,6 +395,12 @@ class System(Faults):
         draft = Draft(state)
         self._cluster(draft, cluster, "step on", lambda part: part.step_on())
         return ("trains on: cluster", self.bounds.cluster_names[cluster]), draft.done()
+
+    def _start_again(self, state: State, slave: int) -> Next:
+        """The operator reads which slaves the master waits for, although they were removed."""
+        draft = Draft(state)
+        self._slave(draft, slave, "start", lambda part: part.start())
+        return ("is started again on its old directory: slave", self.names[slave]), draft.done()
 
     def _beat_reply(self, state: State, cluster: int) -> tuple[int, tuple[Out, ...]] | None:
         core = self.clusters[state.clusters[cluster]].session.core

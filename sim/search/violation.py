@@ -10,3 +10,6 @@ class Violation(Exception):
         super().__init__(f"{name}: {sentence}")
         self.name = name
         self.sentence = sentence
+
+    def __reduce__(self) -> tuple[type[Violation], tuple[str, str]]:
+        return Violation, (self.name, self.sentence)

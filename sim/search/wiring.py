@@ -17,7 +17,21 @@ from dips.sim.search.cluster_part import ClusterPart
 from dips.sim.search.ghost import Ghosts
 from dips.sim.search.master_part import MasterPart
 from dips.sim.search.slave_part import SlavePart
-from dips.sim.search.state import ANSWER, BROKEN, CLOSING, HELD, REQUEST, WHOLE, Call, Draft, Messages
+from dips.sim.search.state import (
+    ANSWER,
+    BROKEN,
+    CLOSING,
+    HELD,
+    NEWEST,
+    NOBODY,
+    OLD,
+    REQUEST,
+    WHOLE,
+    Call,
+    Draft,
+    Messages,
+    State,
+)
 from dips.sim.search.violation import Violation
 
 Label = tuple[Any, ...]
@@ -37,19 +51,23 @@ class Wiring:
         self.on_fact: Callable[[str, str, Out], None] | None = None
         self.beginning: list[Label] = []
 
+    def key(self, state: State) -> bytes:
+        """What stands for the state, and for all that are the same."""
+        return state.key()
+
     # ---- steps of one machine, and what they do to the rest ----
 
-    def _master(
-        self,
-        draft: Draft,
-        key: Any,
-        act: Callable[[MasterPart], list[Out]],
-    ) -> None:
-        draft.master, outs = self.masters.step(draft.master, key, act)
-        self._outs_of_master(draft, outs)
+    def _master(self, draft: Draft, key: Any, act: Callable[[MasterPart], list[Out]], at: int = NEWEST) -> None:
+        """A step of one of the masters, and what it does to the rest."""
+        if at == OLD:
+            draft.old, outs = self.masters.step(draft.old, key, act)
+        else:
+            draft.master, outs = self.masters.step(draft.master, key, act)
+        self._outs_of_master(draft, outs, at)
 
-    def _outs_of_master(self, draft: Draft, outs: tuple[Out, ...]) -> None:
+    def _outs_of_master(self, draft: Draft, outs: tuple[Out, ...], at: int = NEWEST) -> None:
         again = None
+        ends = False
         for out in outs:
             match out[0]:
                 case "reply" | "refuse":
@@ -62,10 +80,19 @@ class Wiring:
                     self._closed(draft, out[1], out[2])
                 case "again":
                     again = out[1]
+                case "fenced off" | "halt" if at == OLD:
+                    ends = True
                 case _:
                     self._facts(draft, "master", "master", (out,))
+        if ends:
+            self._end_old(draft)
         if again is not None:
             self._restart(draft, len(self.masters[draft.master].pending), again)
+
+    def _end_old(self, draft: Draft) -> None:
+        """The process of the older epoch is no more; whoever was connected to it notices."""
+        draft.old = NOBODY
+        self._disconnect(draft, OLD)
 
     def _replied(self, draft: Draft, out: Out) -> None:
         held = next((call for call in draft.calls if call.stage == HELD and call.token == out[1]), None)
@@ -145,17 +172,37 @@ class Wiring:
         self._begin_life(draft, ("restart", written, at_least), lambda part: part.restart(written, at_least))
 
     def _begin_life(self, draft: Draft, key: Any, act: Callable[[MasterPart], list[Out]]) -> None:
-        """Everything that was connected to the master is not any more."""
-        draft.calls = [call for call in draft.calls if not call.call_id and call.stage == REQUEST]
-        draft.strays.clear()
-        draft.links.clear()
+        """Another life of the newest master; everything that was connected to it is not any more."""
+        lost = self._cut(draft, NEWEST)
         self._master(draft, key, act)
+        self._tell_cut(draft, lost)
+
+    def _disconnect(self, draft: Draft, at: int) -> None:
+        self._tell_cut(draft, self._cut(draft, at))
+
+    def _cut(self, draft: Draft, at: int) -> list[Call]:
+        """Everything between this master and the others is gone; returns calls whose callers have yet to notice.
+
+        A request that is on its way is lost unless its caller gave it up already, or another master may take it.
+        """
+        two = draft.old != NOBODY or at == OLD
+        lost = [call for call in draft.calls if (call.at == at if call.stage != REQUEST else not two and call.call_id)]
+        draft.calls = [call for call in draft.calls if call not in lost]
+        draft.strays = [s for s in draft.strays if s[0] in draft.links and draft.links[s[0]].at != at]
+        for number in [number for number, link in draft.links.items() if link.at == at]:
+            del draft.links[number]
+        return lost
+
+    def _tell_cut(self, draft: Draft, lost: list[Call]) -> None:
+        linked = {(link.slave, link.number) for link in draft.links.values()}
         for slave in range(len(self.names)):
-            if self.slaves[draft.slaves[slave]].link is not None:
+            number = self.slaves[draft.slaves[slave]].link
+            if number is not None and (slave, number) not in linked:
                 self._slave(draft, slave, ("unlinked", False), lambda part: part.unlinked(False))
-        for index in range(len(draft.clusters)):
-            for call_id in sorted(self.clusters[draft.clusters[index]].waiting_calls):
-                self._cluster(draft, index, ("unanswered", call_id), methodcaller("unanswered", call_id))
+        for call in sorted(lost):
+            if call.call_id in self.clusters[draft.clusters[call.cluster]].waiting_calls:
+                key = ("unanswered", call.call_id)
+                self._cluster(draft, call.cluster, key, methodcaller("unanswered", call.call_id))
 
 
 class _Look:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import Block
-from dips.core.messages import Configure, Prepare, Settings, SnapshotInfo
-from dips.core.placement import Placement, memory_bytes_needed
+from dips.core.messages import Configure, MoveBlocks, PlacementSpec, Prepare, Settings, SnapshotInfo
+from dips.core.placement import Placement, shard_bytes_needed
 
 MAX_WINDOW_CHUNKS = 64
 """The data port's queues hold this many messages for each peer; a longer window could overflow them silently."""
@@ -18,7 +18,7 @@ MIN_CHUNK_BYTES = 1024
 """Smaller chunks would spend more on headers than on parameters."""
 
 
-def own_blocks(slave_id: str, configure: Configure) -> list[Block]:
+def own_blocks(slave_id: str, configure: Configure | MoveBlocks) -> list[Block]:
     """The blocks that the placement gives this slave, in block-id order. Raises Refused(CONFIG or LAYOUT)."""
     layout, spec = configure.layout, configure.placement
     if layout.layout_hash != configure.layout_hash:
@@ -26,22 +26,49 @@ def own_blocks(slave_id: str, configure: Configure) -> list[Block]:
             RefusalCode.LAYOUT,
             "the layout's hash does not fit the layout: master and slave differ in release",
         )
-    names = tuple(SlaveId(address.slave_id) for address in spec.slaves)
-    placement = Placement(names, spec.slave_of_block)
-    if slave_id not in names:
-        raise Refused(RefusalCode.CONFIG, f"the placement does not name slave {slave_id!r}: it has {', '.join(names)}")
-    if len(spec.slave_of_block) != len(layout.blocks) or any(i >= len(names) for i in spec.slave_of_block):
-        raise Refused(RefusalCode.CONFIG, f"the placement does not cover the layout's {len(layout.blocks)} blocks")
-    if placement.placement_hash != spec.placement_hash:
-        raise Refused(RefusalCode.CONFIG, "the placement's hash does not fit it: master and slave differ in release")
+    placement = placement_of(spec, len(layout.blocks))
+    if slave_id not in placement.slaves:
+        names = ", ".join(placement.slaves)
+        raise Refused(RefusalCode.CONFIG, f"the placement does not name slave {slave_id!r}: it has {names}")
     return placement.blocks_of(SlaveId(slave_id), layout)
 
 
-def check_memory(blocks: Sequence[Block], configure: Configure, memory_bytes: int) -> None:
+def placement_of(spec: PlacementSpec, n_blocks: int) -> Placement:
+    """The placement that a message carries. Raises Refused(CONFIG) unless it covers the layout and has its hash."""
+    names = tuple(SlaveId(address.slave_id) for address in spec.slaves)
+    if len(spec.slave_of_block) != n_blocks or any(not 0 <= i < len(names) for i in spec.slave_of_block):
+        raise Refused(RefusalCode.CONFIG, f"the placement does not cover the layout's {n_blocks} blocks")
+    placement = Placement(names, spec.slave_of_block)
+    if placement.placement_hash != spec.placement_hash:
+        raise Refused(RefusalCode.CONFIG, "the placement's hash does not fit it: master and slave differ in release")
+    return placement
+
+
+def check_move(slave_id: str, move: MoveBlocks, current: SnapshotInfo | None) -> None:
+    """Raises Refused when blocks cannot be had: this slave does not hold what it is said to, or a source has no
+    address."""
+    sources = placement_of(move.sources, len(move.layout.blocks))
+    here = current.version if current else None
+    if slave_id in sources.slaves and here != move.from_version:
+        raise Refused(
+            RefusalCode.VERSION_GONE, f"round {move.round} moves blocks of {move.from_version}, here is {here}"
+        )
+    if move.to_version <= move.from_version:
+        raise Refused(RefusalCode.MALFORMED, f"round {move.round} goes from {move.from_version} to {move.to_version}")
+    wanted = {sources.slave_of_block[block.block_id] for block in own_blocks(slave_id, move)}
+    for index in sorted(wanted):
+        address = move.sources.slaves[index]
+        if address.slave_id != slave_id and not address.data_endpoint:
+            raise Refused(RefusalCode.BUSY, f"slave {address.slave_id} has no address: it is away", 1.0)
+
+
+def check_memory(
+    blocks: Sequence[Block], configure: Configure | MoveBlocks, chunk_bytes: int, memory_bytes: int
+) -> None:
     """Raises Refused(MEMORY) when the blocks do not fit what this slave may use, before anything is allocated."""
     n_elems = sum(block.n_elems for block in blocks)
     slots, pins = configure.staging_slots, configure.pinned_versions
-    needed = memory_bytes_needed(n_elems, slots, pins)
+    needed = shard_bytes_needed((block.n_elems for block in blocks), chunk_bytes, slots, pins)
     if needed > memory_bytes:
         raise Refused(
             RefusalCode.MEMORY,

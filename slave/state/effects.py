@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dips.core.ids import Incarnation, PushId, RoundId, Version
-from dips.core.messages import Configure, Prepare, Refusal, SlaveBody, SnapshotInfo
+from dips.core.messages import AllowedKey, Configure, MoveBlocks, Prepare, Refusal, SlaveBody, SnapshotInfo
 from dips.core.wire import Codec
 
 
@@ -88,6 +88,36 @@ class RunCommit:
 
 
 @dataclass(frozen=True)
+class RunList:
+    """Checksums of all chunks of the current version, theta's and the momentum's, then ListDone."""
+
+    job: int
+
+
+@dataclass(frozen=True)
+class RunMove:
+    """Put a shard of another placement together, in a file and durably, then MoveDone (slave/mover.py)."""
+
+    job: int
+    move: MoveBlocks
+    chunk_bytes: int
+
+
+@dataclass(frozen=True)
+class CancelMove:
+    """Nobody waits for this RunMove any more: end it soon, as failed."""
+
+    job: int
+
+
+@dataclass(frozen=True)
+class DropMoved:
+    """The file that a RunMove wrote is free space."""
+
+    shadow: SnapshotInfo
+
+
+@dataclass(frozen=True)
 class SaveVersion:
     """Write this version, the newest in memory, and its manifest to disk; then Saved or SaveFailed."""
 
@@ -154,6 +184,13 @@ class SetPins:
 
 
 @dataclass(frozen=True)
+class SetAllowed:
+    """The data port lets in these keys and no others, and serves no connection of another one any more."""
+
+    keys: tuple[AllowedKey, ...]
+
+
+@dataclass(frozen=True)
 class Record:
     """One line of the tape."""
 
@@ -194,6 +231,10 @@ Effect = (
     | RunMeasure
     | RunPrepare
     | RunCommit
+    | RunList
+    | RunMove
+    | CancelMove
+    | DropMoved
     | SaveVersion
     | SaveLater
     | ReadRecord
@@ -202,6 +243,7 @@ Effect = (
     | CloseSlot
     | CloseAllSlots
     | SetPins
+    | SetAllowed
     | Record
     | Log
     | Stop

@@ -86,6 +86,24 @@ class CommitDone:
 
 
 @dataclass(frozen=True)
+class ListDone:
+    """xxh3-64 of each chunk of the current version, in (block, offset) order."""
+
+    job: int
+    theta: tuple[int, ...]
+    momentum: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MoveDone:
+    """The shard of the new placement is on disk, as a shadow."""
+
+    job: int
+    shadow: SnapshotInfo
+    snapshots: tuple[SnapshotInfo, ...]
+
+
+@dataclass(frozen=True)
 class JobFailed:
     """The job changed nothing that counts; the slave goes on. snapshots: what is on disk now, None if unchanged."""
 
@@ -124,7 +142,7 @@ class RecordRead:
     answer: CommitRecord
 
 
-JobEvent = LoadDone | MeasureDone | PrepareDone | CommitDone | JobFailed
+JobEvent = LoadDone | MeasureDone | PrepareDone | CommitDone | ListDone | MoveDone | JobFailed
 SaveEvent = Saved | SaveFailed | SaveAgain
 
 Event = Linked | Unlinked | Fenced | Commanded | PromiseSaved | PushStaged | JobEvent | SaveEvent | RecordRead

@@ -10,7 +10,9 @@ from dips.core.messages import (
     Commit,
     Configure,
     ConfigureRefused,
+    ListShard,
     Measure,
+    MoveBlocks,
     Prepare,
     Refusal,
     RoundRefused,
@@ -19,7 +21,7 @@ from dips.core.messages import (
 from dips.slave.state import effects
 from dips.slave.state.effects import Effect
 
-JobBody = Configure | Measure | Prepare | Commit
+JobBody = Configure | Measure | Prepare | Commit | ListShard | MoveBlocks
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,16 @@ from dips.core.messages import (
     Configure,
     ConfigureRefused,
     Flipped,
+    ListShard,
     Measure,
     Measured,
+    MoveBlocks,
     Prepare,
     Prepared,
     Ready,
     Refusal,
     Settings,
+    ShardList,
     SnapshotInfo,
     StagedPush,
 )
@@ -46,10 +49,12 @@ class ShardPhase(Enum):
     PREPARING = "PREPARING"
     PREPARED = "PREPARED"
     COMMITTING = "COMMITTING"
+    LISTING = "LISTING"
+    MOVING = "MOVING"
 
 
 _P = ShardPhase
-BUSY = frozenset({_P.LOADING, _P.MEASURING, _P.PREPARING, _P.COMMITTING})
+BUSY = frozenset({_P.LOADING, _P.MEASURING, _P.PREPARING, _P.COMMITTING, _P.LISTING, _P.MOVING})
 
 SHARD_TABLE: TransitionTable[ShardPhase] = TransitionTable(
     "slave shard",
@@ -72,6 +77,13 @@ SHARD_TABLE: TransitionTable[ShardPhase] = TransitionTable(
         (_P.COMMITTING, "done"): {_P.READY},
         (_P.COMMITTING, "failed"): {_P.PREPARED},
         (_P.COMMITTING, "retry"): {_P.COMMITTING},
+        (_P.READY, "list"): {_P.LISTING},
+        (_P.LISTING, "done"): {_P.READY},
+        (_P.LISTING, "failed"): {_P.READY},
+        (_P.EMPTY, "move"): {_P.MOVING},
+        (_P.READY, "move"): {_P.MOVING},
+        (_P.MOVING, "done"): {_P.EMPTY, _P.READY},
+        (_P.MOVING, "failed"): {_P.EMPTY, _P.READY},
     },
 )
 
@@ -103,6 +115,8 @@ class ShardState:
         self._measured: Measured | None = None
         self._newest_round = RoundId(0, 0)
         self._prepared: Prepare | None = None
+        self.moved: tuple[MoveBlocks, SnapshotInfo] | None = None
+        """What a RESHARD asked for and this slave has on disk, until it is loaded or given up."""
         self.saving = Saving(story)
 
     @property
@@ -129,15 +143,18 @@ class ShardState:
 
     def configure(self, body: Configure, settings: Settings, cause: str, now_s: float) -> list[Effect]:
         """Make memory and hold the version asked for; at once Ready when both stand already."""
+        out: list[Effect] = []
+        if self.moved is not None and not is_load(self.moved[1], body):
+            out = self._drop_moved()
         try:
-            return self._configure(body, settings, cause, now_s)
+            return out + self._configure(body, settings, cause, now_s)
         except Refused as refused:
-            return [effects.SendUp(ConfigureRefused(to_refusal(refused))), warn("configure", refused.sentence)]
+            return [*out, effects.SendUp(ConfigureRefused(to_refusal(refused))), warn("configure", refused.sentence)]
 
     def _configure(self, body: Configure, settings: Settings, cause: str, now_s: float) -> list[Effect]:
         checks.check_settings(settings, self._max_chunk_bytes)
         blocks = checks.own_blocks(self._slave_id, body)
-        checks.check_memory(blocks, body, self._memory_bytes)
+        checks.check_memory(blocks, body, settings.chunk_bytes, self._memory_bytes)
         checks.check_load(body, self.current, self.snapshots)
         made, durable = _made(body, settings), is_durable(settings)
         if made == self.made:
@@ -147,6 +164,7 @@ class ShardState:
                 return self._begin_commit("configure", body, durable, cause, now_s)
         source = checks.find_load(body, self.snapshots)
         self.made, self.current, self.shadow, self._measured = made, None, None, None
+        self.moved = None
         self._slots.clear()
         self.saving.dropped()
         job = self._begin("configure", ShardPhase.LOADING, body, cause, now_s)
@@ -186,6 +204,41 @@ class ShardState:
         job = self._begin("prepare", ShardPhase.PREPARING, body, cause, now_s, rows, durable)
         return [*out, effects.RunPrepare(job, body, rows, durable)]
 
+    def list_shard(self, body: ListShard, cause: str, now_s: float) -> list[Effect]:
+        """A RESHARD begins: tell the checksums of all chunks of the version."""
+        out: list[Effect] = []
+        try:
+            out = self._enter_round(body.round, now_s)
+            if self.current is None or self.current.version != body.version:
+                here = self.current.version if self.current else None
+                raise Refused(RefusalCode.VERSION_GONE, f"round {body.round} moves {body.version}, here is {here}")
+        except Refused as refused:
+            return [*out, round_refused(body.round, "listshard", refused)]
+        return [*out, effects.RunList(self._begin("list", ShardPhase.LISTING, body, cause, now_s))]
+
+    def move(self, body: MoveBlocks, settings: Settings, cause: str, now_s: float) -> list[Effect]:
+        """Begin, or answer again, the shadow of another placement. A slave without blocks begins with it."""
+        if self.moved is not None and self.moved[0] == body:
+            return [effects.SendUp(Prepared(body.round, self.moved[1].digest))]
+        out: list[Effect] = []
+        try:
+            out = self._enter_round(body.round, now_s, made=False)
+            checks.check_settings(settings, self._max_chunk_bytes)
+            blocks = checks.own_blocks(self._slave_id, body)
+            checks.check_memory(blocks, body, settings.chunk_bytes, self._memory_bytes)
+            checks.check_move(self._slave_id, body, self.current)
+        except Refused as refused:
+            return [*out, round_refused(body.round, "moveblocks", refused)]
+        job = self._begin("move", ShardPhase.MOVING, body, cause, now_s)
+        return [*out, effects.RunMove(job, body, settings.chunk_bytes)]
+
+    def cancel_move(self, round_id: RoundId | None = None) -> list[Effect]:
+        """End a move that is under way, any one or that of a round: who asked for it is gone, or wants it no more."""
+        job = self.job
+        if job is None or not isinstance(job.body, MoveBlocks) or round_id not in (None, job.body.round):
+            return []
+        return [effects.CancelMove(job.number)]
+
     def commit(self, body: Commit, settings: Settings, cause: str, now_s: float) -> list[Effect]:
         """Make the shadow the current version, or say again that it is."""
         if self.current is not None and (self.current.round, self.current.version) == (
@@ -208,6 +261,8 @@ class ShardState:
         out: list[Effect] = [effects.Record("aborted", cause, {"round": str(body.round), "reason": body.reason})]
         if self.shadow is not None and self.shadow.round == body.round:
             out += self._drop_shadow(now_s)
+        if self.moved is not None and self.moved[0].round == body.round:
+            out += self._drop_moved() + self._save(now_s)
         return out
 
     # ---- completions ----
@@ -238,8 +293,9 @@ class ShardState:
         return out + self._save(now_s)
 
     def _save(self, now_s: float) -> list[Effect]:
-        """Not while memory flips or is made anew: the job's end comes here again."""
-        return [] if self.phase.now in (_P.LOADING, _P.COMMITTING) else self.saving.begin(now_s)
+        """Not while memory flips or is made anew, nor while a RESHARD has a file: the end of it comes here again."""
+        waits = self.phase.now in (_P.LOADING, _P.COMMITTING, _P.MOVING) or self.moved is not None
+        return [] if waits else self.saving.begin(now_s)
 
     def _succeeded(self, job: Job, event: events.JobEvent, now_s: float) -> list[Effect]:
         """The tape comes before the answer that it proves: a kill between the two must leave the evidence."""
@@ -260,6 +316,19 @@ class ShardState:
             ]
         if isinstance(event, events.CommitDone):
             return self._flipped(job, event, now_s)
+        if isinstance(event, events.ListDone) and isinstance(job.body, ListShard):
+            self.phase.move("done", ShardPhase.READY, now_s, job.cause)
+            return [
+                _record("listed", job, now_s, None, version=str(job.body.version)),
+                effects.SendUp(ShardList(job.body.round, event.theta, event.momentum)),
+            ]
+        if isinstance(event, events.MoveDone) and isinstance(job.body, MoveBlocks):
+            self.phase.move("done", self._still(), now_s, job.cause)
+            self.moved, self.snapshots = (job.body, event.shadow), event.snapshots
+            return [
+                _record("prepared", job, now_s, event.shadow, durable=True, finite=True),
+                effects.SendUp(Prepared(event.shadow.round, event.shadow.digest)),
+            ]
         return [warn("job", f"job {event.job} ended as {type(event).__name__}, which it cannot")]
 
     def _loaded(self, job: Job, event: events.LoadDone, now_s: float) -> list[Effect]:
@@ -293,9 +362,11 @@ class ShardState:
         back = {
             ShardPhase.LOADING: ShardPhase.EMPTY,
             ShardPhase.COMMITTING: ShardPhase.PREPARED,
+            ShardPhase.MOVING: self._still(),
         }.get(self.phase.now, ShardPhase.READY)
+        loading = self.phase.now is ShardPhase.LOADING
         self.phase.move("failed", back, now_s, job.cause, refusal.sentence)
-        if back is not ShardPhase.EMPTY:
+        if not loading:
             return say_failed(job, refusal)
         self.made = None
         source = self._durable_work.source if isinstance(self._durable_work, effects.RunLoad) else None
@@ -342,16 +413,27 @@ class ShardState:
         self._durable_work = work
         return work
 
-    def _enter_round(self, round_id: RoundId, now_s: float) -> list[Effect]:
-        """Refuse a round that is over; drop what an earlier one left behind."""
-        if self.made is None:
+    def _still(self) -> ShardPhase:
+        """After a move, which changes nothing in memory."""
+        return ShardPhase.EMPTY if self.made is None else ShardPhase.READY
+
+    def _drop_moved(self) -> list[Effect]:
+        assert self.moved is not None
+        shadow, self.moved = self.moved[1], None
+        self.snapshots = tuple(info for info in self.snapshots if info != shadow)
+        return [effects.DropMoved(shadow)]
+
+    def _enter_round(self, round_id: RoundId, now_s: float, made: bool = True) -> list[Effect]:
+        """Refuse a round that is over; drop what an earlier one left behind. made: it needs the shard in memory."""
+        if made and self.made is None:
             raise Refused(RefusalCode.BUSY, "this slave is not configured: send Configure first", 0.5)
         if round_id < self._newest_round:
             raise Refused(RefusalCode.STALE_EPOCH, f"round {round_id} is over, {self._newest_round} is known here")
         self._newest_round = round_id
         if self._measured is not None and self._measured.round != round_id:
             self._measured = None
-        return self._drop_shadow(now_s) if self.shadow is not None else []
+        out = self._drop_moved() if self.moved is not None else []
+        return out + (self._drop_shadow(now_s) if self.shadow is not None else [])
 
     def _drop_shadow(self, now_s: float) -> list[Effect]:
         assert self.shadow is not None

@@ -14,12 +14,15 @@ from dips.core.errors import LocalProtocolError, Refused
 from dips.core.machine import Story
 from dips.core.messages import (
     AbortRound,
+    Allow,
     Caller,
     CloseStaging,
     Commit,
     Configure,
     Hello,
+    ListShard,
     Measure,
+    MoveBlocks,
     OpenStaging,
     Prepare,
     Promised,
@@ -35,6 +38,7 @@ from dips.core.messages import (
 )
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION, agree
 from dips.slave.state import effects, events
+from dips.slave.state.admission import what_is_wrong
 from dips.slave.state.effects import Effect
 from dips.slave.state.link import LinkState
 from dips.slave.state.shard import ShardState
@@ -47,7 +51,10 @@ MAX_WAITING = 1024
 
 
 class SlaveState:
-    """One life of a slave process. memory_bytes and max_chunk_bytes are this slave's own limits."""
+    """One life of a slave process. memory_bytes and max_chunk_bytes are this slave's own limits.
+
+    curve_key: its data port's public key; empty when it uses none.
+    """
 
     def __init__(
         self,
@@ -58,6 +65,7 @@ class SlaveState:
         max_chunk_bytes: int,
         promised_epoch: int,
         snapshots: Sequence[SnapshotInfo],
+        curve_key: bytes = b"",
     ) -> None:
         self.story = Story()
         self.link = LinkState(run_id, promised_epoch, self.story)
@@ -66,8 +74,14 @@ class SlaveState:
         self._slave_id = slave_id
         self._data_endpoint = data_endpoint
         self._memory_bytes = memory_bytes
+        self._curve_key = curve_key
         self._waiting: deque[SlaveCommand] = deque()
         self._mute_job = 0
+
+    @property
+    def n_waiting(self) -> int:
+        """Commands that wait for the job under way."""
+        return len(self._waiting)
 
     def caller(self, cause_id: str = "") -> Caller:
         """What stands in every message of this slave."""
@@ -116,6 +130,7 @@ class SlaveState:
             self._memory_bytes,
             self.link.promised_epoch,
             self.shard.offers(),
+            self._curve_key,
         )
 
     def _commanded(self, command: SlaveCommand, now_s: float) -> list[Effect]:
@@ -132,10 +147,23 @@ class SlaveState:
             return self._welcomed(command, command.body, now_s)
         if isinstance(command.body, StopSlave):
             return [effects.Stop(command.body.reason)]
+        if isinstance(command.body, Allow):
+            return self._allowed(command.body, command.cause_id)
         if len(self._waiting) >= MAX_WAITING:
             return [effects.CloseLink(f"{MAX_WAITING} commands wait for one job")]
         self._waiting.append(command)
-        return []
+        return self.shard.cancel_move(command.body.round) if isinstance(command.body, AbortRound) else []
+
+    def _allowed(self, allow: Allow, cause: str) -> list[Effect]:
+        """Waits for no job: a key that left the list must not be served while a round is computed."""
+        why_not = what_is_wrong(allow) if self._curve_key else "this slave's data port uses no keys"
+        if why_not:
+            return [
+                effects.Log("ERROR", "keys", f"the master's list of data keys is refused: {why_not}"),
+                effects.Record("refused_command", cause, {"command": "Allow", "reason": why_not}),
+            ]
+        owners = [f"{allowed.role.name.lower()} {allowed.owner}" for allowed in allow.keys]
+        return [effects.SetAllowed(allow.keys), effects.Record("allowed", cause, {"owners": owners})]
 
     def _welcomed(self, command: SlaveCommand, welcome: Welcome, now_s: float) -> list[Effect]:
         hello = welcome.hello
@@ -148,6 +176,7 @@ class SlaveState:
         if self.link.welcomed(command, welcome, now_s):
             self.slots.clear()
             self._mute_job = self.shard.job.number if self.shard.job else 0
+            out += self.shard.cancel_move()
             out.append(effects.CloseAllSlots())
             out.append(effects.Record("incarnation", command.cause_id, {"incarnation": str(command.incarnation)}))
         return [*out, effects.SavePromise(command.epoch)]
@@ -200,6 +229,10 @@ class SlaveState:
                 return [effects.CloseSlot(push)]
             case Measure() as body:
                 return self.shard.measure(body, cause, now_s)
+            case ListShard() as body:
+                return self.shard.list_shard(body, cause, now_s)
+            case MoveBlocks() as body:
+                return self.shard.move(body, self._settings(), cause, now_s)
             case Prepare() as body:
                 return self.shard.prepare(body, self._settings(), cause, now_s)
             case AbortRound() as body:

@@ -232,6 +232,10 @@ class StagingTable:
                     break
         return tuple(out)
 
+    @property
+    def n_open(self) -> int:
+        return len(self._open)
+
     def progress(self) -> tuple[StagingProgress, ...]:
         """How far every open push is, for the beat; in push order."""
         return tuple(StagingProgress(s.push, s.attempt, s.landed_bytes) for _, s in sorted(self._open.items()))

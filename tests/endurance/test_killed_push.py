@@ -13,7 +13,7 @@ from support.bulk import Bulk
 from support.data_process import DataProcess
 from support.processes import START_S, TESTS
 
-from dips.core.failpoints import SPEC_VARIABLE
+from dips.core.failpoints import ENABLED_VARIABLE, SPEC_VARIABLE
 
 BULK = Bulk(3, 700_000, block_elems=300_000, chunk_bytes=16 << 10)
 WINDOW_CHUNKS = 8
@@ -24,7 +24,7 @@ def push(endpoint: str, spec: str = "") -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
     return subprocess.run(
         [sys.executable, "-m", "support.push_process", BULK.to_json(), endpoint, str(WINDOW_CHUNKS)],
-        env={**environment, "PYTHONPATH": str(TESTS), SPEC_VARIABLE: spec},
+        env={**environment, "PYTHONPATH": str(TESTS), SPEC_VARIABLE: spec, ENABLED_VARIABLE: "1"},
         capture_output=True,
         text=True,
         timeout=START_S,

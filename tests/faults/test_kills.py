@@ -1,7 +1,7 @@
 """kill -9 of every role at any moment: the run goes on to its end, and nothing is lost or counted twice.
 
 Real processes on loopback, clusters without torch. Half of the kills come at random moments, half at a failpoint. The
-smoke form runs always; `pytest --faults tests/faults` (or `make faults`) plays KILL_SEEDS seeds, 20 unless set.
+smoke form runs always; `pytest --faults tests/faults` (or `make faults`) plays KILL_SEEDS seeds, 8 unless set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from support.kill_run import ROUND_FAILPOINTS, Kill, KillRun, judge, planned, ve
 
 from dips.master.state.tables import RoundPhase
 
-SEEDS = int(os.environ.get("KILL_SEEDS", "20"))
+SEEDS = int(os.environ.get("KILL_SEEDS", "8"))
 
 _fell_in: Counter[str] = Counter()
 """Phases in which the kills of all seeds fell; the last test looks at it."""

@@ -17,11 +17,12 @@ def test_every_way_is_measured_in_the_same_run() -> None:
     report = json.loads(done.stdout)
     assert [row["name"] for row in report["results"]] == [
         *("tcp", "grpc_bytes", "grpc_protobuf", "pickle"),
-        *("push", "push_without_checksum", "pull", "pull_without_checksum"),
+        *("push", "push_without_checksum", "push_curve", "pull", "pull_without_checksum", "pull_curve"),
     ]
     assert all(row["gbytes_per_s"] > 0 for row in report["results"])
     rates = {row["name"]: row["gbytes_per_s"] for row in report["results"]}
     assert report["ratios"]["push_ratio_to_tcp"] == rates["push"] / rates["tcp"]
     assert report["ratios"]["pull_ratio_to_tcp"] == rates["pull"] / rates["tcp"]
+    assert report["ratios"]["push_curve_ratio_to_push"] == rates["push_curve"] / rates["push"]
     assert report["ratios"]["compute_kept"] > 0
     assert report["setting"]["mib"] == 4

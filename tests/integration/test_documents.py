@@ -158,7 +158,7 @@ def test_an_unknown_option_would_be_found() -> None:
 
 @each_document
 def test_every_command_exists_with_these_options(file: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for command in sorted(commands_of(file)):
         if command.startswith("make"):
             wanted = [word for word in shlex.split(command)[1:] if "=" not in word]
@@ -192,7 +192,7 @@ def test_a_mistake_is_answered_as_the_document_says(
     for example in EXAMPLES:
         (tmp_path / "examples" / example.name).write_bytes(example.read_bytes())
     monkeypatch.chdir(tmp_path)
-    for name in ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER"):
+    for name in ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER", "DIPS_KEYS", "DIPS_INSECURE"):
         monkeypatch.delenv(name, raising=False)
     words = shlex.split(command.strip("`"))
     while "=" in words[0]:
@@ -360,9 +360,10 @@ def test_the_readmes_loop_as_two_clusters_of_the_readmes_servers(tmp_path: Path)
         until(lambda: "address" in master_file(run_dir), "the master's address", log=logs["up"])
         there = {"DIPS_MASTER": master_file(run_dir)["address"]}
         loops = {name: written_loop(tmp_path, name, seed) for seed, name in enumerate("ab")}
+        of = {name: {**there, "DIPS_CLUSTER": name, "DIPS_KEYS": str(run_dir / "keys" / name)} for name in "ab"}
         with (
-            started(sys.executable, loops["a"], log=logs["a"], cwd=tmp_path, DIPS_CLUSTER="a", **there) as a,
-            started(sys.executable, loops["b"], log=logs["b"], cwd=tmp_path, DIPS_CLUSTER="b", **there) as b,
+            started(sys.executable, loops["a"], log=logs["a"], cwd=tmp_path, **of["a"]) as a,
+            started(sys.executable, loops["b"], log=logs["b"], cwd=tmp_path, **of["b"]) as b,
         ):
             assert ended(a, 60, logs["a"]) == 0, logs["a"].read_text()
             assert ended(b, 60, logs["b"]) == 0, logs["b"].read_text()

@@ -26,6 +26,10 @@ class Served:
     run_dir: Path
     address: str
 
+    @property
+    def keys(self) -> Path:
+        return self.run_dir / "keys" / "operator"
+
 
 def run_file(folder: Path) -> Path:
     file = folder / "run.toml"
@@ -44,7 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         address = master_file(folder / "run")["address"]
 
         def slaves_there() -> bool:
-            told = dips("status", "--master", address, "--json")
+            told = dips("status", "--run-dir", folder / "run", "--json")
             return told.returncode == 0 and sum(slave["alive"] for slave in json.loads(told.stdout)["slaves"]) == 2
 
         until(slaves_there, "two slaves", log=log)
@@ -59,7 +63,7 @@ def test_status_says_why_nothing_moves(served: Served) -> None:
 
 
 def test_status_as_json_by_the_environment(served: Served) -> None:
-    told = dips("status", "--json", DIPS_MASTER=served.address)
+    told = dips("status", "--json", DIPS_MASTER=served.address, DIPS_KEYS=str(served.keys))
     status = json.loads(told.stdout)
     assert (status["run_id"], status["epoch"], status["published"]) == ("served", 1, None)
     assert [slave["slave_id"] for slave in status["slaves"]] == ["s0", "s1"]
@@ -68,7 +72,7 @@ def test_status_as_json_by_the_environment(served: Served) -> None:
 def test_status_can_be_watched_by_a_script(served: Served, tmp_path: Path) -> None:
     log = tmp_path / "watch.log"
     with dips_started(
-        "status", "--master", served.address, "--watch", "--json", "--interval", "0.1", log=log
+        "status", "--master", served.address, "--keys", served.keys, "--watch", "--json", "--interval", "0.1", log=log
     ) as process:
         until(lambda: len(log.read_text().splitlines()) >= 3, "three looks", log=log)
         process.send_signal(signal.SIGINT)
@@ -86,20 +90,20 @@ def test_pause_and_resume(served: Served) -> None:
 
 @pytest.mark.parametrize("wish", ["evict", "drain"])
 def test_a_cluster_that_is_not_there(served: Served, wish: str) -> None:
-    told = dips(wish, "ghost", "--master", served.address)
+    told = dips(wish, "ghost", "--master", served.address, "--keys", served.keys)
     assert told.returncode == 3
     assert "no cluster 'ghost' is here" in told.stderr
 
 
 def test_another_run_is_refused(served: Served) -> None:
-    told = dips("status", "--master", served.address, "--run-id", "other")
+    told = dips("status", "--master", served.address, "--keys", served.keys, "--run-id", "other")
     assert told.returncode == 3
     assert "'other'" in told.stderr
     assert "served" in told.stderr
 
 
 def test_a_port_in_use_is_told(served: Served, tmp_path: Path) -> None:
-    told = dips("master", "--run-id", "x", "--directory", tmp_path, "--listen", served.address)
+    told = dips("master", "--insecure", "--run-id", "x", "--directory", tmp_path, "--listen", served.address)
     assert told.returncode == 2
     assert served.address.rpartition(":")[2] in told.stderr
     assert "Traceback" not in told.stderr

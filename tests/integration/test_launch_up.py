@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,11 @@ TEXT = Path(asyncio.__file__).parent
 SLAVE = '[slave]\nmemory_bytes = "64 MiB"\n'
 
 
-def write(folder: Path, text: str, slaves: int = 1, evaluate: bool = False) -> Path:
+def write(folder: Path, text: str, slaves: int = 1, evaluate: bool = False, keys_for: Sequence[str] = ()) -> Path:
     file = folder / "run.toml"
     head = (
         f'[run]\nid = "mine"\ndirectory = "{folder / "run"}"\nslaves = {slaves}\nevaluate = {str(evaluate).lower()}\n'
+        f"keys_for = {json.dumps(keys_for)}\n"
     )
     file.write_text(head + SLAVE + text)
     return file
@@ -44,15 +46,17 @@ def test_own_loop_without_a_master_is_ordinary_training(tmp_path: Path) -> None:
 
 
 def test_own_loop_as_two_clusters_in_two_terminals(tmp_path: Path) -> None:
-    file = write(tmp_path, '[master]\nsync_every = 8\nmin_clusters = 2\ntk_max = "60k"\n')
+    text = '[master]\nsync_every = 8\nmin_clusters = 2\ntk_max = "60k"\n'
+    file = write(tmp_path, text, keys_for=("a", "b"))
     log, run_dir = tmp_path / "up.log", tmp_path / "run"
     logs = {name: tmp_path / f"{name}.log" for name in "ab"}
     with dips_started("up", file, log=log) as up:
         until(lambda: "address" in master_file(run_dir), "the master's address", log=log)
         there = {"DIPS_MASTER": master_file(run_dir)["address"]}
+        of = {name: {**there, "DIPS_CLUSTER": name, "DIPS_KEYS": str(run_dir / "keys" / name)} for name in "ab"}
         with (
-            started(sys.executable, OWN_LOOP, log=logs["a"], cwd=tmp_path, DIPS_CLUSTER="a", **there) as a,
-            started(sys.executable, OWN_LOOP, log=logs["b"], cwd=tmp_path, DIPS_CLUSTER="b", **there) as b,
+            started(sys.executable, OWN_LOOP, log=logs["a"], cwd=tmp_path, **of["a"]) as a,
+            started(sys.executable, OWN_LOOP, log=logs["b"], cwd=tmp_path, **of["b"]) as b,
         ):
             assert ended(a, 100, logs["a"]) == 0
             assert ended(b, 100, logs["b"]) == 0
@@ -60,7 +64,7 @@ def test_own_loop_as_two_clusters_in_two_terminals(tmp_path: Path) -> None:
     for name in "ab":
         assert "the run has ended" in logs[name].read_text()
         assert "version 1:" in logs[name].read_text()
-    assert "DIPS_CLUSTER=a python" in log.read_text()
+    assert "DIPS_CLUSTER=a DIPS_KEYS=" in log.read_text()
     told = dips("export", tmp_path / "m.safetensors", "--run-dir", run_dir, "--json")
     assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout)["tokens"] >= 60_000
@@ -109,8 +113,9 @@ def test_a_cluster_command_of_ones_own_is_told_where_the_run_is(tmp_path: Path) 
     found = json.loads(seen.read_text())
     assert (found["DIPS_CLUSTER"], found["DIPS_RUN"]) == ("x", "mine")
     assert found["DIPS_MASTER"].startswith("127.0.0.1:")
+    assert found["DIPS_KEYS"] == str(tmp_path / "run" / "keys" / "x")
 
 
-@pytest.mark.parametrize("variable", ["DIPS_MASTER", "DIPS_RUN"])
+@pytest.mark.parametrize("variable", ["DIPS_MASTER", "DIPS_RUN", "DIPS_KEYS", "DIPS_INSECURE"])
 def test_tests_do_not_inherit_a_run_of_the_person_who_runs_them(variable: str) -> None:
     assert variable not in environment()

@@ -38,6 +38,7 @@ from dips.master.state.run_config import RunConfig
 from dips.protos import clusters_pb2_grpc
 
 Start = Callable[..., MasterProcess]
+ENABLED = {"DIPS_FAILPOINTS_ENABLED": "1"}
 
 
 @pytest.fixture
@@ -164,7 +165,10 @@ def test_the_start_says_where_it_serves_and_that_only_loopback_is_served(start: 
     master = start()
     here = master.started()
     master.signal(signal.SIGTERM)
-    assert re.search(rf"serving run demo at {here.address} \(epoch 1, directory .*\); loopback only", master.log)
+    assert re.search(
+        rf"serving run demo at {here.address} \(epoch 1, directory .*\); INSECURE, as was said: .*loopback only",
+        master.log,
+    )
 
 
 def test_a_second_master_on_the_directory_exits_with_a_sentence(start: Start) -> None:
@@ -255,7 +259,7 @@ def test_what_was_confirmed_survives_a_crash_at_the_commit(start: Start, tmp_pat
     log = tmp_path / "fired"
     # The port and the epoch are two transactions of their own.
     point = f"master.journal.{place}_commit"
-    variables = {"DIPS_FAILPOINTS": f"{point}=6*off->crash", "DIPS_FAILPOINT_LOG": str(log)}
+    variables = {**ENABLED, "DIPS_FAILPOINTS": f"{point}=6*off->crash", "DIPS_FAILPOINT_LOG": str(log)}
     master = start(variables=variables)
     confirmed = []
     with leaving(master.started().address) as leave_for:
@@ -274,7 +278,7 @@ def test_what_was_confirmed_survives_a_crash_at_the_commit(start: Start, tmp_pat
 
 
 def test_an_answer_that_is_lost_was_decided_all_the_same(start: Start, tmp_path: Path) -> None:
-    master = start(variables={"DIPS_FAILPOINTS": "master.rpc.after_Leave=1*drop"})
+    master = start(variables={**ENABLED, "DIPS_FAILPOINTS": "master.rpc.after_Leave=1*drop"})
     with leaving(master.started().address) as leave_for:
         with pytest.raises(grpc.RpcError) as caught:
             leave_for("the lost one")
@@ -286,7 +290,7 @@ def test_an_answer_that_is_lost_was_decided_all_the_same(start: Start, tmp_path:
 
 
 def test_an_unknown_failpoint_ends_the_start_with_those_that_are_close(start: Start) -> None:
-    master = start(variables={"DIPS_FAILPOINTS": "master.journal.before_comit=crash"})
+    master = start(variables={**ENABLED, "DIPS_FAILPOINTS": "master.journal.before_comit=crash"})
     assert master.popen.wait(START_S) == ConfigError.exit_code
     assert "did you mean master.journal.before_commit" in master.log
     assert "Traceback" not in master.log
@@ -307,7 +311,7 @@ def test_a_long_run_moves_its_old_decisions_to_the_archive(start: Start, tmp_pat
 
 
 def config_in(directory: Path, **knobs: object) -> MasterConfig:
-    return MasterConfig.model_validate({"run_id": "demo", "directory": directory, **knobs})
+    return MasterConfig.model_validate({"run_id": "demo", "directory": directory, "insecure": True, **knobs})
 
 
 async def test_each_epoch_has_its_own_state_machine_with_the_same_settings(tmp_path: Path) -> None:

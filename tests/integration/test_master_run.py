@@ -44,9 +44,7 @@ LAYOUT = Layout((Parameter("w", (8, 4), "float32", "l0"),), 16)
 
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[MasterProcess]:
-    process = MasterProcess(
-        tmp_path / "run", "slaves=1", "linger_s=2", "sync_every=16", module="support.real_master"
-    )
+    process = MasterProcess(tmp_path / "run", "slaves=1", "linger_s=2", "sync_every=16", module="support.real_master")
     yield process
     process.popen.kill()
     process.popen.wait(START_S)

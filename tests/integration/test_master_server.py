@@ -51,7 +51,9 @@ from dips.core.messages import (
     StatusRequest,
     WatchRequest,
 )
+from dips.core.security import INSECURE
 from dips.core.telemetry import Tape, read_tape
+from dips.master.access import Access
 from dips.master.executor import Executor, Outcome
 from dips.master.server import MasterServer
 from dips.master.services_clusters import CALLS
@@ -80,10 +82,8 @@ class Served:
         self.machine = ScriptedMachine()
         self.tape_path = directory / "tape.jsonl"
         self.tape = Tape(self.tape_path, "master", "demo")
-        self.executor = Executor(
-            self.machine, MemoryJournal().append_all, self.tape, SystemClock(), tick_s=60.0
-        )
-        self.server = MasterServer(MAX_MESSAGE_BYTES, peers=10)
+        self.executor = Executor(self.machine, MemoryJournal().append_all, self.tape, SystemClock(), tick_s=60.0)
+        self.server = MasterServer(MAX_MESSAGE_BYTES, 10, INSECURE, Access(INSECURE))
         self.address = self.server.bind("127.0.0.1:0")
         self.channel = grpc.aio.insecure_channel(self.address, options=channel_options(64 << 20))
 
@@ -213,9 +213,9 @@ async def test_a_held_call_is_answered_later(served: Served) -> None:
     assert held.request == AwaitVerdictRequest(caller(), push, 5.0)
     reply = AwaitVerdictReply(Busy(1.0, "the round is still open"))
     served.reacts(
-        lambda event: [Reply(held.token, reply), Reply(event.token, LeaveReply())]
-        if isinstance(event, ClusterCall)
-        else []
+        lambda event: (
+            [Reply(held.token, reply), Reply(event.token, LeaveReply())] if isinstance(event, ClusterCall) else []
+        )
     )
     await served.clusters.Leave(to_message(leave()), timeout=60)
     assert from_message(await waiting, AwaitVerdictReply) == reply
@@ -324,9 +324,11 @@ async def test_two_slaves_have_links_of_their_own(served: Served) -> None:
     two = await served.machine.until(SlaveSaid, 2)
     assert one.link != two.link
     served.reacts(
-        lambda event: [ToSlave(two.link, command("second")), ToSlave(one.link, command("first"))]
-        if isinstance(event, SlaveSaid)
-        else []
+        lambda event: (
+            [ToSlave(two.link, command("second")), ToSlave(one.link, command("first"))]
+            if isinstance(event, SlaveSaid)
+            else []
+        )
     )
     await first.write(encode(slave_message()))
     assert decode(await first.read(), SlaveCommand) == command("first")
@@ -337,9 +339,11 @@ async def test_two_slaves_have_links_of_their_own(served: Served) -> None:
 
 async def test_a_link_that_the_state_closes_ends_with_the_reason(served: Served) -> None:
     served.reacts(
-        lambda event: [ToSlave(event.link, command("last")), CloseLink(event.link, refusal("another took over"))]
-        if isinstance(event, SlaveSaid)
-        else []
+        lambda event: (
+            [ToSlave(event.link, command("last")), CloseLink(event.link, refusal("another took over"))]
+            if isinstance(event, SlaveSaid)
+            else []
+        )
     )
     stream = served.attach()
     await stream.write(encode(slave_hello()))
@@ -382,9 +386,7 @@ STATUS = StatusReply("demo", 3, None, 1234, 0, "idle", None, 0.5, 0.0, "waiting 
 
 def operating(event: Event) -> list[Effect]:
     if isinstance(event, OperatorCall):
-        return [
-            Reply(event.token, STATUS if isinstance(event.action, StatusRequest) else OperatorReply("done"))
-        ]
+        return [Reply(event.token, STATUS if isinstance(event.action, StatusRequest) else OperatorReply("done"))]
     return []
 
 
@@ -446,7 +448,7 @@ async def test_a_watch_interval_that_makes_no_sense_is_refused(served: Served, i
 
 async def test_a_port_in_use_is_named_with_a_remedy(served: Served) -> None:
     port = served.address.rpartition(":")[2]
-    second = MasterServer(MAX_MESSAGE_BYTES, peers=1)
+    second = MasterServer(MAX_MESSAGE_BYTES, 1, INSECURE, Access(INSECURE))
     with pytest.raises(ConfigError, match=f"port {port} is in use") as caught:
         second.bind(served.address)
     assert "--listen" in str(caught.value)
@@ -458,7 +460,7 @@ async def test_a_port_that_another_program_holds_is_in_use_too() -> None:
     with contextlib.closing(socket.socket()) as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
-        server = MasterServer(MAX_MESSAGE_BYTES, peers=1)
+        server = MasterServer(MAX_MESSAGE_BYTES, 1, INSECURE, Access(INSECURE))
         with pytest.raises(ConfigError, match="is in use"):
             server.bind(f"127.0.0.1:{holder.getsockname()[1]}")
         await server.stop()
@@ -466,7 +468,7 @@ async def test_a_port_that_another_program_holds_is_in_use_too() -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "10.1.2.3:4700"])
 async def test_an_address_that_others_reach_is_never_bound(address: str) -> None:
-    server = MasterServer(MAX_MESSAGE_BYTES, peers=1)
+    server = MasterServer(MAX_MESSAGE_BYTES, 1, INSECURE, Access(INSECURE))
     with pytest.raises(ConfigError, match="not a loopback address"):
         server.bind(address)
     await server.stop()
@@ -514,9 +516,11 @@ async def test_a_beat_whose_answer_is_lost_ends_its_stream(served: Served) -> No
 
 async def test_what_a_slave_says_and_hears_can_be_lost_or_doubled(served: Served) -> None:
     served.reacts(
-        lambda event: [ToSlave(event.link, command(text)) for text in ("one", "two", "three")]
-        if isinstance(event, SlaveSaid) and len(served.machine.of(SlaveSaid)) == 2
-        else []
+        lambda event: (
+            [ToSlave(event.link, command(text)) for text in ("one", "two", "three")]
+            if isinstance(event, SlaveSaid) and len(served.machine.of(SlaveSaid)) == 2
+            else []
+        )
     )
     stream = served.attach()
     with armed("master.slave_stream.before_hear=1*drop->1*dup;master.slave_stream.before_send=1*drop->1*dup"):

@@ -31,7 +31,7 @@ from dips.core.errors import RefusalCode
 from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import CloseStaging, Commit, Flipped, Prepared, Ready, Retain, Settings, Staged
-from dips.core.placement import memory_bytes_needed
+from dips.core.placement import shard_bytes_needed
 from dips.core.telemetry import read_tape
 
 A = push_id("a")
@@ -239,7 +239,7 @@ async def test_a_reader_that_asks_and_never_reads_stops_no_round(tmp_path: Path)
     """Also in memory that has no spare buffer at all: what a peer does not read must not hold a version's memory."""
     layout = Layout((Parameter("w", (1 << 20,), "float32", "w"),))
     values = np.random.default_rng(8).standard_normal(layout.n_elems).astype(np.float32)
-    memory_bytes = memory_bytes_needed(layout.n_elems, 1, 0)
+    memory_bytes = shard_bytes_needed([layout.n_elems], 1 << 20, 1, 0)
     config = slave_config(tmp_path / "s0", "127.0.0.1:1", memory_bytes=memory_bytes)
     master = FakeMaster(settings=Settings(heartbeat_s=0.1))
     async with master, slave_here(config.model_copy(update={"master": master.address})):

@@ -53,14 +53,14 @@ def lives(processes: Processes) -> list[dict[int, dict[str, Any]]]:
 @pytest.mark.timeout(600)
 def test_a_killed_trainer_makes_the_same_steps_again(processes: Processes, address: str, tmp_path: Path) -> None:
     processes.start_slaves(address, ["s0"])
-    start(processes, address, tmp_path, DIPS_FAILPOINTS=NO_MORE)
+    start(processes, address, tmp_path, DIPS_FAILPOINTS=NO_MORE, DIPS_FAILPOINTS_ENABLED="1")
     processes.wait_until("a", lambda: len(processes.records("a", "checkpoint")) == LAST)
     made = len(processes.records("a", "step"))
     processes.wait_until("a", lambda: len(processes.records("a", "step")) >= made + 20)
     processes.kill("a")
     first = lives(processes)[0]
 
-    start(processes, address, tmp_path, DIPS_FAILPOINTS=NO_MORE)
+    start(processes, address, tmp_path, DIPS_FAILPOINTS=NO_MORE, DIPS_FAILPOINTS_ENABLED="1")
     processes.wait_until("a", lambda: len(lives(processes)) == 2 and max(lives(processes)[1], default=0) > max(first))
     processes.kill("a")
     second = lives(processes)[1]

@@ -17,6 +17,7 @@ from support.trainer_run import TRAIN, Processes, records
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import parse_version
+from dips.core.security import INSECURE
 from dips.worker.config import ClientConfig
 from dips.worker.reader import fetch_version
 from dips.worker.trainer import evaluate as evaluation
@@ -53,7 +54,7 @@ def _keep_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def wait_for_cluster(address: str) -> None:
     end_s = time.monotonic() + START_S
-    with RunWatch(address, "demo", 5.0) as watch:
+    with RunWatch(address, "demo", 5.0, INSECURE) as watch:
         while not watch.status().clusters:
             assert time.monotonic() < end_s, "no cluster joined"
             time.sleep(0.05)
@@ -65,7 +66,7 @@ def test_a_run_from_the_seed_to_an_exported_model(processes: Processes, address:
         processes.start_cluster(address, cluster, TRAIN.model_copy(update={"emulate_gap": gap}))
     tape = tmp_path / "heldout.tape"
     # The evaluator is this process; it ends because the run does.
-    client = ClientConfig(master=address, tape=tape, connect_wait_s=60.0)
+    client = ClientConfig(master=address, tape=tape, connect_wait_s=60.0, insecure=True)
     assert follow(TRAIN, client) == 0
     for cluster in ("a", "b"):
         assert processes.exit_code(cluster) == 0, processes.log(cluster)
@@ -81,8 +82,8 @@ def test_a_run_from_the_seed_to_an_exported_model(processes: Processes, address:
         assert losses[-1] < losses[0] - 1.0
 
     reported, last = heldout[-1]["loss"], parse_version(heldout[-1]["version"])
-    assert evaluate_live(address, "demo", TRAIN).loss == pytest.approx(reported, abs=1e-6)
-    fetched = fetch_version(address, "demo", "test")
+    assert evaluate_live(address, "demo", TRAIN, INSECURE).loss == pytest.approx(reported, abs=1e-6)
+    fetched = fetch_version(address, "demo", "test", INSECURE)
     assert fetched.version == last
     export_model(fetched, tmp_path / "model.safetensors")
     evaluated = evaluate_file(tmp_path / "model.safetensors", TRAIN.model_copy(update={"threads": 2}))
@@ -90,7 +91,7 @@ def test_a_run_from_the_seed_to_an_exported_model(processes: Processes, address:
     assert (evaluated.version, evaluated.tokens) == (last, heldout[-1]["tokens"])
 
     with pytest.raises(Refused) as gone:
-        fetch_version(address, "demo", "test", version=parse_version("1:0"), deadline_s=10.0)
+        fetch_version(address, "demo", "test", INSECURE, version=parse_version("1:0"), deadline_s=10.0)
     assert gone.value.code is RefusalCode.VERSION_GONE
 
 

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from support.dips_command import dips
 from support.whole_run import LEASED, WholeRun, wait_until
 
+from dips.core.security import INSECURE
 from dips.sim.replay import replay_run
 from dips.sim.verify import verify_run
 from dips.sim.verify_records import read_run
@@ -46,7 +47,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_operator(run: WholeRun) -> None:
     from dips.launch.operator_client import OperatorClient
 
-    with OperatorClient(run.address) as client:
+    with OperatorClient(run.address, security=INSECURE) as client:
         client.stop("enough")
 
 

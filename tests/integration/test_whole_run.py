@@ -12,6 +12,7 @@ from support.whole_run import LAYOUT, LEASED, NumpyCluster, WholeRun, wait_until
 from dips.core.errors import RefusalCode, Refused
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import VerdictKind
+from dips.core.security import INSECURE
 from dips.worker.reader import fetch_version
 
 TOKENS = 10 * 4  # of one push: sync_every steps of 10 tokens
@@ -64,7 +65,7 @@ def test_slave_killed_in_the_middle_comes_back_and_the_run_ends_with_every_token
         assert status.tokens >= 60_000
         assert status.tokens == sum(c.tokens_applied for c in status.clusters)
         assert status.slaves[1].incarnations == 2
-        fetched = fetch_version(run.address, None, "check")
+        fetched = fetch_version(run.address, None, "check", INSECURE)
         assert np.array_equal(fetched.flat, clusters[0].model.theta)
         assert fetched.tokens == status.tokens
 
@@ -116,4 +117,4 @@ def test_cluster_that_diverges_is_excluded_and_dropped_back_to_the_published_mod
             cluster.driver.request_stop()
             cluster.join()
         assert bad.model.resets >= 1
-        assert np.isfinite(fetch_version(run.address, None, "check").flat).all()
+        assert np.isfinite(fetch_version(run.address, None, "check", INSECURE).flat).all()

@@ -11,6 +11,7 @@ from support.diloco import diloco, trained
 from support.whole_run import F32, LAYOUT, LEASED, NumpyCluster, WholeRun, wait_until
 
 from dips.core import wire_numpy as reference
+from dips.core.security import INSECURE
 from dips.core.wire import WIRE_DTYPES, Codec, encoded_bytes
 from dips.worker.reader import fetch_version
 from dips.worker.vectors import chunk_spans
@@ -84,7 +85,7 @@ def test_a_slave_that_is_killed_comes_back_and_every_token_counts(tmp_path: Path
         assert status.stopped
         assert status.tokens >= 60_000
         assert status.tokens == sum(c.tokens_applied for c in status.clusters)
-        fetched = fetch_version(run.address, None, "check")
+        fetched = fetch_version(run.address, None, "check", INSECURE)
         assert np.array_equal(fetched.flat, clusters[0].model.theta)
     for cluster in clusters:
         assert "INT8" in wires_of(cluster, tmp_path)

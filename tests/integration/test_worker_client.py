@@ -16,6 +16,7 @@ from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RemoteProtocolError, RetryLater
 from dips.core.ids import Incarnation, Version
 from dips.core.messages import DataMode, DataPlan, DataRange, Refusal, VerdictKind
+from dips.core.security import INSECURE
 from dips.core.telemetry import read_tape
 from dips.worker.config import ClientConfig
 from dips.worker.driver import Driver
@@ -36,6 +37,7 @@ def driver(run: FakeRun, model: NumpyModel, plan: DataPlan = OWN, **knobs: objec
     given: dict[str, object] = {
         "master": run.address, "cluster_id": "a", "data_silence_s": 0.3, "call_deadline_s": 2.0, "retry_max_s": 0.3,
         "connect_wait_s": 10.0, "leave_wait_s": 5.0,
+        "insecure": True,
     }  # fmt: skip
     return Driver(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
 
@@ -115,7 +117,7 @@ def test_excluded_drops_steps_and_resets_the_inner_optimizer(run: FakeRun) -> No
         assert client.progress == 0
 
 
-def test_aborted_keeps_parameters_and_the_next_push_carries_both(run: FakeRun) -> None:
+def test_aborted_keeps_parameters_and_the_work_is_pushed_again_at_once(run: FakeRun) -> None:
     kinds = iter([VerdictKind.ABORTED, VerdictKind.APPLIED])
     decided: dict[object, VerdictKind] = {}
     run.decide = lambda push: decided.setdefault(push, next(kinds)) if push not in decided else decided[push]
@@ -124,7 +126,11 @@ def test_aborted_keeps_parameters_and_the_next_push_carries_both(run: FakeRun) -
         train(client, model, 4)
         assert np.array_equal(model.theta, NumpyModel(7).theta + 1 + 1 + 1 + 1)
         train(client, model, 4)
-        assert [(push.seq, push.tokens, push.steps) for push in run.pushes] == [(1, 400, 4), (2, 800, 8)]
+        assert [(push.seq, push.tokens, push.steps) for push in run.pushes] == [
+            (1, 400, 4),
+            (2, 400, 4),
+            (3, 400, 4),
+        ]
 
 
 # ---- the data flow fails ----
@@ -464,11 +470,11 @@ def test_the_tape_tells_the_story_of_a_round(run: FakeRun, tmp_path: Path) -> No
 
 def test_a_reader_fetches_the_newest_or_a_named_version(run: FakeRun) -> None:
     run.publish(NumpyModel(8).theta)
-    newest = fetch_version(run.address, "run", "eval", deadline_s=10)
+    newest = fetch_version(run.address, "run", "eval", INSECURE, deadline_s=10)
     assert newest.version == Version(1, 1)
     assert newest.layout == LAYOUT
     assert newest.flat.tobytes() == NumpyModel(8).theta.tobytes()
-    named = fetch_version(run.address, None, "eval", version=Version(1, 0), deadline_s=10)
+    named = fetch_version(run.address, None, "eval", INSECURE, version=Version(1, 0), deadline_s=10)
     assert named.flat.tobytes() == NumpyModel(7).theta.tobytes()
     run.wait_for(lambda: len(run.released) == 2)
     assert all(request.reader for request in run.released)
@@ -476,10 +482,10 @@ def test_a_reader_fetches_the_newest_or_a_named_version(run: FakeRun) -> None:
 
 def test_a_reader_waits_for_a_version_and_says_what_it_waited_for(run: FakeRun) -> None:
     with pytest.raises(RetryLater, match="no such version is published yet"):
-        fetch_version(run.address, "run", "eval", at_least=Version(1, 5), deadline_s=0.4)
+        fetch_version(run.address, "run", "eval", INSECURE, at_least=Version(1, 5), deadline_s=0.4)
     publisher = threading.Timer(0.3, lambda: run.publish(NumpyModel(9).theta))
     publisher.start()
-    fetched = fetch_version(run.address, "run", "eval", at_least=Version(1, 1), deadline_s=10)
+    fetched = fetch_version(run.address, "run", "eval", INSECURE, at_least=Version(1, 1), deadline_s=10)
     assert np.array_equal(fetched.flat, NumpyModel(9).theta)
     publisher.join()
 
@@ -488,11 +494,11 @@ def test_a_reader_is_told_when_a_version_is_gone(run: FakeRun) -> None:
     run.publish(NumpyModel(8).theta)
     del run.slaves[0].versions[Version(1, 0)]
     with pytest.raises(Refused, match="not kept"):
-        fetch_version(run.address, "run", "eval", version=Version(1, 0), deadline_s=5)
+        fetch_version(run.address, "run", "eval", INSECURE, version=Version(1, 0), deadline_s=5)
 
 
 def test_a_reader_without_a_master_says_so() -> None:
     run = FakeRun()
     run.close()
     with pytest.raises(RetryLater, match="does not answer"):
-        fetch_version(run.address, "run", "eval", deadline_s=0.3)
+        fetch_version(run.address, "run", "eval", INSECURE, deadline_s=0.3)

@@ -46,6 +46,7 @@ def _same_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRun]:
     run = FakeRun()
     monkeypatch.setenv("DIPS_MASTER", run.address)
+    monkeypatch.setenv("DIPS_INSECURE", "1")
     monkeypatch.setenv("DIPS_CLUSTER", "a")
     yield run
     run.close()

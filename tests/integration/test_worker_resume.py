@@ -42,6 +42,7 @@ def driver(run: FakeRun, model: NumpyModel, folder: Path, plan: DataPlan = OWN, 
     given: dict[str, object] = {
         "master": run.address, "cluster_id": "a", "checkpoint_dir": folder / "checkpoints", "checkpoint_every_s": 0.0,
         "resume": True, "tape": folder / "tape", "retry_max_s": 0.3, "connect_wait_s": 60.0,
+        "insecure": True,
     }  # fmt: skip
     return Driver(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
 
@@ -304,6 +305,7 @@ def test_a_users_loop_goes_on_with_its_scheduler_and_random_numbers(
     run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIPS_MASTER", run.address)
+    monkeypatch.setenv("DIPS_INSECURE", "1")
     monkeypatch.setenv("DIPS_CLUSTER", "a")
     cut = torch_parameters.Layout
     monkeypatch.setattr(torch_parameters, "Layout", lambda parameters, block_elems: cut(parameters, 4000))
@@ -334,6 +336,6 @@ def test_a_state_without_the_two_methods_is_refused(run: FakeRun, tmp_path: Path
 
 
 def test_resuming_needs_a_directory(run: FakeRun) -> None:
-    config = ClientConfig(master=run.address, cluster_id="a", resume=True)
+    config = ClientConfig(master=run.address, cluster_id="a", resume=True, insecure=True)
     with pytest.raises(ConfigError, match="give --checkpoint-dir"):
         Driver(config, NumpyModel(1), NumpyModel(1).layout(), OWN)

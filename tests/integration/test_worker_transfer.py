@@ -152,7 +152,7 @@ class LiveModel(NumpyModel):
 
 
 def config(run: FakeRun) -> ClientConfig:
-    return ClientConfig(master=run.address, cluster_id="a", data_silence_s=5.0, data_stall_s=60.0)
+    return ClientConfig(master=run.address, cluster_id="a", data_silence_s=5.0, data_stall_s=60.0, insecure=True)
 
 
 @pytest.fixture

@@ -34,7 +34,8 @@ def run() -> Iterator[FakeRun]:
 
 def driver(run: FakeRun, model: NumpyModel, wire_dtype: str, **knobs: object) -> Driver:
     given: dict[str, object] = {
-        "master": run.address, "cluster_id": "a", "data_silence_s": 5.0, "data_stall_s": 60.0, "wire_dtype": wire_dtype,
+        "insecure": True, "master": run.address, "cluster_id": "a", "data_silence_s": 5.0, "data_stall_s": 60.0,
+        "wire_dtype": wire_dtype,
     }  # fmt: skip
     return Driver(ClientConfig.model_validate(given | knobs), model, model.layout(), DataPlan(DataMode.OWN))
 

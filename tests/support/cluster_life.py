@@ -177,9 +177,7 @@ class Life:
             self.published, self.tokens, self.local_steps, "run", kept,
         )  # fmt: skip
 
-    def join(
-        self, last_push: Verdict | PushId | None = None, *, seed: bool = False, kept: Kept = None
-    ) -> JoinRequest:
+    def join(self, last_push: Verdict | PushId | None = None, *, seed: bool = False, kept: Kept = None) -> JoinRequest:
         request = self.answer(JoinRequest, self.join_reply(last_push, seed=seed, kept=kept))
         assert isinstance(request, JoinRequest)
         return request

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-_OURS = ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER")
+_OURS = ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER", "DIPS_KEYS", "DIPS_INSECURE")
 
 
 def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:

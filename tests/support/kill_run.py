@@ -21,6 +21,7 @@ from support.repository import ROOT
 from support.whole_run import LEASED, WholeRun, wait_until
 
 from dips.core.errors import Refused, RetryLater
+from dips.core.security import INSECURE
 from dips.core.telemetry import read_tape
 from dips.launch.operator_client import OperatorClient
 from dips.launch.tapes import tape_path
@@ -106,7 +107,7 @@ class KillRun(WholeRun):
         words = [word for name, value in knobs.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         where = self.directory / "master" / "master.json"
         while True:
-            self._spawn("master", ["master", *words])
+            self._spawn("master", ["master", "--insecure", *words])
             process = self.processes["master"]
             wait_until(functools.partial(self._up_or_dead, where, process), "no master came up", RUN_WAIT_S)
             if process.poll() is None:
@@ -126,7 +127,7 @@ class KillRun(WholeRun):
         knobs = {"run-id": "test", "slave-id": name, "directory": self.directory / "slaves" / name,
                  "tape": tape_path(self.directory, name)}  # fmt: skip
         options = [word for option, value in knobs.items() for word in (f"--{option}", str(value))]
-        self._spawn(name, ["slave", *options, "--record-pushes", "--master", self.address])
+        self._spawn(name, ["slave", "--insecure", *options, "--record-pushes", "--master", self.address])
 
     def start_cluster(self, name: str) -> None:
         command = [sys.executable, "-m", "support.kill_cluster", name, self.address, str(self.directory)]
@@ -147,6 +148,7 @@ class KillRun(WholeRun):
         environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests"), environment.get("PYTHONPATH", "")))
         if name in self._spec and not self._fired(name):
             environment["DIPS_FAILPOINTS"] = self._spec[name]
+            environment["DIPS_FAILPOINTS_ENABLED"] = "1"
             environment["DIPS_FAILPOINT_LOG"] = str(self.fired_log(name))
         with self._log_path(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(list(command), stdout=log, stderr=log, env=environment)
@@ -186,7 +188,7 @@ class KillRun(WholeRun):
 
     def _ordered(self, order: Order) -> bool:
         try:
-            with OperatorClient(self.address) as client:
+            with OperatorClient(self.address, security=INSECURE) as client:
                 order(client)
         except (Refused, RetryLater):
             return False  # the master dies just now, or the cluster is away

@@ -139,7 +139,8 @@ class BenchSlave:
         self.alive = True
         self.staging.clear()
         snapshots = tuple(self.snapshots.values())
-        self.say(SlaveHello(self.hello, f"tcp://127.0.0.1:{5000 + self.link}", 1 << 30, self.promised, snapshots))
+        endpoint, key = f"tcp://127.0.0.1:{5000 + self.link}", self.bench.key_of(self.name)
+        self.say(SlaveHello(self.hello, endpoint, 1 << 30, self.promised, snapshots, key))
 
     def die(self) -> None:
         """kill -9: the stream breaks; the disk stays."""
@@ -448,6 +449,10 @@ class Bench:
     def caller(self, name: str) -> Caller:
         return Caller(self.run_id, self.epoch, name, self.clusters[name].join.incarnation, f"c-{name}")
 
+    def key_of(self, name: str) -> bytes:
+        """Everybody's own data key, where the run uses them."""
+        return name.encode().ljust(32, b".") if self.config.encrypted else b""
+
     def attach_all(self) -> None:
         for slave in self.slaves:
             slave.attach()
@@ -462,6 +467,7 @@ class Bench:
             "layout_hash": LAYOUT.layout_hash,
             "data_plan": self.plan,
             "held_ranges": held,
+            "curve_key": self.key_of(name),
         }
         reply = self.ask(JoinRequest(**(fields | changes)))
         assert isinstance(reply, JoinReply)

@@ -13,7 +13,7 @@ from dips.master.main import run
 
 def main(directory: str, *knobs: str) -> int:
     given = dict(knob.split("=", 1) for knob in knobs)
-    overrides = {"run_id": "demo", "directory": directory, **given}
+    overrides = {"run_id": "demo", "directory": directory, "insecure": True, **given}
     try:
         loaded = load(MasterConfig, "master", environment={}, overrides=overrides)
         return run(loaded.value, loaded)

@@ -64,9 +64,10 @@ class SlaveBench:
         promised: int = 0,
         memory_bytes: int = 1 << 20,
         settings: Settings | None = None,
+        curve_key: bytes = b"",
     ) -> None:
         self.settings = settings or Settings()
-        self.state = SlaveState(RUN, "s0", "tcp://127.0.0.1:1", memory_bytes, 1 << 20, promised, snapshots)
+        self.state = SlaveState(RUN, "s0", "tcp://127.0.0.1:1", memory_bytes, 1 << 20, promised, snapshots, curve_key)
         self.now_s = 0.0
         self.epoch, self.incarnation = 1, Incarnation(1, 1)
         self.disk: tuple[SnapshotInfo, ...] = snapshots

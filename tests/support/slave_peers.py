@@ -191,7 +191,8 @@ class DataClient:
 
 
 def slave_config(directory: Path, master: str, slave_id: str = "s0", **knobs: Any) -> SlaveConfig:
-    return SlaveConfig(run_id=RUN, slave_id=slave_id, master=master, directory=directory, **knobs)
+    ours = {"run_id": RUN, "slave_id": slave_id, "master": master, "directory": directory, "insecure": True}
+    return SlaveConfig(**{**ours, **knobs})
 
 
 @contextlib.asynccontextmanager

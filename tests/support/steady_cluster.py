@@ -27,7 +27,9 @@ class Forgetful(NumpyModel):
 def main(name: str, master: str, n_elems: int) -> None:
     layout = Layout((Parameter("w", (n_elems,), "float32", "w"),), block_elems=n_elems // 4)
     model = Forgetful(sum(name.encode()), layout)
-    with Driver(ClientConfig(cluster_id=name, master=master), model, layout, DataPlan(DataMode.OWN)) as driver:
+    with Driver(
+        ClientConfig(cluster_id=name, master=master, insecure=True), model, layout, DataPlan(DataMode.OWN)
+    ) as driver:
         while not driver.done:
             driver.step(10, loss=model.step())
 

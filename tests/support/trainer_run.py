@@ -35,13 +35,13 @@ class Processes:
     def start_cluster(
         self, address: str, name: str, train: TrainConfig = TRAIN, client: Sequence[str] = (), **environment: str
     ) -> None:
-        knobs = ["--master", address, "--cluster-id", name, "--tape", str(self.tape(name)), *client]
+        knobs = ["--insecure", "--master", address, "--cluster-id", name, "--tape", str(self.tape(name)), *client]
         self.start(name, ["train", *command_line(train), *knobs], **environment)
 
     def start_slaves(self, address: str, names: Sequence[str]) -> None:
         for slave in names:
             own = ["--run-id", "demo", "--slave-id", slave, "--directory", str(self._folder / slave)]
-            self.start(slave, ["slave", "--master", address, *own])
+            self.start(slave, ["slave", "--insecure", "--master", address, *own])
 
     def exit_code(self, name: str) -> int:
         return self._running[name].wait(START_S)

@@ -20,8 +20,10 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from dips.core.keys import load_identity
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, StatusReply, Verdict
+from dips.core.security import INSECURE, Security
 from dips.launch.operator_client import OperatorClient
 from dips.worker.config import ClientConfig
 from dips.worker.driver import Driver
@@ -82,7 +84,7 @@ class NumpyCluster:
     def __init__(self, run: WholeRun, name: str, seed: int, step_s: float = 0.0, layout: Layout = LAYOUT) -> None:
         self.name = name
         self.model = NumpyModel(seed, layout)
-        knobs = {"cluster_id": name, "master": run.address, "tape": run.directory / f"{name}.jsonl"}
+        knobs = {"cluster_id": name, "master": run.address, "tape": run.directory / f"{name}.jsonl", **run.of(name)}
         config = ClientConfig(**{**knobs, **run.client})  # type: ignore[arg-type]  # pydantic checks them
         self.driver = Driver(config, self.model, layout, run.plan)
         self.verdicts: list[Verdict] = []
@@ -130,13 +132,27 @@ class WholeRun:
     """Context manager: starts a master and slaves under `directory`; stops everything at the end."""
 
     def __init__(
-        self, directory: Path, n_slaves: int = 2, plan: DataPlan | None = None, **master: object
+        self,
+        directory: Path,
+        n_slaves: int = 2,
+        plan: DataPlan | None = None,
+        keys: Path | None = None,
+        **master: object,
     ) -> None:
+        """keys: the folder of an authority with an identity for each process and for `operator`; None: insecure."""
         self.directory = directory
         self.plan = plan or DataPlan(DataMode.OWN)
         self.n_slaves = n_slaves
+        self.keys = keys
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._master = {"sync_every": 4, "heartbeat_s": 0.5, "grace_s": 0.5, "linger_s": 20.0, **master}
+        self._master = {
+            "sync_every": 4,
+            "heartbeat_s": 0.5,
+            "grace_s": 0.5,
+            "linger_s": 20.0,
+            "verdict_wait_s": 30.0,
+            **master,
+        }
         self.address = ""
         self.slave: dict[str, object] = {}
         """More knobs of every slave."""
@@ -163,7 +179,8 @@ class WholeRun:
                 process.wait()
 
     def start_master(self) -> None:
-        knobs = {"run_id": "test", "directory": self.directory / "master", "slaves": self.n_slaves, **self._master}
+        knobs = {"run_id": "test", "directory": self.directory / "master", "slaves": self.n_slaves}
+        knobs = {**knobs, **self.of("master"), **self._master}
         self._spawn("master", ["master", *_options(knobs)])
         where = self.directory / "master" / "master.json"
 
@@ -175,7 +192,7 @@ class WholeRun:
 
     def start_slave(self, name: str, **more: object) -> None:
         directory = self.directory / name
-        knobs = {"run_id": "test", "slave_id": name, "directory": directory, "master": self.address}
+        knobs = {"run_id": "test", "slave_id": name, "directory": directory, "master": self.address, **self.of(name)}
         self._spawn(name, ["slave", *_options({**knobs, "tape": directory / "tape.jsonl", **self.slave, **more})])
 
     def kill(self, name: str) -> None:
@@ -187,8 +204,15 @@ class WholeRun:
         return NumpyCluster(self, name, seed, step_s, layout).start()
 
     def status(self) -> StatusReply:
-        with OperatorClient(self.address) as client:
+        with OperatorClient(self.address, security=self.security("operator")) as client:
             return client.status()
+
+    def security(self, name: str) -> Security:
+        return INSECURE if self.keys is None else load_identity(self.keys / name)
+
+    def of(self, name: str) -> dict[str, object]:
+        """The knobs that say who a process is."""
+        return {"insecure": True} if self.keys is None else {"keys": self.keys / name}
 
     def version(self) -> int:
         """The published version's number; -1 while there is none or no answer."""

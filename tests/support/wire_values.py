@@ -18,6 +18,7 @@ from dips.core.layout import DTYPES, Layout, Parameter
 _INTEGERS = {
     FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1),
     FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_FIXED64: st.integers(0, 2**64 - 1),
     FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
 }
 _SCALARS: dict[type[Any], st.SearchStrategy[Any]] = {

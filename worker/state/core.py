@@ -36,9 +36,7 @@ class Core:
         self.phase = Phase(SESSION_TABLE, self.story, f"session {config.cluster_id}")
         self.now_s = 0.0
         self.cause = f"{config.cluster_id}/join"
-        self.exchange = Lane(config.retry_max_s)
-        self.data = Lane(config.retry_max_s)
-        self.side = Lane(config.retry_max_s)
+        self.exchange, self.data, self.side = (Lane(lambda: self.terms.times) for _ in range(3))
         self.base: Version | None = None
         self.base_fence = 0
         self.steps = 0
@@ -141,9 +139,9 @@ class Core:
 
     def _deadline_s(self, request: ClusterRequest) -> float:
         if isinstance(request, LeaveRequest):
-            return self.config.leave_wait_s
+            return self.terms.times.leave_wait_s
         held_s = request.wait_s if isinstance(request, AwaitVerdictRequest) else 0.0
-        return self.config.call_deadline_s + held_s
+        return self.terms.times.call_deadline_s + held_s
 
     # ---- waiting ----
 
@@ -153,4 +151,5 @@ class Core:
 
     def train_on(self) -> None:
         """Somebody cannot be reached: training goes on meanwhile."""
+        self.patience.unusual()
         self.patience.train_on(self.now_s)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 from dips.core.messages import ClusterRequest
+from dips.worker.state.times import Times
 
 FIRST_PAUSE_S = 0.2
 
@@ -17,8 +18,9 @@ FIRST_PAUSE_S = 0.2
 class Lane:
     """At most one call in flight; `failures` counts tries in a row that nobody answered."""
 
-    def __init__(self, retry_max_s: float) -> None:
-        self._retry_max_s = retry_max_s
+    def __init__(self, times: Callable[[], Times]) -> None:
+        """times: as they are now; they change with a Join."""
+        self._times = times
         self._build: Callable[[], ClusterRequest] | None = None
         self.call_id: int | None = None
         self.due_s = math.inf
@@ -44,12 +46,12 @@ class Lane:
 
     def failed(self, now_s: float) -> None:
         """Nobody answered: try again after a pause that doubles."""
-        pause_s = min(self._retry_max_s, FIRST_PAUSE_S * 2 ** min(self.failures, 20))
+        pause_s = min(self._times().retry_max_s, FIRST_PAUSE_S * 2 ** min(self.failures, 20))
         self.call_id, self.due_s, self.failures = None, now_s + pause_s, self.failures + 1
 
     def put_off(self, now_s: float, retry_after_s: float) -> None:
         """The master asks to come again later."""
-        pause_s = min(self._retry_max_s, max(retry_after_s, FIRST_PAUSE_S / 4))
+        pause_s = min(self._times().put_off_max_s, max(retry_after_s, FIRST_PAUSE_S / 4))
         self.call_id, self.due_s, self.failures = None, now_s + pause_s, 0
 
     cancel = answered

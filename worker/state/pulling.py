@@ -57,6 +57,7 @@ class Pulling:
         core = self._core
         if isinstance(answer, Busy):
             core.note = answer.sentence
+            core.patience.unusual()
             core.ask(self._request, max(answer.retry_after_s, 0.05))
             return
         check_placement(answer.placement, len(core.config.layout.blocks))

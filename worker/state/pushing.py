@@ -85,6 +85,8 @@ class Pushing:
         """What was awaited, and the push that was open, when a donation came between."""
         self.awaited: PushId | None = None
         self.last_verdict: Verdict | None = None
+        self._aborts = 0
+        """In a row. Only after the first one is the work pushed again at once: what fails again may fail for ever."""
         self.newest: PushRecord | None = None
         """The last push that an earlier life wrote down, when this one goes on from a checkpoint."""
 
@@ -155,6 +157,7 @@ class Pushing:
                 self._ticket(answer)
             case Busy():
                 self._core.note = answer.sentence
+                self._core.patience.unusual()
                 self._core.ask(self._begin_request, max(answer.retry_after_s, 0.05))
             case Stale():
                 self._stale(answer)
@@ -257,6 +260,8 @@ class Pushing:
     def tell(self, verdict: Verdict) -> None:
         """Remember and record a verdict."""
         self.last_verdict, self.awaited = verdict, None
+        if verdict.kind is not VerdictKind.ABORTED:
+            self._aborts = 0
         self._core.note = ""
         self._core.record("verdict", push=str(verdict.push), verdict=verdict.kind.name, version=str(verdict.version),
                           reason=verdict.reason)  # fmt: skip
@@ -293,6 +298,8 @@ class Pushing:
     def abandon(self) -> None:
         """Give the push up without a verdict: Leave or Join aborts it at the master, if it has begun there."""
         self.cancel()
+        if self.open is not None and self.open.work.tokens:
+            self._due_again()
         self._close(self._core.work.thaw)
 
     def cancel(self) -> None:
@@ -403,7 +410,7 @@ class Pushing:
 
     def _try_again(self) -> None:
         push = self._must_be_open()
-        pause_s = min(self._core.config.retry_max_s, 0.2 * 2 ** min(push.failures, 20))
+        pause_s = min(self._core.terms.times.retry_max_s, 0.2 * 2 ** min(push.failures, 20))
         push.failures += 1
         self._core.ask(self._begin_request, pause_s)
 
@@ -434,11 +441,20 @@ class Pushing:
     def _aborted(self, input_name: str) -> None:
         core, push = self._core, self._must_be_open()
         was_seed = push.base is None
+        core.patience.forget()
         self._close(core.work.thaw)
+        self._aborts += 1
         if was_seed:
             self.begin(input_name, seed=True)
-        else:
-            core.move(input_name, SessionPhase.TRAINING)
+            return
+        if self._aborts == 1:
+            self._due_again()
+        core.move(input_name, SessionPhase.TRAINING)
+
+    def _due_again(self) -> None:
+        """The work of a push that came to nothing is not to wait for another H steps."""
+        core = self._core
+        core.steps_towards_push = max(core.steps_towards_push, core.terms.local_steps)
 
     def _pull(self, input_name: str, plan: PullPlan) -> None:
         self._core.move(input_name, SessionPhase.PULLING)

@@ -46,9 +46,7 @@ def save(core: Core, pushing: Pushing, pulling: Pulling, leases_asked: int) -> S
     )
 
 
-def restore(
-    saved: SavedSession, newest: PushRecord | None, core: Core, pushing: Pushing, pulling: Pulling
-) -> None:
+def restore(saved: SavedSession, newest: PushRecord | None, core: Core, pushing: Pushing, pulling: Pulling) -> None:
     """Put a saved session into the parts of one that has not begun. newest: the last push that was written down.
 
     Raises ConfigError when what was saved is not of this cluster, this model or this data.

@@ -403,7 +403,8 @@ class Session:
         self.pulling.install(event)
         core, terms = self.core, self.core.terms
         core.move("installed", SessionPhase.TRAINING)
-        core.train_on()
+        core.patience.over(core.now_s)
+        core.patience.train_on(core.now_s)
         if self._leases_are_doubtful():
             self._rejoin(f"the run goes on from version {core.base}: which data is lent to whom must be settled anew")
             return
@@ -433,6 +434,8 @@ class Session:
             return
         if remedy_for(event.refused, joining=False, pushing=False) is Remedy.JOIN_AGAIN:
             self._rejoin(event.refused.sentence)
+        elif event.refused.code is RefusalCode.IDENTITY:
+            self._fail(event.refused)  # revoked: what is trained from now on counts for nothing
         else:
             self.core.log("heartbeat", f"a heartbeat is refused: {event.refused.sentence}", logging.WARNING)
 
@@ -447,6 +450,7 @@ class Session:
         core.forget_asides()  # ranges on their way back are not named in Join either, which frees them
         core.data.cancel()
         core.move("fenced", SessionPhase.JOINING, why)
+        core.patience.forget()
         core.note = f"joining again: {why}"
         core.ask(self._join_request)
 
@@ -463,13 +467,14 @@ class Session:
             config.data_plan,
             config.declared_tokens_per_s,
             core.work.all_ranges(),
+            config.curve_key,
         )
 
     def _run_stops(self) -> None:
         """The run is over: no new push; the open one is decided or given up; the last version; leave."""
         core = self.core
         if math.isinf(self._ending.by_s):
-            self._ending.by_s = core.now_s + self.config.leave_wait_s
+            self._ending.by_s = core.now_s + core.terms.times.leave_wait_s
             core.log("stop", "the run has ended: pulling its last version, then leaving")
         if core.now_s >= self._ending.by_s:
             self._leave("the run has ended; its last version could not be pulled in time")

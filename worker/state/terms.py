@@ -11,11 +11,15 @@ from dips.core.messages import Caller, DataPlan, HeartbeatReply, JoinReply, Pull
 from dips.core.protocol import agree
 from dips.core.wire import Codec
 from dips.worker.state.patience import RULES
+from dips.worker.state.times import times_of
 
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """What the session needs of ClientConfig, of the model and of the data; `expect_*` None: anything goes."""
+    """What the session needs of ClientConfig, of the model and of the data; `expect_*` None: anything goes.
+
+    Times that are None follow from the master's settings (times.py).
+    """
 
     cluster_id: ClusterId
     layout: Layout
@@ -23,9 +27,11 @@ class SessionConfig:
     run_id: str = ""
     declared_tokens_per_s: float = 0.0
     connect_wait_s: float = 120.0
-    call_deadline_s: float = 10.0
-    retry_max_s: float = 10.0
-    leave_wait_s: float = 30.0
+    call_deadline_s: float | None = None
+    retry_max_s: float | None = None
+    leave_wait_s: float | None = None
+    data_silence_s: float | None = None
+    data_stall_s: float | None = None
     durable_pushes: bool = False
     """A push's number is used only once its record is on disk (PersistPush)."""
     expect_sync_every: int | None = None
@@ -33,6 +39,8 @@ class SessionConfig:
     expect_outer_momentum: float | None = None
     wire: Codec = Codec.F32
     """How this cluster would like to write its pushes; each ticket says whether it may."""
+    curve_key: bytes = b""
+    """This process's public key of the data flow; empty without keys."""
 
 
 class Terms:
@@ -48,6 +56,7 @@ class Terms:
         self.leases_timeline: int | None = None
         """The timeline on which the master last said which ranges are this cluster's."""
         self.settings = Settings()
+        self.times = times_of(config, self.settings)
         self.local_steps = self.settings.sync_every_steps
         self.tokens = 0
         self.published: Version | None = None
@@ -68,6 +77,7 @@ class Terms:
                 "install the same release of dips on the master and on all clusters"
             )
         self._check_expectations(reply.settings)
+        self.times = times_of(self._config, reply.settings)
         self.settings, self.tokens, self.published = reply.settings, reply.tokens, reply.published
         self.take_steps(reply.local_steps)
 

@@ -32,15 +32,11 @@ class TrainConfig(Knobs):
     data: tuple[Path, ...] = Field(
         (), description="Text files and folders of text files; none: the source of Python's standard library."
     )
-    max_bytes: Bytes = Field(
-        24_000_000, ge=1, description="At most so much text is read."
-    )
+    max_bytes: Bytes = Field(24_000_000, ge=1, description="At most so much text is read.")
     heldout_fraction: float = Field(
         0.02, gt=0, lt=0.5, description="Share of the files that is kept for evaluation and never trained on."
     )
-    heldout_max_bytes: Bytes = Field(
-        32_768, ge=1, description="How much of the held-out files an evaluation reads."
-    )
+    heldout_max_bytes: Bytes = Field(32_768, ge=1, description="How much of the held-out files an evaluation reads.")
     chunk_tokens: int = Field(
         1024, ge=1, description="Tokens in a chunk of text, the unit that the master lends; the same on all clusters."
     )

@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 
 from dips.core.ids import Version
+from dips.core.keys import security_of
+from dips.core.security import Security
 from dips.core.telemetry import Tape, configure_logging
-from dips.worker.config import ClientConfig
-from dips.worker.reader import FetchedModel, fetch_version
+from dips.worker.config import ClientConfig, given
+from dips.worker.reader import CALL_DEADLINE_S, FetchedModel, fetch_version
 from dips.worker.trainer.config import TrainConfig, corpus_of
 from dips.worker.trainer.export import Exported, Fetched, read_export
 from dips.worker.trainer.follower import Follower
@@ -68,14 +70,19 @@ def evaluate_file(path: Path, train: TrainConfig) -> Evaluation:
 
 
 def evaluate_live(
-    master: str, run_id: str | None, train: TrainConfig, version: Version | None = None, name: str = READER_NAME
+    master: str,
+    run_id: str | None,
+    train: TrainConfig,
+    security: Security,
+    version: Version | None = None,
+    name: str = READER_NAME,
 ) -> Evaluation:
     """The held-out loss of a version that the slaves still keep; None: the newest.
 
     Raises ConfigError as evaluate_file does, Refused when that version is gone, RetryLater when nobody answers.
     """
     evaluator = Evaluator(train)
-    return evaluator(fetch_version(master, run_id, name, version=version, deadline_s=FETCH_DEADLINE_S))
+    return evaluator(fetch_version(master, run_id, name, security, version=version, deadline_s=FETCH_DEADLINE_S))
 
 
 def follow(train: TrainConfig, client: ClientConfig) -> int:
@@ -87,17 +94,20 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
     """
     name = client.cluster_id or READER_NAME
     configure_logging("worker", name, client.log_level, client.json_logs)
+    security = security_of(client, "the evaluator")
     evaluator = Evaluator(train)
     with (
         StopSignals() as signals,
         Tape(client.tape, "worker", name, may_lose=True) as tape,
-        RunWatch(client.master, client.run_id, client.call_deadline_s) as watch,
+        RunWatch(client.master, client.run_id, given(client.call_deadline_s) or CALL_DEADLINE_S, security) as watch,
     ):
-        fetch = _fetcher(client.master, client.run_id or None, name)
+        fetch = _fetcher(client.master, client.run_id or None, name, security)
         Follower(watch.status, fetch, evaluator, tape, client.connect_wait_s).run(signals.wait)
         return signals.exit_code
 
 
-def _fetcher(master: str, run_id: str | None, name: str) -> Callable[[Version | None], FetchedModel]:
-    fetch = partial(fetch_version, master, run_id, name, deadline_s=FETCH_DEADLINE_S)
+def _fetcher(
+    master: str, run_id: str | None, name: str, security: Security
+) -> Callable[[Version | None], FetchedModel]:
+    fetch = partial(fetch_version, master, run_id, name, security, deadline_s=FETCH_DEADLINE_S)
     return lambda version: fetch(version=version)

@@ -87,9 +87,7 @@ class Follower:
             return False
         loss = self._evaluate(fetched).loss
         self._last = fetched.version
-        self._tape.write(
-            "heldout", new_cause(), version=str(fetched.version), tokens=fetched.tokens, loss=loss
-        )
+        self._tape.write("heldout", new_cause(), version=str(fetched.version), tokens=fetched.tokens, loss=loss)
         _logger.info("version %s: held-out loss %.4f after %d tokens", fetched.version, loss, fetched.tokens)
         return True
 

@@ -134,6 +134,4 @@ class ByteModel(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Cross entropy in nats per byte over the targets that are not IGNORED_TARGET; both (B, T)."""
         logits = self(tokens).view(-1, VOCABULARY)
-        return F.cross_entropy(
-            logits.float(), targets.reshape(-1), ignore_index=IGNORED_TARGET, reduction=reduction
-        )
+        return F.cross_entropy(logits.float(), targets.reshape(-1), ignore_index=IGNORED_TARGET, reduction=reduction)

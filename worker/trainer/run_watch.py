@@ -12,16 +12,17 @@ from dips.core.errors import RetryLater
 from dips.core.failpoints import failpoint
 from dips.core.grpc_refusal import refused_from
 from dips.core.messages import StatusReply, StatusRequest
+from dips.core.security import Security
 from dips.protos import operator_pb2_grpc
-from dips.worker.client import open_channel
+from dips.worker.client import channel_to
 
 
 class RunWatch:
     """A channel to the master of one run ("": whichever it serves)."""
 
-    def __init__(self, master: str, run_id: str, deadline_s: float) -> None:
-        """Raises ConfigError for an address that is not one, or not loopback."""
-        self._channel = open_channel(master)
+    def __init__(self, master: str, run_id: str, deadline_s: float, security: Security) -> None:
+        """Raises ConfigError for an address that cannot be dialled."""
+        self._channel = channel_to(master, security)
         self._stub: Any = operator_pb2_grpc.OperatorStub(self._channel)
         self._run_id = run_id
         self._deadline_s = deadline_s

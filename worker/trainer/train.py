@@ -42,7 +42,7 @@ def run(train: TrainConfig, client: ClientConfig) -> int:
     errors of core/errors.py: ConfigError for settings, Refused when the master has no place for this cluster.
     """
     configure_logging("worker", client.cluster_id or ALONE, client.log_level, client.json_logs)
-    install("worker")
+    install("worker", enabled=client.failpoints)
     if not client.master:
         return _run_alone(train, client)
     check(client)
@@ -61,9 +61,7 @@ class _ClusterLoop:
         self._batches = LeasedBatches(self._inner.text, train.batch_size, train.sequence_tokens)
         self._tape = Tape(client.tape, "worker", client.cluster_id, may_lose=True)
         self._reports = StepReports(self._tape, train.log_every_steps)
-        inner = TorchState(
-            self._inner.model, self._inner.optimizer, {"data": self._batches, "reports": self._reports}
-        )
+        inner = TorchState(self._inner.model, self._inner.optimizer, {"data": self._batches, "reports": self._reports})
         plan = self._inner.text.plan
         self._driver = Driver(client, parameters, parameters.layout(), plan, inner=inner, tape=self._tape)
         self._slowdown = Slowdown(train.emulate_gap)

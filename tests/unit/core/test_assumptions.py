@@ -26,7 +26,7 @@ WRONG: Mapping[str, dict[str, object]] = {
     "grace-in-round": {"grace_s": 30, "verdict_wait_s": 31},
     "verdict-wait": {"verdict_wait_s": 5, "grace_s": 5},
     "ticket": {"ticket_ttl_s": 9.9},
-    "lease": {"lease_ttl_s": 60},
+    "lease": {"lease_ttl_s": 60, "ticket_ttl_s": 60},
     "linger": {"linger_s": 1.9},
     "smallest-chunk": {"chunk_bytes": 4092},
     "largest-chunk": {"chunk_bytes": (64 << 20) + 4, "window_chunks": 1},
@@ -40,11 +40,11 @@ WRONG: Mapping[str, dict[str, object]] = {
     "snapshots": {"snapshots_kept": 1},
     "data-frame": {"max_chunk_bytes": 1023},
     "largest-data-frame": {"max_chunk_bytes": (64 << 20) + 1},
-    "silence": {"data_silence_s": 30},
-    "leaving-call": {"call_deadline_s": 31},
-    "leaving-retry": {"retry_max_s": 31},
+    "silence": {"data_silence_s": 30, "data_stall_s": 30},
+    "leaving-call": {"call_deadline_s": 31, "leave_wait_s": 30},
+    "leaving-retry": {"retry_max_s": 31, "leave_wait_s": 30},
 }
-"""For each row the least that breaks it, beside the defaults."""
+"""For each row the least that breaks it, beside the defaults; of a cluster's times, none is set by default."""
 
 ROWS = [(role, row) for role, rows in ROLES.items() for row in rows]
 each_row = pytest.mark.parametrize(("role", "row"), ROWS, ids=[row.name for _, row in ROWS])
@@ -71,7 +71,7 @@ def test_a_violation_is_refused_by_the_settings_with_cause_and_remedy(role: str,
 
 @each_row
 def test_only_the_row_itself_is_broken(role: str, row: Assumption) -> None:
-    values = {**dict(configured(role, {})), **WRONG[row.name]}
+    values = {**configured(role, {}).model_dump(), **WRONG[row.name]}
     [sentence] = violations(role, values)
     assert row.harm in sentence
 
@@ -79,7 +79,7 @@ def test_only_the_row_itself_is_broken(role: str, row: Assumption) -> None:
 @each_row
 def test_the_defaults_keep_it_and_it_is_checked_where_it_says(role: str, row: Assumption) -> None:
     config = configured(role, {})
-    assert row.broken(dict(config)) is None
+    assert row.broken(config.model_dump()) is None
     assert set(row.knobs()) <= set(type(config).model_fields)
     assert f"dips.{row.checked.removesuffix('.py').replace('/', '.')}" == type(config).__module__
 
@@ -96,10 +96,10 @@ def test_a_row_whose_setting_is_missing_is_a_bug_and_no_silence() -> None:
 
 
 def test_all_that_is_wrong_is_named_at_once() -> None:
-    values = dict(configured("slave", {})) | {"snapshots_kept": 1, "max_chunk_bytes": 1}
+    values = configured("slave", {}).model_dump() | {"snapshots_kept": 1, "max_chunk_bytes": 1}
     with pytest.raises(ConfigError, match=r"snapshots_kept is 1, .*; max_chunk_bytes is 1 B"):
         require("slave", values)
-    require("slave", dict(configured("slave", {})))
+    require("slave", configured("slave", {}).model_dump())
 
 
 @pytest.mark.parametrize(

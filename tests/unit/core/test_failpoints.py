@@ -25,6 +25,7 @@ PLACE = "master.journal.before_commit"
 OTHER = "master.journal.after_commit"
 LOSING = "master.slave_stream.before_send"
 SLEEP = Kind.SLEEP.value
+ENABLED = {"DIPS_FAILPOINTS_ENABLED": "1"}
 
 
 @pytest.fixture(autouse=True)
@@ -202,6 +203,7 @@ def test_an_arrow_that_the_table_does_not_have_is_refused_with_those_it_has() ->
 def test_a_process_arms_only_its_own_names_and_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     log = tmp_path / "fired"
     environment = {
+        **ENABLED,
         "DIPS_FAILPOINTS": f"{PLACE}=1*note;session.JOINING.joined=crash",
         "DIPS_FAILPOINT_LOG": str(log),
     }
@@ -215,8 +217,18 @@ def test_a_process_arms_only_its_own_names_and_says_so(caplog: pytest.LogCapture
     assert (line.name, line.action) == (PLACE, "note")
 
 
+@pytest.mark.parametrize("environment", [{}, {"DIPS_FAILPOINTS_ENABLED": "0"}])
+def test_the_variable_alone_arms_nothing_and_is_a_refusal_to_start(environment: dict[str, str]) -> None:
+    armed_by_accident = {**environment, "DIPS_FAILPOINTS": f"{PLACE}=1*crash"}
+    with pytest.raises(ConfigError, match=r"give --failpoints \(or DIPS_FAILPOINTS_ENABLED=1\)"):
+        install("master", armed_by_accident)
+    assert failpoints.hits() == {}
+    install("master", armed_by_accident, enabled=True)
+    assert failpoints.hits() == {PLACE: 0}
+
+
 def test_installing_twice_does_not_give_turns_back() -> None:
-    environment = {"DIPS_FAILPOINTS": f"{PLACE}=1*error"}
+    environment = {**ENABLED, "DIPS_FAILPOINTS": f"{PLACE}=1*error"}
     install("master", environment)
     with pytest.raises(OSError, match=PLACE):
         failpoint(PLACE)
@@ -237,8 +249,11 @@ def test_an_environment_without_failpoints_arms_nothing_and_is_silent(caplog: py
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"DIPS_FAILPOINTS": "slave.nothing=off"}, "no failpoint 'slave.nothing'"),
-        ({"DIPS_FAILPOINTS": f"{PLACE}=off", "DIPS_FAILPOINTS_SEED": "one"}, "DIPS_FAILPOINTS_SEED is 'one'"),
+        ({**ENABLED, "DIPS_FAILPOINTS": "slave.nothing=off"}, "no failpoint 'slave.nothing'"),
+        (
+            {**ENABLED, "DIPS_FAILPOINTS": f"{PLACE}=off", "DIPS_FAILPOINTS_SEED": "one"},
+            "DIPS_FAILPOINTS_SEED is 'one'",
+        ),
     ],
 )
 def test_a_wrong_environment_is_refused(environment: dict[str, str], words: str) -> None:
@@ -259,12 +274,10 @@ print("not reached", flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("action", "code"), [("crash", CRASH_EXIT_CODE), ("crash(7)", 7), ("kill", -signal.SIGKILL)]
-)
+@pytest.mark.parametrize(("action", "code"), [("crash", CRASH_EXIT_CODE), ("crash(7)", 7), ("kill", -signal.SIGKILL)])
 def test_a_process_dies_at_once_and_leaves_a_line(tmp_path: Path, action: str, code: int) -> None:
     log = tmp_path / "fired"
-    environment = {"DIPS_FAILPOINTS": f"{PLACE}=1*off->{action}", "DIPS_FAILPOINT_LOG": str(log)}
+    environment = {**ENABLED, "DIPS_FAILPOINTS": f"{PLACE}=1*off->{action}", "DIPS_FAILPOINT_LOG": str(log)}
     done = subprocess.run(
         [sys.executable, "-c", _DIE], env=environment, capture_output=True, text=True, check=False, timeout=100
     )
@@ -275,7 +288,8 @@ def test_a_process_dies_at_once_and_leaves_a_line(tmp_path: Path, action: str, c
 
 
 def test_a_process_that_is_stopped_goes_on_when_it_is_told(tmp_path: Path) -> None:
-    environment = {"DIPS_FAILPOINTS": f"{PLACE}=1*off->1*stop", "DIPS_FAILPOINT_LOG": str(tmp_path / "fired")}
+    log = tmp_path / "fired"
+    environment = {**ENABLED, "DIPS_FAILPOINTS": f"{PLACE}=1*off->1*stop", "DIPS_FAILPOINT_LOG": str(log)}
     child = subprocess.Popen([sys.executable, "-c", _DIE], env=environment, stdout=subprocess.PIPE, text=True)
     with child:
         try:

@@ -84,8 +84,7 @@ def test_a_peer_that_is_away_is_tried_again(status: grpc.StatusCode) -> None:
     [
         (grpc.StatusCode.UNIMPLEMENTED, RefusalCode.PROTOCOL_VERSION),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, RefusalCode.MALFORMED),
-        (grpc.StatusCode.INTERNAL, RefusalCode.UNSPECIFIED),
-        (grpc.StatusCode.UNKNOWN, RefusalCode.UNSPECIFIED),
+        (grpc.StatusCode.PERMISSION_DENIED, RefusalCode.UNSPECIFIED),
     ],
 )
 def test_what_grpc_itself_refuses_is_not_tried_again(status: grpc.StatusCode, code: RefusalCode) -> None:
@@ -103,10 +102,18 @@ def test_metadata_that_cannot_be_read_is_a_refusal_still(garbage: bytes) -> None
     assert got.sentence.startswith("the peer's refusal cannot be read: ")
 
 
-def test_an_error_that_knows_nothing_is_a_refusal_still() -> None:
+@pytest.mark.parametrize("status", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL])
+def test_a_peer_that_fails_has_refused_nothing_and_is_tried_again(status: grpc.StatusCode) -> None:
+    """A master whose disk failed in the middle of a Join must not end the cluster."""
+    got = refused_from(FailedCall(status, "Unexpected <class 'OSError'>", None))
+    assert isinstance(got, RetryLater)
+    assert f"failed while it served the call ({status.name}: Unexpected" in str(got)
+
+
+def test_an_error_that_knows_nothing_is_tried_again() -> None:
     got = refused_from(grpc.RpcError())
-    assert isinstance(got, Refused)
-    assert got.sentence == "the peer ended the call with UNKNOWN: no details"
+    assert isinstance(got, RetryLater)
+    assert "UNKNOWN: no details" in str(got)
 
 
 def test_messages_are_bounded_both_ways() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError
-from dips.core.net import format_address, is_loopback, parse_address, require_loopback
+from dips.core.net import dialable, format_address, is_loopback, parse_address, require_loopback
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,14 @@ def test_no_text_breaks_the_parser(text: str) -> None:
     assert parse_address(format_address(host, port)) == (host, port)
 
 
+@pytest.mark.parametrize(
+    ("bound", "here"),
+    [("0.0.0.0:5", "127.0.0.1:5"), ("[::]:5", "[::1]:5"), ("10.0.0.1:5", "10.0.0.1:5"), ("localhost:5", "localhost:5")],
+)
+def test_a_wildcard_is_reached_by_the_loopback(bound: str, here: str) -> None:
+    assert dialable(bound) == here
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.8.7", "::1", "localhost"])
 def test_loopback_is_known(host: str) -> None:
     assert is_loopback(host)
@@ -80,5 +88,5 @@ def test_this_machine_is_served(address: str) -> None:
     "address", ["0.0.0.0:0", "0.0.0.0", "192.168.1.5:80", "tcp://*:80", "[::]:80", "::", "tcp://10.0.0.1:1", ""]
 )
 def test_another_machine_is_refused_with_the_reason(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"^listen is .* not a loopback address: .*; use 127\.0\.0\.1$"):
+    with pytest.raises(ConfigError, match=r"^listen is .* not a loopback address: .*, or use 127\.0\.0\.1$"):
         require_loopback(address, "listen")

@@ -7,12 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.wire_values import layouts
 
+from dips.core.codec_protobuf import encode
 from dips.core.errors import RefusalCode, Refused
-from dips.core.ids import SlaveId
+from dips.core.ids import RoundId, SlaveId
 from dips.core.layout import Layout, Parameter
-from dips.core.placement import Placement, memory_bytes_needed, place
+from dips.core.messages import BlockGram, Measured
+from dips.core.placement import Placement, check_measured, memory_bytes_needed, place, shard_bytes_needed
 
 PLENTY = 1 << 40
+CHUNK_BYTES = 1024
 
 
 def model(*sizes: int, block_elems: int = 100) -> Layout:
@@ -32,7 +35,7 @@ def loads(placement: Placement, layout: Layout) -> list[int]:
 def test_every_block_is_on_exactly_one_slave_and_loads_differ_by_at_most_one_block(
     layout: Layout, n_slaves: int
 ) -> None:
-    placement = place(layout, slaves(n_slaves), staging_slots=2, pins=1)
+    placement = place(layout, slaves(n_slaves), staging_slots=2, pins=1, chunk_bytes=CHUNK_BYTES)
     held = [block for slave in placement.slaves for block in placement.blocks_of(slave, layout)]
     assert sorted(block.block_id for block in held) == list(range(len(layout.blocks)))
     largest = max(block.n_elems for block in layout.blocks)
@@ -41,7 +44,7 @@ def test_every_block_is_on_exactly_one_slave_and_loads_differ_by_at_most_one_blo
 
 def test_a_slave_holds_its_blocks_in_block_order() -> None:
     layout = model(250, 90, 310)
-    placement = place(layout, slaves(2), 1, 0)
+    placement = place(layout, slaves(2), 1, 0, CHUNK_BYTES)
     for slave in placement.slaves:
         held = [block.block_id for block in placement.blocks_of(slave, layout)]
         assert held == sorted(held)
@@ -50,17 +53,17 @@ def test_a_slave_holds_its_blocks_in_block_order() -> None:
 def test_a_slave_with_twice_the_memory_gets_twice_the_blocks() -> None:
     layout = model(*[100] * 30)
     memory = [(SlaveId("small"), 10**6), (SlaveId("wide"), 2 * 10**6)]
-    placement = place(layout, memory, 1, 0)
+    placement = place(layout, memory, 1, 0, CHUNK_BYTES)
     assert dict(zip(placement.slaves, loads(placement, layout), strict=True)) == {"small": 1000, "wide": 2000}
 
 
 def test_the_order_in_which_slaves_came_does_not_matter() -> None:
     layout = model(250, 90, 310)
-    assert place(layout, slaves(3), 1, 0) == place(layout, slaves(3)[::-1], 1, 0)
+    assert place(layout, slaves(3), 1, 0, CHUNK_BYTES) == place(layout, slaves(3)[::-1], 1, 0, CHUNK_BYTES)
 
 
 def test_the_hash_is_the_same_on_every_machine_and_release() -> None:
-    placement = place(model(250, 90), slaves(2), 1, 0)
+    placement = place(model(250, 90), slaves(2), 1, 0, CHUNK_BYTES)
     assert placement.slave_of_block == (0, 1, 1, 0)
     assert placement.placement_hash.hex() == "388bd7211915f0187effda2a57faf9738a5c3acdd74eeb22395c625dd4cb8424"
 
@@ -82,27 +85,40 @@ def test_memory_is_20_bytes_an_element_and_4_for_each_slot_and_pin() -> None:
 
 
 def test_a_model_fits_exactly() -> None:
-    needed = memory_bytes_needed(100, staging_slots=2, pins=1)
-    assert loads(place(model(100, 100), slaves(2, needed), 2, 1), model(100, 100)) == [100, 100]
+    needed = shard_bytes_needed([100], CHUNK_BYTES, staging_slots=2, pins=1)
+    assert loads(place(model(100, 100), slaves(2, needed), 2, 1, CHUNK_BYTES), model(100, 100)) == [100, 100]
 
 
 def test_a_model_that_is_too_big_is_refused_with_the_sum() -> None:
-    needed = memory_bytes_needed(100, staging_slots=2, pins=1)
+    needed = shard_bytes_needed([100], CHUNK_BYTES, staging_slots=2, pins=1)
     with pytest.raises(Refused) as caught:
-        place(model(100, 100), slaves(2, needed - 1), 2, 1)
+        place(model(100, 100), slaves(2, needed - 1), 2, 1, CHUNK_BYTES)
     assert caught.value.code is RefusalCode.MEMORY
-    assert "the model has 200 elements and needs 6400 bytes on the slaves" in caught.value.sentence
-    assert "the 2 slaves state room for 198 elements" in caught.value.sentence
+    assert f"the model has 200 elements and needs {2 * needed} bytes on the slaves" in caught.value.sentence
+    assert f"the 2 slaves, which state {2 * needed - 2} bytes" in caught.value.sentence
     assert "start more slaves, raise their memory_bytes" in caught.value.sentence
 
 
 @pytest.mark.parametrize("memory_bytes", [0, 1])
 def test_slaves_without_memory_are_refused(memory_bytes: int) -> None:
     with pytest.raises(Refused) as caught:
-        place(model(1), slaves(2, memory_bytes), 1, 0)
+        place(model(1), slaves(2, memory_bytes), 1, 0, CHUNK_BYTES)
     assert caught.value.code is RefusalCode.MEMORY
 
 
 def test_no_slaves_are_refused() -> None:
     with pytest.raises(Refused, match="the 0 slaves"):
-        place(model(1), [], 1, 0)
+        place(model(1), [], 1, 0, CHUNK_BYTES)
+
+
+def test_a_model_whose_gram_matrices_fit_into_no_message_is_refused_before_any_round() -> None:
+    placement = Placement((SlaveId("a"), SlaveId("b")), (0,) * 100 + (1,) * 40)
+    clusters = 30
+    grams = tuple(
+        BlockGram(block, (1.0,) * (clusters * (clusters + 1) // 2), (2**63,) * clusters) for block in range(100)
+    )
+    largest = len(encode(Measured(RoundId(2**63, 2**63), grams)))
+    with pytest.raises(Refused, match="lower max_clusters") as caught:
+        check_measured(placement, clusters, largest - 1)
+    assert caught.value.code is RefusalCode.CONFIG
+    check_measured(placement, clusters, int(1.1 * largest))

@@ -201,3 +201,10 @@ def test_fields_of_settings_take_numbers_and_texts() -> None:
 def test_fields_of_settings_refuse_with_the_sentence(field: str, value: object, why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         Amounts.model_validate({field: value})
+
+
+@pytest.mark.parametrize("parse", [units.parse_bytes, units.parse_seconds, units.parse_count, units.parse_bits_per_s])
+def test_an_exponent_that_no_number_has_is_refused(parse: Callable[[object], object]) -> None:
+    for text in ("1e99999999", "9e999999999999999999"):
+        with pytest.raises(ConfigError):
+            parse(text)

@@ -76,12 +76,19 @@ def test_wrong_usage_is_one_sentence_with_a_hint_and_exit_code_2(
     ("arguments", "sentence"),
     [
         (["status"], "no master is named: give --master HOST:PORT"),
-        (["status", "--master", "10.0.0.1:29400"], "not a loopback address"),
+        (["status", "--insecure", "--master", "10.0.0.1:29400"], "not a loopback address"),
+        (["status", "--master", "127.0.0.1:29400"], "give --keys DIR (or DIPS_KEYS=DIR)"),
+        (["status", "--master", "127.0.0.1:1", "--keys", "k", "--insecure"], "keys and insecure are both given"),
+        (["status", "--master", "127.0.0.1:1", "--keys", "/nowhere"], "/nowhere/ca.crt cannot be read"),
+        (["keys", "show", "/nowhere"], "make them with `dips keys init /nowhere`"),
         (["status", "--master", "localhost"], "write HOST:PORT"),
         (["status", "--run-dir", "/nowhere"], "no master runs in /nowhere"),
         (["up", "/nowhere.toml"], "settings file /nowhere.toml cannot be read"),
         (["master", "--run-id", "x", "--directory", "/tmp/x", "--grace-s", "1 min"], "lower grace_s"),
-        (["master", "--run-id", "x", "--directory", "/tmp/x", "--listen", "0.0.0.0:1"], "not a loopback address"),
+        (
+            ["master", "--run-id", "x", "--directory", "/tmp/x", "--insecure", "--listen", "0.0.0.0:1"],
+            "not a loopback address",
+        ),
         (["slave", "--run-id", "x"], "slave_id is not given"),
         (
             ["slave", "--run-id", "x", "--slave-id", "s", "--directory", "/x", "--memory-bytes", "1 XB"],
@@ -100,7 +107,7 @@ def test_wrong_usage_is_one_sentence_with_a_hint_and_exit_code_2(
 def test_a_persons_mistake_is_a_sentence_and_exit_code_2(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER"):
+    for name in ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER", "DIPS_KEYS", "DIPS_INSECURE"):
         monkeypatch.delenv(name, raising=False)
     code, _, error = told(capsys, *arguments)
     assert code == 2

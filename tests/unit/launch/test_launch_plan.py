@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,10 +99,37 @@ def test_a_command_of_ones_own_finds_the_run_in_its_environment(plan: RunPlan, d
 def test_the_launchers_own_settings_are_not_inherited(
     plan: RunPlan, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("DIPS_MASTER", "DIPS_MASTER_TK_MAX", "DIPS_SLAVE_MEMORY_BYTES", "DIPS_TRAIN_LR", "DIPS_WORKER_TAPE"):
+    for name in ("DIPS_MASTER", "DIPS_MASTER_TK_MAX", "DIPS_SLAVE_MEMORY_BYTES", "DIPS_TRAIN_LR", "DIPS_KEYS"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("NUMBA_CACHE_DIR", "/somewhere")
     environment = master_spec(plan, directory).environment
     assert not [name for name in environment if name.startswith("DIPS_")]
     assert environment["NUMBA_CACHE_DIR"] == "/somewhere"
     assert environment["PYTHONUNBUFFERED"] == "1"
+
+
+def test_each_process_gets_the_keys_of_its_name_and_no_others(plan: RunPlan, directory: RunDirectory) -> None:
+    evaluator = evaluator_spec(plan, directory, ADDRESS)
+    assert evaluator is not None
+    specs = [
+        master_spec(plan, directory),
+        *slave_specs(plan, directory, ADDRESS),
+        *cluster_specs(plan, directory, ADDRESS),
+        evaluator,
+    ]
+    for spec in specs:
+        assert option(spec.command, "--keys") == [str(directory.path / "keys" / spec.name)]
+        assert "--insecure" not in spec.command
+        assert "DIPS_KEYS" not in spec.environment
+    own = RunPlan("mine", plan.master, plan.slaves, (OwnCluster("x", ("python", "loop.py")),))
+    assert cluster_specs(own, directory, ADDRESS)[0].environment["DIPS_KEYS"] == str(directory.path / "keys" / "x")
+
+
+def test_an_insecure_run_says_so_to_every_process(plan: RunPlan, directory: RunDirectory) -> None:
+    plain = replace(plan, insecure=True, clusters=(*plan.clusters, OwnCluster("x", ("python", "loop.py"))))
+    *trained, own = cluster_specs(plain, directory, ADDRESS)
+    for spec in [master_spec(plain, directory), *slave_specs(plain, directory, ADDRESS), *trained]:
+        assert spec.command.count("--insecure") == 1
+        assert "--keys" not in spec.command
+    assert own.environment["DIPS_INSECURE"] == "1"
+    assert "DIPS_KEYS" not in own.environment

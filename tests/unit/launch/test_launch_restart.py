@@ -18,13 +18,13 @@ def test_a_life_that_lasted_is_forgiven() -> None:
     failures = FailureCount(POLICY)
     for _ in range(4):
         failures.failed(1.0)
-    assert failures.failed(20.0) == 0.5
+    assert failures.failed(20.0) == 0.0
     assert failures.failed(19.9) == 1.0
 
 
 def test_lives_that_last_are_never_given_up() -> None:
     failures = FailureCount(POLICY)
-    assert {failures.failed(60.0) for _ in range(50)} == {0.5}
+    assert {failures.failed(60.0) for _ in range(50)} == {0.0}
 
 
 @pytest.mark.parametrize("quick_failures_max", [1, 2, 7])

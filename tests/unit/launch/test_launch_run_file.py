@@ -23,7 +23,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER"):
+    for name in ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER", "DIPS_KEYS", "DIPS_INSECURE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -116,3 +116,41 @@ def test_a_mistake_is_told_with_its_place_and_remedy(tmp_path: Path, text: str, 
     with pytest.raises(ConfigError) as told:
         read_run_file(write(tmp_path, text))
     assert sentence in str(told.value)
+
+
+def test_keys_are_made_unless_the_file_or_the_command_says_insecure(tmp_path: Path) -> None:
+    _, plan = read_run_file(write(tmp_path, HEAD + 'keys_for = ["x"]\n'))
+    assert (plan.insecure, plan.keys_for) == (False, ("x",))
+    for text, flag in ((HEAD + "insecure = true\n", False), (HEAD, True)):
+        _, plan = read_run_file(write(tmp_path, text), insecure=flag)
+        assert plan.insecure
+        assert plan.master.insecure
+        assert all(slave.insecure for slave in plan.slaves)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[master]\nkeys = "k"\n', "[master]: 'keys' is not said here"),
+        ("[slave]\ninsecure = true\n", "[slave]: 'insecure' is not said here"),
+        ('[worker]\nkeys = "k"\n', "say `insecure = true` in [run]"),
+        ('[[clusters]]\nid = "a"\ninsecure = true\n', "[clusters] 1]: 'insecure' is not said here"),
+    ],
+)
+def test_half_a_run_cannot_be_insecure(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_run_file(write(tmp_path, HEAD + text))
+    assert words in str(caught.value)
+
+
+def test_an_insecure_run_serves_this_machine_only(tmp_path: Path) -> None:
+    listen = '[master]\nlisten = "0.0.0.0:29400"\n'
+    with pytest.raises(ConfigError, match="not a loopback address"):
+        read_run_file(write(tmp_path, HEAD + "insecure = true\n" + listen))
+    _, plan = read_run_file(write(tmp_path, HEAD + listen))
+    assert plan.master.listen == "0.0.0.0:29400"
+
+
+def test_a_name_for_keys_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[run\] keys_for"):
+        read_run_file(write(tmp_path, HEAD + 'keys_for = ["../x"]\n'))

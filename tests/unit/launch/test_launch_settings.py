@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dips.core.errors import ConfigError
 from dips.launch.settings import role_settings
 from dips.slave.config import SlaveConfig
 from dips.worker.config import ClientConfig
@@ -15,7 +16,7 @@ GIVEN = {"run_id": "mine", "slave_id": "s0", "directory": "/x"}
 
 @pytest.fixture(autouse=True)
 def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER"):
+    for name in ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER", "DIPS_KEYS", "DIPS_INSECURE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -24,6 +25,11 @@ def test_the_short_variables_say_where_and_who(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, value)
     client = role_settings(ClientConfig, "worker", None, {}).value
     assert (client.master, client.run_id, client.cluster_id) == ("127.0.0.1:5", "mine", "a")
+    monkeypatch.setenv("DIPS_KEYS", "keys/a")
+    assert role_settings(ClientConfig, "worker", None, {}).value.keys == Path("keys/a")
+    monkeypatch.setenv("DIPS_INSECURE", "1")
+    with pytest.raises(ConfigError, match="both given"):
+        role_settings(ClientConfig, "worker", None, {})
 
 
 def test_the_command_line_wins_over_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -28,8 +28,7 @@ def refused(**knobs: object) -> str:
 
 def test_the_defaults_are_those_of_the_design() -> None:
     run = configured().to_run_config()
-    assert run == RunConfig(run_id="demo", n_slaves=2)
-    assert run.settings == Settings()
+    assert run == RunConfig(run_id="demo", n_slaves=2, settings=Settings(verdict_wait_measured=True))
     assert run.settings.sync_every_steps == 64
     assert run.settings.heartbeat_s == 2.0
     assert run.evict_after_s == 10.0
@@ -38,6 +37,19 @@ def test_the_defaults_are_those_of_the_design() -> None:
     assert run.lease_ttl_s == 6 * 3600
     assert run.grace_s is None
     assert run.penalty == PRESETS["safe"]
+
+
+def test_only_a_heartbeat_and_a_round_need_be_chosen_and_all_other_times_follow() -> None:
+    run = configured(heartbeat_s=4, round_timeout_s=50).to_run_config()
+    assert (run.settings.verdict_wait_s, run.settings.verdict_wait_measured) == (50.0, True)
+    assert (run.ticket_ttl_s, run.linger_s, run.evict_after_s) == (100.0, 60.0, 20.0)
+    slow = configured(heartbeat_s=30, round_timeout_s=60).to_run_config()
+    assert slow.ticket_ttl_s == 150.0, "not before an eviction"
+
+
+def test_a_bound_of_the_wait_that_was_set_is_not_measured() -> None:
+    settings = configured(verdict_wait_s=30).to_run_config().settings
+    assert (settings.verdict_wait_s, settings.verdict_wait_measured) == (30.0, False)
 
 
 def test_every_setting_of_the_run_comes_from_a_knob() -> None:
@@ -250,9 +262,10 @@ def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: object) -> 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:4700", "192.168.1.7:0", "[::]:0", "example.org:4700"])
 def test_an_address_that_others_can_reach_is_refused(listen: str) -> None:
-    sentence = refused(listen=listen)
+    sentence = refused(listen=listen, insecure=True)
     assert "not a loopback address" in sentence
     assert "127.0.0.1" in sentence
+    assert configured(listen=listen, keys="keys/master").listen == listen
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.0.0.1:4700", "localhost:4700", "[::1]:0"])

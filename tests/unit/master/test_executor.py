@@ -169,9 +169,11 @@ async def test_first_effects_are_carried_out_at_the_start(tmp_path: Path) -> Non
 async def test_a_link_that_the_state_closes_ends_with_its_refusal_after_the_commands(bench: Bench) -> None:
     link = bench.executor.open_link()
     bench.reacts(
-        lambda event: [ToSlave(link.number, command("last")), CloseLink(link.number, refusal())]
-        if isinstance(event, Tick)
-        else []
+        lambda event: (
+            [ToSlave(link.number, command("last")), CloseLink(link.number, refusal())]
+            if isinstance(event, Tick)
+            else []
+        )
     )
     bench.executor.dispatch(Tick())
     assert await link.next_command() == command("last")
@@ -236,9 +238,9 @@ async def test_a_link_waits_for_commands_and_for_its_end() -> None:
 
 async def test_journal_entries_are_written_in_order_and_confirmed_in_order(bench: Bench) -> None:
     bench.reacts(
-        lambda event: [WriteJournal(n, "K", f'"{n}"', f'"s{n}"') for n in range(1, 6)]
-        if isinstance(event, Tick)
-        else []
+        lambda event: (
+            [WriteJournal(n, "K", f'"{n}"', f'"s{n}"') for n in range(1, 6)] if isinstance(event, Tick) else []
+        )
     )
     bench.executor.dispatch(Tick())
     await bench.machine.until(JournalWritten, 5)
@@ -415,9 +417,7 @@ async def test_a_request_that_cannot_be_read_is_on_the_tape_and_in_the_log(
     assert (line["kind"], line["method"], line["code"]) == ("refused", "Join", "MALFORMED")
 
 
-async def test_a_tape_that_cannot_be_written_ends_the_master(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tape_that_cannot_be_written_ends_the_master(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: object, lines: bytes) -> None:
         raise OSError(28, "No space left on device")
 
@@ -435,9 +435,7 @@ async def test_a_tape_that_cannot_be_written_ends_the_master(
 async def test_halt_ends_the_master_after_the_effects_that_came_with_it(bench: Bench) -> None:
     link = bench.executor.open_link()
     task, token = await held(bench)
-    bench.reacts(
-        lambda event: [Halt(0, "the run is over"), Reply(token, DONE), ToSlave(link.number, command("stop"))]
-    )
+    bench.reacts(lambda event: [Halt(0, "the run is over"), Reply(token, DONE), ToSlave(link.number, command("stop"))])
     bench.executor.dispatch(Tick())
     assert await bench.executor.outcome == Outcome(0, "the run is over")
     assert await task == DONE
@@ -518,9 +516,7 @@ async def test_a_bug_at_the_start_ends_the_process_too(tmp_path: Path) -> None:
         def start(self, now_s: float) -> Sequence[Effect]:
             raise LocalProtocolError("the snapshot contradicts itself")
 
-    executor = Executor(
-        Broken(), MemoryJournal().append_all, Tape(None, "master", "demo"), ManualClock(), TICK_S
-    )
+    executor = Executor(Broken(), MemoryJournal().append_all, Tape(None, "master", "demo"), ManualClock(), TICK_S)
     executor.start()
     outcome = await executor.outcome
     assert outcome.exit_code == 70

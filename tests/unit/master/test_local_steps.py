@@ -244,7 +244,7 @@ def test_negative_diagonal_is_clamped_and_nan_stays() -> None:
 
 
 def test_placement_balances_equal_slaves() -> None:
-    placement = place(LAYOUT, [(SlaveId("s0"), 1 << 20), (SlaveId("s1"), 1 << 20)], 2, 2)
+    placement = place(LAYOUT, [(SlaveId("s0"), 1 << 20), (SlaveId("s1"), 1 << 20)], 2, 2, 1024)
     assert placement.slave_of_block.count(0) == 2
 
 

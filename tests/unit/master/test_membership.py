@@ -124,6 +124,20 @@ def test_all_slots_taken_is_busy() -> None:
     assert bench.join("c")
 
 
+def test_cluster_ids_are_remembered_for_ever_and_so_only_so_many_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever joined under one fresh name after the other made every journal entry longer, without an end."""
+    monkeypatch.setattr("dips.master.state.membership.MAX_CLUSTER_IDS", 2)
+    bench = Bench(max_clusters=1).running("a")
+    for name in ("b", "c"):
+        bench.result(bench.leave("a" if name == "b" else "b"))
+        bench.join(name)
+    bench.result(bench.leave("c"))
+    with refused_with(RefusalCode.CONFIG) as refused:
+        bench.join("d")
+    assert "give a cluster that comes back the id that it had" in str(refused.value)
+    assert bench.join("a")
+
+
 def test_silent_cluster_is_evicted_after_five_beats_and_its_unsealed_push_is_aborted() -> None:
     bench = Bench(grace_s=60.0).running("a", "b", "c")
     push = bench.push("a")
@@ -479,6 +493,7 @@ def test_stop_waits_for_a_round_that_is_beyond_its_commit_point() -> None:
 
 
 def test_operator_who_insists_need_not_wait_for_a_slave_that_never_returns() -> None:
+    """But for as long as whoever was there before the master's restart may need to find it again."""
     bench = Bench(settings=Settings(tk_max_tokens=100)).running("a")
     bench.push("a")
     for slave in bench.slaves:
@@ -486,6 +501,9 @@ def test_operator_who_insists_need_not_wait_for_a_slave_that_never_returns() -> 
     bench.start_master()
     bench.slaves[0].attach()
     assert not bench.status().stopped
+    bench.operate(Stop(OperatorRequest("")))
+    assert bench.halted is None
+    bench.advance(bench.config.evict_after_s + 1)
     bench.operate(Stop(OperatorRequest("")))
     assert bench.halted is not None
     assert bench.halted.exit_code == 0

@@ -81,6 +81,21 @@ def test_stop_survives_a_restart_in_mid_round() -> None:
     assert bench.entries("STOP")[0]["reason"] == "enough"
 
 
+def test_a_second_stop_right_after_a_restart_waits_for_those_who_were_here() -> None:
+    bench = Bench(linger_s=60.0).running("a")
+    bench.operate(Stop(OperatorRequest("", "enough")))
+    assert bench.status().stopping
+    bench.restart()
+    reply = bench.operate(Stop(OperatorRequest("", "did you hear me?")))
+    assert "waits for a" in reply.sentence
+    assert bench.halted is None, "a would dial for ever, and never hear that the run has ended"
+    with refused_with(RefusalCode.STOPPING):
+        bench.join("a")
+    bench.advance(bench.config.evict_after_s + 1.0)
+    bench.operate(Stop(OperatorRequest("", "now")))
+    assert bench.halted is not None
+
+
 def test_wish_is_acknowledged_only_once_it_is_durable() -> None:
     bench = Bench().running("a")
     bench.hold_journal = True

@@ -190,14 +190,6 @@ def test_slow_drift_of_the_local_steps_restarts_too() -> None:
     assert master.state.of("a").steps == 82
 
 
-def test_average_tokens_restart_after_a_master_restart() -> None:
-    master = Master().warmed_up()
-    master.state = master.state.after_master_restart()
-    assert master.judge({"a": Push(along(1.0), tokens=4000.0)}).measures[0].scaled_norm == 1.0
-    master.round({"a": Push(along(1.0), tokens=4000.0)})
-    assert master.state.of("a").mean_tokens == 4000.0
-
-
 # ---- the merge ----
 
 

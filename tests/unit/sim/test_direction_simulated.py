@@ -52,7 +52,9 @@ def test_a_bad_direction_raises_the_alarm_and_names_the_cluster(method: str, kin
     assert max(measured) < 0.15
     alarms = direction_alarms(record)
     assert alarms
-    assert all(alarm.startswith("cluster d ") for alarm in alarms)
+    assert alarms[0].startswith("cluster d "), (
+        "a clean cluster that shares its rounds may be named after it, not before"
+    )
 
 
 @pytest.mark.parametrize("method", ["dips", "dynamic", "diloco-clip", "paper", "edit"])

@@ -17,15 +17,16 @@ N = 3
 STEPS = (("0.8", "0.0"), ("1.0", "0.0"), ("1.0", "0.8"))
 """(decay, lookahead) of the rounds of a cycle."""
 
-SEEDS = (2, 3, 6, 7, 8, 11, 15, 17)
-"""Between them lost journals, rollbacks and void rounds, each at least twice."""
+SEEDS = range(2, 10)
+PLANNED = ("lost_slave_disk", "lost_master_disk", "old_master_disk", *(("nan_push",) * 6))
+"""In each of them: between them lost journals, rollbacks and void rounds."""
 
 
 class Listening(World):
     """Keeps what the journal is told."""
 
     def __init__(self, seed: int, plan: Plan) -> None:
-        super().__init__(seed, plan=plan)
+        super().__init__(seed, plan=plan, planned=PLANNED)
         self.records: list[Mapping[str, Any]] = []
 
     def journalled(self, master: MasterHost, record: Mapping[str, Any]) -> None:

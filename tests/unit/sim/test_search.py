@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from support.mutants import MUTANTS
 from support.repository import ROOT
 
-from dips.sim.search.__main__ import main, story
+from dips.core.errors import LocalProtocolError
+from dips.core.ids import ClusterId, Incarnation, PushId
+from dips.sim.search.__main__ import main, never_struck, story
 from dips.sim.search.arena import BLIND, Arena
-from dips.sim.search.bounds import FAULTS, Bounds
+from dips.sim.search.bounds import BLOCK_BYTES, FAULTS, Bounds
 from dips.sim.search.copying import Fingerprints, clone
-from dips.sim.search.explore import Search
+from dips.sim.search.explore import Result, Search
 from dips.sim.search.ghost import Ghost
 from dips.sim.search.master_part import MasterPart
 from dips.sim.search.paths import facts_of, judge, judge_ends
-from dips.sim.search.searches import SEARCHES, by_name
+from dips.sim.search.running import run_all
+from dips.sim.search.searches import SEARCHES, Named, Size, by_name
+from dips.sim.search.slave_part import TORN, SlavePart, put_chunk
+from dips.sim.search.state import NOBODY, OLD, Draft, State
+from dips.sim.search.system import System
 from dips.sim.search.violation import Violation
+from dips.slave.state.staging import StagingTable
 
-QUICK = [named.name for named in SEARCHES if named.quick]
+SHORT = [named.name for named in SEARCHES if named.size is Size.SHORT]
 PATHS = 12
 """Histories of each search that the checker judges too."""
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_quick_search_sees_every_state_and_finds_nothing_wrong(name: str) -> None:
+@pytest.mark.parametrize("name", SHORT)
+def test_a_short_search_sees_every_state_and_finds_nothing_wrong(name: str) -> None:
     search = Search(by_name(name).bounds)
     result = search.run()
     assert result.violation is None, "\n".join([str(result.violation), *story(result.story)])
     assert result.exhausted
     assert result.ends > 0
+    assert never_struck(by_name(name), result) == []
     assert judge_ends(search, search.ends, PATHS) == []
 
 
 def test_every_fault_is_searched() -> None:
-    searched = {fault for named in SEARCHES if named.quick for fault, _ in named.bounds.faults}
+    searched = {fault for named in SEARCHES if named.size is not Size.LONG for fault, _ in named.bounds.faults}
     assert searched == set(FAULTS)
 
 
@@ -131,17 +141,134 @@ def test_a_step_is_made_once_and_its_machine_is_kept() -> None:
     assert arena[first] is not made[0]
 
 
+def test_a_way_is_made_again_as_it_was() -> None:
+    search = Search(by_name("lose-call").bounds)
+    search.run()
+    states, labels = search.path(search.ends[-1])
+    assert labels[0] == ("the beginning",)
+    assert len(states) == len(labels)
+    for before, label, after in zip(states, labels[1:], states[1:], strict=False):
+        assert (label, after) in search.system.successors(before)
+
+
+# ---- two masters ----
+
+
+def _overtaken() -> tuple[System, State]:
+    """A run in which another master has just begun, and nobody knows it."""
+    system = System(by_name("two-masters").bounds)
+    state = system.initial()
+    after = [state for label, state in system.successors(state) if "second_master" in label[0]]
+    return system, after[0]
+
+
+def test_a_second_master_takes_the_journal_and_the_first_lives_on() -> None:
+    system, state = _overtaken()
+    assert state.old != NOBODY
+    assert system.masters[state.master].epoch == system.masters[state.old].epoch + 1
+    assert all(link.at == OLD for link in state.links)
+
+
+def test_an_overtaken_master_ends_when_it_writes() -> None:
+    system, state = _overtaken()
+    outs = system.masters.step(state.old, ("evict", "a"), lambda part: part.evict("a"))[1]
+    assert outs[-1] == ("fenced off", "EVICT")
+    draft = Draft(state)
+    system._master(draft, ("evict", "a"), lambda part: part.evict("a"), OLD)
+    assert draft.old == NOBODY
+    assert not [link for link in draft.links.values() if link.at == OLD]
+    assert system.slaves[draft.slaves[0]].link is None
+
+
+# ---- chunks ----
+
+
+def test_a_push_of_which_a_chunk_lacks_is_not_staged_and_a_mixed_one_is_torn() -> None:
+    push = PushId(ClusterId("a"), Incarnation(1, 1), 1)
+    slave = SlavePart("s0", chunk_bytes=BLOCK_BYTES // 2)
+    slave.blocks = (0,)
+    slave.table = StagingTable(slave.shard, 1)
+    slave.table.open(push, 1, 0)
+    slave.rows[0] = (None, None)
+    headers = [put_chunk((0,), BLOCK_BYTES // 2, index, push, 1, 1, ("a1",)) for index in range(2)]
+    slave.put(headers[:1], ("a1",))
+    assert slave._payload(0) == (TORN,)
+    with pytest.raises(LocalProtocolError, match="1 of 2 chunks"):
+        slave._say_staged(slave.table.find(push, 1))
+    slave.put(headers, ("a1",))
+    assert slave._payload(0) == ("a1",)
+    slave.rows[0] = (("a1",), ("b1",))
+    assert slave._payload(0) == (TORN,)
+
+
+# ---- other slaves ----
+
+
+def test_a_reshard_ends_on_the_slaves_that_were_asked_for() -> None:
+    search = Search(by_name("reshard-change").bounds)
+    search.run()
+    system = search.system
+    placed = set()
+    for end in search.ends:
+        state = search.path(end)[0][-1]
+        placement = system.masters[state.master].state.world.ledger.placement
+        assert placement is not None
+        placed.add((placement.slaves, state.budget[FAULTS.index("reshard")]))
+    assert placed == {(("s0",), 1), (("s1",), 0)}, "moved where it was asked for, and only there"
+
+
+# ---- what is remembered ----
+
+
+def test_data_that_is_applied_again_is_a_violation() -> None:
+    item = {"push": ["a", 1, 1, 2], "ranges": [[7, 0, 3, 0, 1]]}
+    once = Ghost()._judge_trained([item])
+    assert once == {(0, 3)}
+    with pytest.raises(Violation, match="token 3 of pass 0 is applied again"):
+        Ghost(trained=once)._judge_trained([item])
+
+
+def test_a_violation_comes_home_from_another_process() -> None:
+    violation = pickle.loads(pickle.dumps(Violation("I5", "it is gone")))
+    assert (violation.name, violation.sentence, str(violation)) == ("I5", "it is gone", "I5: it is gone")
+
+
 # ---- the command ----
 
 
 def test_the_command_names_its_searches(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list", "--quick"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == QUICK
+    assert main(["--list", "--short"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == SHORT
 
 
 def test_the_command_says_what_it_saw(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--name", "two-rounds"]) == 0
-    assert "EXHAUSTED" in capsys.readouterr().out
+    assert main(["--name", "two-rounds", "--name", "lose-version", "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("EXHAUSTED") == 2
+    assert "2 searches, 2 exhausted" in out
+    assert "steps that are faults: lose_version" in out
+
+
+def test_searches_run_side_by_side() -> None:
+    chosen = [by_name("two-rounds"), by_name("old-backup")]
+    found = {named.name: result for named, result in run_all(chosen, None, 2)}
+    assert found.keys() == {"two-rounds", "old-backup"}
+    alone = Search(chosen[0].bounds).run()
+    assert found["two-rounds"].states == alone.states
+
+
+def test_a_search_that_is_to_end_and_does_not_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = Named("two-rounds", "", by_name("two-rounds").bounds, max_states=50)
+    monkeypatch.setattr("dips.sim.search.__main__.by_name", lambda name: cut)
+    assert main(["--name", "two-rounds"]) == 1
+    assert main(["--name", "two-rounds", "--max-states", "50"]) == 0
+
+
+def test_a_planned_fault_that_never_struck_is_named() -> None:
+    named = Named("never", "", Bounds(clusters=1, faults=(("late_verdict", 1), ("lose_call", 1))))
+    result = Result(exhausted=True, faults={"lose_call": 3})
+    assert never_struck(named, result) == ["late_verdict"]
+    assert never_struck(named, Result(faults={})) == []
 
 
 def test_the_command_knows_no_other_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -10,14 +11,14 @@ import pytest
 
 from dips.core.errors import Refused
 from dips.core.ids import RoundId, Version
-from dips.core.messages import SnapshotInfo
+from dips.core.messages import DataMode, DataPlan, SnapshotInfo
 from dips.master.state.events import Stop
 from dips.sim.content import to_array
 from dips.sim.disk import SlaveDisk
 from dips.sim.kernel import Process
 from dips.sim.master_host import MasterHost
 from dips.sim.plan import make_plan
-from dips.sim.world import World
+from dips.sim.world import Outcome, World
 from dips.slave.ring import Ring
 
 
@@ -92,3 +93,35 @@ def test_the_operator_asks_again_where_the_master_died_before_it_answered(monkey
 def test_a_plan_is_made_of_the_seed_alone() -> None:
     assert make_plan(Random(5)) == make_plan(Random(5))
     assert make_plan(Random(5)) != make_plan(Random(6))
+
+
+def lost_beside_the_journal(seed: int) -> Outcome:
+    """Durability async: all slaves lose the version that is just published, and the master its directory."""
+    plan = make_plan(Random(seed), durability="async")
+    world = World(seed, plan=replace(plan, data=DataPlan(DataMode.OWN)), planned=())
+    published: list[str] = []
+
+    def strike() -> None:
+        for slave in world.slaves.values():
+            slave.kill()
+            world.restart(slave, 0.3)
+        world.masters[0].kill()
+        world.disk.lose()
+        world.lost_state("master", "its directory is lost, and what only memory held")
+        world.rebuild = True
+        world.restart(world.masters[0], 0.5)
+
+    def watch(role: str, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+        if (role, kind) == ("master", "publish"):
+            published.append(fields["version"])
+            if len(published) == 4:
+                world.kernel.after(0.0, None, strike)
+
+    world.watchers.append(watch)
+    return world.run()
+
+
+def test_a_version_that_was_published_and_lost_with_the_journal_gives_its_name_to_no_other() -> None:
+    outcomes = [lost_beside_the_journal(seed) for seed in range(8600, 8608)]
+    assert {outcome.seed: outcome.violations for outcome in outcomes if outcome.violations} == {}
+    assert sum(("recovery", "GATHERING", "rolled back", "NONE") in outcome.arrows for outcome in outcomes) > 3

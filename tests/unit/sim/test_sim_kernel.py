@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from dips.core.chunks import Chunk
+from dips.core.messages import BeginPullRequest, Caller
+from dips.sim.calls import Asked
 from dips.sim.content import HUGE, NAN, SAME, Pulled, Trained, gram_of, mixed
-from dips.sim.disk import PowerLossError, SlaveDisk
+from dips.sim.disk import LOST_DATA, LOST_NAMES, TORN_DATA, PowerLossError, SlaveDisk
 from dips.sim.kernel import Kernel, Process
 from dips.sim.network import KEEPALIVE_S, End, Network, Stream, Weather
+from dips.sim.world import World
 
 CHUNK = Chunk(0, 0, 1024)
 
@@ -120,6 +123,29 @@ class TestStreams:
         assert pair.down == ["b"]
 
 
+class TestCalls:
+    def asked(self, world: World, heard: list[Any]) -> Asked:
+        cluster = world.clusters["a"]
+        cluster.begin_life()
+        world.masters[0].begin_life()
+        return Asked(world, cluster, BeginPullRequest(Caller("sim", 0, "a", None, "-")), 5.0, heard.append)
+
+    def test_an_answer_reaches_who_asked(self) -> None:
+        world, heard = World(1), []
+        self.asked(world, heard).answered("yes")
+        run(world.kernel, 1.0)
+        assert heard == ["yes"]
+
+    def test_an_answer_to_a_killed_process_reaches_nobody(self) -> None:
+        world, heard = World(1), []
+        call = self.asked(world, heard)
+        world.clusters["a"].kill()
+        world.clusters["a"].begin_life()
+        call.answered("yes")
+        run(world.kernel, 1.0)
+        assert heard == []
+
+
 class TestDatagrams:
     def arrived(self, weather: Weather, n: int = 300) -> tuple[list[int], set[str]]:
         kernel, kinds = Kernel(3), set()
@@ -152,10 +178,28 @@ class TestSlaveDisk:
             disk.sync("kept")
             disk.sync_names()
             disk.create("new", b"new")
-            assert disk.crash(Random(seed))
+            assert disk.dirty
+            lost = disk.crash(Random(seed))
             assert disk.open("kept").read() == b"kept"
-            survivors.add("new" in disk.names())
-        assert survivors == {True, False}
+            assert not disk.dirty
+            survivors.add(("new" in disk.names(), *lost))
+        assert survivors == {(True,), (True, LOST_DATA), (True, TORN_DATA), (False, LOST_NAMES)}
+
+    def test_nothing_is_lost_that_was_synced_and_nothing_is_counted(self) -> None:
+        disk = SlaveDisk("s")
+        disk.create("f", b"x")
+        disk.sync("f")
+        disk.sync_names()
+        assert not disk.dirty
+        assert disk.crash(Random(1)) == []
+
+    def test_power_fails_only_when_something_is_not_synced_if_told_so(self) -> None:
+        disk = SlaveDisk("s")
+        disk.dies_dirty = 1
+        disk.sync_names()
+        disk.create("f", b"x")
+        with pytest.raises(PowerLossError, match="power_loss_with_unsynced"):
+            disk.sync("f")
 
     def test_an_unsynced_overwrite_may_be_torn(self) -> None:
         found = set()

@@ -136,6 +136,19 @@ def test_a_version_is_served_from_its_own_memory_with_its_checksums(port: Port) 
     assert port.port.beat().served_bytes == len(DATA)
 
 
+def test_the_momentum_of_the_newest_version_is_served_and_of_no_other(port: Port) -> None:
+    """For a slave that gains blocks in a RESHARD."""
+    asked = replace(get(CHUNKS[1]), momentum=True)
+    assert port.refused(asked).code is RefusalCode.VERSION_GONE
+    port.buffer.momentum = -VALUES
+    answer = port.send(asked)
+    assert answer.payload is not None
+    assert answer.header.momentum
+    sent = np.frombuffer(answer.payload, np.float32)
+    np.testing.assert_array_equal(sent, -np.frombuffer(payload(CHUNKS[1]), np.float32))
+    assert answer.header.checksum == checksum(answer.payload)
+
+
 def test_reads_do_not_ask_for_the_epoch_because_a_version_never_changes(port: Port) -> None:
     assert port.send(replace(get(CHUNKS[0]), epoch=1)).header.op is DataOp.CHUNK
 

@@ -11,7 +11,7 @@ from support.slave_peers import LAYOUT
 from dips.core.errors import LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
-from dips.core.placement import memory_bytes_needed
+from dips.core.placement import memory_bytes_needed, shard_bytes_needed
 from dips.slave.memory import Buffer, ShardMemory, bytes_of
 
 BLOCKS = LAYOUT.blocks
@@ -24,7 +24,11 @@ def info(v: int) -> SnapshotInfo:
 
 
 def make(pins: int = 0, extra_bytes: int = 0) -> ShardMemory:
-    return ShardMemory(BLOCKS, 1024, SLOTS, memory_bytes_needed(N, SLOTS, pins) + extra_bytes)
+    return ShardMemory(BLOCKS, 1024, SLOTS, stated(pins) + extra_bytes)
+
+
+def stated(pins: int) -> int:
+    return shard_bytes_needed([block.n_elems for block in BLOCKS], 1024, SLOTS, pins)
 
 
 def publish(memory: ShardMemory, v: int) -> Buffer:

@@ -284,6 +284,7 @@ def promise_twice(disk: CrashDisk, said: list[int]) -> None:
 @pytest.mark.parametrize("call", ["remove", "write", "sync r", "create", "sync .", "rename", "sync names"])
 def test_an_error_at_any_step_is_a_refusal_and_the_next_try_succeeds(call: str) -> None:
     """Not a loss of power: the process lives on and tries again."""
+
     class Failing(CrashDisk):
         armed = False
 

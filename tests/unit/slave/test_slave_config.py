@@ -31,9 +31,10 @@ def test_sizes_are_written_with_units() -> None:
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ({"data_host": "0.0.0.0"}, "not a loopback address"),
-        ({"master": "10.0.0.1:1"}, "not a loopback address"),
-        ({"advertise": "example.org:80"}, "not a loopback address"),
+        ({"insecure": True, "data_host": "0.0.0.0"}, "not a loopback address"),
+        ({"insecure": True, "master": "10.0.0.1:1"}, "not a loopback address"),
+        ({"insecure": True, "advertise": "example.org:80"}, "not a loopback address"),
+        ({"keys": Path("k"), "data_host": "0.0.0.0"}, "give advertise"),
         ({"master": "localhost"}, "write HOST:PORT"),
         ({"advertise": "127.0.0.1"}, "write HOST:PORT"),
         ({"run_id": "Not a name"}, "is not a name"),

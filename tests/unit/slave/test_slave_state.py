@@ -31,7 +31,7 @@ from support.slave_bench import (
     said,
     snapshot,
 )
-from support.slave_peers import configure_for, open_staging, placement_over
+from support.slave_peers import LAYOUT, configure_for, open_staging, placement_over
 
 from dips.core.errors import LocalProtocolError, RefusalCode
 from dips.core.ids import Incarnation, RoundId
@@ -41,6 +41,9 @@ from dips.core.messages import (
     CloseStaging,
     ConfigureRefused,
     Hello,
+    ListShard,
+    MoveBlocks,
+    PlacementSpec,
     Promised,
     Ready,
     Retain,
@@ -51,6 +54,7 @@ from dips.core.messages import (
     StopSlave,
     Welcome,
 )
+from dips.core.placement import shard_bytes_needed
 from dips.core.wire import Codec
 from dips.slave.state import effects, events
 from dips.slave.state.link import LINK_TABLE, LinkPhase
@@ -255,12 +259,13 @@ def test_an_impossible_configure_is_refused(body: Any, code: RefusalCode, words:
 
 
 def test_a_model_too_big_for_the_stated_memory_is_refused_before_anything_is_made() -> None:
-    bench = SlaveBench(memory_bytes=1577 * 44 - 1)
+    needed = shard_bytes_needed([block.n_elems for block in LAYOUT.blocks], Settings().chunk_bytes, 4, 2)
+    bench = SlaveBench(memory_bytes=needed - 1)
     bench.attach()
     (refused,) = said(bench.command(configure(pinned_versions=2)))
     assert isinstance(refused, ConfigureRefused)
     assert refused.refusal.code is RefusalCode.MEMORY
-    assert f"need {1577 * 44} bytes" in refused.refusal.sentence
+    assert f"need {needed} bytes" in refused.refusal.sentence
 
 
 def test_another_layout_than_its_hash_is_refused() -> None:
@@ -423,12 +428,38 @@ def test_every_arrow_of_both_tables_is_walked() -> None:
     bench.prepared(snapshot(V1, RoundId(1, 4), committed=False))
     bench.command(configure(snapshot(V1, R3)))
     bench.loaded(snapshot(V1, R3))
+    walk_moves(bench)
     bench.give(events.Unlinked("the end"))
     bench.give(events.Unlinked("twice"))
     walked = {line.text.split(":")[0] for line in bench.state.story.lines()}
     for table in (SHARD_TABLE, LINK_TABLE):
         for start, name, end in table.arrows():
             assert f"{start.value} -> {end.value} upon {name}" in walked
+
+
+def walk_moves(bench: SlaveBench) -> None:
+    """Of a RESHARD; first with blocks in memory, then without."""
+    bench.command(ListShard(RoundId(1, 5), V1))
+    bench.failed(FULL)
+    bench.command(ListShard(RoundId(1, 5), V1))
+    bench.give(events.ListDone(bench.job(), (1,), (2,)))
+    for n, memory in ((6, True), (8, False)):
+        if not memory:
+            bench.command(configure(snapshot(V0, R1)))
+            bench.failed(FULL)
+        to = MoveBlocks(
+            RoundId(1, n), V1, V2, LAYOUT, LAYOUT.layout_hash, spec_of("s0", "s1"), spec_of("s0" if memory else "s1"),
+            4, 2, b"theta", b"momentum",
+        )  # fmt: skip
+        bench.command(to)
+        bench.failed(FULL)
+        bench.command(replace(to, round=RoundId(1, n + 1)))
+        shadow = snapshot(V2, RoundId(1, n + 1), committed=False)
+        bench.give(events.MoveDone(bench.job(), shadow, (shadow, *bench.disk)))
+
+
+def spec_of(*slaves: str) -> PlacementSpec:
+    return configure_for(placement_over(*slaves)).placement
 
 
 def test_an_arrow_that_is_not_in_the_table_raises_and_changes_nothing(bench: SlaveBench) -> None:

@@ -77,7 +77,7 @@ def test_the_hook_is_gone_afterwards() -> None:
         ({"tokens_per_step": 0}, "tokens_per_step is 0"),
         ({"tokens_per_step": 1, "steps": -1}, "steps is -1"),
         ({"tokens_per_step": 1, "wire_dtype": "int2"}, "'int2': give one of float32, bfloat16, int8, int4"),
-        ({"tokens_per_step": 1, "master": "8.8.8.8:1", "cluster_id": "a"}, "loopback"),
+        ({"tokens_per_step": 1, "master": "8.8.8.8:1", "cluster_id": "a", "insecure": True}, "loopback"),
         ({"tokens_per_step": 1, "master": "127.0.0.1:1"}, "DIPS_CLUSTER"),
     ],
 )

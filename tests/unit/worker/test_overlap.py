@@ -450,11 +450,8 @@ def test_a_checkpoint_of_a_push_that_came_to_nothing_keeps_everything(overlap: s
     life.train(2)
     reborn(life)
     life.join(None)
-    assert life.phase is SessionPhase.TRAINING
-    assert not life.waits
-    life.train(2)
     push = life.asked(BeginPushRequest)
-    assert (push.seq, push.steps, push.ranges) == (2, 8, (life.span(0, 800),))
+    assert (push.seq, push.steps, push.ranges) == (2, 6, (life.span(0, 600),)), "what was due is due still"
 
 
 @that_overlap

@@ -6,17 +6,21 @@ import math
 
 import numpy as np
 import pytest
+from support.cluster_life import session_config
 
 from dips.core.config import load
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.layout import Layout, Parameter
-from dips.core.messages import Caller, LeaveRequest
+from dips.core.messages import Caller, LeaveRequest, Settings
 from dips.worker.config import ClientConfig, check
 from dips.worker.pace import Pace
 from dips.worker.state.effects import InstallMode
 from dips.worker.state.lane import Lane
 from dips.worker.state.refusals import Remedy, remedy_for
+from dips.worker.state.times import times_of
 from dips.worker.vectors import Vectors
+
+DEFAULT_TIMES = times_of(session_config(), Settings())
 
 
 def leave() -> LeaveRequest:
@@ -24,7 +28,7 @@ def leave() -> LeaveRequest:
 
 
 def test_a_lane_asks_once_until_it_is_answered() -> None:
-    lane = Lane(10.0)
+    lane = Lane(lambda: DEFAULT_TIMES)
     lane.ask(leave, 1.0)
     assert lane.take(1, 0.9) is None
     assert lane.take(2, 1.0) == leave()
@@ -35,15 +39,17 @@ def test_a_lane_asks_once_until_it_is_answered() -> None:
 
 
 def test_a_lane_pauses_longer_after_each_failure_and_forgets_that_once_put_off() -> None:
-    lane = Lane(1.0)
+    lane = Lane(lambda: DEFAULT_TIMES)
     lane.ask(leave, 0.0)
     for pause_s in (0.2, 0.4, 0.8, 1.0, 1.0):
         lane.failed(0.0)
         assert lane.due_s == pytest.approx(pause_s)
     lane.put_off(0.0, 0.0)
     assert lane.due_s == pytest.approx(0.05)
+    lane.put_off(0.0, 5.0)
+    assert lane.due_s == 5.0, "who is busy says itself when to come again"
     lane.put_off(0.0, 99.0)
-    assert lane.due_s == 1.0
+    assert lane.due_s == DEFAULT_TIMES.put_off_max_s
     lane.failed(0.0)
     assert lane.due_s == pytest.approx(0.2)
 

@@ -253,7 +253,7 @@ def test_a_new_incarnation_that_keeps_its_work_keeps_the_residual(owing: WireLif
     owing.awaiting()
     fenced(owing)
     owing.join(owing.verdict(VerdictKind.ABORTED))
-    assert owing.phase is SessionPhase.TRAINING
+    assert owing.phase is SessionPhase.BEGINNING_PUSH
     assert not owing.residual_effects()
     assert owing.session.core.residual
 

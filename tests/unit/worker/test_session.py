@@ -32,6 +32,7 @@ from dips.core.messages import (
 from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_VERSION
 from dips.worker.state.effects import (
     CancelTransfer,
+    Finished,
     Install,
     InstallMode,
     Log,
@@ -252,7 +253,7 @@ def test_an_absent_master_ends_the_wait_and_is_asked_again_with_growing_pauses(l
         pause_s = life.session.next_deadline_s() - life.now_s
         pauses.append(round(pause_s, 6))
         life.pass_s(pause_s)
-    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    assert pauses == [0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0, 1.0], "half a heartbeat at most: a new master is found soon"
     life.ticket()
     assert life.phase is SessionPhase.TRANSFERRING
 
@@ -349,6 +350,16 @@ def test_fencing_cancels_the_transfer(life: Life) -> None:
 def test_a_fence_of_an_older_incarnation_is_ignored(life: Life) -> None:
     life.say(BeatRefused(Incarnation(1, 0), Refused(RefusalCode.FENCED, "evicted")))
     assert life.phase is SessionPhase.TRAINING
+
+
+def test_a_revoked_cluster_ends_with_the_masters_sentence_and_trains_no_further(life: Life) -> None:
+    life.say(BeatRefused(Incarnation(1, 1), Refused(RefusalCode.IDENTITY, "your certificate was revoked")))
+    assert life.phase is SessionPhase.LEAVING
+    life.refuse(LeaveRequest, RefusalCode.IDENTITY)
+    assert life.phase is SessionPhase.LEFT
+    finished = life.take(Finished)
+    assert isinstance(finished.error, Refused)
+    assert "revoked" in finished.error.sentence
 
 
 def test_another_refused_heartbeat_is_only_said(life: Life) -> None:

@@ -40,9 +40,9 @@ leaves = (
 keys = st.none() | st.booleans() | st.integers() | st.text()
 trees = st.recursive(
     leaves,
-    lambda inner: st.lists(inner, max_size=4)
-    | st.lists(inner, max_size=4).map(tuple)
-    | st.dictionaries(keys, inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple) | st.dictionaries(keys, inner, max_size=4)
+    ),
     max_leaves=20,
 )
 

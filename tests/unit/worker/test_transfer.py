@@ -292,6 +292,21 @@ def test_a_slow_link_earns_patience() -> None:
     assert transfer.reconnects == 0
 
 
+def test_the_first_chunk_of_a_slow_link_is_waited_for() -> None:
+    """1 MiB takes 8.4 s over 1 Mbit/s, and gives no sign of life before it is there."""
+    mib = 1 << 20
+    layout = Layout((Parameter("w", (3 * mib // 4,), "float32", "w"),))
+    placement = PlacementSpec((SlaveAddress("s0", "a"),), (0,), b"")
+    settings = TransferSettings(mib, 3, silence_s=2.0, stall_s=60.0)
+    transfer = PullTransfer(shares_of(layout, placement, (0,), mib), {"s0": b""}, settings, 0.0)
+    first = [a for a in transfer.actions(0.0) if isinstance(a, Ask)]
+    assert len(first) == 3
+    assert transfer.actions(8.4) == []
+    transfer.landed("s0", first[0].request, 1, 8.4)
+    assert transfer.actions(16.8) == []
+    assert transfer.reconnects == 0
+
+
 def test_a_push_that_is_not_open_yet_is_waited_for() -> None:
     network = Network(push())
     unknown = Refusal(RefusalCode.UNKNOWN_PUSH, "no staging is open", 0.2)

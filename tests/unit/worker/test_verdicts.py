@@ -77,15 +77,31 @@ def test_excluded_drops_later_steps_and_returns_only_later_ranges(life: LeasedLi
 
 def test_aborted_keeps_everything_and_the_next_push_carries_both(life: LeasedLife) -> None:
     life.awaiting()
-    life.decide(VerdictKind.ABORTED)
-    assert life.phase is SessionPhase.TRAINING
-    assert not life.asks(BeginPullRequest)
-    assert not life.waits
     life.train(4)
-    request = life.call(BeginPushRequest)[1]
+    life.decide(VerdictKind.ABORTED)
+    assert not life.asks(BeginPullRequest)
+    request = life.call(BeginPushRequest)[1]  # at once: the work has waited long enough
     assert (request.seq, request.tokens, request.steps) == (2, 8 * TOKENS, 8)
     assert request.ranges == (life.span(0, 800),)
     assert request.mean_loss == pytest.approx(2.0)
+
+
+def test_what_is_aborted_again_and_again_is_pushed_at_once_only_the_first_time(life: LeasedLife) -> None:
+    life.awaiting()
+    for aborts in (1, 2, 3):
+        life.decide(VerdictKind.ABORTED)
+        if aborts > 1:
+            assert life.phase is SessionPhase.TRAINING, "it may fail for ever, and costs a transfer each time"
+            life.train(4)
+        life.sent(life.ticket())
+        life.admitted()
+    life.decide(VerdictKind.APPLIED)
+    life.pulled()
+    life.train(4)
+    life.sent(life.ticket())
+    life.admitted()
+    life.decide(VerdictKind.ABORTED)
+    assert life.asks(BeginPushRequest), "a push that was decided ends the row"
 
 
 def test_stale_versions_rebases_from_base_and_keeps_all_ranges(life: LeasedLife) -> None:
@@ -120,8 +136,7 @@ def test_rolled_back_drops_and_returns_everything(life: LeasedLife) -> None:
 def test_a_verdict_may_answer_begin_push_and_finish_push(life: LeasedLife) -> None:
     life.push_begun()
     life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED)))
-    assert life.phase is SessionPhase.TRAINING
-    life.train(4)
+    assert life.asked(BeginPushRequest).seq == 2
     life.sent(life.ticket())
     life.answer(FinishPushRequest, FinishPushReply(life.verdict(VerdictKind.APPLIED)))
     assert life.phase is SessionPhase.PULLING
@@ -152,11 +167,8 @@ def test_fenced_with_verdict_aborted_or_none_keeps_everything(life: LeasedLife, 
     fenced(life)
     life.train(1)
     life.join(life.verdict(VerdictKind.ABORTED) if known else None)
-    assert not life.asks(BeginPushRequest)
-    assert life.phase is SessionPhase.TRAINING
-    life.train(3)
     request = life.call(BeginPushRequest)[1]
-    assert (request.seq, request.steps, request.ranges) == (2, 8, (life.span(0, 800),))
+    assert (request.seq, request.steps, request.ranges) == (2, 5, (life.span(0, 500),))
     assert request.caller.incarnation == Incarnation(1, 2)
 
 

@@ -318,9 +318,7 @@ def test_without_a_master_and_steps_both_remedies_are_named(train: TrainConfig) 
         run(train, ClientConfig())
 
 
-def test_ctrl_c_ends_training_alone(
-    train: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_ends_training_alone(train: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, made = module.InnerTrainer.step, []
 
     def interrupted(inner: module.InnerTrainer, *args: Any) -> float:

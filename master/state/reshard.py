@@ -1,0 +1,378 @@
+"""RESHARD: the model goes to other slaves while the run goes on (docs/decisions/0019-reshard.md).
+
+NONE -> WAITING -> LISTING -> MOVING -> NONE. Up to the one journal record everything is as if it had never begun, and
+whatever fails leads back to WAITING; after it there is only the ordinary way of a committed version. It must never
+begin while a round is open, and never journal a digest that the lists of the committed version do not add up to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from dips.core.chunks import Chunk, chunks_of, shard_digest
+from dips.core.errors import ConfigError, RefusalCode, Refused
+from dips.core.ids import RoundId, SlaveId, check_name
+from dips.core.messages import (
+    AbortRound,
+    ListShard,
+    MoveBlocks,
+    Prepared,
+    ReshardRequest,
+    RoundRefused,
+    ShardList,
+)
+from dips.core.placement import Placement
+from dips.core.redeal import redeal
+from dips.master.state.ledger import CommitInfo, Ledger, ReshardWish, canonical, pair, same_as
+from dips.master.state.reasons import reshard_waits_for
+from dips.master.state.records import Slave
+from dips.master.state.slave_links import SlaveLinks
+from dips.master.state.tables import ReshardPhase, RoundPhase
+from dips.master.state.verdicts import Verdicts
+from dips.master.state.world import World
+
+_P = ReshardPhase
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""After a try that was given up: twice as long each time, because rounds rest during a try."""
+
+MAX_NAMES = 1024
+"""Slaves in one wish."""
+
+
+class Reshard:
+    """Drives world.reshard; settle() is called after every event and goes as far as it can."""
+
+    def __init__(self, world: World, verdicts: Verdicts, links: SlaveLinks) -> None:
+        self._world = world
+        self._verdicts = verdicts
+        self._links = links
+
+    # ---- what the operator wants ----
+
+    def ask(self, request: ReshardRequest) -> str:
+        """Take a wish, or take one back. Returns what is going to happen. Raises Refused: CONFIG, UNKNOWN_NAME, BUSY,
+        MEMORY or STOPPING."""
+        if request.cancel:
+            return self._take_back()
+        wish = self._wish(request)
+        known = self._world.ledger.reshard
+        if known is not None and (known.add, known.remove) != (wish.add, wish.remove):
+            raise Refused(RefusalCode.BUSY, f"{_say(known)} is under way: wait for it, or `dips reshard --cancel` it")
+        if known is None:
+            self._world.ledger.reshard = wish
+            self._world.journal(
+                "RESHARD_ASKED", {"add": list(wish.add), "remove": list(wish.remove), "reason": wish.reason}
+            )
+        start = f"; start slave {', '.join(wish.add)} now if it does not run yet" if wish.add else ""
+        return f"{_say(wish)} begins between two rounds, when all slaves are here{start}"
+
+    def _wish(self, request: ReshardRequest) -> ReshardWish:
+        world, placement = self._world, self._world.ledger.placement
+        add, remove = (tuple(sorted({SlaveId(name) for name in names})) for names in (request.add, request.remove))
+        if world.ledger.stopping or world.ledger.stop_asked:
+            raise Refused(RefusalCode.STOPPING, "the run ends: its slaves stay as they are")
+        if placement is None:
+            raise Refused(RefusalCode.CONFIG, "no model is placed yet: start the master with another number of slaves")
+        if (not add and not remove) or len(add) + len(remove) > MAX_NAMES:
+            raise Refused(RefusalCode.CONFIG, f"name 1 to {MAX_NAMES} slaves to add or to remove")
+        for name in add:
+            _check_name(name)
+        if unknown := sorted({*remove} - {*placement.slaves}):
+            names = ", ".join(placement.slaves)
+            raise Refused(RefusalCode.UNKNOWN_NAME, f"no slave {unknown[0]!r} holds blocks; those that do: {names}")
+        if held := sorted({*add} & {*placement.slaves}):
+            raise Refused(RefusalCode.CONFIG, f"slave {held[0]} holds blocks already")
+        wish = ReshardWish(add, remove, request.reason or "no reason given")
+        self._check_size(wish, placement)
+        return wish
+
+    def _check_size(self, wish: ReshardWish, placement: Placement) -> None:
+        """Refuse at once what can never be placed; a slave that is yet to come may have any memory."""
+        world, names = self._world, wish.slaves_of(placement.slaves)
+        if not names:
+            raise Refused(RefusalCode.CONFIG, "a run needs a slave: remove all but one at most")
+        memory = [(name, world.slaves[name].memory_bytes if name in world.slaves else 1 << 62) for name in names]
+        self._redeal(placement, memory)
+
+    def _redeal(self, before: Placement, memory: Sequence[tuple[SlaveId, int]]) -> Placement:
+        world, config = self._world, self._world.config
+        assert world.ledger.layout is not None, "what is placed has a layout"
+        chunk_bytes = config.settings.chunk_bytes
+        return redeal(world.ledger.layout, before, memory, config.max_clusters, config.pinned_versions, chunk_bytes)
+
+    def _take_back(self) -> str:
+        world, wish = self._world, self._world.ledger.reshard
+        if wish is None:
+            return "no RESHARD is under way: there is nothing to take back"
+        self._give_up("the operator took it back")
+        world.ledger.reshard = None
+        world.journal("RESHARD_CANCELLED", {})
+        self._dismiss(wish.add, "its RESHARD was taken back")
+        return f"{_say(wish)} is taken back; the slaves stay as they are"
+
+    # ---- what slaves say ----
+
+    def listed(self, slave: Slave, body: ShardList) -> None:
+        """The checksums of what a slave holds: they must add up to what was committed."""
+        world, state = self._world, self._world.reshard
+        placement, commit = world.ledger.placement, world.ledger.commit
+        if state.phase.now is not _P.LISTING or body.round != state.round or placement is None or commit is None:
+            return
+        if slave.id not in placement.slaves:
+            return
+        n_chunks = len(self._chunks(placement, slave.id))
+        committed = dict(commit.digest_of_slave)[slave.id]
+        whole = len(body.theta) == len(body.momentum) == n_chunks
+        if not whole or shard_digest(body.theta) != committed:
+            self._give_up(f"what slave {slave.id} lists is not version {commit.version}")
+            return
+        state.lists[slave.id] = body
+        if len(state.lists) == len(placement.slaves):
+            self._move(placement, commit)
+
+    def prepared(self, slave: Slave, body: Prepared) -> bool:
+        """Whether the answer is to this RESHARD; the last one is followed by the record."""
+        state = self._world.reshard
+        if state.phase.now is not _P.MOVING or body.round != state.round or slave.id not in state.digests:
+            return False
+        if body.digest != state.digests[slave.id][0]:
+            self._give_up(f"what slave {slave.id} put together is not what the lists add up to")
+            return True
+        state.prepared.add(slave.id)
+        if len(state.prepared) == len(state.digests):
+            self._commit()
+        return True
+
+    def refused(self, slave: Slave, body: RoundRefused) -> bool:
+        """Whether the refusal is of this RESHARD."""
+        state = self._world.reshard
+        if not state.moving or body.round != state.round:
+            return False
+        self._give_up(f"slave {slave.id}: {body.refusal.sentence}")
+        return True
+
+    def slave_came(self) -> None:
+        """What made the last try fail may be mended: no reason to wait longer."""
+        state = self._world.reshard
+        state.not_before_s, state.pause_s = min(state.not_before_s, self._world.now_s), 0.0
+
+    # ---- the course ----
+
+    def settle(self) -> None:
+        """Go as far as what is known allows."""
+        world, state = self._world, self._world.reshard
+        wish = world.ledger.reshard
+        if state.phase.now is _P.NONE and wish is not None:
+            self._to("asked", _P.WAITING, _say(wish))
+        if state.phase.now is _P.WAITING and wish is None:
+            self._to("no wish", _P.NONE)
+        if state.moving and (gone := self._gone()):
+            self._give_up(f"slave {', '.join(gone)} went away")
+        if state.phase.now is _P.WAITING and wish is not None and world.now_s >= state.not_before_s:
+            self._maybe_begin(wish)
+
+    def deadlines(self) -> list[float]:
+        """When settle() has something to do though nothing happened."""
+        state = self._world.reshard
+        waits = state.phase.now is _P.WAITING and state.not_before_s > self._world.now_s
+        return [state.not_before_s] if waits else []
+
+    def rearm(self, gap_s: float) -> None:
+        """The master stood still for gap_s."""
+        self._world.reshard.not_before_s += gap_s
+
+    def _gone(self) -> list[SlaveId]:
+        world = self._world
+        here = {name: slave.incarnation for name, slave in world.slaves.items() if slave.link is not None}
+        return [name for name, life in world.reshard.lives.items() if here.get(name) != life]
+
+    def _maybe_begin(self, wish: ReshardWish) -> None:
+        world = self._world
+        if reshard_waits_for(world):
+            return
+        if world.round.phase.now is RoundPhase.WINDOW and world.ledger.paused:
+            self._abort_pushes("the slaves change while the run is paused")  # else the window would stay open for ever
+        if world.round.phase.now is RoundPhase.IDLE:
+            self._begin(wish)
+
+    def _begin(self, wish: ReshardWish) -> None:
+        world, state = self._world, self._world.reshard
+        before = world.ledger.placement
+        assert before is not None, "a wish is of placed blocks"
+        assert world.ledger.version is not None, "there is something to move"
+        names = wish.slaves_of(before.slaves)
+        try:
+            placement = self._redeal(before, [(name, world.slaves[name].memory_bytes) for name in names])
+        except Refused as refused:
+            self._pause(refused.sentence)
+            return
+        state.placement, state.round = placement, RoundId(world.epoch, world.ledger.round_n + 1)
+        world.ledger.round_n += 1
+        state.lives = {name: world.slaves[name].incarnation for name in sorted({*before.slaves, *names})}
+        state.lists, state.digests, state.prepared = {}, {}, set()
+        self._to("all are here", _P.LISTING, _say(wish))
+        world.log("reshard", f"{_say(wish)}: version {world.ledger.version} is listed")
+        for name in before.slaves:
+            world.command(world.slaves[name], ListShard(state.round, world.ledger.version), str(state.round))
+
+    def _move(self, before: Placement, commit: CommitInfo) -> None:
+        world, state, layout = self._world, self._world.reshard, self._world.ledger.layout
+        assert state.placement is not None, "chosen when it began"
+        assert state.round is not None, "likewise"
+        assert layout is not None, "what is placed has a layout"
+        self._to("all listed", _P.MOVING)
+        state.digests = self._digests(before, state.placement, state.lists)
+        state.lists = {}
+        moved = _moved(before, state.placement)
+        world.log("reshard", f"{len(moved)} of {len(layout.blocks)} blocks move; clusters train on")
+        sources, target = world.spec_of(before), world.spec_of(state.placement)
+        for name in state.placement.slaves:
+            theta, momentum = state.digests[name]
+            body = MoveBlocks(
+                state.round, commit.version, commit.version.next(), layout, layout.layout_hash, target, sources,
+                world.config.max_clusters, world.config.pinned_versions, theta, momentum,
+            )  # fmt: skip
+            world.command(world.slaves[name], body, str(state.round))
+
+    def _digests(
+        self, before: Placement, after: Placement, lists: Mapping[SlaveId, ShardList]
+    ) -> dict[SlaveId, tuple[bytes, bytes]]:
+        """theta's and the momentum's digest of each new shard, from the checksums of the old ones."""
+        sums: dict[Chunk, tuple[int, int]] = {}
+        for name in before.slaves:
+            told = lists[name]
+            sums |= dict(zip(self._chunks(before, name), zip(told.theta, told.momentum, strict=True), strict=True))
+        found = {name: [sums[chunk] for chunk in self._chunks(after, name)] for name in after.slaves}
+        return {
+            name: (shard_digest([theta for theta, _ in mine]), shard_digest([momentum for _, momentum in mine]))
+            for name, mine in found.items()
+        }
+
+    def _chunks(self, placement: Placement, slave: SlaveId) -> list[Chunk]:
+        layout = self._world.ledger.layout
+        assert layout is not None, "what is placed has a layout"
+        return chunks_of(placement.blocks_of(slave, layout), self._world.config.settings.chunk_bytes)
+
+    # ---- the record ----
+
+    def _commit(self) -> None:
+        """One journal entry: before it nothing has happened, after it the run stands on other slaves."""
+        world, state, ledger = self._world, self._world.reshard, self._world.ledger
+        before, after, origin = ledger.placement, state.placement, ledger.commit
+        assert before is not None, "it moves away from a placement"
+        assert after is not None, "and to another one"
+        assert origin is not None, "and moves a version"
+        self._abort_pushes("the model's blocks went to other slaves; nothing of this push is lost")
+        ledger.placement, ledger.reshard, ledger.origin = after, None, None
+        ledger.slaves = {name: world.slaves[name].memory_bytes for name in after.slaves}
+        ledger.remember_applied(origin.version.next(), ())
+        commit, record = self._record(before, after, origin, ledger)
+        world.commits.clear()  # their digests are of other shards
+        world.set_commit(commit)
+        world.kept, world.pins = {}, {}
+        world.journal("RESHARD", record)
+        n_moved = len(_moved(before, after))
+        self._to("journaled", _P.NONE, f"version {commit.version}")
+        state.trouble, state.pause_s = "", 0.0
+        world.record("resharded", str(state.round), version=str(commit.version), blocks=n_moved)
+        world.log(
+            "reshard", f"version {commit.version} stands on slaves {', '.join(after.slaves)}; {n_moved} blocks moved"
+        )
+        self._dismiss(set(before.slaves) - set(after.slaves), "its blocks are on other slaves now")
+        for name in after.slaves:
+            self._links.configure(world.slaves[name])
+
+    def _record(
+        self, before: Placement, after: Placement, origin: CommitInfo, ledger: Ledger
+    ) -> tuple[CommitInfo, dict[str, object]]:
+        world, state = self._world, self._world.reshard
+        assert state.round is not None, "it has a round"
+        version = origin.version.next()
+        digests = tuple(sorted((name, theta) for name, (theta, _) in state.digests.items()))
+        record: dict[str, object] = {
+            "kind": "RESHARD",
+            "epoch": world.epoch,
+            "round": pair(state.round),
+            "version": pair(version),
+            "from_version": pair(origin.version),
+            "tokens": ledger.tokens,
+            "s_max": world.s_max(),
+            "digests": {name: digest.hex() for name, digest in digests},
+            "participants": [],
+            "judgement": None,
+            "same_as": [pair(known) for known in (*same_as(origin), origin.version)],
+            "placement_before": _placement_json(before),
+            "placement": _placement_json(after),
+            "wall_s": world.now_s + world.wall_offset_s,
+        }
+        full = record | {"ledger": json.loads(ledger.to_json(with_commit=False))}
+        commit = CommitInfo(state.round, version, digests, canonical(full).encode())
+        return commit, record | {"ledger": "in the snapshot"}
+
+    # ---- the other ends ----
+
+    def _give_up(self, reason: str) -> None:
+        """As if it had never begun; the wish stays, and is tried again."""
+        world, state = self._world, self._world.reshard
+        if not state.moving:
+            return
+        assert state.round is not None, "what moves has a round"
+        for name in state.lives:
+            slave = world.slaves.get(name)
+            if slave is not None:
+                world.command(slave, AbortRound(state.round, reason), str(state.round))
+        self._to("given up", _P.WAITING, reason)
+        state.lists, state.digests, state.lives = {}, {}, {}
+        self._pause(reason)
+
+    def _pause(self, reason: str) -> None:
+        world, state = self._world, self._world.reshard
+        state.pause_s = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * state.pause_s))
+        state.not_before_s, state.trouble = world.now_s + state.pause_s, reason
+        world.log("reshard", f"the RESHARD is put off: {reason}", logging.WARNING)
+
+    def _abort_pushes(self, reason: str) -> None:
+        for push in list(self._world.pushes()):
+            if push.phase.allows("aborted"):
+                self._verdicts.abort(push, reason)
+
+    def _dismiss(self, names: Iterable[SlaveId], reason: str) -> None:
+        """These slaves hold nothing of the run, and may end."""
+        for name in sorted(names):
+            slave = self._world.slaves.get(name)
+            if slave is not None:
+                self._links.dismiss(slave, f"slave {name} is not needed any more: {reason}")
+
+    def _to(self, input_name: str, to: ReshardPhase, why: str = "") -> None:
+        world, state = self._world, self._world.reshard
+        state.phase.move(input_name, to, world.now_s, "reshard", why)
+        world.record("reshard", str(state.round), phase=to.value, input=input_name, why=why)
+
+
+def _moved(before: Placement, after: Placement) -> list[int]:
+    """Blocks that another slave holds then."""
+    old, new = before.slave_of_block, after.slave_of_block
+    return [b for b in range(len(old)) if before.slaves[old[b]] != after.slaves[new[b]]]
+
+
+def _placement_json(placement: Placement) -> dict[str, object]:
+    return {
+        "slaves": list(placement.slaves),
+        "slave_of_block": list(placement.slave_of_block),
+        "hash": placement.placement_hash.hex(),
+    }
+
+
+def _check_name(name: SlaveId) -> None:
+    try:
+        check_name(name, "slave id")
+    except ConfigError as error:
+        raise Refused(RefusalCode.CONFIG, str(error)) from error
+
+
+def _say(wish: ReshardWish) -> str:
+    parts = [f"{what} {', '.join(names)}" for what, names in (("add", wish.add), ("remove", wish.remove)) if names]
+    return f"the RESHARD ({'; '.join(parts)})"

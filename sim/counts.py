@@ -1,0 +1,93 @@
+"""What a run did to itself, counted where it really happened: faults, kills, and in which phase of the round each fell.
+
+A fault that was planned ends in one of two ways: it struck, or the reason why it could not is counted here. It must
+never count what was only meant to happen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Phased = Counter[tuple[str, str]]
+"""(what, phase of the round) -> how often."""
+
+NO_MASTER, STARTING, RECOVERY = "NO MASTER", "STARTING", "RECOVERY"
+"""Where no round can be: nobody leads, a master has not said anything yet, or the slaves' state is being found."""
+
+HEALED_ROUNDS = "rounds from all being back to the next version"
+HEALED_S = "seconds from all being back to the next version"
+BYSTANDER_S = "seconds that a cluster waited for its verdict beside a bad one"
+BYSTANDER_SHARE = "share of the time that it may wait there"
+
+OVER = "the run was over before its time"
+NOTHING = "there was nothing to strike at"
+NO_MOMENT = "it was armed, and its moment did not come"
+
+
+@dataclass
+class Counts:
+    """One run's, or many runs' together.
+
+    fired, kills: what struck, and which role's process was killed, by the phase that the master's tape told last.
+    planned, begun: kinds of faults that were to strike, and those that found something to strike at. idle: (kind, why
+    it did not strike). fills: budget -> (size, most) where it was fullest. worst: name -> the largest value seen.
+    """
+
+    fired: Counter[str] = field(default_factory=Counter)
+    fired_in: Phased = field(default_factory=Counter)
+    kills: Phased = field(default_factory=Counter)
+    planned: Counter[str] = field(default_factory=Counter)
+    begun: Counter[str] = field(default_factory=Counter)
+    idle: Counter[tuple[str, str]] = field(default_factory=Counter)
+    fills: dict[str, tuple[int, int]] = field(default_factory=dict)
+    worst: dict[str, float] = field(default_factory=dict)
+
+    def struck(self, kind: str, phase: str) -> None:
+        self.fired[kind] += 1
+        self.fired_in[kind, phase] += 1
+
+    def cannot(self, kind: str, why: str, n: int = 1) -> None:
+        """`n` of the planned faults of this kind did not strike, and why."""
+        if n:
+            self.idle[kind, why] += n
+
+    def filled(self, budget: str, size: int, most: int) -> None:
+        """A budget was seen with so much of it used."""
+        known = self.fills.get(budget)
+        if known is None or size * known[1] > known[0] * most:
+            self.fills[budget] = (size, most)
+
+    def took(self, name: str, value: float) -> None:
+        """Remember the largest value under this name."""
+        self.worst[name] = max(value, self.worst.get(name, 0.0))
+
+    def close(self, armed: frozenset[str]) -> None:
+        """The run is over: say of each planned fault that did not strike why. armed: kinds that only lie in wait."""
+        for kind, n in self.planned.items():
+            known = sum(count for (name, _), count in self.idle.items() if name == kind)
+            self.cannot(kind, OVER, n - self.begun[kind] - known)
+            if kind in armed and not self.fired[kind]:
+                self.cannot(kind, NO_MOMENT, self.begun[kind])
+
+    def add(self, other: Counts) -> None:
+        """Together with another run's."""
+        self.fired.update(other.fired)
+        self.fired_in.update(other.fired_in)
+        self.kills.update(other.kills)
+        self.planned.update(other.planned)
+        self.begun.update(other.begun)
+        self.idle.update(other.idle)
+        for budget, (size, most) in other.fills.items():
+            self.filled(budget, size, most)
+        for name, value in other.worst.items():
+            self.took(name, value)
+
+
+def by_phase(counted: Mapping[tuple[str, str], int], group_of: Mapping[str, str]) -> dict[str, Counter[str]]:
+    """Phase -> group -> how often. group_of: what -> its group; what has none is its own."""
+    table: dict[str, Counter[str]] = {}
+    for (what, phase), n in counted.items():
+        table.setdefault(phase, Counter())[group_of.get(what, what)] += n
+    return table

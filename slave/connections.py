@@ -1,0 +1,143 @@
+"""Watches the data port's connections from outside of libzmq, and cuts those that slave/state/guard.py names.
+
+A thread of its own, since the data thread may be busy with what it is to be protected from. A connection is cut below
+libzmq, which takes it for the peer's end: nobody else's connection is touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+
+from dips.slave.cutting import connection_of, reset
+from dips.slave.data_server import PAGE_BYTES, DataServer
+from dips.slave.state.guard import Cut, Guard, Pressure
+
+LOOK_S = 0.05
+"""How often. libzmq takes in about 2 GB/s, so what comes between two looks stays below 100 MB."""
+
+FILES_EVERY = 20
+"""Files are counted at every so many looks: with 10,000 of them it takes 5 ms."""
+
+ROOM_BYTES = 256 << 20
+"""For all that has no formula of its own: messages of the master (64 MiB at most, several times over), what a round
+computes with, samples of old versions (8 MiB)."""
+
+_BYTES_RECEIVED = 128
+"""Where tcpi_bytes_received stands in struct tcp_info, 8 bytes (Linux 4.1 and newer)."""
+
+_libc = ctypes.CDLL(None)
+
+log = logging.getLogger("dips.slave")
+
+
+class ConnectionGuard:
+    """Watches from start() until stop(). memory_bytes: the slave's, for parameters.
+
+    What the process has when it is made (interpreter, libraries, compiled kernels) counts as its base.
+    """
+
+    def __init__(self, data: DataServer, memory_bytes: int, room_bytes: int = ROOM_BYTES) -> None:
+        self._data = data
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)  # kept open: files may have run out when it counts
+        self._port = int(data.endpoint.rsplit(":", 1)[1])
+        self._fixed_bytes = self._memory_bytes() + memory_bytes + room_bytes
+        self._headroom_bytes = room_bytes // 2
+        self._most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._n_files = 0
+        self._looks = 0
+        self._guard = Guard()
+        self._delivering: set[int] = set()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dips-guard", daemon=True)
+
+    @property
+    def limit_bytes(self) -> int:
+        """The slave's budget: docs/budgets.md has the formula."""
+        return self._fixed_bytes + self._data.traffic_bytes
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        os.close(self._statm)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(LOOK_S):
+            self._look()
+
+    def _look(self) -> None:
+        if self._looks % FILES_EVERY == 0:
+            self._n_files = len(self._files())
+        self._looks += 1
+        pressure = self._pressure()
+        if pressure.memory_bytes > pressure.limit_bytes:
+            give_back_freed_memory()
+            pressure = self._pressure()
+        if not pressure.near:
+            self._data.note_deliveries(False)
+            self._guard.look(pressure, {}, (), time.monotonic())
+            return
+        received, by_file = self._connections()
+        self._delivering = {by_file[fd] for fd in self._data.note_deliveries(True) if fd in by_file}
+        cut = self._guard.look(pressure, received, self._delivering, time.monotonic())
+        if cut is not None:
+            self._cut(cut)
+
+    def _pressure(self) -> Pressure:
+        return Pressure(self._memory_bytes(), self.limit_bytes, self._headroom_bytes, self._n_files, self._most_files)
+
+    def _connections(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Bytes received by each connection's inode, and the inode by its file number."""
+        received, by_file = {}, {}
+        for fd in self._files():
+            with connection_of(fd, self._port) as found:
+                if found is not None:
+                    inode, connection = found
+                    received[inode], by_file[fd] = _received_bytes(connection), inode
+        return received, by_file
+
+    def _cut(self, cut: Cut) -> None:
+        wanted = None if cut.connections is None else set(cut.connections)
+        for fd in self._files():
+            with connection_of(fd, self._port) as found:
+                if found is not None and (wanted is None or found[0] in wanted):
+                    reset(found[1])
+        log.warning("%s", cut.sentence)
+        self._data.refuse_connection(cut.sentence)
+        self._n_files = len(self._files())
+
+    def _files(self) -> Sequence[int]:
+        try:
+            return [int(name) for name in os.listdir("/proc/self/fd")]
+        except OSError:  # not even one file more can be opened
+            return range(self._most_files)
+
+    def _memory_bytes(self) -> int:
+        """Resident memory of this process without files that are mapped: heap, arrays, frames."""
+        _, resident, shared, *_ = os.pread(self._statm, 256, 0).split()
+        return (int(resident) - int(shared)) * PAGE_BYTES
+
+
+def give_back_freed_memory() -> None:
+    """Return what malloc keeps (core/allocator.py) to the system, so that what is left is what is in use."""
+    if hasattr(_libc, "malloc_trim"):  # glibc's
+        _libc.malloc_trim(0)
+
+
+def _received_bytes(connection: socket.socket) -> int:
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8)
+        return int(struct.unpack_from("<Q", info, _BYTES_RECEIVED)[0])
+    except (OSError, struct.error):
+        return 0

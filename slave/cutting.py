@@ -1,0 +1,67 @@
+"""Ends one connection below libzmq, which takes that for the peer's end: nobody else's is touched."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_libc = ctypes.CDLL(None)
+
+
+def cut(fd: int, port: int) -> bool:
+    """End the connection that libzmq names with a message (SRCFD), if it still is one to this port; whether it was."""
+    with connection_of(fd, port) as found:
+        if found is not None:
+            reset(found[1])
+        return found is not None
+
+
+@contextmanager
+def connection_of(fd: int, port: int) -> Iterator[tuple[int, socket.socket] | None]:
+    """The inode and a handle of its own of what `fd` is, if that is a connection to this port.
+
+    The file may be closed, and its number given to another, at any time: so all is asked of a duplicate, unless there
+    is no room for one file more.
+    """
+    own, handle, inode = _duplicate(fd), None, 0
+    try:
+        info = os.fstat(own)
+        inode = info.st_ino
+        handle = socket.socket(fileno=own) if stat.S_ISSOCK(info.st_mode) else None
+    except OSError:
+        pass  # closed meanwhile
+    try:
+        yield (inode, handle) if handle is not None and _is_connection(handle, port) else None
+    finally:
+        if handle is not None:
+            handle.detach()
+        if own != fd:
+            os.close(own)
+
+
+def _duplicate(fd: int) -> int:
+    try:
+        return os.dup(fd)
+    except OSError:
+        return fd
+
+
+def _is_connection(handle: socket.socket, port: int) -> bool:
+    try:
+        handle.getpeername()
+        address = handle.getsockname()
+    except OSError:
+        return False
+    return handle.type is socket.SOCK_STREAM and isinstance(address, tuple) and address[1] == port
+
+
+def reset(connection: socket.socket) -> None:
+    """Undo its connect, which answers the peer with a reset and drops what has arrived. shutdown() would not do: what a
+    peer sends goes on arriving after it."""
+    nowhere = struct.pack("H14x", socket.AF_UNSPEC)
+    _libc.connect(connection.fileno(), nowhere, len(nowhere))  # one that ended by itself needs no more

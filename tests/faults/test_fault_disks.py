@@ -1,0 +1,357 @@
+"""Disks that are full, slow or failing, that lie, that are lost, and that come back from an old backup.
+
+Each harm has to be felt (a process says so); when it is over, a version is published in the first or second round, and
+`dips verify --replay` of the run so far has nothing to say. A full disk is a small tmpfs, which only root can mount.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.dips_command import dips
+from support.fault_nursery import Nursery
+from support.fault_run import CLUSTERS, SLAVES, FaultRun
+from support.fault_tally import TALLY
+
+from dips.master.directory import ADDRESS_NAME, LOCK_NAME, TAPE_NAME
+from dips.slave.push_record import DIRECTORY
+
+FELT_S = 30.0
+FULL_S = 1.5
+"""How long a disk stays full after somebody felt it."""
+
+BAD_S = 2.5
+"""How long a disk fails or is slow; a round's time-out is 4 s."""
+
+OLD_VERSIONS = 6
+"""A backup is so many versions old when it is put back: nothing of it is in a ring any more."""
+
+RING_FILES = 4
+"""Of a slave that keeps three snapshots."""
+
+ROOM_MIB = 24
+
+EVIDENCE = frozenset({TAPE_NAME, DIRECTORY, ADDRESS_NAME, LOCK_NAME})
+"""What a backup and a loss leave alone: what the run is judged by, and what belongs to a living process."""
+
+
+@contextmanager
+def small_disk(where: Path) -> Iterator[Path]:
+    """A disk of its own that can be filled."""
+    where.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM_MIB}m", "tmpfs", str(where)], check=True)
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Take all room that is left, to the last page."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for piece in (1 << 20, 4096, 1):
+            try:
+                while file.write(bytes(piece)) == piece:
+                    pass
+            except OSError:
+                continue
+    return ballast
+
+
+def whole(run_directory: Path) -> None:
+    """The run has ended and is judged as a person would."""
+    result = dips("verify", "--replay", run_directory)
+    assert result.returncode == 0, f"dips verify: {result.stdout}\n{result.stderr}"
+
+
+def healed(run: FaultRun, kind: str, began_s: float, versions: int = 0) -> None:
+    """versions: so many are waited for, until what was spoilt on a disk is overwritten, before the run is judged."""
+    TALLY.add(kind, run.recovered(began_s, {}), kind)
+    run.healed()
+    run.until_versions(versions)
+    TALLY.judged(run.judged(may_skip=kind.startswith("backup restored, master")))
+
+
+class Ear:
+    """What a process says from now on."""
+
+    def __init__(self, run: FaultRun, name: str) -> None:
+        self._log = run.log_path(name)
+        self._from = self._log.stat().st_size
+
+    def heard(self, *words: str) -> bool:
+        text = self._log.read_bytes()[self._from :].decode(errors="replace")
+        assert "Traceback" not in text, f"a stack trace for a disk that fails: {text[-3000:]}"
+        return any(word in text for word in words)
+
+
+NO_ROOM = ("No space left", "make room", "is full")
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount the small disk that is to be filled")
+def test_a_run_survives_full_disks_of_every_role(nursery: Nursery, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    places = {"s0": directory / "slaves" / "s0", "master": directory / "master", "a": directory / "checkpoints" / "a"}
+    with ExitStack() as stack:
+        for place in places.values():
+            stack.enter_context(small_disk(place))
+        with FaultRun(directory, nursery) as run:
+            run.began()
+            for name, place in places.items():
+                ear, began_s = Ear(run, name), time.time()
+                run.may_die.add(name)
+                ballast = fill(place)
+                run.until(lambda ear=ear: ear.heard(*NO_ROOM), f"{name} did not notice its full disk", FELT_S)
+                run.wait(FULL_S)
+                ballast.unlink()
+                healed(run, f"disk full, {role_of(name)}", began_s)
+                ear.heard()
+            run.stop()
+        whole(directory)
+
+
+def role_of(name: str) -> str:
+    return "master" if name == "master" else "slave" if name in SLAVES else "cluster"
+
+
+# ---- disks that fail or are slow for a while ----
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A disk of `process` that does `action` at these failpoints, each time, for a while. goes_on: versions are
+    published all the same."""
+
+    kind: str
+    process: str
+    points: tuple[str, ...]
+    action: str
+    goes_on: bool
+
+
+BAD: tuple[Bad, ...] = (
+    Bad("fsync fails, slave", "s0", ("slave.ring.before_fsync",), "error", False),
+    Bad("fsync fails, slave", "s1", ("slave.manifest.before_fsync", "slave.directory.before_fsync"), "error", False),
+    Bad("fsync fails, slave", "s0", ("slave.round.before_fsync",), "error", False),
+    Bad("fsync fails, cluster", "a", ("worker.checkpoint.before_fsync",), "error", True),
+    Bad("write fails, cluster", "b", ("worker.push_record.before_write",), "error", True),
+    Bad("fsync fails, master", "master", ("master.archive.before_fsync",), "error", True),
+    Bad("fsync slow, slave", "s0", ("slave.ring.before_fsync", "slave.manifest.before_fsync"), "sleep(0.3)", True),
+    Bad("fsync slow, slave", "s1", ("slave.directory.before_fsync",), "sleep(0.3)", True),
+    Bad("fsync slow, master", "master", ("master.journal.before_commit",), "sleep(0.15)", True),
+    Bad("fsync slow, cluster", "c", ("worker.checkpoint.before_fsync",), "sleep(0.5)", True),
+)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_a_run_survives_disks_that_fail_or_are_slow_for_a_while(nursery: Nursery, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with FaultRun(directory, nursery) as run:
+        run.began()
+        for bad in BAD:
+            run.may_die.add(bad.process)
+            run.mark(bad.process)
+            run.arm(bad.process, "; ".join(f"{point}={bad.action}" for point in bad.points))
+            run.until(lambda bad=bad: bool(run.fired(bad.process)), f"{bad} was not felt", FELT_S)
+            began_s = time.time()
+            run.wait(BAD_S)
+            if bad.goes_on:
+                run.until(lambda at_s=began_s: run.published_since(at_s), f"{bad}: nothing was published meanwhile")
+            run.arm(bad.process, "")
+            healed(run, bad.kind, began_s)
+        run.stop()
+    whole(directory)
+    shutil.rmtree(directory)
+
+
+# ---- disks that lie, are lost, or are put back ----
+
+
+def newest_snapshot(place: Path) -> tuple[Path, Path]:
+    """(manifest, ring file) of the version that a slave's directory holds last."""
+    manifest = max(place.glob("manifest-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    return manifest, place / manifest.name.replace("manifest", "ring").replace(".json", ".safetensors")
+
+
+def flip(path: Path, at: float = 0.75) -> None:
+    """One bit is another one, at this share of the file."""
+    with path.open("r+b") as file:
+        place = int(path.stat().st_size * at)
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 0x20]))
+
+
+def flip_newest_snapshot(run: FaultRun, name: str) -> None:
+    flip(newest_snapshot(run.place(name))[1])
+
+
+def tear_newest_snapshot(run: FaultRun, name: str) -> None:
+    """The last block never reached the disk."""
+    ring = newest_snapshot(run.place(name))[1]
+    with ring.open("r+b") as file:
+        file.truncate(ring.stat().st_size - 512)
+
+
+def flip_newest_manifest(run: FaultRun, name: str) -> None:
+    flip(newest_snapshot(run.place(name))[0], 0.5)
+
+
+def flip_every_snapshot(run: FaultRun, name: str) -> None:
+    for ring in run.place(name).glob("ring-*.safetensors"):
+        flip(ring)
+
+
+def lose_everything(run: FaultRun, name: str) -> None:
+    clear(run.place(name))
+
+
+def flip_newest_checkpoint(run: FaultRun, name: str) -> None:
+    flip(max(run.place(name).glob("checkpoint-*.safetensors"), key=lambda path: path.stat().st_mtime_ns))
+
+
+def tear_newest_checkpoint(run: FaultRun, name: str) -> None:
+    newest = max(run.place(name).glob("checkpoint-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    newest.write_bytes(newest.read_bytes()[:-40])
+
+
+def clear(place: Path) -> None:
+    for entry in place.iterdir():
+        if entry.name not in EVIDENCE:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+Harm = Callable[[FaultRun, str], None]
+
+LIES: tuple[tuple[str, str, Harm], ...] = (
+    ("snapshot bit-flipped", "s0", flip_newest_snapshot),
+    ("snapshot torn", "s1", tear_newest_snapshot),
+    ("manifest bit-flipped", "s0", flip_newest_manifest),
+    ("all snapshots bit-flipped", "s1", flip_every_snapshot),
+    ("disk lost, slave", "s0", lose_everything),
+    ("checkpoint bit-flipped", "a", flip_newest_checkpoint),
+    ("checkpoint torn", "b", tear_newest_checkpoint),
+    ("disk lost, cluster", "c", lose_everything),
+)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_a_run_survives_disks_that_lie_or_are_lost(nursery: Nursery, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with FaultRun(directory, nursery) as run:
+        run.began()
+        for kind, name, harm in LIES:
+            run.until_versions(3)
+            began_s = time.time()
+            run.hold(name)
+            harm(run, name)
+            run.release(name)
+            healed(run, kind, began_s, versions=RING_FILES)
+        run.stop()
+    whole(directory)
+    shutil.rmtree(directory)
+
+
+def backup(run: FaultRun, names: Sequence[str], where: Path) -> None:
+    """A copy of directories, taken while their processes are dead, so that it is one that a crash could leave."""
+    for name in names:
+        run.hold(name)
+    for name in names:
+        shutil.copytree(run.place(name), where / name, ignore=lambda _, files: EVIDENCE & set(files))
+    for name in names:
+        run.release(name)
+    run.until(lambda: run.everyone_is_back({}), "not everybody came back after the backup")
+    run.healed()
+
+
+def apart(run: FaultRun, name: str, where: Path) -> None:
+    """Move a dead process's directory away, evidence excepted."""
+    shutil.copytree(run.place(name), where, ignore=lambda _, files: EVIDENCE & set(files))
+    clear(run.place(name))
+
+
+def put_back(run: FaultRun, names: Sequence[str], where: Path) -> None:
+    for name in names:
+        run.hold(name)
+    for name in names:
+        clear(run.place(name))
+        shutil.copytree(where / name, run.place(name), dirs_exist_ok=True)
+    for name in names:
+        run.release(name)
+
+
+BACKUPS: Mapping[str, tuple[str, ...]] = {
+    "backup restored, slave": ("s1",),
+    "backup restored, master": ("master",),
+    "backup restored, cluster": ("b",),
+    "backup restored, all slaves": SLAVES,
+    "backup restored, all clusters": CLUSTERS,
+}
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "names"), BACKUPS.items(), ids=lambda value: str(value).replace(" ", "-"))
+def test_a_run_survives_disks_put_back_from_an_old_backup(
+    kind: str, names: tuple[str, ...], nursery: Nursery, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    with FaultRun(directory, nursery) as run:
+        run.began()
+        run.until_versions(2)
+        backup(run, names, tmp_path / "backup")
+        run.until_versions(OLD_VERSIONS)
+        began_s = time.time()
+        put_back(run, names, tmp_path / "backup")
+        healed(run, kind, began_s)
+        run.stop()
+    whole(directory)
+    shutil.rmtree(directory)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_master_and_slave_put_back_at_once_wait_and_say_so_until_the_slave_has_its_own_disk(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """More than the promise covers: no version is on every slave, and the journal knows the digest of none that is."""
+    directory, names = tmp_path / "run", ("master", "s0")
+    with FaultRun(directory, nursery) as run:
+        run.began()
+        run.until_versions(2)
+        backup(run, names, tmp_path / "backup")
+        run.until_versions(OLD_VERSIONS)
+        began_s = time.time()
+        for name in names:
+            run.hold(name)
+            apart(run, name, tmp_path / "own" / name)
+            shutil.copytree(tmp_path / "backup" / name, run.place(name), dirs_exist_ok=True)
+            run.release(name)
+        run.until(lambda: says(run, "restore a slave's directory"), "the master does not say what is missing")
+        run.hold("s0")
+        clear(run.place("s0"))
+        shutil.copytree(tmp_path / "own" / "s0", run.place("s0"), dirs_exist_ok=True)
+        run.release("s0")
+        healed(run, "backup restored, master and a slave", began_s)
+        run.stop()
+    whole(directory)
+    shutil.rmtree(directory)
+
+
+def says(run: FaultRun, words: str) -> bool:
+    status = run.status()
+    return status is not None and words in status.recovery

@@ -1,0 +1,137 @@
+"""Every failpoint with every harm, in runs of one master, two slaves and three clusters, one harm after the other.
+
+After each harm everybody is back, a version is published in the first or second round from then, and `dips verify
+--replay` of the run so far has nothing to say: every promise holds, every version is made again bit for bit from the
+seed and the pushes that the journal says were applied, and tokens add up. A planned harm that never happens fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.dips_command import dips
+from support.fault_nursery import Nursery
+from support.fault_plan import (
+    ARROW_HARMS,
+    ARROWS,
+    AT_BIRTH,
+    ELSEWHERE,
+    ENDS_THE_RUN,
+    HARMS,
+    Fault,
+    births,
+    endured,
+    in_a_run,
+    planned,
+)
+from support.fault_run import FaultRun
+from support.fault_tally import TALLY
+
+from dips.core.failpoint_names import all_names
+
+RUN_FAULTS = 24
+"""Faults of one run at most: a longer one takes ever longer to judge."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One run. harm: of its births and of its end, which belong to the first runs of each harm."""
+
+    name: str
+    faults: tuple[Fault, ...]
+    births: str = ""
+    last: Fault | None = None
+
+
+def segments() -> Iterator[Segment]:
+    for harm in HARMS:
+        points = in_a_run() + (list(ARROWS) if harm in ARROW_HARMS else [])
+        faults = list(planned(points, harm))
+        cut = [tuple(faults[at : at + RUN_FAULTS]) for at in range(0, len(faults), RUN_FAULTS)]
+        for n, (part, last) in enumerate(itertools.zip_longest(cut, ENDS_THE_RUN)):
+            end = Fault("master", last, harm) if last else None
+            yield Segment(f"{harm}-{n}", part, births=harm if n == 0 else "", last=end)
+
+
+SEGMENTS = list(segments())
+LANES = [tuple(SEGMENTS[at : at + 2]) for at in range(0, len(SEGMENTS), 2)]
+"""Two runs at a time: each waits more than it works."""
+
+
+def test_every_name_of_the_registry_is_planned_with_every_harm() -> None:
+    wanted = {(name, harm) for name in all_names() if name not in ELSEWHERE for harm in HARMS}
+    faults = [fault for segment in SEGMENTS for fault in (*segment.faults, segment.last) if fault]
+    of_births = list(itertools.chain(*AT_BIRTH.values()))
+    begun = {(point, segment.births) for segment in SEGMENTS if segment.births for point in of_births}
+    assert wanted == {(fault.point, fault.harm) for fault in faults if fault.point in all_names()} | begun
+
+
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_what_is_reached_elsewhere_exists(name: str) -> None:
+    assert name in all_names()
+    assert (Path(__file__).parents[2] / ELSEWHERE[name]).is_file()
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lanes", LANES, ids=lambda lanes: "+".join(segment.name for segment in lanes))
+def test_a_run_survives_every_harm_at_every_failpoint(
+    lanes: tuple[Segment, ...], nursery: Nursery, tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        runs = [pool.submit(play, tmp_path / segment.name, nursery, segment) for segment in lanes]
+    errors = [error for error in (run.exception() for run in runs) if error is not None]
+    for error in errors[1:]:
+        print(error)
+    if errors:
+        raise errors[0]
+
+
+def play(directory: Path, nursery: Nursery, segment: Segment) -> None:
+    with FaultRun(directory, nursery, births=births(segment.births) if segment.births else None) as run:
+        if segment.births:
+            be_born(run, segment.births)
+        run.began()
+        for fault in segment.faults:
+            TALLY.add(fault.harm, endured(run, fault), str(fault))
+            TALLY.judged(run.judged())
+        end(run, segment.last)
+    result = dips("verify", "--replay", directory)
+    assert result.returncode == 0, f"dips verify: {result.stdout}\n{result.stderr}"
+    shutil.rmtree(directory)
+
+
+def be_born(run: FaultRun, harm: str) -> None:
+    """First lives that fail: journal, address, identity, promise and ring are made all the same."""
+    run.may_die.update(AT_BIRTH)
+    run.until(lambda: not missing_births(run, harm), f"a harm at birth never happened: {harm}")
+    run.began()
+    run.may_die.clear()
+    TALLY.born(harm, sum(map(len, AT_BIRTH.values())))
+
+
+def missing_births(run: FaultRun, harm: str) -> set[str]:
+    fired = {" ".join(line.split()[:2]) for name in AT_BIRTH for line in run.fired(name)}
+    return {f"{point} {harm}" for points in AT_BIRTH.values() for point in points} - fired
+
+
+def end(run: FaultRun, last: Fault | None) -> None:
+    """An operator ends the run; with a fault, the master is harmed as it hears of it."""
+    if last is not None:
+        run.may_die.add(last.process)
+        run.mark(last.process)
+        run.arm(last.process, last.spec)
+    run.stop()
+    if last is not None:
+        assert_fired(run.fired(last.process), last)
+        TALLY.ended(last.harm)
+
+
+def assert_fired(lines: Sequence[str], fault: Fault) -> None:
+    assert any(line.startswith(f"{fault.point} {fault.harm} ") for line in lines), f"{fault} never fired"

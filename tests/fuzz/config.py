@@ -1,0 +1,159 @@
+"""What people write: settings files, values with units, addresses, failpoints, identities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+from hypothesis import strategies as st
+from support.repository import ROOT
+
+from dips.core import units
+from dips.core.config import load
+from dips.core.errors import ConfigError
+from dips.core.failpoint_spec import parse
+from dips.core.keys import load_identity
+from dips.core.net import parse_address
+from dips.launch.authority import ensure_keys
+from dips.launch.run_file import read_run_file
+from dips.master.config import MasterConfig
+from dips.master.server_site import from_toml
+from dips.sim.scale.scenario import load_scenario
+from dips.slave.config import SlaveConfig
+from dips.worker.config import ClientConfig
+from fuzz.disk import fresh, json_inputs, scratch
+from fuzz.mutate import TEXTS, mutated
+from fuzz.target import Target
+
+ROLES = {"master": MasterConfig, "slave": SlaveConfig, "worker": ClientConfig}
+
+_SITES = b'[sites]\nnames = ["a", "b"]\nbandwidth_gbps = [[1, 2], [3, 4.5]]\ntokens_per_s = [10, 20]\n'
+
+_VALUES = st.one_of(
+    st.sampled_from(("1", "-1", "1e400", "nan", "true", '""', '"1 GiB"', '"auto"', "[]", "{}", "0x10", "2026-01-01")),
+    st.text(max_size=30),
+    st.integers(),
+    st.floats(),
+)
+
+
+@lru_cache(maxsize=1)
+def examples() -> list[bytes]:
+    """The settings files that we ship."""
+    shipped = sorted([*(ROOT / "examples").glob("*.toml"), *(ROOT / "sim").rglob("*.toml")])
+    return [path.read_bytes() for path in shipped]
+
+
+def settings() -> Target:
+    """A file with one table for each role: names of real settings with any value, or changed examples."""
+    names = sorted({(section, name) for section, kind in ROLES.items() for name in kind.model_fields})
+
+    def line(setting: tuple[tuple[str, str], object]) -> str:
+        return f"[{setting[0][0]}]\n{setting[0][1]} = {setting[1]}\n"
+
+    one = st.tuples(st.sampled_from(names), _VALUES).map(line).map(lambda text: text.encode("utf-8", "replace"))
+
+    def feed(data: bytes) -> str:
+        path = fresh("settings") / "run.toml"
+        path.write_bytes(data)
+        for section, kind in ROLES.items():
+            load(kind, section, file=path, environment={}, overrides=_given(section))
+        return "taken"
+
+    return Target("settings", st.one_of(one, one, mutated(examples)), feed, (ConfigError,))
+
+
+def _given(section: str) -> dict[str, object]:
+    if section == "master":
+        return {"run_id": "run", "directory": scratch() / "m", "insecure": True}
+    if section == "slave":
+        return {"run_id": "run", "slave_id": "s0", "directory": scratch() / "s", "insecure": True}
+    return {"cluster_id": "a", "insecure": True}
+
+
+def files() -> Target:
+    """The whole files that commands take, each by its own reader."""
+    readers: tuple[Callable[[Path], object], ...] = (read_run_file, from_toml, load_scenario)
+
+    def feed(data: bytes) -> str:
+        path = fresh("files") / "file.toml"
+        path.write_bytes(data[1:])
+        reader = readers[data[0] % len(readers)] if data else readers[0]
+        reader(path)
+        return f"taken by {reader.__name__}"
+
+    seeds = st.one_of(mutated(examples), mutated(lambda: [_SITES]), mutated(lambda: [b"x = " + b"[" * 9_000]))
+    inputs = st.tuples(st.integers(0, len(readers) - 1), seeds).map(lambda pair: bytes([pair[0]]) + pair[1])
+    return Target("settings files", inputs, feed, (ConfigError,))
+
+
+def values() -> Target:
+    """Numbers with units, addresses and failpoints, as words of a command line."""
+    readers: tuple[Callable[[str], object], ...] = (
+        *(units.parse_bytes, units.parse_seconds, units.parse_count, units.parse_bits_per_s, parse_address, parse),
+    )
+    near = ("64 MB", "1 h 30 min", "2e9", "1.5M", "10 Gbit/s", "127.0.0.1:80", "[::1]:80")
+    points = ("master.journal.before_commit=6*off->crash", "slave.link.before_send=10%drop; a=sleep(0.5)")
+
+    def feed(data: bytes) -> str:
+        text = data[1:].decode("utf-8", "replace")
+        reader = readers[data[0] % len(readers)] if data else readers[0]
+        reader(text)
+        return f"taken by {reader.__name__}"
+
+    words = st.one_of(
+        st.text(max_size=40).map(str.encode),
+        mutated(lambda: [word.encode() for word in near + points]),
+        st.sampled_from([word.encode("utf-8", "surrogatepass") for word in TEXTS]),
+        st.from_regex(r"-?[0-9]{0,400}(\.[0-9]{0,40})?(e[0-9]{1,6})? ?[a-zA-Z/%]{0,8}", fullmatch=True).map(str.encode),
+    )
+    inputs = st.tuples(st.integers(0, len(readers) - 1), words).map(lambda pair: bytes([pair[0]]) + pair[1])
+    return Target("values", inputs, feed, (ConfigError,))
+
+
+def toml() -> Target:
+    """Files that are nested deeper than Python's own stack."""
+
+    def feed(data: bytes) -> str:
+        path = fresh("toml") / "run.toml"
+        path.write_bytes(data)
+        read_run_file(path)
+        return "taken"
+
+    nests = [b"a = " + b"[" * 9_000, b"a = " + b"{b=" * 9_000, b"[" + b"a." * 3_000 + b"b]"]
+    return Target("nested settings", mutated(lambda: nests), feed, (ConfigError,))
+
+
+@lru_cache(maxsize=1)
+def identity_files() -> dict[str, bytes]:
+    ensure_keys(fresh("keys"), ["a"], ["s0"])
+    folder = scratch() / "keys" / "a"
+    found = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+    return found | {
+        "revoked.json": b'{"revoked": [{"serial": "1f", "name": "b", "role": "cluster", "reason": "lost"}]}'
+    }
+
+
+def identity() -> Target:
+    """The first byte says which file of an identity's directory has the rest as its content."""
+
+    def feed(data: bytes) -> str:
+        names = sorted(identity_files())
+        which = names[data[0] % len(names)] if data else names[0]
+        folder = fresh("identity")
+        for name, content in (identity_files() | {which: data[1:]}).items():
+            (folder / name).write_bytes(content)
+            (folder / name).chmod(0o600)
+        load_identity(folder)
+        return f"taken with another {which}"
+
+    def inputs() -> st.SearchStrategy[bytes]:
+        whole = [content for _, content in sorted(identity_files().items())]
+        parts = [json_inputs(lambda c=c: c) if c[:1] == b"{" else mutated(lambda c=c: [c]) for c in whole]
+        return st.one_of(*(part.map(lambda data, n=n: bytes([n]) + data) for n, part in enumerate(parts)))
+
+    return Target("identity", st.deferred(inputs), feed, (ConfigError,))
+
+
+TARGETS: tuple[Callable[[], Target], ...] = (settings, files, values, toml, identity)

@@ -1,0 +1,331 @@
+"""What stands on disks and may have been changed there: snapshots, journals, tapes, checkpoints."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import xxhash
+from hypothesis import strategies as st
+from support.master_bench import Bench
+
+from dips.core.errors import ConfigError, FatalError, RetryLater
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
+from dips.core.messages import DataRange, SnapshotInfo, Verdict, VerdictKind
+from dips.core.telemetry import Tape, read_tape
+from dips.master.archive import FOLDER, JournalRecord, write_segment
+from dips.master.journal import FILE_NAME, Entry, Journal, read_records
+from dips.master.state.ledger import UNREADABLE, commit_from_record, ledger_from_journal, ledger_of
+from dips.slave import manifest as manifests
+from dips.slave.manifest import Manifest
+from dips.slave.snapshot_file import SnapshotError, build_header
+from dips.slave.snapshots import SnapshotStore
+from dips.worker.checkpoint_file import CheckpointError, RawTensor
+from dips.worker.checkpoint_store import CheckpointStore
+from dips.worker.state.push_record import PushRecord
+from dips.worker.state.saved import SavedSession, SavedStateError, push_from_json
+from dips.worker.state.work import Work
+from dips.worker.state_tree import StateTreeError, flatten, unflatten
+from fuzz.mutate import NESTED, as_json, mutated, nearly
+from fuzz.target import Broken, Target
+
+SCRATCH = "DIPS_FUZZ_SCRATCH"
+"""Names the folder to use, for processes that end without cleaning up (libFuzzer's)."""
+
+N = 64
+INFO = SnapshotInfo(
+    Version(1, 3), RoundId(1, 4), b"l" * 32, b"p" * 32, b"d" * 16, committed=True, commit_hash=b"c" * 32
+)
+
+
+@lru_cache(maxsize=1)
+def scratch() -> Path:
+    """A folder for files of this process, in memory where there is such a place; gone when the process ends."""
+    memory = Path("/dev/shm")
+    given = os.environ.get(SCRATCH)
+    folder = Path(mkdtemp(prefix="dips-fuzz-", dir=given or (memory if memory.is_dir() else None)))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def fresh(name: str) -> Path:
+    folder = scratch() / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def snapshot_bytes() -> bytes:
+    theta, momentum = (np.arange(N, dtype=np.float32).tobytes() for _ in range(2))
+    sums = (xxhash.xxh3_128_hexdigest(theta), xxhash.xxh3_128_hexdigest(momentum))
+    header, _ = build_header(INFO, N, sums, "run", "s0")
+    return header + theta + momentum
+
+
+def manifest_bytes() -> bytes:
+    theta = np.arange(N, dtype=np.float32).tobytes()
+    sums = (xxhash.xxh3_128_hexdigest(theta),) * 2
+    _, head = build_header(INFO, N, sums, "run", "s0")
+    return manifests.encode(
+        Manifest(INFO, "run", "s0", "ring-0.safetensors", head.stamp, INFO.version, INFO.round, '{"a":1}')
+    )
+
+
+def with_checksum(outer: Any) -> bytes:
+    """A record with the checksum that its changed body asks for."""
+    if isinstance(outer, dict) and "body" in outer:
+        try:
+            text = json.dumps(outer["body"], sort_keys=True, separators=(",", ":"))
+        except TypeError:  # keys that do not compare
+            return as_json(outer)
+        outer = outer | {"xxh3_128": xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))}
+    return as_json(outer)
+
+
+def resealed(data: bytes) -> bytes:
+    try:
+        return with_checksum(json.loads(data))
+    except (ValueError, RecursionError):
+        return data
+
+
+def json_inputs(seed: Callable[[], bytes]) -> st.SearchStrategy[bytes]:
+    """Changed bytes, changed values with a right checksum, and nests."""
+    return st.one_of(
+        mutated(lambda: [seed()]),
+        st.deferred(lambda: nearly(json.loads(seed()))).map(with_checksum),
+        st.sampled_from(NESTED),
+    )
+
+
+def manifest() -> Target:
+    def feed(data: bytes) -> str:
+        manifests.decode(data, "the manifest")
+        return "taken"
+
+    return Target("manifest", json_inputs(manifest_bytes), feed, (SnapshotError,), finish=resealed)
+
+
+def slave_directory() -> Target:
+    """The first byte says which file of a slave's directory has the rest as its content."""
+    names = ("ring-0.safetensors", "manifest-0.json", "promise.json", "identity.json")
+
+    def right(folder: Path) -> dict[str, bytes]:
+        return {
+            names[0]: snapshot_bytes(),
+            names[1]: manifest_bytes(),
+            names[2]: b'{"promised_epoch": 3}',
+            names[3]: b'{"run_id": "run", "slave_id": "s0"}',
+        }
+
+    def feed(data: bytes) -> str:
+        folder = fresh("slave")
+        which = names[data[0] % len(names)] if data else names[0]
+        for name, content in (right(folder) | {which: data[1:]}).items():
+            (folder / name).write_bytes(content)
+        store = SnapshotStore(folder, "run", "s0", 3)
+        try:
+            problems = store.scan()
+            return f"{len(store.ring.infos())} snapshots, {len(problems)} sentences"
+        finally:
+            store.close()
+
+    parts = [
+        mutated(lambda: [snapshot_bytes()]),
+        json_inputs(manifest_bytes),
+        json_inputs(lambda: b'{"promised_epoch": 3}'),
+        json_inputs(lambda: b'{"run_id": "run", "slave_id": "s0"}'),
+    ]
+    inputs = st.one_of(*(part.map(lambda data, n=n: bytes([n]) + data) for n, part in enumerate(parts)))
+    return Target("slave directory", inputs, feed, (ConfigError,))
+
+
+@lru_cache(maxsize=1)
+def committed() -> tuple[str, bytes]:
+    """A ledger after a few rounds, and the record of its last COMMIT."""
+    bench = Bench().running("a", "b", "c")
+    for name in ("a", "b", "c"):
+        bench.push(name, 100)
+    ledger = bench.state.world.ledger
+    assert ledger.commit is not None
+    return ledger.to_json(), ledger.commit.record
+
+
+def commit_record() -> Target:
+    """What a slave's manifest brings to a master that lost its journal."""
+
+    def feed(data: bytes) -> str:
+        ledger_of(commit_from_record(data))
+        return "taken"
+
+    return Target("commit record", json_inputs(lambda: committed()[1]), feed, UNREADABLE)
+
+
+def ledger() -> Target:
+    """The master's own, as its journal holds it."""
+
+    def feed(data: bytes) -> str:
+        ledger_from_journal(data.decode("utf-8", "replace"))
+        return "taken"
+
+    return Target("ledger", json_inputs(lambda: committed()[0].encode()), feed, (FatalError,))
+
+
+def _journal(ledger: str) -> bytes:
+    folder = fresh("seed-journal")
+    journal = Journal.open(folder, "test")
+    epoch = journal.begin_epoch()
+    journal.append_all(epoch, [Entry(n, "JOIN", '{"kind":"JOIN"}', ledger) for n in range(1, 30)])
+    journal.close()
+    with closing(sqlite3.connect(folder / FILE_NAME)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return (folder / FILE_NAME).read_bytes()
+
+
+@lru_cache(maxsize=1)
+def journal_bytes() -> bytes:
+    return _journal(committed()[0])
+
+
+def journal() -> Target:
+    """The file as a whole: opened, begun anew, its newest ledger and its records read."""
+
+    def feed(data: bytes) -> str:
+        folder = fresh("journal")
+        (folder / FILE_NAME).write_bytes(data)
+        opened = Journal.open(folder, "test")
+        try:
+            opened.begin_epoch()
+            opened.latest_snapshot()
+            list(opened.records())
+        finally:
+            opened.close()
+        list(read_records(folder))
+        return "taken"
+
+    return Target("journal", mutated(lambda: [journal_bytes()]), feed, (ConfigError, FatalError, RetryLater))
+
+
+def archive() -> Target:
+    @lru_cache(maxsize=1)
+    def seed() -> bytes:
+        folder = fresh("seed-archive")
+        segment = write_segment(folder, [JournalRecord(1, n, "JOIN", '{"kind":"JOIN"}', n) for n in range(1, 6)])
+        return segment.path.read_bytes()
+
+    def feed(data: bytes) -> str:
+        folder = fresh("archive")
+        (folder / FOLDER).mkdir()
+        (folder / FILE_NAME).write_bytes(journal_bytes())
+        with closing(sqlite3.connect(folder / FILE_NAME)) as connection:
+            connection.execute("DELETE FROM records WHERE number <= 5")
+            connection.commit()
+        (folder / FOLDER / "0000000001-0000000005.jsonl").write_bytes(data)
+        list(read_records(folder))
+        return "taken"
+
+    return Target("archive", st.one_of(mutated(lambda: [seed()]), st.sampled_from(NESTED)), feed, (FatalError,))
+
+
+def tape() -> Target:
+    @lru_cache(maxsize=1)
+    def seed() -> bytes:
+        path = fresh("seed-tape") / "tape"
+        with Tape(path, "slave", "s0") as written:
+            for n in range(4):
+                written.write("staged", "cause", push=PushId(ClusterId("a"), Incarnation(1, 1), n), digest=b"d" * 16)
+        return path.read_bytes()
+
+    def feed(data: bytes) -> str:
+        path = fresh("tape") / "tape"
+        path.write_bytes(data)
+        return f"{min(9, sum(1 for _ in read_tape(path)))} events"
+
+    inputs = st.one_of(mutated(lambda: [seed()]), st.sampled_from([nest + b"\n" for nest in NESTED]))
+    return Target("tape", inputs, feed, (ConfigError,))
+
+
+@lru_cache(maxsize=1)
+def session_json() -> bytes:
+    push = PushId(ClusterId("a"), Incarnation(1, 1), 4)
+    work = Work((DataRange(1, 0, 3, 0, 100),), 100, 4, 1.5, 4)
+    session = SavedSession(
+        run_id="run", cluster_id="a", layout_hash=b"l" * 32, data_digest=b"d", incarnation=Incarnation(1, 1), seq=5,
+        base=Version(1, 2), base_fence=3, local_steps=16, tokens=900, steps_since_snapshot=2, steps_towards_push=2,
+        leases_asked=7, held=(DataRange(1, 0, 5, 0, 10),), pending=Work((), 0, 0, 0.0, 0),
+        push=PushRecord(push, Version(1, 1), 2, work, Version(1, 1)),
+        last_verdict=Verdict(push, VerdictKind.APPLIED, Version(1, 2), "", False, RoundId(1, 3)),
+    )  # fmt: skip
+    return as_json(session.to_json())
+
+
+def saved_session() -> Target:
+    def feed(data: bytes) -> str:
+        SavedSession.from_json(json.loads(data))
+        return "taken"
+
+    refusals = (SavedStateError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
+    return Target("saved session", json_inputs(session_json), feed, refusals)
+
+
+def checkpoint() -> Target:
+    """The first byte says which file of a cluster's checkpoint directory has the rest as its content."""
+
+    @lru_cache(maxsize=1)
+    def files() -> dict[str, bytes]:
+        folder = fresh("seed-checkpoint")
+        with CheckpointStore(folder, 2) as store:
+            data = np.arange(N, dtype=np.float32).view(np.uint8)
+            store.write({"session": json.loads(session_json())}, {"theta": RawTensor("F32", (N,), data)})
+            store.record_push(push_from_json(json.loads(session_json())["push"]))
+        return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.stat().st_size}
+
+    def feed(data: bytes) -> str:
+        folder = fresh("checkpoint")
+        names = sorted(files())
+        which = names[data[0] % len(names)] if data else names[0]
+        for name, content in (files() | {which: data[1:]}).items():
+            (folder / name).write_bytes(content)
+        with CheckpointStore(folder, 2) as store:
+            found, sentences = store.newest()
+            push, why = store.newest_push()
+        if (found is None) != bool(sentences) or (push is None) != bool(why):
+            raise Broken("a file that cannot be used has no sentence")
+        return f"checkpoint {'taken' if found else 'skipped'}, push {'taken' if push else 'skipped'}"
+
+    def inputs() -> st.SearchStrategy[bytes]:
+        whole = [content for _, content in sorted(files().items())]
+        parts = [json_inputs(lambda c=c: c) if c[:1] == b"{" else mutated(lambda c=c: [c]) for c in whole]
+        return st.one_of(*(part.map(lambda data, n=n: bytes([n]) + data) for n, part in enumerate(parts)))
+
+    return Target("checkpoint", st.deferred(inputs), feed, (ConfigError, CheckpointError))
+
+
+def state_tree() -> Target:
+    """The skeleton of an inner optimizer's state."""
+    state = {"state": {0: {"step": 3, "exp_avg": 1.5}}, "groups": [(1, 2.5, None)], "name": "adam"}
+
+    def seed() -> bytes:
+        return as_json(flatten(state, lambda value: None)[0])
+
+    def feed(data: bytes) -> str:
+        unflatten(json.loads(data), lambda kind, name: name)
+        return "taken"
+
+    refusals = (StateTreeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
+    return Target("state tree", json_inputs(seed), feed, refusals)
+
+
+TARGETS: tuple[Callable[[], Target], ...] = (
+    *(manifest, slave_directory, commit_record, ledger, journal, archive, tape, saved_session, checkpoint, state_tree),
+)

@@ -1,0 +1,92 @@
+"""A slave that dies in the middle of a transfer is heard of from its connection, and not by waiting for its answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import zmq
+from support.whole_run import wait_until
+
+from dips.core.clock import SystemClock
+from dips.core.ids import Version
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress
+from dips.worker.links import Links
+from dips.worker.transfer import TURNED_AWAY_S, TransferSettings
+from dips.worker.transfer_zmq import Common, carry_pull
+
+SILENCE_S = 20.0
+"""Two of these would pass before an answer that does not come is given up."""
+
+LAYOUT = Layout((Parameter("w", (1000,), "float32", "w"),))
+FAST_S = TURNED_AWAY_S + 4.0
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+class Mute:
+    """A slave that takes what is asked and answers nothing, until it is gone."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self.placement = PlacementSpec((SlaveAddress("s0", f"tcp://127.0.0.1:{port}"),), (0,), b"p")
+
+    def hears(self) -> bool:
+        return bool(self._router.poll(10_000))
+
+    def die(self) -> None:
+        self._router.close(linger=0)
+        self._context.term()
+
+
+def test_a_link_says_that_its_slave_is_gone(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    slave = Mute()
+    links = Links(context, slave.placement, 4096)
+    links.open(["s0"])
+    links.send("s0", b"x")
+    assert slave.hears()
+    assert not list(links.turned_away())
+    slave.die()
+    told: list[tuple[str, str]] = []
+
+    def gone() -> bool:
+        list(links.receive(0.05))
+        told.extend(links.turned_away())
+        return bool(told)
+
+    wait_until(gone, "the link says nothing", FAST_S)
+    links.close()
+    assert told[0][0] == "s0"
+    assert "has ended" in told[0][1]
+
+
+def test_a_transfer_from_a_slave_that_died_is_given_up_long_before_its_silence(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    slave = Mute()
+    grant = PullGrant(
+        Version(1, 1), 0, 1, slave.placement, (0,), (("s0", b"d"),), 0, 0, None, 4096, 1, "run"
+    )  # fmt: skip
+    settings = TransferSettings(4096, 4, SILENCE_S, 10 * SILENCE_S)
+    common = Common("run", 1, "cause", LAYOUT, settings)
+
+    killer = threading.Thread(target=lambda: (slave.hears(), slave.die()))
+    killer.start()
+    began_s = time.monotonic()
+    flat = np.zeros(LAYOUT.n_elems, np.float32)
+    transfer = carry_pull(context, common, flat, grant, SystemClock(), threading.Event())
+    killer.join()
+    assert not transfer.done
+    assert "has ended" in transfer.failure
+    assert time.monotonic() - began_s < FAST_S < SILENCE_S

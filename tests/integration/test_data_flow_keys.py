@@ -1,0 +1,270 @@
+"""The data flow with keys: what is seen on the way, who gets in, who may push what, and what a refused peer is told."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import zmq
+from support.byte_tap import ByteTap
+from support.fault_proxy import Harm, NetFault, Proxies, Way
+from support.keyed_port import (
+    CHUNK_BYTES,
+    LAYOUT,
+    RUN,
+    SETTINGS,
+    THETA,
+    V0,
+    WAIT_S,
+    Cluster,
+    KeyedPort,
+    fresh_context,
+    push_id,
+    pushed,
+)
+
+from dips.core import handshakes_zmq
+from dips.core.curve import CurvePair, as_client
+from dips.core.data_header import DataHeader, DataOp
+from dips.core.errors import ConfigError
+from dips.slave import data_server
+from dips.slave.data_server import DataServer
+
+GET = DataHeader(RUN, 1, DataOp.GET_CHUNK, 1, version=V0, block=0, offset_bytes=0, length_bytes=CHUNK_BYTES).encode()
+
+
+@pytest.fixture
+def port() -> Iterator[KeyedPort]:
+    with KeyedPort(CurvePair.new()) as port:
+        yield port
+
+
+@pytest.fixture
+def settled_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nobody waits for the full time that a handshake may take."""
+    monkeypatch.setattr(handshakes_zmq, "SETTLED_S", 0.3)
+    monkeypatch.setattr(data_server, "LOOK_AGAIN_MS", 100)
+
+
+def cluster(port: KeyedPort, name: str) -> Cluster:
+    return Cluster(name, CurvePair.new(), port)
+
+
+def needles(cluster: str) -> list[bytes]:
+    """What must not be seen: words of the header, and bits of the parameters that are pushed and pulled."""
+    words = [RUN.encode(), b"cluster-" + cluster.encode()]
+    places = range(0, LAYOUT.n_elems - 4, LAYOUT.n_elems // 64)
+    return words + [flat[i : i + 4].tobytes() for flat in (THETA, pushed(f"cluster-{cluster}")) for i in places]
+
+
+def exchange(port: KeyedPort, who: Cluster) -> ByteTap:
+    """A push and a pull through a tap, which is given back."""
+    with ByteTap("127.0.0.1", port.port) as tap:
+        who.endpoint = f"tcp://{tap.address}"
+        port.open(who.name)
+        push = who.push()
+        assert push.done, push.failure
+        pull, flat = who.pull()
+        assert pull.done, pull.failure
+        assert flat.tobytes() == THETA.tobytes()
+    assert push_id(who.name) in port.staged
+    return tap
+
+
+def test_no_parameter_and_no_header_passes_in_the_clear(port: KeyedPort) -> None:
+    who = cluster(port, "cluster-a")
+    port.allow(who)
+    tap = exchange(port, who)
+    assert sum(map(len, tap.seen())) > 2 * LAYOUT.n_bytes
+    assert tap.found(needles("a")) == []
+
+
+def test_without_keys_the_same_tap_sees_everything() -> None:
+    """The positive control: what the test above looks for is there to be found."""
+    with KeyedPort(None) as port:
+        tap = exchange(port, Cluster("cluster-a", None, port))
+    assert tap.found(needles("a")) == needles("a")
+
+
+def test_a_key_that_is_not_on_the_list_is_turned_away_with_a_sentence(port: KeyedPort) -> None:
+    friend, stranger = cluster(port, "a"), cluster(port, "b")
+    port.allow(friend)
+    port.open("b")
+    began_s = time.monotonic()
+    transfer = stranger.push()
+    assert time.monotonic() - began_s < 3
+    assert not transfer.done
+    assert "does not let this process's data key in" in transfer.failure
+    assert push_id("b") not in port.staged
+    _wait_for(lambda: port.server.beat().refused_connections > 0)
+    beat = port.server.beat()
+    assert stranger.public.hex()[:8] in beat.refused_connection
+    assert "not on the master's list" in beat.refused_connection
+
+
+def test_a_list_that_comes_late_is_waited_for(port: KeyedPort) -> None:
+    """Join may be answered before the slave has heard of the new key."""
+    who = cluster(port, "a")
+    port.open("a")
+    threading.Timer(0.2, port.allow, (who,)).start()
+    transfer = who.push()
+    assert transfer.done, transfer.failure
+
+
+def test_a_cluster_sends_its_own_pushes_only(port: KeyedPort) -> None:
+    a, b = cluster(port, "a"), cluster(port, "b")
+    port.allow(a, b)
+    port.open("a")
+    transfer = b.push(of="a")
+    assert not transfer.done
+    assert "is not cluster b's" in transfer.failure
+    assert port.server.last_refusal.endswith("a cluster sends its own pushes only")
+    assert a.push().done
+    assert port.staged.keys() == {push_id("a")}
+
+
+def test_a_reader_pulls_and_pushes_nothing(port: KeyedPort) -> None:
+    reader = cluster(port, "a")
+    port.allow(readers=(reader,))
+    port.open("a")
+    pull, flat = reader.pull()
+    assert pull.done, pull.failure
+    assert np.array_equal(flat, THETA)
+    push = reader.push()
+    assert "is not reader a's" in push.failure
+
+
+def test_an_open_connection_ends_when_its_key_leaves_the_list(port: KeyedPort) -> None:
+    """And nobody else's."""
+    a, b = cluster(port, "a"), cluster(port, "b")
+    port.allow(a, b)
+    with fresh_context() as context:
+        of_a, of_b = (_dealer(context, port, who) for who in (a, b))
+        for dealer in (of_a, of_b):
+            assert _asked(dealer) is DataOp.CHUNK
+        of_a.send(GET)  # its answer must come: nobody else's connection is touched
+        port.allow(a)
+        of_b.send(GET)
+        _wait_for(lambda: "left the master's list" in port.server.beat().refused_connection)
+        for _ in range(3):
+            of_b.send(GET)
+        assert DataHeader.decode(of_a.recv_multipart()[0]).op is DataOp.CHUNK
+        assert _asked(of_a) is DataOp.CHUNK
+        heard = []
+        while of_b.poll(300):
+            heard.append(DataHeader.decode(of_b.recv_multipart()[0]).op)
+        assert heard in ([], [DataOp.REFUSED]), "the one message that was on its way, if it was answered at all"
+
+
+def test_a_slave_that_has_another_key_than_the_master_named_gets_nothing(port: KeyedPort) -> None:
+    """Another process on its port, or the slave itself in its next life."""
+    who = cluster(port, "a")
+    who.server_key = CurvePair.new().public
+    port.allow(who)
+    port.open("a")
+    transfer = who.push()
+    assert "fails: another process listens there" in transfer.failure
+    assert port.staged == {}
+
+
+def test_a_peer_without_keys_is_counted_and_gets_nothing(port: KeyedPort, settled_soon: None) -> None:
+    port.open("a")
+    with fresh_context() as context:
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(port.server.endpoint)
+        dealer.send(b"not a header")
+        _wait_for(lambda: "has not this port's key" in port.server.beat().refused_connection)
+        assert not dealer.poll(0)
+
+
+@pytest.mark.parametrize("way", [Way.UP, Way.DOWN])
+def test_a_bit_that_is_flipped_on_the_way_costs_a_connection_and_nothing_else(port: KeyedPort, way: Way) -> None:
+    who = cluster(port, "a")
+    port.allow(who)
+    port.open("a")
+    with Proxies() as proxies:
+        relay = proxies.add("data", ("127.0.0.1", port.port))
+        who.endpoint = f"tcp://{relay.address}"
+        proxies.harm("data", NetFault(Harm.FLIP, frozenset({way}), least_bytes=20_000, times=2))
+        began_s = time.monotonic()
+        pull, flat = who.pull() if way is Way.DOWN else (who.push(), THETA)
+        assert pull.done, pull.failure
+        assert time.monotonic() - began_s < SETTINGS.silence_s, "it was noticed, not waited for"
+        assert len(relay.bites) == 2
+    assert flat.tobytes() == THETA.tobytes()
+
+
+def test_what_was_recorded_and_is_said_again_is_not_understood(port: KeyedPort, settled_soon: None) -> None:
+    """Each connection has keys of its own: a replay fails at the handshake, and lands nothing."""
+    who = cluster(port, "a")
+    port.allow(who)
+    port.open("a")
+    with Proxies() as proxies:
+        relay = proxies.add("data", ("127.0.0.1", port.port))
+        who.endpoint = f"tcp://{relay.address}"
+        assert who.push().done
+        _wait_for(lambda: port.server.beat().staging_bytes == LAYOUT.n_bytes)
+        before = port.server.beat()
+        proxies.harm("data", NetFault(Harm.REPLAY))
+        assert relay.bites
+        _wait_for(lambda: port.server.beat().refused_connections > before.refused_connections)
+        after = port.server.beat()
+    assert (after.staging_bytes, after.refused_chunks) == (before.staging_bytes, before.refused_chunks)
+
+
+def test_who_does_not_shake_hands_is_counted_once_among_those_who_do(port: KeyedPort, settled_soon: None) -> None:
+    who = cluster(port, "a")
+    port.allow(who)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(3):
+            stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port.port)))
+            stranger.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 4)
+            assert who.pull()[0].done
+        _wait_for(lambda: port.server.beat().refused_connections == 3)
+    for _ in range(3):
+        assert who.pull()[0].done
+    time.sleep(2 * handshakes_zmq.SETTLED_S)
+    assert port.server.beat().refused_connections == 3
+
+
+def test_neither_side_falls_back_to_the_clear(port: KeyedPort) -> None:
+    bare = Cluster("a", None, port)
+    with pytest.raises(ConfigError, match="this process has no keys"):
+        bare.push()
+    with KeyedPort(None) as open_port, pytest.raises(ConfigError, match="nothing goes to it in the clear"):
+        cluster(open_port, "a").push()
+
+
+def test_without_keys_only_loopback_is_bound() -> None:
+    with pytest.raises(ConfigError, match="not a loopback address"):
+        DataServer("0.0.0.0", 0, RUN, 1 << 16, lambda event: None, lambda error: None)
+    server = DataServer("0.0.0.0", 0, RUN, 1 << 16, lambda e: None, lambda e: None, curve=CurvePair.new())
+    server.stop()
+
+
+def _dealer(context: zmq.Context[zmq.Socket[bytes]], port: KeyedPort, who: Cluster) -> zmq.Socket[bytes]:
+    assert who.curve is not None
+    assert port.curve is not None
+    dealer = context.socket(zmq.DEALER)
+    as_client(dealer, who.curve, port.curve.public)
+    dealer.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+    dealer.connect(port.server.endpoint)
+    return dealer
+
+
+def _asked(dealer: zmq.Socket[bytes]) -> DataOp:
+    """What comes back for a chunk."""
+    dealer.send(GET)
+    return DataHeader.decode(dealer.recv_multipart()[0]).op
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)

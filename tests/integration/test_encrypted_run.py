@@ -1,0 +1,163 @@
+"""A run with keys on both planes: what is seen on the way, and what becomes of keys that are revoked or foreign."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import zmq
+from support.byte_tap import ByteTap
+from support.whole_run import LAYOUT, NumpyCluster, WholeRun, wait_until
+
+from dips.core.curve import CurvePair, as_client
+from dips.core.errors import DipsError
+from dips.core.handshakes_zmq import Failure, Handshakes
+from dips.core.messages import BeginPullReply, BeginPullRequest, Caller, PullGrant, SlaveAddress
+from dips.launch.authority import Authority, ensure_keys
+from dips.worker.client import MasterStubs, channel_to
+from dips.worker.reader import FetchedModel, fetch_version
+
+A, B = "cluster-alpha", "cluster-beta"
+WITHIN_S = 5.0
+"""What takes a second on a machine that has nothing else to do."""
+
+
+class TappedRun(WholeRun):
+    """A tap before the master and before each slave's data port; everybody goes through them."""
+
+    def start_master(self) -> None:
+        super().start_master()
+        host, _, port = self.address.rpartition(":")
+        self.control = ByteTap(host, int(port))
+        self.data: list[ByteTap] = []
+        self.address = self.control.address
+
+    def start_slave(self, name: str, **more: object) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        tap = ByteTap("127.0.0.1", port)
+        self.data.append(tap)
+        super().start_slave(name, data_port=port, advertise=tap.address, **more)
+
+    @contextmanager
+    def tapped(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for tap in (self.control, *self.data):
+                tap.__exit__(None, None, None)
+
+
+def wait_for_versions(run: WholeRun, n: int) -> None:
+    run.wait_for_version(run.version() + n)
+
+
+def stop(cluster: NumpyCluster) -> None:
+    cluster.driver.request_stop()
+    cluster.join()
+
+
+def fetched(run: WholeRun) -> FetchedModel:
+    return fetch_version(run.address, None, "reader-gamma", run.security("operator"))
+
+
+def windows(flat: np.ndarray) -> list[bytes]:
+    """Pieces of 16 bytes, as they would stand in a chunk."""
+    return [flat[i : i + 4].tobytes() for i in range(0, flat.size - 4, 16)]
+
+
+def control_words() -> list[bytes]:
+    return [b"/dips.v1.Clusters/Join", b"/dips.v1.Slaves/Attach", A.encode(), b"reader-gamma", b"layers.5.w"]
+
+
+def found_in(taps: Iterable[ByteTap], needles: list[bytes]) -> list[bytes]:
+    seen = [needle for tap in taps for needle in tap.found(needles)]
+    return [needle for needle in needles if needle in seen]
+
+
+def answer_to(pair: CurvePair, address: SlaveAddress) -> Failure | None:
+    """How a data port turns a process with this key away; None: not soon, so that it was let in."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        dealer = context.socket(zmq.DEALER)
+        as_client(dealer, pair, address.curve_key)
+        handshakes = Handshakes(context, dealer)
+        dealer.connect(address.data_endpoint)
+        handshakes.socket.poll(500)
+        failed = next(handshakes.failures(), None)
+        handshakes.close()
+        return failed.failure if failed is not None else None
+    finally:
+        context.destroy(linger=0)
+
+
+def addresses(run: WholeRun) -> tuple[SlaveAddress, ...]:
+    """Where the slaves are, and their keys, as the master tells a reader."""
+    request = BeginPullRequest(Caller("", 0, "check"), True, curve_key=CurvePair.new().public)
+    with channel_to(run.address, run.security("operator")) as channel:
+        reply = MasterStubs(channel).call(request, 10.0)
+    assert isinstance(reply, BeginPullReply)
+    assert isinstance(reply.answer, PullGrant)
+    return reply.answer.placement.slaves
+
+
+def test_a_run_with_keys_hides_everything_and_turns_away_foreign_and_revoked_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    ensure_keys(keys, [A, B], ["s0"])
+    with TappedRun(tmp_path, n_slaves=1, keys=keys) as run, run.tapped():
+        good, bad = run.cluster(A, 1, step_s=0.01), run.cluster(B, 2, step_s=0.01)
+        run.wait_for_version(2)
+        a_foreign_key_is_turned_away(run)
+        the_revoked_one_is_refused_on_both_planes(run, bad, Authority(keys))
+        wait_for_versions(run, 2)
+        stop(good)
+        vectors = [fetched(run).flat, *good.model.pushed, *good.model.installed, *bad.model.pushed]
+        needles = [*control_words(), *(piece for flat in vectors for piece in windows(flat))]
+        taps = [run.control, *run.data]
+        assert all(sum(map(len, tap.seen())) > 4 * LAYOUT.n_bytes for tap in taps), "all of it went through them"
+        assert found_in(taps, needles) == []
+
+
+def a_foreign_key_is_turned_away(run: WholeRun) -> None:
+    """Its owner would first have to learn the slave's key, which the master tells to nobody who has not joined."""
+    (slave,), stranger = addresses(run), CurvePair.new()
+    began_s = time.monotonic()
+    wait_until(lambda: answer_to(stranger, slave) is Failure.KEY, "it was let in")
+    words = f"data key {stranger.public.hex()[:8]}, which is not on the master's list"
+    wait_until(lambda: words in run.log("master"), "the master's log has nothing")
+    print(f"a foreign key stood in the master's log after {time.monotonic() - began_s:.2f} s")
+    assert time.monotonic() - began_s < WITHIN_S
+    assert words in run.log("s0")
+
+
+def the_revoked_one_is_refused_on_both_planes(run: WholeRun, bad: NumpyCluster, authority: Authority) -> None:
+    (slave,), pair = addresses(run), bad.driver._transfers._curve
+    assert pair is not None
+    began_s = time.monotonic()
+    with authority.locked():
+        authority.revoke(B, "its machine was stolen")
+    wait_until(lambda: not bad._thread.is_alive(), "it trains on")
+    print(f"a revoked cluster had ended after {time.monotonic() - began_s:.2f} s, of which it may leave for some time")
+    assert isinstance(bad.error, DipsError)
+    assert "revoked (its machine was stolen)" in str(bad.error)
+    wait_until(lambda: answer_to(pair, slave) is Failure.KEY, "its data key is let in")
+    print(f"its data key was turned away after {time.monotonic() - began_s:.2f} s")
+    assert time.monotonic() - began_s < WITHIN_S
+    wait_until(lambda: f"data key {pair.public.hex()[:8]}" in run.log("master"), "the master's log has nothing")
+    assert "its machine was stolen" in run.log("master")
+
+
+def test_the_same_taps_see_everything_of_a_run_without_keys(tmp_path: Path) -> None:
+    """The positive control: what the test above looks for is there to be found."""
+    with TappedRun(tmp_path, n_slaves=1) as run, run.tapped():
+        cluster = run.cluster(A, 1, step_s=0.01)
+        run.wait_for_version(2)
+        stop(cluster)
+        pieces = windows(fetched(run).flat)
+        assert found_in([run.control], control_words()) == control_words()
+        assert len(found_in(run.data, pieces)) > 0.8 * len(pieces), "but for those that two blocks share"
+        assert found_in(run.data, [A.encode()]) == [A.encode()]

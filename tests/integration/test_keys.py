@@ -1,0 +1,222 @@
+"""A run with keys: who is let in, what others are told and the master's log says, and keys that change under it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+from support.dips_command import dips
+from support.whole_run import LAYOUT, NumpyModel, WholeRun, wait_until
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.keys import MASTER_DNS_NAME, load_identity
+from dips.core.messages import DataMode, DataPlan
+from dips.core.security import INSECURE, Identity, Role
+from dips.core.tls_probe import why_not_let_in
+from dips.launch import cli
+from dips.launch.authority import Authority, ensure_keys
+from dips.launch.operator_client import OperatorClient
+from dips.protos import operator_pb2, operator_pb2_grpc
+from dips.worker.config import ClientConfig
+from dips.worker.driver import Driver
+
+WITHIN_S = 5.0
+"""What takes a second on a machine that has nothing else to do."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeRun]:
+    """A master, a slave and cluster a, which trains; keys of b too. `foreign` beside `keys`: another authority's."""
+    folder = tmp_path_factory.mktemp("keys")
+    ensure_keys(folder / "keys", ["a", "b"], ["s0"], ["operator", "ops"])
+    ensure_keys(folder / "foreign", ["a"], ["s0"])
+    with WholeRun(folder / "run", n_slaves=1, keys=folder / "keys") as whole:
+        # The last test leaves it without a slave; and a call has to outlast the master's wait in FinishPush (5 s).
+        whole.client = {"leave_wait_s": 8.0, "call_deadline_s": 8.0}
+        cluster = whole.cluster("a", seed=1, step_s=0.02)
+        whole.wait_for_version(1)
+        yield whole
+        cluster.driver.request_stop("enough")
+        cluster.join()
+
+
+def keys_of(run: WholeRun, name: str) -> Path:
+    assert run.keys is not None
+    return run.keys / name
+
+
+def foreign(run: WholeRun, name: str, into: Path) -> Path:
+    """A certificate of another authority in a directory that trusts ours too: our master alone can find it wrong."""
+    theirs = keys_of(run, ".").parent / "foreign" / name
+    shutil.copytree(theirs, into)
+    (into / "ca.crt").write_bytes((theirs / "ca.crt").read_bytes() + (keys_of(run, name) / "ca.crt").read_bytes())
+    return into
+
+
+def log_of_master(run: WholeRun) -> str:
+    return (run.directory / "master.log").read_text()
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    """Exit code and the one line on standard error of a command."""
+    begin_s = time.monotonic()
+    code = cli.run([str(word) for word in words])
+    assert time.monotonic() - begin_s < WITHIN_S
+    error = capsys.readouterr().err.strip()
+    assert "Traceback" not in error
+    return code, error.splitlines()[-1] if error else ""
+
+
+def test_a_run_with_keys_trains_and_says_so(run: WholeRun) -> None:
+    assert "for those with keys only, as master master" in log_of_master(run)
+    assert [cluster.cluster_id for cluster in run.status().clusters] == ["a"]
+
+
+def test_keys_of_another_run_are_told_so(run: WholeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = keys_of(run, ".").parent / "foreign" / "operator"
+    code, error = said(capsys, "status", "--master", run.address, "--keys", theirs)
+    assert code == 3
+    assert "shows a certificate that the authorities in" in error
+    assert "these keys belong to another run" in error
+
+
+def test_a_foreign_certificate_is_refused_on_its_screen_and_in_the_masters_log(
+    run: WholeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = foreign(run, "a", tmp_path / "a")
+    before = log_of_master(run).count("unable to get local issuer certificate")
+    code, error = said(capsys, "status", "--master", run.address, "--keys", where)
+    assert code == 3
+    assert "does not accept the certificate of cluster a" in error
+    assert "its authority is not in the master's ca.crt" in error
+    wait_until(
+        lambda: log_of_master(run).count("unable to get local issuer certificate") > before,
+        "the failed handshake in the master's log",
+        WITHIN_S,
+    )
+
+
+def test_a_foreign_slave_and_a_foreign_cluster_end_with_the_reason(run: WholeRun, tmp_path: Path) -> None:
+    own = ("--run-id", "test", "--slave-id", "s0", "--directory", tmp_path / "s0", "--master", run.address)
+    told = dips("slave", *own, "--keys", foreign(run, "s0", tmp_path / "keys"))
+    assert told.returncode == 3
+    assert "dips slave s0: the master at" in told.stderr
+    assert "does not accept the certificate of slave s0" in told.stderr.splitlines()[-1]
+    config = ClientConfig(cluster_id="a", master=run.address, keys=foreign(run, "a", tmp_path / "a"))
+    with pytest.raises(Refused, match="does not accept the certificate of cluster a"), driver(config) as cluster:
+        assert cluster.done
+
+
+def driver(config: ClientConfig) -> Driver:
+    return Driver(config, NumpyModel(seed=2), LAYOUT, DataPlan(DataMode.OWN))
+
+
+def test_a_lapsed_certificate_is_told_before_anybody_is_dialled_and_refused_if_it_dials(
+    run: WholeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Authority(keys_of(run, "."), datetime.now(UTC) - timedelta(days=399)).locked() as authority:
+        old = authority.add(Role.OPERATOR, "old")
+    code, error = said(capsys, "stop", "--master", run.address, "--keys", old)
+    assert code == 2
+    assert f"{old / 'tls.crt'} expired on" in error
+    identity = Identity(
+        Role.OPERATOR, "old", old, *((old / name).read_bytes() for name in ("ca.crt", "tls.crt", "tls.key"))
+    )
+    with pytest.raises(grpc.RpcError) as caught:
+        status_with(run, identity)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    wait_until(lambda: "certificate has expired" in log_of_master(run), "the reason in the master's log", WITHIN_S)
+
+
+def status_with(run: WholeRun, identity: Identity) -> object:
+    """A call by somebody who checks nothing of his own."""
+    credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
+    options = [("grpc.ssl_target_name_override", MASTER_DNS_NAME)]
+    with grpc.secure_channel(run.address, credentials, options=options) as channel:
+        stub = operator_pb2_grpc.OperatorStub(channel)
+        return stub.Status(operator_pb2.StatusRequest(), timeout=WITHIN_S)
+
+
+@pytest.mark.parametrize(("wish", "name"), [("stop", "a"), ("pause", "s0")])
+def test_only_an_operator_steers(run: WholeRun, wish: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = said(capsys, wish, "--master", run.address, "--keys", keys_of(run, name))
+    assert code == 3
+    assert f"may not call Operator.{wish.capitalize()}: use keys of role operator" in error
+    sentence = error.removeprefix("dips: ")
+    wait_until(lambda: sentence in log_of_master(run), "the same sentence in the master's log", WITHIN_S)
+    assert not run.status().stopping
+
+
+def test_a_process_is_who_its_certificate_says(run: WholeRun) -> None:
+    config = ClientConfig(cluster_id="b", master=run.address, keys=keys_of(run, "a"))
+    refusal = pytest.raises(Refused, match="says it comes from 'b', but the certificate is that of cluster a")
+    with refusal, driver(config) as cluster:
+        assert cluster.done
+    wait_until(lambda: "use the keys of 'b'" in log_of_master(run), "the reason in the master's log", WITHIN_S)
+
+
+def test_keys_are_wanted_where_there_are_keys(run: WholeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = said(capsys, "status", "--master", run.address, "--insecure")
+    assert code == 3
+    assert "wants keys: give --keys DIR instead of --insecure" in error
+    code, error = said(capsys, "status", "--master", run.address)
+    assert (code, "this command has no keys: give --keys DIR" in error) == (2, True)
+
+
+def test_a_master_without_keys_is_not_taken_for_one_with(tmp_path: Path) -> None:
+    ensure_keys(tmp_path / "keys")
+    with WholeRun(tmp_path / "run", n_slaves=1) as insecure:
+        wait_until(lambda: "INSECURE, as was said" in log_of_master(insecure), "the master's first words")
+        why = why_not_let_in(insecure.address, load_identity(tmp_path / "keys" / "operator"))
+        assert why.startswith(f"the master at {insecure.address} uses no keys: it was started with --insecure")
+        assert why_not_let_in(insecure.address, INSECURE) == ""
+
+
+def test_a_revoked_operator_is_refused_with_the_reason(run: WholeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "status", "--master", run.address, "--keys", keys_of(run, "ops"))[0] == 0
+    Authority(keys_of(run, ".")).revoke("ops", "left the team")
+
+    def out() -> bool:
+        code, error = said(capsys, "status", "--master", run.address, "--keys", keys_of(run, "ops"))
+        return code == 3 and "was revoked (left the team): ask the operator for new keys" in error
+
+    wait_until(out, "the refusal", WITHIN_S)
+    assert "was revoked (left the team)" in log_of_master(run)
+
+
+def test_keys_and_authority_are_replaced_while_the_run_goes_on(run: WholeRun) -> None:
+    """Nobody is started anew, evicted or turned away, and at the end nothing that the old authority signed counts."""
+    authority = Authority(keys_of(run, "."))
+    old = load_identity(keys_of(run, "operator"))
+    before = run.status()
+    for step in (authority.new_authority, lambda: renew_all(authority), authority.retire_old):
+        step()
+        run.wait_for_version(run.version() + 2)
+    after = run.status()
+    assert [(c.cluster_id, c.incarnation) for c in after.clusters] == [
+        (c.cluster_id, c.incarnation) for c in before.clusters
+    ]
+    assert after.epoch == before.epoch
+    with pytest.raises(grpc.RpcError):
+        status_with(run, old)
+    with OperatorClient(run.address, security=load_identity(keys_of(run, "operator"))) as operator:
+        assert operator.status().run_id == "test"
+
+
+def renew_all(authority: Authority) -> None:
+    for name in authority.names():
+        authority.renew(name, new_key=True)
+
+
+def test_a_revoked_slave_ends_with_the_reason(run: WholeRun) -> None:
+    """The last test of this run: without its slave it publishes no more."""
+    Authority(keys_of(run, ".")).revoke("s0", "the host is gone")
+    sentence = "was revoked (the host is gone): ask the operator for new keys"
+    wait_until(lambda: sentence in run.log("s0").splitlines()[-1], "the slave's last words", WITHIN_S)
+    assert run.processes["s0"].wait(60) == Refused(RefusalCode.IDENTITY, "").exit_code
+    assert "slave s0: its certificate was revoked (the host is gone)" in log_of_master(run)

@@ -1,0 +1,123 @@
+"""Slaves are added and removed while real processes train: nothing is lost, and every bit is where it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.whole_run import LEASED, NumpyCluster, WholeRun, wait_until
+
+from dips.core.errors import Refused, RetryLater
+from dips.core.security import INSECURE
+from dips.launch.authority import ensure_keys
+from dips.launch.operator_client import OperatorClient
+from dips.sim.verify import verify_run
+from dips.worker.reader import fetch_version
+
+
+def reshard(run: WholeRun, add: tuple[str, ...] = (), remove: tuple[str, ...] = ()) -> str:
+    with OperatorClient(run.address, security=run.security("operator")) as client:
+        return client.reshard(add, remove, "test")
+
+
+def recorded(directory: Path, keys: Path | None = None) -> WholeRun:
+    """A run of two slaves that keep what they merge, so that it can be computed again."""
+    run = WholeRun(directory, plan=LEASED, keys=keys)
+    run.slave = {"record_pushes": True}
+    return run
+
+
+def placed(run: WholeRun) -> list[str]:
+    """Slaves that hold blocks and are ready; none while the master does not answer."""
+    try:
+        return [slave.slave_id for slave in run.status().slaves if slave.phase == "READY"]
+    except RetryLater:
+        return []
+
+
+def check_run(directory: Path, run: WholeRun, clusters: list[NumpyCluster], n_reshards: int) -> None:
+    """Tokens add up, every version is what its pushes make it, bit for bit, and clusters stand on the last one."""
+    run.wait_for_version(run.version() + 2)
+    with OperatorClient(run.address, security=run.security("operator")) as client:
+        client.stop("enough")
+    for cluster in clusters:
+        cluster.join()
+    status = run.status()
+    assert status.tokens == sum(c.tokens_applied for c in status.clusters)
+    fetched = fetch_version(run.address, None, "check", run.security("operator"))
+    assert np.array_equal(fetched.flat, clusters[0].model.theta)
+    report = verify_run(directory, replay=True)
+    assert report.verdict == "ok", report.violations
+    assert report.replayed is not None
+    assert report.replayed.versions == status.rounds_committed + n_reshards
+    assert not report.replayed.skipped
+
+
+def test_slaves_are_added_and_removed_while_clusters_train(tmp_path: Path) -> None:
+    """With keys: slaves read from one another over connections that are encrypted and judged like any other."""
+    keys = tmp_path / "keys"
+    ensure_keys(keys, ["a", "b"], ["s0", "s1", "s2"])
+    with recorded(tmp_path, keys) as run:
+        clusters = [run.cluster("a", 1, step_s=0.004), run.cluster("b", 2, step_s=0.006)]
+        run.wait_for_version(2)
+        assert "start slave s2 now" in reshard(run, add=("s2",))
+        wait_until(lambda: "slave s2 has yet to attach" in run.status().reshard, "nobody waits for s2")
+        version = run.version()
+        run.wait_for_version(version + 2)  # rounds go on meanwhile
+        run.start_slave("s2")
+        wait_until(lambda: placed(run) == ["s0", "s1", "s2"], "s2 got no blocks")
+        run.wait_for_version(run.version() + 2)
+        reshard(run, remove=("s0",))
+        wait_until(lambda: placed(run) == ["s1", "s2"], "s0 was not removed")
+        assert run.processes["s0"].wait(10) == 0
+        assert not run.status().reshard
+        check_run(tmp_path, run, clusters, 2)
+
+
+@pytest.mark.parametrize(
+    "victim", [pytest.param("master"), *(pytest.param(s, marks=pytest.mark.faults) for s in ("s1", "s2"))]
+)
+def test_whoever_is_killed_while_blocks_move_the_reshard_is_done_in_the_end(tmp_path: Path, victim: str) -> None:
+    with recorded(tmp_path) as run:
+        clusters = [run.cluster("a", 1, step_s=0.004), run.cluster("b", 2, step_s=0.006)]
+        run.wait_for_version(2)
+        reshard(run, add=("s2",), remove=("s0",))
+        run.start_slave("s2")
+        wait_until(lambda: _tape_says(tmp_path / "s2", "prepared"), "nothing moved")
+        run.kill(victim)
+        if victim == "master":
+            run.start_master()
+        else:
+            run.start_slave(victim)
+        wait_until(lambda: placed(run) == ["s1", "s2"], "the RESHARD was not done")
+        check_run(tmp_path, run, clusters, 1)
+
+
+def test_operator_who_asks_for_what_cannot_be_is_told_why(tmp_path: Path) -> None:
+    with WholeRun(tmp_path, n_slaves=1) as run:
+        cluster = run.cluster("a", 1, step_s=0.002)
+        run.wait_for_version(1)
+        for add, remove, why in (
+            ((), ("s0",), "a run needs a slave"),
+            ((), ("s7",), "no slave 's7' holds blocks"),
+            (("s0",), (), "slave s0 holds blocks already"),
+            (("S 2",), (), "slave id"),
+        ):
+            with pytest.raises(Refused, match=why):
+                reshard(run, add, remove)
+        with OperatorClient(run.address, security=INSECURE) as client:
+            reshard(run, add=("s1",))
+            with pytest.raises(Refused, match="is under way"):
+                client.reshard(["s2"], [], "test")
+            assert "is taken back" in client.take_back_reshard()
+            assert "nothing to take back" in client.take_back_reshard()
+            client.stop("enough")
+        cluster.join()
+
+
+def _tape_says(slave: Path, kind: str) -> bool:
+    tape = slave / "tape.jsonl"
+    lines = tape.read_text().splitlines() if tape.exists() else []
+    return any(json.loads(line)["kind"] == kind for line in lines if line.endswith("}"))

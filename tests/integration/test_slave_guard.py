@@ -1,0 +1,108 @@
+"""A data port under peers that would fill its memory or its table of files: they are cut and counted, others served."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support import hostile
+from support.guarded_port import GuardedPort
+from support.slave_peers import LAYOUT, DataClient, push_id
+
+from dips.core.chunks import digest_of_array
+
+A = push_id("a")
+BLOCKS = list(LAYOUT.blocks)
+VALUES = np.random.default_rng(5).standard_normal(LAYOUT.n_elems).astype(np.float32)
+
+ROOM_BYTES = 32 << 20
+OVERSHOOT_BYTES = 200 << 20
+"""What comes in between two looks, on a machine that is busy with other things."""
+
+WAIT_S = 60.0
+
+
+class Peak:
+    """The most memory that a process had while this lasted."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._ended = threading.Event()
+        self.n_bytes = hostile.own_memory_bytes(pid)
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.005):
+            self.n_bytes = max(self.n_bytes, hostile.own_memory_bytes(self._pid))
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def told(port: GuardedPort, count: str, at_least: int, why: str = "") -> None:
+    """Wait until the port has counted so many, with this in the last sentence."""
+    end_s = time.monotonic() + WAIT_S
+    while (now := port.count())[count] < at_least or why not in now["why"]:
+        assert time.monotonic() < end_s, now
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[GuardedPort]:
+    with GuardedPort(ROOM_BYTES) as port:
+        yield port
+
+
+async def pushes_all(port: GuardedPort) -> None:
+    client = DataClient(port.endpoint, BLOCKS)
+    try:
+        assert await client.put_all(A, VALUES) == digest_of_array(VALUES, BLOCKS, 1024)
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("frame_bytes", [0, 1000, 60_000])
+async def test_a_message_without_an_end_costs_its_sender_the_connection(port: GuardedPort, frame_bytes: int) -> None:
+    before = port.count()["connections"]
+    with Peak(port.pid) as peak:
+        sent = hostile.endless_message(port.endpoint, frame_bytes, most_bytes=2 << 30)
+    assert sent < 2 << 30, "it was never cut"
+    assert peak.n_bytes <= port.limit_bytes + OVERSHOOT_BYTES
+    told(port, "connections", before + 1, "cut 1 connections that delivered nothing")
+
+
+async def test_a_message_of_very_many_frames_ends_all_connections_and_is_counted(port: GuardedPort) -> None:
+    before = port.count()["connections"]
+    with hostile.dealer(port.endpoint) as peer:
+        peer.sendall(hostile.frame(b"", hostile.MORE) * 70_000 + hostile.frame(b""))
+        assert hostile.hung_up(peer)
+    told(port, "connections", before + 1, "more than")
+    await pushes_all(port)
+
+
+async def test_a_message_of_many_frames_is_one_refusal(port: GuardedPort) -> None:
+    before = port.count()["chunks"]
+    with hostile.dealer(port.endpoint) as peer:
+        peer.sendall(hostile.frame(b"x", hostile.MORE) * 5000 + hostile.frame(b""))
+        assert peer.recv(1)[0] & 0b100 == 0, "an answer, not a command"
+    told(port, "chunks", before + 1)
+
+
+async def test_connections_beyond_the_table_of_files_are_cut_and_honest_peers_come_back() -> None:
+    with GuardedPort(256 << 20, n_files=200) as port:
+        strangers = hostile.garbage_connections(port.endpoint, (b"\xff" for _ in range(400)))
+        try:
+            told(port, "connections", 1, "files that this slave may open")
+            await pushes_all(port)
+            assert hostile.n_files(port.pid) < 200
+        finally:
+            for stranger in strangers:
+                stranger.close()

@@ -1,0 +1,40 @@
+"""A slave tells the master at once whom its data port turned away, however long its heartbeat is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import zmq
+from support.fake_master import FakeMaster
+from support.keyed_port import fresh_context
+from support.slave_peers import WAIT_S, slave_config, slave_here
+
+from dips.core.curve import CurvePair, as_client
+from dips.core.messages import Settings
+from dips.core.telemetry import read_tape
+
+HEARTBEAT_S = 30.0
+
+
+async def test_a_refused_connection_is_told_without_waiting_for_the_next_beat(tmp_path: Path) -> None:
+    tape = tmp_path / "tape"
+    async with FakeMaster() as master:
+        master.settings = Settings(heartbeat_s=HEARTBEAT_S)
+        async with slave_here(slave_config(tmp_path / "s0", master.address, tape=tape)):
+            link = await master.accept()
+            hello = await link.hello()
+            await link.welcome()
+            with fresh_context() as context:
+                stranger = context.socket(zmq.DEALER)
+                as_client(stranger, CurvePair.new(), CurvePair.new().public)
+                stranger.connect(hello.data_endpoint)
+                began_s = time.monotonic()
+                async with asyncio.timeout(WAIT_S):
+                    beat = await link.beat(1)
+            assert time.monotonic() - began_s < HEARTBEAT_S / 2
+            assert beat.refused_connections >= 1
+            assert "same security" in beat.refused_connection
+    (line, *_) = [line for line in read_tape(tape) if line["kind"] == "refused_connection"]
+    assert line["last_reason"] == beat.refused_connection

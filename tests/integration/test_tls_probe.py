@@ -1,0 +1,82 @@
+"""Which connections that end say something of keys, and which only that the master or a link to it died."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dips.core.keys import load_identity
+from dips.core.security import Identity
+from dips.core.tls_probe import TRIES, why_not_let_in
+from dips.launch.authority import ensure_keys
+
+Behave = Callable[[int, socket.socket], None]
+"""What a server does with its n-th connection, before it closes it."""
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("keys") / "of-a-run"
+    ensure_keys(directory, ["a"], [])
+    return directory
+
+
+@contextlib.contextmanager
+def server(behave: Behave) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                for n in itertools.count():
+                    end, _ = listener.accept()
+                    with end, contextlib.suppress(OSError):
+                        behave(n, end)
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def hangs_up(keys: Path, times: int) -> Behave:
+    """A master's TLS that closes so many connections after the handshake, and speaks on all later ones."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(keys / "master" / "tls.crt", keys / "master" / "tls.key")
+
+    def behave(n: int, end: socket.socket) -> None:
+        with context.wrap_socket(end, server_side=True) as secure:
+            if n >= times:
+                secure.sendall(b"settings")
+
+    return behave
+
+
+@pytest.fixture
+def cluster(keys: Path) -> Identity:
+    return load_identity(keys / "a")
+
+
+def test_a_connection_that_ends_before_the_handshake_says_nothing_of_keys(cluster: Identity) -> None:
+    """A relay or a balancer whose master is away closes what it accepted: the cluster must try again, not end."""
+    with server(lambda n, end: None) as address:
+        assert why_not_let_in(address, cluster) == ""
+
+
+def test_a_master_that_dies_right_after_a_handshake_says_nothing_of_keys(keys: Path, cluster: Identity) -> None:
+    with server(hangs_up(keys, TRIES - 1)) as address:
+        assert why_not_let_in(address, cluster) == ""
+
+
+def test_a_master_that_hangs_up_after_every_handshake_does_not_accept_the_certificate(
+    keys: Path, cluster: Identity
+) -> None:
+    with server(hangs_up(keys, 1000)) as address:
+        assert "does not accept the certificate of cluster a" in why_not_let_in(address, cluster)

@@ -1,0 +1,67 @@
+"""What comes over a socket or from a file is data: nothing in the package turns bytes into code or commands."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.repository import PACKAGES, ROOT
+
+MODULES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "shelve", "jsonpickle", "joblib", "yaml"})
+CALLS = frozenset({"eval", "exec", "compile", "__import__"})
+METHODS = frozenset(
+    {"os.system", "os.popen", "torch.load", "torch.save", "numpy.load", "np.load", "subprocess.getoutput"}
+    | {"marshal.load", "marshal.loads"}  # to write with it, for a fingerprint, is harmless
+)
+
+
+def harms(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, what) of everything that could run what somebody else wrote."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            names = []
+        yield from ((node.lineno, name) for name in names if name.partition(".")[0] in MODULES)
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in CALLS | METHODS:
+                yield node.lineno, called
+            shell = [word for word in node.keywords if word.arg in ("shell", "allow_pickle")]
+            yield from ((node.lineno, ast.unparse(word)) for word in shell if ast.unparse(word.value) != "False")
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_no_module_runs_what_it_reads(package: str) -> None:
+    files = [file for file in (ROOT / package).rglob("*.py") if "__pycache__" not in file.parts]
+    assert files
+    found = [f"{file.relative_to(ROOT)}:{line}: {what}" for file in files for line, what in harms(tree_of(file))]
+    assert found == []
+
+
+def tree_of(file: Path) -> ast.AST:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "eval(text)",
+        "exec(text)",
+        "os.system(word)",
+        "subprocess.run(word, shell=True)",
+        "np.load(file, allow_pickle=True)",
+        "torch.load(file)",
+        "marshal.loads(data)",
+        "yaml.load(text)\nimport yaml",
+    ],
+)
+def test_each_of_them_would_be_found(line: str) -> None:
+    assert list(harms(ast.parse(line)))
+    assert not list(harms(ast.parse("json.loads(text); subprocess.run([word]); re.compile(text)")))

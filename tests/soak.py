@@ -1,0 +1,122 @@
+"""python tests/soak.py --minutes M: the same training twice, in calm and under a storm of kills, and a judgement.
+
+Real processes on this machine with keys and encryption: a master, two slaves and four clusters of unequal speed that
+train a small byte model, and an evaluator. The storm kills (SIGKILL) at random moments, with the spread of the paper's
+Table 1. Exit code 1 when anything is not as promised: the held-out loss more than 0.05 above the calm run's at equal
+tokens, tokens that do not add up, a process that did not come back, a promise that `dips verify` finds broken, or a
+planned kill that never came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from support.storm import Storm, compared, planned, play, table, worse_than_calm
+
+from dips.core.clock import SystemClock
+from dips.core.errors import DipsError
+from dips.launch.calibration import measure_tokens_per_s
+from dips.launch.demo_plan import (
+    RUN_ID,
+    DemoWish,
+    cluster_names,
+    make_plan,
+    speed_gaps,
+    tokens_to_train,
+    train_settings,
+)
+from dips.launch.local_run import LocalRun
+from dips.launch.options import command_line
+from dips.launch.run_directory import DEMO, Mark, claim
+from dips.launch.tapes import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
+from dips.master.state.tables import RoundPhase
+from dips.sim.verify import verify_or_say
+
+CALIBRATION_S = 3.0
+CALM_SHARE = 0.35
+"""Of the minutes; the storm takes longer over as many tokens, and starts and judgement take the rest."""
+
+SECONDS_A_KILL = 10.0
+STALL_S = 180.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="about how long all of it takes (default 10)")
+    parser.add_argument("--seed", type=int, default=0, help="of the storm (default 0)")
+    parser.add_argument("--directory", type=Path, default=None, help="where the runs are kept (else nowhere)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        return soak(arguments.minutes, arguments.seed, arguments.directory or Path(folder))
+
+
+def soak(minutes: float, seed: int, directory: Path) -> int:
+    """Both runs, and what is to be said of them; the exit code."""
+    wish = DemoWish(minutes=CALM_SHARE * minutes, faults=False)
+    train, names = train_settings(wish), cluster_names(wish.clusters)
+    gaps, cores = speed_gaps(wish.clusters), os.cpu_count() or 1
+    say(f"measuring how fast this machine trains ({cores} cores, load {os.getloadavg()[0]:.1f})")
+    speed = measure_tokens_per_s(command_line(train), CALIBRATION_S, min(cores, wish.clusters))
+    tk_max = tokens_to_train(speed, gaps, cores, wish.minutes)
+    servers = ["master", *(f"s{i}" for i in range(wish.slaves))]
+    kills = planned(names, servers, int(60 * CALM_SHARE * minutes / SECONDS_A_KILL), random.Random(seed))
+    say(f"{tk_max} tokens each; {len(kills)} kills are planned, seed {seed}")
+    calm, calm_losses = run(wish, directory / "calm", tk_max, [])
+    storm, storm_losses = run(wish, directory / "storm", tk_max, kills)
+    wrong = [f"calm run: {sentence}" for sentence in calm.wrong] + [f"storm: {sentence}" for sentence in storm.wrong]
+    wrong += worse_than_calm(calm_losses, storm_losses)
+    report(calm, storm, compared(calm_losses, storm_losses))
+    for sentence in wrong:
+        say(f"VIOLATION: {sentence}")
+    say("violations: " + str(len(wrong)))
+    return 1 if wrong else 0
+
+
+def run(wish: DemoWish, directory: Path, tk_max: int, kills: list[object]) -> tuple[Storm, list[HeldoutPoint]]:
+    """One run to its end, verified; what happened, and its held-out losses."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    clock = SystemClock()
+    wish = DemoWish(**{**vars(wish), "run_dir": directory})
+    plan = make_plan(wish, train_settings(wish), tk_max)
+    name = directory.name
+    with claim(directory, Mark(RUN_ID, DEMO, "soak")) as claimed:
+        with LocalRun(plan, claimed, clock, lambda sentence: None, STALL_S) as local:
+            local.start()
+            storm = play(local, kills, lambda sentence: say(f"{name}: {sentence}"))  # type: ignore[arg-type]
+    verified = verify_or_say(directory)["verify"]
+    if verified != "ok":
+        storm.wrong.append(f"dips verify says: {verified}")
+    return storm, heldout_losses(tape_path(directory, HELDOUT_TAPE))
+
+
+def report(calm: Storm, storm: Storm, losses: tuple[int, float, float]) -> None:
+    """Counts and figures, on standard output."""
+    phases = Counter(death.phase for death in storm.deaths)
+    victims = Counter(death.victim for death in storm.deaths)
+    for name, found in (("calm", calm), ("storm", storm)):
+        print(f"{name}: {found.seconds:.0f} s, {found.tokens} tokens, {len(found.deaths)} kills")
+        print("\n".join(f"  {line}" for line in table(found.clusters, found.deaths)))
+    print("kills: " + ", ".join(f"{name} {n}" for name, n in sorted(victims.items())))
+    print("phase of the round in which they fell: " + ", ".join(f"{p.value} {phases[p.value]}" for p in RoundPhase))
+    tokens, calm_loss, storm_loss = losses
+    difference = storm_loss - calm_loss
+    figures = f"calm {calm_loss:.3f}, storm {storm_loss:.3f}, {difference:+.3f}"
+    print(f"held-out loss at {tokens} tokens: {figures}", flush=True)
+
+
+def say(sentence: str) -> None:
+    print(sentence, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except DipsError as error:
+        print(f"soak: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

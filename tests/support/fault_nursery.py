@@ -1,0 +1,276 @@
+"""Real processes that start in a tenth of a second, forked from one that has imported everything, and armed alive.
+
+`Nursery` starts that one (python -m support.fault_nursery) and asks it for children; each has its own memory, files,
+threads and pid, and dies alone. A child hears on a socket of its own what its failpoints are to do from now on, so that
+one life can see many faults. Linux only (abstract socket names).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from support.repository import ROOT
+
+START_S = 120.0
+"""For the imports of the parent on a machine that is busy with other things."""
+
+ARM_S = 20.0
+MAX_WORDS = 1 << 16
+
+
+class Child:
+    """A process of a nursery, like subprocess.Popen. returncode: as there; None while it runs."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = threading.Event()
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Raises subprocess.TimeoutExpired."""
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def ended(self, code: int) -> None:
+        self.returncode = code
+        self._ended.set()
+
+
+class Nursery:
+    """Use as a context manager; its children end with it. Safe for several threads."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_hex(8)
+        self._children: dict[int, Child] = {}
+        self._born: list[int] = []
+        self._news = threading.Condition()
+        self._ordering = threading.Lock()
+        self._ear: socket.socket | None = None
+
+    def __enter__(self) -> Nursery:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
+        environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests"), environment.get("PYTHONPATH", "")))
+        self._parent = subprocess.Popen(
+            [sys.executable, "-m", "support.fault_nursery", self._key],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        assert self._parent.stdout is not None
+        assert self._parent.stdout.readline() == "ready\n", "the nursery did not start: see its error above"
+        self._thread = threading.Thread(target=self._listen, name="nursery", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._parent.stdin is not None
+        for child in list(self._children.values()):
+            child.kill()
+        self._parent.stdin.close()
+        self._parent.wait(30)
+        self._thread.join(30)
+        assert self._parent.stdout is not None
+        self._parent.stdout.close()
+        if self._ear is not None:
+            self._ear.close()
+
+    def start(self, name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
+        """arguments: of `dips`, or ["cluster", ...] for a cluster of support.fault_cluster."""
+        assert self._parent.stdin is not None
+        order = {"name": name, "arguments": list(arguments), "log": str(log), "environment": dict(environment)}
+        with self._ordering, self._news:
+            self._parent.stdin.write(json.dumps(order) + "\n")
+            self._parent.stdin.flush()
+            assert self._news.wait_for(lambda: self._born, START_S), "the nursery does not answer"
+            return self._children[self._born.pop()]
+
+    def arm(self, child: Child, spec: str, log: Path) -> str:
+        """Tell a living child what its failpoints do from now on; "" for nothing. Returns "" or why it could not."""
+        with self._ordering:
+            return self._arm(child, spec, log)
+
+    def _arm(self, child: Child, spec: str, log: Path) -> str:
+        if self._ear is None:
+            self._ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._ear.bind(f"\0dips-{self._key}")
+        self._ear.settimeout(ARM_S)
+        words = json.dumps({"spec": spec, "log": str(log)}).encode()
+        try:
+            self._ear.sendto(words, _ear_of(self._key, child.pid))
+            answer, _ = self._ear.recvfrom(MAX_WORDS)
+        except OSError as error:  # it died, or is not so far yet
+            return f"process {child.pid} does not listen: {error}"
+        return answer.decode()
+
+    def _listen(self) -> None:
+        assert self._parent.stdout is not None
+        for line in self._parent.stdout:
+            word, pid, code, *_ = (*line.split(), "0")
+            with self._news:
+                if word == "born":
+                    self._children[int(pid)] = Child(int(pid))
+                    self._born.append(int(pid))
+                else:
+                    self._children[int(pid)].ended(int(code))
+                self._news.notify_all()
+
+
+def _ear_of(key: str, pid: int) -> str:
+    return f"\0dips-{key}-{pid}"
+
+
+# ---- the parent process, and its children ----
+
+
+def main(key: str) -> None:
+    """Fork a child for each line on stdin, and tell of births and deaths on stdout. Ends with its input."""
+    _import_everything()
+    hear, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(hear, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    _say("ready")
+    chosen = selectors.DefaultSelector()
+    chosen.register(sys.stdin.fileno(), selectors.EVENT_READ)
+    chosen.register(hear, selectors.EVENT_READ)
+    pids: set[int] = set()
+    unread = b""
+    while True:
+        ready = {found.fd for found, _ in chosen.select()}
+        if hear in ready:
+            os.read(hear, 4096)
+            _bury(pids)
+        if sys.stdin.fileno() in ready:
+            words = os.read(sys.stdin.fileno(), MAX_WORDS)
+            if not words:
+                break
+            *lines, unread = (unread + words).split(b"\n")
+            for line in lines:
+                pid = os.fork()
+                if pid == 0:
+                    _live(key, json.loads(line))
+                pids.add(pid)
+                _say(f"born {pid}")
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _bury(pids: set[int]) -> None:
+    for pid in list(pids):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            pids.discard(pid)
+            _say(f"ended {pid} {os.waitstatus_to_exitcode(status)}")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _import_everything() -> None:
+    """What children need, so that they have it at birth: imports only, no thread, no socket, no channel."""
+    import support.fault_cluster
+
+    import dips.launch.cli
+    import dips.master.main
+    import dips.slave.main
+    from dips.core import kernels_numba, kernels_wire
+
+    del support, dips
+    kernels_numba.warm_up()
+    kernels_wire.warm_up()
+
+
+def _live(key: str, order: dict[str, Any]) -> None:
+    """The child. Does not return."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        for number in (1, 2):
+            os.dup2(log, number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.update(order["environment"])
+        threading.Thread(target=_obey, args=(key,), name="failpoints", daemon=True).start()
+        code = _work(order["arguments"])
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _work(arguments: list[str]) -> int:
+    if arguments[0] == "cluster":
+        from support.fault_cluster import main as cluster
+
+        return cluster(*arguments[1:])
+    from dips.launch.cli import main as command
+
+    sys.argv = ["dips", *arguments]
+    command()
+    return 0
+
+
+def _obey(key: str) -> None:
+    """Arm failpoints as told, for as long as the process lives."""
+    from dips.core.errors import DipsError
+    from dips.core.failpoints import clear, set_failpoints
+
+    ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    ear.bind(_ear_of(key, os.getpid()))
+    while True:
+        words, sender = ear.recvfrom(MAX_WORDS)
+        order = json.loads(words)
+        answer = ""
+        try:
+            if order["spec"]:
+                set_failpoints(order["spec"], log_path=order["log"])
+            else:
+                clear()
+        except DipsError as error:
+            answer = str(error)
+        with contextlib.suppress(OSError):
+            ear.sendto(answer.encode(), sender)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

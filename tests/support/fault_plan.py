@@ -1,0 +1,312 @@
+"""Which process is harmed at which failpoint, and how a run is brought to pass through it.
+
+Every name of the registry is here, or in ELSEWHERE with the test that passes through it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from support.fault_run import BRIEFLY_S, CLUSTERS, SLAVES, STOPPED_S, FaultRun, Recovery
+from support.kill_run import PHASE_OF_FAILPOINT
+
+from dips.core.codec_protobuf import to_message
+from dips.core.errors import Refused, RetryLater
+from dips.core.failpoint_names import all_names
+from dips.core.failpoint_spec import role_of
+from dips.core.ids import Incarnation
+from dips.core.messages import WatchRequest
+from dips.launch.operator_client import OperatorClient
+
+HARMS = ("crash", "stop", "error", "sleep")
+SLEEP_S = 0.5
+FIRE_S = 30.0
+"""A fault that did not happen by then never will: that is a failure."""
+
+SETTLE_S = {"master": 0.15, "slave": 0.15, "worker": 1.0}
+"""An error ends a process within this, or not at all. A cluster leaves the run first."""
+
+AGAIN_S = 2.0
+"""Between two tries to bring a run to a failpoint."""
+
+ELSEWHERE: Mapping[str, str] = {
+    "master.archive.before_prune": "tests/unit/master/test_archive.py",
+    "worker.export.before_rename": "tests/unit/worker/trainer/test_trainer_export.py",
+    "worker.export.before_directory_fsync": "tests/unit/worker/trainer/test_trainer_export.py",
+    "worker.status.before_call": "tests/unit/worker/trainer/test_trainer_follower.py",
+    "worker.status.after_call": "tests/unit/worker/trainer/test_trainer_follower.py",
+}
+"""Not reached by clusters without torch, or only with megabytes of journal: the test that runs through it."""
+
+AT_BIRTH: Mapping[str, tuple[str, ...]] = {
+    "master": (
+        "master.journal.before_create",
+        "master.journal.after_create",
+        "master.address.before_rename",
+        "master.address.after_rename",
+        "master.directory.before_fsync",
+    ),
+    "s0": tuple(
+        f"slave.{file}.{step}"
+        for file in ("identity", "promise")
+        for step in ("before_create", "before_fsync", "after_fsync", "before_rename", "after_rename")
+    ),
+    "s1": ("slave.ring.before_allocate", "slave.ring.after_allocate"),
+}
+"""Passed in the first life of a process in an empty directory, in this order; after a crash, in the next life again."""
+
+ENDS_THE_RUN = ("master.rpc.before_Stop", "master.rpc.after_Stop")
+
+ARROWS: tuple[str, ...] = (
+    *("round.IDLE.push_admitted", "round.WINDOW.window_closed", "round.SEALED.checks_passed"),
+    *("round.MEASURE.all_measured", "round.JUDGE.accepted", "round.PREPARE.all_prepared"),
+    *("round.COMMIT.all_flipped", "round.PUBLISH.verdicts_told"),
+    *("push.TICKETED.all_slaves_staged_it", "push.STAGED.finish_push", "push.ADMITTED.window_sealed"),
+    *("push.SEALED.applied", "slave.PROMISED.configure", "slave.CONFIGURING.ready", "slave.READY.lost"),
+    *("slave_link.DETACHED.linked", "slave_link.GREETING.welcome", "slave_link.PROMISING.promise_saved"),
+    *("slave_link.ATTACHED.unlinked", "slave_shard.READY.measure", "slave_shard.MEASURING.done"),
+    *("slave_shard.READY.prepare", "slave_shard.PREPARING.done", "slave_shard.PREPARED.commit"),
+    *("slave_shard.COMMITTING.done", "slave_shard.EMPTY.configure", "slave_shard.LOADING.done"),
+    *("session.TRAINING.push_due", "session.BEGINNING_PUSH.ticket", "session.TRANSFERRING.sent"),
+    *("session.FINISHING_PUSH.admitted", "session.AWAITING.verdict", "session.PULLING.installed"),
+    *("session.JOINING.joined", "session.LEAVING.left"),
+)
+"""Arrows of state machines that every run passes, or is easily brought to; the rest belong to the simulation."""
+
+ARROW_HARMS = ("crash", "stop", "sleep")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planned harm: `process` at `point`."""
+
+    process: str
+    point: str
+    harm: str
+
+    @property
+    def spec(self) -> str:
+        action = f"sleep({SLEEP_S:g})" if self.harm == "sleep" else self.harm
+        return f"{self.point}=1*{action}"
+
+    def __str__(self) -> str:
+        return f"{self.harm} of {self.process} at {self.point}"
+
+
+Trigger = Callable[[FaultRun, Fault], None]
+"""Brings the run to the failpoint. May be refused, and is tried again."""
+
+
+def _watch(client: OperatorClient) -> None:
+    for _ in zip(range(2), client._stub.Watch(to_message(WatchRequest(interval_s=0.1)), timeout=5.0), strict=False):
+        pass
+
+
+def _wish(wish: Callable[[OperatorClient], object]) -> Trigger:
+    def ask(run: FaultRun, _: Fault) -> None:
+        with run.operator() as client:
+            wish(client)
+
+    return ask
+
+
+def _cluster_of(fault: Fault) -> str:
+    return fault.process if fault.process in CLUSTERS else "b"
+
+
+def _evict(run: FaultRun, fault: Fault) -> None:
+    with run.operator() as client:
+        client.evict(_cluster_of(fault), "a test")
+
+
+def _end_cluster(run: FaultRun, fault: Fault) -> None:
+    """It leaves in order, and comes back as a new process."""
+    run.will_end(_cluster_of(fault))
+    run.children[_cluster_of(fault)].terminate()
+
+
+def _drain(run: FaultRun, fault: Fault) -> None:
+    """It leaves after its last push, returns the data of steps that no push will carry, and comes back anew."""
+    name = _cluster_of(fault)
+    run.may_die.add(name)
+    with run.operator() as client:
+        client.drain(name, "a test")
+    run.will_end(name)
+
+
+def _pause_and_resume(run: FaultRun, _: Fault) -> None:
+    with run.operator() as client:
+        client.pause("a test")
+        client.resume("a test")
+
+
+def _ask_for_a_slave(run: FaultRun, _: Fault) -> None:
+    """One that never comes, so that the run stays as it is; and take it back."""
+    with run.operator() as client:
+        client.reshard(["s2"], [], "a test")
+        client.take_back_reshard()
+
+
+def _restart_master(run: FaultRun, _: Fault) -> None:
+    run.will_end("master")
+    run.kill("master")
+
+
+def _restart_slave(run: FaultRun, fault: Fault) -> None:
+    """It is armed from the first moment of its new life, if it is the one to be harmed."""
+    name = fault.process if fault.process in SLAVES else "s0"
+    run.will_end(name)
+    if name == fault.process:
+        run.at_birth(name, fault.spec)
+    run.kill(name)
+
+
+OF_METHOD: Mapping[str, Trigger] = {
+    "Join": _evict,
+    "Leave": _end_cluster,
+    "ReturnData": _drain,
+    "Status": _wish(lambda client: client.status()),
+    "Watch": _wish(_watch),
+    "Pause": _wish(lambda client: client.pause("a test")),
+    "Resume": _pause_and_resume,
+    "Evict": _evict,
+    "Drain": _drain,
+    "Reshard": _ask_for_a_slave,
+}
+OF_POINT: Mapping[str, Trigger] = {
+    "slave.link.before_attach": _restart_master,
+    "slave.PROMISED.configure": _restart_slave,
+    "slave.CONFIGURING.ready": _restart_slave,
+    "slave.READY.lost": _restart_slave,
+    "slave_link.DETACHED.linked": _restart_master,
+    "slave_link.GREETING.welcome": _restart_master,
+    "slave_link.PROMISING.promise_saved": _restart_master,
+    "slave_link.ATTACHED.unlinked": _restart_master,
+    "slave_shard.EMPTY.configure": _restart_slave,
+    "slave_shard.LOADING.done": _restart_slave,
+    "session.JOINING.joined": _evict,
+    "session.LEAVING.left": _end_cluster,
+}
+
+
+def trigger_of(point: str) -> Trigger | None:
+    """None: a run that trains passes there by itself."""
+    return OF_POINT.get(point) or OF_METHOD.get(point.partition("rpc.")[2].partition("_")[2])
+
+
+def planned(points: list[str], harm: str) -> Iterator[Fault]:
+    """One fault for each point; slaves and clusters take turns."""
+    of_role = {"master": ("master",), "slave": SLAVES, "worker": CLUSTERS}
+    turns = {role: itertools.cycle(names) for role, names in of_role.items()}
+    for point in points:
+        yield Fault(next(turns[role_of(point)]), point, harm)
+
+
+def in_a_run() -> list[str]:
+    """Names of the registry that a run passes while it goes on."""
+    others = {*ELSEWHERE, *ENDS_THE_RUN, *itertools.chain(*AT_BIRTH.values())}
+    return [name for name in all_names() if name not in others]
+
+
+def births(harm: str) -> dict[str, list[str]]:
+    """What the first lives of each process are told: one fault a life if it ends them, else all in the first life. (A
+    slave whose ring cannot be made says so, and tries again in the same life.)"""
+    plan = {}
+    for name, points in AT_BIRTH.items():
+        specs = [Fault(name, point, harm).spec for point in points]
+        one_each = harm == "crash" or (harm == "error" and name != "s1")
+        plan[name] = specs if one_each else ["; ".join(specs)]
+    return plan
+
+
+def endured(run: FaultRun, fault: Fault) -> Recovery:
+    """Arm, bring the run there, wait until it is over and the run has healed. Raises AssertionError when it never
+    fires or the run does not heal."""
+    incarnations = run.incarnations()
+    run.stopped_s = (STOPPED_S, BRIEFLY_S)[len(fault.point) % 2]
+    run.may_die.add(fault.process)
+    run.mark(fault.process)
+    run.arm(fault.process, fault.spec)
+    woken = run.woken[fault.process]
+    pid = _bring_there(run, fault)
+    fired_s = run.fired_at_s(fault.process)
+    match fault.harm:
+        case "crash":
+            run.until(lambda: run.children[fault.process].pid != pid, f"{fault}: it did not die")
+        case "stop":
+            run.until(lambda: run.woken[fault.process] > woken, f"{fault}: it did not stop")
+        case _:
+            over_s = fired_s + (SLEEP_S if fault.harm == "sleep" else SETTLE_S[role_of(fault.point)])
+            run.until(lambda: time.time() >= over_s or run.children[fault.process].pid != pid, "time stands still")
+    away: Mapping[str, Incarnation | None] = {}
+    if run.children[fault.process].pid != pid and fault.process in CLUSTERS:
+        away = {fault.process: incarnations.get(fault.process)}
+    recovery = run.recovered(fired_s, away, lambda: _undone(run, fault))
+    recovery.phase = PHASE_OF_FAILPOINT.get(fault.point, recovery.phase)
+    run.healed(fault.process)
+    return recovery
+
+
+def _bring_there(run: FaultRun, fault: Fault) -> int:
+    """Wait until it fired; the process in which it did."""
+    trigger = trigger_of(fault.point)
+    next_s, deadline_s = time.monotonic(), time.monotonic() + FIRE_S
+    life = run.lives[fault.process]
+    while not (pids := _fired(run, fault)):
+        assert time.monotonic() < deadline_s, f"{fault} never fired: {run.where_it_stands()}"
+        if trigger is not None and time.monotonic() >= next_s:
+            _try(lambda: trigger(run, fault))
+            next_s = time.monotonic() + AGAIN_S
+        run.tend()
+        if run.lives[fault.process] > life and not _fired(run, fault):  # it ended on the way: arm its next life, too
+            life = run.lives[fault.process]
+            run.arm(fault.process, fault.spec)
+        time.sleep(0.005)
+    return pids[-1]
+
+
+def _fired(run: FaultRun, fault: Fault) -> list[int]:
+    """The processes in which this fault happened."""
+    lines = [line.split() for line in run.fired(fault.process)]
+    return [int(pid) for point, harm, pid in lines if (point, harm) == (fault.point, fault.harm)]
+
+
+def _try(wish: Callable[[], None]) -> None:
+    try:
+        wish()
+    except (Refused, RetryLater):
+        pass  # the master dies just now, or the cluster is away: asked again
+    except Exception as error:  # a stream of gRPC's that breaks
+        if type(error).__module__.partition(".")[0] != "grpc":
+            raise
+
+
+def _undone(run: FaultRun, fault: Fault) -> bool:
+    """A run that was paused on the way goes on again; a cluster that may have been drained is drained, and returns."""
+    if fault.point.endswith("_Drain"):
+        if _cluster_of(fault) not in run.ending:
+            _try(lambda: _drain(run, fault))
+        return _cluster_of(fault) in run.ending
+    if fault.point.endswith("_Reshard"):
+        return _taken_back(run)
+    if not fault.point.endswith(("_Pause", "_Resume")):
+        return True
+    status = run.status()
+    if status is not None and status.paused:
+        _try(lambda: _wish(lambda client: client.resume("a test"))(run, fault))
+    return status is not None and not status.paused
+
+
+def _taken_back(run: FaultRun) -> bool:
+    """Whether no slave is waited for any more; the master refuses to take back what nobody asked for."""
+    try:
+        with run.operator() as client:
+            client.take_back_reshard()
+    except Refused:
+        return True
+    except RetryLater:
+        return False
+    return True

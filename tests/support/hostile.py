@@ -1,0 +1,95 @@
+"""Peers that mean harm, byte by byte: what ZMTP and HTTP/2 let anybody send, without a library that would forbid it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
+"""ZMTP 3.1 without security, as a client (rfc.zeromq.org/spec/37)."""
+
+MORE, LONG, COMMAND = 1, 2, 4
+"""Flags of a ZMTP frame."""
+
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def frame(body: bytes, flags: int = 0) -> bytes:
+    """One ZMTP frame."""
+    if len(body) > 255:
+        return struct.pack(">BQ", flags | LONG, len(body)) + body
+    return struct.pack(">BB", flags, len(body)) + body
+
+
+def ready(socket_type: bytes = b"DEALER", identity: bytes = b"") -> bytes:
+    """The READY command that ends the handshake without security."""
+    pairs = ((b"Socket-Type", socket_type), (b"Identity", identity))
+    body = b"".join(bytes([len(key)]) + key + struct.pack(">I", len(value)) + value for key, value in pairs)
+    return frame(b"\x05READY" + body, COMMAND)
+
+
+def connect(endpoint: str) -> socket.socket:
+    """A plain connection to "tcp://host:port" or "host:port"."""
+    host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def dealer(endpoint: str, identity: bytes = b"") -> socket.socket:
+    """A connection that has shaken hands as a DEALER."""
+    peer = connect(endpoint)
+    peer.sendall(GREETING + ready(identity=identity))
+    heard = b""
+    # Before it has said READY itself, libzmq takes a message for a breach of the handshake.
+    while len(heard) < len(GREETING) + 2 or len(heard) < len(GREETING) + 2 + heard[len(GREETING) + 1]:
+        piece = peer.recv(4096)
+        if not piece:
+            raise ConnectionError(f"{endpoint} ended the handshake after {len(heard)} bytes")
+        heard += piece
+    return peer
+
+
+def endless_message(endpoint: str, frame_bytes: int, most_bytes: int) -> int:
+    """Send one message of ever more frames; returns the bytes sent when the other side hung up, or `most_bytes`."""
+    one = frame(bytes(frame_bytes), MORE)
+    batch = one * max(1, (1 << 18) // len(one))
+    sent = 0
+    with dealer(endpoint) as peer, contextlib.suppress(ConnectionError):
+        while sent < most_bytes:
+            peer.sendall(batch)
+            sent += len(batch)
+    return sent
+
+
+def hung_up(peer: socket.socket) -> bool:
+    """Wait for the other side's next word; whether it is its end."""
+    try:
+        return peer.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def garbage_connections(endpoint: str, payloads: Iterable[bytes]) -> list[socket.socket]:
+    """One connection for each payload, which is sent and nothing else; the caller closes them."""
+    found = []
+    for payload in payloads:
+        peer = connect(endpoint)
+        peer.setblocking(False)
+        with contextlib.suppress(OSError):
+            peer.send(payload)
+        found.append(peer)
+    return found
+
+
+def own_memory_bytes(pid: int) -> int:
+    """Resident memory of a process without files that are mapped."""
+    _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def n_files(pid: int) -> int:
+    """Files and sockets that a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))

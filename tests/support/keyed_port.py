@@ -1,0 +1,168 @@
+"""A real data port with a version to read and room for pushes, and clusters that reach it by the real carriers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from dips.core import kernels_numba
+from dips.core.chunks import shard_digest
+from dips.core.clock import SystemClock
+from dips.core.curve import CurvePair
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import (
+    AllowedKey,
+    KeyRole,
+    PlacementSpec,
+    PullGrant,
+    SlaveAddress,
+    SnapshotInfo,
+    Ticket,
+)
+from dips.slave.calculation import chunk_checksums
+from dips.slave.data_server import DataServer
+from dips.slave.memory import ShardMemory
+from dips.slave.state.events import PushStaged
+from dips.worker.transfer import PullTransfer, PushTransfer, TransferSettings
+from dips.worker.transfer_zmq import Common, carry_pull, carry_push
+
+RUN = "a-run-of-some-name"
+CHUNK_BYTES = 1 << 16
+LAYOUT = Layout((Parameter("layers.0.attention.weight", (1 << 18,), "float32", "layers.0"),))
+ORDER = tuple(range(len(LAYOUT.blocks)))
+V0 = Version(1, 0)
+WAIT_S = 30.0
+SETTINGS = TransferSettings(CHUNK_BYTES, 8, silence_s=5.0, stall_s=20.0)
+RNG = np.random.default_rng(17)
+THETA = RNG.standard_normal(LAYOUT.n_elems, np.float32)
+F32 = NDArray[np.float32]
+
+
+def push_id(cluster: str) -> PushId:
+    return PushId(ClusterId(cluster), Incarnation(1, 1), 1)
+
+
+def pushed(cluster: str) -> F32:
+    return np.random.default_rng(sum(cluster.encode())).standard_normal(LAYOUT.n_elems, np.float32)
+
+
+@contextlib.contextmanager
+def fresh_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)
+
+
+class KeyedPort:
+    """One slave's data port; curve None: without keys. `with` ends it."""
+
+    def __init__(self, curve: CurvePair | None) -> None:
+        kernels_numba.warm_up()
+        self.curve = curve
+        self.staged: dict[PushId, bytes] = {}
+        self.crashed: list[BaseException] = []
+        self.server = DataServer("127.0.0.1", 0, RUN, CHUNK_BYTES, self._note, self.crashed.append, curve=curve)
+        self._memory = ShardMemory(LAYOUT.blocks, CHUNK_BYTES, 3, 60 * LAYOUT.n_elems)
+        self._memory.take().theta[:] = THETA
+        sums = chunk_checksums(THETA, LAYOUT.blocks, CHUNK_BYTES)
+        self.digest = shard_digest(sums)
+        info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", self.digest, committed=True)
+        self._memory.name_shadow(info, sums)
+        self._memory.flip(info)
+        self._slots = 0
+
+    def start(self) -> None:
+        self.server.start()
+        self.server.set_epoch(1)
+        self.server.set_memory(self._memory.map, self._memory.staging, lambda: None)
+        self.server.set_readable(dict(self._memory.readable()), lambda: None, V0)
+        self.settle()
+
+    def allow(self, *clusters: Cluster, readers: tuple[Cluster, ...] = ()) -> None:
+        """Returns once the list is in force."""
+        keys = [AllowedKey(KeyRole.CLUSTER, c.name, c.public) for c in clusters]
+        self.server.set_allowed([*keys, *(AllowedKey(KeyRole.READER, c.name, c.public) for c in readers)])
+        self.settle()
+
+    def open(self, cluster: str) -> None:
+        self.server.open(push_id(cluster), 1, self._slots, 1)
+        self._slots += 1
+        self.settle()
+
+    def settle(self) -> None:
+        done = threading.Event()
+        self.server._post(done.set)
+        assert done.wait(WAIT_S)
+
+    @property
+    def port(self) -> int:
+        return int(self.server.endpoint.rpartition(":")[2])
+
+    def _note(self, event: PushStaged) -> None:
+        self.staged[event.push] = event.digest
+
+    def __enter__(self) -> KeyedPort:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.server.stop()
+        assert not self.crashed
+
+
+@dataclass
+class Cluster:
+    """A process that pushes and pulls. server_key: as the master would name it; endpoint None: the port's own."""
+
+    name: str
+    curve: CurvePair | None
+    port: KeyedPort
+    endpoint: str | None = None
+    server_key: bytes | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def public(self) -> bytes:
+        assert self.curve is not None
+        return self.curve.public
+
+    def push(self, of: str | None = None) -> PushTransfer:
+        """Its own push, or as if it were the push of another cluster."""
+        name = of or self.name
+        ticket = Ticket(1, self._placement(), ORDER)
+        with fresh_context() as context:
+            transfer, _ = carry_push(
+                context, self._common(), pushed(name), push_id(name), ticket, SystemClock(), self.cancelled
+            )
+        return transfer
+
+    def pull(self) -> tuple[PullTransfer, F32]:
+        flat = np.zeros(LAYOUT.n_elems, np.float32)
+        grant = PullGrant(
+            V0, 1, 1, self._placement(), ORDER, (("s0", self.port.digest),), 0, 1, None, CHUNK_BYTES, 1, RUN
+        )
+        with fresh_context() as context:
+            transfer = carry_pull(context, self._common(), flat, grant, SystemClock(), self.cancelled)
+        return transfer, flat
+
+    def _common(self) -> Common:
+        return Common(RUN, 1, "cause", LAYOUT, SETTINGS, curve=self.curve)
+
+    def _placement(self) -> PlacementSpec:
+        key = self.server_key
+        if key is None:
+            key = b"" if self.port.curve is None else self.port.curve.public
+        address = SlaveAddress("s0", self.endpoint or self.port.server.endpoint, key)
+        return PlacementSpec((address,), (0,) * len(LAYOUT.blocks), b"")

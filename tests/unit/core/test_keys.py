@@ -1,0 +1,162 @@
+"""An identity is read, and whatever is wrong with one is said with its file and its remedy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from dips.core import keys
+from dips.core.errors import ConfigError
+from dips.core.keys import (
+    Used,
+    load_identity,
+    parse_certificate,
+    read_revoked,
+    reloaded,
+    security_from,
+)
+from dips.core.security import INSECURE, Role, SecurityKnobs
+from dips.launch.authority import Authority, ensure_keys
+
+NOW = datetime.now(UTC)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keys of two authorities: `ours` and `theirs`, each with a cluster a and a slave s0."""
+    folder = tmp_path_factory.mktemp("keys")
+    for name in ("ours", "theirs"):
+        ensure_keys(folder / name, ["a"], ["s0"])
+    return folder
+
+
+@pytest.fixture
+def identity(made: Path, tmp_path: Path) -> Path:
+    """A copy of our cluster's directory, to spoil."""
+    return Path(shutil.copytree(made / "ours" / "a", tmp_path / "a"))
+
+
+def refused(directory: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_identity(directory)
+    sentence = str(caught.value)
+    assert str(directory) in sentence
+    assert "\n" not in sentence
+    return sentence
+
+
+def test_an_identity_says_role_and_name_and_shows_no_key(made: Path) -> None:
+    found = load_identity(made / "ours" / "a")
+    assert (found.role, found.name, str(found)) == (Role.CLUSTER, "a", "cluster a")
+    assert "BEGIN" not in repr(found)
+    assert load_identity(made / "ours" / "master").role is Role.MASTER
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "tls.crt", "tls.key"])
+def test_a_missing_file_is_named(identity: Path, name: str) -> None:
+    (identity / name).unlink()
+    assert f"{name} cannot be read: No such file or directory" in refused(identity)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("ca.crt", "holds no CA certificate"), ("tls.crt", "not a certificate"), ("tls.key", "not a private key")],
+)
+@pytest.mark.parametrize("content", [b"", b"garbage", b"-----BEGIN CERTIFICATE-----\nA\n-----END CERTIFICATE-----\n"])
+def test_a_garbled_file_is_named(identity: Path, name: str, words: str, content: bytes) -> None:
+    (identity / name).write_bytes(content)
+    sentence = refused(identity)
+    assert name in sentence
+    assert words in sentence
+
+
+def test_a_file_that_never_ends_is_not_read(identity: Path) -> None:
+    with (identity / "ca.crt").open("wb") as file:
+        file.truncate(keys.MAX_FILE_BYTES + 1)
+    assert "ca.crt is longer than" in refused(identity)
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o666])
+def test_a_key_that_everybody_can_reach_is_refused(identity: Path, mode: int) -> None:
+    (identity / "tls.key").chmod(mode)
+    assert f"chmod 600 {identity / 'tls.key'}" in refused(identity)
+
+
+def test_a_key_of_another_certificate_is_refused(made: Path, identity: Path) -> None:
+    shutil.copy(made / "ours" / "s0" / "tls.key", identity / "tls.key")
+    assert "does not belong to" in refused(identity)
+
+
+def test_a_certificate_of_another_authority_is_refused(made: Path, identity: Path) -> None:
+    for name in ("tls.crt", "tls.key"):
+        shutil.copy(made / "theirs" / "a" / name, identity / name)
+    assert "was signed by none of the authorities" in refused(identity)
+
+
+def test_an_authoritys_own_certificate_is_no_identity(made: Path, identity: Path) -> None:
+    shutil.copy(made / "ours" / "ca" / "ca.crt", identity / "tls.crt")
+    assert "not a certificate of a process of dips" in refused(identity)
+
+
+@pytest.mark.parametrize(("began_days_ago", "words"), [(398, "expired on"), (-2, "does not hold before")])
+def test_a_certificate_out_of_its_time_is_refused(tmp_path: Path, began_days_ago: int, words: str) -> None:
+    Authority.create(tmp_path / "keys", NOW - timedelta(days=500))
+    with Authority(tmp_path / "keys", NOW - timedelta(days=began_days_ago)).locked() as authority:
+        place = authority.add(Role.CLUSTER, "old")
+    sentence = refused(place)
+    assert words in sentence
+    if began_days_ago > 0:
+        assert "dips keys renew KEYS old" in sentence
+
+
+@pytest.mark.parametrize("insecure", [True, False])
+def test_keys_or_insecure_and_never_both_nor_nothing(made: Path, insecure: bool) -> None:
+    with pytest.raises(ValueError, match=r"--keys \(or DIPS_KEYS\) and --insecure \(or DIPS_INSECURE\)"):
+        SecurityKnobs(keys=made / "ours" / "a", insecure=True)
+    if insecure:
+        assert security_from(None, True, "the test") is INSECURE
+    else:
+        with pytest.raises(ConfigError, match=r"the test has no keys: give --keys DIR .* or say --insecure"):
+            security_from(None, False, "the test")
+
+
+def test_renewed_keys_are_seen_and_bad_ones_change_nothing(made: Path, identity: Path) -> None:
+    first = load_identity(identity)
+    used = Used(first)
+    assert not used.renewed
+    assert reloaded(first) == first
+    (identity / "tls.crt").write_bytes(b"half a certifi")
+    assert used.renewed
+    assert reloaded(first) is first
+    shutil.copytree(made / "ours" / "s0", identity, dirs_exist_ok=True)
+    assert reloaded(first) is first  # keys, but another process's
+    shutil.copytree(made / "ours" / "a", identity, dirs_exist_ok=True)
+    assert reloaded(first) == first
+    assert not Used(INSECURE).renewed
+
+
+def test_the_list_of_revoked_certificates(tmp_path: Path) -> None:
+    file = tmp_path / "revoked.json"
+    file.write_text(json.dumps({"revoked": [{"serial": "ff", "reason": "x" * 1000}, {"serial": "10"}]}))
+    assert read_revoked(file) == {255: "x" * 200, 16: ""}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"revoked": 3}', '{"revoked": ["ff"]}', '{"revoked": [{"serial": "no"}]}', "[" * 100_000, "\x00"],
+)
+def test_a_list_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "revoked.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="is not a list of revoked certificates"):
+        read_revoked(file)
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"\x30\x82\xff\xff", b"-----BEGIN CERTIFICATE-----\n"])
+def test_bytes_that_are_no_certificate_are_refused(data: bytes) -> None:
+    with pytest.raises(ConfigError, match="the caller's is not a certificate"):
+        parse_certificate(data, "the caller's")

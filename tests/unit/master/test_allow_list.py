@@ -1,0 +1,189 @@
+"""Data keys at the master: who is on the list, when slaves hear of it, and which keys are refused."""
+
+from __future__ import annotations
+
+import pytest
+from support.master_bench import Bench, BenchSlave, refused_with
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import (
+    Allow,
+    BeginPullRequest,
+    Caller,
+    EvictRequest,
+    FinishPullRequest,
+    KeyRole,
+    SlaveBeat,
+)
+from dips.master.state.allow_list import AllowList
+from dips.master.state.events import Revoked
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+
+
+def bench() -> Bench:
+    return Bench(encrypted=True)
+
+
+def told(slave: BenchSlave) -> list[str]:
+    """Owners on the list that the slave heard last, as "role name"."""
+    last = [command for command in slave.commands if isinstance(command, Allow)][-1]
+    return [f"{allowed.role.name.lower()} {allowed.owner}" for allowed in last.keys]
+
+
+def pull(master: Bench, name: str, key: bytes = KEY) -> BeginPullRequest:
+    return BeginPullRequest(Caller("", 0, name), True, curve_key=key)
+
+
+def test_every_slave_hears_of_every_process_that_is_here() -> None:
+    master = bench().running("a", "b")
+    for slave in master.slaves:
+        assert told(slave) == ["cluster a", "cluster b", "slave s0", "slave s1"]
+
+
+def test_a_slave_that_comes_back_hears_the_whole_list_right_after_its_welcome() -> None:
+    master = bench().running("a", "b")
+    slave = master.slaves[1]
+    slave.die()
+    assert "slave s1" not in told(master.slaves[0])
+    slave.commands.clear()
+    slave.attach()
+    assert [type(command).__name__ for command in slave.commands[:2]] == ["Welcome", "Allow"]
+    assert told(slave) == ["cluster a", "cluster b", "slave s0", "slave s1"]
+    assert "slave s1" in told(master.slaves[0])
+
+
+@pytest.mark.parametrize("how", ["evict", "leave", "silence"])
+def test_a_cluster_that_is_gone_leaves_the_list(how: str) -> None:
+    master = bench().running("a", "b")
+    if how == "evict":
+        master.operate(EvictRequest("", "b"))
+    elif how == "leave":
+        master.leave("b")
+    else:
+        master.silent.add("b")
+        master.advance(master.config.evict_after_s + 1)
+    for slave in master.slaves:
+        assert told(slave) == ["cluster a", "slave s0", "slave s1"]
+
+
+def test_a_new_process_of_a_cluster_takes_the_place_of_the_old_one() -> None:
+    master = bench().running("a")
+    master.join("a", curve_key=OTHER)
+    last = [command for command in master.slaves[0].commands if isinstance(command, Allow)][-1]
+    assert [allowed.curve_key for allowed in last.keys if allowed.owner == "a"] == [OTHER]
+
+
+def test_the_same_process_that_joins_again_changes_nothing() -> None:
+    master = bench().running("a")
+    lists = [command for command in master.slaves[0].commands if isinstance(command, Allow)]
+    master.join("a")
+    assert [command for command in master.slaves[0].commands if isinstance(command, Allow)] == lists
+
+
+def test_placements_name_every_slaves_key() -> None:
+    master = bench().running("a")
+    grant = master.pull("a")
+    assert [address.curve_key for address in grant.placement.slaves] == [master.key_of("s0"), master.key_of("s1")]
+
+
+def test_a_restarted_master_lets_nobody_in_before_they_said_their_keys_anew() -> None:
+    master = bench().running("a")
+    master.start_master()
+    master.attach_all()
+    assert told(master.slaves[0]) == ["slave s0", "slave s1"]
+    master.join("a")
+    assert "cluster a" in told(master.slaves[0])
+
+
+def test_a_reader_is_on_the_list_while_it_holds_a_pin() -> None:
+    master = bench().running("a")
+    grant = master.ask(pull(master, "export")).answer
+    assert "reader export" in told(master.slaves[0])
+    master.ask(FinishPullRequest(Caller("", 0, "export"), grant.pin_id, True))
+    assert "reader export" not in told(master.slaves[0])
+
+
+def test_a_reader_that_says_no_more_leaves_the_list_with_its_pin() -> None:
+    master = bench().running("a")
+    master.ask(pull(master, "export"))
+    master.advance(master.config.ticket_ttl_s + 1)
+    assert "reader export" not in told(master.slaves[0])
+
+
+def test_whoever_was_revoked_leaves_the_list_at_once() -> None:
+    master = bench().running("a", "b")
+    master.ask(pull(master, "export"))
+    master.event(Revoked("operator", "ops", "stolen"))
+    assert told(master.slaves[0]) == ["cluster a", "cluster b", "slave s0", "slave s1"]
+    assert not master.state.world.pins
+    master.event(Revoked("cluster", "b", "stolen"))
+    assert told(master.slaves[0]) == ["cluster a", "slave s0", "slave s1"]
+
+
+@pytest.mark.parametrize("key", [b"", b"short", b"k" * 33])
+def test_a_key_of_another_length_is_refused(key: bytes) -> None:
+    master = bench().running("a")
+    with refused_with(RefusalCode.KEY):
+        master.join("b", curve_key=key)
+    with refused_with(RefusalCode.KEY):
+        master.ask(pull(master, "export", key))
+    assert "b" not in master.state.world.members
+    assert told(master.slaves[0]) == ["cluster a", "slave s0", "slave s1"]
+
+
+def test_the_key_of_somebody_else_is_refused() -> None:
+    """Else its owner's messages would count as the thief's, and be refused."""
+    master = bench().running("a")
+    with refused_with(RefusalCode.KEY) as caught:
+        master.join("b", curve_key=master.key_of("a"))
+    assert "the data key of cluster 'a'" in str(caught.value)
+    with refused_with(RefusalCode.KEY):
+        master.ask(pull(master, "export", master.key_of("s0")))
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65])
+def test_a_readers_name_is_bounded(name: str) -> None:
+    master = bench().running("a")
+    with refused_with(RefusalCode.MALFORMED):
+        master.ask(pull(master, name))
+
+
+def test_without_keys_nobody_is_told_and_nobody_may_bring_one() -> None:
+    master = Bench().running("a")
+    assert not any(isinstance(command, Allow) for slave in master.slaves for command in slave.commands)
+    with refused_with(RefusalCode.KEY) as caught:
+        master.join("b", curve_key=KEY)
+    assert "not encrypted" in str(caught.value)
+
+
+def test_whom_a_slave_turned_away_stands_in_the_masters_log() -> None:
+    master = bench().running("a")
+    slave = master.slaves[0]
+    slave.say(SlaveBeat(refused_connections=3, refused_connection="key 12345678 is not on the list"))
+    slave.say(SlaveBeat(refused_connections=3, refused_connection="key 12345678 is not on the list"))
+    lines = [log.sentence for log in master.logs if "refused 3 connections" in log.sentence]
+    assert len(lines) == 1
+    assert "slave s0" in lines[0]
+    assert "key 12345678 is not on the list" in lines[0]
+    (record,) = master.recorded("refused_connections")
+    assert (record["slave"], record["count"]) == ("s0", 3)
+    slave.say(SlaveBeat(refused_connections=1, refused_connection="x" * 10_000))
+    assert master.recorded("refused_connections")[-1]["count"] == 1, "its next process counts from 0"
+    assert len(master.recorded("refused_connections")[-1]["last_reason"]) < 1000
+
+
+def test_one_list_never_holds_one_key_twice() -> None:
+    allowed = AllowList(encrypted=True)
+    allowed.put(KeyRole.CLUSTER, "a", KEY)
+    with pytest.raises(Refused):
+        allowed.put(KeyRole.READER, "a", KEY)
+    allowed.put(KeyRole.CLUSTER, "a", KEY)
+    allowed.put(KeyRole.CLUSTER, "a", OTHER)
+    allowed.put(KeyRole.READER, "a", KEY)
+    assert [(item.role, item.curve_key) for item in allowed.keys()] == [
+        (KeyRole.CLUSTER, OTHER),
+        (KeyRole.READER, KEY),
+    ]
+    assert allowed.news() is not None
+    assert allowed.news() is None

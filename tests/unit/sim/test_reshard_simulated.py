@@ -1,0 +1,103 @@
+"""Slaves are added and removed in whole runs under a virtual clock, while other faults strike: nothing breaks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from dips.master.state.reshard import Reshard
+from dips.sim import fault_reshard
+from dips.sim.move_host import Move
+from dips.sim.world import Outcome, World
+
+FAULTS = sorted(fault_reshard.FAULTS)
+BESIDES = {
+    705: ("crash_master",),
+    706: ("crash_slave",),
+    708: ("crash_all_slaves",),
+    709: ("power_failure",),
+    710: ("two_masters",),
+    712: ("slave_disk_error",),
+    714: ("lost_chunks", "doubled_chunks"),
+    715: ("damaged_chunks",),
+    717: ("pause_slave_long",),
+    718: ("cut_slave_from_master",),
+}
+"""Seeds in which a RESHARD is done, and what else strikes there."""
+
+
+def resharded(seed: int, *faults: str) -> tuple[Outcome, World]:
+    """One run with two wishes of an operator."""
+    world = World(seed, planned=(FAULTS[seed % 4], FAULTS[(seed + 1) % 4], *faults))
+    return world.run(), world
+
+
+def records(world: World) -> list[dict[str, Any]]:
+    return [json.loads(entry.record_json) for entry in world.disk.entries if entry.kind == "RESHARD"]
+
+
+@pytest.mark.parametrize("seed", BESIDES)
+def test_whatever_strikes_beside_it_every_invariant_holds(seed: int) -> None:
+    outcome, world = resharded(seed, *BESIDES[seed])
+    assert outcome.violations == ()
+    assert all(outcome.fired.get(name) for name in BESIDES[seed])
+    assert records(world)
+
+
+def test_a_run_takes_every_arrow_of_the_table_and_records_say_where_blocks_were() -> None:
+    taken: set[tuple[str, ...]] = set()
+    kinds: Counter[str] = Counter()
+    for seed in (705, 709, 715):
+        outcome, world = resharded(seed, "crash_slave", "reshard_taken_back")
+        assert outcome.violations == ()
+        taken |= {arrow[1:] for arrow in outcome.arrows if arrow[0] == "reshard"}
+        kinds += Counter(entry.kind for entry in world.disk.entries)
+        for record, after in itertools.pairwise(records(world)):
+            assert record["placement"] == after["placement_before"]
+    assert {("NONE", "asked", "WAITING"), ("MOVING", "journaled", "NONE"), ("WAITING", "no wish", "NONE")} <= taken
+    assert kinds["RESHARD"] >= 3
+
+
+# ---- mistakes that must be found ----
+
+
+def violations_of(*seeds: int) -> list[str]:
+    return [sentence for seed in seeds for sentence in resharded(seed)[0].violations[:1]]
+
+
+def test_a_slave_that_trusts_what_it_has_put_together_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the parameters for the momentum and does not compare: the next version has another content."""
+    take = Move._take
+
+    def take_wrongly(self: Move, chunks: list[Any], memory: Any) -> None:
+        take(self, chunks, memory)
+        self._values |= {(chunk, True): self._values[chunk, False] for chunk in chunks}
+
+    monkeypatch.setattr(Move, "_take", take_wrongly)
+    monkeypatch.setattr("dips.sim.move_host.shard_digest", lambda sums: Anything())
+    assert any("holds something else" in sentence for sentence in violations_of(709, 717))
+
+
+class Anything:
+    """Equal to every digest."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+def test_a_master_that_journals_before_all_have_prepared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = Reshard.prepared
+
+    def hastily(self: Reshard, slave: Any, body: Any) -> bool:
+        state = self._world.reshard
+        state.prepared |= set(state.digests)
+        return prepared(self, slave, body)
+
+    monkeypatch.setattr(Reshard, "prepared", hastily)
+    assert any("before slaves" in sentence for sentence in violations_of(705, 708))

@@ -1,0 +1,63 @@
+"""I15 and I16 in the simulator: a bound that is broken is noticed, and nothing breaks it."""
+
+from __future__ import annotations
+
+import pytest
+from support.mutants import Mutant, planted
+
+from dips.sim import shapes
+from dips.sim.search.bounds import Bounds
+from dips.sim.world import World
+
+SABOTAGED = [seed for seed in range(600) if shapes.of_seed(seed) is shapes.SABOTAGE][:30]
+
+SMALL = next(seed for seed in range(7, 100) if shapes.of_seed(seed) is shapes.SMALL)
+
+WAITS_FOR_ALL = Mutant(
+    "the window waits for every live cluster, however long",
+    "master.state.rounds:Rounds._may_close",
+    "return seed or everyone_in or world.now_s >= state.window_closes_s",
+    "return seed or everyone_in",
+    ("I15",),
+    Bounds(),
+)
+
+
+def _first_violation(seeds: list[int]) -> str | None:
+    for seed in seeds:
+        violations = World(seed).run().violations
+        if violations:
+            return violations[0]
+    return None
+
+
+def test_others_that_wait_for_one_bad_cluster_are_noticed() -> None:
+    with planted(WAITS_FOR_ALL):
+        found = _first_violation(SABOTAGED)
+    assert found is not None
+    assert found.endswith("(I15)"), found
+
+
+@pytest.mark.parametrize("what", ["members", "pins"])
+def test_memory_that_grows_past_its_formula_is_noticed(what: str) -> None:
+    world = World(4)
+    world.budgets._compare("master", iter([(what, 11, 10)]))
+    assert world.checks.violations == [f"master: 11 {what}, at most 10 may be (I16)"]
+
+
+def test_every_budget_is_looked_at_and_kept() -> None:
+    fills = World(8).run().counts.fills
+    assert len(fills) >= 14
+    assert all(size <= most for size, most in fills.values())
+    assert fills["members"][0] > 1
+
+
+def test_the_wall_clock_decides_nothing() -> None:
+    """Whatever the clock says at the start, the same happens at the same time."""
+    courses = []
+    for wall_s in (0.0, 1.7e9, -1e9):
+        world = World(SMALL)
+        world.wall_offset_s = wall_s
+        outcome = world.run()
+        courses.append((outcome.events, outcome.published, outcome.rounds, outcome.virtual_s, outcome.fired))
+    assert courses[0] == courses[1] == courses[2]

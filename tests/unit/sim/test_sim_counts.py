@@ -1,0 +1,89 @@
+"""What a run counts of itself: only what really happened, and a reason for every planned fault that did not strike."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from dips.sim import faults
+from dips.sim.counts import NO_MOMENT, NOTHING, OVER, Counts, by_phase
+from dips.sim.world import World
+
+
+def unaccounted(counts: Counts) -> dict[str, int]:
+    """Planned faults of which it is not known whether they struck."""
+    idle: Counter[str] = Counter()
+    for (kind, why), n in counts.idle.items():
+        if why != NO_MOMENT:  # these were begun
+            idle[kind] += n
+    return {kind: n for kind, n in counts.planned.items() if n != counts.begun[kind] + idle[kind]}
+
+
+@pytest.mark.parametrize("seed", range(24, 30))
+def test_every_planned_fault_struck_or_has_a_reason(seed: int) -> None:
+    counts = World(seed).run().counts
+    assert unaccounted(counts) == {}
+    struck = {kind for kind in counts.begun if counts.fired[kind]}
+    armed = {kind for kind, why in counts.idle if why == NO_MOMENT}
+    assert set(counts.begun) - struck == armed
+
+
+def test_what_struck_is_counted_once_in_all_and_once_in_its_phase() -> None:
+    counts = World(8, planned=("crash_slave", "crash_master", "lost_chunks")).run().counts
+    assert counts.fired["crash_slave"] == 1
+    together: Counter[str] = Counter()
+    for (kind, _), n in counts.fired_in.items():
+        together[kind] += n
+    assert together == counts.fired
+    assert sum(n for (role, _), n in counts.kills.items() if role == "slave") == 1
+
+
+def test_a_slave_that_refuses_a_round_for_its_disk_is_counted() -> None:
+    fired = [World(seed, planned=("slave_disk_error",) * 3).run().counts.fired for seed in range(7000, 7004)]
+    assert sum(counts["slave_disk_error"] > 0 for counts in fired) >= 3
+
+
+def test_a_kill_within_a_step_falls_into_phases_that_no_time_passes_in() -> None:
+    phases: set[str] = set()
+    for seed in range(9, 60):
+        outcome = World(seed, planned=("crash_master_in_step",) * 8).run()
+        assert outcome.violations == (), seed
+        phases |= {phase for (kind, phase) in outcome.counts.fired_in if kind == "crash_master_in_step"}
+        if {"SEALED", "JUDGE"} <= phases:
+            return
+    raise AssertionError(f"only {sorted(phases)}")
+
+
+class TestCounts:
+    def test_reasons_add_up(self) -> None:
+        counts = Counts(planned=Counter({"nan_push": 4, "crash_slave": 2}), begun=Counter({"nan_push": 2}))
+        counts.cannot("nan_push", NOTHING)
+        counts.close(frozenset({"nan_push"}))
+        assert counts.idle == {
+            ("nan_push", NOTHING): 1,
+            ("nan_push", OVER): 1,
+            ("nan_push", NO_MOMENT): 2,
+            ("crash_slave", OVER): 2,
+        }
+
+    def test_the_fullest_moment_is_kept(self) -> None:
+        counts, other = Counts(), Counts()
+        counts.filled("pins", 3, 10)
+        counts.filled("pins", 2, 4)
+        counts.filled("pins", 4, 10)
+        other.filled("pins", 9, 10)
+        assert counts.fills == {"pins": (2, 4)}
+        counts.add(other)
+        assert counts.fills == {"pins": (9, 10)}
+
+    def test_counts_of_two_runs_are_added(self) -> None:
+        one, other = Counts(), Counts()
+        for counts, phase in ((one, "IDLE"), (other, "WINDOW")):
+            counts.struck("crash_slave", phase)
+            counts.took("seconds", 1.0 if counts is one else 2.0)
+        one.add(other)
+        assert one.fired == {"crash_slave": 2}
+        assert one.worst == {"seconds": 2.0}
+        groups = by_phase(one.fired_in, faults.GROUP_OF)
+        assert groups == {"IDLE": {"processes": 1}, "WINDOW": {"processes": 1}}

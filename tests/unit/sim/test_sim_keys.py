@@ -1,0 +1,44 @@
+"""Simulated runs whose data flow has keys: every fault, and nobody who belongs there stays locked out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from dips.core.data_header import DataHeader
+from dips.sim import slave_host
+from dips.sim.data_keys import Away
+from dips.sim.plan import make_plan
+from dips.sim.world import World
+from dips.slave.state.admission import Admission
+
+SEEDS = 12
+
+
+def with_keys(seed: int) -> World:
+    plan = make_plan(Random(seed))
+    return World(seed, plan=replace(plan, config=replace(plan.config, encrypted=True)))
+
+
+def test_runs_with_keys_and_faults_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, real = Counter[str](), slave_host.may_ask
+
+    def counted(
+        admission: Admission, key: bytes, header: DataHeader, answer: Callable[[DataHeader, None], None], away: Away
+    ) -> bool:
+        may = real(admission, key, header, answer, away)
+        answers["served" if may else "refused" if admission.listed(key.hex()) else "turned away"] += 1
+        return may
+
+    monkeypatch.setattr(slave_host, "may_ask", counted)
+    for seed in range(SEEDS):
+        outcome = with_keys(seed).run()
+        assert outcome.violations == (), f"seed {seed}"
+        assert outcome.published > 1
+    assert answers["served"] > 0
+    assert answers["turned away"] > 0, "else nobody was ever too early, evicted or of another life"
+    assert answers["refused"] == 0, "no honest cluster touches another one's push"

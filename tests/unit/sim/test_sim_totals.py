@@ -1,0 +1,104 @@
+"""What many runs together are told as, and what of it is a failure: nothing that was to be shown may be missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from dips.sim import faults, totals
+from dips.sim.counts import Counts
+from dips.sim.totals import PHASES, SEEDS_FOR_ARROWS, SEEDS_FOR_FAULTS, Totals, complaints, report
+from dips.sim.world import Outcome, World
+
+
+@cache
+def an_outcome() -> Outcome:
+    return World(1).run()
+
+
+def outcome_with(violations: tuple[str, ...] = (), counts: Counts | None = None) -> Outcome:
+    return replace(an_outcome(), violations=violations, counts=counts or Counts())
+
+
+def all_fired(but: str = "") -> Counts:
+    """Every kind was planned and struck, and somebody was killed in every phase of the round."""
+    counts = Counts()
+    for name in faults.names():
+        counts.planned[name] += 1
+        if name != but:
+            counts.struck(name, "IDLE")
+    for phase in PHASES:
+        counts.kills["slave", phase] += 1
+    return counts
+
+
+def totals_of(n: int, outcome: Outcome) -> Totals:
+    found = Totals()
+    for _ in range(n):
+        found.add(outcome, 0.1)
+    return found
+
+
+def test_a_violation_is_named_with_its_seed_and_how_to_see_its_story() -> None:
+    said = complaints(totals_of(1, outcome_with(("I7: a push is lost",))))
+    assert said == ["seed 1: I7: a push is lost\n    its story: python -m dips.sim.run_seeds --seed 1 --trace"]
+
+
+def test_few_seeds_need_not_show_everything() -> None:
+    assert complaints(totals_of(1, outcome_with())) == []
+
+
+def test_a_fault_that_never_fired_is_a_failure() -> None:
+    said = complaints(totals_of(SEEDS_FOR_FAULTS, outcome_with(counts=all_fired(but="crash_master"))))
+    assert said == [f"fault crash_master never fired ({SEEDS_FOR_FAULTS} were planned)"]
+
+
+def test_a_fault_that_was_planned_often_must_have_fired_however_few_the_seeds() -> None:
+    counts = Counts(planned=Counter({"swizzle": 3}))
+    assert complaints(totals_of(3, outcome_with(counts=counts))) == []
+    assert complaints(totals_of(4, outcome_with(counts=counts))) == ["fault swizzle never fired (12 were planned)"]
+
+
+def test_a_phase_in_which_nobody_was_killed_is_a_failure() -> None:
+    counts = all_fired()
+    del counts.kills["slave", "JUDGE"]
+    said = complaints(totals_of(totals.SEEDS_FOR_PHASES, outcome_with(counts=counts)))
+    assert "nobody was killed in phase JUDGE of the round" in said
+
+
+def test_a_transition_that_was_never_taken_is_a_failure() -> None:
+    said = complaints(totals_of(SEEDS_FOR_ARROWS, outcome_with(counts=all_fired())))
+    assert any(line.startswith("never taken: ") for line in said)
+    assert not any("push: SEALED -> DECIDED upon aborted" in line for line in said)
+
+
+def test_what_is_out_of_reach_is_an_arrow_of_a_table() -> None:
+    every = {
+        (table.name, start.value, name, end.value)
+        for table in totals.simulated_tables()
+        for start, name, end in table.arrows()
+    }
+    assert set(totals.UNREACHED) <= every
+    assert all(len(reason) > 20 for reason in totals.UNREACHED.values())
+
+
+def test_the_report_tells_every_kind_every_phase_and_every_bound() -> None:
+    counts = all_fired()
+    counts.add(an_outcome().counts)
+    said = "\n".join(report(totals_of(2, outcome_with(counts=counts))))
+    assert "2 seeds (2 small): 0 failed" in said
+    for name in (*faults.names(), *PHASES, *faults.GROUPS, *an_outcome().counts.fills):
+        assert name in said, name
+
+
+@pytest.mark.parametrize("kind", ["crash_master", "nan_push"])
+def test_the_report_tells_how_many_of_the_planned_ones_struck(kind: str) -> None:
+    counts = Counts(planned=Counter({kind: 5}), begun=Counter({kind: 3}))
+    counts.struck(kind, "IDLE")
+    counts.close(frozenset())
+    lines = report(totals_of(1, outcome_with(counts=counts)))
+    assert "faults planned: 5, struck: 3, not: 2: the run was over before its time" in lines
+    assert any(f"{kind} 1 (5)" in line for line in lines)

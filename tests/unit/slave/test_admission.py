@@ -1,0 +1,121 @@
+"""Whom a data port serves: the list decides about every message, whoever the connection belonged to before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.slave_bench import SlaveBench, configure, only, said
+from support.slave_peers import push_id
+
+from dips.core.data_header import DataHeader, DataOp
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import Incarnation, Version
+from dips.core.messages import Allow, AllowedKey, KeyRole, SlaveHello
+from dips.slave.state import effects
+from dips.slave.state.admission import MAX_ALLOWED, Admission, what_is_wrong
+
+KEY_A, KEY_B, KEY_R = (bytes([i]) * 32 for i in (1, 2, 3))
+LIST = (
+    AllowedKey(KeyRole.CLUSTER, "a", KEY_A),
+    AllowedKey(KeyRole.CLUSTER, "b", KEY_B),
+    AllowedKey(KeyRole.READER, "a", KEY_R),
+)
+GET = DataHeader("run", 1, DataOp.GET_CHUNK, 1, version=Version(1, 0), length_bytes=4)
+PUSH_A = DataHeader("run", 1, DataOp.QUERY_MISSING, 1, push_id("a"), 1)
+
+
+@pytest.fixture
+def admission() -> Admission:
+    admission = Admission()
+    admission.set_keys(LIST)
+    return admission
+
+
+def refusal_of(admission: Admission, key: bytes, header: DataHeader) -> str:
+    with pytest.raises(Refused) as caught:
+        admission.check(key.hex(), header)
+    assert caught.value.code is RefusalCode.KEY
+    assert caught.value.retry_after_s == 0
+    return str(caught.value)
+
+
+def test_nobody_is_let_in_before_a_list_came() -> None:
+    assert Admission().user_of(KEY_A) is None
+    assert "not on the master's list" in refusal_of(Admission(), KEY_A, GET)
+
+
+def test_a_push_is_touched_by_its_own_cluster_alone(admission: Admission) -> None:
+    admission.check(KEY_A.hex(), PUSH_A)
+    assert "not cluster b's" in refusal_of(admission, KEY_B, PUSH_A)
+    assert "not reader a's" in refusal_of(admission, KEY_R, PUSH_A)
+
+
+def test_whoever_is_on_the_list_may_read(admission: Admission) -> None:
+    for allowed in LIST:
+        assert admission.user_of(allowed.curve_key) == allowed.curve_key.hex()
+        admission.check(allowed.curve_key.hex(), GET)
+
+
+def test_momentum_is_for_slaves_alone(admission: Admission) -> None:
+    key = b"s" * 32
+    admission.set_keys([*LIST, AllowedKey(KeyRole.SLAVE, "s1", key)])
+    admission.check(key.hex(), replace(GET, momentum=True))
+    for allowed in LIST:
+        assert "for slaves alone" in refusal_of(admission, allowed.curve_key, replace(GET, momentum=True))
+
+
+def test_a_key_that_left_is_worth_nothing_from_the_next_message_on(admission: Admission) -> None:
+    admission.set_keys(LIST[1:])
+    assert admission.user_of(KEY_A) is None
+    assert "not on the master's list any more" in refusal_of(admission, KEY_A, GET)
+    admission.check(KEY_B.hex(), GET)
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ((AllowedKey(KeyRole.CLUSTER, "a", b"short"),), "32 bytes"),
+        ((AllowedKey(KeyRole.CLUSTER, "", KEY_A),), "owner"),
+        ((AllowedKey(KeyRole.CLUSTER, "a" * 200, KEY_A),), "owner"),
+        ((LIST[0], AllowedKey(KeyRole.CLUSTER, "b", KEY_A)), "two owners"),
+        (tuple(AllowedKey(KeyRole.READER, "r", i.to_bytes(32)) for i in range(MAX_ALLOWED + 1)), "at most"),
+    ],
+)
+def test_a_list_that_makes_no_sense_is_refused(keys: tuple[AllowedKey, ...], why: str) -> None:
+    assert why in what_is_wrong(Allow(keys))
+    bench = SlaveBench(curve_key=b"k" * 32)
+    bench.attach()
+    out = bench.command(Allow(keys))
+    assert not only(out, effects.SetAllowed)
+    assert why in only(out, effects.Log)[0].sentence
+
+
+def test_hello_names_the_data_ports_key() -> None:
+    (hello,) = said(SlaveBench(curve_key=b"k" * 32).link())
+    assert isinstance(hello, SlaveHello)
+    assert hello.curve_key == b"k" * 32
+
+
+def test_a_list_waits_for_no_job() -> None:
+    """A revoked key must not be served for as long as a snapshot is loaded."""
+    bench = SlaveBench(curve_key=b"k" * 32)
+    bench.attach()
+    bench.command(configure())
+    assert bench.state.shard.busy
+    assert only(bench.command(Allow(LIST)), effects.SetAllowed) == [effects.SetAllowed(LIST)]
+
+
+def test_a_list_of_an_older_epoch_or_another_life_changes_nothing() -> None:
+    bench = SlaveBench(curve_key=b"k" * 32)
+    bench.attach(epoch=3)
+    for changes in ({"epoch": 2}, {"incarnation": Incarnation(3, 9)}, {"run_id": "other"}):
+        assert not only(bench.command(Allow(LIST), **changes), effects.SetAllowed)
+
+
+def test_without_keys_a_list_is_refused_and_said() -> None:
+    bench = SlaveBench()
+    bench.attach()
+    out = bench.command(Allow(LIST))
+    assert not only(out, effects.SetAllowed)
+    assert "uses no keys" in only(out, effects.Log)[0].sentence

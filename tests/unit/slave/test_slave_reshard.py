@@ -1,0 +1,212 @@
+"""A slave's part in a RESHARD: listing, putting a new shard together, giving it up, loading it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.slave_bench import (
+    BASE,
+    FULL,
+    PLACEMENT,
+    R1,
+    R2,
+    R3,
+    V0,
+    V1,
+    V2,
+    SlaveBench,
+    configure,
+    measure,
+    only,
+    said,
+)
+from support.slave_peers import LAYOUT, configure_for, placement_over
+
+from dips.core.errors import RefusalCode
+from dips.core.messages import (
+    AbortRound,
+    Hello,
+    ListShard,
+    MoveBlocks,
+    PlacementSpec,
+    Prepared,
+    Ready,
+    RoundRefused,
+    Settings,
+    ShardList,
+    SlaveAddress,
+    SlaveHello,
+    SnapshotInfo,
+    Welcome,
+)
+from dips.core.placement import Placement
+from dips.slave.state import effects, events
+from dips.slave.state.shard import ShardPhase
+
+WIDER = placement_over("s0", "s1")
+ELSEWHERE = placement_over("s1")
+MOVED = SnapshotInfo(V1, R2, LAYOUT.layout_hash, WIDER.placement_hash, b"theta", False)
+
+
+def spec(placement: Placement, endpoint: str = "tcp://127.0.0.1:1") -> PlacementSpec:
+    addresses = tuple(SlaveAddress(slave, endpoint) for slave in placement.slaves)
+    return PlacementSpec(addresses, placement.slave_of_block, placement.placement_hash)
+
+
+def move(**changes: object) -> MoveBlocks:
+    body = MoveBlocks(R2, V0, V1, LAYOUT, LAYOUT.layout_hash, spec(WIDER), spec(PLACEMENT), 4, 2, b"theta", b"momentum")
+    return replace(body, **changes)  # type: ignore[arg-type]
+
+
+def moved(bench: SlaveBench) -> list[effects.Effect]:
+    bench.disk = (MOVED, *bench.disk)
+    return bench.give(events.MoveDone(bench.job(), MOVED, bench.disk))
+
+
+@pytest.fixture
+def ready() -> SlaveBench:
+    bench = SlaveBench()
+    bench.ready(BASE)
+    return bench
+
+
+def test_the_checksums_of_the_current_version_are_listed(ready: SlaveBench) -> None:
+    (work,) = only(ready.command(ListShard(R2, V0)), effects.RunList)
+    assert ready.phase is ShardPhase.LISTING
+    out = ready.give(events.ListDone(work.job, (1, 2), (3, 4)))
+    assert said(out) == [ShardList(R2, (1, 2), (3, 4))]
+    assert ready.phase is ShardPhase.READY
+
+
+def test_another_version_than_the_current_one_is_not_listed(ready: SlaveBench) -> None:
+    (refused,) = said(ready.command(ListShard(R2, V1)))
+    assert isinstance(refused, RoundRefused)
+    assert (refused.command, refused.refusal.code) == ("listshard", RefusalCode.VERSION_GONE)
+
+
+def test_the_new_shard_is_prepared_and_then_loaded_under_the_new_placement(ready: SlaveBench) -> None:
+    (work,) = only(ready.command(move()), effects.RunMove)
+    assert work.move == move()
+    assert said(moved(ready)) == [Prepared(R2, b"theta")]
+    assert ready.state.shard.current == BASE, "the old shard serves until the record is written"
+    out = ready.command(configure_for(WIDER, load=V1, load_round=R2, load_digest=b"theta", commit_hash=b"hash"))
+    (load,) = only(out, effects.RunLoad)
+    assert load.source == MOVED
+    assert said(ready.loaded(replace(MOVED, committed=True))) == [Ready(V1, b"theta")]
+
+
+def test_the_same_command_again_is_answered_again(ready: SlaveBench) -> None:
+    ready.command(move())
+    moved(ready)
+    assert said(ready.command(move())) == [Prepared(R2, b"theta")]
+
+
+def test_a_slave_without_blocks_begins_with_a_move() -> None:
+    bench = SlaveBench()
+    bench.attach()
+    (work,) = only(bench.command(move(sources=spec(ELSEWHERE))), effects.RunMove)
+    assert work.move.sources == spec(ELSEWHERE)
+    moved(bench)
+    assert bench.phase is ShardPhase.EMPTY
+    out = bench.command(configure_for(WIDER, load=V1, load_round=R2, load_digest=b"theta", commit_hash=b"hash"))
+    assert only(out, effects.RunLoad)[0].source == MOVED
+
+
+def test_a_slave_without_blocks_whose_move_fails_has_none_still() -> None:
+    bench = SlaveBench()
+    bench.attach()
+    bench.command(move(sources=spec(ELSEWHERE)))
+    (refused,) = said(bench.failed(FULL))
+    assert isinstance(refused, RoundRefused)
+    assert (refused.round, refused.command, bench.phase) == (R2, "moveblocks", ShardPhase.EMPTY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"from_version": V1, "to_version": V2}, RefusalCode.VERSION_GONE),
+        ({"to_version": V0}, RefusalCode.MALFORMED),
+        ({"placement": spec(ELSEWHERE)}, RefusalCode.CONFIG),
+        ({"placement": replace(spec(WIDER), placement_hash=b"other")}, RefusalCode.CONFIG),
+        ({"sources": replace(spec(PLACEMENT), slave_of_block=(0,))}, RefusalCode.CONFIG),
+        ({"sources": spec(ELSEWHERE, endpoint="")}, RefusalCode.BUSY),
+        ({"staging_slots": 1 << 20}, RefusalCode.MEMORY),
+        ({"layout_hash": b"other"}, RefusalCode.LAYOUT),
+    ],
+)
+def test_a_move_that_cannot_be_is_refused_before_anything_is_done(
+    ready: SlaveBench, changes: dict[str, object], code: RefusalCode
+) -> None:
+    out = ready.command(move(**changes))
+    (refused,) = said(out)
+    assert isinstance(refused, RoundRefused)
+    assert (refused.command, refused.refusal.code) == ("moveblocks", code)
+    assert not only(out, effects.RunMove)
+    assert ready.phase is ShardPhase.READY
+
+
+def test_an_abort_ends_a_move_under_way_and_frees_its_file(ready: SlaveBench) -> None:
+    ready.command(move())
+    out = ready.command(AbortRound(R2, "the operator took it back"))
+    assert only(out, effects.CancelMove) == [effects.CancelMove(ready.job())]
+    moved(ready)  # it was done already when the word came
+    assert ready.state.shard.moved is None
+    assert MOVED not in ready.state.shard.offers()
+
+
+def test_an_abort_after_the_move_frees_its_file(ready: SlaveBench) -> None:
+    ready.command(move())
+    moved(ready)
+    assert only(ready.command(AbortRound(R2, "x")), effects.DropMoved) == [effects.DropMoved(MOVED)]
+    assert not only(ready.command(AbortRound(R2, "x")), effects.DropMoved)
+
+
+def test_a_new_master_ends_a_move_under_way(ready: SlaveBench) -> None:
+    ready.command(move())
+    ready.give(events.Unlinked("the master died"))
+    ready.link()
+    out = ready.welcome(epoch=2)
+    assert only(out, effects.CancelMove) == [effects.CancelMove(ready.job())]
+    assert said(ready.failed(FULL)) == [], "nobody who hears it asked for it"
+
+
+def test_a_later_round_and_another_configure_free_the_file(ready: SlaveBench) -> None:
+    ready.command(move())
+    moved(ready)
+    assert only(ready.command(measure(R3)), effects.DropMoved)
+    ready.command(move(round=R3))
+    ready.give(events.JobFailed(ready.job(), FULL))
+    ready.command(move(round=R3))
+    bench_info = replace(MOVED, round=R3)
+    ready.give(events.MoveDone(ready.job(), bench_info, ready.disk))
+    out = ready.command(configure(BASE))
+    assert only(out, effects.DropMoved) == [effects.DropMoved(bench_info)]
+    assert said(out) == [Ready(V0, BASE.digest)]
+
+
+def test_after_a_restart_the_file_is_offered_and_loaded(ready: SlaveBench) -> None:
+    bench = SlaveBench((MOVED, BASE))
+    (hello,) = said(bench.link())
+    assert isinstance(hello, SlaveHello)
+    assert MOVED in hello.snapshots
+    bench.welcome(epoch=2)
+    out = bench.command(configure_for(WIDER, load=V1, load_round=R2, load_digest=b"theta", commit_hash=b"hash"))
+    assert only(out, effects.RunLoad)[0].source == MOVED
+
+
+def test_with_durability_async_nothing_is_saved_while_a_moved_shard_stands() -> None:
+    bench = SlaveBench(settings=Settings(durability="async"))
+    bench.ready(BASE)
+    bench.state.shard.saving.committed(replace(BASE, version=V0, round=R1, digest=b"newer"), b"{}", durable=False)
+    bench.state.shard.saving.durable = None
+    bench.command(move())
+    assert not only(moved(bench), effects.SaveVersion)
+    out = bench.command(AbortRound(R2, "x"))
+    assert only(out, effects.SaveVersion), "it goes on once the file is free"
+
+
+def test_the_new_master_is_heard_although_a_move_runs(ready: SlaveBench) -> None:
+    ready.command(move())
+    out = ready.command(Welcome(Hello(1, 1), Settings()), epoch=2)
+    assert only(out, effects.SavePromise) == [effects.SavePromise(2)]

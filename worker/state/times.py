@@ -1,0 +1,70 @@
+"""How long a cluster waits for others, from the run's two times: the heartbeat, and the time-out of a round's step.
+
+Nobody need set any of these. What somebody did set stands, and the others follow it, so that the order of
+core/assumptions.py is kept whatever the master's settings turn out to be.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from dips.core.messages import Settings
+
+
+class GivenTimes(Protocol):
+    """What was set, in seconds; None: nothing was."""
+
+    @property
+    def call_deadline_s(self) -> float | None: ...
+
+    @property
+    def retry_max_s(self) -> float | None: ...
+
+    @property
+    def leave_wait_s(self) -> float | None: ...
+
+    @property
+    def data_silence_s(self) -> float | None: ...
+
+    @property
+    def data_stall_s(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class Times:
+    """In seconds; names are ClientConfig's. put_off_max_s: the longest "come again later" that is obeyed."""
+
+    call_deadline_s: float
+    retry_max_s: float
+    leave_wait_s: float
+    data_silence_s: float
+    data_stall_s: float
+    put_off_max_s: float
+
+
+def times_of(given: GivenTimes, settings: Settings) -> Times:
+    """The times of one cluster, in order whenever the given ones are, which ClientConfig sees to."""
+    beat_s, step_s = settings.heartbeat_s, settings.round_timeout_s
+    evict_s = settings.evict_after_beats * beat_s
+    longest_s = max(step_s, evict_s)
+    # A master that answers nothing for as long as it would itself wait for a beat is as good as away.
+    call_s = _or(given.call_deadline_s, min(evict_s, _or(given.leave_wait_s, math.inf)))
+    # A process that was started again is found within half a beat.
+    retry_s = _or(given.retry_max_s, min(beat_s / 2, _or(given.leave_wait_s, math.inf)))
+    # Of connections that are silent; one that breaks is heard of at once. Adapts upwards to the gaps that it measures.
+    silence_s = _or(given.data_silence_s, min(beat_s, _or(given.data_stall_s, math.inf) / 2))
+    return Times(
+        call_deadline_s=call_s,
+        retry_max_s=retry_s,
+        # A push that is sealed in a round is decided first, and then a call must be answered.
+        leave_wait_s=_or(given.leave_wait_s, max(longest_s, call_s, retry_s)),
+        data_silence_s=silence_s,
+        data_stall_s=_or(given.data_stall_s, max(longest_s, 2 * silence_s)),
+        put_off_max_s=step_s,
+    )
+
+
+def _or(given_s: float | None, derived_s: float) -> float:
+    return derived_s if given_s is None else given_s
