@@ -31,6 +31,10 @@ CAPABILITIES: frozenset[str] = frozenset(
 CURVE_KEY_BYTES = 32
 """Of a public key of the data flow, as every message carries it."""
 
+FINISH_HOLD_S = 5.0
+"""How long the master holds a FinishPush while a slave's STAGED is still on its way. Callers wait longer for an answer,
+or they would never hear which slave lacks what."""
+
 MAX_LEASED_CHUNKS = 256
 """Chunks of data that one LeaseData may ask for, so that no cluster takes the run's data away from the others."""
 

@@ -29,7 +29,7 @@ two, or from what is measured ([decision 0020](decisions/0020-recovery-times.md)
 | master `ticket_ttl_s` | `2 * round_timeout_s`, at least `evict_after_beats * heartbeat_s` | 1 min |
 | master `linger_s` | 3 x `evict_after_beats` x `heartbeat_s` | 30 s |
 | master `grace_s` | a tenth of the fastest cluster's round | 1 s at least |
-| cluster `call_deadline_s` | `evict_after_beats * heartbeat_s` | 10 s |
+| cluster `call_deadline_s` | `evict_after_beats * heartbeat_s`, at least 6 s | 10 s |
 | cluster `retry_max_s` | `heartbeat_s / 2` | 1 s |
 | cluster `leave_wait_s`, `data_stall_s` | `round_timeout_s`, at least `evict_after_beats * heartbeat_s` | 30 s |
 | cluster `data_silence_s` | `heartbeat_s` | 2 s |

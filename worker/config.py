@@ -41,7 +41,9 @@ class ClientConfig(SecurityKnobs):
         120.0, description="How long the first join waits for a master that cannot be reached, before it gives up."
     )
     call_deadline_s: AutoSeconds = Field(
-        "auto", description="How long one control call may take; auto: as long as the master waits for beats (10 s)."
+        "auto",
+        description="How long one control call may take; auto: as long as the master waits for beats (10 s), "
+        "at least 6 s.",
     )
     retry_max_s: AutoSeconds = Field(
         "auto",

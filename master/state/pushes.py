@@ -25,6 +25,7 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
+from dips.core.protocol import FINISH_HOLD_S
 from dips.core.wire import Codec
 from dips.master.state import bases, pacing
 from dips.master.state.callers import check_member
@@ -38,9 +39,6 @@ from dips.master.state.world import World
 
 AWAY_RETRY_S = 0.25
 """When a cluster asks again that would push while a slave is away: the wait after its return that this costs."""
-
-FINISH_WAIT_S = 5.0
-"""How long a FinishPush is held while a slave's STAGED is still on its way."""
 
 
 class Pushes:
@@ -202,7 +200,7 @@ class Pushes:
         else:
             self._release(push, FinishPushReply(Busy(0.2, f"FinishPush of push {push_id} was called again")))
             push.finish_token, push.claimed = token, dict(request.digest_of_slave)
-            push.finish_until_s = world.now_s + FINISH_WAIT_S
+            push.finish_until_s = world.now_s + FINISH_HOLD_S
             if push.phase.now is PushPhase.STAGED:
                 self._admit(push)
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dips.core.messages import Settings
+from dips.core.protocol import FINISH_HOLD_S
+
+ANSWER_S = 1.0
+"""For the way of a call that was held, and of its answer."""
 
 
 class GivenTimes(Protocol):
@@ -49,8 +53,10 @@ def times_of(given: GivenTimes, settings: Settings) -> Times:
     beat_s, step_s = settings.heartbeat_s, settings.round_timeout_s
     evict_s = settings.evict_after_beats * beat_s
     longest_s = max(step_s, evict_s)
-    # A master that answers nothing for as long as it would itself wait for a beat is as good as away.
-    call_s = _or(given.call_deadline_s, min(evict_s, _or(given.leave_wait_s, math.inf)))
+    # A master that answers nothing for as long as it would itself wait for a beat is as good as away; but it may hold
+    # a call on purpose.
+    answered_s = max(evict_s, FINISH_HOLD_S + ANSWER_S)
+    call_s = _or(given.call_deadline_s, min(answered_s, _or(given.leave_wait_s, math.inf)))
     # A process that was started again is found within half a beat.
     retry_s = _or(given.retry_max_s, min(beat_s / 2, _or(given.leave_wait_s, math.inf)))
     # Of connections that are silent; one that breaks is heard of at once. Adapts upwards to the gaps that it measures.

@@ -12,6 +12,7 @@ from support.cluster_life import SETTINGS, Life, session_config
 
 from dips.core.assumptions import violations
 from dips.core.messages import Settings, VerdictKind
+from dips.core.protocol import FINISH_HOLD_S
 from dips.master.config import MasterConfig
 from dips.worker.state.effects import Install
 from dips.worker.state.events import PushFailed
@@ -31,6 +32,13 @@ def test_the_defaults_follow_from_a_heartbeat_of_two_seconds_and_a_round_of_thir
         "call_deadline_s": 10.0, "retry_max_s": 1.0, "leave_wait_s": 30.0, "data_silence_s": 2.0,
         "data_stall_s": 30.0, "put_off_max_s": 30.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.1, 0.5, 1.0, 2.0])
+def test_a_call_that_the_master_holds_on_purpose_is_waited_for(heartbeat_s: float) -> None:
+    """Else a cluster whose slave lost the word STAGED never hears what to send again."""
+    times = times_of(session_config(), Settings(heartbeat_s=heartbeat_s))
+    assert times.call_deadline_s > FINISH_HOLD_S
 
 
 @given(
