@@ -89,9 +89,9 @@ class _Counted:
         self.n_bytes = 0
         real = DataPort.begin
 
-        def begin(port: DataPort, frames: Sequence[memoryview], peer: bytes = b"") -> Any:
+        def begin(port: DataPort, frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Any:
             self.n_bytes += sum(len(frame) for frame in frames[1:])
-            return real(port, frames, peer)
+            return real(port, frames, peer, user)
 
         DataPort.begin = begin  # type: ignore[method-assign]
 
