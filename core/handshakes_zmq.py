@@ -22,6 +22,8 @@ _WRONG: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "the peer speaks no ZeroMQ with the same security (CURVE, or none)",
 }
 
+_HUNG_UP = "the peer hung up, or said nothing, before the connection stood: it may want other security (CURVE, or none)"
+
 
 class Failure(Enum):
     """KEY: the other side does not let this key in. OTHER: it hung up, was silent, or does not speak the protocol.
@@ -126,4 +128,5 @@ def _failure(event: int, value: int) -> HandshakeFailed:
         return HandshakeFailed(Failure.OTHER, _WRONG.get(value, "the peer does not keep to the protocol of ZeroMQ"))
     if event & ENDED:
         return HandshakeFailed(Failure.GONE, "the peer is gone")
-    return HandshakeFailed(Failure.OTHER, "the peer hung up, or said nothing, before the connection was made")
+    # Two sides that want different security race to say so: who loses sees only that the other hung up.
+    return HandshakeFailed(Failure.OTHER, _HUNG_UP)

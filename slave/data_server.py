@@ -126,6 +126,7 @@ class DataServer:
         if self._gate is not None:
             self._poller.register(self._gate.socket, zmq.POLLIN)
         self._watch()
+        self._at_the_door = True
         self._traffic_bytes = 0
         self._delivered: set[int] | None = None
         self._pool = ThreadPoolExecutor(data_threads, "dips-landing") if data_threads > 1 else None
@@ -324,11 +325,13 @@ class DataServer:
             self._hear_words()
         if self._ended:
             return
-        self._mind_the_door()
+        if self._at_the_door:
+            self._mind_the_door()
         more = self._receive_some()
         now_s = time.monotonic()
         if self._counters_moved and now_s - self._beat_s >= BEAT_REFRESH_S:
             self._beat, self._beat_s, self._counters_moved = self._port.beat(), now_s, False
+        self._at_the_door = True  # without a wait nothing tells
         if not more:
             self._wait()
 
@@ -338,6 +341,8 @@ class DataServer:
             timeout_ms = round(BEAT_REFRESH_S * 1000)
         ready = dict(self._poller.poll(timeout_ms))
         self._counters_moved |= bool(ready)
+        door = (self._handshakes.socket, None if self._gate is None else self._gate.socket)
+        self._at_the_door = self._handshakes.unsettled or any(socket in ready for socket in door)
         if self._hear in ready:
             os.read(self._hear, 4096)
 

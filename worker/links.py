@@ -49,6 +49,7 @@ class Links:
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._handshakes: dict[str, Handshakes] = {}
         self._away: set[str] = set()
+        self._news: list[str] = []
         self._poller = zmq.Poller()
 
     def open(self, slaves: Sequence[str]) -> None:
@@ -107,6 +108,7 @@ class Links:
         A message of more than two frames is nobody's: it is read and dropped.
         """
         ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
+        self._news = [slave for slave, handshakes in self._handshakes.items() if handshakes.socket in ready]
         for slave, dealer in list(self._sockets.items()):
             while dealer in ready and self._sockets.get(slave) is dealer:
                 try:
@@ -124,12 +126,13 @@ class Links:
                     payload = dealer.recv(copy=False)
 
     def turned_away(self) -> Iterator[tuple[str, str]]:
-        """(slave, why) for each socket whose connection failed since the last call; reconnect() tries once more.
+        """(slave, why) for each socket whose connection failed by the last receive(); reconnect() tries once more.
 
         Once for each socket: what libzmq says after that follows from it.
         """
-        for slave, handshakes in self._handshakes.items():
-            failed = list(handshakes.failures())
+        news, self._news = self._news, []
+        for slave in news:
+            failed = list(self._handshakes[slave].failures()) if slave in self._handshakes else []
             if failed and slave not in self._away:
                 self._away.add(slave)
                 yield slave, _why(self._addresses[slave], failed[0].failure)

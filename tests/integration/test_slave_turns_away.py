@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from pathlib import Path
 
 import zmq
 from support.fake_master import FakeMaster
 from support.keyed_port import fresh_context
-from support.slave_peers import WAIT_S, slave_config, slave_here
+from support.slave_peers import slave_config, slave_here
 
 from dips.core.curve import CurvePair, as_client
 from dips.core.messages import Settings
@@ -31,10 +30,11 @@ async def test_a_refused_connection_is_told_without_waiting_for_the_next_beat(tm
                 as_client(stranger, CurvePair.new(), CurvePair.new().public)
                 stranger.connect(hello.data_endpoint)
                 began_s = time.monotonic()
-                async with asyncio.timeout(WAIT_S):
+                beat = await link.beat()
+                if not beat.refused_connections:  # the first beat may have come before the stranger
                     beat = await link.beat(1)
             assert time.monotonic() - began_s < HEARTBEAT_S / 2
             assert beat.refused_connections >= 1
-            assert "same security" in beat.refused_connection
+            assert "security (CURVE, or none)" in beat.refused_connection
     (line, *_) = [line for line in read_tape(tape) if line["kind"] == "refused_connection"]
     assert line["last_reason"] == beat.refused_connection
