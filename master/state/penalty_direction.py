@@ -76,14 +76,16 @@ def alarms(
     """Whose alarm begins or ends among the clusters just judged, and a sentence for each that begins.
 
     state: with the cosines of this round. It begins below the limit and ends above twice that: a cluster near the limit
-    must not raise it every few rounds.
+    must not raise it every few rounds. The least agreeing cluster is looked at first: its alarm, once it stands, makes
+    the others' limit the fixed one, as bad pushes that were merged are a part of the way that theirs are compared with.
     """
     changed: dict[str, ClusterStatistics] = {}
     sentences: list[str] = []
-    for cluster in judged:
-        known, others = state.of(cluster), _others(config, state, cluster)
-        if known.cosine_rounds < config.cosine_warm_up_pushes:
-            continue
+    known_enough = [name for name in judged if state.of(name).cosine_rounds >= config.cosine_warm_up_pushes]
+    for cluster in sorted(known_enough, key=lambda name: state.of(name).usual_cosine):
+        known = state.of(cluster)
+        accused = any(changed.get(name, other).cosine_alarmed for name, other in state.clusters if name != cluster)
+        others = None if accused else _others(config, state, cluster)
         if not known.cosine_alarmed and known.usual_cosine < _limit(config, others):
             changed[cluster] = replace(known, cosine_alarmed=True)
             sentences.append(_sentence(config, cluster, known, others))

@@ -302,3 +302,18 @@ def test_what_was_seen_in_training_is_told_apart(usual: float, others: tuple[flo
     )
     changed, sentences = alarms(PenaltyConfig(), state, ["a"])
     assert (list(changed), len(sentences)) == ((["a"], 1) if alarmed else ([], 0))
+
+
+@pytest.mark.parametrize(("alarmed", "expected"), [(False, ["c", "d"]), (True, ["c"])])
+def test_beside_an_alarm_that_stands_only_opposite_ways_are_told(alarmed: bool, expected: list[str]) -> None:
+    """What the accused one pushed is a part of the way that c and d are compared with: near 0 tells nothing then."""
+    state = DetectorState().with_clusters(
+        {
+            name: ClusterStatistics(cosines=(value,) * 7, cosine_rounds=9, cosine_alarmed=alarmed and name == "e")
+            for name, value in {"a": 0.45, "b": 0.45, "c": -0.3, "d": 0.02, "e": 0.45 - 0.9 * alarmed}.items()
+        }
+    )
+    changed, sentences = alarms(PenaltyConfig(), state, ["a", "b", "c"])
+    assert list(changed) == ["c"]
+    changed, _ = alarms(PenaltyConfig(), state, ["d"])
+    assert [*(["c"] if sentences else []), *changed] == expected

@@ -52,9 +52,7 @@ def test_a_bad_direction_raises_the_alarm_and_names_the_cluster(method: str, kin
     assert max(measured) < 0.15
     alarms = direction_alarms(record)
     assert alarms
-    assert alarms[0].startswith("cluster d "), (
-        "a clean cluster that shares its rounds may be named after it, not before"
-    )
+    assert all(sentence.startswith("cluster d ") for sentence in alarms)
 
 
 @pytest.mark.parametrize("method", ["dips", "dynamic", "diloco-clip", "paper", "edit"])
