@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import queue
+from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
@@ -343,8 +344,16 @@ class Driver:
             raise self._finished.error
 
     def _handle(self, event: Event) -> None:
-        for effect in self._session.handle(event, self._clock.monotonic_s()):
-            self._carry_out(effect)
+        effects = deque(self._session.handle(event, self._clock.monotonic_s()))
+        try:
+            while effects:
+                self._carry_out(effects.popleft())
+        except BaseException:
+            # The session counts on an answer to all that it asks: without these, leaving would wait for one in vain.
+            for effect in effects:
+                if isinstance(effect, Call):
+                    self._client.start(effect)
+            raise
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:

@@ -337,7 +337,7 @@ def planned(seed: int) -> list[Kill]:
     other = rng.choice(CLUSTERS if role == "slave" else SLAVES)
     return [
         Kill("master", rng.randint(1, 4), ROUND_FAILPOINTS[seed % len(ROUND_FAILPOINTS)]),
-        Kill(armed, rng.randint(1, 4), failpoint),
+        Kill(armed, rng.randint(1, 4 if role == "slave" else 2), failpoint),  # a slow cluster has a part in few rounds
         Kill(other, rng.randint(1, LAST_KILL), share=rng.random() * 0.5),
         Kill(rng.choice(["master", *SLAVES, *CLUSTERS]), rng.randint(1, LAST_KILL), share=rng.random() * 0.5),
     ]
