@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind
@@ -52,16 +53,27 @@ class StageCost:
         return self.activation - self.d_release if kind is Kind.W else self.activation
 
 
-@dataclass(frozen=True)
-class Wire:
+REPLICAS_APART = 1 << 40
+"""Between the resources of two replicas that do not share a link."""
+
+
+class Wire(NamedTuple):
     """Of one message from one device to another. busy_ns: it occupies its link so long; latency_ns does not occupy.
 
-    resource: messages with the same one share a link; every link serves one message at a time.
+    resource: messages with the same one share a link; every link serves one message at a time. hold_ns: how much longer
+    the next message waits than for the link (for the acknowledgement of this one, where senders block). shared:
+    with the other replicas of a pipeline; else each has a link of its own there.
     """
 
     resource: int
     busy_ns: int
     latency_ns: int
+    hold_ns: int = 0
+    shared: bool = True
+
+    def of(self, replica: int) -> Wire:
+        """The wire as a replica has it."""
+        return self if self.shared or not replica else self._replace(resource=self.resource + replica * REPLICAS_APART)
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,22 @@ class Schedule:
         """Whether gradients of inputs and of weights are operations of their own."""
         return any(op.kind is Kind.D for order in self.orders for op in order)
 
+    def with_parts_as_stages(self) -> Schedule:
+        """The same for a runtime that knows no parts: each part is a stage of its own, `parts` adjacent ones on a
+        device, which backward passes go through in the other order."""
+        if self.parts == 1:
+            return self
+        parts, last = self.parts, self.parts - 1
+        orders = tuple(
+            tuple(
+                Op(op.kind, op.stage * parts + (op.part if op.kind is Kind.F else last - op.part), op.microbatch)
+                for op in order
+            )
+            for order in self.orders
+        )
+        places = tuple(device for device in self.device_of_stage for _ in range(parts))
+        return Schedule(self.name, places, self.n_microbatches, orders)
+
     def to_csv(self) -> str:
         """One line for each device, one cell for each operation."""
         return "\n".join(",".join(map(str, order)) for order in self.orders) + "\n"

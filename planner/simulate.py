@@ -7,23 +7,26 @@ ready, equal ones by device.
 
 The simulation follows time (a heap of device wake-ups) only where a link is shared by several senders; where each link
 has one sender, messages are ready in the sender's own order, and following the dependencies gives the same times
-sooner.
+sooner. Other ways of sharing a link stand in dips.planner.fleet.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 from dips.planner.costs import Costs
 from dips.planner.errors import PlanError
-from dips.planner.ir import Kind, Op, Schedule
+from dips.planner.ir import Op, Schedule
+from dips.planner.program import Program, compile_program
+
+UNKNOWN = -1
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """One that crossed a link. ready_ns: its producer ended; it occupied the link in [start_ns, freed_ns)."""
 
     op: Op
@@ -66,63 +69,63 @@ class Timeline:
     @property
     def bubble_fraction(self) -> float:
         """The part of makespan x devices in which nothing was computed."""
-        busy = sum(e - s for ss, es in zip(self.starts, self.ends, strict=True) for s, e in zip(ss, es, strict=True))
-        return 1.0 - busy / (self.makespan_ns * self.schedule.n_devices)
+        busy = sum(map(sum, self.ends)) - sum(map(sum, self.starts))
+        whole = self.makespan_ns * self.schedule.n_devices
+        return 1.0 - busy / whole if whole else 0.0
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Play a schedule. Raises PlanError, which names the cells that wait for each other, when it cannot end."""
-    return _Run(schedule, costs).play()
+    run = Run(compile_program([schedule], costs))
+    if shares_links(costs):
+        run.follow_time()
+    else:
+        run.follow_dependencies()
+    if run.stuck:
+        raise PlanError(stuck(schedule, run.at))
+    return Timeline(schedule, tuple(map(tuple, run.starts)), tuple(map(tuple, run.ends)), tuple(run.messages))
 
 
-class _Run:
-    """Positions: the operation with index i on device d is numbered first[d] + i."""
+def shares_links(costs: Costs) -> bool:
+    """Whether a link that messages occupy has several senders."""
+    senders: dict[int, set[int]] = {}
+    for (source, _), wire in costs.wires.items():
+        if wire.busy_ns or wire.hold_ns:
+            senders.setdefault(wire.resource, set()).add(source)
+    return any(len(found) > 1 for found in senders.values())
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        if len(costs.stages) != schedule.n_stages:
-            raise PlanError(f"costs of {len(costs.stages)} stages for a schedule of {schedule.n_stages}")
-        self._schedule, self._costs = schedule, costs
-        self._n = schedule.n_devices
-        self._last_part = schedule.parts - 1
-        self._at = [0] * self._n
-        self._free = [0] * self._n
+
+class Run:
+    """One playing of a program. at[d]: the operation that device d has come to."""
+
+    def __init__(self, program: Program) -> None:
+        n = len(program.devices)
+        self._program = program
+        self.at = [0] * n
+        self.messages: list[Message] = []
+        self.starts: list[list[int]] = [[] for _ in range(n)]
+        self.ends: list[list[int]] = [[] for _ in range(n)]
+        self._free = [0] * n
+        self._there = [UNKNOWN] * program.n_slots
         self._link_free: dict[int, int] = {}
-        self._messages: list[Message] = []
-        self._starts: list[list[int]] = [[] for _ in range(self._n)]
-        self._ends: list[list[int]] = [[] for _ in range(self._n)]
-        # When the input of an operation is there, by (kind class, stage, microbatch) of who needs it.
-        self._arrived: dict[tuple[bool, int, int], int] = {}
-        self._compute = [
-            {
-                (kind, part): costs.compute_ns(stage, kind, part, schedule.parts)
-                for kind in Kind
-                for part in range(schedule.parts)
-            }
-            for stage in range(schedule.n_stages)
-        ]
 
-    def play(self) -> Timeline:
-        if self._shares_links():
-            self._follow_time()
-        else:
-            self._follow_dependencies()
-        if any(at < len(order) for at, order in zip(self._at, self._schedule.orders, strict=True)):
-            raise PlanError(_stuck(self._schedule, self._at))
-        starts, ends = tuple(map(tuple, self._starts)), tuple(map(tuple, self._ends))
-        return Timeline(self._schedule, starts, ends, tuple(self._messages))
+    @property
+    def stuck(self) -> bool:
+        return any(at < len(device.lasts) for at, device in zip(self.at, self._program.devices, strict=True))
 
-    def _shares_links(self) -> bool:
-        senders: dict[int, set[int]] = {}
-        for (source, _), wire in self._costs.wires.items():
-            if wire.busy_ns:
-                senders.setdefault(wire.resource, set()).add(source)
-        return any(len(found) > 1 for found in senders.values())
+    def sent_by(self, n: int) -> list[list[Message]]:
+        """The messages by sender, as those of a pipeline of n devices: replicas stand behind each other."""
+        found: list[list[Message]] = [[] for _ in self.at]
+        for message in self.messages:
+            source, target = message.source % n, message.target % n
+            found[message.source].append(message._replace(source=source, target=target))
+        return found
 
     # ---- links with one sender each ----
 
-    def _follow_dependencies(self) -> None:
-        queue = deque(range(self._n))
-        queued = [True] * self._n
+    def follow_dependencies(self) -> None:
+        queue = deque(range(len(self.at)))
+        queued = [True] * len(self.at)
         while queue:
             device = queue.popleft()
             queued[device] = False
@@ -131,104 +134,107 @@ class _Run:
                     queued[woken] = True
                     queue.append(woken)
 
-    def _run_device(self, device: int) -> set[int]:
+    def _run_device(self, number: int) -> set[int]:
         """Run on until an input is missing; the devices that were sent something."""
-        order, free = self._schedule.orders[device], self._free[device]
+        lasts, needs, gives = self._program.devices[number]
+        free, there = self._free[number], self._there
         woken: set[int] = set()
-        starts, ends, arrived, last_part = self._starts[device], self._ends[device], self._arrived, self._last_part
-        for index in range(self._at[device], len(order)):
-            op = order[index]
-            ready = 0
-            if op.part == 0 and _has_input(op):
-                found = arrived.get((op.kind is Kind.F, op.stage, op.microbatch))
-                if found is None:
-                    self._at[device], self._free[device] = index, free
+        starts, ends = self.starts[number], self.ends[number]
+        index = self.at[number]
+        for index in range(index, len(lasts)):  # noqa: B020  the loop goes on where the device stood
+            need = needs[index]
+            if need >= 0:
+                ready = there[need]
+                if ready < 0:
+                    self.at[number], self._free[number] = index, free
                     return woken
-                ready = found
-            start = free if free > ready else ready
-            free = start + self._compute[op.stage][op.kind, op.part]
-            starts.append(start)
+                if ready > free:
+                    free = ready
+            starts.append(free)
+            free += lasts[index]
             ends.append(free)
-            if op.part == last_part and op.kind is not Kind.W:
-                target = self._send(op, device, free)
-                if target is not None and target != device:
+            give = gives[index]
+            if give is not None:
+                slot, target, wire = give
+                there[slot] = free if wire is None else self._carry(number, index, free)
+                if target >= 0 and target != number:
                     woken.add(target)
-        self._at[device], self._free[device] = len(order), free
+        self.at[number], self._free[number] = len(lasts), free
         return woken
 
-    def _send(self, op: Op, source: int, end_ns: int) -> int | None:
-        """What the end of an operation makes possible; the device that gets its message."""
-        schedule = self._schedule
-        if op.kind is Kind.F:
-            if op.stage == schedule.n_stages - 1:
-                self._arrived[False, op.stage, op.microbatch] = end_ns
-                return None
-            key, stage = (True, op.stage + 1, op.microbatch), op.stage + 1
-        else:
-            if op.stage == 0:
-                return None
-            key, stage = (False, op.stage - 1, op.microbatch), op.stage - 1
-        target = schedule.device_of_stage[stage]
-        self._arrived[key] = self._carry(op, source, target, end_ns)
-        return target
-
-    def _carry(self, op: Op, source: int, target: int, ready_ns: int) -> int:
-        wire = self._costs.wires.get((source, target))
-        if wire is None:
-            return ready_ns
-        start_ns = max(ready_ns, self._link_free.get(wire.resource, 0)) if wire.busy_ns else ready_ns
-        freed_ns = start_ns + wire.busy_ns
-        if wire.busy_ns:
-            self._link_free[wire.resource] = freed_ns
-        self._messages.append(Message(op, source, target, ready_ns, start_ns, freed_ns, freed_ns + wire.latency_ns))
-        return freed_ns + wire.latency_ns
+    def _carry(self, source: int, index: int, ready_ns: int) -> int:
+        """Send the message of an operation that has a wire; when it arrives."""
+        give = self._program.devices[source].gives[index]
+        assert give is not None
+        assert give.wire is not None
+        resource, busy_ns, latency_ns, hold_ns, _ = give.wire
+        start_ns = ready_ns
+        if busy_ns or hold_ns:
+            start_ns = max(ready_ns, self._link_free.get(resource, 0))
+            self._link_free[resource] = start_ns + busy_ns + hold_ns
+        freed_ns = start_ns + busy_ns
+        op = self._program.orders[source][index]
+        arrives_ns = freed_ns + latency_ns
+        self.messages.append(Message(op, source, give.target, ready_ns, start_ns, freed_ns, arrives_ns))
+        return arrives_ns
 
     # ---- links that several devices send over ----
 
-    def _follow_time(self) -> None:
-        """Operations end in the order of time, so that messages reach a shared link in the order they are ready."""
-        running: list[tuple[int, int]] = []  # (end, device)
-        idle = [True] * self._n
-        for device in range(self._n):
-            self._begin(device, idle, running)
-        while running:
-            end_ns, device = heapq.heappop(running)
-            op = self._schedule.orders[device][self._at[device]]
-            self._at[device] += 1
-            idle[device] = True
-            target = self._send(op, device, end_ns) if op.part == self._last_part and op.kind is not Kind.W else None
-            if target is not None and target != device:
-                self._begin(target, idle, running)
-            self._begin(device, idle, running)
+    def follow_time(self) -> None:
+        """Operations end in the order of time, so that messages reach a shared link in the order they are ready.
 
-    def _begin(self, device: int, idle: list[bool], running: list[tuple[int, int]]) -> None:
-        """Start what is next if its input is on its way: the start may lie ahead, and nothing can come in between."""
-        order, index = self._schedule.orders[device], self._at[device]
-        if not idle[device] or index == len(order):
-            return
-        op, ready = order[index], 0
-        if op.part == 0 and _has_input(op):
-            found = self._arrived.get((op.kind is Kind.F, op.stage, op.microbatch))
-            if found is None:
+        A device's next operation begins as soon as its input is on its way: its start may lie ahead, and nothing can
+        come in between. The heap holds end x devices + device, one for each device that runs.
+        """
+        n = len(self.at)
+        bits = n.bit_length()
+        mask = (1 << bits) - 1
+        there, free, at = self._there, self._free, self.at
+        heap: list[int] = []
+        lasts, needs, gives = zip(*self._program.devices, strict=True)
+        add_start = [starts.append for starts in self.starts]
+        add_end = [ends.append for ends in self.ends]
+        running, left = [False] * n, [len(row) for row in lasts]
+        wanted: Sequence[int] = range(n)
+        while True:
+            for device in wanted:  # begin what is next there
+                index = at[device]
+                if running[device] or index == left[device]:
+                    continue
+                start, need = free[device], needs[device][index]
+                if need >= 0:
+                    ready = there[need]
+                    if ready < 0:
+                        continue
+                    if ready > start:
+                        start = ready
+                add_start[device](start)
+                start += lasts[device][index]
+                add_end[device](start)
+                free[device] = start
+                running[device] = True
+                heappush(heap, start << bits | device)
+            if not heap:
                 return
-            ready = found
-        start = max(self._free[device], ready)
-        self._free[device] = start + self._compute[op.stage][op.kind, op.part]
-        self._starts[device].append(start)
-        self._ends[device].append(self._free[device])
-        heapq.heappush(running, (self._free[device], device))
-        idle[device] = False
+            entry = heappop(heap)
+            end, number = entry >> bits, entry & mask
+            index = at[number]
+            give = gives[number][index]
+            at[number] = index + 1
+            running[number] = False
+            if give is None:
+                wanted = (number,)
+                continue
+            slot, target, wire = give
+            there[slot] = end if wire is None else self._carry(number, index, end)
+            wanted = (target, number) if target >= 0 else (number,)
 
 
-def _has_input(op: Op) -> bool:
-    """Whether something must arrive before it: from another stage, or from its own forward pass at the last one."""
-    return op.kind is not Kind.W and not (op.kind is Kind.F and op.stage == 0)
-
-
-def _stuck(schedule: Schedule, at: Sequence[int]) -> str:
+def stuck(schedule: Schedule, at: Sequence[int]) -> str:
+    """The sentence for a schedule that cannot end; at[d]: the operation at which device d waits."""
     waiting = [
         f"device {device} waits at cell {index + 1} ({schedule.orders[device][index]})"
-        for device, index in enumerate(at)
+        for device, index in enumerate(at[: schedule.n_devices])
         if index < len(schedule.orders[device])
     ]
     return f"the schedule cannot end: {', '.join(waiting[:4])}; no device can send what they wait for"

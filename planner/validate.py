@@ -18,7 +18,7 @@ def validate(schedule: Schedule, costs: Costs, memory: Sequence[int] | None = No
     Raises PlanError, which names the device and the cell, for: an operation that is missing, doubled or elsewhere;
     one that stands before what it needs on its own device; memory over the limit; devices that wait for each other.
     """
-    _check_complete(schedule)
+    check_complete(schedule)
     for device, order in enumerate(schedule.orders):
         _check_order(device, order)
     if memory is not None:
@@ -48,7 +48,8 @@ def peaks(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _check_complete(schedule: Schedule) -> None:
+def check_complete(schedule: Schedule) -> None:
+    """Raises PlanError for an operation that is missing, doubled or on another device."""
     seen: set[Op] = set()
     parts_of: Counter[tuple[int, int, Kind]] = Counter()
     for device, order in enumerate(schedule.orders):

@@ -12,31 +12,40 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dips.planner.costs import Costs
+from dips.planner.costs import Costs, StageCost
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule, straight
 
 NEVER = 1 << 62
 
 
-@dataclass
+@dataclass(slots=True)
 class _Device:
     """free_ns: its last sub-block ended. f, d: (microbatch, there at) in their order; w: microbatches whose D has
     ended.
 
-    current: the block that was begun and its next part. last: the kind of the last block of F or D that was begun.
+    part_f, part_d, part_w: the next part of the block that was begun. at_f, at_d, at_w: when the next sub-block of the
+    kind could begin; NEVER while nothing of it is known or memory forbids it.
     """
 
     stage: int
     limit: int
+    cost: StageCost
+    lasts: dict[Kind, list[int]]
     free_ns: int = 0
     held: int = 0
     f: deque[tuple[int, int]] = field(default_factory=deque)
     d: deque[tuple[int, int]] = field(default_factory=deque)
     w: deque[int] = field(default_factory=deque)
-    begun: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
-    part_of: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
-    last: Kind = Kind.D
+    begun_f: int = 0
+    begun_d: int = 0
+    part_f: int = 0
+    part_d: int = 0
+    part_w: int = 0
+    at_f: int = NEVER
+    at_d: int = NEVER
+    at_w: int = NEVER
+    d_was_last: bool = True
     order: list[Op] = field(default_factory=list)
 
 
@@ -61,86 +70,97 @@ class _Greedy:
                     "microbatch smaller, use more stages, or recompute activations"
                 )
         self._n, self._n_microbatches, self._costs, self._parts = n_devices, n_microbatches, costs, parts
-        self._devices = [_Device(stage, limit) for stage, limit in enumerate(memory)]
+        self._devices = [self._device(stage, limit) for stage, limit in enumerate(memory)]
         self._devices[0].f.extend((m, 0) for m in range(n_microbatches))
         self._link_free: dict[int, int] = {}
-        self._heap: list[tuple[int, int]] = [(0, 0)]
-        self._when = [0] + [NEVER] * (n_devices - 1)
+        self._heap: list[tuple[int, int]] = []
+        self._when = [NEVER] * n_devices
+        self._look(self._devices[0])
+
+    def _device(self, stage: int, limit: int) -> _Device:
+        lasts = {
+            kind: [self._costs.compute_ns(stage, kind, part, self._parts) for part in range(self._parts)]
+            for kind in (Kind.F, Kind.D, Kind.W)
+        }
+        return _Device(stage, limit, self._costs.stages[stage], lasts)
 
     def schedule(self) -> Schedule:
         while self._heap:
             at_ns, stage = heapq.heappop(self._heap)
             if at_ns == self._when[stage]:
-                self._advance(self._devices[stage], at_ns)
+                device = self._devices[stage]
+                self._place(device, self._choose(device, at_ns), at_ns)
+                self._look(device)
         orders = tuple(tuple(device.order) for device in self._devices)
         return Schedule(f"cross_ud/{self._parts}", straight(self._n), self._n_microbatches, orders, self._parts)
 
-    def _advance(self, device: _Device, now_ns: int) -> None:
-        kind = self._choose(device, now_ns)
-        self._place(device, kind, now_ns)
-        self._look(device)
-
     def _look(self, device: _Device) -> None:
-        """Note when this device can begin something."""
-        when = min(
-            (at for kind in (Kind.F, Kind.D, Kind.W) if (at := self._possible_ns(device, kind)) < NEVER), default=NEVER
-        )
+        """Note when this device can begin what."""
+        free_ns = device.free_ns
+        device.at_f = device.at_d = NEVER
+        device.at_w = free_ns if device.w else NEVER
+        if device.f and (device.part_f or device.held + device.cost.activation <= device.limit):
+            device.at_f = max(free_ns, device.f[0][1])
+        if device.d:
+            device.at_d = max(free_ns, device.d[0][1])
+        when = min(device.at_f, device.at_d, device.at_w)
         self._when[device.stage] = when
         if when < NEVER:
             heapq.heappush(self._heap, (when, device.stage))
 
-    def _possible_ns(self, device: _Device, kind: Kind) -> int:
-        """When the next sub-block of this kind could begin; NEVER while nothing of it is known or memory forbids it."""
-        if kind is Kind.W:
-            return device.free_ns if device.w else NEVER
-        queue = device.f if kind is Kind.F else device.d
-        if not queue:
-            return NEVER
-        if kind is Kind.F and not device.part_of[kind]:
-            if device.held + self._costs.stages[device.stage].activation > device.limit:
-                return NEVER
-        return max(device.free_ns, queue[0][1])
-
     def _choose(self, device: _Device, now_ns: int) -> Kind:
-        ready = [kind for kind in (Kind.F, Kind.D, Kind.W) if self._possible_ns(device, kind) <= now_ns]
-        for kind in (Kind.F, Kind.D):  # a block of F or D that was begun is ended: its parts are for W to fill gaps
-            if device.part_of[kind] and kind in ready:
-                return kind
-        preferred: tuple[Kind, ...]
-        if not device.begun[Kind.D] and Kind.D not in ready:
-            preferred = (Kind.F, Kind.W)
-        elif device.begun[Kind.F] == self._n_microbatches:
-            preferred = (Kind.D, Kind.W)
-        elif device.last is Kind.F:
-            preferred = (Kind.D, Kind.F, Kind.W)
+        """Of what is ready, what the phase prefers. A block of F or D that was begun is ended first: parts are for W
+        to fill gaps."""
+        f, d = device.at_f <= now_ns, device.at_d <= now_ns
+        if f and device.part_f:
+            return Kind.F
+        if d and device.part_d:
+            return Kind.D
+        if f and not device.begun_d and not d:
+            return Kind.F
+        if device.begun_f == self._n_microbatches or not device.d_was_last:
+            first, second = d, f
+            kinds = (Kind.D, Kind.F)
         else:
-            preferred = (Kind.F, Kind.D, Kind.W)
-        return next(kind for kind in preferred if kind in ready)
+            first, second = f, d
+            kinds = (Kind.F, Kind.D)
+        if first:
+            return kinds[0]
+        return kinds[1] if second else Kind.W
 
     def _place(self, device: _Device, kind: Kind, now_ns: int) -> None:
-        part = device.part_of[kind]
-        microbatch = device.w[0] if kind is Kind.W else (device.f if kind is Kind.F else device.d)[0][0]
-        cost = self._costs.stages[device.stage]
-        if not part:
-            device.begun[kind] += 1
-            if kind is Kind.F:
-                device.held += cost.activation
-            if kind is not Kind.W:
-                device.last = kind
+        last_part = self._parts - 1
+        if kind is Kind.F:
+            microbatch, part = device.f[0][0], device.part_f
+            device.part_f = part + 1 if part < last_part else 0
+            if not part:
+                device.begun_f += 1
+                device.held += device.cost.activation
+                device.d_was_last = False
+        elif kind is Kind.D:
+            microbatch, part = device.d[0][0], device.part_d
+            device.part_d = part + 1 if part < last_part else 0
+            if not part:
+                device.begun_d += 1
+                device.d_was_last = True
+        else:
+            microbatch, part = device.w[0], device.part_w
+            device.part_w = part + 1 if part < last_part else 0
         device.order.append(Op(kind, device.stage, microbatch, part))
-        device.free_ns = now_ns + self._costs.compute_ns(device.stage, kind, part, self._parts)
-        device.part_of[kind] = (part + 1) % self._parts
-        if part + 1 == self._parts:
+        device.free_ns = now_ns + device.lasts[kind][part]
+        if part == last_part:
             self._end(device, kind, microbatch)
 
     def _end(self, device: _Device, kind: Kind, microbatch: int) -> None:
-        device.held -= self._costs.stages[device.stage].released(kind)
+        cost = device.cost
         if kind is Kind.W:
+            device.held -= cost.activation - cost.d_release
             device.w.popleft()
         elif kind is Kind.F:
             device.f.popleft()
             self._hand_on(device, microbatch, device.stage + 1, forward=True)
         else:
+            device.held -= cost.d_release
             device.d.popleft()
             device.w.append(microbatch)
             self._hand_on(device, microbatch, device.stage - 1, forward=False)
@@ -159,6 +179,8 @@ class _Greedy:
         wire = self._costs.wires.get((device.stage, target))
         if wire is None:
             return device.free_ns
-        freed_ns = max(device.free_ns, self._link_free.get(wire.resource, 0)) + wire.busy_ns
-        self._link_free[wire.resource] = freed_ns
+        freed_ns = device.free_ns
+        if wire.busy_ns or wire.hold_ns:
+            freed_ns = max(freed_ns, self._link_free.get(wire.resource, 0)) + wire.busy_ns
+            self._link_free[wire.resource] = freed_ns + wire.hold_ns
         return freed_ns + wire.latency_ns

@@ -123,13 +123,13 @@ class _Problem:
 
     def _unit(self) -> int:
         times = [stage.compute_ns(kind) for stage in self._costs.stages for kind in KINDS]
-        times += [ns for wire in self._costs.wires.values() for ns in (wire.busy_ns, wire.latency_ns)]
+        times += [ns for wire in self._costs.wires.values() for ns in (wire.busy_ns, wire.latency_ns, wire.hold_ns)]
         return math.gcd(*times) or 1
 
     def _serial(self) -> int:
         """As long as everything takes one after the other."""
         work = sum(stage.compute_ns(kind) for stage in self._costs.stages for kind in KINDS)
-        slowest = max((wire.busy_ns + wire.latency_ns for wire in self._costs.wires.values()), default=0)
+        slowest = max((wire.busy_ns + wire.latency_ns + wire.hold_ns for wire in self._costs.wires.values()), default=0)
         return self._n * (work + 2 * self._n_stages * slowest) // self.unit_ns
 
     def _add_op(self, op: Op) -> None:
@@ -169,12 +169,13 @@ class _Problem:
             self.model.add(consumer >= self._end(op))
             return
         busy, latency = wire.busy_ns // self.unit_ns, wire.latency_ns // self.unit_ns
-        if not busy:
+        taken = busy + wire.hold_ns // self.unit_ns
+        if not taken:
             self.model.add(consumer >= self._end(op) + latency)
             return
         start = self.model.new_int_var(0, self._horizon, f"{op} leaves")
         self._messages[op] = start
-        on_link[wire.resource].append(self.model.new_fixed_size_interval_var(start, busy, f"{op} travels"))
+        on_link[wire.resource].append(self.model.new_fixed_size_interval_var(start, taken, f"{op} travels"))
         self.model.add(start >= self._end(op))
         self.model.add(consumer >= start + busy + latency)
 

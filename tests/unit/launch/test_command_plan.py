@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from support.repository import ROOT
 
-from dips.launch import cli
+from dips.launch import cli, command_plan
 from dips.planner.schedules.static import zb_h1
 from dips.planner.sweep import STATIC
+from dips.planner.validation import Check
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -109,3 +111,98 @@ def test_a_schedule_that_cannot_be_names_its_cell(tmp_path: Path, capsys: pytest
     code, _, error = told(capsys, "show", str(file))
     assert code == 2
     assert "device 0 waits at cell 2 (0B0), device 1 waits at cell 1 (1F1)" in error
+
+
+# ---- plans ----
+
+EXAMPLE = ROOT / "examples" / "04-plan-a-schedule"
+FEW = "crosspipe-figure-8"
+"""A shipped setting that is planned at once."""
+
+
+def test_a_file_alone_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = told(capsys, str(EXAMPLE / "sites.toml"), "--no-sensitivity")
+    assert (code, error) == (0, "")
+    assert "chosen: cross_ud" in out
+    assert "amsterdam to stockholm: 4 GiB an iteration" in out
+    for name in ("1f1b", "zb_v", "jeeves", "dp/zb_v", "assumed: "):
+        assert name in out
+    assert "what would help" not in out
+
+
+def test_a_plan_is_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(capsys, "make", FEW, "--out", str(tmp_path / "plan"))
+    assert code == 0
+    assert "what would help, of the time of each microbatch:" in out
+    assert {file.name for file in (tmp_path / "plan").iterdir()} == {
+        "plan.json", "plan.csv", "trace.json", "timeline.svg", "timeline.png",
+    }  # fmt: skip
+    code, out, _ = told(capsys, "show", str(tmp_path / "plan" / "plan.json"))
+    assert code == 0
+    assert [line[:5] for line in out.splitlines()[:4]] == ["  0 |", "  1 |", "  2 |", "  3 |"]
+    assert "bubble" in out.splitlines()[-1]
+    code, out, _ = told(capsys, "show", str(tmp_path / "plan" / "plan.csv"), "--json")
+    assert code == 0
+    assert len(json.loads(out)["devices"]) == 4
+
+
+def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(capsys, FEW, "--json", "--seconds", "1")
+    found = json.loads(out)
+    assert code == 0
+    assert found["chosen"]["iteration_s"] == found["candidates"][0]["iteration_s"]
+    assert {"optimal_ud", "optimal_wave"} <= {row["schedule"] for row in found["candidates"]}
+    assert [stage["site"] for stage in found["chosen"]["stages"]] == ["dc1", "dc1", "dc2", "dc2"]
+    assert len(found["sensitivity"]) == 4
+
+
+def test_plans_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(capsys, "compare", FEW, "crosspipe-m8", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["files"] == [FEW, "crosspipe-m8"]
+    assert all(len(times) == 2 for times in found["iteration_s"].values())
+    code, out, _ = told(capsys, "compare", FEW, "crosspipe-m8")
+    assert code == 0
+    assert "zb_v" in out
+
+
+def test_published_numbers_beside_ours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [Check("the setting", "a ratio", 3.05, 2.9, 2.7, 3.2), Check("the setting", "another", 1.0, 2.0)]
+    monkeypatch.setattr(command_plan, "all_checks", lambda paper, optimal_s: checks)
+    code, out, _ = told(capsys, "validate")
+    assert code == 0
+    assert "the setting" in out
+    assert "-4.9%" in out
+    checks.append(Check("another setting", "a miss", 1.0, 0.5, 0.9, 1.1))
+    code, out, _ = told(capsys, "validate", "--json")
+    assert code == 1
+    assert [row["missed"] for row in json.loads(out)] == [False, False, True]
+    assert "MISSED" in told(capsys, "validate")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere.toml"], "nowhere.toml is no file that can be read"),
+        (["make", FEW, "--seconds", "-1"], "--seconds -1 is no time for a solver"),
+        (["compare", FEW], "takes at least two files: name another one"),
+        (["validate", "--paper", "dapple"], "--paper 'dapple' is unknown: choose one of jeeves, crosspipe, all"),
+        (["validate", "--seconds", "0"], "--seconds 0 is no time"),
+    ],
+)
+def test_a_mistake_about_plans_is_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, error = told(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").write_text("")
+    code, _, error = told(capsys, FEW, "--out", str(tmp_path / "taken"))
+    assert code == 2
+    assert "the plan cannot be written there" in error
+    assert "choose another --out" in error

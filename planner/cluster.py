@@ -1,0 +1,274 @@
+"""Where a model is to be trained, read from TOML: sites with their devices, directed links between them, how the
+work is split, and, where somebody has measured them, the times of a stage.
+
+Units stand in the names of the keys, and every table of numbers names its source. Nothing is guessed: a number that a
+plan needs and the file does not give is asked for by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
+
+from dips.core.config import Knobs, load_table, read_tables
+from dips.planner.errors import PlanError
+from dips.planner.model import Count, Maybe, Model, Sourced, model_of
+
+Amount = Annotated[float, Field(gt=0, le=1e15)]
+AmountOrNone = Annotated[float, Field(ge=0, le=1e15)]
+TABLES = ("model", "sites", "links", "training", "profile", "options")
+
+
+class Site(Sourced):
+    """Equal devices in one place. What a site's own network costs a message between stages is nothing unless given."""
+
+    name: str = Field(min_length=1, description="what the place is called")
+    devices: Count = Field(description="accelerators that it has")
+    memory_gib: Amount | None = Field(default=None, description="memory of one device")
+    sustained_tflops: Amount | None = Field(default=None, description="10^12 operations a second of one device, really")
+    stages: Maybe = Field(default=0, description="pipeline stages that stand there; 0: in proportion to the devices")
+    network_gbps: Amount | None = Field(
+        default=None, description="bandwidth between two stages at this site, 10^9 bit/s"
+    )
+    network_latency_us: AmountOrNone = Field(default=0.0, description="latency between two stages at this site")
+
+
+class Link(Sourced):
+    """From one site to another. All replicas share its bandwidth."""
+
+    sender: str = Field(description="site that sends")
+    receiver: str = Field(description="site that receives")
+    both_ways: bool = Field(default=True, description="whether an equal link goes back")
+    bandwidth_gbps: Amount = Field(description="10^9 bit a second, of the link as a whole")
+    latency_ms: AmountOrNone = Field(description="time of one bit on its way")
+    oversubscription: Annotated[float, Field(ge=1, le=1e4)] = Field(
+        default=1.0, description="by how much others share the link: it carries bandwidth / oversubscription of ours"
+    )
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.bandwidth_gbps * 1e9 / 8 / self.oversubscription
+
+
+class Training(Sourced):
+    """How one iteration is split."""
+
+    pipeline: Count = Field(description="stages of the pipeline: groups of devices, one behind the other")
+    data: Count = Field(default=1, description="replicas of the pipeline (data parallel)")
+    tensor: Count = Field(default=1, description="devices that share each layer (tensor parallel, with sequences)")
+    context: Count = Field(default=1, description="devices that share each sequence (context parallel)")
+    expert: Count = Field(default=1, description="devices that share the experts of a layer (expert parallel)")
+    microbatches: Count = Field(description="microbatches of an iteration, for each replica")
+    microbatch_sequences: Count = Field(default=1, description="sequences of a microbatch")
+    sequence_tokens: Count = Field(description="tokens of a sequence")
+    activation_bytes: Annotated[float, Field(ge=0.5, le=8)] = Field(default=2.0, description="bytes of a number sent")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=1, description="what replicas shard: 1 optimizer, 2 gradients, 3 all"
+    )
+    recompute: Literal["none", "full"] = Field(
+        default="none", description="whether backward passes compute layers anew"
+    )
+    flash_attention: bool = Field(default=True, description="whether attention scores are never stored")
+    extra_layers: Maybe = Field(
+        default=0,
+        description="1 or 2: the embedding and the output layer each count as a layer when stages are divided",
+    )
+
+
+class Profile(Sourced):
+    """Measured times of one microbatch on one stage of a uniform division. They replace those of the cost model."""
+
+    forward_ms: Amount = Field(description="T_F")
+    input_gradient_ms: Amount = Field(description="T_D: the gradient of the input")
+    weight_gradient_ms: AmountOrNone = Field(description="T_W: the gradient of the weights")
+    message_mb: Amount | None = Field(default=None, description="10^6 bytes of one message of one replica")
+    memory_microbatches: Amount | None = Field(
+        default=None, description="microbatches whose activations a stage of a uniform division can hold"
+    )
+
+
+class Options(Knobs):
+    """What is asked for."""
+
+    schedules: list[str] = Field(default=[], description="schedules to compare; empty: all")
+    replicas: Literal["fair", "coordinated", "best"] = Field(
+        default="best", description="how replicas share a link: bandwidth evenly, or one message at a time"
+    )
+    solver_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        default=0.0, description="seconds in which a solver looks for the best order; 0: none"
+    )
+    division: Literal["uniform", "memory-aware", "best"] = Field(default="best", description="how layers become stages")
+    blocking: bool = Field(default=False, description="whether a sender waits for the last message's acknowledgement")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A whole file. sites in the order of the pipeline."""
+
+    file: str
+    model: Model
+    sites: tuple[Site, ...]
+    links: tuple[Link, ...]
+    training: Training
+    profile: Profile | None
+    options: Options
+
+    def link(self, sender: str, receiver: str) -> Link:
+        """Raises PlanError where there is none."""
+        for link in self.links:
+            if (link.sender, link.receiver) == (sender, receiver):
+                return link
+            if link.both_ways and (link.receiver, link.sender) == (sender, receiver):
+                return link
+        raise PlanError(
+            f"{self.file}: no link from {sender} to {receiver}, which neighbouring stages need: add a table "
+            "[[links]] with "
+            f'sender = "{sender}" and receiver = "{receiver}"'
+        )
+
+    @property
+    def devices_of_a_stage(self) -> int:
+        """Of all replicas together."""
+        training = self.training
+        return training.tensor * training.context * training.data
+
+
+def shipped_setups() -> list[str]:
+    """Names of the published settings that come with the planner."""
+    folder = resources.files("dips.planner.setups")
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def read_setup(name: str | Path) -> Setup:
+    """A file, or a shipped one by its name. Raises PlanError or ConfigError, which name file and key."""
+    if isinstance(name, str) and name in shipped_setups():
+        with resources.as_file(resources.files("dips.planner.setups") / f"{name}.toml") as file:
+            return _read(file)
+    file = Path(name)
+    if not file.is_file():
+        known = ", ".join(shipped_setups())
+        raise PlanError(
+            f"{name} is no file that can be read, and none of the shipped settings ({known}): give one of these"
+        )
+    return _read(file)
+
+
+K = TypeVar("K", bound=Knobs)
+
+
+def _read(file: Path) -> Setup:
+    tables = read_tables(file, TABLES)
+    for name in ("model", "sites", "training"):
+        if name not in tables:
+            brackets = f"[[{name}]]" if name == "sites" else f"[{name}]"
+            raise PlanError(f"{file}: the table {brackets} is not given: add it (docs/planner.md says what it holds)")
+    setup = Setup(
+        file=str(file),
+        model=model_of(_one(tables, "model", file), file),
+        sites=tuple(_many(Site, tables, "sites", file)),
+        links=tuple(_many(Link, tables, "links", file)),
+        training=load_table(Training, _one(tables, "training", file), f"{file} [training]"),
+        profile=load_table(Profile, _one(tables, "profile", file), f"{file} [profile]")
+        if "profile" in tables
+        else None,
+        options=load_table(Options, _one(tables, "options", file), f"{file} [options]"),
+    )
+    _check(setup)
+    return setup
+
+
+def _one(tables: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
+    table = tables.get(name, {})
+    if not isinstance(table, dict):
+        raise PlanError(f"{file}: {name!r} is no table: write its keys below a line [{name}]")
+    return table
+
+
+def _many(kind: type[K], tables: dict[str, Any], name: str, file: Path) -> list[K]:
+    found = tables.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(table, dict) for table in found):
+        raise PlanError(f"{file}: {name!r} is no list of tables: write each below a line [[{name}]]")
+    return [load_table(kind, table, f"{file} [[{name}]] {number}") for number, table in enumerate(found, 1)]
+
+
+def _check(setup: Setup) -> None:
+    names = [site.name for site in setup.sites]
+    if not names or len(set(names)) < len(names):
+        raise PlanError(f"{setup.file}: [[sites]] are {names}: give at least one, each with a name of its own")
+    for number, link in enumerate(setup.links, 1):
+        for end in (link.sender, link.receiver):
+            if end not in names:
+                raise PlanError(
+                    f"{setup.file} [[links]] {number}: {end!r} is no site: choose one of {', '.join(names)}"
+                )
+        if link.sender == link.receiver:
+            raise PlanError(f"{setup.file} [[links]] {number}: goes from {link.sender} to itself: name two sites")
+    _check_parallelism(setup)
+
+
+def _check_parallelism(setup: Setup) -> None:
+    training, where = setup.training, f"{setup.file} [training]"
+    units = setup.model.layers + training.extra_layers
+    if training.extra_layers > 2:
+        raise PlanError(f"{where}: extra_layers = {training.extra_layers}: give 0, 1 or 2")
+    if training.pipeline > units:
+        raise PlanError(
+            f"{where}: pipeline = {training.pipeline} is more stages than layers ({units}): give at most {units}"
+        )
+    for name, parts in (("tensor", training.tensor), ("context", training.context)):
+        whole = setup.model.heads if name == "tensor" else training.sequence_tokens
+        if whole % parts:
+            what = "attention heads" if name == "tensor" else "tokens of a sequence"
+            raise PlanError(f"{where}: {name} = {parts} does not divide the {whole} {what}: choose a divisor")
+    if training.expert > 1 and not setup.model.experts:
+        raise PlanError(f"{where}: expert = {training.expert}, but {setup.model.name} has no experts: remove it")
+    if training.expert > 1 and setup.model.experts % training.expert:
+        raise PlanError(
+            f"{where}: expert = {training.expert} does not divide {setup.model.experts} experts: choose a divisor"
+        )
+    if training.expert > 1 and (training.data * training.context) % training.expert:
+        raise PlanError(
+            f"{where}: expert = {training.expert} does not divide data x context = "
+            f"{training.data * training.context}, whose devices share the experts: choose a divisor"
+        )
+    stages_of_sites(setup)
+
+
+def stages_of_sites(setup: Setup) -> list[int]:
+    """How many stages stand at each site. Raises PlanError where they do not fit."""
+    sites, n = setup.sites, setup.training.pipeline
+    given = [site.stages for site in sites]
+    if any(given):
+        if 0 in given or sum(given) != n:
+            raise PlanError(
+                f"{setup.file}: [[sites]] have {given} stages, [training] has pipeline = {n}: give stages for "
+                "every site, "
+                f"together {n}, or for none"
+            )
+        found = given
+    else:
+        found = in_proportion([site.devices for site in sites], n)
+    for number, (site, stages) in enumerate(zip(sites, found, strict=True), 1):
+        needed = stages * setup.devices_of_a_stage
+        if needed > site.devices:
+            raise PlanError(
+                f"{setup.file} [[sites]] {number}: {site.name} has devices = {site.devices}, its {stages} stages "
+                f"need {needed} "
+                f"(tensor x context x data = {setup.devices_of_a_stage} each): give more devices, or split less"
+            )
+    return found
+
+
+def in_proportion(weights: Sequence[int], total: int) -> list[int]:
+    """Whole numbers that sum to total, as near to the weights' shares as can be (largest remainders)."""
+    whole = sum(weights)
+    found = [total * weight // whole for weight in weights]
+    remainders = sorted(range(len(weights)), key=lambda i: (-(total * weights[i] % whole), i))
+    for index in remainders[: total - sum(found)]:
+        found[index] += 1
+    return found

@@ -1,0 +1,220 @@
+"""JEEVES' memory-aware stage division (Deng et al., HotNets 2025, section 3.2): how many layers each stage gets.
+
+The paper's objective, an integer program, is solved first (CP-SAT in place of a commercial solver). It is an
+estimate of what the greedy schedule will take, and its best point can simulate worse than a uniform division; so
+hill climbing on the simulator follows, from the solver's point and from the uniform one, and the answer is never
+worse than uniform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dips.planner.errors import PlanError
+from dips.planner.problem import Division, Problem
+from dips.planner.schedules.jeeves import jeeves_span_ns
+
+UNIT_NS = 1000
+"""The solver's unit of time: its products stay small."""
+
+FEW_REPLICAS = 4
+"""The climb plays so many replicas with proportionally larger messages; the end is judged with all of them."""
+
+Span = Callable[[Division], int]
+
+
+@dataclass(frozen=True)
+class Divided:
+    """span_ns and uniform_ns: of the greedy schedule, with all replicas. seed: the solver's division."""
+
+    division: Division
+    span_ns: int
+    uniform_ns: int
+    seed: Division
+    tried: int
+
+
+def divide(problem: Problem, coordinated: bool = True, most_trials: int = 150) -> Divided:
+    """The best division that was found. coordinated: replicas send one message at a time.
+
+    most_trials: divisions that are simulated in all. Raises PlanError where not even a uniform division has a schedule.
+    """
+    uniform = problem.uniform()
+    few = _spans(problem, min(problem.replicas, FEW_REPLICAS) if coordinated else 1)
+    seed = solve(problem)
+    climb = _Climb(few, most_trials)
+    slopes = list(_slopes(problem))
+    ends = {uniform, climb.up(min([uniform, seed, *slopes], key=lambda d: (climb.of(d), d))), climb.up(uniform)}
+    whole = _spans(problem, problem.replicas if coordinated else 1)
+    judged = {division: whole(division) for division in ends if few(division) < _NONE}
+    if uniform not in judged:
+        if not judged:
+            problem.limits(uniform)  # its sentence says which stage holds too little
+            raise PlanError(f"{problem.setup.file}: no stage division fits the memory: use more stages, or recompute")
+        judged[uniform] = _NONE
+    best = min(judged, key=lambda division: (judged[division], division != uniform, division))
+    return Divided(best, judged[best], judged[uniform], seed, len(climb.known))
+
+
+_NONE = 1 << 62
+
+
+def _spans(problem: Problem, replicas: int) -> Span:
+    """The greedy schedule's makespan for a division; _NONE where memory forbids it. replicas: that are played."""
+    together = problem.replicas / replicas
+
+    def span_ns(division: Division) -> int:
+        try:
+            costs, limits = problem.costs(division, together=together), problem.limits(division)
+            return jeeves_span_ns(problem.n_microbatches, costs, limits, replicas)
+        except PlanError:
+            return _NONE
+
+    return span_ns
+
+
+class _Climb:
+    def __init__(self, span_ns: Span, most: int) -> None:
+        self._span_ns, self._most = span_ns, most
+        self.known: dict[Division, int] = {}
+
+    def up(self, division: Division) -> Division:
+        """Move one unit from a stage to another one while that is faster, the best such move each time."""
+        while True:
+            moves = [move for move in _moves(division) if move in self.known or len(self.known) < self._most]
+            best = min(moves, key=lambda move: (self.of(move), move), default=division)
+            if self.of(best) >= self.of(division):
+                return division
+            division = best
+
+    def of(self, division: Division) -> int:
+        if division not in self.known:
+            self.known[division] = self._span_ns(division)
+        return self.known[division]
+
+
+def _moves(division: Division) -> list[Division]:
+    found = []
+    for source, layers in enumerate(division):
+        for target in range(len(division)):
+            if target != source and layers > 1:
+                moved = list(division)
+                moved[source] -= 1
+                moved[target] += 1
+                found.append(tuple(moved))
+    return found
+
+
+def _slopes(problem: Problem) -> Iterator[Division]:
+    """Fewer layers on the first stages or at the first sites, which hold most microbatches: single moves do not get
+    there where several stages are full at once."""
+    n, total = problem.n_devices, len(problem.units)
+    for lean in (0.05, 0.1, 0.15, 0.2, 0.3):
+        yield _shared(total, [1 - lean + 2 * lean * stage / max(1, n - 1) for stage in range(n)])
+        last = max(1, max(problem.site_of))
+        yield _shared(total, [1 - lean + 2 * lean * site / last for site in problem.site_of])
+
+
+def _shared(total: int, weights: Sequence[float]) -> Division:
+    """At least one unit for each stage, the others as near to the weights as whole numbers can be."""
+    rest, whole = total - len(weights), sum(weights)
+    ideal = [max(0.0, total * weight / whole - 1) for weight in weights]
+    scale = rest / (sum(ideal) or 1.0)
+    found = [int(share * scale) for share in ideal]
+    behind = sorted(range(len(weights)), key=lambda i: (found[i] - ideal[i] * scale, i))
+    for index in range(rest - sum(found)):
+        found[behind[index % len(weights)]] += 1
+    return tuple(1 + more for more in found)
+
+
+# ---- the paper's integer program ----
+
+
+def solve(problem: Problem, time_limit_s: float = 2.0) -> Division:
+    """The division that the paper's objective is smallest for; units are taken to be equal, as its layers are."""
+    from ortools.sat.python import cp_model  # a second to import, and only needed here
+
+    program = _Program(problem, cp_model.CpModel())
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = time_limit_s
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 1
+    if solver.solve(program.model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return problem.uniform()
+    return tuple(solver.value(layers) for layers in program.layers)
+
+
+class _Program:
+    """Variables: layers of each stage. Objective: the longer of the computation-dominant and the communication-dominant
+    path, plus the wait for the first release of memory, as often as memory is full."""
+
+    def __init__(self, problem: Problem, model: Any) -> None:
+        self.model = model
+        n, units = problem.n_devices, problem.units
+        self._n, self._total = n, len(units)
+        costs = problem.costs(problem.uniform())
+        self._f, self._b = (
+            [self._each(problem, stage, what) for stage in range(n)] for what in ("forward", "backward")
+        )
+        wires = [(costs.wires.get((s, s + 1)), costs.wires.get((s + 1, s))) for s in range(n - 1)]
+        self._delay = [
+            (
+                sum(w.busy_ns + w.latency_ns for w in pair if w) // UNIT_NS,
+                sum(w.busy_ns for w in pair if w) // 2 // UNIT_NS,
+            )
+            for pair in wires
+        ]
+        self.layers = [model.new_int_var(1, self._total - n + 1, f"layers {stage}") for stage in range(n)]
+        model.add(sum(self.layers) == self._total)
+        self._microbatches = problem.n_microbatches
+        ideal = self._ideal()
+        waits = self._waits(problem)
+        model.minimize(ideal + waits)
+
+    def _each(self, problem: Problem, stage: int, what: str) -> int:
+        """Time of one unit on a stage."""
+        cost = problem.costs(problem.uniform()).stages[stage]
+        units = problem.uniform()[stage]
+        return (cost.f_ns if what == "forward" else cost.d_ns + cost.w_ns) // units // UNIT_NS
+
+    def _both(self, stage: int) -> Any:
+        return (self._f[stage] + self._b[stage]) * self.layers[stage]
+
+    def _ideal(self) -> Any:
+        horizon = 10**9
+        ideal = self.model.new_int_var(0, horizon * 1000, "ideal")
+        for slowest in range(self._n):
+            before = sum(self._both(stage) for stage in range(slowest))
+            delay = sum(self._delay[boundary][0] for boundary in range(slowest))
+            self.model.add(ideal >= before + delay + self._microbatches * self._both(slowest))
+        for boundary, (delay, busy) in enumerate(self._delay):
+            if busy:
+                whole = sum(self._both(stage) for stage in range(self._n))
+                others = sum(other for at, (other, _) in enumerate(self._delay) if at != boundary)
+                self.model.add(ideal >= whole + others + delay + (self._microbatches - 1) * busy)
+        return ideal
+
+    def _waits(self, problem: Problem) -> Any:
+        """The first stage holds `fit` microbatches. The first release comes when microbatch 1 has gone there and back;
+        the last stage, never idle, wants microbatch fit + 1 after fit others."""
+        model, n = self.model, self._n
+        unit = max(1, round(max(u.activation_bytes for u in problem.units)))
+        rooms = max(1, min(problem.limits(problem.uniform())) // unit)
+        fit = model.new_int_var(1, self._microbatches, "fit")
+        room = model.new_int_var(0, rooms, "room")
+        model.add_division_equality(room, rooms, self.layers[0])
+        model.add(fit <= room)
+        wanted = model.new_int_var(0, 10**12, "wanted")
+        last = model.new_int_var(0, 10**9, "last")
+        model.add(last == self._both(n - 1))
+        model.add_multiplication_equality(wanted, [fit, last])
+        there_and_back = sum(self._both(s) for s in range(n)) + sum(delay for delay, _ in self._delay)
+        wait = model.new_int_var(0, 10**12, "wait")
+        model.add(wait >= there_and_back - wanted)
+        times = model.new_int_var(0, self._microbatches, "times")
+        model.add_division_equality(times, self._microbatches - 1, fit)
+        waits = model.new_int_var(0, 10**15, "waits")
+        model.add_multiplication_equality(waits, [wait, times])
+        return waits

@@ -1,0 +1,1 @@
+"""The settings of published evaluations, one TOML file each; dips.planner.setup reads them."""

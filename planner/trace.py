@@ -1,0 +1,128 @@
+"""A timeline for others to look at: Chrome's trace format, which Perfetto (ui.perfetto.dev) opens, and drawings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dips.planner.ir import Kind, Op
+from dips.planner.simulate import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LETTERS = {Kind.F: "F", Kind.D: "D", Kind.W: "W", Kind.B: "B"}
+COLOURS = {Kind.F: "#56B4E9", Kind.D: "#E69F00", Kind.W: "#009E73", Kind.B: "#D55E00"}
+"""Okabe and Ito's, which colour-blind people tell apart."""
+
+LINK_COLOUR = "#999999"
+_INCHES_WIDE = 12.0
+_MOST_LABELS = 700
+
+
+def trace_events(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any]:
+    """names[d]: of device d. A process for each device with its operations, and one for links; times in
+    microseconds."""
+    events: list[dict[str, Any]] = []
+    n = timeline.schedule.n_devices
+    for device in range(n):
+        name = names[device] if names else f"device {device}"
+        events.append({"ph": "M", "name": "process_name", "pid": device, "args": {"name": name}})
+    events.append({"ph": "M", "name": "process_name", "pid": n, "args": {"name": "links"}})
+    pairs = sorted({(message.source, message.target) for message in timeline.messages})
+    for thread, (source, target) in enumerate(pairs):
+        named = {"name": f"{source} to {target}"}
+        events.append({"ph": "M", "name": "thread_name", "pid": n, "tid": thread, "args": named})
+    events += _computed(timeline)
+    for message in timeline.messages:
+        events.append(
+            {
+                "ph": "X",
+                "name": label(message.op),
+                "cat": "message",
+                "pid": n,
+                "tid": pairs.index((message.source, message.target)),
+                "ts": message.start_ns / 1e3,
+                "dur": (message.freed_ns - message.start_ns) / 1e3,
+                "args": {
+                    "waited_us": (message.start_ns - message.ready_ns) / 1e3,
+                    "arrives_us": message.arrives_ns / 1e3,
+                },
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _computed(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for device, order in enumerate(timeline.schedule.orders):
+        for op, start, end in zip(order, timeline.starts[device], timeline.ends[device], strict=True):
+            yield {
+                "ph": "X",
+                "name": label(op),
+                "cat": LETTERS[op.kind],
+                "pid": device,
+                "tid": 0,
+                "ts": start / 1e3,
+                "dur": (end - start) / 1e3,
+                "args": {"stage": op.stage, "microbatch": op.microbatch},
+            }
+
+
+def label(op: Op) -> str:
+    return f"{LETTERS[op.kind]}{op.microbatch} s{op.stage}" + (f".{op.part}" if op.part else "")
+
+
+def draw(timeline: Timeline, files: Sequence[Path], title: str, names: Sequence[str] = ()) -> None:
+    """Write a Gantt chart in the form of each file's suffix (.svg, .png). Needs matplotlib."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    n = timeline.schedule.n_devices
+    pairs = sorted({(message.source, message.target) for message in timeline.messages})
+    rows = n + len(pairs)
+    figure = Figure(figsize=(_INCHES_WIDE, 1.4 + 0.34 * rows), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_rows(axes, timeline, pairs)
+    axes.set_yticks(
+        range(rows), [*(names or [f"device {d}" for d in range(n)]), *(f"link {a} to {b}" for a, b in pairs)]
+    )
+    axes.set_ylim(rows - 0.4, -0.6)
+    axes.set_xlim(0, timeline.makespan_ns / 1e9)
+    axes.set_xlabel("seconds")
+    axes.set_title(title)
+    shown = {op.kind for order in timeline.schedule.orders for op in order}
+    words = {Kind.F: "forward", Kind.D: "gradient of the input", Kind.W: "of the weights", Kind.B: "backward"}
+    handles = [Patch(color=COLOURS[kind], label=words[kind]) for kind in Kind if kind in shown]
+    if pairs:
+        handles.append(Patch(color=LINK_COLOUR, label="message on its link"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    with matplotlib.rc_context({"svg.hashsalt": "dips"}):  # the same plan gives the same file
+        for file in files:
+            figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else {})
+
+
+def _draw_rows(axes: Axes, timeline: Timeline, pairs: Sequence[tuple[int, int]]) -> None:
+    labelled = timeline.schedule.n_ops <= _MOST_LABELS and timeline.schedule.parts == 1
+    for device, order in enumerate(timeline.schedule.orders):
+        for kind in Kind:
+            bars = [
+                (start / 1e9, (end - start) / 1e9)
+                for op, start, end in zip(order, timeline.starts[device], timeline.ends[device], strict=True)
+                if op.kind is kind
+            ]
+            if bars:
+                axes.broken_barh(bars, (device - 0.4, 0.8), facecolors=COLOURS[kind], edgecolor="white", linewidth=0.4)
+        if labelled:
+            for op, start, end in zip(order, timeline.starts[device], timeline.ends[device], strict=True):
+                axes.text((start + end) / 2e9, device, str(op.microbatch), ha="center", va="center", fontsize=5.5)
+    for row, pair in enumerate(pairs, timeline.schedule.n_devices):
+        bars = [
+            (m.start_ns / 1e9, max(m.freed_ns - m.start_ns, timeline.makespan_ns // 2000) / 1e9)
+            for m in timeline.messages
+            if (m.source, m.target) == pair
+        ]
+        axes.broken_barh(bars, (row - 0.3, 0.6), facecolors=LINK_COLOUR, edgecolor="white", linewidth=0.3)

@@ -1,0 +1,63 @@
+"""One published number and ours."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Check:
+    """about: the setting, and what was assumed; the same for several numbers. low, high: ours must lie between them;
+    None: for information. published None: the paper draws it without a number. percent: the numbers are parts of
+    one."""
+
+    about: str
+    what: str
+    published: float | None
+    ours: float
+    low: float | None = None
+    high: float | None = None
+    percent: bool = False
+
+    @property
+    def error(self) -> float | None:
+        """Relative to the published number; of percentages the difference, in points of one."""
+        if self.published is None:
+            return None
+        return self.ours - self.published if self.percent else self.ours / self.published - 1
+
+    @property
+    def binds(self) -> bool:
+        return self.low is not None and self.high is not None
+
+    @property
+    def missed(self) -> bool:
+        return self.low is not None and self.high is not None and not self.low <= self.ours <= self.high
+
+    def cells(self) -> tuple[str, ...]:
+        """what, published, ours, error, tolerance, verdict."""
+        off, error = self.error, ""
+        if off is not None:
+            error = f"{100 * off:+.1f} points" if self.percent else f"{off:+.1%}"
+        between = f"{self._shown(self.low)} to {self._shown(self.high)}" if self.binds else ""
+        verdict = ("MISSED" if self.missed else "ok") if self.binds else ""
+        return self.what, self._shown(self.published), self._shown(self.ours), error, between, verdict
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"error": self.error, "missed": self.missed}
+
+    def _shown(self, value: float | None) -> str:
+        if value is None:
+            return ""
+        return f"{value:.1%}" if self.percent else f"{value:.3g}"
+
+
+def within(about: str, what: str, published: float, ours: float, part: float) -> Check:
+    """A check that ours is within a part of the published number."""
+    return Check(about, what, published, ours, published * (1 - part), published * (1 + part))
+
+
+def holds(about: str, what: str, true: bool) -> Check:
+    """An ordering that the paper states: 1 published, ours 1 if it holds."""
+    return Check(about, what, 1.0, float(true), 1.0, 1.0)

@@ -1,0 +1,59 @@
+"""CrossPipe's greedy for waves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
+from dips.planner.errors import PlanError
+from dips.planner.schedules.cross_wave import cross_wave
+from dips.planner.schedules.zb_v import zb_v
+from dips.planner.simulate import simulate
+from dips.planner.sweep import Case
+from dips.planner.validate import validate
+
+UNIT = 1 << 20
+
+
+@pytest.mark.parametrize("delay", [(0.5, 0.25), (1, 0), (2, 0.25), (2, 1)])
+def test_it_bears_delay_better_than_zb_v_in_the_same_memory(delay: tuple[float, float]) -> None:
+    case = Case(4, 8, 2, *delay, 1)
+    greedy = validate(cross_wave(4, 8, case.costs(2), case.limits()), case.costs(2), case.limits())
+    assert greedy.makespan_ns < simulate(zb_v(4, 8), case.costs(2)).makespan_ns
+
+
+def test_without_delay_it_is_near_zb_v() -> None:
+    case = Case(4, 8, 2, 0, 0, 1)
+    span = validate(cross_wave(4, 8, case.costs(2), case.limits()), case.costs(2), case.limits()).makespan_ns
+    assert 24 * NS <= span <= 1.1 * 25.5 * NS
+
+
+def test_memory_for_one_microbatch_is_enough() -> None:
+    case = Case(4, 6, 2, 1, 0.5, 0.25)
+    schedule = cross_wave(4, 6, case.costs(2), case.limits())
+    assert validate(schedule, case.costs(2), case.limits()).makespan_ns > 0
+
+
+def test_memory_for_less_is_refused() -> None:
+    with pytest.raises(PlanError, match="device 0 holds 1048576 for one microbatch, its memory allows 1048575"):
+        cross_wave(2, 2, uniform(4, 2, activation=UNIT), [UNIT - 1, UNIT])
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 8),
+    st.lists(st.tuples(*[st.integers(0, 9)] * 3, st.integers(1, 5)), min_size=10, max_size=10),
+    st.integers(0, 5),
+    st.integers(0, 9),
+    st.integers(0, 20),
+)
+def test_it_never_jams_and_never_exceeds_memory(
+    n: int, microbatches: int, stage: list[tuple[int, int, int, int]], busy: int, latency: int, spare: int
+) -> None:
+    stages = tuple(StageCost(f, d, w, held, held // 2) for f, d, w, held in stage[: 2 * n])
+    wires = {(a, b): Wire(a * 10 + b, busy, latency) for a in range(n) for b in (a - 1, a + 1)}
+    limits = [stages[d].activation + stages[2 * n - 1 - d].activation + spare for d in range(n)]
+    validate(cross_wave(n, microbatches, Costs(stages, wires), limits), Costs(stages, wires), limits)

@@ -1,0 +1,170 @@
+"""JEEVES' greedy, and replicas that share links."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
+from dips.planner.errors import PlanError
+from dips.planner.fleet import Sharing, simulate_fleet
+from dips.planner.ir import Kind, Schedule
+from dips.planner.schedules.jeeves import jeeves
+from dips.planner.schedules.static import gpipe, one_f_one_b, zb_h1
+from dips.planner.simulate import simulate
+from dips.planner.sweep import Case
+from dips.planner.validate import peaks, validate
+
+UNIT = 1 << 20
+
+
+def costs(busy: float, latency: float, n: int = 4, hold: float = 0.0) -> Costs:
+    """Two sites of n / 2 devices; T_F 1 s, T_B 2 s."""
+    middle = n // 2
+    sizes = (round(busy * NS), round(latency * NS), round(hold * NS))
+    wires = {(middle - 1, middle): Wire(0, *sizes), (middle, middle - 1): Wire(1, *sizes)}
+    return uniform(n, 1, wires=wires, activation=UNIT)
+
+
+# ---- the greedy ----
+
+
+def test_without_delay_it_is_1f1b() -> None:
+    """Backward first, and no more forward passes than memory holds."""
+    free = uniform(4, 1, activation=UNIT)
+    (found,) = jeeves(8, free, [4 * UNIT] * 4)
+    assert validate(found, free, [4 * UNIT] * 4).makespan_ns == simulate(one_f_one_b(4, 8), free).makespan_ns == 33 * NS
+
+
+def test_the_order_it_ran_in_simulates_to_the_same_times() -> None:
+    for replicas, delay in itertools.product([1, 3], [0.5, 2.0]):
+        wired = costs(0.3, delay)
+        found = jeeves(8, wired, [5 * UNIT] * 4, replicas)
+        fleet = simulate_fleet(found, wired)
+        again = jeeves(8, wired, [5 * UNIT] * 4, replicas)
+        assert again == found
+        assert [t.schedule for t in fleet.timelines] == found
+        if replicas == 1:
+            assert fleet.makespan_ns == simulate(found[0], wired).makespan_ns
+
+
+def test_delay_costs_it_less_than_1f1b_in_the_same_memory() -> None:
+    case = Case(4, 8, 2, 1, 0.5, 1)
+    (found,) = jeeves(8, case.costs(), case.limits())
+    timeline = validate(found, case.costs(), case.limits())
+    assert timeline.makespan_ns < simulate(one_f_one_b(4, 8), case.costs()).makespan_ns
+
+
+def test_more_memory_helps_up_to_a_point() -> None:
+    """The paper's Figure 7(c)."""
+    wired = costs(0.2, 4)
+    spans = [simulate(jeeves(16, wired, [m * UNIT] * 4)[0], wired).makespan_ns for m in (2, 4, 6, 8, 16)]
+    assert spans == sorted(spans, reverse=True)
+    assert spans[0] > spans[2]
+    assert spans[-2] == spans[-1]
+
+
+def test_a_backward_pass_goes_first() -> None:
+    """On the last stage every backward pass follows its forward pass at once, however many forwards wait."""
+    (found,) = jeeves(6, costs(0, 0.1), [9 * UNIT] * 4)
+    kinds = [op.kind for op in found.orders[3]]
+    assert kinds == [Kind.F, Kind.B] * 6
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 7),
+    st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=5, max_size=5),
+    st.integers(0, 5),
+    st.integers(0, 9),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+def test_it_makes_schedules_within_memory_whatever_things_cost(
+    n: int, microbatches: int, times: list[tuple[int, int, int]], busy: int, latency: int, memory: int, replicas: int
+) -> None:
+    stages = tuple(StageCost(f, d, w, UNIT, UNIT // 2) for f, d, w in times[:n])
+    wires = {(a, b): Wire(min(a, b) * 2 + (a > b), busy, latency) for a in range(n) for b in (a - 1, a + 1)}
+    wired, limits = Costs(stages, wires), [memory * UNIT] * n
+    found = jeeves(microbatches, wired, limits, replicas)
+    assert len(found) == replicas
+    for schedule in found:
+        validate(schedule, wired, limits)
+        assert max(peaks(schedule, wired)) <= memory * UNIT
+
+
+def test_memory_for_no_microbatch() -> None:
+    with pytest.raises(PlanError, match="stage 0 holds 1048576 for one microbatch, its memory allows 7"):
+        jeeves(2, uniform(2, 1, activation=UNIT), [7, 7])
+
+
+# ---- replicas ----
+
+
+def test_one_replica_is_a_plain_simulation() -> None:
+    for sharing in (Sharing.FIFO, Sharing.FAIR):
+        for make in (gpipe, one_f_one_b, zb_h1):
+            fleet = simulate_fleet([make(4, 8)], costs(0.5, 0.25), sharing)
+            plain = simulate(make(4, 8), costs(0.5, 0.25))
+            assert (fleet.timelines[0].starts, fleet.timelines[0].ends) == (plain.starts, plain.ends)
+
+
+def test_equal_replicas_on_a_fair_link_are_one_whose_messages_are_as_large_as_all() -> None:
+    """So a fair share of many replicas needs no simulation of all of them."""
+    for make, hold in itertools.product((one_f_one_b, zb_h1), (0.0, 0.7)):
+        fleet = simulate_fleet([make(4, 8)] * 5, costs(0.25, 0.5, hold=hold), Sharing.FAIR)
+        lumped = simulate(make(4, 8), costs(5 * 0.25, 0.5, hold=hold))
+        assert {t.starts for t in fleet.timelines} == {lumped.starts}
+
+
+def test_a_fair_link_serves_all_at_once() -> None:
+    """Two replicas, of one microbatch and of two."""
+    wired = costs(2, 0, n=2)
+    fleet = simulate_fleet([gpipe(2, 1), gpipe(2, 2)], wired, Sharing.FAIR)
+    forth = [[m.freed_ns / NS for m in t.messages if m.op.kind is Kind.F] for t in fleet.timelines]
+    # Both begin at 1 s, 2 s of work each; the second replica's next message, ready at 2 s, waits for its first.
+    assert forth == [[5.0], [5.0, 7.0]]
+
+
+def test_one_message_at_a_time_is_sooner_than_all_at_once() -> None:
+    fair = simulate_fleet([one_f_one_b(4, 8)] * 4, costs(0.25, 0.5), Sharing.FAIR).makespan_ns
+    fleet = simulate_fleet([one_f_one_b(4, 8)] * 4, costs(0.25, 0.5), Sharing.FIFO)
+    assert fleet.makespan_ns < fair
+    sent = sorted((m.start_ns, m.freed_ns) for t in fleet.timelines for m in t.messages if m.op.kind is Kind.F)
+    assert all(freed <= start for (_, freed), (start, _) in itertools.pairwise(sent))
+
+
+def test_the_global_list_replays() -> None:
+    wired = costs(0.4, 0.5)
+    found = jeeves(6, wired, [6 * UNIT] * 4, 3)
+    fleet = simulate_fleet(found, wired)
+    again = simulate_fleet(found, wired, Sharing.ORDER, fleet.order(wired))
+    assert [t.starts for t in again.timelines] == [t.starts for t in fleet.timelines]
+
+
+def test_a_global_list_that_nobody_can_follow_names_replica_and_cell() -> None:
+    wired = costs(0.4, 0.5)
+    fleet = simulate_fleet([one_f_one_b(4, 6)] * 2, wired)
+    order = {link: list(reversed(sent)) for link, sent in fleet.order(wired).items()}
+    with pytest.raises(PlanError, match="replica 0: the schedule cannot end: device 0 waits at cell 5"):
+        simulate_fleet([one_f_one_b(4, 6)] * 2, wired, Sharing.ORDER, order)
+
+
+def test_a_blocking_sender_waits_for_the_acknowledgement() -> None:
+    wired = costs(1, 2, n=2, hold=4)
+    (timeline,) = simulate_fleet([gpipe(2, 3)], wired).timelines
+    forth = [m for m in timeline.messages if m.op.kind is Kind.F]
+    assert [m.start_ns // NS for m in forth] == [1, 6, 11]
+    assert [m.arrives_ns // NS for m in forth] == [4, 9, 14]
+    assert timeline.starts == simulate(gpipe(2, 3), wired).starts
+
+
+def test_a_stuck_replica_is_named() -> None:
+    good = one_f_one_b(2, 2)
+    bad = Schedule("bad", good.device_of_stage, 2, (good.orders[0][::-1], good.orders[1]))
+    with pytest.raises(PlanError, match="replica 1: the schedule cannot end: device 0 waits at cell 1"):
+        simulate_fleet([good, bad], uniform(2, 1))

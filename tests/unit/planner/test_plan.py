@@ -1,0 +1,245 @@
+"""Whole plans: what is chosen, what is told of it, stage divisions, files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.repository import ROOT
+
+from dips.core.errors import ConfigError
+from dips.planner.cluster import read_setup
+from dips.planner.costs import NS
+from dips.planner.division import divide, solve
+from dips.planner.errors import PlanError
+from dips.planner.fleet import simulate_fleet
+from dips.planner.ir import Op, Schedule
+from dips.planner.plan import MAKERS, Plan, data_parallel, jeeves_with, make_plan
+from dips.planner.plan_file import plan_json, read_plan, write_plan
+from dips.planner.problem import Problem
+from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.simulate import simulate
+from dips.planner.sweep import Case
+from dips.planner.validate import validate
+
+
+def small(name: str = "jeeves", replicas: int = 4) -> Problem:
+    """JEEVES' setting with few replicas and a link as much narrower."""
+    whole = Problem(read_setup(name))
+    return whole.with_training(data=replicas, microbatches=16).with_links(bandwidth=replicas / whole.replicas)
+
+
+# ---- plans ----
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(small(), sensitivity=False)
+
+
+def test_the_fastest_is_chosen_and_the_others_are_told(plan: Plan) -> None:
+    spans = [candidate.iteration_s for candidate in plan.candidates]
+    assert spans == sorted(spans)
+    names = {candidate.name for candidate in plan.candidates}
+    assert {"1f1b", "zb_h1", "zb_v", "cross_ud/1", "cross_ud/4", "cross_wave", "jeeves", "dp/zb_v"} <= names
+    assert {no.name for no in plan.refused} == {"gpipe", "interleaved_1f1b"}
+    assert all("of activations" in no.why for no in plan.refused)
+    assert plan.chosen.sharing == "coordinated"
+    for candidate in plan.candidates:
+        held = zip(candidate.activation_bytes, candidate.limit_bytes, strict=True)
+        assert all(peak <= limit for peak, limit in held), candidate.name
+
+
+def test_bytes_of_each_link(plan: Plan) -> None:
+    """One crossing each way for each microbatch of each replica; a wave crosses twice."""
+    problem = plan.problem
+    once = problem.message_bytes * problem.replicas * problem.n_microbatches
+    for candidate in plan.candidates:
+        if candidate.name.startswith("dp"):
+            assert candidate.link_bytes[0, 1] == problem.setup.model.parameters() * 2.0
+        else:
+            times = 2 if candidate.name in ("zb_v", "cross_wave") else 1
+            assert candidate.link_bytes == {(0, 1): times * once, (1, 0): times * once}
+
+
+def test_what_helps_is_told_in_order_and_never_hurts() -> None:
+    problem = Problem(read_setup("crosspipe-405b")).with_training(microbatches=16)
+    effects = make_plan(problem.with_options(schedules=["1f1b", "cross_ud/1"])).effects
+    assert [effect.saved for effect in effects] == sorted((effect.saved for effect in effects), reverse=True)
+    assert effects[0].change == "bandwidth between sites x 2"
+    assert effects[0].saved > 0.1
+    assert all(effect.saved >= 0 for effect in effects)
+    assert len(effects) == 4
+
+
+def test_no_long_link_no_question_of_sharing() -> None:
+    setup = read_setup("jeeves")
+    alone = replace(setup, sites=(setup.sites[0].model_copy(update={"devices": 4096}),), links=())
+    plan = make_plan(Problem(alone))
+    assert {candidate.sharing for candidate in plan.candidates} == {"alone"}
+    assert "dp" not in {candidate.name for candidate in plan.candidates} | {no.name for no in plan.refused}
+    assert [effect.change for effect in plan.effects if "sites" in effect.change] == []
+
+
+def test_options_narrow_the_search() -> None:
+    problem = small().with_options(schedules=["1f1b", "jeeves"], replicas="fair", division="uniform")
+    plan = make_plan(problem, sensitivity=False)
+    assert {(c.name, c.sharing) for c in plan.candidates} == {("1f1b", "fair"), ("jeeves", "fair")}
+    both = make_plan(problem.with_options(replicas="coordinated"), sensitivity=False)
+    assert {(c.name, c.sharing) for c in both.candidates} == {("1f1b", "coordinated"), ("jeeves", "coordinated")}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"schedules": ["1f2b"]}, r"\[options\]: schedules has '1f2b', which is unknown: choose of gpipe, 1f1b"),
+        ({"schedules": ["optimal_ud"]}, r"\[options\]: optimal schedules need solver_s"),
+        ({"schedules": ["gpipe"]}, r"no schedule can be: gpipe: stage 0 would hold .* of activations"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, list[str]], sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        make_plan(small().with_options(**options))
+
+
+def test_memory_for_less_than_a_microbatch_says_so() -> None:
+    sentence = (
+        r"jeeves.toml \[profile\]: memory_microbatches leaves .* one microbatch of stage 0 needs 1.196 GiB: give more"
+    )
+    with pytest.raises(PlanError, match=sentence):
+        make_plan(small().with_memory(0.1))
+
+
+def test_a_solver_is_asked_only_for_its_seconds_and_states_its_bound() -> None:
+    problem = Problem(read_setup("crosspipe-figure-8")).with_options(solver_s=5.0, schedules=["optimal_ud", "zb_h1"])
+    plan = make_plan(problem, sensitivity=False)
+    best = plan.chosen
+    assert best.name == "optimal_ud"
+    assert best.lower_bound_ns is not None
+    assert 27 * NS < best.lower_bound_ns <= best.makespan_ns
+
+
+def test_data_parallel_between_sites_pays_for_its_gradients() -> None:
+    """CrossPipe, appendix E: 2 (alpha + N beta) between two sites, with two bytes for each of N gradients."""
+    problem = Problem(read_setup("crosspipe-405b"))
+    found = data_parallel(problem)
+    parameters, link = problem.setup.model.parameters(), problem.setup.links[0]
+    assert found.sync_ns / NS == pytest.approx(2 * (0.004 + parameters / link.bytes_per_s), rel=1e-6)
+    inner = simulate(found.schedules[0], problem.with_delays(0, 0).costs(problem.uniform(32), MAKERS["zb_v"][1](16)))
+    assert found.makespan_ns == inner.makespan_ns
+
+
+# ---- stage division ----
+
+
+@pytest.mark.parametrize("memory", [0.5, 0.75, 1.0])
+def test_memory_aware_stages_are_never_worse_than_even_ones(memory: float) -> None:
+    problem = small("jeeves-20ms").with_memory(memory)
+    found = divide(problem)
+    assert sum(found.division) == sum(found.seed) == 96
+    assert min(found.division) >= 1
+    assert found.span_ns <= found.uniform_ns
+    assert found.span_ns == jeeves_with(problem, found.division, coordinated=True).makespan_ns
+
+
+def test_scarce_memory_moves_layers_to_later_stages() -> None:
+    found = divide(small("jeeves-20ms").with_memory(0.5))
+    assert found.span_ns < 0.95 * found.uniform_ns
+    assert sum(found.division[:4]) < sum(found.division[4:])
+
+
+def test_the_papers_program_gives_the_first_stage_less() -> None:
+    seed = solve(small("jeeves-20ms").with_memory(0.5))
+    assert sum(seed) == 96
+    assert seed[0] < 12
+
+
+def test_a_slow_site_and_the_output_layer_get_fewer_layers() -> None:
+    setup = read_setup(ROOT / "examples" / "04-plan-a-schedule" / "sites.toml")
+    slow = setup.sites[1].model_copy(update={"sustained_tflops": 200.0})
+    problem = Problem(replace(setup, sites=(setup.sites[0], slow)))
+    division = problem.balanced(range(8))
+    assert sum(division) == 32
+    assert min(division[:4]) > max(division[4:])
+    times = [[s.f_ns + s.d_ns + s.w_ns for s in problem.costs(d).stages] for d in (division, problem.uniform())]
+    assert max(times[0]) < max(times[1])
+    plan = make_plan(problem.with_options(schedules=["zb_h1"]), sensitivity=False)
+    assert plan.chosen.division == division
+
+
+def test_equal_layers_are_balanced_when_they_are_even() -> None:
+    problem = small()
+    assert problem.balanced(range(8)) == problem.uniform()
+
+
+# ---- parts as stages ----
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_runtime_without_parts_gets_stages(parts: int) -> None:
+    case = Case(4, 8, 2, 0.5, 0.25, 1)
+    cut = cross_ud(4, 8, case.costs(), case.limits(), parts)
+    whole = cut.with_parts_as_stages()
+    assert (whole.n_stages, whole.parts, whole.n_devices) == (4 * parts, 1, 4)
+    costs = Case(4, 8, 2, 0.5, 0.25, 1).costs(parts)
+    assert validate(whole, costs).makespan_ns == simulate(cut, case.costs()).makespan_ns
+    assert cross_ud(4, 8, case.costs(), case.limits(), 1).with_parts_as_stages().parts == 1
+
+
+# ---- files ----
+
+
+def test_files_of_a_plan(tmp_path: Path) -> None:
+    problem = small().with_options(schedules=["1f1b", "cross_ud/2"])
+    plan = make_plan(problem)
+    written = write_plan(plan, tmp_path / "plan")
+    assert [file.name for file in written] == ["plan.json", "plan.csv", "trace.json", "timeline.svg", "timeline.png"]
+    told = json.loads(written[0].read_text())
+    assert told == json.loads(json.dumps(plan_json(plan)))
+    assert told["chosen"]["iteration_s"] == plan.chosen.iteration_s
+    assert [row["slower_by"] for row in told["candidates"]] == sorted(row["slower_by"] for row in told["candidates"])
+    schedule, times = read_plan(written[0].read_text(), "plan.json")
+    assert schedule == plan.chosen.schedules[0]
+    assert [[start for start, _ in row] for row in times] == [list(row) for row in plan.chosen.timeline.starts]
+    torch_rows = written[1].read_text().splitlines()
+    assert Schedule.from_csv(written[1].read_text()).n_devices == 8
+    assert all(Op.parse(cell).part == 0 for row in torch_rows for cell in row.split(","))
+    events = json.loads(written[2].read_text())["traceEvents"]
+    done = [event for event in events if event["ph"] == "X" and event["cat"] != "message"]
+    assert len(done) == plan.chosen.schedules[0].n_ops
+    assert {event["pid"] for event in done} == set(range(8))
+    assert written[3].read_text().startswith("<?xml")
+    assert written[4].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_plan_gives_the_same_drawing(tmp_path: Path) -> None:
+    few = Problem(read_setup("crosspipe-figure-8")).with_training(microbatches=2).with_options(schedules=["1f1b"])
+    plan = make_plan(few, sensitivity=False)
+    one, two = (write_plan(plan, tmp_path / name) for name in ("one", "two"))
+    assert [file.read_bytes() for file in one] == [file.read_bytes() for file in two]
+
+
+def test_replicas_with_orders_of_their_own_are_kept() -> None:
+    problem = small().with_options(schedules=["jeeves"])
+    plan = make_plan(problem, sensitivity=False)
+    told = plan_json(plan)
+    orders = [told["schedule"]["orders"], *told["schedules_of_other_replicas"]]
+    assert len(plan.chosen.schedules) == problem.replicas
+    assert {tuple(order) for order in orders} == {tuple(s.to_csv().splitlines()) for s in plan.chosen.schedules}
+    costs = problem.costs(plan.chosen.division, together=1)
+    assert simulate_fleet(plan.chosen.schedules, costs).makespan_ns == plan.chosen.makespan_ns
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "is no plan.json"),
+        ("{}", "is no plan.json .KeyError: 'schedule'.: make one with dips plan FILE"),
+        ('{"schedule": {"name": "x", "device_of_stage": [0], "orders": ["0F0,0X0"]}}', "'0X0' is no operation"),
+    ],
+)
+def test_a_file_that_is_no_plan(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read_plan(text, "mine.json")
