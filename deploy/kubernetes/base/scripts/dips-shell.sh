@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Cluster shell of run dips. It needs dips[worker] on its nodes, and its own identity,
+# the folder keys/shell of `dips keys`, beside this script (or DIPS_KEYS), readable by nobody else.
+set -u
+export DIPS_MASTER=master.dips.example.org:29400
+export DIPS_CLUSTER=shell
+export DIPS_RUN=dips
+export DIPS_KEYS="${DIPS_KEYS:-$PWD/keys/shell}"
+cat > dips-shell.toml <<'SETTINGS'
+[worker]
+cluster_id = "shell"
+master = "master.dips.example.org:29400"
+run_id = "dips"
+SETTINGS
+while true; do
+  dips train --config dips-shell.toml && exit 0
+  code=$?
+  if [ "$code" = 2 ]; then exit 2; fi  # a setting is wrong: starting anew helps nothing
+  echo "cluster ended with $code; again in 10 s" >&2
+  sleep 10
+done

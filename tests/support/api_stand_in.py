@@ -1,0 +1,307 @@
+"""A stand-in of the API server of Kubernetes: real HTTP on loopback, objects in memory, no cluster behind it.
+
+It checks every object that is written against the published schemas of one version (kubernetes-validate, strict; of
+the two kinds that have no published schema there, against their place only), knows dry runs, merge patches, labels,
+node ports that are taken, finalizing deletes and rights, and plays the controllers' part in the crudest way: what is
+wanted is there at once, unless a test says otherwise. It shows that the client's calls are well formed; it does not
+show that a real API server takes them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import yaml
+from support.published_schemas import Unfit, check
+
+from dips.launch.deploy.kubernetes_api import PLURALS
+from dips.launch.deploy.objects import API_VERSIONS
+
+Object = dict[str, Any]
+TOKEN = "a-token-of-the-stand-in"
+KIND_OF = {plural: kind for kind, plural in PLURALS.items()}
+WITHOUT_SCHEMA = ("ServiceMonitor", "JobSet")
+SERVED_WITH = {**API_VERSIONS, "Pod": "v1"}
+
+
+class Refusal(Exception):
+    """An answer that is no success: status and the sentence of the Status object."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class StandIn:
+    """One stand-in. objects: by (namespace, kind, name). unknown_kinds: of definitions that nobody installed."""
+
+    def __init__(self, version: str = "1.31") -> None:
+        self.version = version
+        self.objects: dict[tuple[str, str, str], Object] = {}
+        self.calls: list[tuple[str, str]] = []
+        self.writes: list[tuple[str, str, str]] = []
+        self.unknown_kinds: set[str] = set()
+        self.forbidden: set[tuple[str, str]] = set()
+        self.broken: Callable[[Object], None] | None = None
+        self.lock = threading.RLock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> StandIn:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def of_kind(self, kind: str) -> list[str]:
+        return sorted(name for _, found, name in self.objects if found == kind)
+
+    def one(self, kind: str, name: str) -> Object:
+        (found,) = [one for (_, k, n), one in self.objects.items() if (k, n) == (kind, name)]
+        return found
+
+    # ---- what a request does ----
+
+    def serve(self, method: str, path: str, query: dict[str, str], body: Object | None) -> Object:
+        if path.rstrip("/") == "/version":
+            return self._release()
+        kind, namespace, name = self._place(path)
+        with self.lock:
+            self.calls.append((method, kind))
+            if (method, kind) in self.forbidden:
+                raise Refusal(403, f'{PLURALS[kind]} is forbidden: User "tester" cannot {method.lower()} it')
+            dry = query.get("dryRun") == "All"
+            if method == "GET":
+                return self._get(kind, namespace, name) if name else self._list(kind, namespace, query)
+            if method == "DELETE":
+                return self._delete(kind, namespace, name, body or {})
+            if method == "POST":
+                return self._create(kind, namespace, body or {}, dry)
+            return self._patch(kind, namespace, name, body or {}, dry)
+
+    def _release(self) -> Object:
+        major, minor = self.version.split(".")
+        build = ("gitCommit", "gitTreeState", "buildDate", "goVersion", "compiler", "platform")
+        told = dict.fromkeys(build, "stand-in")
+        return {**told, "major": major, "minor": minor, "gitVersion": f"v{self.version}.0"}
+
+    def _place(self, path: str) -> tuple[str, str, str]:
+        """Kind, namespace and name; only where this kind is served."""
+        parts = path.strip("/").split("/")
+        root, rest = ("v1", parts[2:]) if parts[0] == "api" else ("/".join(parts[1:3]), parts[3:])
+        if len(rest) <= 2:  # namespaces themselves
+            kind, namespace, name = KIND_OF[rest[0]], "", (*rest, "")[1]
+        else:
+            kind, namespace, name = KIND_OF[rest[2]], rest[1], (*rest, "")[3]
+        if SERVED_WITH[kind] != root or kind in self.unknown_kinds:
+            raise Refusal(404, "the server could not find the requested resource")
+        return kind, namespace, name
+
+    def _get(self, kind: str, namespace: str, name: str) -> Object:
+        found = self.objects.get((namespace, kind, name))
+        if found is None:
+            raise Refusal(404, f'{PLURALS[kind]} "{name}" not found')
+        return found
+
+    def _list(self, kind: str, namespace: str, query: dict[str, str]) -> Object:
+        wanted = [part.split("=", 1) for part in query.get("labelSelector", "").split(",") if part]
+        items = [
+            {key: value for key, value in one.items() if key not in ("kind", "apiVersion")}
+            for (where, of_kind, _), one in self.objects.items()
+            if (where, of_kind) == (namespace, kind)
+            and all(one["metadata"].get("labels", {}).get(key) == value for key, value in wanted)
+        ]
+        return {"apiVersion": SERVED_WITH[kind], "kind": f"{kind}List", "metadata": {}, "items": items}
+
+    def _create(self, kind: str, namespace: str, body: Object, dry: bool) -> Object:
+        name = body["metadata"]["name"]
+        if namespace and ("", "Namespace", namespace) not in self.objects:
+            raise Refusal(404, f'namespaces "{namespace}" not found')
+        if (namespace, kind, name) in self.objects:
+            raise Refusal(409, f'{PLURALS[kind]} "{name}" already exists')
+        if body["metadata"].get("namespace", "") != namespace:
+            raise Refusal(400, "the namespace of the object does not match the request")
+        self._check(kind, name, body)
+        return self._keep(kind, namespace, copy.deepcopy(body), dry, {"uid": uuid.uuid4().hex, "generation": 1})
+
+    def _patch(self, kind: str, namespace: str, name: str, patch: Object, dry: bool) -> Object:
+        old = self._get(kind, namespace, name)
+        merged = _merged(copy.deepcopy(old), patch)
+        sent = {key: value for key, value in merged.items() if key != "status"}
+        self._check(kind, name, sent)
+        if kind in ("Job", "JobSet") and merged["spec"] != old["spec"]:
+            raise Refusal(422, f'{kind} "{name}" is invalid: spec.template: Invalid value: field is immutable')
+        fresh = int(merged["spec"] != old["spec"]) if "spec" in old else 0
+        return self._keep(kind, namespace, merged, dry, {"generation": old["metadata"].get("generation", 0) + fresh})
+
+    def _delete(self, kind: str, namespace: str, name: str, options: Object) -> Object:
+        old = self._get(kind, namespace, name)
+        uid = options.get("preconditions", {}).get("uid")
+        if uid and uid != old["metadata"]["uid"]:
+            raise Refusal(409, "the UID in the precondition does not match the UID in record")
+        self.writes.append(("DELETE", kind, name))
+        del self.objects[(namespace, kind, name)]
+        if kind == "Namespace":
+            self.objects = {key: one for key, one in self.objects.items() if key[0] != name}
+        return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
+
+    def _keep(self, kind: str, namespace: str, body: Object, dry: bool, metadata: Object) -> Object:
+        body["metadata"].update(metadata)
+        if kind == "Service":
+            self._give_ports(body)
+        if dry:
+            return body
+        name = body["metadata"]["name"]
+        self.writes.append(("WRITE", kind, name))
+        self.objects[(namespace, kind, name)] = body
+        self._control(kind, namespace, body)
+        if self.broken is not None:
+            self.broken(body)
+        return body
+
+    def _check(self, kind: str, name: str, body: Object) -> None:
+        if body.get("kind") != kind or body.get("apiVersion") != SERVED_WITH[kind]:
+            raise Refusal(400, f"the object provided is unrecognized: {body.get('kind')} {body.get('apiVersion')}")
+        if kind in WITHOUT_SCHEMA:
+            return
+        try:
+            check(_without_nothing(body), self.version)
+        except Unfit as error:
+            raise Refusal(422, f'{kind} "{name}" is invalid: {error}') from error
+
+    # ---- what other parts of a cluster would do, at once ----
+
+    def _give_ports(self, body: Object) -> None:
+        taken = {
+            port["nodePort"]: name
+            for (_, kind, name), one in self.objects.items()
+            if kind == "Service"
+            for port in one["spec"].get("ports", [])
+            if "nodePort" in port and name != body["metadata"]["name"]
+        }
+        for port in body["spec"].get("ports", []):
+            if port.get("nodePort") in taken:
+                raise Refusal(
+                    422,
+                    f'Service "{body["metadata"]["name"]}" is invalid: spec.ports[0].nodePort: Invalid value: '
+                    f"{port['nodePort']}: provided port is already allocated",
+                )
+        body["spec"].setdefault("type", "ClusterIP")
+        body["spec"].setdefault("clusterIP", "10.0.0.1")
+        body["spec"].setdefault("sessionAffinity", "None")
+
+    def _control(self, kind: str, namespace: str, body: Object) -> None:
+        """Defaults and status as a cluster in which everything is well."""
+        spec, generation = body.get("spec", {}), body["metadata"].get("generation", 1)
+        if kind in ("StatefulSet", "Deployment"):
+            n = spec.setdefault("replicas", 1)
+            spec["template"]["spec"].setdefault("dnsPolicy", "ClusterFirst")
+            body["status"] = {"readyReplicas": n, "updatedReplicas": n, "observedGeneration": generation}
+        if kind == "StatefulSet":
+            spec.setdefault("updateStrategy", {"type": "RollingUpdate"})
+            self._claims(namespace, body)
+        if kind == "Job":
+            n = 0 if spec.get("suspend") else spec.get("parallelism", 1)
+            body["status"] = {"active": n, "ready": n}
+
+    def _claims(self, namespace: str, body: Object) -> None:
+        labels = body["spec"]["selector"]["matchLabels"]
+        for template in body["spec"].get("volumeClaimTemplates", []):
+            for index in range(body["spec"]["replicas"]):
+                name = f"{template['metadata']['name']}-{body['metadata']['name']}-{index}"
+                claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "spec": template["spec"]}
+                claim["metadata"] = {"name": name, "labels": labels, "uid": uuid.uuid4().hex}
+                self.objects.setdefault((namespace, "PersistentVolumeClaim", name), claim)
+
+    # ---- HTTP ----
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            # One write for headers and body: two of them wait for each other's acknowledgement.
+            wbufsize = 1 << 16
+            disable_nagle_algorithm = True
+
+            def _answer(self) -> None:
+                length = int(self.headers.get("Content-Length") or 0)
+                raw = self.rfile.read(length)
+                parts = urlsplit(self.path)
+                query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+                try:
+                    if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                        raise Refusal(401, "Unauthorized")
+                    if self.command == "PATCH" and "merge-patch+json" not in self.headers["Content-Type"]:
+                        raise Refusal(415, "only merge patches are known here")
+                    body = json.loads(raw) if raw else None
+                    self._send(200, stand_in.serve(self.command, parts.path, query, body))
+                except Refusal as refusal:
+                    status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": refusal.message}
+                    self._send(refusal.code, {**status, "code": refusal.code})
+
+            def _send(self, code: int, document: Object) -> None:
+                data = json.dumps(document).encode()
+                self.send_response(code)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST = do_PATCH = do_DELETE = _answer
+
+            def log_message(self, *words: object) -> None:
+                pass
+
+        return Handler
+
+
+@contextmanager
+def kubeconfig(file: Path, stand_ins: dict[str, StandIn]) -> Iterator[Path]:
+    """A kubeconfig whose contexts are these stand-ins."""
+    write_kubeconfig(file, {name: one.url for name, one in stand_ins.items()})
+    yield file
+
+
+def write_kubeconfig(file: Path, urls: dict[str, str]) -> None:
+    clusters = [{"name": name, "cluster": {"server": url}} for name, url in urls.items()]
+    contexts = [{"name": name, "context": {"cluster": name, "user": "tester"}} for name in urls]
+    users = [{"name": "tester", "user": {"token": TOKEN}}]
+    top = {"apiVersion": "v1", "kind": "Config", "clusters": clusters, "contexts": contexts, "users": users}
+    file.write_text(yaml.safe_dump({**top, "current-context": next(iter(urls), "")}))
+
+
+def _merged(target: Object, patch: Object) -> Object:
+    """RFC 7396."""
+    for key, value in patch.items():
+        if value is None:
+            target.pop(key, None)
+        elif isinstance(value, dict):
+            old = target.get(key)
+            target[key] = _merged(old if isinstance(old, dict) else {}, value)
+        else:
+            target[key] = value
+    return target
+
+
+def _without_nothing(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nothing(item) for key, item in value.items() if item is not None}
+    return [_without_nothing(item) for item in value] if isinstance(value, list) else value

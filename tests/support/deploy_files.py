@@ -1,0 +1,63 @@
+"""Deployment files for tests: the example of three sites, and a small one, with keys and changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from support.repository import ROOT
+
+from dips.core.security import Role
+from dips.launch.authority import ensure_keys
+from dips.launch.deploy.deploy_file import Deployment, read_deploy_file
+from dips.launch.deploy.identities import wanted
+
+EXAMPLE = ROOT / "examples" / "three-sites.toml"
+BASE = ROOT / "deploy" / "kubernetes" / "base.toml"
+
+SMALL = """
+[deploy]
+run_id = "small"
+images = "registry.example.org/dips"
+tag = "1"
+keys = "KEYS"
+placement = "here"
+slaves = 2
+expose = "node-port"
+
+[model]
+parameters = "10M"
+
+[[sites]]
+name = "here"
+context = "here"
+address = "192.0.2.7"
+
+[[clusters]]
+id = "a"
+site = "here"
+"""
+
+
+def written(folder: Path, text: str = SMALL, changes: Mapping[str, str] | None = None) -> Path:
+    """A file in the folder, its keys beside it. Each change must hit, or the test tests nothing."""
+    for old, new in {"KEYS": str(folder / "keys"), **(changes or {})}.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    file = folder / "run.toml"
+    file.write_text(text)
+    return file
+
+
+def example(folder: Path, changes: Mapping[str, str] | None = None) -> Path:
+    """The example of three sites, with keys in the folder."""
+    text = EXAMPLE.read_text().replace("runs/three-sites/keys", "KEYS")
+    return written(folder, text, changes)
+
+
+def with_keys(file: Path) -> Deployment:
+    """The deployment of a file, all of its identities made."""
+    deployment = read_deploy_file(file)
+    names = {role: [one.name for one in wanted(deployment) if one.role is role] for role in Role}
+    ensure_keys(deployment.run.keys, names[Role.CLUSTER], names[Role.SLAVE], names[Role.OPERATOR])
+    return deployment

@@ -1,0 +1,149 @@
+"""Deployment files: what they come to, and every mistake as one sentence with the place and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.deploy_files import EXAMPLE, SMALL, example, with_keys, written
+
+from dips.core.errors import ConfigError
+from dips.core.keys import KEY_FILE
+from dips.launch.deploy import identities
+from dips.launch.deploy.deploy_file import read_deploy_file
+from dips.launch.deploy.sizes import parse_quantity, processors, quantity
+
+
+def test_the_example_puts_the_servers_where_the_papers_rule_says() -> None:
+    deployment = read_deploy_file(EXAMPLE)
+    # B^T p: amsterdam 10 x 40 + 2 x 55 + 1 x 20 = 530 thousand, frankfurt 2 x 40 + 10 x 55 + 4 x 20 = 710 thousand.
+    assert deployment.server_site.name == "frankfurt"
+    assert "= 710000" in deployment.why_there
+    assert deployment.master_address == "master.fra.example.org:29400"
+    assert deployment.slave_address(2) == "slave-2.fra.example.org:29500"
+
+
+def test_a_site_that_the_file_names_is_taken(tmp_path: Path) -> None:
+    deployment = read_deploy_file(example(tmp_path, {'"auto"': '"amsterdam"'}))
+    assert deployment.server_site.name == "amsterdam"
+    assert "the file says so" in deployment.why_there
+
+
+def test_node_ports_have_one_host_and_a_port_for_each_slave(tmp_path: Path) -> None:
+    deployment = read_deploy_file(written(tmp_path))
+    assert deployment.master_address == "192.0.2.7:30400"
+    assert [deployment.slave_address(index) for index in range(2)] == ["192.0.2.7:30500", "192.0.2.7:30501"]
+
+
+def test_inside_one_cluster_the_names_of_its_services_are_used(tmp_path: Path) -> None:
+    deployment = read_deploy_file(written(tmp_path, changes={'"node-port"': '"inside"'}))
+    assert deployment.master_address == "small-master.dips.svc:29400"
+    assert deployment.slave_address(1) == "small-slave-1.small-slave.dips.svc:29500"
+
+
+MISTAKES = {
+    "unknown table": ({"[model]": "[modl]"}, "'modl' is unknown; did you mean 'model'?"),
+    "unknown key": ({"slaves = 2": "slave = 2"}, "[deploy]: 'slave' is not a setting; did you mean 'slaves'?"),
+    "missing key": ({"slaves = 2": ""}, "[deploy]: slaves is not given"),
+    "no amount": ({'"10M"': '"10 Mparams"'}, "'10 Mparams' is not a count"),
+    "a name that Kubernetes refuses": ({'"small"': '"Small_run"'}, "cannot name objects of Kubernetes"),
+    "no such placement": ({'"here"\nslaves': '"there"\nslaves'}, "placement = 'there' is none of auto, here"),
+    "auto without links": ({'placement = "here"': ""}, "needs a site with a context and bandwidth_gbps"),
+    "no such site": ({'id = "a"\nsite = "here"': 'id = "a"\nsite = "moon"'}, "site 'moon' is none of here"),
+    "the id of a slave": ({'id = "a"': 'id = "s1"'}, "name of another process"),
+    "servers without Kubernetes": ({'context = "here"': ""}, "the servers need Kubernetes: give its context"),
+    "servers without an address": ({'address = "192.0.2.7"': ""}, "give address, the host at which clusters reach"),
+    "one address for all balancers": ({'"node-port"': '"load-balancer"'}, "write '{name}'"),
+    "no node port": ({"slaves = 2": "slaves = 2\nmaster_port = 29400"}, "port 29400 cannot be a node port"),
+    "ports that meet": ({"slaves = 2": "slaves = 2\nmaster_port = 30501"}, "master_port 30501 is taken by a slave"),
+    "too small a volume": (
+        {"slaves = 2": 'slaves = 2\nslave_volume = "300 MiB"'},
+        "slave_volume = 300 MiB is too small: 10M parameters on 2 slaves need",
+    ),
+    "said twice": ({"[model]": '[master]\nlisten = "0.0.0.0:1"\n[model]'}, "[master]: 'listen' is not said here"),
+    "a wrong setting of a role": ({"[model]": "[master]\nsync_evry = 1\n[model]"}, "did you mean 'sync_every'"),
+    "a wrong setting of a cluster": ({"[model]": "[worker]\nwire_dtype = 'int3'\n[model]"}, "'int3' is none of"),
+    "no network": ({'address = "192.0.2.7"': 'address = "192.0.2.7"\ncidrs = ["192.0.2.7/24"]'}, "is no network"),
+    "nodes of `dips train`": ({'id = "a"': 'id = "a"\nnodes = 2'}, "`dips train` uses one node"),
+    "torchrun of nothing": ({'id = "a"': 'id = "a"\ntorchrun = true'}, "torchrun needs a command of yours"),
+    "no clusters": ({"[[clusters]]": "[clusters]"}, "there is no table [[clusters]]"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_sentence_with_its_place_and_the_remedy(name: str, tmp_path: Path) -> None:
+    changes, words = MISTAKES[name]
+    file = written(tmp_path, changes=changes)
+    with pytest.raises(ConfigError) as refused:
+        read_deploy_file(file)
+    assert words in str(refused.value)
+    assert str(file) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_two_clusters_of_one_name_are_refused(tmp_path: Path) -> None:
+    twice = SMALL + '\n[[clusters]]\nid = "a"\nsite = "here"\n'
+    with pytest.raises(ConfigError, match="two have the id 'a'"):
+        read_deploy_file(written(tmp_path, twice))
+
+
+def test_a_cluster_elsewhere_is_not_reached_from_inside(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expose = 'inside' reaches the context 'frankfurt-admin' alone"):
+        read_deploy_file(example(tmp_path, {'"load-balancer"': '"inside"'}))
+
+
+# ---- keys ----
+
+
+def test_missing_keys_are_told_with_the_command_that_makes_them(tmp_path: Path) -> None:
+    deployment = read_deploy_file(written(tmp_path))
+    with pytest.raises(ConfigError) as refused:
+        identities.check(deployment)
+    assert f"dips keys init {tmp_path / 'keys'} --slave s0 --slave s1 --slave supervisor" in str(refused.value)
+    with_keys(tmp_path / "run.toml")
+    identities.check(deployment)
+    for file in (tmp_path / "keys" / "a").iterdir():
+        file.unlink()
+    (tmp_path / "keys" / "a").rmdir()
+    with pytest.raises(ConfigError, match=r"dips keys add .* --cluster a`"):
+        identities.check(deployment)
+
+
+def test_a_wrong_key_is_found_before_anything_is_made(tmp_path: Path) -> None:
+    deployment = with_keys(written(tmp_path))
+    keys = tmp_path / "keys"
+    (keys / "s0" / KEY_FILE).write_bytes((keys / "s1" / KEY_FILE).read_bytes())
+    with pytest.raises(ConfigError, match="does not belong to"):
+        identities.check(deployment)
+
+
+def test_the_keys_of_somebody_else_are_refused(tmp_path: Path) -> None:
+    deployment = with_keys(written(tmp_path))
+    for file in (tmp_path / "keys" / "s1").iterdir():
+        (tmp_path / "keys" / "s0" / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ConfigError, match="holds keys of slave s1, not of slave s0"):
+        identities.check(deployment)
+
+
+def test_the_authoritys_key_goes_nowhere(tmp_path: Path) -> None:
+    deployment = with_keys(written(tmp_path))
+    secrets = [*identities.server_secrets(deployment), identities.cluster_secret(deployment, "a")]
+    names = {name for secret in secrets for name in secret["data"]}
+    assert not [name for name in names if "ca.key" in name]
+    assert set(secrets[-1]["data"]) == {"ca.crt", "tls.crt", "tls.key"}
+
+
+# ---- sizes as Kubernetes writes them ----
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"), [(1, "1Mi"), (1 << 20, "1Mi"), (1 << 30, "1Gi"), (1536 << 20, "1536Mi"), (5 << 40, "5Ti")]
+)
+def test_a_size_is_written_as_the_api_gives_it_back(n_bytes: int, text: str) -> None:
+    assert quantity(n_bytes) == text
+    assert parse_quantity(text) >= n_bytes
+
+
+def test_processors_and_sizes_of_others_are_read() -> None:
+    assert [processors(cpus) for cpus in (1, 0.05, 2.5)] == ["1", "50m", "2500m"]
+    assert [parse_quantity(text) for text in ("1k", "1Ki", "12", "1e3", "?")] == [1000, 1024, 12, 1000, 0]

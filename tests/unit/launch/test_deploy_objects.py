@@ -1,0 +1,258 @@
+"""The objects of a deployment: what every pod must never be allowed, and how the parts find each other."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.deploy_files import BASE, EXAMPLE, example, with_keys, written
+
+from dips.launch.deploy import identities, plan
+from dips.launch.deploy.compare import shown
+from dips.launch.deploy.deploy_file import Deployment, read_deploy_file
+from dips.launch.deploy.render import folders
+from dips.launch.deploy.scripts import script
+from dips.launch.deploy.servers import master_settings, server_objects, slave_settings
+from dips.master.config import MasterConfig
+from dips.slave.config import SlaveConfig
+
+Object = dict[str, Any]
+DEPLOYMENTS = {"three-sites": read_deploy_file(EXAMPLE), "base": read_deploy_file(BASE)}
+each_deployment = pytest.mark.parametrize("deployment", DEPLOYMENTS.values(), ids=DEPLOYMENTS.keys())
+
+
+def objects(deployment: Deployment) -> list[Object]:
+    return [one for stage in plan.stages(deployment) for one in stage.objects]
+
+
+def pods(deployment: Deployment) -> Iterator[tuple[str, Object]]:
+    """Name and pod spec of every workload."""
+    for one in objects(deployment):
+        spec = one.get("spec", {})
+        if one["kind"] == "JobSet":
+            spec = spec["replicatedJobs"][0]["template"]["spec"]
+        if one["kind"] in plan.WORKLOADS:
+            yield one["metadata"]["name"], spec["template"]["spec"]
+
+
+def named(deployment: Deployment, kind: str, name: str) -> Object:
+    (found,) = [one for one in objects(deployment) if (one["kind"], one["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+@each_deployment
+def test_every_pod_passes_the_restricted_profile(deployment: Deployment) -> None:
+    found = list(pods(deployment))
+    assert len(found) >= 5
+    for name, pod in found:
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"] is True, name
+        assert security["runAsUser"] != 0, name
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys(), name
+        assert all(
+            set(volume) & {"secret", "configMap", "emptyDir", "persistentVolumeClaim", "projected"}
+            for volume in pod["volumes"]
+        )
+        for one in pod["containers"]:
+            assert one["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, name
+            assert one["resources"]["requests"]["memory"] == one["resources"]["limits"]["memory"], name
+            assert not any("hostPort" in port for port in one.get("ports", [])), name
+
+
+@each_deployment
+def test_no_pod_but_the_supervisors_has_a_token(deployment: Deployment) -> None:
+    for name, pod in pods(deployment):
+        assert pod["automountServiceAccountToken"] is False
+        tokens = [volume for volume in pod["volumes"] if "projected" in volume]
+        assert bool(tokens) == name.endswith("-supervisor"), name
+
+
+@each_deployment
+def test_every_pod_has_a_policy_that_closes_both_directions(deployment: Deployment) -> None:
+    policies = [one["spec"] for one in objects(deployment) if one["kind"] == "NetworkPolicy"]
+    for policy in policies:
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+    closed = [policy["podSelector"]["matchLabels"].items() for policy in policies]
+    for one in objects(deployment):
+        spec = one.get("spec", {})
+        if one["kind"] == "JobSet":
+            spec = spec["replicatedJobs"][0]["template"]["spec"]
+        if one["kind"] in plan.WORKLOADS:
+            labels = spec["template"]["metadata"]["labels"].items()
+            assert any(wanted <= labels for wanted in closed), one["metadata"]["name"]
+
+
+@each_deployment
+def test_names_and_places_are_whole(deployment: Deployment) -> None:
+    """Whatever a pod mounts or runs as is made as well, and nothing is empty that the API would drop."""
+    keys = {(one["kind"], one["metadata"]["name"]) for one in objects(deployment)}
+    for name, pod in pods(deployment):
+        assert ("ServiceAccount", pod["serviceAccountName"]) in keys, name
+        for volume in pod["volumes"]:
+            if "secret" in volume:
+                assert ("Secret", volume["secret"]["secretName"]) in keys, name
+            if "configMap" in volume:
+                assert ("ConfigMap", volume["configMap"]["name"]) in keys, name
+        mounted = {mount["name"] for one in pod["containers"] for mount in one["volumeMounts"]}
+        claims = {"state"} if ("StatefulSet", name) in keys else set()
+        assert mounted <= {volume["name"] for volume in pod["volumes"]} | claims, name
+    for one in objects(deployment):
+        assert not list(nothings(one)), one["metadata"]["name"]
+        assert len(one["metadata"]["name"]) <= 63
+
+
+def nothings(value: Any, path: str = "") -> Iterator[str]:
+    if value in ({}, [], None):
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from nothings(item, f"{path}.{key}")
+
+
+@each_deployment
+def test_a_selector_finds_its_own_pods_and_no_others(deployment: Deployment) -> None:
+    everything = objects(deployment)
+    templates = {
+        one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"].items()
+        for one in everything
+        if one["kind"] in ("StatefulSet", "Deployment", "Job")
+    }
+    for one in everything:
+        if one["kind"] in ("StatefulSet", "Deployment"):
+            wanted = one["spec"]["selector"]["matchLabels"].items()
+            assert [name for name, labels in templates.items() if wanted <= labels] == [one["metadata"]["name"]]
+
+
+def test_what_master_and_slaves_are_told_is_what_they_take() -> None:
+    deployment = DEPLOYMENTS["three-sites"]
+    told = tomllib.loads(master_settings(deployment)["master.toml"])["master"]
+    master = MasterConfig.model_validate(told)
+    assert (master.run_id, master.slaves, master.sync_every) == ("three-sites", 3, 64)
+    files = slave_settings(deployment)
+    assert sorted(files) == ["s0.toml", "s1.toml", "s2.toml"]
+    for index, name in enumerate(sorted(files)):
+        slave = SlaveConfig.model_validate(tomllib.loads(files[name])["slave"])
+        assert slave.slave_id == f"s{index}"
+        assert slave.advertise == f"slave-{index}.fra.example.org:29500"
+        assert slave.memory_bytes == deployment.sizes.slave_memory_bytes
+        assert slave.snapshots_kept == 2
+
+
+def test_a_slave_gets_its_own_identity_and_no_other() -> None:
+    pod = dict(pods(DEPLOYMENTS["three-sites"]))["three-sites-slave"]
+    (one,) = pod["containers"]
+    mounts = [mount for mount in one["volumeMounts"] if mount["name"] == "keys"]
+    assert [mount["subPathExpr"] for mount in mounts] == [f"s$(POD_INDEX).{file}" for file in identities.IDENTITY_FILES]
+    assert all(mount["readOnly"] for mount in mounts)
+
+
+def test_slaves_are_apart_and_leave_one_at_a_time() -> None:
+    deployment = DEPLOYMENTS["three-sites"]
+    pod = dict(pods(deployment))["three-sites-slave"]
+    (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert apart["topologyKey"] == "kubernetes.io/hostname"
+    assert pod["topologySpreadConstraints"][0]["topologyKey"] == "topology.kubernetes.io/zone"
+    assert named(deployment, "PodDisruptionBudget", "three-sites-slave")["spec"]["maxUnavailable"] == 1
+
+
+def test_volumes_outlive_everything() -> None:
+    for one in server_objects(DEPLOYMENTS["three-sites"]):
+        if one["kind"] == "StatefulSet":
+            kept = {"whenDeleted": "Retain", "whenScaled": "Retain"}
+            assert one["spec"]["persistentVolumeClaimRetentionPolicy"] == kept
+
+
+def test_the_supervisor_may_end_the_slaves_pods_and_nothing_else() -> None:
+    deployment = DEPLOYMENTS["three-sites"]
+    (rule,) = named(deployment, "Role", "three-sites-supervisor")["rules"]
+    assert rule == {
+        "apiGroups": [""],
+        "resources": ["pods"],
+        "resourceNames": ["three-sites-slave-0", "three-sites-slave-1", "three-sites-slave-2"],
+        "verbs": ["get", "delete"],
+    }
+    assert [one["kind"] for one in objects(deployment) if one["kind"].endswith("RoleBinding")] == ["RoleBinding"]
+
+
+def test_doors_are_open_to_the_sites_networks_only(tmp_path: Path) -> None:
+    def blocks(deployment: Deployment) -> set[str]:
+        policy = named(deployment, "NetworkPolicy", "three-sites-master")
+        return {
+            peer["ipBlock"]["cidr"] for rule in policy["spec"]["ingress"] for peer in rule["from"] if "ipBlock" in peer
+        }
+
+    assert blocks(DEPLOYMENTS["three-sites"]) == {"192.0.2.0/26", "192.0.2.64/26", "192.0.2.128/26"}
+    unknown = read_deploy_file(example(tmp_path, {'cidrs = ["192.0.2.128/26"]': ""}))
+    assert blocks(unknown) == {"0.0.0.0/0"}
+
+
+def test_one_slave_more_does_not_start_the_others_anew(tmp_path: Path) -> None:
+    """Other addresses are nothing to them; only memory, which follows from the number, is."""
+    few, many = (read_deploy_file(example(tmp_path, {"slaves = 3": f"slaves = {n}"})) for n in (3, 4))
+    texts = [slave_settings(one)["s0.toml"] for one in (few, many)]
+    changed = set(texts[0].splitlines()) ^ set(texts[1].splitlines())
+    assert {line.split()[0] for line in changed} == {"memory_bytes"}
+
+
+def test_keys_are_never_printed(tmp_path: Path) -> None:
+    deployment = with_keys(written(tmp_path))
+    for secret in identities.server_secrets(deployment):
+        text = str(shown(secret))
+        assert "sha256" in text
+        assert not [value for value in secret["data"].values() if value in text]
+
+
+def test_files_hold_no_secret() -> None:
+    kinds = {
+        one["kind"] for deployment in DEPLOYMENTS.values() for found in folders(deployment).values() for one in found
+    }
+    assert "StatefulSet" in kinds
+    assert "Secret" not in kinds
+
+
+# ---- clusters ----
+
+
+def test_torchrun_gets_its_nodes_and_the_name_of_the_first() -> None:
+    deployment = DEPLOYMENTS["three-sites"]
+    (one,) = dict(pods(deployment))["three-sites-cluster-a"]["containers"]
+    assert one["command"][:3] == ["torchrun", "--nnodes=4", "--nproc-per-node=8"]
+    assert "--master-addr=three-sites-cluster-a-0.three-sites-cluster-a" in one["command"]
+    assert one["command"][-3:] == ["/app/train.py", "--data", "/data"]
+    service = named(deployment, "Service", "three-sites-cluster-a")
+    assert service["spec"]["clusterIP"] == "None"
+    (jobset,) = dict(pods(deployment))["three-sites-cluster-b"]["containers"]
+    assert "--master-addr=three-sites-cluster-b-node-0-0.three-sites-cluster-b-nodes" in jobset["command"]
+
+
+def test_a_cluster_in_a_queue_waits_for_kueue() -> None:
+    job = named(DEPLOYMENTS["three-sites"], "Job", "three-sites-cluster-a")
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
+    assert job["spec"]["suspend"] is True
+    alone = named(DEPLOYMENTS["base"], "Job", "dips-cluster-job")
+    assert alone["spec"]["suspend"] is False
+    assert "kueue.x-k8s.io/queue-name" not in alone["metadata"]["labels"]
+
+
+def test_a_wrong_setting_ends_a_job_and_a_kill_does_not() -> None:
+    rules = named(DEPLOYMENTS["base"], "Job", "dips-cluster-job")["spec"]["podFailurePolicy"]["rules"]
+    assert rules[0] == {
+        "action": "FailJob",
+        "onExitCodes": {"containerName": "cluster", "operator": "In", "values": [2]},
+    }
+    assert named(DEPLOYMENTS["base"], "Job", "dips-cluster-job")["spec"]["backoffLimit"] > 1000
+
+
+def test_a_name_can_never_be_read_as_a_command(tmp_path: Path) -> None:
+    changes = {'"--data", "/scratch/corpus"]': '"$(id)", "; rm x", "`id`"]'}
+    deployment = read_deploy_file(example(tmp_path, changes))
+    _, text = script(deployment, deployment.clusters[2])
+    assert """'"'"'$(id)'"'"' '"'"'; rm x'"'"' '"'"'`id`'"'"'""" in text
