@@ -1,0 +1,117 @@
+"""python deploy/compose/up.py [OPTIONS]: says what is missing for docker-compose.yml in a sentence, else runs its `up`.
+
+Docker's own messages for a missing engine or a taken port come late, among others, after some containers were made.
+This looks first, and changes nothing before all is well. OPTIONS are those of `docker compose up`. Needs Python alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PORTS = {"PAGE_PORT": 8080, "PROMETHEUS_PORT": 9090, "GRAFANA_PORT": 3000}
+"""The ports of this machine that docker-compose.yml asks for, and what moves them."""
+
+LEAST_COMPOSE = "1.29"
+ANSWER_S = 30.0
+MISSING = 2
+
+
+class Missing(Exception):
+    """What a person has to do before containers can be started, in one sentence."""
+
+
+def compose_command() -> list[str]:
+    """`docker compose` or `docker-compose`, whichever is here. Raises Missing."""
+    if shutil.which("docker") is None:
+        raise Missing(
+            "docker is not installed: install Docker Engine with its compose plugin (Debian: docker.io docker-compose)"
+        )
+    if _says(["docker", "compose", "version"]) is not None:
+        return ["docker", "compose"]
+    if _says(["docker-compose", "version"]) is not None:
+        return ["docker-compose"]
+    raise Missing(
+        f"docker is here, and neither `docker compose` nor `docker-compose` is: install the compose plugin, or "
+        f"docker-compose from {LEAST_COMPOSE} (Debian: docker-compose)"
+    )
+
+
+def require_engine() -> None:
+    """Raises Missing when no engine answers this user."""
+    why = _says(["docker", "version", "--format", "{{.Server.Version}}"], wants_error=True)
+    if why is None:
+        return
+    remedy = "start it (systemctl start docker)"
+    if "permission denied" in why.lower():
+        remedy = "add this user to the group docker, or run this as root"
+    raise Missing(f"the docker engine does not answer ({why}): {remedy}")
+
+
+def taken_ports(environment: Mapping[str, str]) -> list[str]:
+    """A sentence for each port that is not free. Raises Missing for what is no port."""
+    sentences = []
+    for name, default in PORTS.items():
+        text = environment.get(name) or str(default)
+        if not (text.isascii() and text.isdecimal() and 0 < int(text) < 65536):
+            raise Missing(f"{name} is {text!r}: give a port from 1 to 65535")
+        if not _is_free(int(text)):
+            sentences.append(
+                f"port {text} of this machine is taken: end the process that holds it, or choose another one, as in "
+                f"{name}={int(text) % 65000 + 1000}"
+            )
+    return sentences
+
+
+def settings(environment: Mapping[str, str], file: Path = ROOT / ".env") -> dict[str, str]:
+    """What compose sees: the environment, before the file .env."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    pairs = (line.split("=", 1) for line in lines if "=" in line and not line.lstrip().startswith("#"))
+    return {**{name.strip(): value.strip().strip("'\"") for name, value in pairs}, **environment}
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        compose = compose_command()
+        require_engine()
+        running = _says([*compose, "-f", str(ROOT / "docker-compose.yml"), "ps", "-q"], wants_output=True)
+        taken = [] if running else taken_ports(settings(os.environ))  # ours hold them already
+        if taken:
+            raise Missing("; ".join(taken))
+    except Missing as missing:
+        print(f"compose: {missing}", file=sys.stderr)
+        return MISSING
+    os.chdir(ROOT)
+    sys.stdout.flush()
+    os.execvp(compose[0], [*compose, "up", *arguments])
+
+
+def _says(command: Sequence[str], *, wants_error: bool = False, wants_output: bool = False) -> str | None:
+    """None when the command cannot be run or fails; with wants_error the other way round: None when it succeeds."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error) if wants_error else None
+    if wants_error:
+        return None if done.returncode == 0 else " ".join(done.stderr.split())[:300] or "it says nothing"
+    return (done.stdout if wants_output else "yes") if done.returncode == 0 else None
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,130 @@
+"""python tests/compose/run.py: builds the images, trains in containers, harms each of them, and leaves nothing.
+
+One line for each step, with the published version before and after. Ends with 0 when every check held, or when there is
+no docker to be had at all, which is said; with 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from scenario import Report, play
+from stack import PROJECT, ROOT, Stack, StepFailed, command
+
+sys.path.insert(0, str(ROOT / "deploy" / "compose"))
+from up import Missing, compose_command, require_engine
+
+ENGINE = ROOT.parent / "shared" / "tools" / "docker-up"
+"""Starts an engine on machines that have none running, where this file is there (DOCKER_UP names another one)."""
+
+IMAGES = {"prometheus": "prom/prometheus:v2.55.1", "grafana": "grafana/grafana:11.6.0"}
+PULL_S = 30.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make compose-test", description=__doc__)
+    parser.add_argument("--keep", action="store_true", help="leave containers, networks and volumes as they are")
+    parser.add_argument("--no-build", action="store_true", help="take the images as they are")
+    given = parser.parse_args()
+    begin_s = time.monotonic()
+    engine = Path(os.environ.get("DOCKER_UP", ENGINE))
+    try:
+        started = _start_engine(engine)
+        compose = compose_command()
+    except NoEngine as why:
+        print(f"compose-test: skipped: {why}")
+        return 0
+    except (Missing, StepFailed) as error:
+        print(f"compose-test: FAILED: {error}", flush=True)
+        return 1
+    try:
+        return _test(compose, given, begin_s)
+    finally:
+        if started and not given.keep:
+            subprocess.run([str(engine), "down"], check=False)
+
+
+class NoEngine(Exception):
+    """There is no docker to be had, and nothing that would start one."""
+
+
+def _start_engine(engine: Path) -> bool:
+    """Whether an engine had to be started. Raises NoEngine, or StepFailed when it does not start."""
+    why = _no_engine()
+    if engine.is_file():  # also where one is running: it makes the images' base where no registry is reached
+        command(str(engine), timeout_s=600.0)
+        print(f"engine: {'started' if why else 'is running'} ({engine.name})", flush=True)
+    elif why:
+        raise NoEngine(why)
+    return bool(why)
+
+
+def _no_engine() -> str:
+    """Why no engine answers; empty when one does."""
+    if shutil.which("docker") is None:
+        return "docker is not installed here"
+    try:
+        require_engine()
+    except Missing as missing:
+        return str(missing)
+    return ""
+
+
+def _test(compose: list[str], given: argparse.Namespace, begin_s: float) -> int:
+    files = ["docker-compose.yml", *_stand_in()]
+    ports = {"PAGE_PORT": "18080", "PROMETHEUS_PORT": "19090", "GRAFANA_PORT": "13000"}
+    stack, report = Stack(compose, files, ports), Report()
+    try:
+        stack.remove()
+        play(stack, report, ports, ROOT / "runs" / PROJECT, build_first=not given.no_build)
+    except StepFailed as error:
+        print(f"compose-test: FAILED after {report.checks} checks: {error}", flush=True)
+        _show_logs(stack)
+        return 1
+    finally:
+        if not given.keep:
+            stack.remove()
+    print(f"compose-test: {report.checks} checks passed in {time.monotonic() - begin_s:.0f} s ({' '.join(compose)})")
+    return 0 if report.checks else 1
+
+
+def _stand_in() -> list[str]:
+    """The file that replaces images which cannot be had."""
+    missing = [name for name, image in IMAGES.items() if not _can_be_had(image)]
+    if not missing:
+        return []
+    print(
+        f"images: {', '.join(IMAGES[name] for name in missing)} cannot be had here: Debian's Prometheus stands in for "
+        "the published one, in its service; Grafana is NOT part of this run",
+        flush=True,
+    )
+    return ["tests/compose/stand-in.yml"]
+
+
+def _can_be_had(image: str) -> bool:
+    if subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False).returncode == 0:
+        return True
+    try:
+        done = subprocess.run(["docker", "pull", "-q", image], capture_output=True, check=False, timeout=PULL_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def _show_logs(stack: Stack) -> None:
+    for name in ("keys", "master", "slave-0", "slave-1", "cluster-a", "cluster-b", "cluster-c", "link-b", "prometheus"):
+        try:
+            lines = stack.logs(name).splitlines()[-25:]
+        except StepFailed:
+            continue
+        print(f"---- {name}", *lines, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""docker-compose.yml and what it mounts: every service is confined, and every setting is one that the roles know."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.repository import ROOT
+
+from dips.core.config import load
+from dips.core.net import parse_address
+from dips.launch.cli import COMMANDS
+from dips.master.config import MasterConfig
+from dips.slave.config import SlaveConfig
+from dips.worker.config import SECTION as WORKER_SECTION
+from dips.worker.config import ClientConfig, check
+from dips.worker.trainer.config import TrainConfig
+
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+RUN_FILE = ROOT / "deploy" / "compose" / "run.toml"
+SLAVES = ["slave-0", "slave-1"]
+CLUSTERS = ["cluster-a", "cluster-b", "cluster-c"]
+LINKS = ["link-a", "link-b", "link-c"]
+METRICS_PORT = 9400
+
+each_service = pytest.mark.parametrize("name", SERVICES)
+
+
+def words(service: dict[str, Any]) -> list[str]:
+    command = service.get("command", [])
+    return shlex.split(command) if isinstance(command, str) else list(command)
+
+
+def options(name: str) -> dict[str, str]:
+    """--slave-id slave-0 of a service's command, as {"slave_id": "slave-0"}."""
+    command = words(SERVICES[name])
+    pairs = itertools.pairwise(command)
+    return {word[2:].replace("-", "_"): value for word, value in pairs if word.startswith("--") and word != "--config"}
+
+
+def bind_mounts() -> list[tuple[str, str]]:
+    found = []
+    for name, service in SERVICES.items():
+        found += [(name, volume.split(":")[0]) for volume in service.get("volumes", []) if volume.startswith(".")]
+    return found
+
+
+def test_the_services_are_those_that_the_documents_name() -> None:
+    others = {"keys", "master", "prometheus", "grafana", "operator"}
+    assert set(SERVICES) == {*others, *SLAVES, *CLUSTERS, *LINKS}
+
+
+@each_service
+def test_every_service_is_confined(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not service.get("privileged")
+    assert service["healthcheck"]
+    assert service["init"] is True
+    if name in LINKS:
+        assert (service["user"], service["cap_add"]) == ("0:0", ["NET_ADMIN"])
+        assert not service.get("volumes")
+    else:
+        assert int(service["user"].split(":")[0]) > 0
+        assert "cap_add" not in service
+
+
+@each_service
+def test_nothing_listens_beyond_this_machine(name: str) -> None:
+    assert all(port.startswith("127.0.0.1:") for port in SERVICES[name].get("ports", []))
+
+
+def test_clusters_share_no_network_and_have_no_way_out() -> None:
+    networks = [SERVICES[name]["networks"] for name in CLUSTERS]
+    assert sorted(networks) == [["site-a"], ["site-b"], ["site-c"]]
+    assert all(COMPOSE["networks"][network]["internal"] is True for [network] in networks)
+    assert len({SERVICES[name]["environment"]["LINK_RATE"] for name in LINKS}) == len(LINKS)
+    assert [SERVICES[name]["network_mode"] for name in LINKS] == [f"service:{name}" for name in CLUSTERS]
+
+
+def test_a_process_sees_its_own_keys_and_no_others() -> None:
+    for name in ("master", *SLAVES, *CLUSTERS, "operator", "prometheus"):
+        keys = [volume for volume in SERVICES[name]["volumes"] if volume.startswith("keys-")]
+        assert [volume.split(":")[0] for volume in keys] == [f"keys-{name}"]
+        assert keys[0].endswith(":ro")
+    handed_out = words(SERVICES["keys"])
+    for name in (*SLAVES, *CLUSTERS, "operator", "prometheus"):
+        assert name in handed_out
+        assert f"keys-{name}:/keys/{name}" in SERVICES["keys"]["volumes"]
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    identities = dockerfile.partition('ARG IDENTITIES="')[2].partition('"')[0].split()
+    assert {volume.split(":")[1] for volume in SERVICES["keys"]["volumes"]} == {f"/keys/{name}" for name in identities}
+
+
+def test_every_volume_and_network_is_used_and_declared() -> None:
+    used = {
+        volume.split(":")[0]
+        for service in SERVICES.values()
+        for volume in service.get("volumes", [])
+        if not volume.startswith(".")
+    }
+    assert used == set(COMPOSE["volumes"])
+    networks = {network for service in SERVICES.values() for network in service.get("networks", [])}
+    assert networks == set(COMPOSE["networks"])
+
+
+@pytest.mark.parametrize(("name", "source"), bind_mounts())
+def test_what_is_mounted_exists(name: str, source: str) -> None:
+    assert (ROOT / source).exists(), f"{name} mounts {source}"
+
+
+def test_the_masters_settings_are_settings() -> None:
+    master = load(MasterConfig, "master", file=RUN_FILE, environment={}, overrides=options("master")).value
+    assert (master.slaves, master.min_clusters) == (len(SLAVES), len(CLUSTERS))
+    assert master.run_id == "compose"
+    assert parse_address(master.listen)[1] == 29400
+    assert parse_address(master.metrics_listen or "")[1] == METRICS_PORT
+    assert SERVICES["master"]["ports"][0].endswith(f":{parse_address(master.page_listen or '')[1]}")
+
+
+@pytest.mark.parametrize("name", SLAVES)
+def test_a_slaves_settings_are_settings(name: str) -> None:
+    given = {"master": SERVICES[name]["environment"]["DIPS_MASTER"], **options(name)}
+    slave = load(SlaveConfig, "slave", file=RUN_FILE, environment={}, overrides=given).value
+    assert (slave.slave_id, slave.run_id, slave.master) == (name, "compose", "master:29400")
+    assert slave.advertise == f"{name}:{slave.data_port}"
+    assert parse_address(slave.metrics_listen or "")[1] == METRICS_PORT
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_clusters_settings_are_settings(name: str) -> None:
+    environment = SERVICES[name]["environment"]
+    train = load(TrainConfig, "train", file=RUN_FILE, environment={}, overrides=options(name)).value
+    given = {"master": environment["DIPS_MASTER"], "cluster_id": environment["DIPS_CLUSTER"]}
+    client = check(load(ClientConfig, WORKER_SECTION, file=RUN_FILE, environment={}, overrides=given).value)
+    assert (client.cluster_id, client.run_id, client.resume) == (name, "compose", True)
+    assert parse_address(client.metrics_listen or "")[1] == METRICS_PORT
+    assert not train.data  # the text of Python's own standard library
+
+
+def test_clusters_differ_in_speed() -> None:
+    assert len({options(name).get("emulate_gap") for name in CLUSTERS}) == len(CLUSTERS)
+
+
+def test_roles_that_die_are_started_again_and_those_that_ended_are_not() -> None:
+    for name in ("master", *SLAVES, *CLUSTERS):
+        assert SERVICES[name]["restart"] == "on-failure"
+        command = words(SERVICES[name])
+        assert command[0] == "dips"
+        assert command[1] in {known.name for known in COMMANDS}
+        assert command[command.index("--config") + 1] == "/etc/dips/run.toml"
+
+
+def test_prometheus_scrapes_every_process() -> None:
+    targets = json.loads((ROOT / "deploy" / "compose" / "targets" / "compose.json").read_text())
+    roles = {"master": "master", **dict.fromkeys(SLAVES, "slave"), **dict.fromkeys(CLUSTERS, "cluster")}
+    told = {entry["labels"]["name"]: entry for entry in targets}
+    assert set(told) == set(roles)
+    for name, role in roles.items():
+        assert told[name]["targets"] == [f"{name}:{METRICS_PORT}"]
+        assert told[name]["labels"] == {"run": "compose", "role": role, "name": name}
+        shared = {*SERVICES[name]["networks"]} & {*SERVICES["prometheus"]["networks"]}
+        assert shared, f"Prometheus does not reach {name}"
+
+
+def test_an_image_is_built_in_one_place() -> None:
+    built = [(service["image"], service["build"]["target"]) for service in SERVICES.values() if "build" in service]
+    assert sorted(built) == sorted(
+        (f"dips-{target}", target) for target in ("keys", "master", "slave", "worker", "link")
+    )
+    stages = (ROOT / "Dockerfile").read_text()
+    assert all(f" AS {target}\n" in stages for _, target in built)
+
+
+def test_the_stand_in_replaces_services_that_exist() -> None:
+    stand_in = yaml.safe_load((ROOT / "tests" / "compose" / "stand-in.yml").read_text())["services"]
+    assert set(stand_in) == {"prometheus", "grafana"}
+    assert (ROOT / stand_in["prometheus"]["build"]["context"] / "Dockerfile.prometheus").is_file()
+
+
+def test_published_images_are_pinned_to_a_version() -> None:
+    foreign = [service["image"] for service in SERVICES.values() if not service["image"].startswith("dips-")]
+    assert sorted(image.split(":")[0] for image in foreign) == ["grafana/grafana", "prom/prometheus"]
+    assert all(image.split(":")[1].lstrip("v")[0].isdigit() for image in foreign)
+    script = (Path(ROOT) / "tests" / "compose" / "run.py").read_text()
+    assert all(image in script for image in foreign)

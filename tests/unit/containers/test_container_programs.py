@@ -1,0 +1,275 @@
+"""What runs inside containers beside the roles: the health check, the hand-out of keys, the link, the requirements."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import stat
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support.repository import ROOT
+
+from dips.core.keys import load_identity
+from dips.core.security import Role
+
+
+def program(path: str) -> ModuleType:
+    """A program of deploy/, which is no package: it is copied into images, or runs before anything is installed."""
+    file = ROOT / "deploy" / path
+    spec = importlib.util.spec_from_file_location(f"deploy_{file.stem}", file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+health = program("docker/health.py")
+keys = program("docker/hand_out_keys.py")
+link = program("docker/link.py")
+requirements = program("docker/requirements.py")
+up = program("compose/up.py")
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+# ---- the Dockerfile and what it installs ----
+
+
+def test_only_the_workers_image_holds_torch() -> None:
+    def names(*extras: str) -> set[str]:
+        return {line.split(">")[0].split("[")[0] for line in requirements.requirements(PROJECT, extras)}
+
+    assert "torch" in names("worker")
+    assert "torch" not in names("slave") | names("master", "deploy")
+    assert {"numba", "grpcio", "pyzmq"} <= names("slave")
+    assert names("demo") >= names("master") | names("slave") | names("worker")  # extras that name one another
+
+
+def test_an_extra_that_does_not_exist_is_no_empty_list() -> None:
+    with pytest.raises(KeyError):
+        requirements.requirements(PROJECT, ["slaves"])
+
+
+def test_the_dockerfile_needs_no_frontend_and_pins_what_it_installs() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    assert not lines[0].startswith("# syntax")
+    installs = [line for line in "\n".join(lines).replace("\\\n", " ").splitlines() if " install --" in line]
+    assert installs
+    for line in installs:
+        if "apt-get" not in line and "useradd" not in line and "pip" in line:
+            assert "--constraint constraints.txt" in line or "--no-deps /wheels" in line, line
+
+
+def test_every_image_of_a_role_ends_as_the_common_user() -> None:
+    stages = (ROOT / "Dockerfile").read_text().split("\nFROM ")
+    for target in ("master", "keys", "slave", "worker"):
+        [stage] = [text for text in stages if text.partition("\n")[0].endswith(f" AS {target}")]
+        users = [line.split()[1] for line in stage.splitlines() if line.startswith("USER ")]
+        assert users[-1] == "10001:10001"
+
+
+def test_the_context_of_a_build_holds_no_tests_and_no_keys() -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert not allowed & {"tests", "runs", ".git", ".venv", "docs"}
+    assert {path.name for path in (ROOT / "src" / "dips").iterdir() if path.is_symlink()} <= allowed
+
+
+# ---- the health check ----
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What the process of the container answers."""
+    answers: list[object] = []
+
+    def ask(address: str, path: str, keys: str, anonymous: bool) -> tuple[int, str]:
+        answer = answers[0]
+        if isinstance(answer, OSError):
+            raise answer
+        assert isinstance(answer, tuple)
+        return answer
+
+    monkeypatch.setattr(health, "ask", ask)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [
+        ((200, "dips_master_version 3\n"), 0, "answers"),
+        ((503, "this process did not look up from its work for 2 s\n"), 1, "did not look up"),
+        (ConnectionRefusedError(111, "Connection refused"), 1, "nothing answers at 127.0.0.1:9400"),
+    ],
+)
+def test_a_process_is_healthy_when_it_answers(
+    answered: list[object], answer: object, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered.append(answer)
+    assert health.main([]) == code
+    assert said in capsys.readouterr().out
+
+
+def test_metrics_can_be_shown(answered: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+    answered.append((200, "# HELP x y\ndips_master_version 3\ndips_master_epoch 1\n"))
+    assert health.main(["--show", "dips_master_version"]) == 0
+    assert capsys.readouterr().out == "dips_master_version 3\n"
+
+
+# ---- keys ----
+
+
+def volumes(folder: Path, *names: str) -> Path:
+    for name in ("ca", "master", *names):
+        (folder / name).mkdir(mode=0o700)
+    return folder
+
+
+WISH = ["--slave", "s0", "--cluster", "a", "--operator", "me", "--operator", "watcher", "--for-others", "watcher"]
+
+
+def test_each_identity_is_handed_out_to_its_own_place(tmp_path: Path) -> None:
+    place = volumes(tmp_path, "s0", "a", "me", "watcher")
+    assert keys.main(WISH, place) == 0
+    roles = {name: load_identity(place / name).role for name in ("master", "s0", "a", "me")}
+    assert roles == {"master": Role.MASTER, "s0": Role.SLAVE, "a": Role.CLUSTER, "me": Role.OPERATOR}
+    assert stat.S_IMODE((place / "a" / "tls.key").stat().st_mode) == 0o600
+    assert stat.S_IMODE((place / "watcher" / "tls.key").stat().st_mode) == 0o644
+    assert sorted(path.name for path in (place / "a").iterdir()) == ["ca.crt", "tls.crt", "tls.key"]
+
+
+def test_a_second_start_keeps_what_is_there(tmp_path: Path) -> None:
+    place = volumes(tmp_path, "s0", "a", "me", "watcher", "b")
+    assert keys.main(WISH, place) == 0
+    before = (place / "a" / "tls.crt").read_bytes()
+    (place / "s0" / "tls.crt").unlink()  # the first start was cut off
+    assert keys.main([*WISH, "--cluster", "b"], place) == 0
+    assert (place / "a" / "tls.crt").read_bytes() == before
+    assert load_identity(place / "b").name == "b"
+    assert load_identity(place / "s0").name == "s0"
+
+
+def test_an_identity_without_a_volume_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = volumes(tmp_path, "s0", "me", "watcher")
+    assert keys.main(WISH, place) == 2
+    assert "name it in the build argument IDENTITIES" in capsys.readouterr().err
+
+
+# ---- links ----
+
+
+@pytest.mark.parametrize(("rate", "bits"), [("10mbit", 1e7), ("1gbit", 1e9), ("0.5mbit", 5e5), ("64kbit", 64e3)])
+def test_rates(rate: str, bits: float) -> None:
+    assert link.bits_per_s(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["", "10", "0mbit", "10 mbit", "fast", "-1mbit", "10mbps"])
+def test_what_is_no_rate_is_refused(rate: str) -> None:
+    with pytest.raises(ValueError, match="write a rate such as"):
+        link.bits_per_s(rate)
+
+
+def test_a_bucket_holds_what_the_kernel_sends_at_once_and_10_ms_of_fast_links() -> None:
+    assert link.burst_bytes("10mbit") == 128 << 10
+    assert link.burst_bytes("10gbit") == 12_500_000
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Interfaces in the order in which they were limited."""
+    done: list[str] = []
+    monkeypatch.setattr(link.Link, "limit", lambda self, interface: done.append(interface))
+    return done
+
+
+def test_an_interface_is_limited_once_for_each_time_that_it_appears(limited: list[str]) -> None:
+    watch = link.Link("a", "10mbit")
+    for now in (["eth0"], ["eth0"], [], ["eth0", "eth1"], ["eth1"]):
+        watch.look(now)
+    assert limited == ["eth0", "eth0", "eth1"]
+
+
+def test_what_cannot_be_limited_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(commands: Sequence[Sequence[str]]) -> str:
+        return "Error: TC classifier not found." if "filter" in commands[-1] else ""
+
+    monkeypatch.setattr(link, "_run", run)
+    link.Link("cluster-a", "10mbit").look(["eth0"])
+    told = "link of cluster-a, eth0: pushes 10mbit, pulls NOT limited (Error: TC classifier not found.)\n"
+    assert capsys.readouterr().out == told
+
+
+# ---- what a person is told before anything starts ----
+
+
+def test_a_machine_without_docker_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert up.main([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("compose: docker is not installed: install Docker Engine")
+    assert said.count("\n") == 1
+
+
+def fake_docker(folder: Path, *lines: str) -> None:
+    script = folder / "docker"
+    script.write_text("\n".join([f"#!{sys.executable}", "import sys", *lines, ""]))
+    script.chmod(0o755)
+
+
+def test_an_engine_that_does_not_answer_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_docker(tmp_path, "if sys.argv[1] == 'version': sys.exit('permission denied while dialling the socket')")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert up.main([]) == 2
+    assert "add this user to the group docker" in capsys.readouterr().err
+
+
+def test_a_docker_without_compose_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_docker(tmp_path, "if sys.argv[1] == 'compose': sys.exit(1)")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert up.main([]) == 2
+    assert "install the compose plugin" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_told_with_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_docker(tmp_path, "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(up, "_is_free", lambda port: port != 9099)
+    monkeypatch.setenv("PROMETHEUS_PORT", "9099")
+    assert up.main([]) == 2
+    said = capsys.readouterr().err
+    assert "port 9099 of this machine is taken" in said
+    assert "PROMETHEUS_PORT=10099" in said
+
+
+def test_a_port_that_is_none_is_told() -> None:
+    with pytest.raises(up.Missing, match="GRAFANA_PORT is 'http': give a port"):
+        up.taken_ports({"GRAFANA_PORT": "http"})
+
+
+def test_a_port_is_free_until_somebody_listens() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert not up._is_free(other.getsockname()[1])
+
+
+def test_settings_come_from_the_environment_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / ".env"
+    file.write_text("# ports\nPAGE_PORT=1\nGRAFANA_PORT='2'\n")
+    assert up.settings({"PAGE_PORT": "3"}, file) == {"PAGE_PORT": "3", "GRAFANA_PORT": "2"}
+
+
+def test_the_ports_are_those_of_the_compose_file() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    for name, port in up.PORTS.items():
+        assert f"${{{name}:-{port}}}" in text
