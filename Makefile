@@ -9,6 +9,7 @@ TORCH_INDEX ?=
 ARGS ?=
 SEEDS ?= 2000
 MINUTES ?= 5
+CHROMIUM ?= chromium
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
@@ -23,10 +24,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check sim model-check faults fuzz soak endurance protos bench docs clean
+.PHONY: help demo test check sim model-check faults fuzz soak endurance protos bench docs clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
 
 help:  ## this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
 	@echo
 	@echo '  ARGS="..."       more arguments, for demo, test, faults and endurance (pytest), sim, model-check and bench'
 	@echo '  MINUTES=5        how long `make fuzz` goes on, and `make soak` (10), about'
@@ -60,8 +61,34 @@ fuzz: $(FUZZ_STAMP)  ## feed every reader of bytes what it does not expect for M
 soak: $(DEV_STAMP)  ## train twice, in calm and under a storm of kills, for MINUTES, and compare the losses
 	$(BIN)/python tests/soak.py --minutes $(if $(filter file,$(origin MINUTES)),10,$(MINUTES)) $(ARGS)
 
+dashboards-test: $(DEV_STAMP)  ## watch a real run with a real Prometheus: each panel and rule must have data; two minutes
+	$(BIN)/python -m pytest --require-passed --dashboards tests/dashboards $(ARGS)
+
+page-test: $(DEV_STAMP)  ## look at the status page of a real run with a real browser, for two minutes; pictures in runs/page
+	@if ! command -v $(CHROMIUM) >/dev/null; then \
+	  echo "make page-test: skipped: there is no $(CHROMIUM) here (Debian, Ubuntu: apt-get install chromium)"; \
+	else DIPS_TEST_CHROMIUM="$$(command -v $(CHROMIUM))" \
+	  $(BIN)/python -m pytest --require-passed --page -rs tests/page $(ARGS); fi
+
+compose:  ## start the run of docker-compose.yml in the background, once this machine has what it needs
+	@$(or $(PYTHON),python3) deploy/compose/up.py --build --detach $(ARGS)
+
+compose-test: $(DEV_STAMP)  ## train in containers, kill each of them, cut a network, verify, remove everything; needs Docker
+	$(BIN)/python tests/compose/run.py $(ARGS)
+
 endurance: $(DEV_STAMP)  ## move gigabytes and ten thousand tensors, play a thousand rounds; needs 10 GB of memory
 	$(BIN)/python tests/run_all.py --endurance tests/endurance $(ARGS)
+
+manifests: $(DEV_STAMP)  ## write deploy/kubernetes/base anew from deploy/kubernetes/base.toml
+	rm -rf deploy/kubernetes/base
+	$(BIN)/dips deploy render deploy/kubernetes/base.toml --output deploy/kubernetes/base
+
+manifests-test: $(DEV_STAMP)  ## check every object for Kubernetes against the published schemas of three versions
+	$(BIN)/python -m pytest --require-passed -rs -s tests/integration/test_manifests.py $(ARGS)
+
+e2e-kubernetes: $(DEV_STAMP)  ## deploy to the cluster that KUBECONFIG names; skipped without one
+	@if [ -z "$${KUBECONFIG:-}" ]; then echo "make e2e-kubernetes: skipped: KUBECONFIG names no cluster"; \
+	else $(BIN)/python -m pytest --require-passed --kubernetes -rs -s tests/e2e $(ARGS); fi
 
 protos: $(DEV_STAMP)  ## write the stubs beside protos/*.proto anew
 	cd src && $(abspath $(BIN))/python -m grpc_tools.protoc -I . \
@@ -77,6 +104,7 @@ bench: $(DEV_STAMP)  ## run the benchmarks, or one: BENCH=sync runs benchmarks/b
 docs: $(DEV_STAMP)  ## write the generated parts of docs/ anew
 	$(BIN)/python -m dips.launch.protocol_doc --write docs/protocol.md
 	$(BIN)/python -m dips.launch.assumptions_doc --write docs/assumptions.md
+	$(BIN)/python -m dips.launch.metrics_doc --write docs/metrics.md
 
 clean:  ## remove the environment and everything that tools left behind; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

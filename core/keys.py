@@ -20,6 +20,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
@@ -32,6 +33,12 @@ _logger = logging.getLogger("dips.keys")
 SCHEME = "dips"
 MASTER_DNS_NAME = "dips-master"
 """The name in every master's certificate; clients ask for it, so that addresses need not stand in certificates."""
+
+
+def dns_name(role: Role) -> str:
+    """The name in every certificate of a role, such as "dips-slave": what a scraper of its metrics asks for."""
+    return f"dips-{role.value}"
+
 
 MAX_FILE_BYTES = 4 << 20
 """Of a key, certificate or revocation file; a list of 20,000 revoked certificates fits."""
@@ -50,6 +57,15 @@ class Certificate:
 
     def __str__(self) -> str:
         return f"{self.role.value} {self.name} (serial {self.serial_hex[:12]})"
+
+    @property
+    def serves(self) -> bool:
+        """Whether its holder may be the server of a TLS connection."""
+        try:
+            uses = self.x509.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        except x509.ExtensionNotFound:
+            return True
+        return ExtendedKeyUsageOID.SERVER_AUTH in uses
 
     @property
     def serial_hex(self) -> str:
@@ -116,6 +132,14 @@ def reloaded(identity: Identity) -> Identity:
         _logger.warning("%s holds keys of %s now, going on with those of %s", identity.directory, found, identity)
         return identity
     return found
+
+
+def certificate_left_s(security: Security, now: datetime | None = None) -> float | None:
+    """Seconds until the own certificate lapses, as it stands in its directory now, at least 0; None without keys."""
+    if not isinstance(security, Identity):
+        return None
+    found = parse_certificate(reloaded(security).cert_pem, str(security.directory / CERT_FILE))
+    return max(0.0, (found.not_after - (now or datetime.now(UTC))).total_seconds())
 
 
 class Used:

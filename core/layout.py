@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from dips.core.errors import RefusalCode, Refused
@@ -28,6 +28,7 @@ MAX_BLOCKS = 1 << 21
 """Twice MAX_PARAMETERS; blocks are listed one by one, so a tiny block_elems must not fill the memory."""
 
 MAX_NAME_CHARS = 512
+MAX_DESCRIPTION_CHARS = 256 * 1024
 DTYPES = frozenset({"float32", "bfloat16", "float16"})
 FLOAT32_BYTES = 4
 
@@ -78,10 +79,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, shapes and dtypes of the parameters, cut into layers and blocks."""
+    """Names, shapes and dtypes of the parameters, cut into layers and blocks.
+
+    description: what the shapes do not tell and an export needs (core/model_description.py); empty: nothing. Layouts
+    that differ in it alone are the same: it counts neither for equality nor for the hash.
+    """
 
     parameters: tuple[Parameter, ...]
     block_elems: int = DEFAULT_BLOCK_ELEMS
+    description: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -132,19 +138,27 @@ class Layout:
         return hashlib.sha256(self.canonical_json().encode()).digest()
 
     def canonical_json(self) -> str:
+        return json.dumps(self._raw(), separators=(",", ":"))
+
+    def to_json(self) -> str:
+        """With the description, if there is one."""
+        described = {"description": self.description} if self.description else {}
+        return json.dumps({**self._raw(), **described}, separators=(",", ":"))
+
+    def _raw(self) -> dict[str, object]:
         rows = [[p.name, list(p.shape), p.dtype, p.layer] for p in self.parameters]
-        return json.dumps({"block_elems": self.block_elems, "parameters": rows}, separators=(",", ":"))
+        return {"block_elems": self.block_elems, "parameters": rows}
 
 
 def layout_from_json(text: str) -> Layout:
-    """Inverse of canonical_json; raises Refused(LAYOUT) on anything else."""
+    """Inverse of canonical_json and to_json; raises Refused(LAYOUT) on anything else."""
     try:
         raw = json.loads(text)
         rows = [
             Parameter(str(name), tuple(int(size) for size in shape), str(dtype), str(layer))
             for name, shape, dtype, layer in raw["parameters"]
         ]
-        return Layout(tuple(rows), int(raw["block_elems"]))
+        return Layout(tuple(rows), int(raw["block_elems"]), str(raw.get("description", "")))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refused(RefusalCode.LAYOUT, f"the layout cannot be read: {error}") from error
 
@@ -190,6 +204,8 @@ def _check(layout: Layout) -> None:
         raise refuse(f"the model has {len(layout.parameters)} parameters, at most {MAX_PARAMETERS} can be")
     if not 1 <= layout.block_elems <= 1 << 32:
         raise refuse(f"block_elems is {layout.block_elems}, it must be between 1 and 2**32")
+    if len(layout.description) > MAX_DESCRIPTION_CHARS:
+        raise refuse(f"the model's description has more than {MAX_DESCRIPTION_CHARS} characters")
     for parameter in layout.parameters:
         _check_parameter(parameter)
     if len({p.name for p in layout.parameters}) != len(layout.parameters):

@@ -101,6 +101,8 @@ class StatusReply:
     durable: Version | None = None
     recovery: str = ""
     reshard: str = ""
+    refused_calls: int = 0
+    refused_call: str = ""
 
 
 @dataclass(frozen=True)

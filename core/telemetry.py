@@ -21,10 +21,12 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from io import FileIO
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO
 
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, FatalError
+from dips.core.log_lines import LineFormatter, LogFormat, escaped
 
 HEAD = ("wall_s", "monotonic_s", "role", "name", "kind", "cause")
 """The keys that every line of a tape begins with; the event's own fields follow beside them."""
@@ -134,8 +136,8 @@ class ChangeLogger:
         self._logger = logger
         self._last: OrderedDict[str, str] = OrderedDict()
 
-    def report(self, key: str, sentence: str, level: int | str = logging.INFO) -> bool:
-        """Log `sentence` unless it was the last one for `key`; tells whether it did.
+    def report(self, key: str, sentence: str, level: int | str = logging.INFO, cause: str = "") -> bool:
+        """Log `sentence`, with its cause id, unless it was the last one for `key`; tells whether it did.
 
         An empty sentence means that the matter is settled: nothing is logged, and the next reason will be.
         """
@@ -145,21 +147,38 @@ class ChangeLogger:
         if len(self._last) > CHANGE_KEYS:
             self._last.popitem(last=False)
         if changed and sentence:
-            self._logger.log(_level_number(level), "%s", sentence)
+            self._logger.log(_level_number(level), "%s", sentence, extra={"cause": cause})
         return changed and bool(sentence)
 
 
-def configure_logging(role: str, name: str, level: str = "INFO", json_lines: bool = False) -> None:
-    """Send this process's log to stderr, each line saying who speaks.
+def configure_logging(role: str, name: str, level: str = "INFO", log_format: LogFormat = "human") -> None:
+    """Send this process's log to stderr, each line saying who speaks, in one of the forms of core/log_lines.py.
 
     Replaces handlers that were there: a process has one log. Raises ConfigError for an unknown level.
     """
     number = _level_number(level)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines(role, name) if json_lines else _PlainLines(role, name))
+    handler.setFormatter(LineFormatter(role, name, log_format))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(number)
+    if log_format == "json":
+        sys.excepthook = _log_crash
+
+
+def say_last(sentence: str, who: str = "dips") -> None:
+    """A process's last word, why it ends: a line of its log where that is for machines, else plain on stderr."""
+    root = logging.getLogger()
+    forms = [handler.formatter.form for handler in root.handlers if isinstance(handler.formatter, LineFormatter)]
+    if "json" in forms:
+        root.critical("%s", sentence)
+    else:
+        print(f"{who}: {escaped(sentence)}", file=sys.stderr, flush=True)
+
+
+def _log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """For sys.excepthook: a bug's trace is one line as well, where lines are for machines."""
+    logging.getLogger("dips").critical("%s: %s", kind.__name__, error, exc_info=(kind, error, trace))
 
 
 def _level_number(level: int | str) -> int:
@@ -167,31 +186,6 @@ def _level_number(level: int | str) -> int:
     if number is None:
         raise ConfigError(f"log level {level!r} is unknown: choose DEBUG, INFO, WARNING or ERROR")
     return number
-
-
-class _PlainLines(logging.Formatter):
-    def __init__(self, role: str, name: str) -> None:
-        speaker = f"{role} {name}" if name else role
-        line = f"%(asctime)s.%(msecs)03d %(levelname).1s {speaker.replace('%', '%%')}: %(message)s"
-        super().__init__(line, "%H:%M:%S")
-
-
-class _JsonLines(logging.Formatter):
-    def __init__(self, role: str, name: str) -> None:
-        super().__init__()
-        self._who = {"role": role, "name": name}
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {
-            "wall_s": record.created,
-            "level": record.levelname,
-            **self._who,
-            "logger": record.name,
-            "sentence": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, separators=(",", ":"))
 
 
 def _open_to_append(path: Path) -> FileIO:

@@ -33,9 +33,9 @@ from dips.core.keys import (
     CA_FILE,
     CERT_FILE,
     KEY_FILE,
-    MASTER_DNS_NAME,
     REVOKED_FILE,
     Certificate,
+    dns_name,
     holder_uri,
     load_private_key,
     parse_authorities,
@@ -238,11 +238,11 @@ def _sign(
     key: ec.EllipticCurvePrivateKey,
     now: datetime,
 ) -> x509.Certificate:
-    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(holder_uri(role, name))]
-    uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
-    if role is Role.MASTER:
-        names.append(x509.DNSName(MASTER_DNS_NAME))
-        uses = [ExtendedKeyUsageOID.SERVER_AUTH]
+    names = [x509.UniformResourceIdentifier(holder_uri(role, name)), x509.DNSName(dns_name(role))]
+    # Everyone serves metrics, under its role's name; calls are served by the master alone, which dials nobody.
+    uses = [ExtendedKeyUsageOID.SERVER_AUTH]
+    if role is not Role.MASTER:
+        uses.append(ExtendedKeyUsageOID.CLIENT_AUTH)
     public = key.public_key()
     return (
         x509.CertificateBuilder()

@@ -21,6 +21,7 @@ import typer.main
 from rich.markup import escape
 
 from dips.core.errors import ConfigError, DipsError
+from dips.core.telemetry import say_last
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
@@ -29,7 +30,15 @@ TERMINATED = 143
 """128 + SIGTERM."""
 
 _USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-_EXTRA_OF_PACKAGE = {"torch": "worker", "numba": "slave", "matplotlib": "demo", "ortools": "planner"}
+_EXTRA_OF_PACKAGE = {
+    "aiohttp": "master",
+    "kubernetes": "deploy",
+    "yaml": "deploy",
+    "torch": "worker",
+    "numba": "slave",
+    "matplotlib": "demo",
+    "ortools": "planner",
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,14 @@ COMMANDS: tuple[Command, ...] = (
         "Run master, slaves and clusters from a file; restart what dies.",
         _RUN,
         ("dips up examples/local.toml",),
+    ),
+    Command(
+        "doctor",
+        "command_doctor",
+        "doctor",
+        "Look before a run: ports, keys, memory, disks, clocks, packages.",
+        _RUN,
+        ("dips doctor examples/local.toml", "dips doctor my-run.toml --params 7B --link 1gbps --json"),
     ),
     Command(
         "keys",
@@ -99,6 +116,18 @@ COMMANDS: tuple[Command, ...] = (
         (
             "dips train --cluster-id a --master 127.0.0.1:29400 --data ~/notes",
             "dips train --steps 200  (no master: ordinary training)",
+        ),
+    ),
+    Command(
+        "deploy",
+        "command_deploy",
+        "app",
+        "A run on Kubernetes clusters in several places, from one file.",
+        _ROLES,
+        (
+            "dips deploy plan examples/three-sites.toml",
+            "dips deploy apply run.toml",
+            "dips deploy drain run.toml a --reason 'other work'",
         ),
     ),
     Command(
@@ -171,6 +200,18 @@ COMMANDS: tuple[Command, ...] = (
         ("dips story 1:6 runs/demo", "dips story a/1.1#3 runs/demo"),
     ),
     Command(
+        "logs",
+        "command_logs",
+        "logs",
+        "What all processes of a local run said, in the order of time.",
+        _ASK,
+        (
+            "dips logs runs/demo --follow",
+            "dips logs runs/demo --role s0 --level warning --since '10 min'",
+            "dips logs runs/demo --cause a/1.1#3 --json",
+        ),
+    ),
+    Command(
         "simulate",
         "command_simulate",
         "simulate",
@@ -195,11 +236,13 @@ COMMANDS: tuple[Command, ...] = (
         "export",
         "command_model",
         "export",
-        "Write a published version as one safetensors model.",
+        "Write a published version as one safetensors file, or as a Hugging Face folder.",
         _MODEL,
         (
             "dips export model.safetensors --master 127.0.0.1:29400",
             "dips export model.safetensors --run-dir runs/demo  (also after the run has ended)",
+            "dips export runs/demo --to model  (a folder for from_pretrained)",
+            "dips export 127.0.0.1:29400 --to model --version 1:7 --keys runs/own-loop/keys/operator",
         ),
     ),
     Command(
@@ -214,11 +257,24 @@ COMMANDS: tuple[Command, ...] = (
         "plan",
         "command_plan",
         "app",
-        "Pipeline schedules over slow links: compare them, draw one.",
+        "Plan a pipeline over slow links: sites, links and a model in, a schedule out.",
         _MODEL,
         (
+            "dips plan examples/04-plan-a-schedule/sites.toml",
+            "dips plan validate",
             "dips plan sweep --stages 4 --microbatches 8 --latency 0,0.5,1 --optimal",
             "dips plan show schedule.csv",
+        ),
+    ),
+    Command(
+        "size",
+        "command_size",
+        "size",
+        "Memory, disk and time that a run needs, each with its formula.",
+        _MODEL,
+        (
+            "dips size --params 100e9 --clusters 9 --slaves 16 --link 10gbps",
+            "dips size --params 1B --clusters 4 --slaves 2 --link 1gbps --wire bf16 --tokens-per-s 40000 --json",
         ),
     ),
     Command(
@@ -332,7 +388,7 @@ def _named(command: Command) -> Callable[..., int | None]:
 
 
 def _fail(sentence: str, exit_code: int) -> int:
-    print(f"dips: {sentence}", file=sys.stderr)
+    say_last(sentence)
     return exit_code
 
 

@@ -19,6 +19,7 @@ from dips.core.units import format_count, format_seconds
 from dips.launch.demo import DemoResult, run_demo
 from dips.launch.demo_plan import FULL_MINUTES, DemoWish
 from dips.launch.key_options import insecure_asked
+from dips.launch.metrics_option import MetricsOption
 from dips.launch.report import failed_checks
 
 
@@ -42,6 +43,8 @@ def demo(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Make and use no keys: nothing is encrypted, loopback only.")
     ] = False,
+    page: Annotated[bool, typer.Option(help="The status page for browsers, while the run goes on.")] = True,
+    metrics: MetricsOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="The report on standard output, progress elsewhere.")] = False,
 ) -> int:
     """Train a small language model on this machine: one master, slaves, and clusters of unequal speed.
@@ -50,7 +53,9 @@ def demo(
     with report.json and loss.png in the run's directory, and exit code 0 if everything held that should.
     """
     texts, no_keys = tuple(data or ()), insecure_asked(insecure)
-    wish = DemoWish(texts, clusters, slaves, minutes, run_dir, faults, model_size, seed, record_pushes, no_keys)
+    wish = DemoWish(
+        texts, clusters, slaves, minutes, run_dir, faults, model_size, seed, record_pushes, no_keys, page, metrics
+    )
     result = run_demo(wish, Console(stderr=True), SystemClock())
     if as_json:
         print(json.dumps(result.report, allow_nan=False))
@@ -78,6 +83,7 @@ def _tell(result: DemoResult) -> None:
         f"report   {result.directory.report}",
         f"picture  {result.directory.picture}",
         f"logs     {result.directory.log('master').parent}",
+        *([f"page     ended with the run; it was at {result.page_url.partition('?')[0]}"] if result.page_url else []),
         "next:",
         f"  dips export model.safetensors --run-dir {result.directory.path}",
         f"  {shlex.join(['dips', 'eval', 'model.safetensors', *result.evaluation_options])}",

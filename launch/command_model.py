@@ -1,19 +1,22 @@
-"""`dips export` and `dips eval`: a published version as a file, and the held-out loss of a model."""
+"""`dips export` and `dips eval`: a published version as a file or a folder, and the held-out loss of a model."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dips.core.errors import ConfigError, RetryLater
+from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.ids import Version, parse_version
+from dips.core.net import parse_address
 from dips.core.security import Security
 from dips.core.units import format_count
 from dips.launch.key_options import Insecure, Keys, asked_security
+from dips.launch.model_folder import as_folder, check_target, write_folder
 from dips.launch.offline import load_stored
 from dips.launch.operator_client import OperatorClient, master_address
 from dips.launch.options import with_knobs
@@ -32,6 +35,14 @@ FETCH_S = 10.0
 _LOOK_S = 2.0
 _READER = "export"
 
+
+class Form(Enum):
+    """What `dips export` writes."""
+
+    HUGGINGFACE = "huggingface"
+    SAFETENSORS = "safetensors"
+
+
 Master = Annotated[
     str | None, typer.Option("--master", metavar="HOST:PORT", help="The master's address; else DIPS_MASTER.")
 ]
@@ -43,11 +54,26 @@ AVersion = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
 
-_NOT_OF_EVALUATION = (set(TrainConfig.model_fields) - EVALUATION_KNOBS) | (set(ClientConfig.model_fields) - {"tape"})
+_OF_READERS = {"tape", "metrics_listen", "metrics_file"}
+_NOT_OF_EVALUATION = (set(TrainConfig.model_fields) - EVALUATION_KNOBS) | (set(ClientConfig.model_fields) - _OF_READERS)
 
 
 def export(
-    file: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUT.safetensors | RUN", help="The file to write; with --to, a run's directory or its master."
+        ),
+    ] = "",
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="The folder to write, for from_pretrained().")
+    ] = None,
+    form: Annotated[
+        Form | None, typer.Option("--format", help="What to write; with --to a huggingface folder, else one file.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an earlier export in a folder that is not empty.")
+    ] = False,
     master: Master = None,
     run_dir: RunDir = None,
     version: AVersion = None,
@@ -58,24 +84,56 @@ def export(
     insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> int:
-    """Write a published version as one safetensors file, while training goes on or after it has ended.
+    """Write a published version, while training goes on or after it has ended: one safetensors file, or a folder.
 
-    From a master, or from a run's directory: of a run that has ended, the slaves' snapshots are put together.
+    From a master, or from a run's directory: of a run that has ended, the slaves' snapshots are put together. What is
+    written is checked against the digests of its round. The folder has config.json and safetensors, as
+    transformers' from_pretrained() opens it, for models of transformers and for the byte model of `dips train`.
     """
     wanted = parse_version(version) if version else None
+    target, form, master, run_dir = _what_and_where(file, to, form, master, run_dir)
+    if form is Form.HUGGINGFACE:
+        check_target(target, force)
     fetched = _fetch(master, run_dir, wanted, wait_s, lambda: asked_security(keys, insecure, run_dir))
-    export_model(fetched, file)
+    if form is Form.HUGGINGFACE:
+        write_folder(as_folder(fetched), target, force)
+    else:
+        export_model(fetched, target)
     told = {
-        "file": str(file),
+        "file": str(target),
+        "format": form.value,
         "run_id": fetched.run_id,
         "timeline": fetched.version.timeline,
         "version": fetched.version.v,
         "tokens": fetched.tokens,
         "elements": fetched.layout.n_elems,
     }
-    sentence = f"{file}: version {fetched.version} of run {fetched.run_id}, {format_count(fetched.tokens)} tokens"
+    sentence = f"{target}: version {fetched.version} of run {fetched.run_id}, {format_count(fetched.tokens)} tokens"
     print(json.dumps(told) if as_json else sentence)
     return 0
+
+
+def _what_and_where(
+    said: str, to: Path | None, form: Form | None, master: str | None, run_dir: Path | None
+) -> tuple[Path, Form, str | None, Path | None]:
+    """The target, its form, and the run. Raises ConfigError when two things are said for one, or nothing."""
+    if to is None:
+        if form is Form.HUGGINGFACE:
+            raise ConfigError("a huggingface folder needs a place: give --to DIR")
+        if not said:
+            raise ConfigError("nothing is named to write: give OUT.safetensors, or --to DIR for a folder")
+        return Path(said), Form.SAFETENSORS, master, run_dir
+    if said and (master is not None or run_dir is not None):
+        raise ConfigError(f"the run is named twice: leave out {said!r}, or --master and --run-dir")
+    if said and Path(said).is_dir():
+        run_dir = Path(said)
+    elif said:
+        try:
+            parse_address(said, "RUN")
+        except ConfigError as error:
+            raise ConfigError(f"{said} is neither a directory nor a master's address: write HOST:PORT") from error
+        master = said
+    return to, form or Form.HUGGINGFACE, master, run_dir
 
 
 @with_knobs(TrainConfig, ClientConfig, without=_NOT_OF_EVALUATION)
@@ -158,7 +216,12 @@ def _fetch(
 ) -> Fetched:
     """security: asked for only when a master is: the files of a run that has ended need none."""
     address = _live_address(master, run_dir, security)
-    if address is not None:
+    if address is None:
+        assert run_dir is not None, "without a directory there is an address, or an error"
+        return load_stored(run_dir, version)
+    try:
         return fetch_version(address, None, _READER, security(), version=version, deadline_s=wait_s)
-    assert run_dir is not None, "without a directory there is an address, or an error"
-    return load_stored(run_dir, version)
+    except Refused as refused:
+        if refused.code is not RefusalCode.VERSION_GONE or run_dir is None:
+            raise
+        return load_stored(run_dir, version)  # memory has let it go; a snapshot on disk may still hold it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from dips.launch.options import with_knobs
@@ -20,5 +19,4 @@ def slave(config: ConfigFile = None, **given: Any) -> int:
     DIPS_MASTER stands for --master.
     """
     loaded = role_settings(SlaveConfig, "slave", config, given)
-    print(f"settings:\n{loaded.describe()}", file=sys.stderr, flush=True)
-    return run(loaded.value)
+    return run(loaded.value, loaded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from typing import Any
 
 from dips.core.telemetry import configure_logging
@@ -12,7 +12,7 @@ from dips.worker.config import SECTION as CLIENT_SECTION
 from dips.worker.config import ClientConfig
 from dips.worker.trainer.config import SECTION as TRAIN_SECTION
 from dips.worker.trainer.config import TrainConfig
-from dips.worker.trainer.train import run
+from dips.worker.trainer.train import ALONE, run
 
 
 @with_knobs(TrainConfig, ClientConfig)
@@ -25,6 +25,6 @@ def train(config: ConfigFile = None, **given: Any) -> int:
     """
     trainer = role_settings(TrainConfig, TRAIN_SECTION, config, given)
     client = role_settings(ClientConfig, CLIENT_SECTION, config, given)
-    configure_logging("worker", client.value.cluster_id, client.value.log_level, client.value.json_logs)
-    print(f"settings:\n{trainer.describe()}\n{client.describe()}", file=sys.stderr, flush=True)
+    configure_logging("worker", client.value.cluster_id or ALONE, client.value.log_level, client.value.log_format)
+    logging.getLogger("dips").info("settings:\n%s\n%s", trainer.describe(), client.describe())
     return run(trainer.value, client.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,12 +13,16 @@ from rich.console import Console
 
 from dips.core.clock import SystemClock
 from dips.core.security import INSECURE_VARIABLE, KEYS_VARIABLE
+from dips.launch.doctor.local import refuse_what_cannot_start
 from dips.launch.key_options import insecure_asked
 from dips.launch.local_run import LocalRun
+from dips.launch.metrics_option import MetricsOption, metrics_sentence
+from dips.launch.page_option import page_sentence, with_page, without_page
 from dips.launch.plan import RunPlan
 from dips.launch.progress import Progress, progress_for
 from dips.launch.run_directory import UP, Mark, RunDirectory, claim
 from dips.launch.run_file import read_run_file
+from dips.launch.settings import LogFormatOption, log_format_asked
 from dips.launch.supervisor import POLL_S
 from dips.launch.tapes import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
 
@@ -28,29 +33,42 @@ def up(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Make and use no keys: nothing is encrypted, loopback only.")
     ] = False,
+    page: Annotated[
+        bool | None, typer.Option("--page/--no-page", help="The status page for browsers; else as the file says (yes).")
+    ] = None,
+    metrics: MetricsOption = False,
+    log_format: LogFormatOption = None,
 ) -> int:
     """Run the master, slaves and clusters that a file describes, on this machine, and restart what dies.
 
     It ends when the run has reached its tk_max or was stopped (`dips stop`), and upon ctrl-C; started
     again with the same file it goes on from what was published last.
     """
-    run, plan = read_run_file(file, insecure_asked(insecure))
+    run, plan = read_run_file(file, insecure_asked(insecure), log_format_asked(log_format))
     if check:
         print(f"{file}: {len(plan.slaves)} slaves, {len(plan.clusters)} clusters, all settings are good")
         return 0
+    plan = replace(plan, metrics=plan.metrics or metrics)
+    page = run.page if page is None else page
+    plan = with_page(plan, run.directory) if page else without_page(plan)
+    refuse_what_cannot_start(run, plan)
     clock = SystemClock()
     console = Console(stderr=True)
     with claim(run.directory, Mark(plan.run_id, UP, " ".join(sys.argv))) as directory:
         with progress_for(console, clock) as progress, LocalRun(plan, directory, clock, progress.say) as local:
-            _serve(local, progress, directory)
+            _serve(local, progress, directory, page)
         _tell_end(local, directory)
     return 0
 
 
-def _serve(local: LocalRun, progress: Progress, directory: RunDirectory) -> None:
+def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, page: bool) -> None:
     """Until the run has ended. A master whose run was stopped while its clusters were away is ended as well."""
     address = local.start()
     progress.say(f"the run's master listens on {address}")
+    if said := page_sentence(local.page_url, page):
+        progress.say(said)
+    if said := metrics_sentence(local.plan, directory):
+        progress.say(said)
     for line in how_to_join(local.plan, address, directory):
         progress.say(line)
     asked_to_stop = False

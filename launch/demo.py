@@ -31,7 +31,9 @@ from dips.launch.demo_plan import (
 )
 from dips.launch.faults import CLUSTER, Fault, FaultPlan, PlannedFault
 from dips.launch.local_run import LocalRun
+from dips.launch.metrics_option import metrics_sentence
 from dips.launch.options import command_line
+from dips.launch.page_option import page_sentence, with_page
 from dips.launch.picture import draw_losses
 from dips.launch.plan import evaluation_options
 from dips.launch.progress import Progress, progress_for
@@ -51,11 +53,13 @@ RESTART_DELAY_S = {CLUSTER: 2.0, "slave": 1.0}
 
 @dataclass
 class DemoResult:
-    """What a demo leaves. evaluation_options: what `dips eval` must be told to use the same held-out text."""
+    """What a demo leaves. evaluation_options: what `dips eval` must be told to use the same held-out text. page_url:
+    where the status page was."""
 
     report: dict[str, Any]
     directory: RunDirectory
     evaluation_options: list[str]
+    page_url: str | None = None
 
 
 def run_demo(wish: DemoWish, console: Console, clock: Clock) -> DemoResult:
@@ -68,10 +72,15 @@ def run_demo(wish: DemoWish, console: Console, clock: Clock) -> DemoResult:
             progress.say(f"replacing what an earlier demo left in {directory.path}")
         tk_max = _choose_length(wish, command_line(train), progress)
         plan = make_plan(wish, train, tk_max)
+        plan = with_page(plan, directory.path) if wish.page else plan
         faults = FaultPlan(planned_faults(wish))
         begin_s = clock.monotonic_s()
         with LocalRun(plan, directory, clock, progress.say, STALL_S) as local:
             local.start()
+            if said := page_sentence(local.page_url, wish.page):
+                progress.say(said)
+            if said := metrics_sentence(plan, directory):
+                progress.say(said)
             _watch(local, faults, progress, clock, begin_s)
         return _finish(local, faults, directory, command, clock.monotonic_s() - begin_s)
 
@@ -140,7 +149,8 @@ def _finish(local: LocalRun, faults: FaultPlan, directory: RunDirectory, command
     names = local.plan.cluster_ids
     training = {name: training_losses(tape_path(directory.path, name)) for name in names}
     draw_losses(directory.picture, training, heldout, faults.happened, _title(report))
-    return DemoResult(report, directory, evaluation_options(local.plan.evaluate) if local.plan.evaluate else [])
+    options = evaluation_options(local.plan.evaluate) if local.plan.evaluate else []
+    return DemoResult(report, directory, options, local.page_url)
 
 
 def _title(report: dict[str, Any]) -> str:

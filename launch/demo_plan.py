@@ -15,6 +15,7 @@ from dips.core.errors import ConfigError
 from dips.launch.faults import CLUSTER, SLAVE, PlannedFault
 from dips.launch.plan import RunPlan, TrainedCluster, checkpoints_path
 from dips.launch.run_file import NOT_YET_KNOWN, make_slaves
+from dips.launch.settings import log_format_asked
 from dips.launch.tapes import tape_path
 from dips.master.config import MasterConfig
 from dips.worker.config import SECTION as WORKER_SECTION
@@ -64,6 +65,8 @@ class DemoWish:
     seed: int = 0
     record_pushes: bool = False
     insecure: bool = False
+    page: bool = True
+    metrics: bool = False
 
 
 def cluster_names(how_many: int) -> list[str]:
@@ -127,6 +130,8 @@ def make_plan(wish: DemoWish, train: TrainConfig, tk_max: int) -> RunPlan:
         tuple(clusters),
         train,
         wish.insecure,
+        log_format=log_format_asked(None) or "human",
+        metrics=wish.metrics,
     )
 
 

@@ -30,6 +30,7 @@ from dips.launch.plan import (
 from dips.launch.run_directory import RunDirectory
 from dips.launch.supervisor import POLL_S, ChildEvent, Supervisor
 from dips.launch.tapes import tape_path
+from dips.master.page.gate import read_page_url
 
 STATUS_EVERY_S = 0.5
 _STATUS_CALL_S = 2.0
@@ -57,11 +58,13 @@ class LocalRun:
         self.status: StatusReply | None = None
         self.speeds: dict[str, float] = {}
         self.address = ""
+        self.page_url: str | None = None
+        """Of the status page, with the token that lets people in; None when there is none."""
         self.directory = directory
         self._clock = clock
         self._tell = tell
         self._tape = Tape(tape_path(directory.path, LAUNCH_TAPE), "launch", "launch", clock, may_lose=True)
-        self.supervisor = Supervisor(clock, self._child_event)
+        self.supervisor = Supervisor(clock, self._child_event, log_format=plan.log_format)
         self._operator: OperatorClient | None = None
         self._next_status_s = 0.0
         self._stall_s = stall_s
@@ -90,6 +93,7 @@ class LocalRun:
         self._make_keys()
         pid = self.supervisor.start(master_spec(self.plan, self.directory))
         self.address = wait_for_master(self.directory.master, pid, _MASTER_START_S, self.supervisor.poll)
+        self.page_url = read_page_url(self.directory.master)
         self._operator = OperatorClient(self.address, self.plan.run_id, _STATUS_CALL_S, security=self._security())
         self._refuse_ended_run(self._operator.status())
         for spec in slave_specs(self.plan, self.directory, self.address):

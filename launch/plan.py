@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dips.core.log_lines import LOG_FORMAT_VARIABLE, LogFormat
 from dips.core.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
 from dips.launch.options import command_line, option_name
 from dips.launch.run_directory import RunDirectory
@@ -21,6 +22,7 @@ from dips.launch.supervisor import ChildSpec, Stage
 from dips.launch.tapes import HELDOUT_TAPE, tape_path
 
 if TYPE_CHECKING:
+    from dips.core.metrics_knobs import MetricsKnobs
     from dips.master.config import MasterConfig
     from dips.slave.config import SlaveConfig
     from dips.worker.config import ClientConfig
@@ -73,6 +75,7 @@ class RunPlan:
     """All processes of a run. The evaluator uses `evaluate`'s data, or there is none.
 
     insecure: no keys are made and used. keys_for: clusters that are not started here, and get keys all the same.
+    log_format: of all processes. metrics: every process serves them, at a free loopback port where none is set.
     """
 
     run_id: str
@@ -82,6 +85,8 @@ class RunPlan:
     evaluate: TrainConfig | None = None
     insecure: bool = False
     keys_for: tuple[str, ...] = ()
+    log_format: LogFormat = "human"
+    metrics: bool = False
 
     @property
     def cluster_ids(self) -> list[str]:
@@ -99,8 +104,9 @@ def checkpoints_path(run_dir: Path, cluster_id: str) -> Path:
 
 def master_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec:
     """The master; with port 0 it takes the same port again when it is restarted."""
-    command = _dips("master", *command_line(plan.master, without=_SECURITY), *security_options(plan, directory, MASTER))
-    return ChildSpec(MASTER, tuple(command), directory.log(MASTER), _environment(), Stage.LAST)
+    knobs = [*command_line(plan.master, without=_SECURITY), *metrics_options(plan, directory, MASTER, plan.master)]
+    command = _dips("master", *knobs, *security_options(plan, directory, MASTER))
+    return ChildSpec(MASTER, tuple(command), directory.log(MASTER), _environment(plan), Stage.LAST)
 
 
 def slave_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
@@ -117,11 +123,11 @@ def evaluator_spec(plan: RunPlan, directory: RunDirectory, address: str) -> Chil
     if plan.evaluate is None:
         return None
     tape = tape_path(directory.path, HELDOUT_TAPE)
-    knobs = evaluation_options(plan.evaluate)
+    knobs = [*evaluation_options(plan.evaluate), *metrics_options(plan, directory, EVALUATOR)]
     security = security_options(plan, directory, EVALUATOR)
     command = _dips("eval", "--follow", "--tape", str(tape), option_name("master"), address, *knobs, *security)
-    log = directory.log(EVALUATOR)
-    return ChildSpec(EVALUATOR, tuple(command), log, _environment(), niceness=EVALUATOR_NICENESS)
+    log, environment = directory.log(EVALUATOR), _environment(plan, {"DIPS_RUN": plan.run_id})
+    return ChildSpec(EVALUATOR, tuple(command), log, environment, niceness=EVALUATOR_NICENESS)
 
 
 def evaluation_options(train: TrainConfig) -> list[str]:
@@ -134,11 +140,29 @@ def security_options(plan: RunPlan, directory: RunDirectory, name: str) -> list[
     return ["--insecure"] if plan.insecure else ["--keys", str(directory.keys / name)]
 
 
+def metrics_options(plan: RunPlan, directory: RunDirectory, name: str, own: MetricsKnobs | None = None) -> list[str]:
+    """What the process of this name is told about metrics; own: its settings, which go before."""
+    return [
+        part for field, value in _metrics(plan, directory, name, own).items() for part in (option_name(field), value)
+    ]
+
+
+def _metrics(plan: RunPlan, directory: RunDirectory, name: str, own: MetricsKnobs | None) -> dict[str, str]:
+    """Settings that it has not."""
+    if not plan.metrics:
+        return {}
+    ours = {"metrics_listen": "127.0.0.1:0", "metrics_file": str((directory.metrics / f"{name}.json").resolve())}
+    return {field: value for field, value in ours.items() if own is None or getattr(own, field) is None}
+
+
 def _slave_spec(plan: RunPlan, slave: SlaveConfig, directory: RunDirectory, address: str) -> ChildSpec:
     name = slave.slave_id
-    knobs = command_line(slave, without={"master", *_SECURITY})
+    knobs = [
+        *command_line(slave, without={"master", *_SECURITY}),
+        *metrics_options(plan, directory, name, slave),
+    ]
     command = _dips("slave", *knobs, option_name("master"), address, *security_options(plan, directory, name))
-    return ChildSpec(name, tuple(command), directory.log(name), _environment(), Stage.SECOND)
+    return ChildSpec(name, tuple(command), directory.log(name), _environment(plan), Stage.SECOND)
 
 
 def _cluster_spec(
@@ -147,19 +171,23 @@ def _cluster_spec(
     name = cluster.cluster_id
     found = {"DIPS_MASTER": address, "DIPS_RUN": plan.run_id, "DIPS_CLUSTER": name}
     security = {INSECURE_VARIABLE: "1"} if plan.insecure else {KEYS_VARIABLE: str((directory.keys / name).resolve())}
-    own = {**found, **security} if isinstance(cluster, OwnCluster) else found
+    metrics = {f"DIPS_WORKER_{k.upper()}": v for k, v in _metrics(plan, directory, name, None).items()}
+    tape = {"DIPS_WORKER_TAPE": str(tape_path(directory.path, name).resolve())}
+    own = {**found, **security, **metrics, **tape} if isinstance(cluster, OwnCluster) else found
     command = cluster.command(address, security_options(plan, directory, name))
-    return ChildSpec(name, tuple(command), directory.log(name), _environment(own))
+    if isinstance(cluster, TrainedCluster):
+        command += metrics_options(plan, directory, name, cluster.client)
+    return ChildSpec(name, tuple(command), directory.log(name), _environment(plan, own))
 
 
 def _dips(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "dips.launch", *arguments]
 
 
-def _environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
+def _environment(plan: RunPlan, added: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without settings of the roles, and with what is added."""
     prefixes = tuple(f"DIPS_{section}_" for section in _SECTIONS)
     ours = {"DIPS_MASTER", KEYS_VARIABLE, INSECURE_VARIABLE}
     kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(prefixes)}
     # A log that is read while the process runs must not wait in a buffer.
-    return {**kept, "PYTHONUNBUFFERED": "1", **(added or {})}
+    return {**kept, "PYTHONUNBUFFERED": "1", LOG_FORMAT_VARIABLE: plan.log_format, **(added or {})}

@@ -20,7 +20,8 @@ from dips.core.errors import ConfigError
 _MARK = "run.json"
 _LOCK = "launch.lock"
 KEYS = "keys"
-_OURS = ("master", "slaves", "tapes", "logs", "checkpoints", KEYS, "report.json", "loss.png", _MARK)
+METRICS = "metrics"
+_OURS = ("master", "slaves", "tapes", "logs", "checkpoints", METRICS, KEYS, "report.json", "loss.png", _MARK)
 DEMO = "dips demo"
 UP = "dips up"
 
@@ -67,6 +68,11 @@ class RunDirectory:
         return self.path / "logs" / f"{name}.log"
 
     @property
+    def metrics(self) -> Path:
+        """Where each process says at which address its metrics are, if they are served; for Prometheus' file_sd."""
+        return self.path / METRICS
+
+    @property
     def report(self) -> Path:
         return self.path / "report.json"
 
@@ -96,6 +102,18 @@ def claim(path: Path, mark: Mark) -> RunDirectory:
     _clear(path)
     _write_mark(path, mark)
     return RunDirectory(path, lock, replaced=earlier is not None, resumed=False)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a launcher runs in this directory now. Changes nothing."""
+    try:
+        with (path / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def read_mark(path: Path) -> Mark | None:

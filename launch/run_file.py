@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +19,8 @@ from pydantic import Field
 from dips.core.config import Knobs, Loaded, load, load_table, read_tables
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
+from dips.core.log_lines import LogFormat
+from dips.core.net import parse_address
 from dips.core.security import SETTINGS
 from dips.launch.plan import OwnCluster, RunPlan, TrainedCluster, checkpoints_path
 from dips.launch.tapes import tape_path
@@ -48,9 +51,16 @@ class RunKnobs(Knobs):
     keys_for: tuple[str, ...] = Field(
         (), description="Clusters that are started elsewhere, for which keys are made in the run's directory."
     )
+    page: bool = Field(True, description="Serve the status page: where [master] page_listen says, else at a free port.")
     evaluate: bool = Field(
         False, description="Measure the held-out loss of each published version, with [train]'s text."
     )
+    metrics: bool = Field(
+        False,
+        description="Every process serves Prometheus metrics: where its table says, else at a free loopback port; "
+        "metrics/*.json in the run's directory say where.",
+    )
+    log_format: LogFormat = Field("human", description="Form of all processes' log lines: human, or json for machines.")
 
 
 class ClusterKnobs(Knobs):
@@ -61,14 +71,15 @@ class ClusterKnobs(Knobs):
     command: tuple[str, ...] = Field((), description="A command of your own instead of `dips train`.")
 
 
-def read_run_file(file: Path, insecure: bool = False) -> tuple[RunKnobs, RunPlan]:
+def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | None = None) -> tuple[RunKnobs, RunPlan]:
     """The plan that a file describes. Raises ConfigError naming file, table, key and remedy.
 
-    insecure: whatever the file says of it.
+    insecure, log_format: whatever the file says of it.
     """
     tables = read_tables(file, TABLES)
     _refuse_security(file, tables)
-    run = load(RunKnobs, "run", file=file, overrides={"insecure": True if insecure else None}).value
+    said = {"insecure": True if insecure else None, "log_format": log_format}
+    run = load(RunKnobs, "run", file=file, overrides=said).value
     check_name(run.id, f"{file} [run] id")
     clusters = _cluster_tables(file, tables)
     trained = any(not table.get("command") for table in clusters) if clusters else False
@@ -81,10 +92,43 @@ def read_run_file(file: Path, insecure: bool = False) -> tuple[RunKnobs, RunPlan
         base.value if base is not None and run.evaluate else None,
         run.insecure,
         run.keys_for,
+        run.log_format,
+        run.metrics,
     )
     for name in run.keys_for:
         check_name(name, f"{file} [run] keys_for")
-    return run, plan
+    _check_ports(file, plan)
+    return run, plan if log_format is None else _all_logging(plan, log_format)
+
+
+def _check_ports(file: Path, plan: RunPlan) -> None:
+    """Settings of a table are those of several processes, which cannot share a port."""
+    trained = [cluster.client for cluster in plan.clusters if isinstance(cluster, TrainedCluster)]
+    for table, those in (("slave", plan.slaves), ("worker", trained)):
+        asked = [knobs.metrics_listen for knobs in those if knobs.metrics_listen is not None]
+        fixed = [address for address in asked if parse_address(address)[1] and asked.count(address) > 1]
+        if fixed:
+            raise ConfigError(
+                f"{file} [{table}] metrics_listen {fixed[0]} is the address of {asked.count(fixed[0])} processes: give "
+                "port 0, or leave it out and say metrics = true in [run]"
+            )
+
+
+def _all_logging(plan: RunPlan, log_format: LogFormat) -> RunPlan:
+    """The plan with this form of log lines, whatever the roles' tables say of it."""
+    said = {"log_format": log_format}
+    clusters = [
+        replace(cluster, client=cluster.client.model_copy(update=said))
+        if isinstance(cluster, TrainedCluster)
+        else cluster
+        for cluster in plan.clusters
+    ]
+    return replace(
+        plan,
+        master=plan.master.model_copy(update=said),
+        slaves=tuple(slave.model_copy(update=said) for slave in plan.slaves),
+        clusters=tuple(clusters),
+    )
 
 
 def make_slaves(

@@ -10,6 +10,8 @@ from typing import Annotated, TypeVar
 import typer
 
 from dips.core.config import Knobs, Loaded, load
+from dips.core.errors import ConfigError
+from dips.core.log_lines import LOG_FORMAT_VARIABLE, LOG_LEVEL_VARIABLE, LogFormat
 from dips.core.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.launch.options import overrides_for
 
@@ -24,10 +26,30 @@ _SHORT_NAMES = {
     "run_id": "DIPS_RUN",
     "keys": KEYS_VARIABLE,
     "insecure": INSECURE_VARIABLE,
+    "log_format": LOG_FORMAT_VARIABLE,
+    "log_level": LOG_LEVEL_VARIABLE,
 }
-"""Variables that say where and who a process is, whatever its role; a person's own loop reads the same ones."""
+"""Variables that say where and who a process is, and how it logs, whatever its role; a person's own loop reads those of
+the first kind as well."""
+
+LogFormatOption = Annotated[
+    LogFormat | None,
+    typer.Option("--log-format", help=f"Form of all processes' log lines; else {LOG_FORMAT_VARIABLE}, or human."),
+]
 
 K = TypeVar("K", bound=Knobs)
+
+
+def log_format_asked(option: LogFormat | None) -> LogFormat | None:
+    """The form of log lines that the option, else the environment says; None: neither. Raises ConfigError."""
+    said = option or os.environ.get(LOG_FORMAT_VARIABLE, "")
+    match said:
+        case "human" | "json":
+            return said
+        case "":
+            return None
+        case _:
+            raise ConfigError(f"{LOG_FORMAT_VARIABLE} is {said!r}: say human or json")
 
 
 def role_settings(kind: type[K], section: str, file: Path | None, given: Mapping[str, object]) -> Loaded[K]:

@@ -8,6 +8,7 @@ file. It never decides about the run itself: what a death means there is the mas
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -19,11 +20,14 @@ from types import TracebackType
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, DipsError, FatalError
+from dips.core.log_lines import LogFormat, LogLine, parse, rendered
 from dips.launch.child import wrapped
 from dips.launch.restart import FailureCount, RestartPolicy
 
 POLL_S = 0.1
 """How often poll() is meant to be called; also the resolution of stop()."""
+
+_LAST_WORD = re.compile(r"dips(?: \w+ [^\s:]+)?: (.+)\Z")
 
 _STOP_TERMINATE_S = 15.0
 _STOP_KILL_S = 5.0
@@ -80,7 +84,15 @@ class _Child:
 class Supervisor:
     """Use as a context manager: leaving it ends every process that still runs."""
 
-    def __init__(self, clock: Clock, report: Callable[[ChildEvent], None], policy: RestartPolicy | None = None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        report: Callable[[ChildEvent], None],
+        policy: RestartPolicy | None = None,
+        log_format: LogFormat = "human",
+    ) -> None:
+        """log_format: of the line with which each life begins in a child's log."""
+        self._log_format = log_format
         self._clock = clock
         self._report = report
         self._policy = policy or RestartPolicy()
@@ -164,7 +176,9 @@ class Supervisor:
         spec = child.spec
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_path.open("ab") as log:
-            log.write(f"---- {spec.name}, life {child.life + 1}: {' '.join(spec.command)}\n".encode())
+            begins = f"{spec.name}, life {child.life + 1}: {' '.join(spec.command)}"
+            line = LogLine(self._clock.wall_s(), "INFO", "launch", spec.name, begins, logger="dips.launch")
+            log.write(f"{rendered(line, self._log_format)}\n".encode())
             log.flush()
             try:
                 child.process = subprocess.Popen(
@@ -201,7 +215,7 @@ class Supervisor:
     def _failed(self, child: _Child, pid: int, code: int, now_s: float) -> None:
         how = how_it_ended(code)
         if code == ConfigError.exit_code:
-            self._give_up(child, ConfigError, code, f"{child.spec.name} refused its configuration")
+            self._refused(child, code)
         delay_s = child.failures.failed(now_s - child.started_s)
         if delay_s is None:
             count = child.failures.quick
@@ -209,6 +223,15 @@ class Supervisor:
         else:
             child.start_again_s = now_s + delay_s
             self._tell(child, "failed", pid, code, f"{how}, is started again in {delay_s:g} s")
+
+    def _refused(self, child: _Child, code: int) -> None:
+        """Its own sentence says what is wrong and what to do; without one, the end of its log has to."""
+        name, log_path = child.spec.name, child.spec.log_path
+        said = last_word(log_path)
+        if not said:
+            self._give_up(child, ConfigError, code, f"{name} refused its configuration")
+        child.exit_code = code
+        raise ConfigError(f"{name} refused its configuration: {said} (its log is {log_path})")
 
     def _give_up(self, child: _Child, kind: type[DipsError], code: int, what: str) -> None:
         child.exit_code = code
@@ -245,6 +268,17 @@ def how_it_ended(exit_code: int) -> str:
     if exit_code < 0:
         return f"was ended by {signal.Signals(-exit_code).name}"
     return f"ended with exit code {exit_code}"
+
+
+def last_word(path: Path) -> str:
+    """Why a process of dips ended, as it said last in its log (core/telemetry.py: say_last); empty: it did not."""
+    for text in reversed(log_tail(path, lines=_LOG_TAIL_BYTES).splitlines()):
+        line = parse(text.strip())
+        if line is not None:
+            return line.sentence if line.level == "CRITICAL" else ""
+        if match := _LAST_WORD.match(text.strip()):
+            return match[1]
+    return ""
 
 
 def log_tail(path: Path, lines: int = _LOG_TAIL_LINES) -> str:

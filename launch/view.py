@@ -56,6 +56,8 @@ def status_view(status: StatusReply, width_is_narrow: bool = False) -> Renderabl
         parts.append(Text(waiting_sentence(status), style="bold yellow"))
     if alarm := direction_sentence(status):
         parts.append(Text(alarm, style="bold red"))
+    if refused := refused_sentence(status):
+        parts.append(Text(refused, style="red"))
     parts.append(cluster_table(status.clusters))
     if any(math.isfinite(cluster.last_norm) for cluster in status.clusters):
         parts.append(push_table(status.clusters))
@@ -98,6 +100,14 @@ def direction_sentence(status: StatusReply) -> str:
     """Which clusters of the run push where the others do not go; empty when no direction alarm stands."""
     names = ", ".join(cluster.cluster_id for cluster in status.clusters if cluster.alive and cluster.direction_alarm)
     return f"direction alarm: {names} (its pushes are merged all the same: look at its usual cosine)" if names else ""
+
+
+def refused_sentence(status: StatusReply) -> str:
+    """How many calls the master refused because of whose they were; empty when none."""
+    if not status.refused_calls:
+        return ""
+    calls = f"{status.refused_calls} calls were" if status.refused_calls > 1 else "1 call was"
+    return f"{calls} refused because of whose they were, the last: {status.refused_call}"
 
 
 def _writes_later(status: StatusReply) -> bool:
@@ -236,6 +246,7 @@ def plain_line(status: StatusReply) -> str:
         recovery_sentence(status),
         reshard_sentence(status),
         waiting_sentence(status),
+        refused_sentence(status),
     )
     return " | ".join(part for part in (run, clusters, *why) if part)
 

@@ -89,6 +89,8 @@ class Access:
         self._open: set[OpenCall] = set()
         self.refused: Counter[str] = Counter()
         """Refused calls by method."""
+        self.last_refused = ""
+        """Method and sentence of the last one."""
         if self._identity is None:
             return
         directory = self._identity.directory
@@ -112,8 +114,9 @@ class Access:
             certificate = self._parsed(certificate_pem)
             self._check_holds(certificate)
             _check_role(certificate, *_service_and_method(method))
-        except Refused:
+        except Refused as refused:
             self.refused[method] += 1
+            self.last_refused = f"{_service_and_method(method)[1]}: {refused.sentence}"
             raise
         key = (certificate.role, certificate.name)
         _remember(self._last_serial, key, certificate.serial)

@@ -17,8 +17,10 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from dips.core.assumptions import violations
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
+from dips.core.log_lines import LogFormat
 from dips.core.messages import Settings
-from dips.core.security import SecurityKnobs, checked_address
+from dips.core.metrics_knobs import MetricsKnobs
+from dips.core.security import checked_address
 from dips.core.units import Bytes, Count, Seconds
 from dips.master.state.penalty_config import OUTER_LR, PenaltyConfig, dynamic_local_steps_of
 from dips.master.state.run_config import RunConfig
@@ -49,7 +51,7 @@ def _name(run_id: str) -> str:
         raise ValueError(str(error)) from error
 
 
-class MasterConfig(SecurityKnobs):
+class MasterConfig(MetricsKnobs):
     """One master's settings; to_run_config() is what its state machines see of them."""
 
     run_id: Annotated[str, AfterValidator(_name)] = Field(
@@ -64,6 +66,18 @@ class MasterConfig(SecurityKnobs):
     )
     revoked: Path | None = Field(
         None, description="List of revoked certificates, as `dips keys revoke` writes it; else revoked.json of the keys"
+    )
+    page_listen: str | None = Field(
+        None, description="HOST:PORT of the status page for browsers; port 0: a free one; none: no page"
+    )
+    page_heldout: Path | None = Field(
+        None, description="Tape of the evaluator (`dips eval --follow --tape`) whose losses the status page draws"
+    )
+    page_hosts: tuple[str, ...] = Field(
+        (), description="Further host names under which browsers ask for the status page"
+    )
+    page_steer: bool = Field(
+        False, description="Let those who may look at the status page pause and resume rounds there; else it only looks"
     )
     slaves: int = Field(2, ge=1, le=1024, description="Slaves that must be there before the run begins")
     max_clusters: int = Field(8, ge=1, le=1024, description="Clusters that may take part at the same time")
@@ -178,12 +192,17 @@ class MasterConfig(SecurityKnobs):
     )
 
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
-    json_logs: bool = Field(False, description="Log JSON lines instead of text")
+    log_format: LogFormat = Field("human", description="Form of log lines: human, or json for machines")
 
     @field_validator("listen")
     @classmethod
     def _check_listen(cls, value: str, info: ValidationInfo) -> str:
         return checked_address(value, "the master's listen address", info)
+
+    @field_validator("page_listen")
+    @classmethod
+    def _check_page_listen(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return None if value is None else checked_address(value, "the status page's address", info)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -25,6 +25,7 @@ from dips.core.messages import ClusterReply, OperatorReply, SlaveCommand, SlaveM
 from dips.core.telemetry import ChangeLogger, Tape
 from dips.master.journal import Entry
 from dips.master.journal_writer import JournalWriter
+from dips.master.metrics_counts import Counts
 from dips.master.refusals import KIND, Refusals
 from dips.master.slave_link import LINK_COMMANDS, SlaveLink
 from dips.master.state.effects import (
@@ -94,16 +95,18 @@ class Executor:
         clock: Clock,
         tick_s: float,
         tidy: Callable[[], bool] = lambda: False,
+        counts: Counts | None = None,
     ) -> None:
         """`append` makes journal entries durable (it blocks, on a thread of its own); `tick_s` is the longest
         time between two Ticks, by whose lateness the state notices that this process was paused; `tidy` is one
-        step of the journal's housekeeping."""
+        step of the journal's housekeeping; `counts` is told what is carried out, for metrics."""
         self._machine = machine
         self._tape = tape
         self._clock = clock
         self._tick_s = tick_s
         self._loop = asyncio.get_running_loop()
         self._journal = JournalWriter(append, self._journal_written, self._fail, tidy)
+        self.counts = counts or Counts()
         self._changes = ChangeLogger(_logger)
         self._refusals = Refusals()
         self._story = Story()
@@ -117,6 +120,11 @@ class Executor:
         self._timer_due_s = 0.0
         self.outcome: asyncio.Future[Outcome] = self._loop.create_future()
         """Done when the master must end; the server watches it."""
+
+    @property
+    def machine(self) -> StateMachine:
+        """To be looked at between two events, on this loop; only the executor hands it events."""
+        return self._machine
 
     def start(self) -> None:
         """Carry out what the state wants first, and begin to tick."""
@@ -203,6 +211,11 @@ class Executor:
             self._write_tape(Record(KIND, "-", fields))
         except FatalError as error:
             self._fail(error)
+
+    def turned_away(self, method: str, refused: Refused) -> None:
+        """A call that was refused because of whose it is, before its request was looked at."""
+        self.counts.refused(method, refused.code.name)
+        self.note_refusal(method, refused)
 
     # ---- events ----
 
@@ -295,8 +308,8 @@ class Executor:
                 self._journal.put(Entry(entry_id, kind, record_json, snapshot_json))
             case Record():
                 self._write_tape(effect)
-            case Log(level, key, sentence):
-                self._log(key, sentence, level)
+            case Log(level, key, sentence, cause):
+                self._log(key, sentence, level, cause)
 
     def _answer(self, token: int, answer: ReplyBody | Refused) -> None:
         future = self._calls.pop(token, None)
@@ -321,6 +334,7 @@ class Executor:
             )
 
     def _write_tape(self, record: Record) -> None:
+        self.counts.note(record, self._clock.monotonic_s())
         line: Record | None = record
         if record.kind == KIND:
             line = self._refusals.note(record, self._clock.monotonic_s())
@@ -331,13 +345,13 @@ class Executor:
         for line in self._refusals.due(self._clock.monotonic_s(), everything):
             self._tape.write(line.kind, line.cause, **line.fields)
 
-    def _log(self, key: str, sentence: str, level: int) -> None:
+    def _log(self, key: str, sentence: str, level: int, cause: str = "") -> None:
         if key.startswith(KIND):
             more = self._refusals.may_log(self._clock.monotonic_s())
             if more is None:
                 return
             sentence += more
-        self._changes.report(key, sentence, level)
+        self._changes.report(key, sentence, level, cause)
 
     def _halt(self, halt: Halt) -> None:
         _logger.log(logging.INFO if halt.exit_code == 0 else logging.CRITICAL, "%s", halt.sentence)

@@ -24,7 +24,7 @@ def run(config: MasterConfig, loaded: Loaded[MasterConfig] | None = None) -> int
     anything is served.
     """
     raise_file_limit()
-    configure_logging("master", config.run_id, config.log_level, config.json_logs)
+    configure_logging("master", config.run_id, config.log_level, config.log_format)
     install("master", enabled=config.failpoints)
     if loaded is not None:
         _logger.info("settings:\n%s", loaded.describe())

@@ -13,7 +13,8 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError
@@ -26,9 +27,14 @@ from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, write_address
 from dips.master.executor import Executor, Outcome, StateMachine
 from dips.master.journal import Journal, Retention
+from dips.master.metrics_serving import Metrics
+from dips.master.page.ear import Ear, HeardTape
 from dips.master.server import MasterServer
 from dips.master.state.events import Revoked
 from dips.master.state.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from dips.master.page.page import Page
 
 TICKS_PER_HEARTBEAT = 4
 """The state notices a pause of this process when a tick is late by half a heartbeat: two ticks."""
@@ -60,8 +66,11 @@ async def serve(
     retention = Retention(config.journal_records, config.archive_bytes)
     journal = Journal.open(config.directory, config.run_id, retention)
     try:
-        with Tape(config.directory / TAPE_NAME, "master", config.run_id, clock) as tape:
-            return await _Master(config, security, access, journal, tape, clock).serve(make_machine, started)
+        ear = Ear()
+        with _tape(config, clock, ear) as tape, _page(config, security, clock, ear) as page:
+            metrics = Metrics(config.max_clusters)
+            master = _Master(config, security, access, journal, tape, clock, page, metrics)
+            return await master.serve(make_machine, started)
     finally:
         journal.close()
 
@@ -76,13 +85,15 @@ class _Master:
     journal: Journal
     tape: Tape
     clock: Clock
+    page: Page | None = None
+    metrics: Metrics = field(default_factory=Metrics)
 
     async def serve(self, make_machine: MakeMachine, started: Started | None) -> Outcome:
         peers = self.config.max_clusters + self.config.slaves
         server = MasterServer(self.config.max_message_bytes, peers, self.security, self.access)
         try:
             address = self._bind(server)
-            with _signals() as signals:
+            with _signals() as signals, self.metrics.served(self.config, self.security, self.clock):
                 outcome = Outcome(0, "the first epoch begins", begin_again=0)
                 while outcome.begin_again is not None:
                     executor, here = self._begin(make_machine, address, outcome.begin_again)
@@ -117,13 +128,16 @@ class _Master:
     def _executor(self, make_machine: MakeMachine, epoch: int) -> Executor:
         wall_offset_s = self.clock.wall_s() - self.clock.monotonic_s()
         snapshot_json = self.journal.latest_snapshot()
+        machine = make_machine(self.config.to_run_config(), epoch, snapshot_json, wall_offset_s)
+        self.metrics.watch(machine)
         return Executor(
-            make_machine(self.config.to_run_config(), epoch, snapshot_json, wall_offset_s),
-            lambda entries: self.journal.append_all(epoch, entries),
+            machine,
+            self.metrics.counts.timed(lambda entries: self.journal.append_all(epoch, entries)),
             self.tape,
             self.clock,
             self.config.heartbeat_s / TICKS_PER_HEARTBEAT,
             self.journal.tidy,
+            self.metrics.counts,
         )
 
     async def _serve(
@@ -135,7 +149,8 @@ class _Master:
             self._announce(here)
             if started is not None:
                 started(here, executor)
-            outcome = await self._until_ended(executor)
+            with self._shown(executor):
+                outcome = await self._until_ended(executor)
             if outcome.begin_again is None:
                 remove_address(self.config.directory)
             return outcome
@@ -153,6 +168,18 @@ class _Master:
                 executor.dispatch(Revoked(holder.role.value, holder.name, holder.why))
         return executor.outcome.result()
 
+    @contextlib.contextmanager
+    def _shown(self, executor: Executor) -> Iterator[None]:
+        """While this lasts the status page, if there is one, shows this state."""
+        if self.page is None:
+            yield
+            return
+        following = asyncio.create_task(self.page.follow(executor), name="status page")
+        try:
+            yield
+        finally:
+            following.cancel()
+
     def _announce(self, here: MasterAddress) -> None:
         """Tell people and other processes where the master is, until it answers no more."""
         write_address(self.config.directory, here)
@@ -161,6 +188,29 @@ class _Master:
             "serving run %s at %s (epoch %d, directory %s); %s",
             *(here.run_id, here.address, here.epoch, self.config.directory, _said(self.security)),
         )
+
+
+def _tape(config: MasterConfig, clock: Clock, ear: Ear) -> Tape:
+    """The master's tape; with a status page, one that the page hears too."""
+    path = config.directory / TAPE_NAME
+    if config.page_listen is None:
+        return Tape(path, "master", config.run_id, clock)
+    return HeardTape(path, "master", config.run_id, clock, ear)
+
+
+@contextlib.contextmanager
+def _page(config: MasterConfig, security: Security, clock: Clock, ear: Ear) -> Iterator[Page | None]:
+    """The status page, from before the first epoch to after the last, if one is wanted."""
+    if config.page_listen is None:
+        yield None
+        return
+    from dips.master.page.page import Page  # aiohttp comes with dips[master]
+
+    page = Page(config, config.page_listen, security, ear, clock)
+    try:
+        yield page
+    finally:
+        page.close()
 
 
 def _check_role(security: Security) -> None:

@@ -39,7 +39,7 @@ def unary(executor: Executor, method: str, kind: type[T], ask: Ask[T]) -> grpc.R
         try:
             answer = encode(await ask(understood(executor, method, data, kind)))
         except Refused as refused:
-            await abort(context, refused)
+            await refuse(executor, method, context, refused)
         if failpoint(f"master.rpc.after_{method}"):
             await lose(context, method)
         return answer
@@ -59,9 +59,15 @@ def lockstep(executor: Executor, method: str, kind: type[T], ask: Ask[T]) -> grp
                     await lose(context, method)
                 await context.write(answer)
         except Refused as refused:
-            await abort(context, refused)
+            await refuse(executor, method, context, refused)
 
     return grpc.stream_stream_rpc_method_handler(serve)
+
+
+async def refuse(executor: Executor, method: str, context: Context, refused: Refused) -> NoReturn:
+    """End the call with a refusal, counted. Does not return."""
+    executor.counts.refused(method, refused.code.name)
+    await abort(context, refused)
 
 
 async def lose(context: Context, method: str) -> NoReturn:
@@ -72,6 +78,7 @@ async def lose(context: Context, method: str) -> NoReturn:
 
 def understood(executor: Executor, method: str, data: bytes, kind: type[T]) -> T:
     """Decode a request; log and raise the refusal if it cannot be, or calls its sender by another's name."""
+    executor.counts.called(method)
     try:
         request = decode(data, kind)
         if isinstance(caller := getattr(request, "caller", None), Caller):

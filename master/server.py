@@ -92,6 +92,7 @@ class MasterServer:
         """`max_message_bytes` bounds every message, `peers` is the most clusters and slaves to expect."""
         self._security = security
         self._current = _Current(access)
+        self._access = access
         self._started = False
         self._server = grpc.aio.server(
             options=[*channel_options(max_message_bytes), ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS)],
@@ -123,8 +124,9 @@ class MasterServer:
 
     async def start(self, executor: Executor) -> None:
         """Begin to answer, or go on for another executor: new calls are its from here on."""
-        self._current.refusing = executor.note_refusal
-        self._current.services = (clusters_service(executor), slaves_service(executor), operator_service(executor))
+        self._current.refusing = executor.turned_away
+        operators = operator_service(executor, self._access)
+        self._current.services = (clusters_service(executor), slaves_service(executor), operators)
         if not self._started:
             self._started = True
             self._server.add_generic_rpc_handlers((self._current,))

@@ -5,16 +5,25 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import grpc
 
 from dips.core.codec_protobuf import encode
 from dips.core.errors import RefusalCode, Refused
 from dips.core.failpoints import failpoint
-from dips.core.grpc_refusal import abort
-from dips.core.messages import DrainRequest, EvictRequest, OperatorRequest, ReshardRequest, StatusRequest, WatchRequest
+from dips.core.messages import (
+    DrainRequest,
+    EvictRequest,
+    OperatorRequest,
+    ReshardRequest,
+    StatusReply,
+    StatusRequest,
+    WatchRequest,
+)
+from dips.master.access import Access
 from dips.master.executor import Executor, ReplyBody
-from dips.master.rpc import Context, lose, service, unary, understood
+from dips.master.rpc import Context, lose, refuse, service, unary, understood
 from dips.master.state.events import OperatorAction, OperatorCall, Pause, Resume, Stop
 
 MIN_WATCH_S = 0.1
@@ -22,11 +31,14 @@ MAX_WATCH_S = 3600.0
 """Watch intervals outside these are refused: the first is a busy loop, the second a forgotten stream."""
 
 
-def operator_service(executor: Executor) -> grpc.GenericRpcHandler:
-    """The handler of dips.v1.Operator."""
+def operator_service(executor: Executor, access: Access) -> grpc.GenericRpcHandler:
+    """The handler of dips.v1.Operator. access: tells whom it did not let in."""
 
     async def ask(action: OperatorAction) -> ReplyBody:
-        return await executor.call(lambda token: OperatorCall(token, action))
+        reply = await executor.call(lambda token: OperatorCall(token, action))
+        if isinstance(reply, StatusReply):
+            return replace(reply, refused_calls=access.refused.total(), refused_call=access.last_refused)
+        return reply
 
     def asking(
         action: Callable[[OperatorRequest], OperatorAction],
@@ -45,7 +57,7 @@ def operator_service(executor: Executor) -> grpc.GenericRpcHandler:
                 await context.write(answer)
                 await asyncio.wait([executor.outcome], timeout=interval_s)
         except Refused as refused:
-            await abort(context, refused)
+            await refuse(executor, "Watch", context, refused)
 
     methods = {
         "Status": unary(executor, "Status", StatusRequest, ask),

@@ -15,10 +15,9 @@ import grpc
 from dips.core.codec_protobuf import encode
 from dips.core.errors import Refused
 from dips.core.failpoints import copies, failpoint
-from dips.core.grpc_refusal import abort
 from dips.core.messages import SlaveMessage
 from dips.master.executor import Executor
-from dips.master.rpc import Context, service, understood
+from dips.master.rpc import Context, refuse, service, understood
 from dips.master.slave_link import SlaveLink
 
 _logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ def slaves_service(executor: Executor) -> grpc.GenericRpcHandler:
             _report_broken(link, ends)
             executor.link_down(link)
         if refused is not None:
-            await abort(context, refused)
+            await refuse(executor, "Attach", context, refused)
 
     return service("Slaves", {"Attach": grpc.stream_stream_rpc_method_handler(attach)})
 

@@ -169,12 +169,14 @@ class ParameterSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape_elems: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., layer: _Optional[str] = ...) -> None: ...
 
 class Layout(_message.Message):
-    __slots__ = ("parameters", "block_elems")
+    __slots__ = ("parameters", "block_elems", "description")
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_ELEMS_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     parameters: _containers.RepeatedCompositeFieldContainer[ParameterSpec]
     block_elems: int
-    def __init__(self, parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., block_elems: _Optional[int] = ...) -> None: ...
+    description: str
+    def __init__(self, parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., block_elems: _Optional[int] = ..., description: _Optional[str] = ...) -> None: ...
 
 class SlaveAddress(_message.Message):
     __slots__ = ("slave_id", "data_endpoint", "curve_key")

@@ -188,7 +188,7 @@ class RoundSummary(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., accepted: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[str]] = ..., kappa: _Optional[float] = ..., rho: _Optional[float] = ..., merged_norm: _Optional[float] = ..., tokens: _Optional[int] = ..., wall_time_s: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_id", "epoch", "published", "tokens", "tk_max_tokens", "phase", "round", "phase_age_s", "window_closes_in_s", "waiting_for", "rounds_committed", "rounds_merged", "rounds_void", "rounds_aborted", "clusters", "slaves", "recent_rounds", "paused", "stopping", "stopped", "leased_tokens", "excluded_tokens", "settings", "durable", "recovery", "reshard")
+    __slots__ = ("run_id", "epoch", "published", "tokens", "tk_max_tokens", "phase", "round", "phase_age_s", "window_closes_in_s", "waiting_for", "rounds_committed", "rounds_merged", "rounds_void", "rounds_aborted", "clusters", "slaves", "recent_rounds", "paused", "stopping", "stopped", "leased_tokens", "excluded_tokens", "settings", "durable", "recovery", "reshard", "refused_calls", "refused_call")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +215,8 @@ class StatusReply(_message.Message):
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_FIELD_NUMBER: _ClassVar[int]
     RESHARD_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_CALLS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_CALL_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     published: _common_pb2.Version
@@ -241,4 +243,6 @@ class StatusReply(_message.Message):
     durable: _common_pb2.Version
     recovery: str
     reshard: str
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., tk_max_tokens: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., phase_age_s: _Optional[float] = ..., window_closes_in_s: _Optional[float] = ..., waiting_for: _Optional[str] = ..., rounds_committed: _Optional[int] = ..., rounds_merged: _Optional[int] = ..., rounds_void: _Optional[int] = ..., rounds_aborted: _Optional[int] = ..., clusters: _Optional[_Iterable[_Union[ClusterStatus, _Mapping]]] = ..., slaves: _Optional[_Iterable[_Union[SlaveStatus, _Mapping]]] = ..., recent_rounds: _Optional[_Iterable[_Union[RoundSummary, _Mapping]]] = ..., paused: _Optional[bool] = ..., stopping: _Optional[bool] = ..., stopped: _Optional[bool] = ..., leased_tokens: _Optional[int] = ..., excluded_tokens: _Optional[int] = ..., settings: _Optional[_Union[_common_pb2.Settings, _Mapping]] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., recovery: _Optional[str] = ..., reshard: _Optional[str] = ...) -> None: ...
+    refused_calls: int
+    refused_call: str
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., tk_max_tokens: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., phase_age_s: _Optional[float] = ..., window_closes_in_s: _Optional[float] = ..., waiting_for: _Optional[str] = ..., rounds_committed: _Optional[int] = ..., rounds_merged: _Optional[int] = ..., rounds_void: _Optional[int] = ..., rounds_aborted: _Optional[int] = ..., clusters: _Optional[_Iterable[_Union[ClusterStatus, _Mapping]]] = ..., slaves: _Optional[_Iterable[_Union[SlaveStatus, _Mapping]]] = ..., recent_rounds: _Optional[_Iterable[_Union[RoundSummary, _Mapping]]] = ..., paused: _Optional[bool] = ..., stopping: _Optional[bool] = ..., stopped: _Optional[bool] = ..., leased_tokens: _Optional[int] = ..., excluded_tokens: _Optional[int] = ..., settings: _Optional[_Union[_common_pb2.Settings, _Mapping]] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., recovery: _Optional[str] = ..., reshard: _Optional[str] = ..., refused_calls: _Optional[int] = ..., refused_call: _Optional[str] = ...) -> None: ...

@@ -11,8 +11,10 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from dips.core.assumptions import require
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
+from dips.core.log_lines import LogFormat
+from dips.core.metrics_knobs import MetricsKnobs
 from dips.core.net import require_loopback
-from dips.core.security import SecurityKnobs, checked_address
+from dips.core.security import checked_address
 from dips.core.threads import usable_processors
 from dips.core.units import Bytes
 
@@ -23,7 +25,7 @@ ALL_ADDRESSES = ("0.0.0.0", "::")
 T = TypeVar("T")
 
 
-class SlaveConfig(SecurityKnobs):
+class SlaveConfig(MetricsKnobs):
     """Settings of one slave; the table [slave] of a settings file, DIPS_SLAVE_<FIELD>, or the command line."""
 
     run_id: str = Field(description="the run that this slave serves")
@@ -58,7 +60,7 @@ class SlaveConfig(SecurityKnobs):
     )
     tape: Path | None = Field(default=None, description="file of this slave's event record; empty: none")
     log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR")
-    json_logs: bool = Field(default=False, description="log lines as JSON")
+    log_format: LogFormat = Field(default="human", description="form of log lines: human, or json for machines")
 
     @property
     def data_threads_used(self) -> int:

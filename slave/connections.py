@@ -48,7 +48,7 @@ class ConnectionGuard:
         self._data = data
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)  # kept open: files may have run out when it counts
         self._port = int(data.endpoint.rsplit(":", 1)[1])
-        self._fixed_bytes = self._memory_bytes() + memory_bytes + room_bytes
+        self._fixed_bytes = self.memory_bytes() + memory_bytes + room_bytes
         self._headroom_bytes = room_bytes // 2
         self._most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._n_files = 0
@@ -95,7 +95,7 @@ class ConnectionGuard:
             self._cut(cut)
 
     def _pressure(self) -> Pressure:
-        return Pressure(self._memory_bytes(), self.limit_bytes, self._headroom_bytes, self._n_files, self._most_files)
+        return Pressure(self.memory_bytes(), self.limit_bytes, self._headroom_bytes, self._n_files, self._most_files)
 
     def _connections(self) -> tuple[dict[int, int], dict[int, int]]:
         """Bytes received by each connection's inode, and the inode by its file number."""
@@ -123,8 +123,8 @@ class ConnectionGuard:
         except OSError:  # not even one file more can be opened
             return range(self._most_files)
 
-    def _memory_bytes(self) -> int:
-        """Resident memory of this process without files that are mapped: heap, arrays, frames."""
+    def memory_bytes(self) -> int:
+        """Resident memory of this process without files that are mapped: heap, arrays, frames. From any thread."""
         _, resident, shared, *_ = os.pread(self._statm, 256, 0).split()
         return (int(resident) - int(shared)) * PAGE_BYTES
 

@@ -10,11 +10,13 @@ end() notes what it did. Everything else here belongs to one thread.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dips.core.chunks import Buffer as Bytes
 from dips.core.chunks import checksum
+from dips.core.counting import Recent
 from dips.core.data_header import REQUESTS, WITH_PAYLOAD, DataHeader, DataOp
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, Version
@@ -43,6 +45,15 @@ class Answer:
 
     header: DataHeader
     payload: memoryview | None = None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the data port counted since its start. refused: messages by code; staged_of: bytes by cluster."""
+
+    beat: SlaveBeat = field(default_factory=SlaveBeat)
+    refused: Mapping[str, int] = field(default_factory=dict)
+    staged_of: Mapping[str, int] = field(default_factory=dict)
 
 
 class DataPort:
@@ -81,6 +92,8 @@ class DataPort:
         self.served_any = False
         """Whether a message may still refer to a version's memory; the socket's owner resets it."""
         self.refused_chunks = 0
+        self._refused: Counter[str] = Counter()
+        self._staged_of: Recent[str] = Recent(1)
         self.last_refusal = ""
         self.refused_connections = 0
         self.last_refused_connection = ""
@@ -99,6 +112,7 @@ class DataPort:
         self._table = self._receipts = None
         if shard is not None and staging is not None:
             self._table = StagingTable(shard, len(staging))
+            self._staged_of.keep(len(staging))
             self._receipts = Receipts(shard, len(staging))
 
     def set_readable(self, versions: Mapping[Version, Buffer], current: Version | None) -> None:
@@ -186,6 +200,7 @@ class DataPort:
         for companion in job.companions:
             receipts.note_products(staging.slot, companion.row, landing, job.theta_number)
         self._staging_bytes += landing.length_bytes
+        self._staged_of.add(staging.push.cluster, landing.length_bytes)
         self._push_credits.note_landed(staging.push, len(job.payload), self._now_s())
         if self._table.land(staging, landing, job.header.checksum):
             self._push_credits.note_closed(staging.push, self._now_s())
@@ -206,6 +221,10 @@ class DataPort:
             refused_connection=self.last_refused_connection,
         )
 
+    def figures(self) -> Figures:
+        """beat(), and the counts that metrics show beside it."""
+        return Figures(self.beat(), dict(self._refused), self._staged_of.counted())
+
     def refuse_connection(self, sentence: str) -> None:
         """Note that somebody was not let in, or not any more."""
         self.refused_connections += 1
@@ -213,6 +232,7 @@ class DataPort:
 
     def _refuse(self, request: int, refused: Refused) -> Answer:
         self.refused_chunks += 1
+        self._refused[refused.code.name] += 1
         if refused.retry_after_s == 0:  # else it is early, not wrong: no news for people
             self.last_refusal = refused.sentence
         refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)

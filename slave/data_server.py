@@ -35,7 +35,7 @@ from dips.core.messages import AllowedKey, SlaveBeat
 from dips.core.net import require_loopback
 from dips.core.wire import Codec
 from dips.slave.cutting import cut
-from dips.slave.data_port import Answer, DataPort, landed
+from dips.slave.data_port import Answer, DataPort, Figures, landed
 from dips.slave.gate import Gate
 from dips.slave.landing import Job
 from dips.slave.memory import F32, Buffer
@@ -53,8 +53,9 @@ HEARTBEAT_TIMEOUT_MS = 30_000
 """A frozen peer is dropped after this and its unread answers are freed. A 1 MiB chunk takes 8 s at 1 Mbit/s."""
 
 LINGER_MS = 500
-BACKLOG = 100
-"""Connections that wait to be accepted: more than clusters, each of which makes one at a time."""
+BACKLOG = socket.SOMAXCONN
+"""Connections that wait to be accepted; the system may allow fewer. Where strangers fill this room, whoever else comes
+waits a second until his system tries again."""
 
 PAGE_BYTES = resource.getpagesize()
 RECEIVE_BATCH = 32
@@ -134,7 +135,7 @@ class DataServer:
         self._under_way = 0
         self._landed: queue.SimpleQueue[tuple[bytes, Job, Refused | BaseException | None]] = queue.SimpleQueue()
         self._deferred: deque[Message] = deque()
-        self._beat = SlaveBeat()
+        self._figures = Figures()
         self._beat_s = 0.0
         self._counters_moved = True
         self._thread = threading.Thread(target=self._run, name="dips-data", daemon=True)
@@ -168,6 +169,7 @@ class DataServer:
             zmq.RCVHWM: MAX_WINDOW_CHUNKS,
             zmq.SNDHWM: MAX_ANSWERS,
             zmq.LINGER: LINGER_MS,
+            zmq.BACKLOG: BACKLOG,
             zmq.ROUTER_MANDATORY: 1,
         }
         for option, value in options.items():
@@ -237,7 +239,11 @@ class DataServer:
 
     def beat(self) -> SlaveBeat:
         """The latest counters; may be called from any thread."""
-        return self._beat
+        return self._figures.beat
+
+    def figures(self) -> Figures:
+        """The same with what metrics show beside them; from any thread."""
+        return self._figures
 
     @property
     def last_refusal(self) -> str:
@@ -330,7 +336,7 @@ class DataServer:
         more = self._receive_some()
         now_s = time.monotonic()
         if self._counters_moved and now_s - self._beat_s >= BEAT_REFRESH_S:
-            self._beat, self._beat_s, self._counters_moved = self._port.beat(), now_s, False
+            self._figures, self._beat_s, self._counters_moved = self._port.figures(), now_s, False
         self._at_the_door = True  # without a wait nothing tells
         if not more:
             self._wait()

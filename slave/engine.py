@@ -27,6 +27,9 @@ from dips.core.threads import Threads
 from dips.slave import calculation
 from dips.slave.data_server import DataServer
 from dips.slave.memory import F32, ShardMemory
+from dips.slave.memory_speed import memory_bytes_per_s
+from dips.slave.metrics_collector import Snapshot, snapshot
+from dips.slave.metrics_counts import Counts
 from dips.slave.mover import Mover
 from dips.slave.push_record import PushRecord
 from dips.slave.ring import disk_refusal
@@ -80,6 +83,7 @@ class Engine:
         self._saving_theta: F32 | None = None
         self._said_refused = 0
         self._said_away = 0
+        self._counts = Counts(clock)
         self.send: Callable[[SlaveMessage], None] | None = None
         self.close_link: Callable[[str], None] | None = None
         self.ended: asyncio.Future[str] = self._loop.create_future()
@@ -89,8 +93,18 @@ class Engine:
         for kernels in (kernels_numba, kernels_wire):
             await self._loop.run_in_executor(self._outer, kernels.warm_up)
 
+    async def measure_memory(self) -> float:
+        """Bytes a second that this machine's memory moves. To be asked before the slave serves."""
+        return await self._on(self._outer, memory_bytes_per_s, self._threads)
+
+    def look(self) -> Snapshot:
+        """This moment, for metrics; on the event loop."""
+        return snapshot(self.state, self._memory, self._counts)
+
     def handle(self, event: events.Event) -> None:
         """Give the state machine an event and carry out what it wants, in order."""
+        if isinstance(event, events.Unlinked):
+            self._counts.note("unlinked")
         try:
             for effect in self.state.handle(event, self._clock.monotonic_s()):
                 self._carry_out(effect)
@@ -129,9 +143,10 @@ class Engine:
                 if self.send is not None:
                     self.send(SlaveMessage(self.state.caller(), body))
             case effects.Record(kind, cause, fields):
+                self._counts.note(kind)
                 self._tape.write(kind, cause, **fields)
-            case effects.Log(level, key, sentence):
-                self._changes.report(key, sentence, level)
+            case effects.Log(level, key, sentence, because):
+                self._changes.report(key, sentence, level, because)
             case effects.OpenSlot(push, attempt, slot, opening, wire, base):
                 self._data.open(push, attempt, slot, opening, wire, base)
             case effects.CloseSlot(push):
@@ -170,13 +185,13 @@ class Engine:
             case effects.ReadRecord():
                 self._spawn(self._read_record(effect))
             case effects.RunLoad():
-                self._spawn(self._job(effect.job, self._load(effect), effect.delay_s))
+                self._spawn(self._job(effect.job, "load", self._load(effect), effect.delay_s))
             case effects.RunMeasure():
-                self._spawn(self._job(effect.job, self._measure(effect)))
+                self._spawn(self._job(effect.job, "measure", self._measure(effect)))
             case effects.RunList():
-                self._spawn(self._job(effect.job, self._list(effect)))
+                self._spawn(self._job(effect.job, "list", self._list(effect)))
             case effects.RunMove():
-                self._spawn(self._job(effect.job, self._move(effect)))
+                self._spawn(self._job(effect.job, "move", self._move(effect)))
             case effects.CancelMove(job):
                 self._unwanted_move = job
                 if self._mover is not None:
@@ -184,9 +199,9 @@ class Engine:
             case effects.DropMoved(shadow):
                 self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
             case effects.RunPrepare():
-                self._spawn(self._job(effect.job, self._prepare(effect)))
+                self._spawn(self._job(effect.job, "prepare", self._prepare(effect)))
             case effects.RunCommit():
-                self._spawn(self._job(effect.job, self._commit(effect), effect.delay_s))
+                self._spawn(self._job(effect.job, "commit", self._commit(effect), effect.delay_s))
             case _:
                 raise LocalProtocolError(f"no one carries out {type(effect).__name__}")
 
@@ -200,10 +215,11 @@ class Engine:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
 
-    async def _job(self, job: int, work: Coroutine[Any, Any, events.JobEvent], delay_s: float = 0.0) -> None:
+    async def _job(self, job: int, kind: str, work: Coroutine[Any, Any, events.JobEvent], delay_s: float = 0.0) -> None:
         try:
             await asyncio.sleep(delay_s)
-            event = await work
+            with self._counts.job(kind):
+                event = await work
         except Refused as refused:
             event = events.JobFailed(job, to_refusal(refused), self._ring.infos())
         finally:
@@ -327,9 +343,10 @@ class Engine:
         shadow = await self._on(self._outer, memory.take)
         theta = memory.current.theta if memory.current is not None else None
         try:
-            sums = await self._on(
-                self._outer, calculation.prepare, memory, theta, shadow.theta, body, effect.slots, self._threads
-            )
+            with self._counts.update(memory.n_elems, len(effect.slots)):
+                sums = await self._on(
+                    self._outer, calculation.prepare, memory, theta, shadow.theta, body, effect.slots, self._threads
+                )
             info = SnapshotInfo(
                 body.to_version, body.round, made.layout_hash, made.placement_hash, shard_digest(sums), committed=False
             )
@@ -337,7 +354,8 @@ class Engine:
             if self._pushes is not None:
                 await self._record_pushes(self._pushes, effect, info)
             if effect.durable:
-                await self._on(self._disk, self._ring.write_shadow, info, shadow.theta, memory.next_momentum)
+                with self._counts.snapshot():
+                    await self._on(self._disk, self._ring.write_shadow, info, shadow.theta, memory.next_momentum)
         except BaseException:
             memory.drop_shadow()
             raise
@@ -357,7 +375,8 @@ class Engine:
         if effect.durable:
             assert memory.shadow is not None
             arrays = (memory.shadow.theta, memory.next_momentum)
-            await self._on(self._disk, self._ring.write_committed, info, *arrays, effect.commit_record)
+            with self._counts.snapshot():
+                await self._on(self._disk, self._ring.write_committed, info, *arrays, effect.commit_record)
         memory.flip(info)
         self._settle()
         await self._settled()
@@ -405,10 +424,11 @@ class Engine:
         assert saving is not None
         event: events.SaveEvent
         try:
-            await self._on(
-                self._disk, self._ring.write_committed, info, theta, momentum, effect.commit_record,
-                lambda: self._resolve_soon(saving),
-            )  # fmt: skip
+            with self._counts.snapshot():
+                await self._on(
+                    self._disk, self._ring.write_committed, info, theta, momentum, effect.commit_record,
+                    lambda: self._resolve_soon(saving),
+                )  # fmt: skip
             event = events.Saved(effect.number, info, self._ring.infos())
         except Refused as refused:
             event = events.SaveFailed(effect.number, to_refusal(refused))

@@ -12,17 +12,19 @@ from typing import Any
 from dips.core import failpoints
 from dips.core.allocator import keep_freed_memory
 from dips.core.clock import SystemClock
+from dips.core.config import Loaded
 from dips.core.curve import pair_for
 from dips.core.errors import ConfigError, DipsError
 from dips.core.file_limit import raise_file_limit
 from dips.core.keys import security_of
 from dips.core.security import Security, check_reach
-from dips.core.telemetry import Tape, configure_logging
+from dips.core.telemetry import Tape, configure_logging, say_last
 from dips.slave.config import SlaveConfig
 from dips.slave.connections import ConnectionGuard
 from dips.slave.control import Control
 from dips.slave.data_server import DataServer
 from dips.slave.engine import Engine
+from dips.slave.metrics_serving import serve_slave_metrics
 from dips.slave.push_record import DIRECTORY, PushRecord
 from dips.slave.snapshots import SnapshotStore
 from dips.slave.state import events
@@ -35,20 +37,23 @@ chunk's answer whenever the event loop is at work; at 1 MiB chunks that would ha
 log = logging.getLogger("dips.slave")
 
 
-def run(config: SlaveConfig) -> int:
+def run(config: SlaveConfig, loaded: Loaded[SlaveConfig] | None = None) -> int:
     """Serve until told to stop. Returns the process's exit code; says an error in one sentence on stderr.
 
+    With `loaded` the settings are logged first, each with its source.
     0: stopped by the master, SIGTERM or SIGINT. Others: DipsError.exit_code of what ended it.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     raise_file_limit()
     try:
-        configure_logging("slave", config.slave_id, config.log_level, config.json_logs)
+        configure_logging("slave", config.slave_id, config.log_level, config.log_format)
         failpoints.install("slave", enabled=config.failpoints)
+        if loaded is not None:
+            log.info("settings:\n%s", loaded.describe())
         return asyncio.run(_until_signalled(config))
     except DipsError as error:
-        print(f"dips slave {config.slave_id}: {error}", file=sys.stderr, flush=True)
+        say_last(str(error), f"dips slave {config.slave_id}")
         return error.exit_code
 
 
@@ -98,7 +103,7 @@ async def _serve(
         config.data_threads_used,
         curve=curve,
     )
-    engine = guard = None
+    engine = guard = metrics = None
     try:
         endpoint = f"tcp://{config.advertise}" if config.advertise else data.endpoint
         state = SlaveState(
@@ -128,10 +133,13 @@ async def _serve(
         data.start()
         guard = ConnectionGuard(data, config.memory_bytes)
         guard.start()
+        metrics = await serve_slave_metrics(config, security, engine, data, guard, store.ring)
         tape.write("started", "", endpoint=endpoint, pid=os.getpid(), snapshots=len(store.ring.infos()))
         log.info("run %s: data port %s, master %s", config.run_id, endpoint, config.master)
         await _until_ended(engine, Control(config.master, security, engine, data), stop, tape)
     finally:
+        if metrics is not None:
+            metrics.stop()
         if guard is not None:
             guard.stop()
         data.stop()

@@ -83,11 +83,15 @@ class ShardMemory:
         """Of the shadow."""
         return self._momentum[1]
 
+    def bytes_by_use(self) -> dict[str, int]:
+        """Of all arrays."""
+        theta = sum(buffer.theta.nbytes for buffer in self._buffers)
+        return {"theta": theta, "momentum": sum(m.nbytes for m in self._momentum), "staging": self.staging.nbytes}
+
     @property
     def n_bytes(self) -> int:
         """What all arrays take together."""
-        arrays = [self.staging, *self._momentum, *(buffer.theta for buffer in self._buffers)]
-        return sum(array.nbytes for array in arrays)
+        return sum(self.bytes_by_use().values())
 
     def spans(self) -> list[tuple[Block, int, int]]:
         """Each block with its first and last-plus-one element in this memory."""

@@ -123,12 +123,17 @@ class CheckpointStore:
 
     # ---- reading ----
 
-    def newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that is whole, and a sentence about each that is not."""
+    def newest(self, label: str | None = None) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint that is whole, and a sentence about each newer one that is not.
+
+        label: only those whose content has this `label`; None: any.
+        """
         sentences: list[str] = []
         for number in reversed(self.numbers()):
             try:
-                return self._load(number), sentences
+                body = self._manifest(number)
+                if label is None or body["content"].get("label") == label:
+                    return self._load(number, body), sentences
             except (CheckpointError, MemoryError) as error:
                 sentences.append(f"checkpoint {number} in {self.directory} cannot be used: {error}")
         return None, sentences
@@ -143,10 +148,13 @@ class CheckpointStore:
         except (CheckpointError, SavedStateError) as error:
             return None, f"the record of the last push in {self.directory} cannot be used: {error}"
 
-    def _load(self, number: int) -> Checkpoint:
+    def _manifest(self, number: int) -> Mapping[str, Any]:
         body = read_record(self._path(number, "json"))
         if body.get("format") != FORMAT or not isinstance(body.get("content"), dict):
             raise CheckpointError(f"it is of the form {body.get('format')!r}, this release reads {FORMAT!r}")
+        return body
+
+    def _load(self, number: int, body: Mapping[str, Any]) -> Checkpoint:
         told = body.get("tensors")
         if not isinstance(told, dict) or not isinstance(told.get("n_bytes"), int):
             raise CheckpointError("its manifest does not say what its tensors are")

@@ -9,6 +9,7 @@ than on the training thread, and never ends training because a disk is full.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dips.core.clock import Clock
+from dips.core.counting import Durations
 from dips.core.errors import ConfigError
 from dips.core.telemetry import Tape
 from dips.core.units import format_bytes
@@ -83,7 +85,9 @@ class Checkpointing:
         self._copies = _Copies(vectors)
         self._writer = ThreadPoolExecutor(1, "dips-checkpoint")
         self._recorder = ThreadPoolExecutor(1, "dips-push-record")
-        self._writing: Future[None] | None = None
+        self._writing: Future[bool] | None = None
+        self.durations, self.written_s = Durations(), math.nan
+        """Of what was written here, and when the last was; for metrics, which may look from any thread."""
         self._due_s = clock.monotonic_s() + config.checkpoint_every_s
         self._closed = threading.Event()
         self._wanted: PushRecord | None = None
@@ -97,12 +101,13 @@ class Checkpointing:
 
     # ---- a new process ----
 
-    def resume(self, session: Session) -> bool:
+    def resume(self, session: Session, label: str | None = None) -> bool:
         """Put the newest checkpoint that is whole into session, parameters and inner state; whether there was one.
 
-        Raises ConfigError when there is none though one is required, or when it is of something else.
+        label: the newest of those that take_now() was given this label for. Raises ConfigError when there is none
+        though one is required, or when it is of something else.
         """
-        checkpoint, sentences = self._store.newest()
+        checkpoint, sentences = self._store.newest(label)
         for sentence in sentences:
             _logger.warning("%s; the one before it is tried", sentence)
         where = self._store.directory
@@ -112,7 +117,7 @@ class Checkpointing:
                     f"no checkpoint in {where} can be used, and one is required: give the right --checkpoint-dir, or "
                     "--resume in place of --resume-required to start without one"
                 )
-            _logger.info("no checkpoint in %s: starting without one", where)
+            _logger.info("no checkpoint in %s%s: starting without one", where, f" for {label}" if label else "")
             return False
         newest, sentence = self._store.newest_push()
         if sentence:
@@ -149,21 +154,34 @@ class Checkpointing:
         if now_s < self._due_s or (self._writing is not None and not self._writing.done()):
             return
         saved = session.saved()
+        if saved is not None:
+            self._due_s = now_s + self._config.checkpoint_every_s
+            self._writing = self._take(saved, cause, None)
+
+    def take_now(self, session: Session, cause: str, label: str) -> bool:
+        """Take one under a label, and wait until it is durable; whether it is."""
+        saved = session.saved()
         if saved is None:
-            return
-        self._due_s = now_s + self._config.checkpoint_every_s
+            return False
+        if self._writing is not None:
+            self._writing.result()  # it reads the memory that is copied into here
+        self._writing = self._take(saved, cause, label)
+        return self._writing.result()
+
+    def _take(self, saved: SavedSession, cause: str, label: str | None) -> Future[bool]:
+        now_s = self._clock.monotonic_s()
         tensors = self._copies.take(self._parameters, saved)
-        content: dict[str, Any] = {"session": saved.to_json(), "state": None}
+        content: dict[str, Any] = {"session": saved.to_json(), "state": None, "label": label}
         if self._inner is not None:
             content["state"], inner = self._inner.capture()
             tensors.update({_INNER + name: tensor for name, tensor in inner.items()})
         pause_s = self._clock.monotonic_s() - now_s
-        self._writing = self._writer.submit(self._write, content, tensors, saved, cause, pause_s)
+        return self._writer.submit(self._write, content, tensors, saved, cause, pause_s)
 
     def _write(
         self, content: Mapping[str, Any], tensors: Mapping[str, RawTensor], saved: SavedSession, cause: str,
         pause_s: float,
-    ) -> None:  # fmt: skip
+    ) -> bool:  # fmt: skip
         began_s = self._clock.monotonic_s()
         try:
             written = self._store.write(content, tensors)
@@ -172,16 +190,19 @@ class Checkpointing:
                 "no checkpoint could be written to %s: %s; training goes on, and the next one is tried in %g s",
                 self._store.directory, error.strerror or error, self._config.checkpoint_every_s,
             )  # fmt: skip
-            return
+            return False
         except Exception:
             _logger.exception("a checkpoint could not be written")
-            return
-        write_s = self._clock.monotonic_s() - began_s
+            return False
+        self.written_s = self._clock.monotonic_s()
+        write_s = self.written_s - began_s
+        self.durations.observe(write_s)
         self._tape.write(
             "checkpoint", cause, number=written.number, seq=saved.seq, base=str(saved.base), fence=saved.base_fence,
             bytes=written.n_bytes, pause_s=pause_s, write_s=write_s,
         )  # fmt: skip
         _logger.debug("checkpoint %d: %s in %.2f s", written.number, format_bytes(written.n_bytes), write_s)
+        return True
 
     # ---- before a push's number is used ----
 

@@ -14,8 +14,9 @@ from pydantic import Field, field_validator, model_validator
 from dips.core.assumptions import violations
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
+from dips.core.log_lines import LogFormat
+from dips.core.metrics_knobs import MetricsKnobs
 from dips.core.net import parse_address, require_loopback
-from dips.core.security import SecurityKnobs
 from dips.core.units import Seconds
 from dips.core.wire import WIRE_DTYPES, Codec
 
@@ -27,7 +28,7 @@ AutoSeconds = Literal["auto"] | PositiveSeconds
 """auto: from the master's heartbeat_s and round_timeout_s (worker/state/times.py), which nobody need think about."""
 
 
-class ClientConfig(SecurityKnobs):
+class ClientConfig(MetricsKnobs):
     """One cluster's settings; the precedence is core.config's."""
 
     run_id: str = Field("", description="The run to take part in; empty: whichever the master serves.")
@@ -89,7 +90,7 @@ class ClientConfig(SecurityKnobs):
         "to the version that it pulled, with what rounding loses kept for the next push.",
     )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
-    json_logs: bool = Field(False, description="Write the log as JSON lines.")
+    log_format: LogFormat = Field("human", description="Form of log lines: human, or json for machines.")
 
     @field_validator("wire_dtype")
     @classmethod

@@ -30,6 +30,8 @@ from dips.worker.checkpointing import Checkpointing, InnerState
 from dips.worker.client import MasterClient
 from dips.worker.config import ClientConfig, check, given, wire_of
 from dips.worker.heartbeat import Facts, Heartbeat
+from dips.worker.metrics_counts import DATA, EXCHANGE
+from dips.worker.metrics_serving import Metrics
 from dips.worker.pace import Pace
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.effects import (
@@ -77,11 +79,12 @@ class Driver:
         inner: InnerState | None = None,
         clock: Clock | None = None,
         tape: Tape | None = None,
+        resume_label: str | None = None,
     ) -> None:
         """Opens no connection yet. Raises ConfigError for settings that cannot work.
 
         layout: parameters.layout(). inner: what checkpoints hold besides parameters and session. tape: where records
-        go; None: config.tape, closed by close().
+        go; None: config.tape, closed by close(). resume_label: resume from what checkpoint_now() took under it.
         """
         self.config = check(config)
         self.security = security_of(config, f"cluster {config.cluster_id}")
@@ -97,7 +100,12 @@ class Driver:
         self._vectors = Vectors(layout.n_elems, parameters)
         if wire_of(config) in DIFFERENCES:
             kernels().warm_up()  # now, and not while the first push is on its way
-        self._transfers = Transfers(layout, self._vectors, self._events.put, self._clock, curve)
+        self._pace = Pace()
+        self._metrics: Metrics | None = None
+        if config.metrics_listen is not None:
+            self._metrics = Metrics(self._session, self._pace, self._clock)
+        links = self._metrics.links if self._metrics is not None else None
+        self._transfers = Transfers(layout, self._vectors, self._events.put, self._clock, curve, links)
         self._checkpoints: Checkpointing | None = None
         if config.checkpoint_dir is not None:
             self._checkpoints = Checkpointing(
@@ -106,7 +114,7 @@ class Driver:
             )  # fmt: skip
         self._client = MasterClient(config.master, self.security, self._events.put)
         self._heartbeat = Heartbeat(config.master, self.security, self._events.put, self._clock)
-        self._pace = Pace()
+        self._resume_label = resume_label
         self._finished: Finished | None = None
         self._raised = False
         self._closed = False
@@ -123,7 +131,9 @@ class Driver:
         master could be reached within connect_wait_s.
         """
         if self._checkpoints is not None and (self.config.resume or self.config.resume_required):
-            self.resumed = self._checkpoints.resume(self._session)
+            self.resumed = self._checkpoints.resume(self._session, self._resume_label)
+        if self._metrics is not None:
+            self._metrics.serve(self.config, self.security, self._checkpoints, lambda: self._heartbeat.answered_s)
         check_let_in(self.config.master, self.security)
         self._settle(Started())
         self._pace.resume(self._clock.monotonic_s())
@@ -163,6 +173,8 @@ class Driver:
                 if not ranges and not self.done:
                     self._wait("data")
         self._pace.pause(self._clock.monotonic_s() - began_s)
+        if self._metrics is not None:
+            self._metrics.goes_on()
         self._raise_if_failed()
         return ranges
 
@@ -182,6 +194,18 @@ class Driver:
             self._checkpoints.take_if_due(self._session, self.cause)
             self._pace.pause(self._clock.monotonic_s() - began_s)
 
+    def checkpoint_now(self, label: str) -> bool:
+        """Take a checkpoint under a label, between two steps, and return when it is durable; whether there is one.
+
+        For loops that keep checkpoints of their own: the label says which of theirs it belongs to.
+        """
+        if self._checkpoints is None or self.done:
+            return False
+        began_s = self._clock.monotonic_s()
+        taken = self._checkpoints.take_now(self._session, self.cause, label)
+        self._pace.pause(self._clock.monotonic_s() - began_s)
+        return taken
+
     def request_stop(self, reason: str = "asked to stop") -> None:
         """Leave at the next step() or lease(). May be called from a signal handler or another thread."""
         self._events.put(StopWanted(reason))
@@ -199,6 +223,8 @@ class Driver:
             self._client.close()
             if self._checkpoints is not None:
                 self._checkpoints.close()
+            if self._metrics is not None:
+                self._metrics.stop()
             if self._owns_tape:
                 self.tape.close()
 
@@ -315,6 +341,8 @@ class Driver:
                 self._wait("wait", quiet=now_s - began_s < WORTH_A_LINE_S)
         self._log.report("wait", "")
         self._tell_heartbeat()
+        if self._metrics is not None:
+            self._metrics.goes_on()
         self._raise_if_failed()
 
     def _wait(self, key: str, *, quiet: bool = False) -> None:
@@ -322,6 +350,8 @@ class Driver:
         if not quiet:
             self._log.report(key, f"waiting: {self._session.waiting_for()}")
         self._tell_heartbeat()
+        if self._metrics is not None:
+            self._metrics.waits(DATA if key == "data" else EXCHANGE)
         now_s = self._clock.monotonic_s()
         pause_s = min(LONGEST_WAIT_S, max(0.0, self._session.next_deadline_s() - now_s))
         try:
@@ -345,6 +375,8 @@ class Driver:
 
     def _handle(self, event: Event) -> None:
         effects = deque(self._session.handle(event, self._clock.monotonic_s()))
+        if self._metrics is not None:
+            self._metrics.tell(event, effects)
         try:
             while effects:
                 self._carry_out(effects.popleft())
@@ -382,7 +414,7 @@ class Driver:
             case Record():
                 self.tape.write(effect.kind, effect.cause, **effect.fields)
             case Log():
-                self._log.report(effect.key, effect.sentence, effect.level)
+                self._log.report(effect.key, effect.sentence, effect.level, effect.cause)
             case Finished():
                 self._finished = effect
 

@@ -136,6 +136,11 @@ class Flow:
         lane.open = False
         self._resize()
 
+    def round_trip_s(self, slave: str) -> float | None:
+        """The shortest time from a request to its answer; None before the first one."""
+        shortest_s = self._lanes[slave].round_trip_s if slave in self._lanes else math.inf
+        return shortest_s if shortest_s < math.inf else None
+
     def in_flight_bytes(self, slave: str) -> int:
         """What is in flight to this slave."""
         return self._lanes[slave].bytes_in_flight

@@ -62,6 +62,8 @@ class Heartbeat:
         self._fenced = Incarnation(0, 0)  # no master's epoch is 0
         self._unanswered: deque[Incarnation | None] = deque()
         self._last_reply_s = 0.0
+        self.answered_s: float | None = None
+        """When the master last answered a beat; for metrics, from any thread."""
         self._thread: threading.Thread | None = None
 
     def tell(self, facts: Facts) -> None:
@@ -101,7 +103,7 @@ class Heartbeat:
         try:
             for answer in stream:
                 answered = True
-                self._last_reply_s = self._clock.monotonic_s()
+                self._last_reply_s = self.answered_s = self._clock.monotonic_s()
                 self._log.report("master", "")
                 if failpoint("worker.rpc.after_Heartbeat"):
                     continue  # a failpoint loses the answer

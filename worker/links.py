@@ -166,7 +166,10 @@ def _check_keys(address: SlaveAddress, curve: CurvePair | None) -> None:
 def _why(address: SlaveAddress, failure: Failure) -> str:
     where = f"slave {address.slave_id} at {address.data_endpoint}"
     if failure is Failure.GONE:
-        return f"the connection to {where} has ended: the slave is gone, or the network between"
+        return (
+            f"the connection to {where} has ended: the slave is gone, or the network between; check that it runs, and "
+            "that the address that it advertises can be reached from here"
+        )
     if failure is Failure.KEY:
         return (
             f"{where} does not let this process's data key in: the master has not named it there, because this process "

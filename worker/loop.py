@@ -31,9 +31,12 @@ from dips.core.messages import DataMode, DataPlan, Verdict
 from dips.core.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
+from dips.worker.described import description_of
 from dips.worker.driver import Driver
+from dips.worker.ranks import Ranks, Told, ranks_here
 from dips.worker.torch_parameters import TorchParameters
 from dips.worker.torch_state import HasState, TorchState
+from dips.worker.wrapped import plain_model, plain_optimizer, refuse_shards
 
 _logger = logging.getLogger("dips")
 
@@ -41,11 +44,12 @@ _logger = logging.getLogger("dips")
 class DiLoCo:
     """Makes a training loop one cluster of a run (DiLoCo: many inner steps, then one outer step on the difference).
 
-    model, optimizer: the loop's own; the optimizer is the inner one. tokens_per_step: tokens (or samples, if every
-    cluster counts them alike) behind one optimizer.step(); count() overrides it. steps: `done` becomes true after so
-    many steps, with or without a master. sync_every, outer_lr, outer_momentum: what the user expects of the run;
-    the values live on the master, and another one there is refused at the start. master, cluster_id, run_id: else
-    DIPS_MASTER, DIPS_CLUSTER, DIPS_RUN. tape: a file for this cluster's event record.
+    model, optimizer: the loop's own, also as Accelerate prepared them; the optimizer is the inner one. tokens_per_step:
+    tokens (or samples, if every cluster counts them alike) behind one optimizer.step() of this process; count()
+    overrides it. steps: `done` becomes true after so many steps, with or without a master. sync_every, outer_lr,
+    outer_momentum: what the user expects of the run; the values live on the master, and another one there is refused at
+    the start. master, cluster_id, run_id: else DIPS_MASTER, DIPS_CLUSTER, DIPS_RUN. tape: a file for this cluster's
+    event record.
 
     keys: the directory of this cluster's identity (docs/security.md), else DIPS_KEYS. insecure: use none, with a master
     on this machine only; else DIPS_INSECURE=1. One of the two must be given.
@@ -57,9 +61,18 @@ class DiLoCo:
     resume: go on from the newest of them, if there is one; `steps` counts on. state: what else must be kept, such as a
     scheduler or a data loader's place: an object with state_dict() and load_state_dict(), or several under names.
 
+    Several processes of torch.distributed are one cluster if each holds all of the model (DistributedDataParallel): all
+    of them enter and step together, rank 0 talks to the master, and their tokens are added up. Their checkpoints are
+    the trainer's (docs/integrations.md).
+
     Raises ConfigError for settings that cannot work; entering raises Refused when the run does not take this cluster
     (another model, say) and RetryLater when no master answers.
     """
+
+    _keeps_own_checkpoints = True
+    """At times of its own; a trainer's callback takes one with each of the trainer's."""
+
+    _resume_label: str | None = None
 
     def __init__(
         self,
@@ -85,14 +98,17 @@ class DiLoCo:
         state: HasState | Mapping[str, HasState] | None = None,
     ) -> None:
         _check_arguments(tokens_per_step, steps, wire_dtype)
-        self._model = model
-        self._optimizer = optimizer
+        self._model = plain_model(model)
+        self._optimizer = plain_optimizer(optimizer)
         self._tokens_per_step = tokens_per_step
         self._steps_wanted = steps
         self._next: tuple[int, float] | None = None
         self._hook: RemovableHandle | None = None
         self._driver: Driver | None = None
         self._config: ClientConfig | None = None
+        self._parameters: TorchParameters | None = None
+        self._ranks: Ranks | None = None
+        self._told = Told()
         self.steps = 0
         self._own_tokens = 0
         self._state = state
@@ -126,12 +142,10 @@ class DiLoCo:
         if self._config is None:
             _logger.info("DIPS_MASTER is not set: training alone, nothing is shared")
         else:
-            install("worker", enabled=self._config.failpoints)
-            parameters = TorchParameters(self._model, self._optimizer)
-            inner = TorchState(self._model, self._optimizer, {"steps": _Steps(self), **_named(self._state)})
-            plan = DataPlan(DataMode.OWN)
-            self._driver = Driver(self._config, parameters, parameters.layout(), plan, inner=inner)
-            self._driver.__enter__()
+            refuse_shards(self._model, self._optimizer)
+            self._parameters = TorchParameters(self._model, self._optimizer, description=description_of(self._model))
+            self._ranks = ranks_here()
+            self._join(self._config, self._parameters)
         self._hook = self._optimizer.register_step_post_hook(self._after_step)
         return self
 
@@ -143,6 +157,35 @@ class DiLoCo:
             self._hook = None
         if self._driver is not None:
             self._driver.__exit__(kind, error, trace)
+        if self._ranks is not None and kind is None:
+            self._ranks.close()  # together; after an error the others may be anywhere
+        self._ranks = None
+
+    def _join(self, config: ClientConfig, parameters: TorchParameters) -> None:
+        """Rank 0 joins, seeds or pulls; then all ranks have its parameters."""
+        install("worker", enabled=config.failpoints)
+        ranks = self._ranks
+        if ranks is not None and self._keeps_own_checkpoints and config.checkpoint_dir is not None:
+            raise ConfigError(
+                "a loop of several ranks keeps no checkpoints of its own: leave out checkpoint_dir, or use the "
+                "callback for your trainer, whose checkpoints hold every rank"
+            )
+        if ranks is None or ranks.is_first:
+            try:
+                self._driver = self._driver_for(config, parameters)
+                self._driver.__enter__()
+            except BaseException:
+                if ranks is not None:
+                    ranks.tell(Told(failed=True))
+                raise
+        if ranks is not None:
+            self._told = ranks.tell(self._facts())
+            ranks.spread(parameters.tensors)
+
+    def _driver_for(self, config: ClientConfig, parameters: TorchParameters) -> Driver:
+        inner = TorchState(self._model, self._optimizer, {"steps": _Steps(self), **_named(self._state)})
+        plan = DataPlan(DataMode.OWN)
+        return Driver(config, parameters, parameters.layout(), plan, inner=inner, resume_label=self._resume_label)
 
     def count(self, tokens: int, loss: float = math.nan) -> None:
         """Say what the next optimizer.step() stands for, in place of tokens_per_step; loss in nats per token.
@@ -162,23 +205,33 @@ class DiLoCo:
         self._asks_done = True
         if self._driver is not None:
             self._driver.checkpoint_if_due()
-        ended = self._driver is not None and self._driver.done
-        return ended or (self._steps_wanted is not None and self.steps >= self._steps_wanted)
+        return self.run_ended or (self._steps_wanted is not None and self.steps >= self._steps_wanted)
+
+    @property
+    def run_ended(self) -> bool:
+        """Whether the run has ended for this cluster: steps from now on are shared with nobody."""
+        if self._ranks is not None:
+            return self._told.done  # the same on every rank
+        return self._driver is not None and self._driver.done
 
     @property
     def active(self) -> bool:
         """Whether this loop takes part in a run."""
-        return self._driver is not None
+        return self._driver is not None or self._ranks is not None
 
     @property
     def version(self) -> Version | None:
         """The version that was pulled last; None when training alone."""
-        return self._driver.version if self._driver else None
+        if self._driver is not None:
+            return self._driver.version
+        return Version(self._told.timeline, self._told.version) if self._told.timeline else None
 
     @property
     def progress(self) -> int:
         """Tokens that the whole run has trained on, as far as is known here; alone, this loop's own steps' worth."""
-        return self._driver.progress if self._driver else self._own_tokens
+        if self._driver is not None:
+            return self._driver.progress
+        return self._told.progress if self._ranks is not None else self._own_tokens
 
     @property
     def last_verdict(self) -> Verdict | None:
@@ -193,11 +246,40 @@ class DiLoCo:
         tokens, loss = self._next or (self._tokens_per_step, math.nan)
         self._next = None
         self.steps += 1
+        if self._ranks is not None:
+            tokens = self._ranks.total(tokens)
         self._own_tokens += tokens
-        if self._driver is not None:
+        if self._ranks is not None:
+            self._step_together(self._ranks, tokens, loss)
+        elif self._driver is not None:
             self._driver.step(tokens, loss=loss)
-            if not self._asks_done:
-                self._driver.checkpoint_if_due()  # a loop that never asks whether it is done
+        if self._driver is not None and self._keeps_own_checkpoints and not self._asks_done:
+            self._driver.checkpoint_if_due()  # a loop that never asks whether it is done
+
+    def _step_together(self, ranks: Ranks, tokens: int, loss: float) -> None:
+        """Rank 0 steps in the run; the others learn what came of it, and take its parameters if they were replaced."""
+        assert self._parameters is not None, "set with the ranks"
+        before = self._told
+        try:
+            if self._driver is not None:
+                self._driver.step(tokens, loss=loss)
+        except BaseException:
+            ranks.tell(Told(failed=True))
+            raise
+        self._told = ranks.tell(self._facts())
+        if self._told.installs != before.installs:
+            ranks.spread(self._parameters.tensors)
+        if self._told.resets != before.resets and self._driver is None:
+            self._parameters.reset_inner_optimizer()
+
+    def _facts(self) -> Told | None:
+        """What rank 0 tells the others; None on those."""
+        driver, parameters = self._driver, self._parameters
+        if driver is None or parameters is None:
+            return None
+        base = driver.version
+        at = (base.timeline, base.v) if base is not None else (0, 0)
+        return Told(parameters.installs, parameters.resets, driver.done, *at, driver.progress)
 
 
 class _Steps:

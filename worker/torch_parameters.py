@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -39,19 +39,28 @@ class TorchParameters:
         optimizer: torch.optim.Optimizer,
         *,
         block_elems: int = DEFAULT_BLOCK_ELEMS,
+        description: str = "",
     ) -> None:
-        """Raises ConfigError for a dtype that is not served, sharded parameters, or another model's optimizer,
-        Refused(LAYOUT) for a model without trainable parameters.
+        """description: for the layout. Raises ConfigError for a dtype that is not served, sharded parameters, or
+        another model's optimizer, Refused(LAYOUT) for a model without trainable parameters.
         """
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._optimizer = optimizer
-        self._layout = Layout(tuple(_described(name, p) for name, p in named.items()), block_elems)
+        layout = Layout(tuple(_described(name, p) for name, p in named.items()), block_elems)
+        self._layout = replace(layout, description=description)
         self._spans = [(named[s.parameter.name], s.start_elem, s.stop_elem) for s in self._layout.spans]
         self._parameters: list[torch.Tensor] = [parameter for parameter, _, _ in self._spans]
         self._check_optimizer()
         self._groups = _groups(self._spans)
         self._devices = {group.device for group in self._groups if group.device.type == "cuda"}
         self._sides = {device: torch.cuda.Stream(device) for device in self._devices}
+        self.installs = self.resets = 0
+        """How often the parameters were replaced and the optimizer was reset: other ranks have to follow."""
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The parameters themselves, in layout order."""
+        return self._parameters
 
     def layout(self) -> Layout:
         return self._layout
@@ -83,6 +92,7 @@ class TorchParameters:
             ready.wait(0, self._layout.n_elems)
 
     def install(self, flat: F32) -> None:
+        self.installs += 1
         _copy(self._parameters, self._places(flat), beside_host=bool(self._devices))
         wait_for(self._devices)  # the vector may be written again as soon as this returns
 
@@ -107,6 +117,7 @@ class TorchParameters:
         return views
 
     def reset_inner_optimizer(self) -> None:
+        self.resets += 1
         self._optimizer.state.clear()
 
     def _check_optimizer(self) -> None:

@@ -93,6 +93,20 @@ class Reconnect:
 Action = Ask | Reconnect
 
 
+@dataclass(frozen=True)
+class Moved:
+    """How far a transfer is with one slave, in parameter bytes. carried: over the link, now; resumed: there before.
+
+    refusals: by code. round_trip_s: the shortest time from a request to its answer; None before the first.
+    """
+
+    carried_bytes: int
+    resumed_bytes: int
+    reconnects: int
+    refusals: Mapping[str, int]
+    round_trip_s: float | None
+
+
 @dataclass
 class _Peer:
     """What is to be moved to or from one slave.
@@ -122,6 +136,10 @@ class _Peer:
     done: bool = False
     bad_shards: int = 0
     checksums: dict[int, int] = field(default_factory=dict)
+    carried_bytes: int = 0
+    resumed_bytes: int = 0
+    reconnects: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, slave: str, scheduled: Sequence[Chunk], settings: TransferSettings, now_s: float) -> _Peer:
@@ -174,6 +192,20 @@ class Transfer(ABC):
     def done(self) -> bool:
         return not self._open and not self.failure
 
+    def moved(self) -> dict[str, Moved]:
+        """How far it is with each slave that takes part."""
+        return {
+            peer.slave: Moved(
+                peer.carried_bytes,
+                peer.resumed_bytes,
+                peer.reconnects,
+                dict(peer.refusals),
+                self._flow.round_trip_s(peer.slave),
+            )
+            for peer in self._peers.values()
+            if peer.chunks
+        }
+
     def actions(self, now_s: float) -> list[Action]:
         """What to do now: a chunk to each slave in turn, so that all shares end together, as far as windows go.
 
@@ -217,6 +249,7 @@ class Transfer(ABC):
         if answered is None:
             return
         peer = answered[0]
+        peer.refusals[refusal.code.name] = peer.refusals.get(refusal.code.name, 0) + 1
         self._why = f"slave {slave} refuses: {refusal.sentence}"
         if refusal.code is RefusalCode.UNKNOWN_PUSH:
             peer.unknown_since_s = min(peer.unknown_since_s, now_s)
@@ -237,6 +270,7 @@ class Transfer(ABC):
         if now_s - peer.away_since_s >= TURNED_AWAY_S:
             self.failure = sentence
         self._start_over(peer)
+        peer.reconnects += 1
         peer.must_reconnect = True
         peer.resume_at_s = now_s + peer.pause_s
         peer.pause_s = min(MAX_PAUSE_S, 2 * peer.pause_s)
@@ -260,6 +294,7 @@ class Transfer(ABC):
     def _reconnect(self, peer: _Peer, now_s: float) -> Reconnect:
         self._why = f"slave {peer.slave} answered nothing for {now_s - peer.last_word_s:.1f} s"
         self.reconnects += 1
+        peer.reconnects += 1
         peer.silences += 1
         if peer.silences >= MAX_SILENCES:
             self.failure = self._why
@@ -300,11 +335,17 @@ class Transfer(ABC):
     def _asks(self, peer: _Peer, now_s: float) -> Iterator[Ask]:
         """What to ask of this slave now, which is neither done nor pausing."""
 
-    def _moved(self, peer: _Peer, index: int, now_s: float) -> None:
+    def _moved(self, peer: _Peer, index: int, now_s: float, *, carried: bool = True) -> None:
+        """carried: it came over the link now; else it was there before."""
         if not peer.moved[index]:
             peer.moved[index] = 1
             peer.n_moved += 1
-            self.moved_bytes += peer.chunks[index].length_bytes
+            length_bytes = peer.chunks[index].length_bytes
+            self.moved_bytes += length_bytes
+            if carried:
+                peer.carried_bytes += length_bytes
+            else:
+                peer.resumed_bytes += length_bytes
         self._progress_s = now_s
         peer.pause_s, peer.unknown_since_s = FIRST_PAUSE_S, math.inf
 
@@ -372,7 +413,7 @@ class PushTransfer(Transfer):
 
     def _complete(self, peer: _Peer, now_s: float) -> None:
         for index in range(len(peer.chunks)):
-            self._moved(peer, index, now_s)
+            self._moved(peer, index, now_s, carried=False)
         peer.todo.clear()
         peer.in_flight.clear()
         peer.query = None

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +28,13 @@ from dips.core.failpoints import copies, failpoint
 from dips.core.ids import PushId, Version
 from dips.core.layout import Layout
 from dips.core.messages import PullGrant, Ticket
+from dips.core.telemetry import ChangeLogger
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.links import Links
 from dips.worker.parameters import Ready
 from dips.worker.transfer import (
     Ask,
+    Moved,
     PullTransfer,
     PushTransfer,
     Transfer,
@@ -43,13 +45,22 @@ from dips.worker.wire import Difference, Differences, Gated, Parameters, Payload
 
 _logger = logging.getLogger("dips.worker.data")
 
+_ways = ChangeLogger(_logger)
+"""Why slaves cannot be reached, by slave: a transfer that is tried again and again says it once."""
+
 LONGEST_POLL_S = 0.1
 """How soon a cancelled transfer stops."""
 
 SAID_AFTER_S = 0.3
 """How long slaves turn a transfer away before the log says so."""
 
+TELL_S = 0.25
+"""How often it is told how far a transfer is, while it goes on."""
+
 F32 = NDArray[np.float32]
+
+Tell = Callable[[Mapping[str, Moved], float], None]
+"""(how far it is with each slave, now)."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class Common:
     """What every message of one transfer carries, and where blocks stand in the flat vector.
 
     curve: this process's keys; None: no encryption. checksum: of payloads, xxh3-64; another one only in measurements.
+    tell: told how far the transfer is, a few times a second and at its end; on the data thread.
     """
 
     run_id: str
@@ -66,6 +78,7 @@ class Common:
     settings: TransferSettings
     checksum: Callable[[Buffer], int] = checksum
     curve: CurvePair | None = None
+    tell: Tell | None = None
 
 
 class _Carrier(ABC):
@@ -78,8 +91,15 @@ class _Carrier(ABC):
         self._clock = clock
         self._away_since_s = math.inf
         self._said = False
+        self._told_s = -math.inf
 
     def carry(self, cancelled: threading.Event) -> None:
+        try:
+            self._carry(cancelled)
+        finally:
+            self._tell(0.0)
+
+    def _carry(self, cancelled: threading.Event) -> None:
         transfer, links, now_s = self._transfer, self._links, self._clock.monotonic_s
         links.open(transfer.slaves)
         while not (transfer.done or transfer.failure or cancelled.is_set()):
@@ -93,6 +113,18 @@ class _Carrier(ABC):
                 self._hear(slave, header, payload)
             for slave, why in links.turned_away():
                 self._turned_away(slave, why)
+            if self._common.tell is not None:
+                self._tell(TELL_S)
+        if transfer.done:
+            for slave in transfer.slaves:
+                _ways.report(slave, "")
+
+    def _tell(self, every_s: float) -> None:
+        """How far it is, unless that was told less than every_s ago."""
+        now_s = self._clock.monotonic_s()
+        if self._common.tell is not None and now_s - self._told_s >= every_s:
+            self._told_s = now_s
+            self._common.tell(self._transfer.moved(), now_s)
 
     def _turned_away(self, slave: str, why: str) -> None:
         """Said when it lasts: the master's list may be a moment behind its answer to Join."""
@@ -101,7 +133,7 @@ class _Carrier(ABC):
         self._away_since_s = min(self._away_since_s, now_s)
         if not self._said and now_s - self._away_since_s >= SAID_AFTER_S:
             self._said = True
-            _logger.warning("%s", why)
+            _ways.report(slave, why, logging.WARNING, self._common.cause)
 
     @abstractmethod
     def send(self, ask: Ask) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import zmq
 
@@ -12,9 +13,10 @@ from dips.core.clock import Clock
 from dips.core.curve import CurvePair
 from dips.core.ids import PushId
 from dips.core.layout import Layout
-from dips.core.messages import Settings
+from dips.core.messages import PlacementSpec, Settings
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.data_thread import DataThread
+from dips.worker.link_counts import Direction, LinkCounts
 from dips.worker.state.effects import StartPull, StartPush
 from dips.worker.state.events import Event, Pulled, PullFailed, PushFailed, PushSent
 from dips.worker.state.times import Times
@@ -37,8 +39,11 @@ class Transfers:
         deliver: Callable[[Event], None],
         clock: Clock,
         curve: CurvePair | None = None,
+        links: LinkCounts | None = None,
     ) -> None:
+        """links: counts what goes over them; None: nobody asks."""
         self._curve = curve
+        self._links = links
         self._layout = layout
         self._vectors = vectors
         self._deliver = deliver
@@ -57,9 +62,10 @@ class Transfers:
 
         def job(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
             began_s = clock.monotonic_s()
+            counted = self._counted(common, Direction.PUSH, effect.ticket.placement, wire)
             transfer, digests = carry_push(
-                context, common, flat, effect.push, effect.ticket, clock, cancelled, difference=difference, ready=ready,
-                checksums=checksums,
+                context, counted, flat, effect.push, effect.ticket, clock, cancelled, difference=difference,
+                ready=ready, checksums=checksums,
             )  # fmt: skip
             if transfer.done:
                 self._deliver(PushSent(effect.transfer_id, digests, clock.monotonic_s() - began_s))
@@ -76,7 +82,8 @@ class Transfers:
 
         def job(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
             began_s = clock.monotonic_s()
-            transfer = carry_pull(context, common, flat, grant, clock, cancelled)
+            counted = self._counted(common, Direction.PULL, grant.placement, Codec.F32)
+            transfer = carry_pull(context, counted, flat, grant, clock, cancelled)
             if transfer.done:
                 self._deliver(Pulled(effect.transfer_id, clock.monotonic_s() - began_s))
             elif transfer.failure:
@@ -93,6 +100,13 @@ class Transfers:
 
     def close(self) -> None:
         self._thread.close()
+
+    def _counted(self, common: Common, direction: Direction, placement: PlacementSpec, wire: Codec) -> Common:
+        """The same, told to the counts. On the data thread, which owns them."""
+        if self._links is None:
+            return common
+        slaves = [address.slave_id for address in placement.slaves]
+        return replace(common, tell=self._links.begin(direction, wire, slaves, self._clock.monotonic_s()).tell)
 
     def _checksums_of(self, push: PushId, wire: Codec) -> dict[Chunk, int]:
         """Of the chunks that earlier attempts have seen: a push's bytes never change, but for another codec."""

@@ -76,6 +76,19 @@ class Servers:
         self.status()
         return time.perf_counter() - began_s
 
+    def start_asker(self) -> subprocess.Popen[bytes]:
+        """A process that asks for the status until its input ends (storm/asker.py); it is asking when this returns."""
+        keys = [] if self._keys is None else [str(self._keys / "operator")]
+        asker = subprocess.Popen(
+            [sys.executable, "-m", "storm.asker", self.address, *keys],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert asker.stdout is not None
+        asker.stdout.readline()
+        return asker
+
     def memory_bytes(self, name: str) -> int:
         """Resident, without files that are mapped."""
         _, resident, shared, *_ = Path(f"/proc/{self.processes[name].pid}/statm").read_text().split()

@@ -56,6 +56,7 @@ from dips.master.state.recovery import Recovery
 from dips.master.state.reshard import Reshard
 from dips.master.state.rounds import Rounds
 from dips.master.state.run_config import RunConfig
+from dips.master.state.run_view import RunView, look
 from dips.master.state.slave_desk import SlaveDesk
 from dips.master.state.slave_links import SlaveLinks
 from dips.master.state.status import status
@@ -139,6 +140,10 @@ class Coordinator:
         self._settle()
         return self.world.out.take()
 
+    def look(self) -> RunView:
+        """What a person may look at, read between two events; changes nothing."""
+        return look(self.world)
+
     def next_deadline_s(self) -> float | None:
         """When the next Tick is due at the latest."""
         deadlines = [*self._rounds.deadlines(), *self._pushes.deadlines(), *self._reshard.deadlines()]
@@ -162,7 +167,8 @@ class Coordinator:
                 code=refused.code.name,
                 sentence=refused.sentence,
             )
-            self.world.log(f"refused {name[:64]}", f"{type(request).__name__} refused: {refused.sentence}")
+            sentence = f"{type(request).__name__} refused: {refused.sentence}"
+            self.world.log(f"refused {name[:64]}", sentence, cause=request.caller.cause_id)
             self.world.refuse(token, refused)
 
     def _revoked(self, role: str, name: str, reason: str) -> None:

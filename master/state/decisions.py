@@ -63,7 +63,8 @@ class Decisions:
         commit = CommitInfo(state.id, version, digests, canonical(record).encode())
         world.set_commit(commit)
         world.journal("COMMIT", {**record, "ledger": "in the snapshot"})
-        world.log("version", f"version {version}: {_names(accepted)} merged, {ledger.tokens} tokens")
+        sentence = f"version {version}: {_names(accepted)} merged, {ledger.tokens} tokens"
+        world.log("version", sentence, cause=state.cause)
         return commit
 
     def donation(self, donor: Donor) -> CommitInfo:

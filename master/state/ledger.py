@@ -141,7 +141,7 @@ class Ledger:
         """Canonical text; a COMMIT record holds it without the commit that it is part of."""
         raw: dict[str, Any] = {
             "run_id": self.run_id,
-            "layout": self.layout.canonical_json() if self.layout else None,
+            "layout": self.layout.to_json() if self.layout else None,
             "data_plan": _plan_to_json(self.data_plan),
             "slaves": dict(self.slaves),
             "placement": list(self.placement.slave_of_block) if self.placement else None,

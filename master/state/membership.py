@@ -78,7 +78,8 @@ class Membership:
             world.seed_cluster = name  # unless it is drained: see seeder()
         world.journal("JOIN", {"cluster": name, "incarnation": pair(entry.incarnation)})
         world.record("join", request.caller.cause_id, cluster=name, incarnation=str(entry.incarnation))
-        world.log(f"cluster {name}", f"cluster {name} joined as incarnation {entry.incarnation}")
+        sentence = f"cluster {name} joined as incarnation {entry.incarnation}"
+        world.log(f"cluster {name}", sentence, cause=request.caller.cause_id)
         self._answer_leave(before)
         versions = Hello(PROTOCOL_MIN, hello.version, tuple(sorted(hello.capabilities)))
         world.reply(token, self._join_reply(member, entry, versions))
@@ -188,6 +189,7 @@ class Membership:
         if member is not None:
             entry = world.ledger.entry(name)
             entry.steps_before += member.beat.steps if member.beat else 0
+            world.link_rates.gone(name)
             world.pins = {pin_id: pin for pin_id, pin in world.pins.items() if pin.owner != name}
             if member.push is not None and not member.push.sealed:
                 self._verdicts.abort(member.push, reason)
@@ -247,7 +249,8 @@ class Membership:
 
     def evict(self, cluster: str, reason: str) -> None:
         member = self._world.members[cluster]
-        self._world.log(f"cluster {cluster}", f"cluster {cluster} is evicted: {reason}", logging.WARNING)
+        sentence = f"cluster {cluster} is evicted: {reason}"
+        self._world.log(f"cluster {cluster}", sentence, logging.WARNING, str(member.incarnation))
         self._depart(member, "EVICT", reason)
 
     def _depart(self, member: Member, kind: str, reason: str) -> None:
@@ -264,7 +267,7 @@ class Membership:
         world.journal(kind, {"cluster": name, "incarnation": pair(member.incarnation), "reason": reason})
         world.record(kind.lower(), str(member.incarnation), cluster=name, reason=reason)
         if kind == "LEAVE":
-            world.log(f"cluster {name}", f"cluster {name} left: {reason}")
+            world.log(f"cluster {name}", f"cluster {name} left: {reason}", cause=str(member.incarnation))
         self._answer_leave(member)
 
     def _answer_leave(self, member: Member | None) -> None:

@@ -58,6 +58,8 @@ class Pulls:
         world.pins = {pin_id: old for pin_id, old in world.pins.items() if old.owner != owner} | {pin.pin_id: pin}
         if member is None:
             world.allowed.put(KeyRole.READER, request.caller.name, request.curve_key)
+        else:
+            world.link_rates.pull_began(member.cluster, world.now_s)
         world.record("pull", request.caller.cause_id, by=owner, version=str(kept.version))
         world.reply(token, BeginPullReply(self._grant(kept, pin, member)))
 
@@ -70,6 +72,8 @@ class Pulls:
             world.schedule.end(pin.owner)
             if member is None:
                 world.allowed.remove(KeyRole.READER, request.caller.name)
+            else:
+                world.link_rates.pull_ended(member.cluster, world.now_s)
             if member is not None and member.wish in DIFFERENCES:
                 member.base = pin.version
         if member is not None:

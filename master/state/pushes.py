@@ -164,11 +164,19 @@ class Pushes:
             return  # of an attempt that is over: nothing of it may change state
         push.digest_of_slave[slave.id] = body.digest
         push.renewed_s = self._world.now_s
+        self._measure_link(push, slave)
         if len(push.digest_of_slave) == self._n_slaves():
             push.phase.move("all slaves staged it", PushPhase.STAGED, self._world.now_s, push.request.caller.cause_id)
             self._world.schedule.end(push.cluster)
             if push.finish_token is not None:
                 self._admit(push)
+
+    def _measure_link(self, push: Push, slave: Slave) -> None:
+        """Of first attempts only: a later one sends what is missing, which is less."""
+        world, layout, placement = self._world, self._world.ledger.layout, self._world.ledger.placement
+        if push.attempt == 1 and layout is not None and placement is not None:
+            part_bytes = world.link_rates.part_bytes(slave.id, layout, placement, push.wire)
+            world.link_rates.staged(push.cluster, slave.id, part_bytes, world.now_s - push.began_s, world.now_s)
 
     def progress(self, slave: Slave, beat: SlaveBeat) -> None:
         """A ticket lives as long as bytes arrive; how fast they do is for the schedule."""

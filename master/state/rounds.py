@@ -346,7 +346,9 @@ class Rounds:
         self._decisions.summary("abort", reason)
         world.rounds_aborted += 1
         state.last_abort = reason
-        world.log("round", f"round {state.id} is aborted: {reason}; complete pushes enter the next one")
+        world.log(
+            "round", f"round {state.id} is aborted: {reason}; complete pushes enter the next one", cause=state.cause
+        )
         state.timeout_factor = min(MAX_TIMEOUT_FACTOR, state.timeout_factor * 2)
         state.not_before_s = world.now_s + RETRY_PAUSE_S * state.timeout_factor / 2
         given_up = [push for push in state.participants if self._nobody_waits_for(push)]

@@ -28,6 +28,7 @@ from dips.core.placement import Placement
 from dips.master.state.allow_list import AllowList
 from dips.master.state.effects import CloseLink, Halt, Log, Record, Refuse, Reply, ToSlave
 from dips.master.state.ledger import CommitInfo, Ledger, canonical
+from dips.master.state.link_rates import LinkRates
 from dips.master.state.outbox import Outbox
 from dips.master.state.records import Kept, Member, Pin, Push, RecoveryState, ReshardState, RoundState, Slave
 from dips.master.state.run_config import RunConfig
@@ -55,6 +56,7 @@ class World:
         self.slaves: dict[SlaveId, Slave] = {}
         self.pins: dict[int, Pin] = {}
         self.schedule = TransferScheduler()
+        self.link_rates = LinkRates()
         self.allowed = AllowList(config.encrypted)
         self.waiters: dict[PushId, list[tuple[int, float]]] = {}
         self.published: Kept | None = None
@@ -229,8 +231,8 @@ class World:
         self.story.add(self.now_s, kind, cause, str(fields))
         self.out.put(Record(kind, cause, fields))
 
-    def log(self, key: str, sentence: str, level: int = logging.INFO) -> None:
-        self.out.put(Log(level, key, sentence))
+    def log(self, key: str, sentence: str, level: int = logging.INFO, cause: str = "") -> None:
+        self.out.put(Log(level, key, sentence, cause))
 
     def alarm(self, sentence: str) -> None:
         """Something that a person should look at."""

@@ -46,7 +46,7 @@ FOLDER = Path("compared")
 VERDICT_WAIT = "30 s"
 """A fixed time, so that what is compared does not hang on how long exchanges took."""
 
-_OURS = {"run_id", "directory", "listen", "log_level", "json_logs"}
+_OURS = {"run_id", "directory", "listen", "log_level", "log_format"}
 """Settings of a real master process, which a simulated one has no use for."""
 
 _FROM_TABLES = {

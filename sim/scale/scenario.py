@@ -24,7 +24,7 @@ from dips.master.state.run_config import RunConfig
 SHIPPED = files("dips.sim.scale") / "scenarios"
 DAY_S = 86_400.0
 
-_OURS = {"run_id", "directory", "listen", "slaves", "log_level", "json_logs"}
+_OURS = {"run_id", "directory", "listen", "slaves", "log_level", "log_format"}
 """Settings of a real master process, which a simulated one has no use for."""
 
 _TABLES = ("run", "model", "data", "slaves", "master", "clusters", "faults")

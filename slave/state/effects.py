@@ -206,6 +206,7 @@ class Log:
     level: str
     key: str
     sentence: str
+    cause: str = ""
 
 
 @dataclass(frozen=True)

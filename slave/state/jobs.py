@@ -67,13 +67,13 @@ def round_refused(round_id: RoundId, command: str, refused: Refused) -> Effect:
 def say_failed(job: Job, refusal: Refusal) -> list[Effect]:
     """What the master and the log are told of a job that changed nothing."""
     if isinstance(job.body, Configure):
-        return [effects.SendUp(ConfigureRefused(refusal)), warn("configure", refusal.sentence)]
+        return [effects.SendUp(ConfigureRefused(refusal)), warn("configure", refusal.sentence, job.cause)]
     command = type(job.body).__name__.lower()
     return [
         effects.SendUp(RoundRefused(job.body.round, command, refusal)),
-        warn(command, f"round {job.body.round}: {refusal.sentence}"),
+        warn(command, f"round {job.body.round}: {refusal.sentence}", job.cause),
     ]
 
 
-def warn(key: str, sentence: str) -> Effect:
-    return effects.Log("WARNING", key, sentence)
+def warn(key: str, sentence: str, cause: str = "") -> Effect:
+    return effects.Log("WARNING", key, sentence, cause)

@@ -149,7 +149,8 @@ class ShardState:
         try:
             return out + self._configure(body, settings, cause, now_s)
         except Refused as refused:
-            return [*out, effects.SendUp(ConfigureRefused(to_refusal(refused))), warn("configure", refused.sentence)]
+            told = warn("configure", refused.sentence, cause)
+            return [*out, effects.SendUp(ConfigureRefused(to_refusal(refused))), told]
 
     def _configure(self, body: Configure, settings: Settings, cause: str, now_s: float) -> list[Effect]:
         checks.check_settings(settings, self._max_chunk_bytes)

@@ -139,7 +139,7 @@ class SlaveState:
         if why_not:
             sentence = f"{name} refused: {why_not}"
             out: list[Effect] = [
-                effects.Log("WARNING", "command", sentence),
+                effects.Log("WARNING", "command", sentence, command.cause_id),
                 effects.Record("refused_command", command.cause_id, {"command": name, "reason": why_not}),
             ]
             return [*out, effects.CloseLink(sentence)] if isinstance(command.body, Welcome) else out
@@ -159,7 +159,7 @@ class SlaveState:
         why_not = what_is_wrong(allow) if self._curve_key else "this slave's data port uses no keys"
         if why_not:
             return [
-                effects.Log("ERROR", "keys", f"the master's list of data keys is refused: {why_not}"),
+                effects.Log("ERROR", "keys", f"the master's list of data keys is refused: {why_not}", cause),
                 effects.Record("refused_command", cause, {"command": "Allow", "reason": why_not}),
             ]
         owners = [f"{allowed.role.name.lower()} {allowed.owner}" for allowed in allow.keys]
@@ -249,13 +249,13 @@ class SlaveState:
         if not 0 <= body.slot < n_slots:
             sentence = f"OpenStaging of push {body.push} names slot {body.slot}, this slave has {n_slots}"
             return [
-                effects.Log("ERROR", "open", sentence),
+                effects.Log("ERROR", "open", sentence, cause),
                 effects.Record("refused_command", cause, {"reason": sentence}),
             ]
         opening = self.slots.open(body)
         if opening is None:
             sentence = f"push {body.push}: attempt {body.attempt} is older than the open one"
-            return [effects.Log("WARNING", "open", sentence)]
+            return [effects.Log("WARNING", "open", sentence, cause)]
         return [effects.OpenSlot(body.push, body.attempt, body.slot, opening, self.slots.wire_of(body.push), body.base)]
 
     # ---- what came from below ----

@@ -1,22 +1,30 @@
 """Di-PS: an asynchronous master-slave parameter server for training one model on several clusters.
 
-`dips.DiLoCo` is the way into a training loop. It is imported when it is first asked for, because `import dips` must
-not import torch: a slave, the master and the command line do without it.
+`dips.DiLoCo` is the way into a training loop, `dips.HuggingFaceCallback` and `dips.LightningCallback` into trainers
+that people have. Each is imported when it is first asked for, because `import dips` must not import torch: a slave, the
+master and the command line do without it.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dips.worker.integrations.hugging_face import HuggingFaceCallback as HuggingFaceCallback
+    from dips.worker.integrations.lightning import LightningCallback as LightningCallback
     from dips.worker.loop import DiLoCo as DiLoCo
 
-__all__ = ["DiLoCo"]
+_HOMES = {
+    "DiLoCo": "dips.worker.loop",
+    "HuggingFaceCallback": "dips.worker.integrations.hugging_face",
+    "LightningCallback": "dips.worker.integrations.lightning",
+}
+
+__all__ = ["DiLoCo", "HuggingFaceCallback", "LightningCallback"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "DiLoCo":
-        from dips.worker.loop import DiLoCo
-
-        return DiLoCo
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'dips' has no attribute {name!r}")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import socket
+import struct
 import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -297,3 +300,11 @@ def test_a_port_that_is_taken_is_said_with_the_remedy(served: Served) -> None:
     port = int(served.server.endpoint.rpartition(":")[2])
     with pytest.raises(ConfigError, match="choose another data_port"):
         DataServer("127.0.0.1", port, "run", CHUNK_BYTES, lambda event: None, lambda error: None)
+
+
+def test_as_many_may_wait_to_be_let_in_as_the_system_allows(served: Served) -> None:
+    """Else strangers in a crowd keep an honest cluster out for a second, after which its system tries again."""
+    info = served.server._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+    (longest_queue,) = struct.unpack_from("I", info, 28)  # tcpi_sacked, of a socket that listens
+    system = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    assert longest_queue == min(socket.SOMAXCONN, system)

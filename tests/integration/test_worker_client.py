@@ -370,18 +370,20 @@ def test_an_exception_in_the_loop_is_the_reason_for_leaving(run: FakeRun) -> Non
     assert [leave.reason for leave in run.leaves] == ["ZeroDivisionError: oops"]
 
 
-def test_when_an_install_fails_the_cluster_still_says_good_bye(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_an_install_fails_the_cluster_still_says_good_bye(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the session asks beside the install, which frees the version's memory, is answered before Leave is sent."""
 
     def fails(*_: object) -> None:
         raise OSError("the accelerator is lost")
 
-    model = NumpyModel(1)
-    with pytest.raises(OSError, match="the accelerator is lost"), driver(run, model) as client:
+    def train_until_it_fails(client: Driver) -> None:
         monkeypatch.setattr(client, "_install", fails)
         train(client, model, 1000)
+
+    model = NumpyModel(1)
+    client = driver(run, model)
+    with pytest.raises(OSError, match="the accelerator is lost"), client:
+        train_until_it_fails(client)
     assert [leave.reason for leave in run.leaves] == ["OSError: the accelerator is lost"]
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from support.repository import PACKAGES, ROOT
 
-MODULES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "shelve", "jsonpickle", "joblib", "yaml"})
+MODULES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "shelve", "jsonpickle", "joblib"})
 CALLS = frozenset({"eval", "exec", "compile", "__import__"})
 METHODS = frozenset(
     {"os.system", "os.popen", "torch.load", "torch.save", "numpy.load", "np.load", "subprocess.getoutput"}
+    | {"yaml.load", "yaml.load_all", "yaml.full_load", "yaml.full_load_all", "yaml.unsafe_load", "yaml.unsafe_load_all"}
     | {"marshal.load", "marshal.loads"}  # to write with it, for a fingerprint, is harmless
 )
 

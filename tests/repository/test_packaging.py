@@ -18,7 +18,8 @@ from support.repository import ROOT
 
 TARGETS = (
     *("demo", "test", "check", "sim", "model-check", "faults", "fuzz"),
-    *("soak", "endurance", "protos", "bench", "docs", "clean", "help"),
+    *("soak", "dashboards-test", "page-test", "endurance", "protos", "bench", "docs", "clean", "help"),
+    *("manifests", "manifests-test", "e2e-kubernetes", "compose", "compose-test"),
 )
 
 

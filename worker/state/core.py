@@ -87,7 +87,7 @@ class Core:
         self.emit(Record(kind, self.cause, fields))
 
     def log(self, key: str, sentence: str, level: int = logging.INFO) -> None:
-        self.emit(Log(level, key, sentence))
+        self.emit(Log(level, key, sentence, self.cause))
 
     def move(self, input_name: str, to: SessionPhase, why: str = "") -> None:
         self.phase.move(input_name, to, self.now_s, self.cause, why)

@@ -116,6 +116,7 @@ class Log:
     level: int
     key: str
     sentence: str
+    cause: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import torch
 
+from dips.core.clock import SystemClock
 from dips.core.ids import Version
 from dips.core.keys import security_of
+from dips.core.metrics_server import serve_metrics, served
 from dips.core.security import Security
 from dips.core.telemetry import Tape, configure_logging
 from dips.worker.config import ClientConfig, given
+from dips.worker.metrics_collector import Evaluated, heldout_families
 from dips.worker.reader import CALL_DEADLINE_S, FetchedModel, fetch_version
 from dips.worker.trainer.config import TrainConfig, corpus_of
 from dips.worker.trainer.export import Exported, Fetched, read_export
@@ -93,10 +96,19 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
     client.connect_wait_s, ConfigError and Refused as evaluate_live.
     """
     name = client.cluster_id or READER_NAME
-    configure_logging("worker", name, client.log_level, client.json_logs)
+    configure_logging("worker", name, client.log_level, client.log_format)
     security = security_of(client, "the evaluator")
-    evaluator = Evaluator(train)
+    evaluator, clock = _Shown(Evaluator(train)), SystemClock()
+    metrics = serve_metrics(
+        client,
+        security,
+        lambda: heldout_families(evaluator.last, security, clock.monotonic_s()),
+        role="evaluator",
+        name=name,
+        run=client.run_id,
+    )
     with (
+        served(metrics),
         StopSignals() as signals,
         Tape(client.tape, "worker", name, may_lose=True) as tape,
         RunWatch(client.master, client.run_id, given(client.call_deadline_s) or CALL_DEADLINE_S, security) as watch,
@@ -104,6 +116,20 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
         fetch = _fetcher(client.master, client.run_id or None, name, security)
         Follower(watch.status, fetch, evaluator, tape, client.connect_wait_s).run(signals.wait)
         return signals.exit_code
+
+
+class _Shown:
+    """An evaluator whose last result can be read by scrapes, on their threads."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+        self.last: Evaluated | None = None
+
+    def __call__(self, fetched: Fetched) -> Evaluation:
+        found = self._evaluator(fetched)
+        count = self.last.count + 1 if self.last is not None else 1
+        self.last = Evaluated(found.version, found.tokens, found.loss, SystemClock().monotonic_s(), count)
+        return found
 
 
 def _fetcher(

@@ -62,11 +62,11 @@ def export_model(fetched: Fetched, path: Path, sequence_tokens: int | None = Non
         "version": str(fetched.version),
         "tokens": str(fetched.tokens),
         "layout_hash": fetched.layout.layout_hash.hex(),
-        "layout": fetched.layout.canonical_json(),
+        "layout": fetched.layout.to_json(),
     }
     if sequence_tokens is not None:
         metadata[_SEQUENCE_TOKENS] = str(sequence_tokens)
-    _write_whole(path, save(_tensors(fetched.layout, fetched.flat), metadata))
+    write_whole(path, save(named_tensors(fetched.layout, fetched.flat), metadata))
 
 
 def read_export(path: Path) -> Exported:
@@ -86,7 +86,8 @@ def read_export(path: Path) -> Exported:
     return Exported(run_id, version, tokens, layout, _flat(path, layout), sequence_tokens)
 
 
-def _tensors(layout: Layout, flat: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
+def named_tensors(layout: Layout, flat: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
+    """Each parameter in its shape, as a view of the flat vector where that is contiguous."""
     if flat.shape != (layout.n_elems,):
         raise ValueError(f"the vector has shape {flat.shape}, the layout has {layout.n_elems} elements")
     vector = np.ascontiguousarray(flat, dtype=np.float32)
@@ -123,8 +124,8 @@ def _opened(path: Path, read: Callable[[Any], T]) -> T:
         raise ConfigError(f"{path} cannot be read as a safetensors file: {error}") from error
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    """Temporary file beside the target, fsync, rename, fsync of the folder."""
+def write_whole(path: Path, content: bytes) -> None:
+    """Temporary file beside the target, fsync, rename, fsync of the folder. Raises ConfigError."""
     temporary: str | None = None
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

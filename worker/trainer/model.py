@@ -15,10 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dips.worker.trainer.sizes import HEAD_DIM, VOCABULARY, ModelConfig
+from dips.worker.trainer.sizes import HEAD_DIM, NORM_EPS, ROPE_THETA, VOCABULARY, ModelConfig
 
-ROPE_THETA = 10_000.0
-NORM_EPS = 1e-5
 INIT_STD = 0.02
 IGNORED_TARGET = -100
 """A target that adds nothing to the loss: positions that only fill up a batch."""

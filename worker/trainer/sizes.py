@@ -18,6 +18,9 @@ VOCABULARY = 256
 HEAD_DIM = 32
 """Fixed: the number of heads is then dim / HEAD_DIM, and shapes alone tell the whole configuration."""
 
+ROPE_THETA = 10_000.0
+NORM_EPS = 1e-5
+
 _FLOAT32 = "float32"
 
 

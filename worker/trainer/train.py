@@ -41,7 +41,7 @@ def run(train: TrainConfig, client: ClientConfig) -> int:
     0 at the end of the run and after SIGTERM, 130 after ctrl-C; in both cases this cluster has left. Raises the
     errors of core/errors.py: ConfigError for settings, Refused when the master has no place for this cluster.
     """
-    configure_logging("worker", client.cluster_id or ALONE, client.log_level, client.json_logs)
+    configure_logging("worker", client.cluster_id or ALONE, client.log_level, client.log_format)
     install("worker", enabled=client.failpoints)
     if not client.master:
         return _run_alone(train, client)

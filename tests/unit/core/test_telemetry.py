@@ -237,12 +237,12 @@ def test_lines_of_the_log_say_who_speaks(root: logging.Logger, capsys: pytest.Ca
     root.warning("%d of %d", 1, 2)
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.endswith(" W slave 50%s: 1 of 2\n")
+    assert captured.err.endswith("Z W slave 50%s: 1 of 2\n")
     assert captured.err.count("\n") == 1
 
 
 def test_lines_of_the_log_can_be_json(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("master", "", json_lines=True)
+    configure_logging("master", "", log_format="json")
     logging.getLogger("dips.x").info("two\nlines")
     try:
         raise OSError("no disk")

@@ -39,14 +39,16 @@ def test_everybody_has_one_directory_and_every_key_is_its_owners_alone(folder: P
     assert not [path for path in folder.rglob(".*")]
 
 
-def test_only_the_masters_certificate_is_good_for_a_server(folder: Path) -> None:
+def test_a_certificate_serves_under_its_roles_name_and_only_the_masters_is_good_for_no_client(folder: Path) -> None:
+    """Whoever calls the master asks for its name, which no other certificate has; the others serve metrics alone."""
     authority = Authority(folder)
     for name in authority.names():
         certificate = authority.certificate(name).x509
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        is_master = name == "master"
-        assert names.get_values_for_type(x509.DNSName) == (["dips-master"] if is_master else [])
-        assert uses(certificate) == [ExtendedKeyUsageOID.SERVER_AUTH if is_master else ExtendedKeyUsageOID.CLIENT_AUTH]
+        role = authority.certificate(name).role
+        assert names.get_values_for_type(x509.DNSName) == [f"dips-{role.value}"]
+        client = [] if name == "master" else [ExtendedKeyUsageOID.CLIENT_AUTH]
+        assert uses(certificate) == [ExtendedKeyUsageOID.SERVER_AUTH, *client]
         limits = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
         assert limits.critical
         assert not limits.value.ca

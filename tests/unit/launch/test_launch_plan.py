@@ -93,7 +93,27 @@ def test_a_command_of_ones_own_finds_the_run_in_its_environment(plan: RunPlan, d
     assert spec.command == ("python", "loop.py")
     found = {name: spec.environment[name] for name in ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER")}
     assert found == {"DIPS_MASTER": ADDRESS, "DIPS_RUN": "mine", "DIPS_CLUSTER": "x"}
+    assert spec.environment["DIPS_WORKER_TAPE"].endswith("/tapes/x.tape.jsonl"), "`dips verify` wants it"
     assert evaluator_spec(own, directory, ADDRESS) is None
+
+
+def test_with_metrics_every_process_serves_them_and_says_where_in_a_file_of_its_name(
+    plan: RunPlan, directory: RunDirectory
+) -> None:
+    own = OwnCluster("x", ("python", "loop.py"))
+    slave = plan.slaves[0].model_copy(update={"metrics_listen": "127.0.0.1:9400"})
+    with_metrics = replace(plan, metrics=True, slaves=(slave, *plan.slaves[1:]), clusters=(*plan.clusters, own))
+    evaluator = evaluator_spec(with_metrics, directory, ADDRESS)
+    assert evaluator is not None
+    assert evaluator.environment["DIPS_RUN"] == plan.run_id
+    slaves, clusters = (make(with_metrics, directory, ADDRESS) for make in (slave_specs, cluster_specs))
+    for spec in (master_spec(with_metrics, directory), *slaves, *clusters[:-1], evaluator):
+        options = dict(itertools.pairwise(spec.command))
+        assert options["--metrics-file"] == str((directory.path / "metrics" / f"{spec.name}.json").resolve())
+        assert options["--metrics-listen"] == ("127.0.0.1:9400" if spec.name == slave.slave_id else "127.0.0.1:0")
+    assert clusters[-1].environment["DIPS_WORKER_METRICS_LISTEN"] == "127.0.0.1:0"
+    assert clusters[-1].environment["DIPS_WORKER_METRICS_FILE"].endswith("/metrics/x.json")
+    assert not {"--metrics-listen", "--metrics-file"} & {*master_spec(plan, directory).command}
 
 
 def test_the_launchers_own_settings_are_not_inherited(
@@ -103,7 +123,7 @@ def test_the_launchers_own_settings_are_not_inherited(
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("NUMBA_CACHE_DIR", "/somewhere")
     environment = master_spec(plan, directory).environment
-    assert not [name for name in environment if name.startswith("DIPS_")]
+    assert {k: v for k, v in environment.items() if k.startswith("DIPS_")} == {"DIPS_LOG_FORMAT": "human"}
     assert environment["NUMBA_CACHE_DIR"] == "/somewhere"
     assert environment["PYTHONUNBUFFERED"] == "1"
 

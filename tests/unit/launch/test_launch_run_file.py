@@ -55,6 +55,14 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert plan.evaluate.lr == 0.002
 
 
+def test_metrics_are_served_where_the_file_says_so(tmp_path: Path) -> None:
+    assert not read_run_file(write(tmp_path, HEAD))[1].metrics
+    text = HEAD + 'metrics = true\n[slave]\nmetrics_listen = "127.0.0.1:9400"\n'
+    _, plan = read_run_file(write(tmp_path, text))
+    assert plan.metrics
+    assert plan.slaves[0].metrics_listen == "127.0.0.1:9400"
+
+
 def test_a_run_without_clusters_is_for_loops_of_ones_own(tmp_path: Path) -> None:
     _, plan = read_run_file(write(tmp_path, HEAD))
     assert (plan.clusters, plan.evaluate, plan.slave_ids) == ((), None, ["s0"])
@@ -108,6 +116,10 @@ def test_the_examples_are_good(name: str) -> None:
         (
             HEAD + '[master]\nmax_clusters = 1\n[[clusters]]\nid = "a"\n[[clusters]]\nid = "b"\n',
             "max_clusters is 1: raise it",
+        ),
+        (
+            HEAD + 'slaves = 2\n[slave]\nmetrics_listen = "127.0.0.1:9400"\n',
+            "[slave] metrics_listen 127.0.0.1:9400 is the address of 2 processes: give port 0",
         ),
         ("[run\n", "is not TOML"),
     ],

@@ -155,6 +155,16 @@ def test_the_headline_counts_lost_rounds_only_when_there_are_some() -> None:
     assert "2 void, 1 aborted" in headline(run_status(rounds_void=2, rounds_aborted=1)).plain
 
 
+def test_calls_that_were_refused_because_of_whose_they_were_are_told() -> None:
+    last = "Join: the certificate of cluster b was revoked"
+    refused = run_status(refused_calls=12, refused_call=last)
+    sentence = f"12 calls were refused because of whose they were, the last: {last}"
+    assert sentence in shown(refused)
+    assert sentence in plain_line(refused)
+    assert "1 call was refused" in plain_line(run_status(refused_calls=1, refused_call=last))
+    assert "refused because" not in shown(run_status()) + plain_line(run_status())
+
+
 def test_a_run_without_a_goal_shows_no_share() -> None:
     assert "400k/1M (40%)" in headline(run_status()).plain
     assert "%" not in headline(run_status(tk_max_tokens=0)).plain

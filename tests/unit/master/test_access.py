@@ -96,6 +96,7 @@ def test_each_role_may_call_its_methods_and_no_others(made: Path, role: str) -> 
             assert f"the certificate of {role} {name} (serial " in sentence
             assert f"may not call {'.'.join(method.rpartition('.')[2].split('/'))}: use keys of role " in sentence
             assert access.refused[method] == 1
+            assert "may not call" in access.last_refused
 
 
 @pytest.mark.parametrize("method", ["/dips.v1.Unheard/Of", "/dips.v1.Operator/Unheard", "nonsense", ""])

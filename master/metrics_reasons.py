@@ -1,0 +1,109 @@
+"""Sentences of the state machine as words of a fixed set, so that they can be labels: bounded, and the same for ever.
+
+People read the sentences; these words only sort them. A sentence that no rule knows is "other": a new kind of reason
+shows there until it has a word of its own.
+"""
+
+from __future__ import annotations
+
+import re
+
+from dips.master.state.reasons import lagging, recovery_words, slaves_away
+from dips.master.state.tables import RoundPhase
+from dips.master.state.world import World
+
+_EXCLUDED = (
+    (r"\d+ elements are not finite|the norm of its pseudo-gradient is", "not_finite"),
+    (r"norm .* times the median", "norm"),
+    (r"score ", "score"),
+    (r"its tokens are", "tokens"),
+    (r"its parameters equal", "zero"),
+    (r"slave \S+ cannot |no push was accepted", "void"),
+)
+
+_ABORTED = (
+    (r"the run ends: ", "run_end"),
+    (r"nothing arrived for .* the ticket ran out", "ticket"),
+    (r"the [A-Z]+ phase ran out of time", "timeout"),
+    (r"cluster \S+ joined anew", "rejoined"),
+    (r"cluster \S+ is gone: ", "gone"),
+    (r"what slave \S+ ", "digest"),
+    (r"slave \S+ cannot ", "refused"),
+    (r"slave \S+ |no heartbeat from slave ", "slave_lost"),
+    (r"base \S+ ", "stale"),
+    (r"range ", "ranges"),
+    (r"the run goes back |the master's state is replaced|the slaves lost |a slave's snapshots ", "recovery"),
+    (r"the model's blocks |the slaves change ", "reshard"),
+)
+
+_RULES = {
+    "APPLIED": ((r"", "merged"),),
+    "EXCLUDED": _EXCLUDED,
+    "ABORTED": _ABORTED,
+    "ROLLED_BACK": ((r"", "rollback"),),
+}
+
+OTHER = "other"
+
+REASONS: dict[str, tuple[str, ...]] = {
+    verdict.lower(): (*dict.fromkeys(word for _, word in rules), OTHER) for verdict, rules in _RULES.items()
+}
+"""All values of the label `reason`, by verdict."""
+
+WAITING = (
+    "none",
+    "ended",
+    "recovery",
+    "slaves",
+    "reshard",
+    "paused",
+    "disks",
+    "no_clusters",
+    "first_push",
+    "aborted_round",
+    "min_clusters",
+    "measure",
+    "prepare",
+    "commit",
+)
+"""All values of the label of dips_master_waiting."""
+
+_SLAVES_WORK = {RoundPhase.MEASURE: "measure", RoundPhase.PREPARE: "prepare", RoundPhase.COMMIT: "commit"}
+
+
+def reason_word(verdict: str, sentence: str) -> str:
+    """The word for a verdict's reason. verdict: in capitals, as on the tape."""
+    return next((word for rule, word in _RULES.get(verdict, ()) if re.match(rule, sentence)), OTHER)
+
+
+def waiting_word(world: World) -> str:
+    """What the run waits for: the branch of reasons.waiting_for() that speaks, "none" where it says nothing."""
+    if world.stopped_s is not None:
+        return "ended"
+    if recovery_words(world):
+        return "recovery"
+    away = slaves_away(world)
+    if away and world.ledger.placement is not None:
+        return "slaves"
+    if world.reshard.moving:
+        return "reshard"
+    if world.ledger.paused:
+        return "paused"
+    if lagging(world):
+        return "disks"
+    if not world.members:
+        return "slaves" if away else "no_clusters"
+    return _round_word(world)
+
+
+def _round_word(world: World) -> str:
+    state = world.round
+    match state.phase.now:
+        case RoundPhase.IDLE if world.ledger.version is None:
+            return "first_push"
+        case RoundPhase.WINDOW if state.last_abort and world.now_s < state.not_before_s:
+            return "aborted_round"
+        case RoundPhase.WINDOW if world.ledger.version is not None and not world.enough_clusters():
+            return "min_clusters"
+        case phase:
+            return _SLAVES_WORK.get(phase, "none")

@@ -1,0 +1,1 @@
+"""The status page: what the master shows in a browser. It reads the run, and steers it only where that was enabled."""

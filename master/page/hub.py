@@ -1,0 +1,116 @@
+"""What all open pages are told: one message for each sample, made once, however many look.
+
+Lives on the page's thread. A page that keeps up gets what changed; one that just came, or fell behind, gets everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from dips.master.page.bounds import MAX_ROUNDS
+from dips.master.page.ear import Ear, Heard
+from dips.master.page.heldout import HeldoutTail
+from dips.master.page.history import History
+from dips.master.page.snapshot import round_json, snapshot
+from dips.master.page.timeline import Timeline, events_json
+from dips.master.state.run_view import RunView
+
+
+class Hub:
+    """The newest message, and what the next one is made from. Make it where the page's event loop runs."""
+
+    def __init__(self, ear: Ear, heldout: HeldoutTail, earlier: Iterable[Heard] = ()) -> None:
+        """earlier: events that were on the tape before this process began."""
+        self._ear, self._heldout = ear, heldout
+        self.history, self.timeline = History(), Timeline()
+        self._rounds: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._news = asyncio.Event()
+        self._state: dict[str, Any] = {}
+        self._wall_s = 0.0
+        self._delta = ""
+        self.number = 0
+        """Of the newest message; 0 before the first."""
+        self.steers = False
+        """Whether the page may ask for something."""
+        self.ended = ""
+        """Why there will be no more; empty while there will."""
+        for event in earlier:
+            self.timeline.note(*event)
+
+    def take(self, view: RunView, wall_s: float, lag_s: float) -> None:
+        """One look at the run; lag_s: how long before it the state had its last event."""
+        events, sample, generation = self.timeline.seq, self.history.seq, self.history.generation
+        for heard in self._ear.take():
+            self.timeline.note(*heard)
+        status = view.status
+        self.history.add(wall_s, status.tokens, view.publish_interval_s, status.clusters)
+        for loss in self._heldout.news():
+            self.history.add_heldout(loss.wall_s, loss.version, loss.tokens, loss.loss)
+        rate = self.history.rate_tokens_per_s
+        self._state = snapshot(view, lag_s, rate, self.timeline.departures, self.history.charted)
+        self._state["heldout"] = self._last_heldout()
+        self._state["steers"] = self.steers
+        self._wall_s = wall_s
+        self.number += 1
+        new_rounds = self._keep_rounds(view)
+        whole = generation != self.history.generation
+        curves = self.history.full() if whole else self.history.since(sample)
+        new_events = events_json(self.timeline.since(events))
+        self._delta = self._message({**curves, "replace": whole}, new_events, new_rounds, full=False)
+        self._wake()
+
+    def end(self, why: str) -> None:
+        """The master ends: pages are told so."""
+        self.ended = why
+        self._wake()
+
+    def full(self) -> str:
+        """Everything, as a page that just came needs it."""
+        curves = {**self.history.full(), "replace": True}
+        return self._message(curves, events_json(self.timeline.since(0)), list(self._rounds.values()), full=True)
+
+    def message_after(self, number: int) -> str:
+        """What a page that has the message of this number needs next."""
+        return self._delta if number == self.number - 1 and number > 0 else self.full()
+
+    async def after(self, number: int) -> None:
+        """Wait until there is a message newer than this one, or the end."""
+        while self.number <= number and not self.ended:
+            await self._news.wait()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _keep_rounds(self, view: RunView) -> list[dict[str, Any]]:
+        """Those that were not known, oldest first."""
+        fresh = [entry for entry in view.status.recent_rounds if str(entry.round) not in self._rounds]
+        for entry in fresh:
+            self._rounds[str(entry.round)] = round_json(entry)
+        while len(self._rounds) > MAX_ROUNDS:
+            self._rounds.popitem(last=False)
+        return [self._rounds[str(entry.round)] for entry in fresh]
+
+    def _last_heldout(self) -> dict[str, Any] | None:
+        if not self.history.heldout:
+            return None
+        last = self.history.heldout[-1]
+        return {"loss": round(last.loss, 5), "version": last.version, "tokens": last.tokens}
+
+    def _message(
+        self, curves: dict[str, Any], events: list[dict[str, Any]], rounds: list[dict[str, Any]], full: bool
+    ) -> str:
+        message = {
+            "number": self.number,
+            "full": full,
+            "now": round(self._wall_s, 3),
+            "state": self._state,
+            "history": curves,
+            "events": events,
+            "rounds": rounds,
+        }
+        return json.dumps(message, separators=(",", ":"), allow_nan=False)

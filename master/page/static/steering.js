@@ -1,0 +1,43 @@
+// Pausing and resuming rounds, where the master was told to allow it.
+
+import { byId, say } from "./dom.js";
+
+export function prepareSteering() {
+  byId("pause").addEventListener("click", () => {
+    byId("reason").value = "";
+    byId("pausing").showModal();
+  });
+  byId("pause-not").addEventListener("click", () => byId("pausing").close());
+  byId("pause-now").addEventListener("click", pause);
+  byId("reason").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault(); // the focus goes back to the button, which would take the same key as a click
+    pause();
+  });
+  byId("resume").addEventListener("click", () => ask("resume", ""));
+}
+
+function pause() {
+  byId("pausing").close();
+  ask("pause", byId("reason").value);
+}
+
+export function showSteering(state) {
+  byId("steering").hidden = !state.steers || state.run.stopped;
+  byId("pause").hidden = state.run.paused;
+  byId("resume").hidden = !state.run.paused;
+  say(byId("looks"), state.steers ? "For everything else:" : "This page only looks. To steer:");
+}
+
+async function ask(action, reason) {
+  say(byId("steered"), "asked …");
+  try {
+    const answer = await fetch("/steer", {
+      method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ action, reason }),
+    });
+    const told = answer.headers.get("Content-Type")?.startsWith("application/json") ? (await answer.json()).sentence : await answer.text();
+    say(byId("steered"), told);
+  } catch {
+    say(byId("steered"), "the master does not answer; nothing was changed as far as is known");
+  }
+}

@@ -1,0 +1,63 @@
+"""What the status page may ask for, where the master was told to allow it: to pause rounds and to resume them.
+
+Nothing else: what takes something away from a run (evict, drain, stop, reshard) needs an operator's keys at the service
+Operator. A wish comes from the page's thread and is carried out on the control loop, like any operator's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import OperatorReply, OperatorRequest
+from dips.master.executor import Executor
+from dips.master.page.timeline import cut
+from dips.master.state.events import OperatorAction, OperatorCall, Pause, Resume
+
+MAX_REASON = 200
+"""Characters."""
+
+CALL_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Following:
+    executor: Executor
+    loop: asyncio.AbstractEventLoop
+
+
+class Steering:
+    """The way from the page's thread to the executor that it shows."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._following: _Following | None = None
+
+    def follow(self, executor: Executor) -> None:
+        """From now on wishes go to this executor, on the loop that calls this."""
+        self._following = _Following(executor, asyncio.get_running_loop())
+
+    async def ask(self, action: object, reason: object) -> str:
+        """On the page's thread: the master's sentence about what it did. Raises Refused, or TimeoutError."""
+        wish = self._wish(action, reason)
+        following = self._following
+        if following is None:
+            raise Refused(RefusalCode.BUSY, "the master begins: ask again", retry_after_s=1.0)
+        asked = asyncio.run_coroutine_threadsafe(_carried_out(following.executor, wish), following.loop)
+        return await asyncio.wait_for(asyncio.wrap_future(asked), CALL_S)
+
+    def _wish(self, action: object, reason: object) -> OperatorAction:
+        request = OperatorRequest(self._run_id, cut(reason, MAX_REASON) if isinstance(reason, str) else "")
+        match action:
+            case "pause":
+                return Pause(request)
+            case "resume":
+                return Resume(request)
+        raise Refused(RefusalCode.MALFORMED, "the status page can ask to pause and to resume, and for nothing else")
+
+
+async def _carried_out(executor: Executor, wish: OperatorAction) -> str:
+    reply = await executor.call(lambda token: OperatorCall(token, wish))
+    assert isinstance(reply, OperatorReply), "pause and resume are answered with a sentence"
+    return reply.sentence

@@ -1,0 +1,69 @@
+"""What the status page shows beyond the StatusReply: open pushes, links, slaves' troubles, the next planned window.
+
+Read from the state between two events. It must never change anything, and hold nothing that could.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dips.core.messages import StatusReply
+from dips.core.wire import encoded_bytes
+from dips.master.state.link_rates import LinkRate
+from dips.master.state.records import Push
+from dips.master.state.status import status
+from dips.master.state.world import World
+
+
+@dataclass(frozen=True)
+class OpenPush:
+    """A push that is undecided. landed: the share of its bytes that slaves say they hold, 0 to 1."""
+
+    cluster: str
+    phase: str
+    landed: float
+    age_s: float
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One moment of a run. as_of_s: the monotonic time of the state's last event, which all ages count from.
+
+    since_publish_s: since the newest version was published in this epoch; None when none was.
+    slave_troubles: by slave, why it is not ready. Times are None where there is no such moment.
+    """
+
+    status: StatusReply
+    as_of_s: float
+    planned_window_in_s: float | None = None
+    since_publish_s: float | None = None
+    publish_interval_s: float = 0.0
+    evict_after_s: float = 0.0
+    links: tuple[LinkRate, ...] = ()
+    pushes: tuple[OpenPush, ...] = ()
+    slave_troubles: Mapping[str, str] = field(default_factory=dict)
+
+
+def look(world: World) -> RunView:
+    """The run as it is now."""
+    planned_s, published_s = world.planned_window_s, world.published_s
+    return RunView(
+        status(world),
+        world.now_s,
+        planned_s - world.now_s if planned_s is not None else None,
+        world.now_s - published_s if published_s is not None else None,
+        world.publish_interval_s,
+        world.config.evict_after_s,
+        world.link_rates.links(world.members, world.ledger.layout, world.ledger.placement, world.now_s),
+        tuple(_open(world, push) for push in world.pushes()),
+        {slave.id: slave.trouble for slave in world.slaves.values() if slave.trouble},
+    )
+
+
+def _open(world: World, push: Push) -> OpenPush:
+    layout = world.ledger.layout
+    whole_bytes = encoded_bytes(push.wire, layout.n_elems) if layout is not None else 0
+    staged = len(push.digest_of_slave) / max(1, len(world.slaves_expected()))
+    landed = sum(push.landed_bytes.values()) / whole_bytes if whole_bytes else 0.0
+    return OpenPush(push.cluster, push.phase.now.value, min(1.0, max(staged, landed)), world.now_s - push.began_s)

@@ -1,0 +1,197 @@
+"""Every panel, every rule and every alarm has data of a real run that a real Prometheus scrapes.
+
+The run is a small one with keys, on which all that the dashboards are for happens (support/watched_run.py). What must
+hold: each expression of each panel and rule had data at some moment; the alarms of what was done to the run were true,
+and the metrics of what was done have changed. `make dashboards-test` prints the numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.dashboards import DASHBOARDS, filled, panel_expressions, panels, rules, selectors
+from support.prometheus_server import WHY_NOT, Prometheus, is_installed
+from support.watched_run import RUN, WatchedRun, targets_of
+
+pytestmark = [
+    pytest.mark.dashboards,
+    pytest.mark.skipif(not is_installed(), reason=WHY_NOT),
+    pytest.mark.xdist_group("dashboards"),
+]
+
+STORY_S = 480.0
+"""For the whole story on a busy machine; on a quiet one it takes a minute and a half."""
+
+RATE_INTERVAL = "10s"
+
+DRIVEN_ALARMS = (
+    *("DipsMasterDown", "DipsTargetDown", "DipsRunPaused", "DipsRolledBack", "DipsMasterAlarm", "DipsSlaveAway"),
+    *("DipsClusterAway", "DipsCallsRefused", "DipsPushesExcluded", "DipsClusterQuarantined", "DipsDirection"),
+    *("DipsLinkSlow",),
+)
+"""Alarms whose condition the story brings about. How long it must last before one rings is promtool's to test."""
+
+DRIVEN_CHANGES = (
+    "dips_master_epoch",
+    "dips_master_timeline",
+    "dips_master_version",
+    "dips_master_paused",
+    'dips_master_slave_up{slave="s0"}',
+    'dips_master_cluster_up{cluster="b"}',
+    'dips_master_cluster_quarantined{cluster="c"}',
+    'dips_master_cluster_direction_alarm{cluster="c"}',
+    'sum(dips_master_verdicts_total{cluster="c", verdict="excluded"})',
+    "dips_master_alarms_total",
+    'sum(dips_master_rounds_total{result="commit"})',
+    'sum(dips_master_departures_total{cluster="b", how="evict"})',
+    'sum(dips_master_refused_calls_total{code="IDENTITY"})',
+    'sum(dips_worker_calls_total{result="failed"})',
+    'sum(dips_worker_link_reconnects_total{slave="s1"})',
+    "dips_worker_heldout_loss",
+    'up{name="b"}',
+)
+"""What must have taken two values, or appeared: the fault, the exclusion and the cut that were made are seen."""
+
+OF_FAULTS_ALONE = re.compile(r'code=~"[^"]*"')
+"""A matcher of codes that a good run never has; whether such a series would be seen is promtool's to test."""
+
+
+@dataclass
+class Watched:
+    """What a run left in Prometheus. laps: (seconds since the start, what had happened)."""
+
+    prometheus: Prometheus
+    begun_s: float
+    ended_s: float
+    slow_begun_s: float
+    slow_ended_s: float
+    laps: list[tuple[float, str]]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("watched")
+    begun_s, laps = time.time(), []
+    run = WatchedRun(folder / "run", time.monotonic() + STORY_S)
+
+    def lap(what: str, happen: Callable[[], object]) -> float:
+        happen()
+        laps.append((time.time() - begun_s, what))
+        return time.time()
+
+    with run:
+        plain, tls = targets_of(run)
+        with Prometheus(folder / "prometheus", plain, tls, run.folder / "keys" / "prometheus") as prometheus:
+            lap("a dozen versions", functools.partial(run.versions, 12))
+            slow_begun_s = lap("a link is slow", functools.partial(run.slow_link, True))
+            lap("versions over it", functools.partial(run.versions, 4))
+            slow_ended_s = lap("it is not any more", functools.partial(run.slow_link, False))
+            lap("pushes are excluded", run.exclude)
+            lap("a cluster is killed and comes back", run.lose_cluster)
+            lap("paused and resumed", run.pause)
+            lap("pushes point the wrong way", run.turn)
+            lap("a slave is killed and its newest snapshot spoilt", run.lose_slave)
+            lap("links are cut", functools.partial(run.cut, 1.5))
+            lap("the master is killed and comes back", run.lose_master)
+            lap("versions afterwards", functools.partial(run.versions, 4))
+            yield Watched(prometheus, begun_s, time.time(), slow_begun_s, slow_ended_s, laps)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def has_data(watched: Watched, expr: str) -> bool:
+    return bool(watched.prometheus.range(expr, watched.begun_s, watched.ended_s, 1.0))
+
+
+def test_everybody_was_scraped_in_the_clear_and_in_tls(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [one for file in DASHBOARDS for one in panel_expressions(file)]
+    shown = sum(len(panels(file)) for file in DASHBOARDS)
+    kinds = [bool(rule.alert) for rule in rules()]
+    with capsys.disabled():
+        print(f"\n  {len(DASHBOARDS)} dashboards with {shown} panels and {len(asked)} expressions; ", end="")
+        print(f"{kinds.count(False)} records, {kinds.count(True)} alarms; what happens to the run:")
+        for at_s, what in watched.laps:
+            print(f"  {at_s:6.1f} s  {what}")
+    seen = {(one["labels"]["name"], one["scrapeUrl"].split(":")[0]) for one in watched.prometheus.targets()}
+    assert len(seen) == 7
+    assert {name for name, scheme in seen if scheme == "https"} == {"s0", "s1"}
+    for name, _ in seen:
+        assert has_data(watched, f'up{{name="{name}"}} == 1'), f"{name} was never scraped"
+
+
+@pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
+def test_every_expression_of_every_panel_has_data(
+    file: Path, watched: Watched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = list(panel_expressions(file))
+    empty = [str(one) for one in found if not has_data(watched, filled(one.expr, RUN, RATE_INTERVAL))]
+    with capsys.disabled():
+        print(f"\n  dashboard {file.stem}: {len(panels(file))} panels, {len(found)} expressions, {len(empty)} empty")
+    assert not empty
+
+
+def test_every_rule_works_and_every_record_has_data(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = {rule["name"]: rule for rule in watched.prometheus.rules()}
+    known = rules()
+    assert set(loaded) == {str(rule) for rule in known}
+    assert not [name for name, rule in loaded.items() if rule["health"] != "ok" or rule.get("lastError")]
+    empty = [rule.record for rule in known if rule.record and not has_data(watched, rule.record)]
+    with capsys.disabled():
+        print(f"\n  {len(known)} rules, {sum(bool(rule.record) for rule in known)} of them records, {len(empty)} empty")
+    assert not empty
+
+
+def test_everything_that_alarms_look_at_has_data(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    looked_at = {
+        (rule.alert, OF_FAULTS_ALONE.sub("", one)) for rule in rules() if rule.alert for one in selectors(rule.expr)
+    }
+    empty = sorted((alert, one) for alert, one in looked_at if not has_data(watched, one))
+    with capsys.disabled():
+        print(f"\n  {len({alert for alert, _ in looked_at})} alarms, {len(looked_at)} selectors, {len(empty)} empty")
+    assert not empty
+
+
+def test_the_alarms_of_what_was_done_to_the_run_are_true_at_some_moment(
+    watched: Watched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of = {rule.alert: rule.expr for rule in rules() if rule.alert}
+    true = {name for name, expr in of.items() if has_data(watched, expr)}
+    with capsys.disabled():
+        print(f"\n  {len(true)} alarms whose condition was true: {', '.join(sorted(true))}")
+    assert set(DRIVEN_ALARMS) <= true
+
+
+@pytest.mark.parametrize("expr", DRIVEN_CHANGES)
+def test_what_was_done_to_the_run_is_seen_in_its_metrics(expr: str, watched: Watched) -> None:
+    series = watched.prometheus.range(expr, watched.begun_s, watched.ended_s, 1.0)
+    values = [{value for _, value in one["values"]} for one in series]
+    # A counter of one kind of fault may begin with the first of them.
+    begins_s = min((one["values"][0][0] for one in series), default=0.0)
+    assert any(len(those) > 1 for those in values) or begins_s > watched.slow_begun_s, values
+
+
+def test_a_slow_link_is_slow_in_its_metrics(watched: Watched) -> None:
+    rate = 'max(dips_worker_link_bytes_per_second{slave="s1", direction="push"})'
+
+    def most(begin_s: float, end_s: float) -> float:
+        (series,) = watched.prometheus.range(rate, begin_s, end_s, 1.0)
+        return max(float(value) for _, value in series["values"])
+
+    before = most(watched.begun_s, watched.slow_begun_s)
+    # What was measured before may be shown for a while.
+    late_s = watched.slow_begun_s + 0.6 * (watched.slow_ended_s - watched.slow_begun_s)
+    assert most(late_s, watched.slow_ended_s) < before / 4
+
+
+def test_nothing_rings_on_a_good_run(watched: Watched) -> None:
+    # Before the first harm; no time has passed then that a departure would have to last.
+    calm_s = watched.slow_begun_s
+    for name in ("DipsRolledBack", "DipsDirection", "DipsClusterQuarantined", "DipsPushesExcluded", "DipsRunPaused"):
+        (expr,) = [rule.expr for rule in rules() if rule.alert == name]
+        assert not watched.prometheus.range(expr, watched.begun_s, calm_s, 1.0), name

@@ -1,0 +1,102 @@
+"""`dips doctor` of a deployment, against a stand-in of the API server (tests/support/api_stand_in.py), no cluster."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.api_stand_in import StandIn, write_kubeconfig
+from support.deploy_files import with_keys, written
+
+from dips.launch import cli
+from dips.launch.deploy import contexts
+from dips.launch.doctor import deployment as doctored
+from dips.launch.doctor import network
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """A stand-in that is the context `here`; nobody answers at the servers' addresses yet."""
+    monkeypatch.setattr(network, "dialled", lambda address: network.Reached(None, False, "no answer"))
+    with StandIn() as stand_in:
+        write_kubeconfig(tmp_path / "kubeconfig", {"here": stand_in.url})
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+        yield stand_in
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    file = written(tmp_path)
+    with_keys(file)
+    return file
+
+
+def findings(file: Path, capsys: pytest.CaptureFixture[str], code: int) -> dict[str, list[tuple[str, str]]]:
+    """(grade, sentence and remedy) by check."""
+    assert cli.run(["doctor", str(file), "--json"]) == code
+    found: dict[str, list[tuple[str, str]]] = {}
+    for one in json.loads(capsys.readouterr().out)["findings"]:
+        found.setdefault(one["check"], []).append((one["grade"], f"{one['sentence']}: {one['remedy']}"))
+    return found
+
+
+def test_a_good_deployment_has_nothing_that_would_fail(
+    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = findings(small, capsys, 0)
+    ((grade, said),) = found["contexts"]
+    assert grade == "OK"
+    assert "here: Kubernetes v1.31.0 answers in" in said
+    assert "makes the namespace" in said
+    assert [grade for grade, _ in found["keys"]] == ["OK"]
+    assert {grade for grade, _ in found["reach"]} == {"WARN"}
+    assert len(found["sizes"]) == 2
+    assert not here.writes
+
+
+def test_missing_keys_are_told_with_the_command_that_makes_them(
+    here: StandIn, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(tmp_path / "keys" / "s1")
+    (tmp_path / "keys" / "a" / "tls.key").chmod(0o644)
+    keys = findings(small, capsys, 1)["keys"]
+    assert ("FAIL", "has no keys of s1") in [
+        (grade, said.partition("keys ")[2].partition(":")[0]) for grade, said in keys
+    ]
+    assert any(grade == "FAIL" and "chmod 600" in said for grade, said in keys)
+
+
+def test_a_context_that_is_missing_or_does_not_answer_is_told(
+    here: StandIn, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_kubeconfig(tmp_path / "kubeconfig", {"there": here.url})
+    ((grade, said),) = findings(small, capsys, 1)["contexts"]
+    assert grade == "FAIL"
+    assert "no context 'here'; it has there" in said
+    write_kubeconfig(tmp_path / "kubeconfig", {"here": "http://127.0.0.1:9"})
+    ((grade, said),) = findings(small, capsys, 1)["contexts"]
+    assert grade == "FAIL"
+    assert "does not answer" in said
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
+    ((grade, said),) = findings(small, capsys, 1)["contexts"]
+    assert "set KUBECONFIG" in said
+
+
+def test_a_volume_that_is_too_small_is_the_one_finding(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small.write_text(small.read_text().replace("[model]", 'slave_volume = "1 MiB"\n[model]'))
+    found = findings(small, capsys, 1)
+    ((grade, said),) = found["settings"]
+    assert grade == "FAIL"
+    assert "slave_volume" in said
+
+
+def test_a_clock_that_differs_is_told(
+    here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(contexts, "release_of", lambda context: ("v1", "Thu, 01 Jan 2026 00:00:00 GMT"))
+    assert any("its clock differs from this machine's" in said for _, said in findings(small, capsys, 0)["clock"])
+    assert doctored.ahead_of_us_s("Thu, 01 Jan 2026 00:00:10 GMT", 1767225600.0) == 10.0
+    assert doctored.ahead_of_us_s("yesterday", 0.0) is None

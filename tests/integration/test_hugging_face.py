@@ -1,0 +1,238 @@
+"""The callback for Hugging Face's Trainer, over real sockets: steps, tokens, checkpoints of both, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.fake_services import FakeRun
+from support.trainer_models import LENGTH, Model, Rows, applied_tokens, same_cut
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import dips
+from dips.core.errors import ConfigError
+from dips.core.messages import VerdictKind
+from dips.worker import torch_parameters
+from dips.worker.state.effects import Finished
+
+pytestmark = [
+    # torch's own: a loader that would pin memory on a machine without an accelerator.
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+BATCH, ACCUMULATED = 2, 2
+STEP_TOKENS = BATCH * ACCUMULATED * LENGTH
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing that would be said at an end is said."""
+
+
+class KillAt(TrainerCallback):
+    """Ends a training at a step as if its process had been killed."""
+
+    def __init__(self, step: int, ours: dips.HuggingFaceCallback) -> None:
+        self._step, self._ours = step, ours
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == self._step:
+            assert self._ours.sync is not None
+            assert self._ours.sync.driver is not None
+            self._ours.sync.driver._finished = Finished("killed")
+            self._ours.close()
+            raise Killed
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch_parameters, "Layout", same_cut)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FakeRun]]:
+    """Another run at each call, which trainings from then on take part in."""
+    runs: list[FakeRun] = []
+
+    def made() -> FakeRun:
+        runs.append(FakeRun())
+        for name, value in (("MASTER", runs[-1].address), ("INSECURE", "1"), ("CLUSTER", "a")):
+            monkeypatch.setenv(f"DIPS_{name}", value)
+        return runs[-1]
+
+    yield made
+    for run in runs:
+        run.close()
+
+
+@pytest.fixture
+def run(new_run: Callable[[], FakeRun]) -> FakeRun:
+    return new_run()
+
+
+def trainer(folder: Path, *callbacks: TrainerCallback, seed: int = 1, **changes: Any) -> Trainer:
+    given: dict[str, Any] = {
+        "output_dir": str(folder / "trainer"), "per_device_train_batch_size": BATCH, "max_steps": 10,
+        "gradient_accumulation_steps": ACCUMULATED, "learning_rate": 0.01, "logging_steps": 2, "save_strategy": "no",
+        "use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "seed": 3,
+    }  # fmt: skip
+    arguments = TrainingArguments(**given | changes)
+    return Trainer(
+        Model(seed),
+        arguments,
+        train_dataset=Rows(),
+        eval_dataset=Rows(8),
+        callbacks=list(callbacks),  # type: ignore[arg-type]
+    )
+
+
+def flat(of: Trainer) -> np.ndarray[Any, np.dtype[np.float32]]:
+    assert isinstance(of.model, Model)
+    return of.model.flat()
+
+
+def test_without_a_master_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIPS_MASTER", raising=False)
+    models = []
+    for callbacks in ([], [dips.HuggingFaceCallback()]):
+        ours = trainer(tmp_path, *callbacks)  # seeds all generators
+        ours.train()
+        models.append(flat(ours))
+    assert np.array_equal(*models)
+    assert not (tmp_path / "trainer" / "dips").exists()
+
+
+def test_steps_are_counted_with_the_tokens_of_all_their_batches_and_none_of_the_evaluation(
+    run: FakeRun, tmp_path: Path
+) -> None:
+    callback = dips.HuggingFaceCallback()
+    heard = Heard(callback)
+    ours = trainer(tmp_path, callback, heard, eval_strategy="steps", eval_steps=3)
+    ours.train()
+    assert applied_tokens(run) == [0, 4 * STEP_TOKENS, 4 * STEP_TOKENS]
+    assert [push.steps for push in run.pushes] == [0, 4, 4]
+    assert len(run.leaves) == 1, "the Trainer's own end leaves the run"
+    assert callback.sync is None
+    logged = [row["loss"] for row in ours.state.log_history if "loss" in row]
+    assert heard.losses[3] == pytest.approx(logged[0]), "of step 2, told with step 3"
+
+
+def test_the_trainer_ends_with_the_run_and_has_its_last_version(run: FakeRun, tmp_path: Path) -> None:
+    def end(method: str, request: object) -> None:
+        run.stop = run.stop or (method == "FinishPull" and len(run.pushes) > 2)
+
+    run.hook = end
+    ours = trainer(tmp_path, dips.HuggingFaceCallback(tokens_per_step=7), max_steps=10_000)
+    ours.train()
+    assert ours.state.global_step < 200
+    assert applied_tokens(run)[:2] == [0, 28]
+    last = next(reversed(run.verdicts))
+    assert np.array_equal(flat(ours), run.theta_of(last))
+
+
+@pytest.mark.parametrize("killed_at", [6, 9])
+def test_a_killed_training_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, new_run: Callable[[], FakeRun], killed_at: int
+) -> None:
+    """At 6 inside of a round; at 9 a round further than the checkpoint (of 5): what was not saved is made again."""
+    models, tokens = [], []
+    for name in ("whole", "killed"):
+        run = new_run()
+        folder, callback = tmp_path / name, dips.HuggingFaceCallback()
+        stops = [KillAt(killed_at, callback)] if name == "killed" else []
+        ours = trainer(folder, callback, *stops, save_strategy="steps", save_steps=5, max_steps=18)
+        if stops:
+            with pytest.raises(Killed):
+                ours.train()
+            assert run.leaves == []
+            callback = dips.HuggingFaceCallback()
+            ours = trainer(folder, callback, seed=99, save_strategy="steps", save_steps=5, max_steps=18)
+            ours.train(resume_from_checkpoint=True)
+        else:
+            ours.train()
+        assert ours.state.global_step == 18
+        models.append(flat(ours))
+        tokens.append(run.tokens)
+    if killed_at == 6:  # nothing was pushed between the checkpoint and the end: the very same training
+        assert np.array_equal(models[0], models[1])
+        assert tokens[0] == tokens[1]
+    else:  # steps 1 to 8 were applied and stay; of 6 to 18, made from there on, the last does not fill a push
+        assert tokens == [16 * STEP_TOKENS, (8 + 12) * STEP_TOKENS]
+
+
+def test_an_older_checkpoint_of_the_trainer_takes_none_of_ours_but_its_own(
+    run: FakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = trainer(tmp_path, dips.HuggingFaceCallback(checkpoints_kept=1), save_strategy="steps", save_steps=2)
+    ours.train()
+    last = np.full(30_000, 3.0, np.float32)
+    run.publish(last)
+    callback, look = dips.HuggingFaceCallback(checkpoints_kept=1), Look(last)
+    again = trainer(tmp_path, callback, look, seed=9, save_strategy="steps", save_steps=2)
+    with caplog.at_level("INFO"):
+        again.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-4"))
+    assert "for step 4: starting without one" in caplog.text
+    assert look.equal, "it pulled the newest version, and began from that"
+
+
+class Heard(TrainerCallback):
+    """The losses that the master would hear after each step."""
+
+    def __init__(self, ours: dips.HuggingFaceCallback) -> None:
+        self._ours = ours
+        self.losses: dict[int, float] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        assert self._ours.sync is not None
+        assert self._ours.sync.driver is not None
+        self.losses[state.global_step] = self._ours.sync.driver._pace.loss
+
+
+class Look(TrainerCallback):
+    """Whether the parameters were these when training began."""
+
+    def __init__(self, wanted: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+        self._wanted = wanted
+        self.equal = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.equal = bool(np.array_equal(given["model"].flat(), self._wanted))
+
+
+def test_an_excluded_push_is_dropped_and_training_goes_on(run: FakeRun, tmp_path: Path) -> None:
+    run.decide = lambda push: VerdictKind.EXCLUDED if len(run.pushes) == 2 else VerdictKind.APPLIED
+    ours = trainer(tmp_path, dips.HuggingFaceCallback(), max_steps=8)
+    ours.train()
+    assert [verdict.kind for verdict in run.verdicts.values()][1:] == [VerdictKind.EXCLUDED, VerdictKind.APPLIED]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"load_best_model_at_end": True}, "dips export"),
+        ({"torch_compile": True}, "give tokens_per_step="),
+        ({"deepspeed": "zero3.json"}, "DeepSpeed cuts the model"),
+        ({"fsdp": "full_shard"}, "FSDP cuts the model"),
+    ],
+)
+def test_what_cannot_be_a_cluster_is_refused(run: FakeRun, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    ours = trainer(tmp_path, dips.HuggingFaceCallback())
+    for name, value in changes.items():
+        setattr(ours.args, name, value)  # after the Trainer was made, which would want their packages
+    with pytest.raises(ConfigError, match=says):
+        ours.train()
+    assert run.joins == []
+
+
+def test_arguments_that_the_trainer_decides_are_refused() -> None:
+    with pytest.raises(ConfigError, match="resume is your trainer's business"):
+        dips.HuggingFaceCallback(resume=True)
+    with pytest.raises(ConfigError, match="give at least 1"):
+        dips.HuggingFaceCallback(tokens_per_step=0)

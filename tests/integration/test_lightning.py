@@ -1,0 +1,243 @@
+"""The callback for Lightning's Trainer, over real sockets: steps, tokens, checkpoints of both, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.fake_services import FakeRun
+from support.trainer_models import LENGTH, Model, Rows, applied_tokens, same_cut
+from torch.utils.data import DataLoader
+
+import dips
+from dips.core.errors import ConfigError
+from dips.worker import torch_parameters
+from dips.worker.integrations import lightning as lightning_callback
+from dips.worker.state.effects import Finished
+
+pytestmark = [
+    pytest.mark.filterwarnings(reason)
+    for reason in (
+        # Lightning's advice, on what may be meant: loaders without workers, a module without validation.
+        "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning",
+        "ignore:.*isinstance.treespec, LeafSpec.*",  # Lightning's own, with the torch of today
+        "ignore:Checkpoint directory .* exists and is not empty.*",
+    )
+]
+
+BATCH, ACCUMULATED = 2, 2
+STEP_TOKENS = BATCH * ACCUMULATED * LENGTH
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing that would be said at an end is said."""
+
+
+class KillAt(Callback):
+    """Ends a training after a step as if its process had been killed."""
+
+    def __init__(self, step: int, ours: dips.LightningCallback) -> None:
+        self._step, self._ours = step, ours
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *given: Any) -> None:
+        if trainer.global_step == self._step:
+            assert self._ours.sync is not None
+            assert self._ours.sync.driver is not None
+            self._ours.sync.driver._finished = Finished("killed")
+            self._ours.close()
+            raise Killed
+
+
+class Module(LightningModule):
+    """The layers stand where the fake run's layout has them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        model = Model(seed)
+        self.layers = model.layers
+        self._run = (model,)  # not a submodule a second time
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        return self._run[0](**batch)["loss"]
+
+    def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
+        self._run[0](**batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def flat(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return self._run[0].flat()
+
+
+class Batches:
+    """Goes on where a checkpoint was taken."""
+
+    def __init__(self) -> None:
+        self.rows, self.taken = Rows().rows, 0
+
+    def __len__(self) -> int:
+        return 1000  # Lightning fetches ahead of a loader without a length, which then saves a place too far
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            start = self.taken * BATCH % len(self.rows)
+            self.taken += 1
+            yield {"input_ids": self.rows[start : start + BATCH]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch_parameters, "Layout", same_cut)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FakeRun]]:
+    """Another run at each call, which trainings from then on take part in."""
+    runs: list[FakeRun] = []
+
+    def made() -> FakeRun:
+        runs.append(FakeRun())
+        for name, value in (("MASTER", runs[-1].address), ("INSECURE", "1"), ("CLUSTER", "a")):
+            monkeypatch.setenv(f"DIPS_{name}", value)
+        return runs[-1]
+
+    yield made
+    for run in runs:
+        run.close()
+
+
+@pytest.fixture
+def run(new_run: Callable[[], FakeRun]) -> FakeRun:
+    return new_run()
+
+
+def trainer(folder: Path, *callbacks: Callback, **changes: Any) -> Trainer:
+    given: dict[str, Any] = {
+        "max_steps": 10, "accumulate_grad_batches": ACCUMULATED, "accelerator": "cpu", "default_root_dir": folder,
+        "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+        "log_every_n_steps": 2, "num_sanity_val_steps": 0,
+    }  # fmt: skip
+    return Trainer(callbacks=list(callbacks), **given | changes)
+
+
+def saving(folder: Path, *callbacks: Callback, **changes: Any) -> Trainer:
+    """One that saves after every 5 steps."""
+    keeper = ModelCheckpoint(folder, every_n_train_steps=5, save_last=True, enable_version_counter=False)
+    return trainer(folder, *callbacks, keeper, enable_checkpointing=True, **changes)
+
+
+def test_without_a_master_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIPS_MASTER", raising=False)
+    models = []
+    for callbacks in ([], [dips.LightningCallback()]):
+        module = Module(1)
+        seed_everything(3, verbose=False)
+        saving(tmp_path, *callbacks).fit(module, Batches())
+        models.append(module.flat())
+    assert np.array_equal(*models)
+    assert not (tmp_path / "dips").exists()
+
+
+def test_steps_are_counted_with_the_tokens_of_all_their_batches_and_none_of_the_validation(
+    run: FakeRun, tmp_path: Path
+) -> None:
+    ours = trainer(tmp_path, dips.LightningCallback(), val_check_interval=3, check_val_every_n_epoch=None)
+    ours.fit(Module(1), Batches(), DataLoader(Rows(8), BATCH))
+    assert applied_tokens(run) == [0, 4 * STEP_TOKENS, 4 * STEP_TOKENS]
+    assert [push.steps for push in run.pushes] == [0, 4, 4]
+    assert len(run.leaves) == 1
+
+
+def test_batches_of_another_kind_are_counted_as_the_user_says(run: FakeRun, tmp_path: Path) -> None:
+    callback = dips.LightningCallback(tokens_of=lambda batch: 5)
+    trainer(tmp_path, callback, max_steps=4).fit(Module(1), Batches())
+    assert applied_tokens(run) == [0, 4 * ACCUMULATED * 5]
+
+
+def test_the_trainer_ends_with_the_run_and_has_its_last_version(run: FakeRun, tmp_path: Path) -> None:
+    def end(method: str, request: object) -> None:
+        run.stop = run.stop or (method == "FinishPull" and len(run.pushes) > 2)
+
+    run.hook = end
+    module = Module(1)
+    ours = trainer(tmp_path, dips.LightningCallback(tokens_per_step=7), max_steps=10_000)
+    ours.fit(module, Batches())
+    assert ours.global_step < 200
+    assert applied_tokens(run)[:2] == [0, 28]
+    assert np.array_equal(module.flat(), run.theta_of(next(reversed(run.verdicts))))
+
+
+@pytest.mark.parametrize("killed_at", [6, 9])
+def test_a_killed_training_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, new_run: Callable[[], FakeRun], killed_at: int
+) -> None:
+    """At 6 inside of a round; at 9 a round further than the checkpoint (of 5): what was not saved is made again."""
+    models, tokens = [], []
+    for name in ("whole", "killed"):
+        run = new_run()
+        folder, callback, module = tmp_path / name, dips.LightningCallback(), Module(1)
+        seed_everything(3, verbose=False)
+        if name == "killed":
+            with pytest.raises(Killed):
+                saving(folder, callback, KillAt(killed_at, callback), max_steps=18).fit(module, Batches())
+            assert run.leaves == []
+            module = Module(99)
+            again = saving(folder, dips.LightningCallback(), max_steps=18)
+            again.fit(module, Batches(), ckpt_path=str(folder / "last.ckpt"), weights_only=True)
+            assert again.global_step == 18
+        else:
+            saving(folder, callback, max_steps=18).fit(module, Batches())
+        models.append(module.flat())
+        tokens.append(run.tokens)
+    if killed_at == 6:  # nothing was pushed between the checkpoint and the end: the very same training
+        assert np.array_equal(models[0], models[1])
+        assert tokens[0] == tokens[1]
+    else:  # steps 1 to 8 were applied and stay; of 6 to 18, made from there on, the last does not fill a push
+        assert tokens == [16 * STEP_TOKENS, (8 + 12) * STEP_TOKENS]
+
+
+def test_an_error_in_the_training_leaves_the_run(run: FakeRun, tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *given: Any) -> None:
+            raise ValueError("a bug of the user's")
+
+    with pytest.raises(ValueError, match="a bug of the user's"):
+        trainer(tmp_path, dips.LightningCallback(), Fails()).fit(Module(1), Batches())
+    assert len(run.leaves) == 1
+
+
+def test_what_cannot_be_a_cluster_is_refused(run: FakeRun, tmp_path: Path) -> None:
+    class Two(Module):
+        def configure_optimizers(self) -> Any:
+            self.automatic_optimization = False
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+    with pytest.raises(ConfigError, match="the module has 2 optimizers"):
+        trainer(tmp_path, dips.LightningCallback()).fit(Two(1), Batches())
+    with pytest.raises(ConfigError, match="would train on after the run has ended"):
+        trainer(tmp_path, dips.LightningCallback(), min_epochs=2).fit(Module(1), Batches())
+    assert run.joins == []
+
+
+def test_a_strategy_that_shards_is_refused(run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lightning_callback, "SingleDeviceStrategy", type("Another", (), {}))
+    with pytest.raises(ConfigError, match="the strategy SingleDeviceStrategy may shard"):
+        trainer(tmp_path, dips.LightningCallback()).fit(Module(1), Batches())
+    assert run.joins == []

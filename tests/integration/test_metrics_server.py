@@ -1,0 +1,234 @@
+"""The metrics server on real sockets: where it listens, who may read, and what slow or hostile clients can do."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import shutil
+import socket
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from dips.core.errors import ConfigError
+from dips.core.keys import CA_FILE, CERT_FILE, KEY_FILE, REVOKED_FILE, load_identity
+from dips.core.metrics_server import MOST_CONNECTIONS, LoopSnapshots, MetricsServer, NotNow
+from dips.core.net import parse_address
+from dips.core.security import INSECURE
+from dips.launch.authority import Authority, ensure_keys
+
+LOOPBACK = "127.0.0.1:0"
+EVERYWHERE = "0.0.0.0:0"
+
+
+def one() -> Iterable[Metric]:
+    family = GaugeMetricFamily("one", "the number one")
+    family.add_metric([], 1.0)
+    return [family]
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    made = MetricsServer(LOOPBACK, one, INSECURE)
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("keys")
+    ensure_keys(folder / "keys", ["a"], ["s0"], ["operator", "prometheus"])
+    ensure_keys(folder / "foreign", [], [], ["prometheus"])
+    return folder / "keys"
+
+
+def read(address: str, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def can_read(address: str) -> bool:
+    try:
+        return "one 1.0" in read(address)
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def read_tls(address: str, name: str, keys: Path | None, ca: Path) -> str:
+    """As Prometheus does: the server must show this name, we show the certificate in `keys`."""
+    context = ssl.create_default_context(cafile=str(ca))
+    if keys is not None:
+        context.load_cert_chain(keys / CERT_FILE, keys / KEY_FILE)
+    with socket.create_connection(("127.0.0.1", parse_address(address)[1]), 10) as plain:
+        with context.wrap_socket(plain, server_hostname=name) as secure:
+            secure.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            answer = http.client.HTTPResponse(secure)
+            answer.begin()
+            return answer.read().decode()
+
+
+def test_metrics_are_served_with_those_of_the_process(server: MetricsServer) -> None:
+    text = read(server.address)
+    assert "# TYPE one gauge\none 1.0" in text
+    assert "process_resident_memory_bytes" in text
+
+
+def test_other_paths_are_not_there(server: MetricsServer) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        read(server.address, "/")
+
+
+def test_a_taken_port_is_told_with_its_remedy(server: MetricsServer) -> None:
+    with pytest.raises(ConfigError, match=rf"{server.address} \(metrics_listen\): Address already in use; .*port 0"):
+        MetricsServer(server.address, one, INSECURE)
+
+
+def test_without_keys_only_loopback_is_served() -> None:
+    with pytest.raises(ConfigError, match=r"metrics_listen is '0\.0\.0\.0:0', which is not a loopback address"):
+        MetricsServer(EVERYWHERE, one, INSECURE)
+
+
+def test_an_address_of_another_machine_cannot_be_bound(keys: Path) -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:9400"):
+        MetricsServer("192.0.2.1:9400", one, load_identity(keys / "s0"))
+
+
+def test_the_address_is_told_in_the_form_that_prometheus_reads_and_taken_back(tmp_path: Path) -> None:
+    server = MetricsServer(LOOPBACK, one, INSECURE)
+    server.announce(tmp_path / "sub" / "metrics.json", "slave", "s0", "demo")
+    said = json.loads((tmp_path / "sub" / "metrics.json").read_text())
+    assert said == [{"targets": [server.address], "labels": {"role": "slave", "name": "s0", "run": "demo"}}]
+    server.start()
+    server.stop()
+    assert not list((tmp_path / "sub").iterdir())
+    server.stop()
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    server = MetricsServer(LOOPBACK, one, INSECURE)
+    with pytest.raises(ConfigError, match=r"metrics.json \(metrics_file\) cannot be written"):
+        server.announce(tmp_path / "file" / "metrics.json", "slave", "s0", "demo")
+    server.stop()
+
+
+# ---- snapshots of a loop ----
+
+
+def test_a_loop_makes_its_snapshot_itself_and_one_that_stands_still_shows_as_503() -> None:
+    loop, made_on = asyncio.new_event_loop(), []
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    release = threading.Event()
+    snapshots = LoopSnapshots(loop, lambda: made_on.append(threading.current_thread()), deadline_s=0.2)
+
+    def collect() -> Iterable[Metric]:
+        snapshots.take()
+        return one()
+
+    server = MetricsServer(LOOPBACK, collect, INSECURE)
+    server.start()
+    try:
+        assert "one 1.0" in read(server.address)
+        assert made_on == [thread]
+        loop.call_soon_threadsafe(release.wait)
+        with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+            read(server.address)
+        assert b"did not look up from its work for 0.2 s" in refused.value.read()
+        release.set()
+        assert "one 1.0" in read(server.address)
+        assert len(made_on) == 2  # the snapshot that nobody waited for any more was not made
+    finally:
+        release.set()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+        server.stop()
+    with pytest.raises(NotNow, match="ending"):
+        snapshots.take()
+
+
+def test_an_error_of_a_collector_is_an_answer_and_no_end() -> None:
+    broken = [True]
+
+    def collect() -> Iterable[Metric]:
+        if broken:
+            raise KeyError("a bug")
+        return one()
+
+    server = MetricsServer(LOOPBACK, collect, INSECURE)
+    server.start()
+    with pytest.raises(urllib.error.HTTPError, match="500"):
+        read(server.address)
+    broken.clear()
+    assert "one 1.0" in read(server.address)
+    server.stop()
+
+
+def test_clients_that_say_nothing_are_bounded_and_do_not_stop_the_server(server: MetricsServer) -> None:
+    host, port = parse_address(server.address)
+    silent = [socket.create_connection((host, port), 10) for _ in range(MOST_CONNECTIONS)]
+    deadline_s = time.monotonic() + 10
+    assert not can_read(server.address)  # no room: the connection is closed unread
+    for connection in silent:
+        connection.close()
+    while not can_read(server.address):
+        assert time.monotonic() < deadline_s, "the room of connections that were closed is not free again"
+        time.sleep(0.02)
+
+
+# ---- keys ----
+
+
+def test_beyond_loopback_both_sides_show_certificates(keys: Path) -> None:
+    server = MetricsServer(EVERYWHERE, one, load_identity(keys / "s0"))
+    server.start()
+    ca = keys / "s0" / CA_FILE
+    try:
+        assert "one 1.0" in read_tls(server.address, "dips-slave", keys / "prometheus", ca)
+        with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
+            read_tls(server.address, "dips-master", keys / "prometheus", ca)
+        foreign = keys.parent / "foreign" / "prometheus"
+        for stranger in (None, foreign):
+            with pytest.raises((OSError, http.client.HTTPException)):
+                read_tls(server.address, "dips-slave", stranger, ca)
+        with pytest.raises((OSError, http.client.HTTPException)):
+            read(f"127.0.0.1:{parse_address(server.address)[1]}")  # in the clear
+    finally:
+        server.stop()
+
+
+def test_a_revoked_certificate_reads_nothing_and_renewed_keys_count_at_once(keys: Path, tmp_path: Path) -> None:
+    shutil.copytree(keys, tmp_path / "keys")
+    authority, ca = Authority(tmp_path / "keys"), tmp_path / "keys" / "ca" / CA_FILE
+    server = MetricsServer(EVERYWHERE, one, load_identity(authority.identity("s0")))
+    server.start()
+    mine = authority.identity("prometheus")
+    try:
+        assert "one 1.0" in read_tls(server.address, "dips-slave", mine, ca)
+        serial = authority.certificate("prometheus").serial_hex
+        revoked = {"revoked": [{"serial": serial, "reason": "lost"}]}
+        (authority.identity("s0") / REVOKED_FILE).write_text(json.dumps(revoked))
+        with pytest.raises((OSError, http.client.HTTPException)):
+            read_tls(server.address, "dips-slave", mine, ca)
+        authority.renew("prometheus")
+        authority.renew("s0")
+        assert "one 1.0" in read_tls(server.address, "dips-slave", authority.identity("prometheus"), ca)
+    finally:
+        server.stop()
+
+
+def test_loopback_is_plain_also_with_keys(keys: Path) -> None:
+    server = MetricsServer(LOOPBACK, one, load_identity(keys / "a"))
+    server.start()
+    assert "one 1.0" in read(server.address)
+    server.stop()

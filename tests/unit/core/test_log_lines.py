@@ -1,0 +1,139 @@
+"""Both forms of a log line say the same, can be read back, and let nobody write in another's name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.core.log_lines import LEVELS, LineFormatter, LogLine, as_json, escaped, human, parse, rendered, timestamp
+from dips.core.telemetry import ChangeLogger, configure_logging, say_last
+
+LINE = LogLine(1772366400.25, "WARNING", "slave", "s0", "no space", "r1.7", "dips.slave")
+
+WORD = st.from_regex(r"[A-Za-z0-9._%-]{1,12}", fullmatch=True)
+
+
+def test_a_line_for_people_and_one_for_machines() -> None:
+    assert human(LINE) == "2026-03-01T12:00:00.250Z W slave s0 [r1.7]: no space"
+    assert json.loads(as_json(LINE)) == {
+        "wall_s": 1772366400.25, "level": "WARNING", "role": "slave", "name": "s0", "cause": "r1.7",
+        "logger": "dips.slave", "sentence": "no space",
+    }  # fmt: skip
+    plain = LogLine(0.0, "INFO", "master", "", "x")
+    assert human(plain) == "1970-01-01T00:00:00.000Z I master: x"
+    assert "cause" not in json.loads(as_json(plain))
+
+
+@given(
+    st.integers(0, 253_402_300_000_000),
+    st.sampled_from(LEVELS),
+    WORD,
+    WORD | st.just(""),
+    WORD | st.just(""),
+    st.text(),
+)
+def test_both_forms_can_be_read_back(wall_ms: int, level: str, role: str, name: str, cause: str, sentence: str) -> None:
+    line = LogLine(wall_ms / 1000, level, role, name, sentence, cause)
+    assert parse(rendered(line, "json")) == line
+    first, *rest = human(line).split("\n")
+    read = parse(first)
+    assert read is not None
+    assert (read.level, read.role, read.name, read.cause) == (level, role, name, cause)
+    assert read.wall_s == pytest.approx(line.wall_s, abs=0.002)
+    assert read.sentence == escaped(sentence).split("\n")[0]
+    assert all(text.startswith("  ") for text in rest)
+
+
+@given(st.text())
+def test_no_text_steers_a_terminal_or_passes_for_another_line(text: str) -> None:
+    for said in human(LogLine(0.0, "INFO", text, text, text, text)).split("\n"):
+        assert said.isprintable() or not said.isascii()
+        assert not any(char in said for char in "\x1b\r\x00\x7f\x9b\u202e\u2028\u200f")
+    lines = human(LogLine(0.0, "INFO", "slave", "s0", f"{text}\n{human(LINE)}")).split("\n")
+    assert [line for line in lines if parse(line) is not None] == lines[:1]
+
+
+def test_what_is_hidden_is_written_out() -> None:
+    assert escaped("a\x1b[2Jb\u202ec\n\udc80ä€") == "a\\x1b[2Jb\\u202ec\n\\udc80ä€"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "settings:", "Traceback (most recent call last):", "{", "{}", "[1]", "null",
+        '{"wall_s": NaN, "level": "INFO", "sentence": "x"}', '{"wall_s": 1e400, "level": "INFO", "sentence": "x"}',
+        '{"wall_s": -1, "level": "INFO", "sentence": "x"}', '{"wall_s": true, "level": "INFO", "sentence": "x"}',
+        '{"wall_s": 1, "level": ["INFO"], "sentence": "x"}', '{"wall_s": 1, "level": "INFO", "sentence": 7}',
+        '{"wall_s":' + "[" * 100_000, "2026-02-30T12:00:00.250Z W slave s0: no such day",
+        "2026-03-01T12:00:00.250Z X slave s0: no such level", "2026-03-01T12:00:00.250Z W slave s0 no colon",
+    ],
+)  # fmt: skip
+def test_anything_else_is_no_log_line(text: str) -> None:
+    assert parse(text) is None
+
+
+def test_a_time_beyond_all_bounds_is_still_a_time() -> None:
+    assert timestamp(-5.0) == "1970-01-01T00:00:00.000Z"
+    assert timestamp(1e300).startswith("9999-12-31")
+
+
+# ---- the log of a process ----
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """The root logger with its handlers put back afterwards, and the hook for crashes."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", root.handlers[:])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    before = root.level
+    monkeypatch.setattr(root, "level", before)
+    return root
+
+
+def test_a_cause_stands_in_the_line(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("worker", "a")
+    changes = ChangeLogger(logging.getLogger("dips.x"))
+    changes.report("push", "it failed", "WARNING", "a/1.1#3")
+    changes.report("push", "it failed", "WARNING", "a/1.1#4")
+    changes.report("idle", "nothing", "WARNING", "-")
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition("Z ")[2] for line in said] == ["W worker a [a/1.1#3]: it failed", "W worker a: nothing"]
+
+
+def test_a_strangers_cause_is_only_a_word(root: logging.Logger) -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "said", (), None)
+    record.cause = "]: forged\n\x1b" + "z" * 500
+    told = LineFormatter("master", "m", "human").format(record)
+    assert "\n" not in told
+    assert "[:forged" in told
+    assert len(told) < 300
+
+
+def test_the_last_word_of_a_process_has_its_logs_form(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("slave", "s0")
+    say_last("the disk is full\x1b[2J", "dips slave s0")
+    assert capsys.readouterr().err == "dips slave s0: the disk is full\\x1b[2J\n"
+    configure_logging("slave", "s0", log_format="json")
+    say_last("the disk is full", "dips slave s0")
+    told = json.loads(capsys.readouterr().err)
+    assert (told["level"], told["sentence"]) == ("CRITICAL", "the disk is full")
+
+
+def test_a_crash_is_one_line_where_lines_are_for_machines(
+    root: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("master", "m", log_format="json")
+    try:
+        raise ZeroDivisionError("by zero")
+    except ZeroDivisionError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert told["sentence"] == "ZeroDivisionError: by zero"
+    assert told["exception"].startswith("Traceback")

@@ -1,0 +1,98 @@
+"""Families of metrics hold what a role lists and nothing else; counters have bounds and never fall."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from prometheus_client.core import Metric
+
+from dips.core.counting import SECONDS, Durations, Observed, Recent, Rising
+from dips.core.errors import LocalProtocolError
+from dips.core.metrics import Families, Spec
+
+SPECS = (
+    Spec("level", "gauge", "a level", "any"),
+    Spec("things_total", "counter", "things", "rises", ("kind",)),
+    Spec("work_seconds", "histogram", "work", "short", ("kind",), "s"),
+    Spec("state", "gauge", "a state", "any", ("name", "state")),
+)
+
+
+def made(families: Families) -> dict[str, Metric]:
+    return {family.name: family for family in families}
+
+
+def values(family: Metric) -> dict[tuple[str, ...], float]:
+    return {tuple(sample.labels.values()): sample.value for sample in family.samples}
+
+
+def test_every_listed_family_is_there_with_its_type_and_meaning_also_without_a_value() -> None:
+    families = made(Families("x_", SPECS))
+    assert list(families) == ["x_level", "x_things", "x_work_seconds", "x_state"]
+    assert [family.type for family in families.values()] == ["gauge", "counter", "histogram", "gauge"]
+    assert families["x_level"].documentation == "a level"
+    assert not any(family.samples for family in families.values())
+
+
+def test_what_is_not_known_has_no_sample() -> None:
+    families = Families("x_", SPECS)
+    families.set("level", None)
+    families.set("level", math.nan)
+    assert not made(families)["x_level"].samples
+    families.set("level", 0)
+    assert values(made(families)["x_level"]) == {(): 0.0}
+
+
+def test_of_several_states_one_holds() -> None:
+    families = Families("x_", SPECS)
+    families.one_of("state", "on", ("on", "off"), "lamp")
+    assert values(made(families)["x_state"]) == {("lamp", "on"): 1.0, ("lamp", "off"): 0.0}
+
+
+@pytest.mark.parametrize(("name", "labels"), [("unheard_of", ()), ("level", ("label",)), ("things_total", ())])
+def test_what_is_not_on_the_list_cannot_be_exported(name: str, labels: tuple[str, ...]) -> None:
+    with pytest.raises(LocalProtocolError, match="not on its role's list"):
+        Families("x_", SPECS).set(name, 1.0, *labels)
+
+
+def test_a_histogram_counts_each_duration_in_all_buckets_that_hold_it() -> None:
+    durations = Durations()
+    for seconds in (0.0005, 0.001, 0.02, 5.0, 5000.0):
+        durations.observe(seconds)
+    families = Families("x_", SPECS)
+    families.observed("work_seconds", durations.observed(), "all")
+    samples = {(s.name, s.labels.get("le")): s.value for s in made(families)["x_work_seconds"].samples}
+    assert samples["x_work_seconds_bucket", "0.001"] == 2
+    assert samples["x_work_seconds_bucket", "0.03"] == 3
+    assert samples["x_work_seconds_bucket", "1000.0"] == 4
+    assert samples["x_work_seconds_bucket", "+Inf"] == samples["x_work_seconds_count", None] == 5
+    assert samples["x_work_seconds_sum", None] == pytest.approx(5005.0215)
+
+
+def test_durations_have_one_bucket_more_than_ends() -> None:
+    assert Durations().observed() == Observed((0,) * (len(SECONDS) + 1), 0.0)
+
+
+def test_only_the_keys_that_were_counted_last_stay() -> None:
+    recent: Recent[str] = Recent(2)
+    for key in ("a", "b", "a", "c"):
+        recent.add(key)
+    assert recent.counted() == {"a": 2, "c": 1}
+    recent.keep(1)
+    assert recent.counted() == {"c": 1}
+
+
+def test_a_counter_of_a_number_that_falls_never_falls() -> None:
+    rising: Rising[str] = Rising()
+    assert rising.look({"tokens": 100}) == {"tokens": 100}
+    assert rising.look({"tokens": 150}) == {"tokens": 150}
+    assert rising.look({"tokens": 120}) == {"tokens": 150}  # a ROLLBACK
+    assert rising.look({"tokens": 170}) == {"tokens": 200}
+
+
+def test_a_key_that_is_not_looked_at_any_more_is_forgotten() -> None:
+    rising: Rising[str] = Rising()
+    rising.look({"gone": 5, "here": 1})
+    rising.look({"here": 2})
+    assert rising.look({"gone": 3, "here": 2}) == {"gone": 3, "here": 2}

@@ -1,0 +1,237 @@
+"""Dashboards, rules and alarms fit what is exported and what the documents say, and pass Prometheus' own checks."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.dashboards import (
+    DASHBOARDS,
+    PROMETHEUS,
+    RULE_TESTS,
+    RULES,
+    dashboard,
+    filled,
+    metric_names,
+    panel_expressions,
+    panels,
+    rules,
+    selectors,
+)
+from support.documents import anchors
+from support.repository import ROOT
+
+from dips.core.metrics import Spec
+from dips.master import metrics as of_master
+from dips.slave import metrics as of_slave
+from dips.worker import metrics as of_worker
+
+OPERATIONS = ROOT / "docs" / "operations.md"
+ALERTS = [rule for rule in rules() if rule.alert]
+RECORDS = {rule.record for rule in rules() if rule.record}
+EXPRESSIONS = [one for file in DASHBOARDS for one in panel_expressions(file)]
+OF_PROMETHEUS = {"up", "ALERTS"}
+OF_PROCESSES = {
+    "process_resident_memory_bytes",
+    "process_cpu_seconds_total",
+    "process_open_fds",
+    "process_max_fds",
+    "process_start_time_seconds",
+}
+KINDS = {"timeseries", "stat", "gauge", "bargauge", "table", "state-timeline"}
+UNITS = {"short", "none", "s", "bytes", "Bps", "percentunit"}
+
+each_dashboard = pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="needs promtool (Debian, Ubuntu: apt-get install prometheus)"
+)
+
+
+def exported() -> set[str]:
+    lists: list[tuple[str, tuple[Spec, ...]]] = [
+        (of_master.PREFIX, of_master.METRICS),
+        (of_slave.PREFIX, of_slave.METRICS),
+        (of_worker.PREFIX, (*of_worker.METRICS, *of_worker.HELDOUT)),
+    ]
+    return {f"{prefix}{spec.name}" for prefix, specs in lists for spec in specs}
+
+
+KNOWN = exported() | RECORDS | OF_PROMETHEUS | OF_PROCESSES
+
+
+# ---- dashboards ----
+
+
+def test_there_are_the_five_dashboards() -> None:
+    assert [file.stem for file in DASHBOARDS] == ["clusters", "convergence", "links", "overview", "slaves"]
+    uids = [dashboard(file)["uid"] for file in DASHBOARDS]
+    assert uids == [f"dips-{file.stem}" for file in DASHBOARDS]
+
+
+def test_the_dashboards_are_what_make_makes_of_them() -> None:
+    command = [sys.executable, str(ROOT / "deploy" / "grafana" / "make.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@each_dashboard
+def test_a_dashboard_has_what_grafana_needs(file: Path) -> None:
+    told = dashboard(file)
+    assert told["id"] is None
+    assert told["schemaVersion"] >= 39
+    assert told["title"].startswith("Di-PS ")
+    assert told["description"].endswith("?")
+    assert "dips" in told["tags"]
+    variables = {variable["name"]: variable for variable in told["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    assert "run" in variables
+    asked = " ".join(one.expr for one in panel_expressions(file))
+    assert set(re.findall(r"\$(\w+)", asked)) - {"__rate_interval"} <= set(variables)
+    for variable in variables.values():
+        if variable["type"] == "query":
+            assert metric_names(variable["definition"]) <= exported(), variable["name"]
+
+
+@each_dashboard
+def test_a_panel_says_what_it_shows_and_in_which_unit(file: Path) -> None:
+    ids = [panel["id"] for panel in dashboard(file)["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in panels(file):
+        assert panel["type"] in KINDS, panel["title"]
+        assert panel["title"]
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS, panel["title"]
+        assert panel["targets"], panel["title"]
+        letters = [target["refId"] for target in panel["targets"]]
+        assert len(set(letters)) == len(letters)
+        for target in (panel, *panel["targets"]):
+            assert target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+
+
+@each_dashboard
+def test_panels_stand_side_by_side_and_not_on_each_other(file: Path) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard(file)["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+# ---- expressions ----
+
+
+def test_an_unknown_metric_would_be_found() -> None:
+    expr = 'sum by (cluster) (rate(dips_master_rounds_total{result="dips_x"}[5m])) / on (run) dips:nonsense:rate5m > 0'
+    assert metric_names(expr) == {"dips_master_rounds_total", "dips:nonsense:rate5m"}
+    assert metric_names("histogram_quantile(0.9, dips_master_round_seconds_bucket)") == {"dips_master_round_seconds"}
+    assert metric_names('up{job="dips"} == 0 or process_open_fds > 1') == {"up", "process_open_fds"}
+    assert selectors('up{job="dips"} == 0 and a > dips:b:c') == {'up{job="dips"}', "dips:b:c"}
+    assert "dips:nonsense:rate5m" not in KNOWN
+
+
+@each_dashboard
+def test_panels_ask_for_metrics_that_exist_and_of_the_chosen_run(file: Path) -> None:
+    for one in panel_expressions(file):
+        assert metric_names(one.expr), one
+        assert metric_names(one.expr) <= KNOWN, one
+        assert all('run="$run"' in selector for selector in selectors(one.expr)), f"{one} shows other runs' data"
+        filled(one.expr, "x", "1m")
+
+
+def test_rules_ask_for_metrics_that_exist() -> None:
+    for rule in rules():
+        assert metric_names(rule.expr), rule
+        assert metric_names(rule.expr) <= KNOWN, rule
+
+
+def test_a_record_says_what_and_how_and_somebody_asks_for_it() -> None:
+    asked = {name for one in EXPRESSIONS for name in metric_names(one.expr)}
+    asked |= {name for rule in rules() for name in metric_names(rule.expr)}
+    for record in RECORDS:
+        assert re.fullmatch(r"dips:[a-z_]+:[a-z0-9_]+", record)
+    assert asked >= RECORDS
+
+
+# ---- alarms ----
+
+
+def test_an_alarm_says_for_whom_it_is_and_where_to_read_on() -> None:
+    sections = anchors(OPERATIONS)
+    for rule in ALERTS:
+        assert rule.labels["severity"] in ("critical", "warning"), rule
+        assert set(rule.annotations) == {"summary", "description", "runbook_url"}, rule
+        assert "$labels.run" in rule.annotations["summary"], rule
+        assert rule.annotations["runbook_url"] == f"docs/operations.md#{rule.alert.lower()}"
+        assert rule.alert.lower() in sections, rule
+
+
+def runbook() -> dict[str, str]:
+    """What stands below the heading of each alarm."""
+    parts = re.split(r"^#### (\w+)$", OPERATIONS.read_text(), flags=re.MULTILINE)[1:]
+    texts = [re.split(r"^#", text, maxsplit=1, flags=re.MULTILINE)[0] for text in parts[1::2]]
+    assert len(set(parts[::2])) == len(texts), "two sections have one name"
+    return dict(zip(parts[::2], texts, strict=True))
+
+
+def test_every_section_has_its_alarm() -> None:
+    assert set(runbook()) == {rule.alert for rule in ALERTS}
+
+
+def test_a_section_says_how_bad_it_is_where_to_look_and_what_to_do() -> None:
+    sections = runbook()
+    for rule in ALERTS:
+        text = sections[rule.alert]
+        assert text.strip().startswith(f"*{rule.labels['severity']}"), rule
+        assert re.search(r"\*\*Look:?\*\*", text), rule
+        assert re.search(r"\*\*[Dd]o:?\*\*", text), rule
+
+
+def test_the_documents_number_of_alarms() -> None:
+    told = re.search(r"five Grafana dashboards and (\d+) alarms", (ROOT / "docs" / "dashboards.md").read_text())
+    assert told
+    assert int(told[1]) == len(ALERTS)
+
+
+# ---- Prometheus' own checks ----
+
+
+def promtool(*arguments: object) -> str:
+    done = subprocess.run(
+        ["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False, cwd=PROMETHEUS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_promtool
+def test_prometheus_reads_the_configuration_and_the_rules() -> None:
+    promtool("check", "config", "--syntax-only", PROMETHEUS / "prometheus.yml")
+    assert f"{len(ALERTS)} rules found" in promtool("check", "rules", *RULES)
+
+
+@needs_promtool
+def test_every_alarm_rings_when_it_should_and_not_otherwise() -> None:
+    promtool("test", "rules", *RULE_TESTS)
+
+
+def test_every_alarm_is_tested_both_ways() -> None:
+    rings, silent = set(), set()
+    for file in RULE_TESTS:
+        told = yaml.safe_load(file.read_text())
+        assert told["rule_files"] == ["../rules/recording.yml", "../rules/alerts.yml"]
+        for group in told["tests"]:
+            for test in group["promql_expr_test"]:
+                assert f'alertname="{group["name"]}"' in test["expr"], group["name"]
+                (rings if test["exp_samples"] else silent).add(group["name"])
+    assert rings == silent == {rule.alert for rule in ALERTS}

@@ -1,0 +1,72 @@
+"""Rates of links: measured over whole transfers, in the real state machine."""
+
+from __future__ import annotations
+
+import pytest
+from support.master_bench import LAYOUT, Bench
+
+from dips.core.ids import SlaveId
+from dips.core.placement import Placement
+from dips.core.wire import Codec
+from dips.master.state.link_rates import LinkRates
+
+PLACEMENT = Placement((SlaveId("s0"), SlaveId("s1")), (0, 1, 0, 0))
+ELEMS = 16
+"""Of each of LAYOUT's four blocks."""
+
+
+def test_a_push_counts_the_blocks_of_its_slave_from_ticket_to_staged() -> None:
+    rates = LinkRates()
+    part = rates.part_bytes("s0", LAYOUT, PLACEMENT, Codec.F32)
+    assert part == 3 * ELEMS * 4
+    rates.staged("a", "s0", part, 2.0, 10.0)
+    first, second = rates.links(["a"], LAYOUT, PLACEMENT, 13.0)
+    assert (first.slave, first.push_bytes_per_s, first.push_age_s) == ("s0", part / 2.0, 3.0)
+    assert (second.slave, second.push_bytes_per_s, second.pull_bytes_per_s) == ("s1", None, None)
+
+
+def test_a_pull_is_divided_among_the_slaves_by_what_they_hold() -> None:
+    rates = LinkRates()
+    rates.pull_ended("a", 1.0)  # nobody knows since when
+    rates.pull_began("a", 1.0)
+    rates.pull_ended("a", 5.0)
+    links = rates.links(["a"], LAYOUT, PLACEMENT, 5.0)
+    assert [link.pull_bytes_per_s for link in links] == [3 * ELEMS * 4 / 4.0, ELEMS * 4 / 4.0]
+    assert [link.pull_age_s for link in links] == [0.0, 0.0]
+
+
+def test_differences_weigh_less() -> None:
+    rates = LinkRates()
+    assert rates.part_bytes("s0", LAYOUT, PLACEMENT, Codec.BF16) == 3 * ELEMS * 2
+
+
+def test_who_is_gone_has_no_links_and_its_next_life_none_yet() -> None:
+    rates = LinkRates()
+    rates.staged("a", "s0", 100, 1.0, 1.0)
+    rates.pull_began("a", 1.0)
+    rates.gone("a")
+    rates.pull_ended("a", 2.0)
+    assert {(link.push_bytes_per_s, link.pull_bytes_per_s) for link in rates.links(["a"], LAYOUT, PLACEMENT, 2.0)} == {
+        (None, None)
+    }
+
+
+@pytest.mark.parametrize(("layout", "placement"), [(None, PLACEMENT), (LAYOUT, None)])
+def test_before_the_model_is_placed_there_are_no_links(layout: object, placement: object) -> None:
+    assert LinkRates().links(["a"], layout, placement, 0.0) == ()  # type: ignore[arg-type]
+
+
+def test_there_are_never_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dips.master.state.link_rates.MAX_LINKS", 3)
+    assert len(LinkRates().links(["a", "b"], LAYOUT, PLACEMENT, 0.0)) == 3
+
+
+def test_the_state_machine_measures_pushes_and_pulls() -> None:
+    bench = Bench().running("a", "b")
+    bench.push("a")
+    view = bench.state.look()
+    pushed = {(link.cluster, link.slave): link.push_bytes_per_s for link in view.links}
+    assert set(pushed) == {("a", "s0"), ("a", "s1"), ("b", "s0"), ("b", "s1")}
+    assert all(rate is not None and rate > 0 for (cluster, _), rate in pushed.items() if cluster == "a")
+    assert {push.cluster for push in view.pushes} == {"a"}
+    assert view.pushes[0].landed == 1.0

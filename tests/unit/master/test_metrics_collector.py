@@ -1,0 +1,205 @@
+"""The master's collector: every metric of the list from a state under a hand-turned clock, and bounded labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prometheus_client.core import Metric
+from support.master_bench import LEASED, Bench
+
+from dips.core.errors import RefusalCode
+from dips.core.ids import Incarnation
+from dips.core.messages import ClusterStatus
+from dips.master.metrics import METRICS, PREFIX
+from dips.master.metrics_collector import Collector, clusters_shown, snapshot
+from dips.master.metrics_counts import Counts
+from dips.master.state.effects import Record
+
+
+class Scraped:
+    """A bench whose records are counted, and scrapes of it."""
+
+    def __init__(self, bench: Bench, folder: Path) -> None:
+        self.bench = bench
+        self.counts = Counts(bench.config.max_clusters)
+        self.collector = Collector(folder)
+        self._told = 0
+
+    def scrape(self, late_s: float = 0.0) -> dict[tuple[str, ...], float]:
+        """(name without prefix, label values in the order of the list) -> value; histograms: their counts."""
+        for record in self.bench.records[self._told :]:
+            self.counts.note(record, self.bench.now_s)
+        self._told = len(self.bench.records)
+        now = snapshot(self.bench.state.world, self.counts, self.bench.now_s + late_s)
+        return samples(list(self.collector.families(now)))
+
+
+def samples(families: list[Metric]) -> dict[tuple[str, ...], float]:
+    labels = {PREFIX + spec.name: spec.labels for spec in METRICS}
+    found = {}
+    for family in families:
+        for sample in family.samples:
+            name = sample.name.removesuffix("_count") if family.type == "histogram" else sample.name
+            if name in labels and "le" not in sample.labels:
+                found[name.removeprefix(PREFIX), *(sample.labels[label] for label in labels[name])] = sample.value
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Scraped:
+    return Scraped(Bench(plan=LEASED).running("a", "b"), tmp_path)
+
+
+def test_members_versions_and_tokens(run: Scraped) -> None:
+    bench = run.bench
+    found = run.scrape(late_s=0.25)
+    assert found["clusters", "live"] == 2
+    assert found["slaves", "ready"] == found["slaves_expected",] == 2
+    assert found["version",] == 0
+    assert found["timeline",] == found["epoch",] == 1
+    assert found["cluster_up", "a"] == found["slave_up", "s1"] == 1
+    assert found["cluster_beat_age_seconds", "a"] == pytest.approx(0.25)
+    assert found["round_phase", "idle"] == found["waiting", "none"] == 1
+    ranges = bench.lease("a", 100)
+    bench.push("a", sum(item.tokens for item in ranges), ranges)
+    assert run.scrape()["round_phase", "window"] == 1
+    bench.advance(3.0)
+    found = run.scrape()
+    assert found["version",] == 1
+    assert found["tokens",] == found["tokens_applied_total",] == found["cluster_tokens_applied_total", "a"] == 100
+    assert found["data_tokens", "applied"] == 100
+    assert found["rounds_total", "commit"] == 2  # the seed's is one
+    assert found["verdicts_total", "a", "applied", "merged"] == 1 + 1
+    assert found["round_phase_seconds", "window"] == found["round_seconds",] == 2
+    assert found["participation",] < 1.0
+    assert found["cluster_norm", "a"] > 0
+    assert found["push_attempts_total", "a", "first"] == 2
+    assert found["pulls_total", "cluster"] == 2
+
+
+def test_phases_take_the_time_that_passed_in_them() -> None:
+    counts = Counts()
+    for phase, now_s in (("WINDOW", 10.0), ("SEALED", 11.0), ("MEASURE", 11.0), ("IDLE", 11.5)):  # aborted
+        counts.note(Record("round", "r1.1", {"phase": phase}), now_s)
+    for phase, now_s in (("WINDOW", 20.0), ("PREPARE", 22.0), ("COMMIT", 22.5), ("PUBLISH", 23.0), ("IDLE", 23.0)):
+        counts.note(Record("round", "r1.2", {"phase": phase}), now_s)
+    counted = counts.counted()
+    totals = {phase: observed.total for phase, observed in counted.phases.items()}
+    expected = {"window": 3.0, "sealed": 0.0, "measure": 0.5, "prepare": 0.5, "commit": 0.5, "publish": 0.0}
+    assert totals == expected
+    assert (sum(counted.rounds.counts), counted.rounds.total) == (1, 3.0)
+
+
+def test_a_new_epoch_of_the_same_process_begins_with_no_round() -> None:
+    counts = Counts()
+    counts.note(Record("round", "r1.1", {"phase": "COMMIT"}), 10.0)
+    counts.note(Record("epoch", "-", {"epoch": 2}), 50.0)
+    counts.note(Record("round", "r2.2", {"phase": "WINDOW"}), 60.0)
+    assert not counts.counted().phases
+
+
+def test_beats_bring_speed_loss_and_transfer_times(run: Scraped) -> None:
+    base = run.bench.state.world.ledger.version
+    run.bench.beat("a", tokens_per_s=500.0, steps_per_s=5.0, loss=2.5, push_s=0.5, pull_s=0.25, base=base, steps=7)
+    found = run.scrape()
+    assert found["cluster_loss", "a"] == 2.5
+    assert ("cluster_loss", "b") not in found
+    assert found["cluster_push_seconds", "a"] == 0.5
+    assert found["cluster_pull_seconds", "a"] == 0.25
+    assert found["tokens_per_second",] >= 500.0
+    assert found["cluster_staleness_versions", "a"] == 0
+    assert found["cluster_steps_total", "a"] == 7
+
+
+def test_an_exclusion_shows_with_its_reason(run: Scraped) -> None:
+    run.bench.nonfinite["a"] = 3
+    for name in ("a", "b"):
+        ranges = run.bench.lease(name, 100)
+        run.bench.push(name, sum(item.tokens for item in ranges), ranges)
+    found = run.scrape()
+    assert found["verdicts_total", "a", "excluded", "not_finite"] == 1
+    assert found["verdicts_total", "a", "excluded", "score"] == 0  # there before the first one
+    assert found["verdicts_total", "b", "applied", "merged"] == 1
+    assert found["data_tokens", "excluded"] == 100
+
+
+def test_a_cluster_that_is_silent_is_evicted_and_stays_visible(run: Scraped) -> None:
+    run.bench.silent.add("b")
+    run.bench.advance(5.0)
+    assert run.scrape()["cluster_beat_age_seconds", "b"] == pytest.approx(5.0)
+    run.bench.advance(10.0)
+    run.bench.leave("a")
+    found = run.scrape()
+    assert found["cluster_up", "b"] == found["cluster_up", "a"] == 0
+    assert found["clusters", "away"] == 2
+    assert found["departures_total", "b", "evict"] == found["departures_total", "a", "leave"] == 1
+    assert ("cluster_beat_age_seconds", "b") not in found
+
+
+def test_a_slave_that_is_lost(run: Scraped) -> None:
+    run.bench.slaves[0].die()
+    found = run.scrape()
+    assert found["slave_up", "s0"] == 0
+    assert found["slaves", "away"] == 1
+    assert found["slave_losses_total", "s0"] == 1
+    assert found["waiting", "slaves"] == 1
+
+
+def test_counts_of_events_that_only_the_tape_tells(tmp_path: Path) -> None:
+    run = Scraped(Bench().running("a"), tmp_path)
+    counts = run.counts
+    counts.note(Record("rolled_back", "recovery", {"lost_tokens": 30}), 0.0)
+    counts.note(Record("alarm", "-", {"sentence": "look"}), 0.0)
+    counts.note(Record("pull", "-", {"by": "reader export"}), 0.0)
+    counts.note(Record("verdict", "-", {}), 0.0)  # of a fake machine: no field, no harm
+    counts.called("Join")
+    counts.refused("Join", RefusalCode.IDENTITY.name)
+    counts.timed(lambda entries: None)([])
+    found = run.scrape()
+    assert found["rollbacks_total",] == 1
+    assert found["rolled_back_tokens_total",] == 30
+    assert found["alarms_total",] == 1
+    assert found["pulls_total", "reader"] == 1
+    assert found["calls_total", "Join"] == found["refused_calls_total", "Join", "IDENTITY"] == 1
+    assert found["journal_append_seconds",] == 1
+
+
+def test_a_rollback_takes_tokens_back_and_no_counter() -> None:
+    bench = Bench().running("a")
+    bench.push("a", 100)
+    run = Scraped(bench, Path())
+    assert run.scrape()["tokens_applied_total",] == 100
+    bench.state.world.ledger.tokens = 0
+    found = run.scrape()
+    assert found["tokens",] == 0
+    assert found["tokens_applied_total",] == 100
+
+
+def test_sizes_of_the_durable_state(tmp_path: Path) -> None:
+    (tmp_path / "journal.sqlite").write_bytes(b"")
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "archive" / "0000000001-0000000002.jsonl").write_bytes(b"x" * 50)
+    found = Scraped(Bench().running("a"), tmp_path).scrape()
+    assert found["journal_bytes", "archive"] == 50
+    assert found["disk_free_bytes",] > 0
+    assert ("disk_free_bytes",) not in Scraped(Bench().running("a"), tmp_path / "gone").scrape()
+
+
+def test_there_are_never_more_clusters_than_may_take_part() -> None:
+    away = [ClusterStatus(f"c{i}", Incarnation(1, i), alive=False) for i in range(50)]
+    live = ClusterStatus("z", Incarnation(1, 1), alive=True)
+    shown = clusters_shown([*away, live], 4)
+    assert [cluster.cluster_id for cluster in shown] == ["c47", "c48", "c49", "z"]
+
+
+def test_counts_of_clusters_that_come_and_go_are_bounded(tmp_path: Path) -> None:
+    counts = Counts(most_clusters=2)
+    for i in range(1000):
+        push = f"c{i}/1.1#1"
+        counts.note(Record("verdict", "-", {"push": push, "verdict": "APPLIED", "reason": "merged"}), 0.0)
+        counts.note(Record("ticket", "-", {"push": push, "attempt": 1}), 0.0)
+        counts.note(Record("leave", "-", {"cluster": f"c{i}"}), 0.0)
+    counted = counts.counted()
+    assert len(counted.verdicts) == 64
+    assert len(counted.attempts) == len(counted.departures) == 4

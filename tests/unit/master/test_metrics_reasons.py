@@ -1,0 +1,142 @@
+"""Reasons as label values: each sentence that the state says has its word, and the set of words is fixed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from support.master_bench import Bench
+
+from dips.core.errors import RefusalCode
+from dips.core.messages import Commit, Measure, OperatorRequest, Prepare, Refusal
+from dips.master.metrics_reasons import OTHER, REASONS, WAITING, reason_word, waiting_word
+from dips.master.state.events import Pause
+from dips.master.state.penalty import PRESETS, Participant, judge
+from dips.master.state.penalty_statistics import ClusterStatistics, DetectorState
+from dips.master.state.reasons import waiting_for
+
+KNOWN = ClusterStatistics(accepted=20, mean=1.0, variance=0.01, mean_tokens=100.0, steps=4)
+STATE = DetectorState((("a", KNOWN),), norms=(1.0,) * 10, scores=(1.0,) * 10)
+
+
+def rejected(tokens: float = 100.0, bad: int = 0, squared: float = 1.0) -> str:
+    """Why the detector rejects a push with these numbers."""
+    participant = Participant("a", tokens, bad, 4)
+    judgement = judge(STATE, PRESETS["safe"], [participant], [[squared]], frozenset({"a"}), 100.0)
+    return judgement.rejected[0].reason
+
+
+@pytest.mark.parametrize(
+    ("reason", "word"),
+    [
+        (rejected(bad=3), "not_finite"),
+        (rejected(squared=math.inf), "not_finite"),
+        (rejected(squared=400.0), "norm"),
+        (rejected(squared=16.0), "score"),
+        (rejected(tokens=-1.0), "tokens"),
+        (rejected(squared=0.0), "zero"),
+        ("slave s1 cannot prepare: 3 elements of the result are not finite", "void"),
+        ("something that nobody has thought of", OTHER),
+    ],
+)
+def test_the_detectors_sentences_have_words(reason: str, word: str) -> None:
+    assert reason_word("EXCLUDED", reason) == word
+    assert word in REASONS["excluded"]
+
+
+def aborted(bench: Bench) -> list[str]:
+    """The words of the verdicts ABORTED so far."""
+    lines = [line for line in bench.recorded("verdict") if line["verdict"] == "ABORTED"]
+    return [reason_word("ABORTED", line["reason"]) for line in lines]
+
+
+def test_an_upload_that_stands_still_is_a_ticket_that_ran_out() -> None:
+    bench = Bench(ticket_ttl_s=30.0).running("a", "b")
+    bench.begin_push("a")
+    bench.advance(40.0)
+    assert aborted(bench) == ["ticket"]
+
+
+def test_a_push_of_a_cluster_that_went_or_joined_anew() -> None:
+    bench = Bench().running("a", "b")
+    bench.begin_push("a")
+    bench.join("a")
+    bench.begin_push("b")
+    bench.leave("b")
+    assert aborted(bench) == ["rejoined", "gone"]
+
+
+def test_a_push_whose_slave_was_lost() -> None:
+    bench = Bench().running("a", "b")
+    bench.push("a")
+    bench.slaves[0].die()
+    assert aborted(bench) == ["slave_lost"]
+
+
+def test_a_push_that_arrived_as_something_else() -> None:
+    bench = Bench().running("a", "b")
+    bench.begin_push("a")
+    bench.stage("a")
+    bench.finish_push("a", digests={"s0": b"another", "s1": b"another"})
+    assert aborted(bench) == ["digest"]
+
+
+def test_a_round_that_a_slave_refuses_for_good() -> None:
+    bench = Bench().running("a", "b")
+    bench.slaves[0].refuse["measure"] = Refusal(RefusalCode.UNKNOWN_PUSH, "no such push")
+    bench.push("a")
+    bench.push("b")
+    assert aborted(bench) == ["refused", "refused"]
+
+
+def test_every_word_is_one_of_the_fixed_set() -> None:
+    assert set(REASONS) == {"applied", "excluded", "aborted", "rolled_back"}
+    assert all(OTHER in words and len(set(words)) == len(words) for words in REASONS.values())
+    assert reason_word("APPLIED", "merged") == "merged"
+    assert reason_word("ROLLED_BACK", "whatever") == "rollback"
+    assert reason_word("A verdict of a later release", "whatever") == OTHER
+
+
+# ---- what the run waits for ----
+
+
+def word_of(bench: Bench) -> str:
+    """The word; it speaks exactly where the sentence does."""
+    world = bench.state.world
+    word = waiting_word(world)
+    assert word in WAITING
+    assert (word == "none") == (waiting_for(world) == ""), (word, waiting_for(world))
+    return word
+
+
+def test_a_run_begins_with_slaves_clusters_and_the_first_push() -> None:
+    bench = Bench()
+    assert word_of(bench) == "slaves"
+    bench.attach_all()
+    bench.join("a")
+    assert word_of(bench) in ("slaves", "first_push")  # the slaves make their memory meanwhile
+    bench.seed("a")
+    assert word_of(bench) == "none"
+
+
+def test_a_slave_that_is_away_a_pause_and_no_cluster() -> None:
+    bench = Bench().running("a")
+    bench.slaves[1].die()
+    assert word_of(bench) == "slaves"
+    bench.slaves[1].attach()
+    bench.operate(Pause(OperatorRequest("test", "lunch")))
+    assert word_of(bench) == "paused"
+    other = Bench().running("a")
+    other.leave("a")
+    assert word_of(other) == "no_clusters"
+
+
+@pytest.mark.parametrize(("step", "word"), [(Measure, "measure"), (Prepare, "prepare"), (Commit, "commit")])
+def test_a_slave_that_works_on_a_step_of_the_round(step: type, word: str) -> None:
+    bench = Bench().running("a", "b")
+    bench.slaves[0].hold.add(step)
+    bench.push("a")
+    bench.push("b")
+    assert word_of(bench) == word
+    bench.slaves[0].release(step)
+    assert word_of(bench) == "none"

@@ -1,0 +1,116 @@
+"""The slave's collector: every metric of the list from a state under a hand-turned clock, and what the port counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.slave_bench import R1, V0, SlaveBench, snapshot
+
+from dips.core.clock import ManualClock
+from dips.core.errors import RefusalCode, Refused
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import SlaveBeat
+from dips.core.threads import Threads
+from dips.slave.data_port import Figures
+from dips.slave.memory import ShardMemory
+from dips.slave.memory_speed import memory_bytes_per_s
+from dips.slave.metrics import METRICS, PREFIX
+from dips.slave.metrics_collector import Collector, Sizes, Snapshot, disk_free_bytes
+from dips.slave.metrics_collector import snapshot as look
+from dips.slave.metrics_counts import Counts
+
+FIGURES = Figures(SlaveBeat(100, 200, 3, 0, 1, refused_connections=4), {"BUSY": 3}, {"a": 60, "b": 40})
+SIZES = Sizes(1000, 5000, 7000, 3)
+
+
+def scraped(now: Snapshot, sizes: Sizes = SIZES) -> dict[tuple[str, ...], float]:
+    labels = {PREFIX + spec.name: spec.labels for spec in METRICS}
+    found = {}
+    for family in Collector("s0", 1 << 20, 1e9).families(now, FIGURES, sizes):
+        for sample in family.samples:
+            name = sample.name.removesuffix("_count") if family.type == "histogram" else sample.name
+            if name in labels and "le" not in sample.labels:
+                found[name.removeprefix(PREFIX), *(sample.labels[label] for label in labels[name])] = sample.value
+    return found
+
+
+@pytest.fixture
+def bench() -> SlaveBench:
+    return SlaveBench()
+
+
+@pytest.fixture
+def counts() -> Counts:
+    return Counts(ManualClock())
+
+
+def test_a_slave_without_memory_says_so(bench: SlaveBench, counts: Counts) -> None:
+    found = scraped(look(bench.state, None, counts))
+    assert found["shard_phase", "empty"] == 1
+    assert found["attached",] == found["readable_versions",] == 0
+    assert ("version",) not in found
+    assert ("memory_bytes", "theta") not in found
+    assert ("snapshot_age_seconds",) not in found
+
+
+def test_a_slave_that_serves_a_version(bench: SlaveBench, counts: Counts) -> None:
+    bench.ready(snapshot(V0, R1))
+    blocks = Layout((Parameter("w", (8, 8), "float32", "w"),)).blocks
+    found = scraped(look(bench.state, ShardMemory(blocks, 64, 2, 1 << 20), counts))
+    assert found["attached",] == found["epoch",] == 1
+    assert found["version",] == found["durable_version",] == V0.v
+    assert found["shard_bytes",] == 256
+    assert (found["memory_bytes", "theta"], found["memory_bytes", "momentum"]) == (3 * 256, 2 * 256)
+    assert found["memory_bytes", "staging"] == 2 * 256
+
+
+def test_what_the_data_port_counted_and_sizes(bench: SlaveBench, counts: Counts) -> None:
+    found = scraped(look(bench.state, None, counts))
+    assert (found["staged_bytes_total",], found["served_bytes_total",]) == (100, 200)
+    assert (found["staging_open",], found["refused_connections_total",]) == (1, 4)
+    assert found["refused_messages_total", "BUSY"] == 3
+    assert (found["cluster_staged_bytes_total", "a"], found["cluster_staged_bytes_total", "b"]) == (60, 40)
+    assert (found["resident_bytes",], found["budget_bytes",], found["disk_free_bytes",]) == (1000, 5000, 7000)
+    assert found["memory_limit_bytes",] == 1 << 20
+
+
+def test_jobs_snapshots_and_updates_take_the_clocks_time(bench: SlaveBench, counts: Counts) -> None:
+    clock = counts.clock
+    assert isinstance(clock, ManualClock)
+    with counts.job("prepare"):
+        with counts.update(n_elems=1_000_000, pushes=2):
+            clock.advance(0.5)
+        with counts.snapshot():
+            clock.advance(2.0)
+    clock.advance(10.0)
+    with pytest.raises(Refused), counts.job("commit"):
+        raise Refused(RefusalCode.DISK, "the disk is full")
+    now = look(bench.state, None, counts)
+    found = scraped(now)
+    assert found["update_seconds",] == 0.5
+    assert found["update_floor_seconds",] == pytest.approx(6 * 4_000_000 / 1e9)
+    assert found["snapshot_age_seconds",] == 10.0
+    assert now.counted.jobs["prepare"].total == 2.5
+    assert found["job_seconds", "prepare"] == 1
+    assert found["job_failures_total", "commit"] == 1
+    assert found["job_failures_total", "prepare"] == 0
+    assert ("job_seconds", "commit") not in found
+
+
+def test_lines_of_the_tape_are_counted(bench: SlaveBench, counts: Counts) -> None:
+    for kind in ("incarnation", "staged", "staged", "unlinked", "refused_command"):
+        counts.note(kind)
+    found = scraped(look(bench.state, None, counts))
+    assert (found["incarnations_total",], found["staged_pushes_total",]) == (1, 2)
+    assert (found["link_losses_total",], found["refused_commands_total",]) == (1, 1)
+
+
+def test_a_disk_that_does_not_answer_has_no_sample(bench: SlaveBench, counts: Counts, tmp_path: Path) -> None:
+    assert disk_free_bytes(tmp_path) is not None
+    gone = Sizes(1, 1, disk_free_bytes(tmp_path / "gone"), 0)
+    assert ("disk_free_bytes",) not in scraped(look(bench.state, None, counts), gone)
+
+
+def test_the_speed_of_memory_is_one_that_a_machine_can_have() -> None:
+    assert 1e8 < memory_bytes_per_s(Threads(1), 1 << 20) < 1e13

@@ -1,0 +1,178 @@
+"""The cluster's collector: every metric of the list from a session's events, and links as transfers tell them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+
+from dips.core.counting import Durations
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import ClusterId, Incarnation, PushId, Version
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import DataMode, DataPlan, PlacementSpec, Ticket
+from dips.core.security import INSECURE
+from dips.core.wire import Codec
+from dips.worker.link_counts import Direction, Link, LinkCounts
+from dips.worker.metrics import HELDOUT, METRICS, PREFIX
+from dips.worker.metrics_collector import Collector, Evaluated, heldout_families
+from dips.worker.metrics_counts import DATA, EXCHANGE, Checkpoints, Counts, View
+from dips.worker.pace import Pace
+from dips.worker.state.effects import Record, StartPush
+from dips.worker.state.events import CallDone, CallFailed, CallRefused, PushFailed, PushSent, Stepped
+from dips.worker.state.session import Session
+from dips.worker.state.terms import SessionConfig
+from dips.worker.transfer import Moved
+
+LAYOUT = Layout((Parameter("w", (4, 4), "float32", "w"),))
+
+
+def session() -> Session:
+    return Session(SessionConfig(ClusterId("a"), LAYOUT, DataPlan(DataMode.OWN), run_id="test"))
+
+
+@pytest.fixture
+def counts() -> Counts:
+    return Counts()
+
+
+def scraped(
+    view: View,
+    counts: Counts,
+    links: dict[str, Link] | None = None,
+    checkpoints: Checkpoints | None = None,
+    answered_s: float | None = None,
+    now_s: float = 100.0,
+) -> dict[tuple[str, ...], float]:
+    families = Collector("a").families(view, counts, links or {}, checkpoints, answered_s, now_s)
+    labels = {PREFIX + spec.name: spec.labels for spec in METRICS}
+    found = {}
+    for family in families:
+        for sample in family.samples:
+            name = sample.name.removesuffix("_count") if family.type == "histogram" else sample.name
+            if name in labels and "le" not in sample.labels:
+                found[name.removeprefix(PREFIX), *(sample.labels[label] for label in labels[name])] = sample.value
+    return found
+
+
+def test_steps_calls_and_transfers_are_counted(counts: Counts) -> None:
+    for event in (
+        Stepped(10, (), 2.0),
+        Stepped(20, (), 1.0),
+        CallFailed(2, "nobody answered"),
+        CallRefused(3, Refused(RefusalCode.BUSY, "not now")),
+        PushSent(1, (), 0.5),
+        PushFailed(2, "no progress"),
+    ):
+        counts.took(event)
+    counts.took(CallDone(1, None))  # type: ignore[arg-type]  # what is answered is not looked at
+    found = scraped(counts.view(session(), Pace()), counts)
+    assert (found["steps_total",], found["tokens_total",]) == (2, 30)
+    assert [found["calls_total", result] for result in ("done", "refused", "failed")] == [1, 1, 1]
+    assert found["refused_calls_total", "BUSY"] == 1
+    assert (found["transfers_total", "push", "done"], found["transfers_total", "push", "failed"]) == (1, 1)
+    assert found["transfer_seconds", "push"] == 1
+    assert found["phase", "joining"] == 1
+    assert ("loss",) not in found
+    assert ("base_version",) not in found
+
+
+def test_verdicts_stale_pushes_joins_and_retries_are_counted_from_effects(counts: Counts) -> None:
+    ticket = Ticket(2, PlacementSpec((), (), b""), (), Codec.F32)
+    counts.gave(StartPush(1, PushId(ClusterId("a"), Incarnation(1, 1), 1), ticket, 1, ""))
+    counts.gave(Record("verdict", "", MappingProxyType({"verdict": "EXCLUDED"})))
+    counts.gave(Record("stale", "", MappingProxyType({"stale_kind": "FENCE"})))
+    counts.gave(Record("joined", "", MappingProxyType({})))
+    found = scraped(counts.view(session(), Pace()), counts)
+    assert (found["verdicts_total", "excluded"], found["verdicts_total", "applied"]) == (1, 0)
+    assert found["stale_pushes_total", "fence"] == 1
+    assert found["joins_total",] == 1
+    assert found["push_retries_total",] == 1
+
+
+def test_waits_count_while_they_last_and_once(counts: Counts) -> None:
+    counts.waits(EXCHANGE, 10.0)
+    counts.waits(EXCHANGE, 12.0)
+    found = scraped(counts.view(session(), Pace()), counts, now_s=15.0)
+    assert found["waiting",] == 1
+    assert found["waited_seconds_total", EXCHANGE] == 5.0
+    counts.goes_on(16.0)
+    counts.goes_on(17.0)
+    counts.waits(DATA, 20.0)
+    counts.goes_on(21.0)
+    found = scraped(counts.view(session(), Pace()), counts, now_s=30.0)
+    assert found["waiting",] == 0
+    assert (found["waited_seconds_total", EXCHANGE], found["waited_seconds_total", DATA]) == (6.0, 1.0)
+
+
+def test_a_view_does_not_change_once_it_is_given_out(counts: Counts) -> None:
+    view = counts.view(session(), Pace())
+    counts.took(Stepped(10, (), 2.0))
+    counts.took(CallFailed(2, "nobody answered"))
+    counts.waits(EXCHANGE, 10.0)
+    counts.goes_on(16.0)
+    assert (view.steps, dict(view.events), view.waited_s[EXCHANGE]) == (0, {}, 0.0)
+
+
+def test_staleness_is_known_on_the_published_timeline_alone(counts: Counts) -> None:
+    view = counts.view(session(), Pace())
+    behind = replace(view, base=Version(1, 3), published=Version(1, 5), loss=2.5)
+    found = scraped(behind, counts)
+    assert (found["base_version",], found["staleness_versions",], found["loss",]) == (3, 2, 2.5)
+    assert ("staleness_versions",) not in scraped(replace(behind, published=Version(2, 5)), counts)
+
+
+def test_beats_and_checkpoints_have_ages_once_there_were_any(counts: Counts) -> None:
+    view, durations = counts.view(session(), Pace()), Durations()
+    none = scraped(view, counts, checkpoints=Checkpoints(durations.observed(), math.nan))
+    assert ("beat_age_seconds",) not in none
+    assert ("checkpoint_age_seconds",) not in none
+    durations.observe(0.5)
+    found = scraped(view, counts, checkpoints=Checkpoints(durations.observed(), 90.0), answered_s=99.5)
+    assert (found["beat_age_seconds",], found["checkpoint_age_seconds",]) == (0.5, 10.0)
+    assert found["checkpoint_seconds",] == 1
+
+
+def test_links_add_up_over_transfers_and_forget_slaves_of_an_earlier_placement(counts: Counts) -> None:
+    links = LinkCounts()
+    push = links.begin(Direction.PUSH, Codec.F32, ["s0", "s1"], 0.0)
+    push.tell({"s0": Moved(400, 0, 0, {}, None), "s1": Moved(0, 0, 1, {"BUSY": 2}, None)}, 1.0)
+    push.tell({"s0": Moved(800, 100, 0, {}, 0.25), "s1": Moved(800, 0, 1, {"BUSY": 3}, 0.5)}, 2.0)
+    again = links.begin(Direction.PUSH, Codec.F32, ["s0", "s1"], 10.0)
+    again.tell({"s0": Moved(200, 0, 0, {}, 0.1), "s1": Moved(0, 0, 1, {"BUSY": 1}, None)}, 11.0)
+    found = scraped(counts.view(session(), Pace()), counts, dict(links.view))
+    assert found["link_bytes_total", "s0", "push"] == 1000
+    assert found["link_bytes_total", "s0", "pull"] == 0
+    assert found["link_resumed_bytes_total", "s0"] == 100
+    assert found["link_bytes_per_second", "s0", "push"] == 200.0
+    assert found["link_bytes_per_second", "s1", "push"] == 400.0  # of the transfer before: nothing moved since
+    assert found["link_round_trip_seconds", "s0"] == 0.1
+    assert found["link_reconnects_total", "s1"] == 2
+    assert found["link_refusals_total", "s1", "BUSY"] == 4
+    links.begin(Direction.PULL, Codec.F32, ["s1"], 20.0).tell({"s1": Moved(50, 0, 0, {}, None)}, 21.0)
+    assert set(links.view) == {"s1"}
+
+
+def test_bytes_are_those_on_the_wire() -> None:
+    links = LinkCounts()
+    links.begin(Direction.PUSH, Codec.BF16, ["s0"], 0.0).tell({"s0": Moved(4096, 0, 0, {}, None)}, 1.0)
+    assert links.view["s0"].n_bytes[Direction.PUSH] == 2048
+
+
+def test_an_evaluator_says_what_it_found() -> None:
+    def values(evaluated: Evaluated | None) -> dict[str, float]:
+        families = heldout_families(evaluated, INSECURE, 30.0)
+        return {sample.name.removeprefix(PREFIX): sample.value for family in families for sample in family.samples}
+
+    assert values(None) == {"heldout_evaluations_total": 0.0}
+    found = values(Evaluated(Version(1, 7), 1000, 2.25, 25.0, 4))
+    assert found == {
+        "heldout_loss": 2.25,
+        "heldout_version": 7,
+        "heldout_tokens": 1000,
+        "heldout_age_seconds": 5.0,
+        "heldout_evaluations_total": 4,
+    }
+    assert set(found) < {spec.name for spec in HELDOUT}

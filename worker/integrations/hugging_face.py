@@ -1,0 +1,145 @@
+"""A callback for the Trainer of Hugging Face transformers: its training becomes one cluster of a run.
+
+    trainer = Trainer(model, arguments, train_dataset=..., callbacks=[dips.HuggingFaceCallback()])
+    trainer.train()
+
+Without DIPS_MASTER it does nothing. It changes parameters only inside of the Trainer's optimizer.step(), and never
+touches evaluation, schedules or data.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from dips.core.errors import ConfigError
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        f"the callback for Hugging Face's Trainer needs {error.name}: pip install 'dips[huggingface]'"
+    ) from error
+
+from dips.worker.integrations.trainer_loop import Joined, Options, TrainerLoop, step_label, tokens_in
+
+_FOLDER = "dips"
+
+
+class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Give it to a Trainer: `callbacks=[HuggingFaceCallback()]`.
+
+    tokens_per_step: tokens behind one optimizer.step() of this process; left out, the `input_ids` that the model is
+    trained on are counted, accumulated batches together. checkpoint_dir: a folder for this cluster alone; left out,
+    `dips` in the Trainer's output_dir, if the Trainer saves. loop: what dips.DiLoCo takes besides: master, cluster_id,
+    keys, insecure, sync_every, outer_lr, outer_momentum, wire_dtype, tape, checkpoints_kept.
+
+    The Trainer stops when the run has ended, with the run's last version as its model. Raises ConfigError, Refused
+    and RetryLater from trainer.train(), as dips.DiLoCo does.
+    """
+
+    def __init__(
+        self, *, tokens_per_step: int | None = None, checkpoint_dir: Path | str | None = None, **loop: Any
+    ) -> None:
+        folder = None if checkpoint_dir is None else Path(checkpoint_dir)
+        self._options = Options(tokens_per_step, folder, loop)
+        self._joined = Joined()
+        self._counter: RemovableHandle | None = None
+
+    @property
+    def sync(self) -> TrainerLoop | None:
+        """The loop while it trains: version, progress, last_verdict; None before and after."""
+        return self._joined.loop
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        if not self._options.has_master:
+            return
+        _refuse(args, self._options)
+        model, optimizer = given["model"], given["optimizer"]
+        label = step_label(state.global_step) if state.global_step > 0 else None
+        self._joined.begin(TrainerLoop(model, optimizer, self._options, self._folder(args), label))
+        if self._options.tokens_per_step is None:
+            self._stop_counting()
+            self._counter = model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        if self.sync is not None:
+            self.sync.before_step()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        if self.sync is None:
+            return
+        if self.sync.run_ended:
+            control.should_training_stop = True
+        if control.should_save:
+            self.sync.checkpoint(step_label(state.global_step))
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        if self.sync is not None and control.should_save:
+            self.sync.checkpoint(step_label(state.global_step))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        # save_strategy="best" decides after an evaluation, so that this one comes second.
+        if self.sync is not None:
+            self.sync.checkpoint(step_label(state.global_step))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **given: Any,
+    ) -> None:
+        loss = (logs or {}).get("loss")
+        if self.sync is not None and isinstance(loss, float):
+            self.sync.saw_loss(loss)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the run, as after a training that an exception ended in a process that lives on. May be repeated."""
+        self._stop_counting()
+        self._joined.end()
+
+    def _count(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        if model.training and torch.is_grad_enabled() and self.sync is not None:
+            self.sync.add_tokens(tokens_in(given) or tokens_in({"input_ids": args[0] if args else None}))
+
+    def _stop_counting(self) -> None:
+        if self._counter is not None:
+            self._counter.remove()
+            self._counter = None
+
+    def _folder(self, args: TrainingArguments) -> Path | None:
+        if args.save_strategy == "no" or args.save_only_model:
+            return None
+        return self._options.checkpoint_dir or Path(args.output_dir or ".") / _FOLDER
+
+
+def _refuse(args: TrainingArguments, options: Options) -> None:
+    """Raises ConfigError for what would not be one model with one inner optimizer in every process."""
+    for name, kind in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"{kind} cuts the model or its optimizer state into shards, which this release does not gather: leave "
+                f"out {name}, and train on one device or on several with DistributedDataParallel"
+            )
+    if args.load_best_model_at_end:
+        raise ConfigError(
+            "load_best_model_at_end would put an old checkpoint in place of the run's last version: leave it out, and "
+            "take the version that you want with `dips export`"
+        )
+    if args.torch_compile and options.tokens_per_step is None:
+        raise ConfigError(
+            "tokens are not counted inside of a compiled model: give tokens_per_step= to the callback, the tokens "
+            "behind one optimizer.step() of this process"
+        )

@@ -1,0 +1,138 @@
+"""A callback for Lightning's Trainer: its training becomes one cluster of a run.
+
+    trainer = lightning.Trainer(callbacks=[dips.LightningCallback()])
+    trainer.fit(module, loader)
+
+Without DIPS_MASTER it does nothing. It changes parameters only inside of the optimizer's step(), and never touches
+validation, schedules or data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dips.core.errors import ConfigError
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+except ModuleNotFoundError as error:
+    raise ConfigError(f"the callback for Lightning needs {error.name}: pip install 'dips[lightning]'") from error
+
+from dips.worker.integrations.trainer_loop import Joined, Options, TokensOf, TrainerLoop, step_label, tokens_in
+
+_FOLDER, _LABEL = "dips", "dips_label"
+
+
+class LightningCallback(Callback):
+    """Give it to a Trainer: `callbacks=[LightningCallback()]`.
+
+    tokens_per_step: tokens (or samples) behind one optimizer.step() of this process; left out, they are counted:
+    tokens_of(batch), or the `input_ids` of batches that have them, accumulated batches together. checkpoint_dir: a
+    folder for this cluster alone; left out, `dips` in the Trainer's default_root_dir, if the Trainer saves. loop: what
+    dips.DiLoCo takes besides: master, cluster_id, keys, insecure, sync_every, outer_lr, outer_momentum, wire_dtype,
+    tape, checkpoints_kept.
+
+    The Trainer stops when the run has ended, with the run's last version as its model. Raises ConfigError, Refused and
+    RetryLater from trainer.fit(), as dips.DiLoCo does.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens_per_step: int | None = None,
+        tokens_of: TokensOf | None = None,
+        checkpoint_dir: Path | str | None = None,
+        **loop: Any,
+    ) -> None:
+        folder = None if checkpoint_dir is None else Path(checkpoint_dir)
+        self._options = Options(tokens_per_step, folder, loop)
+        self._tokens_of = tokens_of or tokens_in
+        self._joined = Joined()
+        self._label: str | None = None
+
+    @property
+    def sync(self) -> TrainerLoop | None:
+        """The loop while it trains: version, progress, last_verdict; None before and after."""
+        return self._joined.loop
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._options.has_master:
+            _refuse(trainer)
+            loop = TrainerLoop(pl_module, trainer.optimizers[0], self._options, self._folder(trainer), self._label)
+            self._joined.begin(loop)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.sync is not None and self._options.tokens_per_step is None:
+            self.sync.add_tokens(self._tokens_of(batch))
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self.sync is not None:
+            self.sync.before_step()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.sync is None:
+            return
+        # Reading a loss waits for its device: no more often than Lightning does.
+        if trainer.global_step % max(1, getattr(trainer, "log_every_n_steps", 50)) == 0:
+            self.sync.saw_loss(_loss_of(outputs))
+        if self.sync.run_ended:
+            trainer.should_stop = True
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.sync is not None:
+            checkpoint[_LABEL] = step_label(trainer.global_step)
+            self.sync.checkpoint(checkpoint[_LABEL])
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        label = checkpoint.get(_LABEL)
+        self._label = label if isinstance(label, str) and trainer.state.fn == TrainerFn.FITTING else None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._joined.end(type(exception), exception, exception.__traceback__)
+
+    def close(self) -> None:
+        """Leave the run. May be called twice."""
+        self._label = None
+        self._joined.end()
+
+    def _folder(self, trainer: Trainer) -> Path | None:
+        if not trainer.checkpoint_callbacks:
+            return None
+        return self._options.checkpoint_dir or Path(trainer.default_root_dir) / _FOLDER
+
+
+def _refuse(trainer: Trainer) -> None:
+    """Raises ConfigError for what is not one model with one inner optimizer in every process, or would not end."""
+    if len(trainer.optimizers) != 1:
+        raise ConfigError(
+            f"the module has {len(trainer.optimizers)} optimizers: a cluster trains with one, whose steps are counted"
+        )
+    if not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)):
+        raise ConfigError(
+            f"the strategy {type(trainer.strategy).__name__} may shard the model or its optimizer, which this release "
+            "does not gather: use strategy='ddp', or one device"
+        )
+    if trainer.min_epochs or trainer.min_steps:
+        raise ConfigError(
+            "min_epochs and min_steps would train on after the run has ended, with nobody to share it: leave them out"
+        )
+
+
+def _loss_of(outputs: Any) -> float:
+    """The loss that training_step returned; NaN when there is none."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else math.nan

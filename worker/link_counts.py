@@ -1,0 +1,89 @@
+"""What went over the links to the slaves in all transfers of this process, counted where transfers run.
+
+Owned by the data thread, which leaves an immutable view a few times a second while something moves; whoever reads it
+reads the last one. Bytes are those on the wire: a push of differences has fewer than its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from dips.core.layout import FLOAT32_BYTES
+from dips.core.wire import Codec, encoded_bytes
+from dips.worker.transfer import Moved
+
+
+class Direction(Enum):
+    PUSH = "push"
+    PULL = "pull"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One slave's. n_bytes, bytes_per_s: by direction; the rate is of the newest transfer, NaN where there was none.
+
+    resumed_bytes: what the slave held already when an attempt of a push began. refusals: by code.
+    """
+
+    n_bytes: Mapping[Direction, int] = field(default_factory=dict)
+    bytes_per_s: Mapping[Direction, float] = field(default_factory=dict)
+    resumed_bytes: int = 0
+    reconnects: int = 0
+    refusals: Mapping[str, int] = field(default_factory=dict)
+    round_trip_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Transferring:
+    """One transfer: told of its progress, it adds it to what was before. For the data thread."""
+
+    counts: LinkCounts
+    direction: Direction
+    wire: Codec
+    began_s: float
+    before: Mapping[str, Link]
+
+    def tell(self, moved: Mapping[str, Moved], now_s: float) -> None:
+        """How far it is, in all since it began."""
+        links = {slave: self._link(self.before.get(slave, Link()), part, now_s) for slave, part in moved.items()}
+        self.counts.show({**self.before, **links})
+
+    def _link(self, before: Link, part: Moved, now_s: float) -> Link:
+        way, n_bytes = self.direction, encoded_bytes(self.wire, part.carried_bytes // FLOAT32_BYTES)
+        refusals = dict(before.refusals)
+        for code, count in part.refusals.items():
+            refusals[code] = refusals.get(code, 0) + count
+        moves = (
+            {**before.bytes_per_s, way: n_bytes / max(now_s - self.began_s, 1e-6)} if n_bytes else before.bytes_per_s
+        )
+        return replace(
+            before,
+            n_bytes={**before.n_bytes, way: before.n_bytes.get(way, 0) + n_bytes},
+            bytes_per_s=moves,
+            resumed_bytes=before.resumed_bytes + encoded_bytes(self.wire, part.resumed_bytes // FLOAT32_BYTES),
+            reconnects=before.reconnects + part.reconnects,
+            refusals=refusals,
+            round_trip_s=part.round_trip_s if part.round_trip_s is not None else before.round_trip_s,
+        )
+
+
+class LinkCounts:
+    """All links; `keep` bounds them to the slaves of the placement of the newest transfer."""
+
+    def __init__(self) -> None:
+        self._view: Mapping[str, Link] = {}
+
+    @property
+    def view(self) -> Mapping[str, Link]:
+        """The newest one; from any thread, never changed once it is given out."""
+        return self._view
+
+    def show(self, links: Mapping[str, Link]) -> None:
+        self._view = links
+
+    def begin(self, direction: Direction, wire: Codec, slaves: Iterable[str], now_s: float) -> Transferring:
+        """A transfer with these slaves begins; those of an earlier placement are forgotten."""
+        before = {slave: self._view[slave] for slave in slaves if slave in self._view}
+        return Transferring(self, direction, wire, now_s, before)

@@ -1,0 +1,53 @@
+"""The model and the optimizer inside of what trainers wrap around them.
+
+Names of parameters must be the same on every cluster, whether it runs one process or eight, compiles its model or not;
+and a step must be seen where it is made. So wrappers are taken off, and those that cut a model or its optimizer state
+into shards are refused. Imports no wrapper: what a program has not imported, it does not use.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from dips.core.errors import ConfigError
+
+_TRAINERS = frozenset({"accelerate", "lightning", "pytorch_lightning"})
+_SHARDED_MODELS = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine", "PipelineEngine"})
+_SHARDED_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "DeepSpeedOptimizerWrapper"})
+
+
+def plain_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The model without DistributedDataParallel, DataParallel and torch.compile around it."""
+    while True:
+        inner = model.module if isinstance(model, (DataParallel, DistributedDataParallel)) else None
+        inner = inner if inner is not None else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, torch.nn.Module):
+            return model
+        model = inner
+
+
+def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer whose step() changes parameters, without what Accelerate and Lightning stand around it.
+
+    Other wrappers stay: theirs may change parameters after the one inside has.
+    """
+    while type(optimizer).__module__.split(".")[0] in _TRAINERS:
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
+            break
+        optimizer = inner
+    return optimizer
+
+
+def refuse_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError for a model or an optimizer state that no single process holds whole."""
+    kinds = {type(module).__name__ for module in model.modules()} & _SHARDED_MODELS
+    kinds |= {type(optimizer).__name__} & _SHARDED_OPTIMIZERS
+    if type(optimizer).__module__.split(".")[0] == "deepspeed":
+        kinds.add("DeepSpeed")
+    if kinds:
+        raise ConfigError(
+            f"{sorted(kinds)[0]} cuts the model or its optimizer state into shards, which this release does not "
+            "gather: train on one device, or on several with DistributedDataParallel, where each holds all of it"
+        )
