@@ -368,7 +368,7 @@ def data_parallel(problem: Problem, names: Iterable[str] = ("1f1b", "zb_h1", "zb
         training=training.model_copy(update={"data": training.data // k}),
         options=setup.options.model_copy(update={"division": "uniform"}),
     )
-    best = min(_those_that_fit(Problem(inner), names), key=lambda c: c.makespan_ns)
+    best = min(_those_that_fit(replace(problem, setup=inner), names), key=lambda c: c.makespan_ns)
     size = setup.model.parameters() * 2.0
     pairs = [(setup.sites[i], setup.sites[(i + 1) % k]) for i in range(k)]
     links = [setup.link(a.name, b.name) for a, b in pairs]

@@ -49,9 +49,11 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """devices are the pipeline's: each stands for all of one replica's that share a stage."""
+    """devices are the pipeline's: each stands for all of one replica's that share a stage. released: the part of an
+    activation that the gradient of the input gives back, from 0 to 1."""
 
     setup: Setup
+    released: float = RELEASED_BY_INPUT_GRADIENT
 
     @cached_property
     def n_devices(self) -> int:
@@ -177,7 +179,7 @@ class Problem:
             for times in zip(*((u.forward_s, u.input_gradient_s, u.weight_gradient_s) for u in units), strict=True)
         )
         held = round(sum(unit.activation_bytes for unit in units))
-        return StageCost(f_ns, d_ns, w_ns, held, round(held * RELEASED_BY_INPUT_GRADIENT))
+        return StageCost(f_ns, d_ns, w_ns, held, round(held * self.released))
 
     def wires(self, placed: Sequence[int], together: float) -> dict[tuple[int, int], Wire]:
         """Between the devices that are neighbours in the model. All messages of a link share it, in each direction."""
@@ -256,7 +258,7 @@ class Problem:
             )
             for link in self.setup.links
         )
-        return Problem(replace(self.setup, links=links))
+        return replace(self, setup=replace(self.setup, links=links))
 
     def with_memory(self, factor: float) -> Problem:
         profile, sites = self.setup.profile, self.setup.sites
@@ -266,13 +268,13 @@ class Problem:
             site if site.memory_gib is None else site.model_copy(update={"memory_gib": site.memory_gib * factor})
             for site in sites
         )
-        return Problem(replace(self.setup, profile=profile, sites=sites))
+        return replace(self, setup=replace(self.setup, profile=profile, sites=sites))
 
     def with_training(self, **changes: object) -> Problem:
-        return Problem(replace(self.setup, training=self.setup.training.model_copy(update=changes)))
+        return replace(self, setup=replace(self.setup, training=self.setup.training.model_copy(update=changes)))
 
     def with_options(self, **changes: object) -> Problem:
-        return Problem(replace(self.setup, options=self.setup.options.model_copy(update=changes)))
+        return replace(self, setup=replace(self.setup, options=self.setup.options.model_copy(update=changes)))
 
     def with_delays(self, latency_s: float, busy_s: float) -> Problem:
         """All links between sites such that a message of all replicas takes so long; 0 busy_s: no time at all."""
@@ -281,7 +283,7 @@ class Problem:
             link.model_copy(update={"bandwidth_gbps": gbps, "latency_ms": latency_s * 1e3, "oversubscription": 1.0})
             for link in self.setup.links
         )
-        return Problem(replace(self.setup, links=links))
+        return replace(self, setup=replace(self.setup, links=links))
 
 
 def _even(times: Sequence[float], slowness: Sequence[float]) -> Division:

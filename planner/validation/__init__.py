@@ -1,7 +1,8 @@
 """The papers' published numbers beside what the planner computes: `dips plan validate`.
 
-Each paper's module holds its numbers with their places, says what was taken where the paper leaves an input out (before
-anything is compared), and holds the tolerances. A number without a tolerance is for information: its error is printed.
+Each paper's module holds its numbers with their places, says what was taken where the paper leaves an input out and
+which of that was fitted, and holds the tolerances. A number without a tolerance is for information: its error is
+printed.
 """
 
 from __future__ import annotations

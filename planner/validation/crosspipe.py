@@ -1,9 +1,10 @@
 """CrossPipe (arXiv:2507.00217): Figure 8's orderings, Tables 5 and 6, Figure 9.
 
-Fixed before comparing, where the paper says nothing: T_D 46.5 ms and T_W 20.5 ms of M70 (T_F is 38 ms), which give 1F1B
-and ZB-H1 without delay what Table 5 says; D releases 2/34 of an activation and W the rest (Zero Bubble, Table 1, with
-flash attention, which CrossPipe uses); UDSub is the best of 1, 2 and 4 sub-blocks; recomputation adds T_F to T_D; T_F =
-T_D = T_W in Figure 8; messages of one byte a number in Figure 9.
+Taken where the paper says nothing: T_D 46.5 ms and T_W 20.5 ms of M70 (T_F is 38 ms), fitted to what Table 5 says of
+1F1B and ZB-H1 without delay; D and W release half of an activation each, as in `sweep` (plans of real models take 2/34
+and the rest: see `problem.py`); UDSub is the best of 1, 2 and 4 sub-blocks; recomputation adds T_F to T_D; T_F = T_D =
+T_W in Figure 8; messages of one byte a number in Figure 9, which comes near its ratio. Neither these nor the tolerances
+were chosen blind: the numbers notice changes, they do not test predictions.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from dips.planner.sweep import GREEDY_PARTS, Case, rows_of
 from dips.planner.validation.check import Check, holds, within
 
 STATIC_PART, GREEDY_PART = 0.16, 0.18
+HALF = 0.5
+"""Of an activation, when D ends; the other half when W ends."""
 COLUMNS = ("1f1b", "zb_h1", "zb_v", "UDSub", "UD", "Wave")
 Cell = float | None
 
@@ -68,13 +71,16 @@ def _table(
     name: str, setup: str, table: dict[tuple[float, float], dict[int, tuple[Cell, ...]]], optimal_s: float
 ) -> Iterator[Check]:
     for case, suffix in CASES.items():
-        base = Problem(read_setup(setup + suffix))
+        base = Problem(read_setup(setup + suffix), HALF)
         about = (
             f"CrossPipe, {name}, case {case}: M70, 8 stages, {base.n_microbatches} microbatches, seconds for each\n"
-            "assumed: T_D 46.5 ms, T_W 20.5 ms, UDSub is the best of 1, 2 and 4 sub-blocks; recomputation adds "
-            "T_F to T_D;\n"
-            "D gives back 2/34 of an activation (with half of it two UDSub numbers of Table 5, case 3, miss: "
-            "-18.9 %, -18.0 %)"
+            "assumed: T_D 46.5 ms and T_W 20.5 ms (fitted to Table 5 without delay), UDSub is the best of 1, 2 and 4 "
+            "sub-blocks;\n"
+            "recomputation adds T_F to T_D; D and W give back half of an activation each. Two numbers of Table 5, case "
+            "3, miss.\n"
+            "If D gave back 2/34 (Zero Bubble, Table 1) they would be inside (-17.0 % and -14.7 %): found after the "
+            "comparison, so it\n"
+            "does not count"
         )
         f_s = 0.038
         for (latency, bandwidth), rows in table.items():
@@ -139,7 +145,9 @@ def figure_8() -> Iterator[Check]:
     about = (
         "CrossPipe, section 5.1 (Figure 8): 4 stages, 8 microbatches, 2 sites; 1 where the paper's statement holds\n"
         "assumed: T_F = T_D = T_W, D and W each release half; statements are of delays of 0, 0.25, 0.5, 1 and 2 "
-        "T_F each, by latency or by bandwidth"
+        "T_F each, by latency or by bandwidth;\n"
+        "that ZB-V is slower with much delay was first tried at 2 T_F of latency alone, where the two tie, and of\n"
+        "bandwidth alone, and only then stated at 2 T_F of each: the first two stand below and do not bind"
     )
     ratios = (0.0, 0.25, 0.5, 1.0, 2.0)
     points = [(ratio, 0.0) for ratio in ratios] + [(0.0, ratio) for ratio in ratios[1:]]
@@ -154,6 +162,9 @@ def figure_8() -> Iterator[Check]:
     yield holds(
         about, "and slower at the figure's far corner, 2 T_F of each delay", at[2, 2]["zb_v"] > at[2, 2]["zb_h1"]
     )
+    for point, which in (((2.0, 0.0), "latency"), ((0.0, 2.0), "bandwidth")):
+        v, h1 = at[point]["zb_v"], at[point]["zb_h1"]
+        yield Check(about, f"the same, 2 T_F of {which} alone: ZB-V {v:g}, ZB-H1 {h1:g}", 1.0, float(v > h1))
     grown = [{name: row[name] - low[name] for name in names} for row in high]
     looped = all(max(row, key=lambda name: row[name]) == "interleaved_1f1b" for row in grown)
     yield holds(about, "the loop (interleaved 1F1B) suffers most from delay", looped)
@@ -170,12 +181,14 @@ def figure_8() -> Iterator[Check]:
 
 
 def figure_9() -> Iterator[Check]:
-    base = Problem(read_setup("crosspipe-405b"))
+    base = Problem(read_setup("crosspipe-405b"), HALF)
     about = (
         "CrossPipe, section 5.2 (Figure 9): Llama 3 405B, 16 stages, 64 replicas, 32 microbatches, 2 sites, 4 ms\n"
-        "assumed: 80 GiB a device, the best of static and greedy schedules, messages of one byte a number; with "
-        "the two bytes\n"
-        "of BF16 the ratio is another one (beside it)"
+        "assumed: 80 GiB a device, the best of static and greedy schedules, D and W give back half of an activation "
+        "each,\n"
+        "messages of one byte a number (chosen since it comes near the published ratio; with the two bytes of BF16 it "
+        "is another\n"
+        "one, beside it)"
     )
     forward_ms = base.costs(base.uniform()).stages[0].f_ns / 1e6
     yield within(about, "T_F of a stage, ms", 109, forward_ms, 0.01)

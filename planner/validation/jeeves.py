@@ -1,9 +1,10 @@
 """JEEVES (Deng et al., HotNets 2025): its simulations of GPT-3 175B.
 
-The paper leaves out its profile. Fixed before comparing: T_F 15 ms and T_B 30 ms a stage, messages of 25.17 MB, the
-memory of 8 microbatches on each stage (what 1F1B needs on the first). DAPPLE is 1F1B whose replicas share the link
-evenly and wait for each message's acknowledgement, as section 3.3 describes usual training; equal replicas on an evenly
-shared link are one pipeline whose messages are as large as all of theirs.
+The paper leaves out its profile. T_F 15 ms and T_B 30 ms a stage were chosen since they reproduce its ratios. Taken
+besides: messages of 25.17 MB, the memory of 8 microbatches on each stage (what 1F1B needs on the first). Neither these
+nor the tolerances were chosen blind: the numbers notice changes, they do not test predictions. DAPPLE is 1F1B whose
+replicas share the link evenly and wait for each message's acknowledgement, as section 3.3 describes usual training;
+equal replicas on an evenly shared link are one pipeline whose messages are as large as all of theirs.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ from dips.planner.simulate import simulate
 from dips.planner.validation.check import Check
 
 BANDWIDTHS_GBPS = (100, 200, 225, 250, 275, 300, 325, 350, 375, 400, 500, 700, 1000)
+LOW_GBPS = 300
 LATENCY_MS = 20
 ABOUT = (
     "JEEVES, section 4: GPT-3 175B, 64 replicas, 4 + 4 stages, 32 microbatches, 1 Tbit/s\n"
-    "assumed, where the paper says nothing: T_F 15 ms, T_B 30 ms, memory of 8 microbatches, messages of 25.17 "
-    "MB; DAPPLE is\n"
-    "1F1B, replicas share the link evenly, senders wait for acknowledgements"
+    "assumed, where the paper says nothing: T_F 15 ms and T_B 30 ms (chosen since they reproduce the ratios), memory "
+    "of 8\n"
+    "microbatches, messages of 25.17 MB; DAPPLE is 1F1B, replicas share the link evenly, senders wait for "
+    "acknowledgements.\n"
+    "Low bandwidth is 300 Gbit/s, where the saving misses the published 41 to 43 %. The list of bandwidths was "
+    "extended\n"
+    "to 275 after a scan had shown the maximum there: that row does not bind"
 )
 TEXT = (
     "JEEVES, sections 2 and 4: other numbers; settings of Figures 3 and 7 are not in the text, so none of these binds"
@@ -78,7 +84,8 @@ def checks() -> Iterator[Check]:
     yield _part("longer than within one site, 20 ms", 0.11, far_ns / inside - 1, 0.09, 0.13)
     savings = {gbps: _saving(at_bandwidth(near, gbps)) for gbps in BANDWIDTHS_GBPS}
     best = max(savings, key=lambda gbps: savings[gbps])
-    yield _part(f"greatest saving at low bandwidth ({best} Gbit/s), 1 ms", 0.43, savings[best], 0.41, 0.43)
+    yield _part(f"saving at low bandwidth ({LOW_GBPS} Gbit/s), 1 ms", 0.43, savings[LOW_GBPS], 0.41, 0.43)
+    yield _part(f"the greatest of {len(savings)} bandwidths ({best} Gbit/s), 1 ms", 0.43, savings[best])
     yield from _text(near, inside)
     yield from _ablation(near, near_dapple, "1 ms")
     yield from _ablation(far, far_dapple, "20 ms")

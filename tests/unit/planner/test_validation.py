@@ -1,4 +1,4 @@
-"""The papers' numbers: those that bind, where they are quick; and what a missed one looks like."""
+"""The papers' numbers: which of those that bind are missed; and what a missed one looks like."""
 
 from __future__ import annotations
 
@@ -6,18 +6,46 @@ import pytest
 
 from dips.planner.cluster import read_setup
 from dips.planner.errors import PlanError
-from dips.planner.problem import Problem
+from dips.planner.problem import RELEASED_BY_INPUT_GRADIENT, Problem
 from dips.planner.validation import Check, all_checks
 from dips.planner.validation.check import holds, within
-from dips.planner.validation.crosspipe import TABLE_5, TABLE_6, each_s
+from dips.planner.validation.crosspipe import HALF, TABLE_5, TABLE_6, each_s, figure_8
 from dips.planner.validation.jeeves import dapple_ns, inside_ns
 
+MISSED = [
+    ("JEEVES, section 4", "saving at low bandwidth (300 Gbit/s), 1 ms", 0.4011),
+    ("CrossPipe, Table 5, case 3", "UDSub, T_lat 0.25 T_F, T_bw 2 T_F", 0.1168),
+    ("CrossPipe, Table 5, case 3", "UDSub, T_lat 2 T_F, T_bw 2 T_F", 0.1189),
+]
+"""The binding numbers that miss their tolerance. docs/planner.md names them too: change both, and say why."""
 
-def test_crosspipes_numbers_are_within_their_tolerances() -> None:
-    checks = list(all_checks("crosspipe"))
-    assert [check.what for check in checks if check.missed] == []
-    assert sum(check.binds for check in checks) == 2 * (10 + 10 + 5 + 5) + 7 + 2
-    assert all("assumed" in check.about for check in checks)
+
+def test_which_binding_numbers_are_missed() -> None:
+    checks = list(all_checks())
+    assert [(c.about.split(":")[0], c.what, round(c.ours, 4)) for c in checks if c.missed] == MISSED
+    assert len(checks) == 118
+    assert sum(check.binds for check in checks) == 5 + 2 * (10 + 10 + 5 + 5) + 7 + 2
+    tables = [check for check in checks if check.about.startswith("CrossPipe")]
+    assert all("assumed" in check.about for check in tables)
+
+
+def test_zb_v_and_zb_h1_tie_at_latency_alone() -> None:
+    """Figure 8's statement that ZB-V is slower with much delay is shown where it does not hold, too."""
+    rows = {check.what: check for check in figure_8()}
+    tie = rows["the same, 2 T_F of latency alone: ZB-V 41, ZB-H1 41"]
+    assert (tie.ours, tie.binds) == (0.0, False)
+    assert not rows["the same, 2 T_F of bandwidth alone: ZB-V 49.5, ZB-H1 41"].binds
+
+
+def test_with_2_34_released_by_d_the_two_misses_of_table_5_would_be_inside() -> None:
+    """What docs/planner.md says of the other choice, which was seen after the comparison."""
+    setup = read_setup("crosspipe-m70-2dc-twice")
+    errors = []
+    for latency, published in ((0.25, 0.144), (2, 0.145)):
+        for released in (HALF, RELEASED_BY_INPUT_GRADIENT):
+            problem = Problem(setup, released).with_delays(latency * 0.038, 2 * 0.038)
+            errors.append(round(100 * (each_s(problem, "UDSub") / published - 1), 2))
+    assert errors == [-18.9, -17.01, -18.03, -14.72]
 
 
 def test_the_tables_hold_what_was_published() -> None:
