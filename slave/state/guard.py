@@ -89,6 +89,7 @@ class Guard:
         if not pressure.near:
             self._watching = False
             return None
+        just_begun = not self._watching
         self._note(received, delivered)
         if not pressure.over:
             self._all_cut_s = None
@@ -102,7 +103,7 @@ class Guard:
         if suspects:
             self._last_cut_s = now_s
             return Cut(suspects, f"{pressure.sentence()}: cut {len(suspects)} connections that delivered nothing")
-        if now_s - self._last_cut_s < SETTLE_S:
+        if just_begun or self._settles(now_s):  # who fills the memory shows between two looks
             return None
         self._all_cut_s, self._all_cut_bytes = now_s, pressure.memory_bytes
         return Cut(None, f"{pressure.sentence()}: cut all {len(received)} connections, since none stands out")
@@ -122,5 +123,12 @@ class Guard:
         """After everybody was cut. What is still too much by then is not for connections to heal, unless it grows."""
         if self._all_cut_s is None:
             return False
+        if pressure.files_over:
+            return now_s - self._all_cut_s < SETTLE_S
         grew = pressure.memory_bytes > self._all_cut_bytes + pressure.headroom_bytes
-        return now_s - self._all_cut_s < (SETTLE_S if pressure.files_over or grew else QUIET_S)
+        return not grew and now_s - self._all_cut_s < QUIET_S
+
+    def _settles(self, now_s: float) -> bool:
+        """Whether what was cut last may still be on its way out."""
+        last_s = self._last_cut_s if self._all_cut_s is None else max(self._last_cut_s, self._all_cut_s)
+        return now_s - last_s < SETTLE_S

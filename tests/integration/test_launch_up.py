@@ -86,7 +86,7 @@ def test_up_runs_clusters_evaluates_ends_and_is_not_begun_twice(tmp_path: Path) 
         assert ended(up, 110, log) == 0, log.read_text()
     points = heldout_losses(tape_path(tmp_path / "run", "heldout"))
     assert points[-1].tokens >= 40_000
-    assert points[-1].loss < points[0].loss
+    assert points[-1].loss < 5.0, "a model that knows nothing of bytes has ln 256 = 5.5"
     again = dips("up", file)
     assert again.returncode == 2
     assert "has ended after" in again.stderr

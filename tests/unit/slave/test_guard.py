@@ -55,22 +55,43 @@ def test_everybody_is_cut_when_nobody_stands_out_but_only_once_the_first_cut_had
     assert keys(guard.look(OVER, {2: 0}, (), 0.1 + SETTLE_S)) is None
 
 
+def cut_all(guard: Guard) -> None:
+    """Nobody stands out at 0 s, nor in the next look."""
+    assert guard.look(OVER, {1: 0}, (), -0.05) is None
+    assert keys(guard.look(OVER, {1: 0}, (), 0.0)) is None
+
+
+def test_one_that_fills_the_memory_between_two_looks_is_found_in_the_next() -> None:
+    """From far below the budget to above it: when the watch begins, nobody has brought anything yet."""
+    guard = Guard()
+    assert guard.look(OVER, {1: 10**8, 2: 300}, (), 0.0) is None
+    assert keys(guard.look(OVER, {1: 2 * 10**8, 2: 300}, (), 0.05)) == (1,)
+
+
+def test_one_that_fills_the_memory_again_is_cut_before_what_was_cut_has_had_its_time() -> None:
+    guard = Guard()
+    cut_all(guard)
+    assert guard.look(OVER, {3: 1000}, (), 0.05) is None, "memory has not grown"
+    grown = replace(OVER, memory_bytes=1001 + CALM.headroom_bytes + 1)
+    assert keys(guard.look(grown, {3: 10**6}, (), 0.10)) == (3,)
+
+
 def test_memory_that_is_not_of_connections_costs_them_one_cut_a_minute_unless_it_grows() -> None:
     guard = Guard()
-    assert keys(guard.look(OVER, {1: 0}, (), 0.0)) is None
+    cut_all(guard)
     for now_s in (0.5, 1.5, QUIET_S - 1):
         assert guard.look(OVER, {1: 10**6}, (), now_s) is None
     grown = replace(OVER, memory_bytes=1001 + CALM.headroom_bytes + 1)
     assert keys(guard.look(grown, {1: 2 * 10**6}, (), QUIET_S - 0.5)) == (1,)
     other = Guard()
-    assert keys(other.look(OVER, {1: 0}, (), 0.0)) is None
+    cut_all(other)
     assert other.look(OVER, {1: 10**6}, (), QUIET_S - 1) is None
     assert keys(other.look(OVER, {1: 2 * 10**6}, (), QUIET_S + 1)) == (1,)
 
 
 def test_a_cut_that_helped_leaves_the_guard_ready_for_the_next_attack() -> None:
     guard = Guard()
-    assert keys(guard.look(OVER, {1: 0}, (), 0.0)) is None
+    cut_all(guard)
     assert guard.look(CALM, {}, (), 0.5) is None
     guard.look(NEAR, {1: 0}, (), 1.0)
     assert keys(guard.look(OVER, {1: 10**6}, (), 1.05)) == (1,)
