@@ -76,7 +76,7 @@ compose:  ## start the run of docker-compose.yml in the background, once this ma
 compose-test: $(DEV_STAMP)  ## train in containers, kill each of them, cut a network, verify, remove everything; needs Docker
 	$(BIN)/python tests/compose/run.py $(ARGS)
 
-endurance: $(DEV_STAMP)  ## move gigabytes and ten thousand tensors, play a thousand rounds; needs 10 GB of memory
+endurance: $(DEV_STAMP)  ## move gigabytes and ten thousand tensors, play a thousand rounds, run the trainers; needs 10 GB
 	$(BIN)/python tests/run_all.py --endurance tests/endurance $(ARGS)
 
 manifests: $(DEV_STAMP)  ## write deploy/kubernetes/base anew from deploy/kubernetes/base.toml

@@ -18,7 +18,7 @@ from dips.launch.operator_client import OperatorClient
 EXAMPLE_S = 100.0
 """For a quiet machine, on which each takes 20 to 30 s; support.dips_command has more patience with a busy one."""
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.timeout(500), pytest.mark.endurance]
 
 
 def run_directory(folder: Path) -> Path | None:
