@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dips.core.errors import RefusalCode
 from dips.core.ids import Version
 from dips.core.keys import certificate_left_s
 from dips.core.metrics import CERTIFICATE, Families, flag, release
@@ -23,6 +24,14 @@ from dips.slave.state.shard import ShardPhase
 from dips.slave.state.slave import SlaveState
 
 PHASES = tuple(phase.value.lower() for phase in ShardPhase)
+
+_OF_DATA = (
+    *(RefusalCode.BASE_GONE, RefusalCode.BUSY, RefusalCode.CHUNK, RefusalCode.DIGEST, RefusalCode.FENCED),
+    *(RefusalCode.KEY, RefusalCode.MALFORMED, RefusalCode.PROTOCOL_VERSION, RefusalCode.RUN_ID),
+    *(RefusalCode.STALE_EPOCH, RefusalCode.UNKNOWN_PUSH, RefusalCode.VERSION_GONE),
+)
+_UNREFUSED = {code.name: 0 for code in _OF_DATA}
+"""What data messages are refused for, counted from 0: an increase from nothing to 1 would not be seen."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,7 @@ def _port(families: Families, figures: Figures) -> None:
     families.set("served_bytes_total", figures.beat.served_bytes)
     families.set("refused_connections_total", figures.beat.refused_connections)
     families.each("cluster_staged_bytes_total", dict(sorted(figures.staged_of.items())))
-    families.each("refused_messages_total", dict(sorted(figures.refused.items())))
+    families.each("refused_messages_total", dict(sorted({**_UNREFUSED, **figures.refused}.items())))
 
 
 def disk_free_bytes(directory: Path) -> int | None:
