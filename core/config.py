@@ -32,6 +32,10 @@ COMMAND_LINE = "command line"
 _KUBERNETES = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP)(_.+)?)?)\Z")
 """What Kubernetes puts into every container for a service, here one that is called dips-<section>."""
 
+MAX_TOML_BYTES = 1 << 20
+MAX_TOML_LINE_CHARS = 4096
+"""Of a settings file: ten times what a run of 1,024 clusters needs."""
+
 
 class Knobs(BaseModel):
     """Base of all settings: frozen, no unknown fields, and a description for each field."""
@@ -117,17 +121,36 @@ def read_tables(file: Path, known: Iterable[str] | None = None) -> dict[str, Any
 
     Raises ConfigError if it cannot be read, or has a top-level name that is not in `known` (None: any goes).
     """
-    try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"settings file {file} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and what the library lets through
-        raise ConfigError(f"settings file {file} is not TOML: {error}") from error
+    tables = read_toml(file)
     names = list(known) if known is not None else list(tables)
     for name in tables:
         if name not in names:
             raise ConfigError(f"{file}: {name!r} is unknown; {_nearest(name, names)}")
     return tables
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """What a TOML file holds.
+
+    Raises ConfigError if it cannot be read, is not TOML, or is of a size that costs the parser minutes: the time for a
+    key of many dotted parts grows with their square.
+    """
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(MAX_TOML_BYTES + 1).decode("utf-8")
+        if len(text) > MAX_TOML_BYTES:
+            raise ConfigError(f"settings file {file} has more than {MAX_TOML_BYTES} bytes: it is no settings file")
+        for number, line in enumerate(text.splitlines(), 1):
+            if len(line) > MAX_TOML_LINE_CHARS:
+                raise ConfigError(
+                    f"settings file {file}: line {number} has {len(line)} characters, at most {MAX_TOML_LINE_CHARS} can "
+                    "be read: write a list over several lines"
+                )
+        return tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"settings file {file} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and what the library lets through
+        raise ConfigError(f"settings file {file} is not TOML: {error}") from error
 
 
 def environment_name(section: str, field: str) -> str:

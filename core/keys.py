@@ -171,7 +171,7 @@ def parse_certificate(data: bytes, where: str) -> Certificate:
         role, name = _holder(found)
         begin, end = found.not_valid_before_utc, found.not_valid_after_utc
         return Certificate(role, name, found.serial_number, begin, end, found)
-    except (ValueError, x509.ExtensionNotFound, ConfigError) as error:
+    except (ValueError, x509.ExtensionNotFound, x509.InvalidVersion, ConfigError) as error:
         why = f"{where} is not a certificate of a process of dips ({error}): make it with `dips keys`"
         raise ConfigError(why) from error
 
@@ -180,7 +180,7 @@ def parse_authorities(pem: bytes, where: str) -> list[x509.Certificate]:
     """The CA certificates of a ca.crt. Raises ConfigError when there is none."""
     try:
         found = x509.load_pem_x509_certificates(pem)
-    except ValueError as error:
+    except (ValueError, x509.InvalidVersion) as error:
         raise ConfigError(f"{where} holds no CA certificate ({error}): take the one that `dips keys` made") from error
     return found
 

@@ -13,12 +13,12 @@ what is meant.)
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dips.core.config import read_toml
 from dips.core.errors import ConfigError
 
 KEYS = ("names", "clusters", "bandwidth_gbps", "tokens_per_s")
@@ -122,13 +122,7 @@ def from_toml(path: Path) -> Sites:
 
 
 def _table(path: Path) -> Mapping[str, Any]:
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        sentence = f"{path} cannot be read ({error.strerror}): give a TOML file with a table [sites]"
-        raise ConfigError(sentence) from error
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and what the library lets through
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+    document = read_toml(path)
     table = document.get("sites")
     if not isinstance(table, dict):
         raise ConfigError(f"{path} has no table [sites]: it needs {', '.join(KEYS)} (clusters may be left out)")

@@ -27,7 +27,9 @@ from dips.core.grpc_refusal import refused_from
 from dips.core.ids import Incarnation
 from dips.core.messages import Caller, HeartbeatRequest, Hello, JoinRequest, SlaveHello, SlaveMessage
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
+from dips.core.security import INSECURE
 from dips.core.telemetry import read_tape
+from dips.launch.operator_client import OperatorClient
 from dips.master.directory import TAPE_NAME
 from fuzz.wire import headers, put_headers, sealed
 
@@ -112,6 +114,9 @@ def senseless_calls(scene: Scene) -> None:
                 scene.tried("senseless calls", scene.call(channel, service, method, bytes(data)))
             service, (method,) = scene.rng.choice(list(STREAMS.items()))
             scene.tried("senseless calls", scene.stream(channel, service, method, [bytes(data)]))
+    # Without keys anybody may pause a run, and one of these calls may have said so rightly.
+    with OperatorClient(scene.run.address, security=INSECURE) as operator:
+        operator.resume("it was paused by chance")
 
 
 def oversized_call(scene: Scene) -> None:

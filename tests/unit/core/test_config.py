@@ -214,6 +214,8 @@ def test_a_setting_that_must_be_given_says_how() -> None:
         (b"\xff\xfe", "is not TOML: "),
         (b"oven = 3\n", "'oven' is not a table: write its settings below a line [oven]"),
         (b"[[oven]]\n", "'oven' is not a table"),
+        (b"[oven]\na = " + b"a." * 3000, "line 2 has 6004 characters, at most 4096 can be read"),
+        (b"# a comment\n" * 100_000, "has more than 1048576 bytes"),
     ],
 )
 def test_a_file_that_cannot_be_understood_is_named(tmp_path: Path, content: bytes, wanted: str) -> None:

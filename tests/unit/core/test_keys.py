@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509 import load_pem_x509_certificate
 
 from dips.core import keys
 from dips.core.errors import ConfigError
@@ -160,3 +163,14 @@ def test_a_list_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
 def test_bytes_that_are_no_certificate_are_refused(data: bytes) -> None:
     with pytest.raises(ConfigError, match="the caller's is not a certificate"):
         parse_certificate(data, "the caller's")
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "tls.crt"])
+def test_a_certificate_of_an_unknown_version_is_refused(identity: Path, name: str) -> None:
+    """cryptography's error for it is no ValueError."""
+    der = load_pem_x509_certificate((identity / name).read_bytes()).public_bytes(Encoding.DER)
+    third = b"\xa0\x03\x02\x01\x02"
+    assert third in der
+    wrong = base64.encodebytes(der.replace(third, b"\xa0\x03\x02\x01\x0a", 1))
+    (identity / name).write_bytes(b"-----BEGIN CERTIFICATE-----\n" + wrong + b"-----END CERTIFICATE-----\n")
+    assert "is not a valid X509 version" in refused(identity)
