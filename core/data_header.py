@@ -53,6 +53,13 @@ REQUESTS = frozenset({DataOp.PUT_CHUNK, DataOp.QUERY_MISSING, DataOp.GET_CHUNK})
 WITH_PAYLOAD = frozenset({DataOp.PUT_CHUNK, DataOp.CHUNK})
 """Operations whose header is followed by one payload frame."""
 
+REFUSED_DATA = (
+    *(RefusalCode.BASE_GONE, RefusalCode.BUSY, RefusalCode.CHUNK, RefusalCode.DIGEST, RefusalCode.FENCED),
+    *(RefusalCode.KEY, RefusalCode.MALFORMED, RefusalCode.PROTOCOL_VERSION, RefusalCode.RUN_ID),
+    *(RefusalCode.STALE_EPOCH, RefusalCode.UNKNOWN_PUSH, RefusalCode.VERSION_GONE),
+)
+"""What a slave refuses data messages for."""
+
 
 @dataclass(frozen=True, order=True)
 class MissingChunk:

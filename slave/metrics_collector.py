@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dips.core.errors import RefusalCode
+from dips.core.data_header import REFUSED_DATA
 from dips.core.ids import Version
 from dips.core.keys import certificate_left_s
 from dips.core.metrics import CERTIFICATE, Families, flag, release
@@ -25,12 +25,7 @@ from dips.slave.state.slave import SlaveState
 
 PHASES = tuple(phase.value.lower() for phase in ShardPhase)
 
-_OF_DATA = (
-    *(RefusalCode.BASE_GONE, RefusalCode.BUSY, RefusalCode.CHUNK, RefusalCode.DIGEST, RefusalCode.FENCED),
-    *(RefusalCode.KEY, RefusalCode.MALFORMED, RefusalCode.PROTOCOL_VERSION, RefusalCode.RUN_ID),
-    *(RefusalCode.STALE_EPOCH, RefusalCode.UNKNOWN_PUSH, RefusalCode.VERSION_GONE),
-)
-_UNREFUSED = {code.name: 0 for code in _OF_DATA}
+_UNREFUSED = {code.name: 0 for code in REFUSED_DATA}
 """What data messages are refused for, counted from 0: an increase from nothing to 1 would not be seen."""
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dips.core.data_header import REFUSED_DATA
 from dips.core.ids import Version
 from dips.core.keys import certificate_left_s
 from dips.core.messages import StaleKind, VerdictKind
@@ -23,6 +24,9 @@ PHASES = tuple(phase.value.lower() for phase in SessionPhase)
 VERDICTS = tuple(kind.name.lower() for kind in VerdictKind)
 STALE = tuple(kind.name.lower() for kind in StaleKind)
 DIRECTIONS = tuple(direction.value for direction in Direction)
+
+_UNREFUSED = {code.name: 0 for code in REFUSED_DATA}
+"""Counted from 0: an increase from nothing to 1 would not be seen."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def _links(families: Families, links: Mapping[str, Link]) -> None:
         families.set("link_resumed_bytes_total", link.resumed_bytes, slave)
         families.set("link_round_trip_seconds", link.round_trip_s, slave)
         families.set("link_reconnects_total", link.reconnects, slave)
-        for code, count in sorted(link.refusals.items()):
+        for code, count in sorted({**_UNREFUSED, **link.refusals}.items()):
             families.set("link_refusals_total", count, slave, code)
 
 

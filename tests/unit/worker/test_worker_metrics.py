@@ -151,6 +151,7 @@ def test_links_add_up_over_transfers_and_forget_slaves_of_an_earlier_placement(c
     assert found["link_round_trip_seconds", "s0"] == 0.1
     assert found["link_reconnects_total", "s1"] == 2
     assert found["link_refusals_total", "s1", "BUSY"] == 4
+    assert found["link_refusals_total", "s1", "CHUNK"] == 0, "there before the first one, or nobody sees it rise"
     links.begin(Direction.PULL, Codec.F32, ["s1"], 20.0).tell({"s1": Moved(50, 0, 0, {}, None)}, 21.0)
     assert set(links.view) == {"s1"}
 
