@@ -143,8 +143,8 @@ def read_toml(file: Path) -> dict[str, Any]:
         for number, line in enumerate(text.splitlines(), 1):
             if len(line) > MAX_TOML_LINE_CHARS:
                 raise ConfigError(
-                    f"settings file {file}: line {number} has {len(line)} characters, at most {MAX_TOML_LINE_CHARS} can "
-                    "be read: write a list over several lines"
+                    f"settings file {file}: line {number} has {len(line)} characters, at most {MAX_TOML_LINE_CHARS} "
+                    "can be read: write a list over several lines"
                 )
         return tomllib.loads(text)
     except OSError as error:
