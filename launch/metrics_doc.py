@@ -85,8 +85,8 @@ them good for this.
 ## What a scrape costs
 
 Values are read when they are scraped. A master and a slave make a snapshot on the event loop that owns their state,
-of what it holds already; a loop that does not look up from its work for {SNAPSHOT_S:g} s answers 503, and Prometheus sees
-the target down, which it is. A cluster's training thread leaves its numbers behind at each step, one small object,
+of what it holds already; a loop that does not look up from its work for {SNAPSHOT_S:g} s answers 503, and Prometheus
+sees the target down, which it is. A cluster's training thread leaves its numbers behind at each step, one small object,
 because a scrape must not wait for a step, and the thread that moves chunks leaves its own four times a second while
 something moves. Counting costs an entry in a dictionary for each event of the control flow and each chunk. A server
 has at most {MOST_CONNECTIONS} connections at a time, each for at most {CONNECTION_S:g} s.
