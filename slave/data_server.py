@@ -404,6 +404,7 @@ class DataServer:
 
     def _serve(self, message: Message) -> None:
         peer, frames = message
+        self._counters_moved = True
         user = "" if self._admission is None else self._user_of(frames[0], self._admission)
         step = self._port.begin([frame.buffer for frame in frames], peer, user)
         if step is None:

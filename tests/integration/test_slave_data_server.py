@@ -9,6 +9,7 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import SnapshotInfo
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums
-from dips.slave.data_server import DataServer
+from dips.slave.data_server import RECEIVE_BATCH, DataServer
 from dips.slave.memory import Buffer, ShardMemory
 from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.events import PushStaged
@@ -226,6 +227,23 @@ def test_a_version_is_read_from_its_memory(served: Served) -> None:
         assert header.checksum == checksum(body)
         parts[header.request] = body
     assert b"".join(parts[index] for index in range(len(CHUNKS))) == THETA.tobytes()
+
+
+def test_the_last_of_many_messages_is_counted_too(served: Served) -> None:
+    """More than one batch at once, and nothing after it that would wake the thread."""
+    n, free = 3 * RECEIVE_BATCH, threading.Event()
+    peer = served.peer()
+    served.server._post(lambda: free.wait(WAIT_S))
+    for number in range(n):
+        peer.send(get_frame(0, number))
+    time.sleep(0.2)  # they wait before the thread, which waits for us
+    free.set()
+    for _ in range(n):
+        peer.recv_multipart()
+    until_s = time.monotonic() + WAIT_S
+    while served.server.beat().served_bytes < n * CHUNKS[0].length_bytes:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 def ask_for_much(served: Served, peer: zmq.Socket[bytes]) -> None:
