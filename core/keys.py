@@ -43,6 +43,12 @@ def dns_name(role: Role) -> str:
 MAX_FILE_BYTES = 4 << 20
 """Of a key, certificate or revocation file; a list of 20,000 revoked certificates fits."""
 
+SENSELESS = (
+    *(ValueError, UnsupportedAlgorithm),
+    *(x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType),
+)
+"""What `cryptography` raises for certificates that make no sense."""
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -170,8 +176,9 @@ def parse_certificate(data: bytes, where: str) -> Certificate:
         found = x509.load_pem_x509_certificate(data) if pem else x509.load_der_x509_certificate(data)
         role, name = _holder(found)
         begin, end = found.not_valid_before_utc, found.not_valid_after_utc
+        found.public_key()  # read only when somebody asks: if it is no key, that is to be said here
         return Certificate(role, name, found.serial_number, begin, end, found)
-    except (ValueError, x509.ExtensionNotFound, x509.InvalidVersion, ConfigError) as error:
+    except (*SENSELESS, x509.ExtensionNotFound, ConfigError) as error:
         why = f"{where} is not a certificate of a process of dips ({error}): make it with `dips keys`"
         raise ConfigError(why) from error
 
@@ -180,7 +187,7 @@ def parse_authorities(pem: bytes, where: str) -> list[x509.Certificate]:
     """The CA certificates of a ca.crt. Raises ConfigError when there is none."""
     try:
         found = x509.load_pem_x509_certificates(pem)
-    except (ValueError, x509.InvalidVersion) as error:
+    except SENSELESS as error:
         raise ConfigError(f"{where} holds no CA certificate ({error}): take the one that `dips keys` made") from error
     return found
 
@@ -190,7 +197,7 @@ def is_signed_by(certificate: x509.Certificate, authorities: Iterable[x509.Certi
     for authority in authorities:
         try:
             certificate.verify_directly_issued_by(authority)
-        except (InvalidSignature, ValueError, TypeError):
+        except (InvalidSignature, TypeError, *SENSELESS):
             continue
         return True
     return False

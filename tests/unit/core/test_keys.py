@@ -168,9 +168,21 @@ def test_bytes_that_are_no_certificate_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize("name", ["ca.crt", "tls.crt"])
 def test_a_certificate_of_an_unknown_version_is_refused(identity: Path, name: str) -> None:
     """cryptography's error for it is no ValueError."""
-    der = load_pem_x509_certificate((identity / name).read_bytes()).public_bytes(Encoding.DER)
-    third = b"\xa0\x03\x02\x01\x02"
-    assert third in der
-    wrong = base64.encodebytes(der.replace(third, b"\xa0\x03\x02\x01\x0a", 1))
-    (identity / name).write_bytes(b"-----BEGIN CERTIFICATE-----\n" + wrong + b"-----END CERTIFICATE-----\n")
+    spoil(identity / name, b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x0a")
     assert "is not a valid X509 version" in refused(identity)
+
+
+@pytest.mark.parametrize(("name", "why"), [("tls.crt", "Invalid key"), ("ca.crt", "was signed by none")])
+def test_a_certificate_whose_key_is_no_point_of_its_curve_is_refused(identity: Path, name: str, why: str) -> None:
+    """cryptography reads the key only when it is asked for it."""
+    uncompressed = b"\x03\x42\x00\x04"
+    spoil(identity / name, uncompressed, b"\x03\x42\x00\x05")
+    assert why in refused(identity)
+
+
+def spoil(file: Path, old: bytes, new: bytes) -> None:
+    """Replace bytes of a certificate, once."""
+    der = load_pem_x509_certificate(file.read_bytes()).public_bytes(Encoding.DER)
+    assert old in der
+    wrong = base64.encodebytes(der.replace(old, new, 1))
+    file.write_bytes(b"-----BEGIN CERTIFICATE-----\n" + wrong + b"-----END CERTIFICATE-----\n")
