@@ -371,7 +371,12 @@ class World:
             self.restart(cluster, self.kernel.rng.uniform(*AWAY_S))
 
     def may_lose(self, names: Sequence[str]) -> bool:
-        """Whether a copy of the run's state stays somewhere when these disks are lost too."""
+        """Whether a copy of the run's state stays somewhere when these disks are lost too.
+
+        While two masters are alive no slave's disk may be: its promise not to obey the older one is on it.
+        """
+        if len(self.masters) > 1 and set(self.slaves) & set(names):
+            return False
         lost = self.lost_now | set(names)
         return "master" not in lost or not set(self.slaves) & lost
 

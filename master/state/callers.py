@@ -22,10 +22,12 @@ def check_member(world: World, caller: Caller) -> Member:
     """The member that calls. Raises Refused: RUN_ID, STALE_EPOCH or FENCED (both: join again)."""
     check_run(world, caller.run_id, f"cluster {caller.name!r}")
     if caller.epoch != world.epoch:
+        restarted = "the master was restarted; join again, nothing is lost"
+        newer = "a newer master serves this run, or this one's directory is an old copy; if two run, stop this one"
         raise Refused(
             RefusalCode.STALE_EPOCH,
             f"cluster {caller.name!r} speaks of the master's epoch {caller.epoch}, this is epoch {world.epoch}: "
-            "the master was restarted; join again, nothing is lost",
+            + (restarted if caller.epoch < world.epoch else newer),
         )
     member = world.members.get(caller.name)
     if member is None or caller.incarnation != member.incarnation:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support.master_bench import LEASED, OWN, Bench, Unanswered, refused_with
 
-from dips.core.errors import RefusalCode
+from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, Version
 from dips.core.messages import (
     Admitted,
@@ -397,8 +397,17 @@ def test_older_epoch_is_told_to_join_again() -> None:
     bench = Bench().running("a")
     old = bench.caller("a")
     bench.start_master()
-    with refused_with(RefusalCode.STALE_EPOCH):
+    with pytest.raises(Refused, match="the master was restarted") as refused:
         bench.ask(BeginPushRequest(old, 9, Version(1, 0), 1, (), 10, 1))
+    assert refused.value.code is RefusalCode.STALE_EPOCH
+
+
+def test_a_newer_epoch_says_that_there_is_another_master() -> None:
+    bench = Bench().running("a")
+    caller = bench.caller("a")
+    with pytest.raises(Refused, match="a newer master serves this run") as refused:
+        bench.ask(BeginPushRequest(replace(caller, epoch=caller.epoch + 1), 9, Version(1, 0), 1, (), 10, 1))
+    assert refused.value.code is RefusalCode.STALE_EPOCH
 
 
 def test_staging_is_free_again_after_the_verdict() -> None:
