@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dips.core.machine import STORY_LENGTH
 from dips.core.protocol import MAX_LEASED_CHUNKS
+from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE
 from dips.master.state.ledger import APPLIED_KEPT
 from dips.master.state.pulls import MAX_READERS
 from dips.master.state.world import COMMITS_KEPT, RECENT_ROUNDS
@@ -101,4 +102,4 @@ class Budgets:
         yield "transfers of a cluster", cluster.n_transfers, 2
         if plan.data.chunk_tokens:
             ranges = len(session.core.work.all_ranges())
-            yield "ranges that a cluster holds", ranges, 2 * MAX_LEASED_CHUNKS
+            yield "ranges that a cluster holds", ranges, MAX_RANGES_IN_A_MESSAGE

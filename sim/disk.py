@@ -8,10 +8,11 @@ does. Nothing here decides what is written.
 from __future__ import annotations
 
 import errno
+import json
 from dataclasses import dataclass, field
 from io import BytesIO
 from random import Random
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from dips.slave.overwrite import Seen
 
@@ -46,6 +47,10 @@ class JournalDisk:
     @property
     def snapshot_json(self) -> str | None:
         return self.entries[-1].snapshot_json if self.entries else None
+
+    def records(self) -> list[dict[str, Any]]:
+        """All that the journal holds, as `dips verify` reads it."""
+        return [json.loads(entry.record_json) for entry in self.entries]
 
     def copy(self) -> JournalDisk:
         return JournalDisk(self.epoch, list(self.entries))

@@ -11,7 +11,7 @@ a round (epoch, n), an incarnation (epoch, n), a push (cluster, epoch, n, seq).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -261,20 +261,24 @@ class History:
     def has_tape(self, role: str, name: str) -> bool:
         return self.tapes is None or (role, name) in self.tapes
 
-    def lost_journal(self) -> None:
-        """The master's disk was lost, or put back from a copy: what was decided may be decided again, otherwise."""
+    def lost_journal(self, kept: Collection[Pair] = ()) -> None:
+        """The master's disk was lost, or put back from a copy: what was decided may be decided again, otherwise.
+
+        kept: versions whose records the copy holds.
+        """
         self.lossy = True
-        self._forget_unseen()
-        self.decided = {p: known for p, known in self.decided.items() if p in self.told or known[1] in self.published}
+        self._forget_unseen(kept)
+        stay = self.published | set(kept)
+        self.decided = {p: known for p, known in self.decided.items() if p in self.told or known[1] in stay}
         self.epoch = 0
         self.head = self.newest_round = None
         self.last_decided.clear()
         self.joined.clear()
         self.ticketed.clear()
 
-    def _forget_unseen(self) -> None:
+    def _forget_unseen(self, kept: Collection[Pair]) -> None:
         """Versions that only the lost journal knew, committed by no slave and read by nobody: their names are free."""
-        stand = {version for _, version in self.stands} | self.published
+        stand = {version for _, version in self.stands} | self.published | set(kept)
         unseen = {version for version in self.commits if version not in stand}
         for version in unseen:
             self._forget(version, adopted=True)

@@ -76,8 +76,11 @@ def _go(world: World, cluster: ClusterHost) -> None:
 
 
 def rolling_restart(world: World) -> bool:
-    """Each process is restarted once the one before it is back. Counted when the last one is."""
-    if world.rolling:
+    """Each process is restarted once the one before it is back. Counted when the last one is.
+
+    Not while everybody stands still: nobody is there to restart them.
+    """
+    if world.rolling or world.kernel.now_s < world.suspended_until_s:
         return False
     world.rolling = True
     rng = world.kernel.rng

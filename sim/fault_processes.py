@@ -147,10 +147,11 @@ def suspend_all(world: World) -> bool:
     """Everybody stands still at once, and goes on in another order; no time is anybody's fault."""
     rng = world.kernel.rng
     hosts = [host for host in _hosts(world) if host.running]
-    if len(hosts) < 2:
+    if len(hosts) < 2 or world.rolling:
         return False
     for_s = rng.choice(SUSPENDED_S)
     world.faults_until_s += for_s
+    world.suspended_until_s = world.kernel.now_s + for_s
     for host in hosts:
         host.pause()
         world.kernel.after(for_s + rng.uniform(0.0, 1.0), None, _resume, host, host.life)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dips.core.messages import SnapshotInfo
+from dips.sim.facts import decision_of
 from dips.sim.invariants import Checker, Violation
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ class Judge:
             )
         )
 
-    def lost_journal(self) -> None:
-        """The master's disk is lost or put back from a copy."""
-        self._checker.lost_journal()
+    def lost_journal(self, left: Iterable[Mapping[str, Any]]) -> None:
+        """The master's disk is lost, or put back from a copy that holds these records."""
+        made = (decision_of(record).version for record in left)
+        self._checker.lost_journal({version for version in made if version is not None})
 
     def counts(self) -> Mapping[str, int]:
         """Invariant -> how many facts it judged."""

@@ -48,7 +48,7 @@ UNREACHED: Mapping[Arrow, str] = {
     ("session", "FINISHING_PUSH", "not donated", "TRAINING"): _DONATION,
     ("slave link", "DETACHED", "unlinked", "DETACHED"): "every stream that ends was open: the dialler says so first",
     ("slave shard", "COMMITTING", "failed", "PREPARED"): _JOB,
-    ("slave shard", "LISTING", "failed", "READY"): "a list is read from memory, of a version that the state knows is there",
+    ("slave shard", "LISTING", "failed", "READY"): "a list is read from memory",
     ("slave shard", "MEASURING", "failed", "READY"): _JOB,
 }
 """(table, from, input, to) -> why few runs or none take it. Seeds that take one all the same are no failure."""

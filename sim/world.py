@@ -99,6 +99,7 @@ class World:
         self.budgets = Budgets(self)
         self.waits = Waits(self)
         self.churning = self.rolling = False
+        self.suspended_until_s = 0.0
         """Whether clusters come and go all the time, and whether processes are being restarted in turn."""
 
         self.faults_until_s = self.plan.faults_for_s
@@ -385,7 +386,7 @@ class World:
         self.kernel.note("world", f"{name}: {why}")
         self.lost_now.add(name)
         if name == "master":
-            self.judge.lost_journal()
+            self.judge.lost_journal(self.disk.records())
             self.checks.journal_lost()
         self.may_roll_back = self.state_lost = True
 

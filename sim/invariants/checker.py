@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dips.sim.facts import Fact, History, decision_of
+from dips.sim.facts import Fact, History, Pair, decision_of
 from dips.sim.invariants.register import INVARIANTS, Invariant, Key
 
 KEPT = 20
@@ -75,9 +75,12 @@ class Checker:
         """How many elements of a snapshot's file are not finite."""
         return self._feed(Fact("file", slave, "snapshot", {"file": file, "what": what, "non_finite": non_finite}))
 
-    def lost_journal(self) -> None:
-        """The master's disk was lost or put back from a copy: what only it knew may be decided anew, and otherwise."""
-        self.history.lost_journal()
+    def lost_journal(self, kept: Collection[Pair] = ()) -> None:
+        """The master's disk was lost or put back from a copy: what only it knew may be decided anew, and otherwise.
+
+        kept: versions whose records the copy holds.
+        """
+        self.history.lost_journal(kept)
 
     def check(self) -> list[Violation]:
         """What was found since the last call."""

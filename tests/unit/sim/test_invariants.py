@@ -346,6 +346,19 @@ def test_a_lost_journal_may_use_epochs_and_rounds_again() -> None:
     assert feed(checker, Step("journal", "", "EPOCH", {"epoch": 1})) == []
 
 
+@pytest.mark.parametrize("copied", [True, False])
+def test_what_a_copy_of_the_journal_holds_is_not_forgotten_with_the_rest(copied: bool) -> None:
+    """A COMMIT that no slave had heard of when the master's disk was put back: only if the copy has it, it is valid."""
+    checker = Checker()
+    script = usual_run()
+    at = max(i for i, step in enumerate(script.steps) if (step.source, step.kind) == ("journal", "COMMIT"))
+    for step in script.steps[: at + 1]:
+        feed(checker, step)
+    version = max(checker.history.commits)
+    checker.lost_journal({version} if copied else ())
+    assert (version in checker.history.commits) is copied
+
+
 def test_violations_are_told_once_and_kept_few() -> None:
     checker = Checker()
     for _ in range(50):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ class Recording(Judge):
         body |= {"commit_hash": info.commit_hash.hex(), "commit_record": record.decode()}
         self.records.manifests.append(StoredManifest(slave, Path("manifest"), body, {}))
 
-    def lost_journal(self) -> None:
-        super().lost_journal()
+    def lost_journal(self, left: Iterable[Mapping[str, Any]]) -> None:
+        super().lost_journal(left)
         self.records.journal.clear()
 
 
