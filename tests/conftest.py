@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -11,6 +13,9 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts its background jobs so, and every child of a process inherits it: no test could send ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+FREED_SELDOM = (20_000, 20, 20)
+"""Objects before garbage is looked for, and how often in older ones (gc.set_threshold)."""
 
 # The same examples in every run, so that a failure is a change's; to look for new ones: DIPS_NEW_EXAMPLES=1.
 hypothesis.settings.register_profile("same", derandomize=True)
@@ -39,7 +44,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "endurance: takes minutes, or gigabytes of memory; runs with --endurance only")
 
 
+LONGEST_FIRST = Path(__file__).with_name("longest_first.txt")
+"""Files of tests that take long, the longest first; those that are not named follow in their own order."""
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    named = LONGEST_FIRST.read_text().splitlines() if LONGEST_FIRST.exists() else []
+    places = {LONGEST_FIRST.parents[1] / name: place for place, name in enumerate(named)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    longest_first(items)
     reasons = {
         "faults": "kills real processes for minutes: run it with --faults, or `make faults`",
         "dashboards": "watches a real run for minutes: run it with --dashboards, or `make dashboards-test`",
@@ -53,6 +69,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and collected tests become no garbage: they are looked through once, not again and again in every test
+    that makes many objects, as searches and simulations do."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*FREED_SELDOM)
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,7 +1,8 @@
 """python tests/run_all.py: pytest, and one more try, alone, for tests of real processes that failed.
 
-Files of tests run side by side, one for each processor: much of a test of real processes is waiting. Not with --faults
-and --endurance, which want the machine for themselves, nor where -n is given.
+Files of tests run side by side, one for each processor: much of a test of real processes is waiting. The longest come
+first (tests/longest_first.txt), so that no processor waits for another's last file; a run tells its longest at its end.
+Not with --faults and --endurance, which want the machine for themselves, nor where -n is given.
 
 A machine that runs everything at once may starve a process of time; what then passes alone is said to have failed once.
 Unit, simulation and repository tests get no second try: they have no excuse. The names of what failed stand at the very
@@ -10,10 +11,12 @@ end, so that the end of a log tells. Arguments are pytest's.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -25,14 +28,20 @@ WISHES = ("--faults", "--endurance")
 WARM_UP = "from dips.core import kernels_numba, kernels_wire; kernels_numba.warm_up(); kernels_wire.warm_up()"
 
 
-class Failures:
-    """Notes the names of tests and files that fail, in their order."""
+LONGEST = 15
+"""Files that are told with their seconds."""
+
+
+class Notes:
+    """The names of tests and files that fail, in their order, and how long each file took."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._note(report.nodeid, report.failed)
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self._note(report.nodeid, report.failed)
@@ -43,11 +52,13 @@ class Failures:
 
 
 def main(arguments: Sequence[str], of_processes: Sequence[str] = OF_PROCESSES) -> int:
+    keep_bytecode()
     # Compiled once and kept, before processes that wait for each other all compile at the same moment.
     subprocess.check_call([sys.executable, "-c", WARM_UP])
-    failures = Failures()
-    code = int(pytest.main(["--require-passed", *_beside_each_other(arguments), *arguments], plugins=[failures]))
-    names = failures.names
+    notes = Notes()
+    code = int(pytest.main(["--require-passed", *_beside_each_other(arguments), *arguments], plugins=[notes]))
+    say_longest(notes.seconds)
+    names = notes.names
     if code != pytest.ExitCode.TESTS_FAILED:
         return code
     if names and all(name.startswith(tuple(of_processes)) for name in names):
@@ -63,7 +74,20 @@ def main(arguments: Sequence[str], of_processes: Sequence[str] = OF_PROCESSES) -
 def _beside_each_other(arguments: Sequence[str]) -> list[str]:
     if any(argument in WISHES or argument.startswith("-n") for argument in arguments) or usable_processors() == 1:
         return []
-    return ["-n", str(usable_processors()), "--dist", "loadfile"]
+    # As conftest.py orders them: xdist by itself begins with the files that have most tests, which are not the longest.
+    return ["-n", str(usable_processors()), "--dist", "loadfile", "--no-loadscope-reorder"]
+
+
+def keep_bytecode() -> None:
+    """Containers often forbid it. Here hundreds of processes begin, and each would compile the same modules again."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+
+
+def say_longest(seconds: Mapping[str, float]) -> None:
+    print(f"\nlongest files, in seconds, of {sum(seconds.values()):.0f} in all:")
+    for name in sorted(seconds, key=seconds.__getitem__, reverse=True)[:LONGEST]:
+        print(f"{seconds[name]:7.1f}  {name}", flush=True)
 
 
 def say(what: str, names: Sequence[str]) -> None:

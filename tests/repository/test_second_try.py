@@ -19,6 +19,10 @@ def test_it() -> None:
 """
 
 
+ALONE = "-n0"
+"""Where it does not matter that files run side by side: each worker of xdist takes seconds to start."""
+
+
 def run_all(directory: Path, where: str, test: str, *options: str) -> subprocess.CompletedProcess[str]:
     """The script on a small project with one test file."""
     (directory / "tests" / where).mkdir(parents=True)
@@ -46,19 +50,19 @@ def test_tests_that_need_an_option_get_it_again(tmp_path: Path, kind: str) -> No
 def test_without_the_option_they_are_skipped(tmp_path: Path, kind: str) -> None:
     test = f"import pytest\n@pytest.mark.{kind}\ndef test_it() -> None:\n    assert False\n"
     marked = test + "def test_other() -> None:\n    assert True\n"
-    done = run_all(tmp_path, kind, marked)
+    done = run_all(tmp_path, kind, marked, ALONE)
     assert done.returncode == 0, done.stdout
     assert "1 passed, 1 skipped" in done.stdout
 
 
 def test_what_fails_twice_is_a_failure(tmp_path: Path) -> None:
-    done = run_all(tmp_path, "integration", "def test_it() -> None:\n    assert False\n")
+    done = run_all(tmp_path, "integration", "def test_it() -> None:\n    assert False\n", ALONE)
     assert done.returncode == 1
     assert done.stdout.endswith("failed, and failed again alone: 1\n  tests/integration/test_x.py::test_it\n")
 
 
 def test_a_unit_test_gets_no_second_try(tmp_path: Path) -> None:
-    done = run_all(tmp_path, "unit", FAILS_ONCE)
+    done = run_all(tmp_path, "unit", FAILS_ONCE, ALONE)
     assert done.returncode == 1
     assert done.stdout.endswith("failed: 1\n  tests/unit/test_x.py::test_it\n")
 
@@ -66,3 +70,27 @@ def test_a_unit_test_gets_no_second_try(tmp_path: Path) -> None:
 @pytest.mark.parametrize("test", ["", "import nowhere\n"], ids=["none passed", "cannot be read"])
 def test_a_run_that_shows_nothing_is_no_success(tmp_path: Path, test: str) -> None:
     assert run_all(tmp_path, "unit", test).returncode != 0
+
+
+def test_the_longest_files_come_first_and_are_told(tmp_path: Path) -> None:
+    """The order is conftest.py's, and xdist keeps to it; the list is that of tests/longest_first.txt."""
+    quick = "def test_it() -> None:\n    assert True\n"
+    (tmp_path / "tests" / "unit").mkdir(parents=True)
+    for name in ("a", "b", "c"):
+        (tmp_path / "tests" / "unit" / f"test_{name}.py").write_text(quick)
+    (tmp_path / "tests" / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "tests" / "longest_first.txt").write_text("tests/unit/test_c.py\ntests/unit/test_b.py\n")
+    command = [sys.executable, str(ROOT / "tests" / "run_all.py"), "-v", "-p", "no:cacheprovider", ALONE, "tests"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout
+    ran = [line.partition("::")[0] for line in done.stdout.splitlines() if "PASSED" in line]
+    assert ran == [f"tests/unit/test_{name}.py" for name in ("c", "b", "a")]
+    told = done.stdout.partition("longest files, in seconds")[2]
+    assert all(f"tests/unit/test_{name}.py" in told for name in ("a", "b", "c"))
+
+
+def test_what_is_to_come_first_is_there() -> None:
+    names = (ROOT / "tests" / "longest_first.txt").read_text().splitlines()
+    assert names
+    assert [name for name in names if not (ROOT / name).is_file()] == []
+    assert len(set(names)) == len(names)

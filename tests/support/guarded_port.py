@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ from dips.slave.state.staging import ShardMap
 
 CHUNK_BYTES = 1024
 SLOTS = 2
+WAIT_S = 60.0
 
 
 class GuardedPort:
@@ -42,8 +44,16 @@ class GuardedPort:
         self.limit_bytes: int = told["limit_bytes"]
         self.pid = self._popen.pid
 
+    def wait_for_looks(self, n_looks: int = 2) -> None:
+        """Until the guard has looked so many times more, however busy this machine is."""
+        first, end_s = self.count()["looks"], time.monotonic() + WAIT_S
+        while (now := self.count()["looks"]) < first + n_looks:
+            assert time.monotonic() < end_s, f"the guard looked {now - first} times in {WAIT_S} s"
+            time.sleep(0.01)
+
     def count(self) -> dict[str, Any]:
-        """chunks, connections: refused so far; why: what the guard said, and the last sentence of the port."""
+        """chunks, connections: refused so far; why: what the guard said, and the last sentence of the port; looks: of
+        the guard, so far."""
         assert self._popen.stdin is not None
         self._popen.stdin.write("count\n")
         self._popen.stdin.flush()
@@ -94,14 +104,14 @@ def main(room_bytes: int, n_files: int) -> None:
     server.set_epoch(1)
     server.set_memory(ShardMap(LAYOUT.blocks, CHUNK_BYTES), rows, ready.set)
     server.open(push_id("a"), 1, 0, 1)
-    assert ready.wait(60)
+    assert ready.wait(WAIT_S)
     guard = ConnectionGuard(server, rows.nbytes, room_bytes)
     guard.start()
     _say(endpoint=server.endpoint, limit_bytes=guard.limit_bytes)
     for _ in sys.stdin:
         beat = server.beat()
         why = f"{server.cuts}{beat.refused_connection}"
-        _say(chunks=beat.refused_chunks, connections=beat.refused_connections, why=why)
+        _say(chunks=beat.refused_chunks, connections=beat.refused_connections, why=why, looks=guard._looks)
     guard.stop()
     server.stop()
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
@@ -14,6 +14,11 @@ GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0")
 
 MORE, LONG, COMMAND = 1, 2, 4
 """Flags of a ZMTP frame."""
+
+FRAME_BYTES = 64
+"""What libzmq keeps for a frame, however small it is (zmq_msg_t)."""
+
+PAUSE_EVERY_BYTES = 16 << 20
 
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -52,15 +57,22 @@ def dealer(endpoint: str, identity: bytes = b"") -> socket.socket:
     return peer
 
 
-def endless_message(endpoint: str, frame_bytes: int, most_bytes: int) -> int:
-    """Send one message of ever more frames; returns the bytes sent when the other side hung up, or `most_bytes`."""
+def endless_message(endpoint: str, frame_bytes: int, most_bytes: int, pause: Callable[[], None] | None = None) -> int:
+    """Send one message of ever more frames; returns the bytes sent when the other side hung up, or `most_bytes`.
+
+    pause: called whenever what was sent takes PAUSE_EVERY_BYTES more of the other side's memory; None: never.
+    """
     one = frame(bytes(frame_bytes), MORE)
-    batch = one * max(1, (1 << 18) // len(one))
-    sent = 0
+    n_frames = max(1, (1 << 18) // len(one))
+    batch, taken_bytes = one * n_frames, n_frames * (FRAME_BYTES + frame_bytes)
+    sent = since_pause = 0
     with dealer(endpoint) as peer, contextlib.suppress(ConnectionError):
         while sent < most_bytes:
             peer.sendall(batch)
-            sent += len(batch)
+            sent, since_pause = sent + len(batch), since_pause + taken_bytes
+            if pause is not None and since_pause >= PAUSE_EVERY_BYTES:
+                pause()
+                since_pause = 0
     return sent
 
 
