@@ -7,12 +7,12 @@
 # image holds gigabytes of CUDA packages.
 ARG BASE=python:3.11-slim
 
-# ---- what is the same everywhere: a user, three folders, the entry point, the health check ----
+# ---- what is the same everywhere: a user, its folders, the entry point, the health check ----
 
 FROM ${BASE} AS common
 RUN groupadd --gid 10001 dips \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin dips \
- && install -d -o 10001 -g 10001 -m 0700 /var/lib/dips /etc/dips/keys \
+ && install -d -o 10001 -g 10001 -m 0700 /var/lib/dips /var/lib/heldout /etc/dips/keys \
  && install -d /opt/dips
 ENV HOME=/tmp NUMBA_CACHE_DIR=/tmp/numba PATH=/opt/dips/venv/bin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
@@ -64,7 +64,7 @@ CMD ["dips", "master", "--help"]
 # The keys of a run that is described by one file (docker-compose.yml): a folder for each identity, so that each can be
 # a volume of its own, which only its process sees.
 FROM master AS keys
-ARG IDENTITIES="ca master slave-0 slave-1 cluster-a cluster-b cluster-c operator prometheus"
+ARG IDENTITIES="ca master slave-0 slave-1 cluster-a cluster-b cluster-c operator heldout prometheus"
 USER 0
 RUN for name in ${IDENTITIES}; do install -d -o 10001 -g 10001 -m 0700 "/keys/${name}"; done
 COPY deploy/docker/hand_out_keys.py /opt/dips/

@@ -12,7 +12,9 @@ Rates count the vector's bytes once. CPU seconds are of the whole process, kerne
 pays for most of the receiver's protocol work. A push includes checksums, the sums of squares that MEASURE needs, the
 slave's acknowledgements and the digest; rows without checksum leave out the checksums on both sides, rows with curve
 encrypt as a run with keys does (CURVE: each frame XSalsa20-Poly1305, on libzmq's own threads). compute_kept: how
-much of the slave's outer step (one thread) is left while it receives 10 Gbit/s.
+much of the slave's outer step (one thread) is left while it receives 10 Gbit/s. push_kept_while_scraped: pushes one
+after the other while the slave's metrics are scraped each second, over those while nobody asks, in turns; scrape_cpu_s:
+processor time of the slave for one scrape.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ from dataclasses import asdict, dataclass
 import zmq
 from flows.ends import WAYS, SlaveEnd, WorkerEnd, layout_of
 from flows.peer import Peer
+from flows.watched import Scraper, scrape
 
 BASELINES = ("tcp", "grpc_bytes", "grpc_protobuf", "pickle")
 OURS = ("push", "push_without_checksum", "push_curve", "pull", "pull_without_checksum", "pull_curve")
 TEN_GBIT_BYTES_PER_S = 1.25e9
+SCRAPE_EVERY_S = 1.0
+SCRAPES = 50
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Bench:
 
     def __init__(self, mib: int, tensors: int, chunk_bytes: int, window_chunks: int, data_threads: int) -> None:
         self.layout = layout_of(mib << 18, tensors)
+        self._chunk_bytes = chunk_bytes
         self._slave = Peer(SlaveEnd, self.layout, chunk_bytes, data_threads)
         self._worker = Peer(WorkerEnd, self.layout, chunk_bytes, window_chunks)
         self._pushes = 0
@@ -88,6 +94,25 @@ class Bench:
         alone = self._steps_per_s(seconds_s, receiving=False)
         return self._steps_per_s(seconds_s, receiving=True) / alone
 
+    def kept_while_scraped(self, spell_s: float, spells: int) -> float:
+        """Pushes while metrics are scraped over pushes while they are not: spells of each, in turns."""
+        url = self._metrics_url()
+        scraped = alone = 0.0
+        for _ in range(spells):
+            alone += self._pushes_per_s(spell_s)
+            with Scraper(url, SCRAPE_EVERY_S):
+                scraped += self._pushes_per_s(spell_s)
+        return scraped / alone
+
+    def scrape_cpu_s(self) -> float:
+        """The slave's processor time for one scrape, kernel included; nothing else goes on."""
+        url = self._metrics_url()
+        before_s = self._slave.call("cpu_s").value
+        for _ in range(SCRAPES):
+            scrape(url)
+        taken_s: float = self._slave.call("cpu_s").value - before_s
+        return taken_s / SCRAPES
+
     def close(self) -> None:
         self._slave.close()
         self._worker.close()
@@ -99,6 +124,16 @@ class Bench:
         wall_s: float = self._worker.call("push", self._pushes, self._endpoints[way], way).value
         self._slave.finish()
         return wall_s
+
+    def _metrics_url(self) -> str:
+        return str(self._slave.call("metrics_url", self._chunk_bytes).value)
+
+    def _pushes_per_s(self, seconds_s: float) -> float:
+        began_s, pushes = time.perf_counter(), 0
+        while time.perf_counter() - began_s < seconds_s:
+            self._push("plain")
+            pushes += 1
+        return pushes / (time.perf_counter() - began_s)
 
     def _steps_per_s(self, seconds_s: float, receiving: bool) -> float:
         """Pushes begin at even intervals, so that 10 Gbit/s come on average; each is sent as fast as it goes."""
@@ -202,9 +237,11 @@ def main() -> None:
     )
     samples = measure(bench, arguments.repeats)
     kept = bench.compute_kept(1.0 if arguments.quick else 4.0)
+    kept_while_scraped = bench.kept_while_scraped(*((1.0, 1) if arguments.quick else (3.0, 3)))
+    scrape_cpu_s = bench.scrape_cpu_s()
     bench.close()
     results = {name: summary(name, found, bench.layout.n_bytes) for name, found in samples.items()}
-    found = {**ratios(results), "compute_kept": kept}
+    found = {**ratios(results), "compute_kept": kept, "push_kept_while_scraped": kept_while_scraped}
     setting = {
         **{key: value for key, value in vars(arguments).items() if key not in ("json", "quick")},
         "cpus": os.cpu_count(),
@@ -214,10 +251,12 @@ def main() -> None:
     }
     if arguments.json:
         rows = [asdict(result) for result in results.values()]
-        print(json.dumps({"setting": setting, "results": rows, "ratios": found}, indent=2))
+        told = {"setting": setting, "results": rows, "ratios": found, "scrape_cpu_s": scrape_cpu_s}
+        print(json.dumps(told, indent=2))
     else:
         print(", ".join(f"{key} {value}" for key, value in setting.items()))
         print(_table(results, found))
+        print(f"{'scrape_cpu_s':<46}{scrape_cpu_s:>6.4f}")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import textwrap
-from pathlib import Path
 
 from dips.core.assumptions import ROLES, Assumption
+from dips.launch.generated_page import keep_current
 
 WIDTH = 118
 
@@ -56,16 +55,7 @@ def _item(row: Assumption) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--write", action="store_true", help="write the file; else exit 1 when it is stale")
-    arguments = parser.parse_args()
-    if arguments.write:
-        arguments.file.write_text(page())
-    elif not arguments.file.exists() or arguments.file.read_text() != page():
-        print(f"{arguments.file} is not current: run `make docs`", file=sys.stderr)
-        return 1
-    return 0
+    return keep_current(__doc__, lambda _: page())
 
 
 if __name__ == "__main__":

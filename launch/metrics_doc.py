@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from dips.core.counting import SECONDS
 from dips.core.metrics import Spec
 from dips.core.metrics_server import CONNECTION_S, MOST_CONNECTIONS, SNAPSHOT_S
+from dips.launch.generated_page import keep_current
 from dips.master import metrics as master
 from dips.master.metrics_collector import PHASES as ROUND_PHASES
 from dips.master.metrics_reasons import REASONS, WAITING
@@ -152,16 +151,7 @@ def _rows(prefix: str, specs: Iterable[Spec]) -> Iterable[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--write", action="store_true", help="write the file; else exit 1 when it is stale")
-    arguments = parser.parse_args()
-    if arguments.write:
-        arguments.file.write_text(page())
-    elif not arguments.file.exists() or arguments.file.read_text() != page():
-        print(f"{arguments.file} is not current: run `make docs`", file=sys.stderr)
-        return 1
-    return 0
+    return keep_current(__doc__, lambda _: page())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ A part stands between `<!-- generated: NAME -->` and `<!-- end -->`; a test chec
 
 from __future__ import annotations
 
-import argparse
 import functools
 import re
 import sys
@@ -18,6 +17,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from dips.core.errors import ConfigError
 from dips.core.machine import TransitionTable
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
+from dips.launch.generated_page import keep_current
 from dips.master.state.tables import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
 from dips.protos import clusters_pb2, operator_pb2, slaves_pb2
 from dips.slave.state.link import LINK_TABLE
@@ -98,22 +98,7 @@ def render(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--write", action="store_true", help="write the file; else exit 1 when it is stale")
-    arguments = parser.parse_args()
-    text = arguments.file.read_text()
-    try:
-        fresh = render(text)
-    except ConfigError as error:
-        print(f"{arguments.file}: {error}", file=sys.stderr)
-        return error.exit_code
-    if arguments.write:
-        arguments.file.write_text(fresh)
-    elif fresh != text:
-        print(f"{arguments.file} is not current: run `make docs`", file=sys.stderr)
-        return 1
-    return 0
+    return keep_current(__doc__, render)
 
 
 if __name__ == "__main__":

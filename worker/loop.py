@@ -181,6 +181,7 @@ class DiLoCo:
         if ranks is not None:
             self._told = ranks.tell(self._facts())
             ranks.spread(parameters.tensors)
+            self._reset_with_the_first(parameters, 0)
 
     def _driver_for(self, config: ClientConfig, parameters: TorchParameters) -> Driver:
         inner = TorchState(self._model, self._optimizer, {"steps": _Steps(self), **_named(self._state)})
@@ -269,8 +270,12 @@ class DiLoCo:
         self._told = ranks.tell(self._facts())
         if self._told.installs != before.installs:
             ranks.spread(self._parameters.tensors)
-        if self._told.resets != before.resets and self._driver is None:
-            self._parameters.reset_inner_optimizer()
+        self._reset_with_the_first(self._parameters, before.resets)
+
+    def _reset_with_the_first(self, parameters: TorchParameters, before: int) -> None:
+        """Replicas stay one only if their optimizers do. before: the resets of rank 0 that this rank has followed."""
+        if self._told.resets != before and self._driver is None:
+            parameters.reset_inner_optimizer()
 
     def _facts(self) -> Told | None:
         """What rank 0 tells the others; None on those."""

@@ -33,6 +33,7 @@ from dips.worker.transfer import TransferSettings
 from dips.worker.transfer_zmq import Common, carry_pull, carry_push
 from flows import baselines
 from flows.peer import process_cpu_s
+from flows.watched import ServedMetrics
 
 F32 = NDArray[np.float32]
 V0 = Version(1, 0)
@@ -88,6 +89,7 @@ class SlaveEnd:
         self._parts_per_s = 0.0
         self._arrays = [zeros(3 * PART_ELEMS) for _ in range(5)]
         self._digest = b""
+        self._metrics: ServedMetrics | None = None
         self._pair = CurvePair.new()
         self._servers = {way: self._serve(chunk_bytes, data_threads, way) for way in WAYS}
         target = self._memory.staging[0]
@@ -132,6 +134,11 @@ class SlaveEnd:
     def port(self, name: str) -> int:
         return self._receivers[name].port
 
+    def metrics_url(self, chunk_bytes: int) -> str:
+        """Of the port without keys; served from the first call on."""
+        self._metrics = self._metrics or ServedMetrics(RUN, self._servers["plain"], self._memory, chunk_bytes)
+        return self._metrics.url
+
     def receive(self, name: str) -> None:
         self._receivers[name].receive()
 
@@ -174,6 +181,8 @@ class SlaveEnd:
         return process_cpu_s()
 
     def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.stop()
         for server in self._servers.values():
             server.stop()
 

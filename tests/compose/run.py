@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from scenario import Report, play
-from stack import PROJECT, ROOT, Stack, StepFailed, command
+from stack import EVALUATOR, PROJECT, ROLES, ROOT, Stack, StepFailed, command
 
 sys.path.insert(0, str(ROOT / "deploy" / "compose"))
 from up import Missing, compose_command, require_engine
@@ -118,7 +118,7 @@ def _can_be_had(image: str) -> bool:
 
 
 def _show_logs(stack: Stack) -> None:
-    for name in ("keys", "master", "slave-0", "slave-1", "cluster-a", "cluster-b", "cluster-c", "link-b", "prometheus"):
+    for name in ("keys", *ROLES, EVALUATOR, "link-b", "prometheus"):
         try:
             lines = stack.logs(name).splitlines()[-25:]
         except StepFailed:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stack import CLUSTERS, PROJECT, ROLES, Stack, StepFailed, command, copy_records, wait
+from stack import CLUSTERS, EVALUATOR, PROJECT, ROLES, Stack, StepFailed, command, copy_records, wait
 
 BUILD_S = 1500.0
 FIRST_VERSION_S = 300.0
@@ -23,6 +23,9 @@ BACK_S = 120.0
 
 GROWS = 2
 """Versions: one round could have been under way already."""
+
+UNTRAINED_NATS = 5.5
+"""Of a byte model that has learned nothing: ln 256."""
 
 SLOWEST_BITS_PER_S = 2 * 10e6
 """Twice LINK_C: a burst may pass, and each slave's part is measured from the push's beginning to its own end."""
@@ -92,11 +95,11 @@ def first_version(stack: Stack, report: Report) -> None:
 
 
 def everybody_is_healthy(stack: Stack, report: Report) -> None:
-    services = (*ROLES, "link-a", "link-b", "link-c", "prometheus")
+    services = (*ROLES, EVALUATOR, "link-a", "link-b", "link-c", "prometheus")
     for service in services:
         wait(f"{service} healthy", BACK_S, partial(stack.is_healthy, service))
     report.check(True, f"{len(services)} services are healthy; version {stack.version()}")
-    for service in ROLES:
+    for service in (*ROLES, EVALUATOR):
         _is_confined(stack, service)
     report.check(True, "all roles run as user 10001 without capabilities, on read-only root file systems")
 
@@ -167,7 +170,7 @@ def kill(stack: Stack, report: Report, service: str) -> None:
 
 def kill_watchers(stack: Stack, report: Report) -> None:
     """What only looks at the run, or limits it, is not missed by it, and comes back."""
-    names = ("link-a", "prometheus")
+    names = ("link-a", EVALUATOR, "prometheus")
     before = stack.version()
     for name in names:
         command("docker", "kill", stack.container(name))
@@ -233,8 +236,9 @@ def disconnect(stack: Stack, report: Report) -> None:
 def watched(stack: Stack, report: Report, ports: Mapping[str, str]) -> None:
     """Prometheus has data of every process; the master's page answers."""
     port = ports["PROMETHEUS_PORT"]
-    wait("Prometheus scrapes all", BACK_S, lambda: len(_query(port, 'up{run="compose"} == 1')) == len(ROLES))
-    report.check(True, f"Prometheus: {len(ROLES)} of {len(ROLES)} processes are up")
+    n_processes = len(ROLES) + 1
+    wait("Prometheus scrapes all", BACK_S, lambda: len(_query(port, 'up{run="compose"} == 1')) == n_processes)
+    report.check(True, f"Prometheus: {n_processes} of {n_processes} processes are up")
     version = _query(port, "dips_master_version")
     report.check(
         bool(version), f"Prometheus: dips_master_version is {version[0]['value'][1] if version else 'not there'}"
@@ -248,6 +252,26 @@ def watched(stack: Stack, report: Report, ports: Mapping[str, str]) -> None:
     report.check("ok" in page, "the status page answers on this machine's loopback")
     link = stack.execute("master", "cat", "/var/lib/dips/page.json")
     report.check("https://" in link, "the page's link is in page.json")
+    heldout_loss(stack, report, ports)
+
+
+def heldout_loss(stack: Stack, report: Report, ports: Mapping[str, str]) -> None:
+    """The evaluator goes on after its own death; what it measures is in Prometheus and on the page."""
+    newer, old = f"dips_worker_heldout_version > {stack.version()}", _heldout_on_page(stack, ports)
+    wait("a later version measured", BACK_S, lambda: bool(_query(ports["PROMETHEUS_PORT"], newer)))
+    [found] = _query(ports["PROMETHEUS_PORT"], "dips_worker_heldout_loss")
+    loss = float(found["value"][1])
+    report.check(loss < UNTRAINED_NATS, f"Prometheus: held-out loss {loss:.3f} nats per byte")
+    wait("a later loss on the page", BACK_S, lambda: _heldout_on_page(stack, ports) > old)
+    report.check(True, f"the status page draws {_heldout_on_page(stack, ports)} held-out losses")
+
+
+def _heldout_on_page(stack: Stack, ports: Mapping[str, str]) -> int:
+    """How many losses the status page draws, for whoever has the link: it becomes a cookie, as in a browser."""
+    query = urllib.parse.urlsplit(json.loads(stack.execute("master", "cat", "/var/lib/dips/page.json"))["url"]).query
+    page, cookies = f"https://127.0.0.1:{ports['PAGE_PORT']}", urllib.request.HTTPCookieProcessor()
+    _get(f"{page}/?{query}", cookies)
+    return len(json.loads(_get(f"{page}/snapshot.json", cookies))["history"]["heldout"])
 
 
 def end(stack: Stack, report: Report, records: Path) -> None:
@@ -257,7 +281,7 @@ def end(stack: Stack, report: Report, records: Path) -> None:
     report.check(set(CLUSTERS) <= set(live), f"`operator status` shows {', '.join(live)}")
     before = stack.version()
     _operator(stack, "stop")
-    for service in ROLES:
+    for service in (*ROLES, EVALUATOR):
         wait(f"{service} ended", BACK_S, partial(stack.has_ended, service))
         code = stack.state(service)["ExitCode"]
         if code != 0:
@@ -303,12 +327,13 @@ def _json(url: str) -> dict[str, Any]:
     return found
 
 
-def _get(url: str) -> str:
+def _get(url: str, *handlers: urllib.request.BaseHandler) -> str:
     """The page's certificate is the run's own, which is no matter here. Raises StepFailed."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), *handlers)
     try:
-        with urllib.request.urlopen(url, timeout=10.0, context=context) as answer:
+        with opener.open(url, timeout=10.0) as answer:
             text: str = answer.read().decode()
             return text
     except OSError as error:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "dips-compose-test"
 ROLES = ("master", "slave-0", "slave-1", "cluster-a", "cluster-b", "cluster-c")
 CLUSTERS = ROLES[3:]
+EVALUATOR = "heldout"
 ASKERS = ("cluster-a", "slave-0", "slave-1")
 LOOK_S = 0.5
 COMMAND_S = 120.0

@@ -25,4 +25,6 @@ def test_every_way_is_measured_in_the_same_run() -> None:
     assert report["ratios"]["pull_ratio_to_tcp"] == rates["pull"] / rates["tcp"]
     assert report["ratios"]["push_curve_ratio_to_push"] == rates["push_curve"] / rates["push"]
     assert report["ratios"]["compute_kept"] > 0
+    assert report["ratios"]["push_kept_while_scraped"] > 0
+    assert 0 < report["scrape_cpu_s"] < 1
     assert report["setting"]["mib"] == 4

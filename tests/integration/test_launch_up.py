@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load_file
 from support.dips_command import ROOT, children, dips, dips_started, ended, environment, master_file, started, until
 
@@ -27,6 +29,18 @@ def write(folder: Path, text: str, slaves: int = 1, evaluate: bool = False, keys
     )
     file.write_text(head + SLAVE + text)
     return file
+
+
+def scraped(run_dir: Path, name: str) -> dict[str, float]:
+    """What Prometheus would hear of a process, whose address it reads in the run's directory; {} while it is not up."""
+    try:
+        [target] = json.loads((run_dir / "metrics" / f"{name}.json").read_text())
+        assert target["labels"] == {"run": "mine", "role": "evaluator", "name": name}
+        with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=30) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    except OSError:
+        return {}
+    return {sample.name: sample.value for family in families for sample in family.samples}
 
 
 def test_the_example_is_short() -> None:
@@ -81,8 +95,9 @@ def test_up_runs_clusters_evaluates_ends_and_is_not_begun_twice(tmp_path: Path) 
     assert dips("up", file, "--check").returncode == 0
     assert not (tmp_path / "run").exists()
     log = tmp_path / "up.log"
-    with dips_started("up", file, log=log) as up:
+    with dips_started("up", file, "--metrics", log=log) as up:
         until(lambda: len(children(up.pid)) == 6, "master, two slaves, two clusters, evaluator", log=log)
+        until(lambda: "dips_worker_heldout_loss" in scraped(tmp_path / "run", "heldout"), "a measured loss", log=log)
         assert ended(up, 110, log) == 0, log.read_text()
     points = heldout_losses(tape_path(tmp_path / "run", "heldout"))
     assert points[-1].tokens >= 40_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +107,43 @@ def test_a_rank_ends_when_the_first_has_failed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ranks.dist, "broadcast", broadcast)
     with pytest.raises(FatalError, match="rank 0 of this cluster has failed"):
         ranks.Ranks().tell(None)
+
+
+class SecondOfTwo(FirstOfTwo):
+    """Rank 1, whose first has entered with a resumed session that begins with a reset of the inner optimizer."""
+
+    is_first = False
+
+    def tell(self, told: Told | None) -> Told:
+        self.told.append(told)
+        return Told(resets=1, timeline=1, version=3)
+
+    def spread(self, parameters: Sequence[torch.Tensor]) -> None:
+        """They are those of rank 0 already."""
+
+    def total(self, tokens: int) -> int:
+        return 2 * tokens
+
+    def close(self) -> None:
+        """There is no group."""
+
+
+def test_a_rank_forgets_its_momentum_where_the_first_did_so_as_it_entered(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas whose optimizers differ are no longer replicas after the next step."""
+    monkeypatch.setattr(loop, "ranks_here", SecondOfTwo)
+    enter(monkeypatch, run)
+    model = Model(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, LENGTH))["loss"].backward()
+    optimizer.step()
+    assert optimizer.state
+    with dips.DiLoCo(model, optimizer, tokens_per_step=1) as sync:
+        assert not optimizer.state
+        assert str(sync.version) == "1:3"
+        optimizer.step()
+        assert optimizer.state, "followed once"
 
 
 def test_several_ranks_keep_their_checkpoints_with_a_trainer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ RUN_FILE = ROOT / "deploy" / "compose" / "run.toml"
 SLAVES = ["slave-0", "slave-1"]
 CLUSTERS = ["cluster-a", "cluster-b", "cluster-c"]
 LINKS = ["link-a", "link-b", "link-c"]
+EVALUATOR = "heldout"
 METRICS_PORT = 9400
 
 each_service = pytest.mark.parametrize("name", SERVICES)
@@ -53,7 +54,7 @@ def bind_mounts() -> list[tuple[str, str]]:
 
 def test_the_services_are_those_that_the_documents_name() -> None:
     others = {"keys", "master", "prometheus", "grafana", "operator"}
-    assert set(SERVICES) == {*others, *SLAVES, *CLUSTERS, *LINKS}
+    assert set(SERVICES) == {*others, *SLAVES, *CLUSTERS, *LINKS, EVALUATOR}
 
 
 @each_service
@@ -87,12 +88,12 @@ def test_clusters_share_no_network_and_have_no_way_out() -> None:
 
 
 def test_a_process_sees_its_own_keys_and_no_others() -> None:
-    for name in ("master", *SLAVES, *CLUSTERS, "operator", "prometheus"):
+    for name in ("master", *SLAVES, *CLUSTERS, EVALUATOR, "operator", "prometheus"):
         keys = [volume for volume in SERVICES[name]["volumes"] if volume.startswith("keys-")]
         assert [volume.split(":")[0] for volume in keys] == [f"keys-{name}"]
         assert keys[0].endswith(":ro")
     handed_out = words(SERVICES["keys"])
-    for name in (*SLAVES, *CLUSTERS, "operator", "prometheus"):
+    for name in (*SLAVES, *CLUSTERS, EVALUATOR, "operator", "prometheus"):
         assert name in handed_out
         assert f"keys-{name}:/keys/{name}" in SERVICES["keys"]["volumes"]
     dockerfile = (ROOT / "Dockerfile").read_text()
@@ -146,12 +147,35 @@ def test_a_clusters_settings_are_settings(name: str) -> None:
     assert not train.data  # the text of Python's own standard library
 
 
+def test_the_evaluator_measures_what_was_never_trained_on_and_the_page_draws_it() -> None:
+    """The text is cut by settings of [train], which it shares with the clusters; the page reads its tape."""
+    service, given = SERVICES[EVALUATOR], options(EVALUATOR)
+    tape = PurePosixPath(given["tape"])
+    master = load(MasterConfig, "master", file=RUN_FILE, environment={}, overrides=options("master")).value
+    assert master.page_heldout is not None
+    writes = {volume.split(":")[1]: volume.split(":")[0] for volume in service["volumes"]}
+    reads = {volume.split(":")[1]: volume.split(":", 1)[0] for volume in SERVICES["master"]["volumes"]}
+    assert master.page_heldout.name == tape.name
+    assert writes[str(tape.parent)] == reads[str(master.page_heldout.parent)] == "heldout-data"
+    assert parse_address(given["metrics_listen"])[1] == METRICS_PORT
+    assert words(service)[:3] == ["dips", "eval", "--follow"]
+    assert set(given) <= {"tape", "metrics_listen", "follow"}
+
+
+def test_the_page_reads_the_tape_from_a_folder_that_the_image_gives_to_its_user() -> None:
+    """Docker gives a new volume the owner of the folder that it is mounted at, or root's where there is none."""
+    master = load(MasterConfig, "master", file=RUN_FILE, environment={}, overrides=options("master")).value
+    assert master.page_heldout is not None
+    [made] = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if "install -d -o 10001" in line][:1]
+    assert str(master.page_heldout.parent) in made.split()
+
+
 def test_clusters_differ_in_speed() -> None:
     assert len({options(name).get("emulate_gap") for name in CLUSTERS}) == len(CLUSTERS)
 
 
 def test_roles_that_die_are_started_again_and_those_that_ended_are_not() -> None:
-    for name in ("master", *SLAVES, *CLUSTERS):
+    for name in ("master", *SLAVES, *CLUSTERS, EVALUATOR):
         assert SERVICES[name]["restart"] == "on-failure"
         command = words(SERVICES[name])
         assert command[0] == "dips"
@@ -162,6 +186,7 @@ def test_roles_that_die_are_started_again_and_those_that_ended_are_not() -> None
 def test_prometheus_scrapes_every_process() -> None:
     targets = json.loads((ROOT / "deploy" / "compose" / "targets" / "compose.json").read_text())
     roles = {"master": "master", **dict.fromkeys(SLAVES, "slave"), **dict.fromkeys(CLUSTERS, "cluster")}
+    roles[EVALUATOR] = "evaluator"
     told = {entry["labels"]["name"]: entry for entry in targets}
     assert set(told) == set(roles)
     for name, role in roles.items():

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
 from support.repository import ROOT
 
 from dips.core.assumptions import ROLES
-from dips.launch.assumptions_doc import main, page
+from dips.launch.assumptions_doc import page
 
 PAGE = ROOT / "docs" / "assumptions.md"
 
@@ -22,15 +18,3 @@ def test_the_page_has_every_row_in_lines_of_a_screen() -> None:
     text = page()
     assert max(map(len, text.splitlines())) <= 120
     assert all(f"`{row.text}` ({row.name})" in text for rows in ROLES.values() for row in rows)
-
-
-def test_a_stale_page_is_told_and_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "assumptions.md"
-    monkeypatch.setattr(sys, "argv", ["assumptions_doc", str(file)])
-    assert main() == 1
-    assert "make docs" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["assumptions_doc", "--write", str(file)])
-    assert main() == 0
-    assert file.read_text() == page()

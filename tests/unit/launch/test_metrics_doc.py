@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from support.repository import ROOT
 
 from dips.core.metrics import Spec
-from dips.launch.metrics_doc import ROLES, main, page
+from dips.launch.metrics_doc import ROLES, page
 
 PAGE = ROOT / "docs" / "metrics.md"
 
@@ -57,15 +55,3 @@ def test_all_have_a_meaning_a_normal_range_and_bounded_labels() -> None:
         assert "|" not in spec.meaning + spec.normal + spec.when, name
         assert set(spec.labels) <= LABELS, name
         assert len(spec.labels) <= 3, name
-
-
-def test_a_stale_page_is_told_and_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "metrics.md"
-    monkeypatch.setattr(sys, "argv", ["metrics_doc", str(file)])
-    assert main() == 1
-    assert "make docs" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["metrics_doc", "--write", str(file)])
-    assert main() == 0
-    assert file.read_text() == page()
