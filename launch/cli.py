@@ -263,7 +263,9 @@ COMMANDS: tuple[Command, ...] = (
             "dips plan examples/04-plan-a-schedule/sites.toml",
             "dips plan validate",
             "dips plan sweep --stages 4 --microbatches 8 --latency 0,0.5,1 --optimal",
+            "dips plan sweep --latency 0,0.5,1,2 --bandwidth 0,0.5,1,2 --map --out runs/map",
             "dips plan show schedule.csv",
+            "dips plan run zb_v --ranks 4",
         ),
     ),
     Command(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -18,16 +18,20 @@ from typer.core import TyperGroup
 
 from dips.core.errors import ConfigError
 from dips.core.units import format_seconds
+from dips.launch.command_plan_replan import replan
+from dips.launch.command_plan_run import run
+from dips.launch.command_plan_tradeoff import tradeoff
 from dips.launch.plan_text import tell
-from dips.planner.cluster import read_setup
-from dips.planner.costs import NS, uniform
-from dips.planner.ir import Kind, Schedule
-from dips.planner.plan import Plan, make_plan
-from dips.planner.plan_file import plan_json, read_plan, write_plan
-from dips.planner.problem import Problem
+from dips.launch.sweep_text import heading, map_table, rows_table
+from dips.planner.api import MOST_SECONDS, is_plan, planned, played, pose, read_text, swept
+from dips.planner.api import compare as compare_setups
+from dips.planner.costs import NS
+from dips.planner.heatmap import Panel, draw_maps, panels
+from dips.planner.ir import Kind
+from dips.planner.plan import make_plan
+from dips.planner.plan_file import plan_json, ready_folder, write_plan, writing
 from dips.planner.simulate import Timeline
-from dips.planner.sweep import Case, Row, cases, rows_of
-from dips.planner.validate import check_complete, validate
+from dips.planner.sweep import Row, cases, check_compared
 from dips.planner.validation import Check, all_checks
 
 
@@ -41,6 +45,9 @@ class PlanGroup(TyperGroup):
 
 
 app = typer.Typer(no_args_is_help=False, cls=PlanGroup)
+app.command(name="run")(run)
+app.command(name="tradeoff")(tradeoff)
+app.command(name="replan")(replan)
 
 N = TypeVar("N", int, float)
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
@@ -68,7 +75,9 @@ def make(
     `dips plan FILE` is short for `dips plan make FILE`. With --out, writes plan.json, plan.csv (for torch's pipeline
     runtime), trace.json (for Perfetto), timeline.svg and timeline.png.
     """
-    problem = _problem(file, solver_s)
+    problem = pose(file, solver_s)
+    if out is not None:
+        ready_folder(out)
     plan = make_plan(problem, sensitivity)
     files = write_plan(plan, out) if out is not None else []
     if as_json:
@@ -77,8 +86,7 @@ def make(
     console = _console()
     for piece in tell(plan):
         console.print(piece, highlight=False, markup=False)
-    for written in files:
-        console.print(f"wrote {written}", highlight=False, markup=False)
+    _tell_files(files)
     return 0
 
 
@@ -90,8 +98,7 @@ def compare(
     """The plans of several files side by side: each schedule's iteration, in seconds."""
     if len(files) < 2:
         raise ConfigError("dips plan compare takes at least two files: name another one")
-    plans = {file: make_plan(_problem(file, None), sensitivity=False) for file in files}
-    rows = best_times(plans)
+    rows = compare_setups(files)
     if as_json:
         print(json.dumps({"files": files, "iteration_s": rows}))
         return 0
@@ -119,8 +126,8 @@ def validate_papers(
     Exit code 1 if a number is outside of its tolerance; numbers without one are for information. What a paper leaves
     out, and what was taken in its place, stands above its numbers.
     """
-    if seconds <= 0:
-        raise ConfigError(f"--seconds {seconds:g} is no time: give more than 0")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ConfigError(f"--seconds {seconds:g} is no time: give more than 0, up to {MOST_SECONDS:g}")
     checks = list(all_checks(paper, seconds if optimal else 0.0))
     if as_json:
         print(json.dumps([check.to_json() for check in checks]))
@@ -139,14 +146,19 @@ def sweep(
     memory: Annotated[str, typer.Option(metavar="R,...", help="Activation memory, in that of 1F1B.")] = "1",
     optimal: Annotated[bool, typer.Option("--optimal", help="Also let a solver look for the best schedule.")] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="The solver's time for each schedule.")] = 20.0,
+    over: Annotated[str, typer.Option(metavar="SCHEDULE", help="What the maps compare the best one with.")] = "1f1b",
+    only_map: Annotated[bool, typer.Option("--map", help="Print the maps alone, not each schedule.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where rows.json, map.svg and map.png go; none: only print.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Every schedule for every combination of sizes and delays.
+    """Every schedule for every combination of sizes and delays, and maps of the best.
 
-    Times are in units of T_F, the forward pass of one microbatch on one device; T_F = T_D = T_W = 1.
+    Times are in units of T_F, the forward pass of one microbatch on one device; T_F = T_D = T_W = 1. A map says for
+    each latency and bandwidth which schedule that fits the memory is best, and how many times faster it is than
+    another one. --seconds goes with --optimal.
     """
-    if seconds <= 0:
-        raise ConfigError(f"--seconds {seconds:g} is no time: give more than 0")
     grid = cases(
         *(
             _numbers(name, text, int)
@@ -157,13 +169,23 @@ def sweep(
             for name, text in (("latency", latency), ("bandwidth", bandwidth), ("memory", memory))
         ),
     )
+    check_compared(grid, over, optimal)
+    if out is not None:
+        ready_folder(out)
     told = Console(stderr=True)
-    rows = [
-        row
-        for case in track(grid, "planning", console=told, disable=not told.is_terminal)
-        for row in _rows(case, optimal, seconds)
-    ]
-    print(json.dumps([_as_json(row) for row in rows])) if as_json else _print(rows)
+    shown = track(grid, "planning", console=told, disable=not told.is_terminal)
+    rows = list(swept(shown, optimal, seconds))
+    maps = panels(rows, over)
+    files = _write_sweep(rows, maps, out) if out is not None else []
+    if as_json:
+        print(_rows_json(rows))
+        return 0
+    if not only_map:
+        _console().print(rows_table(rows))
+    for panel in maps:
+        _console().print(heading(panel), highlight=False, markup=False)
+        _console().print(map_table(panel))
+    _tell_files(files)
     return 0
 
 
@@ -181,19 +203,16 @@ def show(
     A plan.json is drawn with the times that were planned, a schedule alone with equal times. Every operation must
     stand once, on one device, in a possible order; else the cell is named.
     """
-    text = _read(file)
-    if text.lstrip().startswith("{"):
-        return _show_plan(text, file, as_json)
-    schedule = Schedule.from_csv(text, file.name)
-    case = Case(
-        schedule.n_devices, schedule.n_microbatches, schedule.n_devices, latency, 0.0, float(schedule.n_microbatches)
-    )
-    timeline = validate(schedule, uniform(schedule.n_stages, schedule.chunks, wires=case.costs().wires))
+    text = read_text(file)
+    whole = is_plan(text)
+    timeline = planned(text, str(file)) if whole else played(text, str(file), latency)
     if as_json:
         print(json.dumps(_timeline_json(timeline)))
         return 0
-    print("\n".join(_grid(timeline)))
-    print(f"makespan {timeline.makespan_ns / NS:g} T_F, bubble {timeline.bubble_fraction:.1%}")
+    makespan_ns = timeline.makespan_ns
+    print("\n".join(_grid(timeline, -(-makespan_ns // 100) if whole else NS // 2)))
+    length = format_seconds(makespan_ns / NS) if whole else f"{makespan_ns / NS:g} T_F"
+    print(f"makespan {length}, bubble {timeline.bubble_fraction:.1%}")
     return 0
 
 
@@ -204,35 +223,9 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
-def _problem(file: str, solver_s: float | None) -> Problem:
-    problem = Problem(read_setup(file))
-    if solver_s is None:
-        return problem
-    if not 0 <= solver_s <= 3600:
-        raise ConfigError(f"--seconds {solver_s:g} is no time for a solver: give 0 to 3600")
-    return problem.with_options(solver_s=solver_s)
-
-
-def best_times(plans: Mapping[str, Plan]) -> dict[str, list[float | None]]:
-    """schedule: its best iteration in each plan, in seconds; None where it cannot be."""
-    names = dict.fromkeys(c.name for plan in plans.values() for c in plan.candidates)
-    return {
-        name: [min((c.iteration_s for c in plan.candidates if c.name == name), default=None) for plan in plans.values()]
-        for name in names
-    }
-
-
-def _show_plan(text: str, file: Path, as_json: bool) -> int:
-    schedule, times = read_plan(text, str(file))
-    check_complete(schedule)
-    starts = tuple(tuple(start for start, _ in row) for row in times)
-    timeline = Timeline(schedule, starts, tuple(tuple(end for _, end in row) for row in times), ())
-    if as_json:
-        print(json.dumps(_timeline_json(timeline)))
-        return 0
-    print("\n".join(_grid(timeline, -(-timeline.makespan_ns // 100))))
-    print(f"makespan {format_seconds(timeline.makespan_ns / NS)}, bubble {timeline.bubble_fraction:.1%}")
-    return 0
+def _tell_files(files: Iterable[Path]) -> None:
+    for written in files:
+        _console().print(f"wrote {written}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_checks(checks: Iterable[Check]) -> None:
@@ -263,39 +256,23 @@ def _numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
         return [kind(word) for word in text.split(",")]
     except ValueError:
         what = "whole numbers" if kind is int else "numbers"
-        raise ConfigError(f"--{name} {text!r} is no list of {what}: write them with commas, as in 4,8") from None
+        shown = text if len(text) <= 60 else text[:60] + "..."
+        raise ConfigError(f"--{name} {shown!r} is no list of {what}: write them with commas, as in 4,8") from None
 
 
-def _rows(case: Case, optimal: bool, seconds: float) -> Iterable[Row]:
-    return rows_of(case, seconds if optimal else 0.0)
+def _rows_json(rows: Iterable[Row]) -> str:
+    return json.dumps([{key: value for key, value in asdict(row).items() if value is not None} for row in rows])
 
 
-def _as_json(row: Row) -> dict[str, object]:
-    return {key: value for key, value in asdict(row).items() if value is not None}
-
-
-def _print(rows: Iterable[Row]) -> None:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("n_pp", "n_mb", "sites", "latency", "bandwidth", "memory"):
-        table.add_column(name, justify="right")
-    table.add_column("schedule")
-    for name in ("makespan", "activations", "bound"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        sizes = (row.n_pp, row.n_mb, row.n_sites, row.latency, row.bandwidth, row.memory)
-        bound = "" if row.lower_bound is None else f"{row.lower_bound:g}"
-        table.add_row(*(f"{v:g}" for v in sizes), row.schedule, f"{row.makespan:g}", f"{row.peak_activations:g}", bound)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+def _write_sweep(rows: Iterable[Row], maps: Sequence[Panel], folder: Path) -> list[Path]:
+    rows_file, drawings = folder / "rows.json", [folder / "map.svg", folder / "map.png"]
+    with writing(folder):
+        rows_file.write_text(_rows_json(rows) + "\n")
+        draw_maps(maps, drawings)
+    return [rows_file, *drawings]
 
 
 # ---- show ----
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read as a schedule: {error}") from error
 
 
 def _timeline_json(timeline: Timeline) -> dict[str, object]:

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from dips.core.units import format_bytes, format_seconds
 from dips.planner.plan import Candidate, Plan
-from dips.planner.plan_file import NOT_COUNTED, layers_of
+from dips.planner.plan_file import layers_of
+from dips.planner.problem_file import assumptions
 
 SHARING = {"fair": "bandwidth shared evenly", "coordinated": "one message at a time", "alone": ""}
 
@@ -37,11 +38,13 @@ def tell(plan: Plan) -> Iterator[str | Table]:
         yield "what would help, of the time of each microbatch:"
         for effect in plan.effects:
             yield f"  {effect.change:<32}{effect.saved:>7.1%} less"
-    yield "assumed: " + "; ".join(NOT_COUNTED)
+    yield "assumed: " + "; ".join(assumptions(plan.problem))
 
 
 def _sync(chosen: Candidate) -> str:
-    return f", of it {format_seconds(chosen.sync_ns / 1e9)} for gradients between sites" if chosen.sync_ns else ""
+    if not chosen.sync_ns:
+        return ""
+    return f", of it {format_seconds(chosen.sync_ns / 1e9)} for weights and gradients that nothing hides"
 
 
 def _stages(plan: Plan, chosen: Candidate) -> Table:

@@ -17,17 +17,28 @@ from pydantic import Field
 
 from dips.core.config import Knobs, load_table, read_tables
 from dips.planner.errors import PlanError
-from dips.planner.model import Count, Maybe, Model, Sourced, model_of
+from dips.planner.model import Count, Maybe, Model, Name, Sourced, model_of
 
-Amount = Annotated[float, Field(gt=0, le=1e15)]
-AmountOrNone = Annotated[float, Field(ge=0, le=1e15)]
+Amount = Annotated[float, Field(ge=1e-6, le=1e9)]
+"""Of a rate or a size, in the unit of its key: what lies outside is a slip of the pen, or of the unit."""
+
+Duration = Annotated[float, Field(gt=0, le=1e8)]
+DurationOrNone = Annotated[float, Field(ge=0, le=1e8)]
+"""Milliseconds, up to a day; nanoseconds of all operations together stay whole numbers that a solver can hold."""
+
+MOST_BLOCKS = 1 << 16
+"""Stages x microbatches of a pipeline: 64 x 1024, a few minutes."""
+
+MOST_MESSAGES = 1 << 18
+"""Stages x microbatches x replicas, whose messages take turns on a link."""
+
 TABLES = ("model", "sites", "links", "training", "profile", "options")
 
 
 class Site(Sourced):
     """Equal devices in one place. What a site's own network costs a message between stages is nothing unless given."""
 
-    name: str = Field(min_length=1, description="what the place is called")
+    name: Name = Field(description="what the place is called")
     devices: Count = Field(description="accelerators that it has")
     memory_gib: Amount | None = Field(default=None, description="memory of one device")
     sustained_tflops: Amount | None = Field(default=None, description="10^12 operations a second of one device, really")
@@ -35,7 +46,7 @@ class Site(Sourced):
     network_gbps: Amount | None = Field(
         default=None, description="bandwidth between two stages at this site, 10^9 bit/s"
     )
-    network_latency_us: AmountOrNone = Field(default=0.0, description="latency between two stages at this site")
+    network_latency_us: DurationOrNone = Field(default=0.0, description="latency between two stages at this site")
 
 
 class Link(Sourced):
@@ -45,7 +56,7 @@ class Link(Sourced):
     receiver: str = Field(description="site that receives")
     both_ways: bool = Field(default=True, description="whether an equal link goes back")
     bandwidth_gbps: Amount = Field(description="10^9 bit a second, of the link as a whole")
-    latency_ms: AmountOrNone = Field(description="time of one bit on its way")
+    latency_ms: DurationOrNone = Field(description="time of one bit on its way")
     oversubscription: Annotated[float, Field(ge=1, le=1e4)] = Field(
         default=1.0, description="by how much others share the link: it carries bandwidth / oversubscription of ours"
     )
@@ -83,9 +94,9 @@ class Training(Sourced):
 class Profile(Sourced):
     """Measured times of one microbatch on one stage of a uniform division. They replace those of the cost model."""
 
-    forward_ms: Amount = Field(description="T_F")
-    input_gradient_ms: Amount = Field(description="T_D: the gradient of the input")
-    weight_gradient_ms: AmountOrNone = Field(description="T_W: the gradient of the weights")
+    forward_ms: Duration = Field(description="T_F")
+    input_gradient_ms: Duration = Field(description="T_D: the gradient of the input")
+    weight_gradient_ms: DurationOrNone = Field(description="T_W: the gradient of the weights")
     message_mb: Amount | None = Field(default=None, description="10^6 bytes of one message of one replica")
     memory_microbatches: Amount | None = Field(
         default=None, description="microbatches whose activations a stage of a uniform division can hold"
@@ -103,6 +114,9 @@ class Options(Knobs):
         default=0.0, description="seconds in which a solver looks for the best order; 0: none"
     )
     division: Literal["uniform", "memory-aware", "best"] = Field(default="best", description="how layers become stages")
+    overlap: bool = Field(
+        default=True, description="whether replicas exchange weights and gradients while the pipeline computes"
+    )
     blocking: bool = Field(default=False, description="whether a sender waits for the last message's acknowledgement")
 
 
@@ -162,7 +176,11 @@ K = TypeVar("K", bound=Knobs)
 
 
 def _read(file: Path) -> Setup:
-    tables = read_tables(file, TABLES)
+    return setup_of(read_tables(file, TABLES), file)
+
+
+def setup_of(tables: dict[str, Any], file: Path) -> Setup:
+    """The tables of a file as read_setup() checks them; file: how errors call it."""
     for name in ("model", "sites", "training"):
         if name not in tables:
             brackets = f"[[{name}]]" if name == "sites" else f"[{name}]"
@@ -208,10 +226,26 @@ def _check(setup: Setup) -> None:
                 )
         if link.sender == link.receiver:
             raise PlanError(f"{setup.file} [[links]] {number}: goes from {link.sender} to itself: name two sites")
-    _check_parallelism(setup)
+    _check_links_differ(setup)
+    check_parallelism(setup)
 
 
-def _check_parallelism(setup: Setup) -> None:
+def _check_links_differ(setup: Setup) -> None:
+    """Of two links with the same ends one would be ignored."""
+    given: dict[tuple[str, str], int] = {}
+    for number, link in enumerate(setup.links, 1):
+        ways = [(link.sender, link.receiver), (link.receiver, link.sender)]
+        for way in ways if link.both_ways else ways[:1]:
+            if way in given:
+                raise PlanError(
+                    f"{setup.file} [[links]] {number}: from {way[0]} to {way[1]} goes [[links]] {given[way]} already: "
+                    "remove one, or give both both_ways = false if they go in different directions"
+                )
+            given[way] = number
+
+
+def check_parallelism(setup: Setup) -> None:
+    """Raises PlanError where model, devices and the way of splitting do not go together."""
     training, where = setup.training, f"{setup.file} [training]"
     units = setup.model.layers + training.extra_layers
     if training.extra_layers > 2:
@@ -219,6 +253,17 @@ def _check_parallelism(setup: Setup) -> None:
     if training.pipeline > units:
         raise PlanError(
             f"{where}: pipeline = {training.pipeline} is more stages than layers ({units}): give at most {units}"
+        )
+    blocks = training.pipeline * training.microbatches
+    if blocks > MOST_BLOCKS:
+        raise PlanError(
+            f"{where}: pipeline = {training.pipeline} x microbatches = {training.microbatches} are {blocks}, at most "
+            f"{MOST_BLOCKS} can be planned: give fewer microbatches, an iteration grows by the same for each more"
+        )
+    if blocks * training.data > MOST_MESSAGES:
+        raise PlanError(
+            f"{where}: pipeline x microbatches x data = {blocks * training.data}, at most {MOST_MESSAGES} can be "
+            "planned: give fewer microbatches or replicas"
         )
     for name, parts in (("tensor", training.tensor), ("context", training.context)):
         whole = setup.model.heads if name == "tensor" else training.sequence_tokens

@@ -114,6 +114,16 @@ def layer_state_bytes(model: Model, layer: int, training: Training) -> float:
 # ---- messages ----
 
 
+def inside_exchange_bytes(parameters: float, experts: float, training: Training, groups: int = 1) -> float:
+    """What all devices of one replica and stage send when the replicas that stand together exchange so many parameters
+    once (an all-gather or a reduce-scatter in a ring); experts: of these, in experts. groups: that replicas are split
+    into; an exchange between groups is none of this."""
+    n = training.data // groups * training.context
+    among_experts = max(1, n // training.expert)
+    sent = (parameters - experts) * _ring(n) + experts / training.expert * _ring(among_experts)
+    return WEIGHT_BYTES * training.context * sent
+
+
 def pipeline_message_bytes(model: Model, training: Training) -> float:
     """Of one microbatch between two stages of one replica, all devices of the stage together, one way."""
     tokens = training.microbatch_sequences * training.sequence_tokens

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dips.planner.errors import PlanError
+from dips.planner.exchange import Exchange
 from dips.planner.ir import Kind
 
 NS = 1_000_000_000
@@ -78,10 +79,20 @@ class Wire(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """stages[s] of the model; wires[(from, to)]: between devices, absent where messages are free and at once."""
+    """stages[s] of the model; wires[(from, to)]: between devices, absent where messages are free and at once.
+
+    exchanges[s]: what replicas send each other of stage s; empty: nothing that counts. overlapped: they do so while
+    the pipeline computes; else before all of it and after all of it.
+    """
 
     stages: tuple[StageCost, ...]
     wires: Mapping[tuple[int, int], Wire] = field(default_factory=dict)
+    exchanges: tuple[Exchange, ...] = ()
+    overlapped: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.exchanges) not in (0, len(self.stages)):
+            raise PlanError(f"exchanges of {len(self.exchanges)} stages for {len(self.stages)} stages: give one each")
 
     def compute_ns(self, stage: int, kind: Kind, part: int = 0, parts: int = 1) -> int:
         """Of one part; the first ones take the nanoseconds that do not divide."""

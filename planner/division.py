@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dips.planner.errors import PlanError
-from dips.planner.problem import Division, Problem
+from dips.planner.problem import Problem
 from dips.planner.schedules.jeeves import jeeves_span_ns
+from dips.planner.units import Division
 
 UNIT_NS = 1000
 """The solver's unit of time: its products stay small."""

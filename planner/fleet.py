@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import heappop, heappush
 from math import ceil
@@ -21,7 +21,7 @@ from dips.planner.costs import Costs, Wire
 from dips.planner.errors import PlanError
 from dips.planner.ir import Op, Schedule
 from dips.planner.program import NOTHING, Give, Program, compile_program
-from dips.planner.simulate import UNKNOWN, Message, Run, Timeline, stuck
+from dips.planner.simulate import UNKNOWN, Message, Run, Timeline, exchanged, stuck
 
 Order = Mapping[int, Sequence[tuple[int, Op]]]
 """For each link, the messages as (replica, operation) in the order in which it carries them."""
@@ -41,10 +41,8 @@ class Fleet:
 
     @property
     def makespan_ns(self) -> int:
-        """From the first operation's start to the last one's end, of any replica."""
-        ends = [end[-1] for timeline in self.timelines for end in timeline.ends if end]
-        starts = [start[0] for timeline in self.timelines for start in timeline.starts if start]
-        return max(ends) - min(starts)
+        """From the first start of an operation or exchange to the last one's end, of any replica."""
+        return max(one.end_ns for one in self.timelines) - min(one.begin_ns for one in self.timelines)
 
     @property
     def bubble_fraction(self) -> float:
@@ -78,12 +76,27 @@ def simulate_fleet(
     if sharing is Sharing.FIFO and not any(wire.hold_ns for wire in costs.wires.values()):
         fast = Run(program)
         fast.follow_time()
-        _check_ended(schedules, fast.at)
-        return Fleet(tuple(_timelines(schedules, fast.starts, fast.ends, fast.sent_by(n))))
+        return _fleet(schedules, costs, program, fast.at, fast.starts, fast.ends, fast.sent_by(n))
     run = _Run(program, n, sharing, order or {})
     run.play()
-    _check_ended(schedules, run.at)
-    return Fleet(tuple(_timelines(schedules, run.starts, run.ends, run.messages)))
+    return _fleet(schedules, costs, program, run.at, run.starts, run.ends, run.messages)
+
+
+def _fleet(
+    schedules: Sequence[Schedule],
+    costs: Costs,
+    program: Program,
+    at: Sequence[int],
+    starts: list[list[int]],
+    ends: list[list[int]],
+    messages: Sequence[Sequence[Message]],
+) -> Fleet:
+    """What was played, without pauses, with what replicas exchange."""
+    _check_ended(schedules, program.operations_before(at))
+    starts, ends, n = program.strip(starts), program.strip(ends), schedules[0].n_devices
+    played = ((schedule, ends[replica * n : replica * n + n]) for replica, schedule in enumerate(schedules))
+    done = exchanged(costs, played)
+    return Fleet(tuple(replace(one, exchanges=done) for one in _timelines(schedules, starts, ends, messages)))
 
 
 def _check_ended(schedules: Sequence[Schedule], all_at: Sequence[int]) -> None:
@@ -150,6 +163,8 @@ class _Run:
         self._free = [0] * total
         self._running = [False] * total
         self._there = [UNKNOWN] * program.n_slots
+        for slot, at_ns in program.filled.items():
+            self._there[slot] = at_ns
         self._links: dict[int, _Link] = defaultdict(_Link)
         self._own: dict[tuple[int, int], deque[_Waiting]] = defaultdict(deque)
         self._heap: list[tuple[int, int, int, int]] = []

@@ -11,13 +11,25 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dips.core.config import Knobs, load_table, read_tables
 from dips.planner.errors import PlanError
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Maybe = Annotated[int, Field(ge=0, le=10**9)]
+
+
+def _one_line(name: str) -> str:
+    if not name.strip() or not name.isprintable():
+        raise ValueError("a name is one line of printable characters: it stands in tables and pictures")
+    return name
+
+
+Name = Annotated[str, Field(max_length=200), AfterValidator(_one_line)]
+
+MOST_LAYERS = 2000
+"""Ten times what anybody trains; dividing layers into stages takes time with the square of them."""
 
 
 class Sourced(Knobs):
@@ -50,8 +62,8 @@ def _is_number(value: object) -> bool:
 class Model(Sourced):
     """One decoder-only transformer."""
 
-    name: str = Field(description="what it is called")
-    layers: Count = Field(description="transformer layers")
+    name: Name = Field(description="what it is called")
+    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = Field(description="transformer layers")
     hidden: Count = Field(description="width of the residual stream")
     heads: Count = Field(description="attention heads")
     kv_heads: Maybe = Field(default=0, description="heads of keys and values; 0: as many as heads")

@@ -4,22 +4,22 @@ trace.json (Perfetto), timeline.svg and timeline.png; and plan.json read back.""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from dips.planner.costs import NS
+from dips.planner.costs_file import costs_json
 from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule
 from dips.planner.plan import Candidate, Plan
+from dips.planner.problem_file import assumptions, problem_json
 from dips.planner.trace import draw, trace_events
 
 FORMAT = 1
-NOT_COUNTED = (
-    "a sender computes on while it sends, and a receiver while it receives",
-    "gradients are exchanged inside a site while other operations run, and cost no time",
-    "after the gradient of the input 2/34 of an activation are given back, the rest after that of the weights",
-)
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -45,16 +45,32 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         ],
         "refused": [{"schedule": no.name, "why": no.why} for no in plan.refused],
         "sensitivity": [{"change": effect.change, "saves": effect.saved} for effect in plan.effects],
-        "assumptions": list(NOT_COUNTED),
+        "assumptions": assumptions(plan.problem),
         "schedule": schedule_json(chosen.schedules[0]),
-        "schedules_of_other_replicas": [
-            schedule.to_csv().splitlines() for schedule in chosen.schedules[1:] if schedule != chosen.schedules[0]
+        "costs": costs_json(chosen.costs),
+        "schedules_of_other_replicas": [schedule.to_csv().splitlines() for schedule in orders_of(chosen)[1:]],
+        "exchanges": [
+            {
+                "stage": one.stage,
+                "what": "weights" if one.before else "gradients",
+                "start": one.start_ns,
+                "freed": one.freed_ns,
+                "end": one.ends_ns,
+            }
+            for one in chosen.timeline.exchanges
         ],
+        "schedule_of_replica": [orders_of(chosen).index(schedule) for schedule in chosen.schedules],
+        "problem": problem_json(plan.problem),
         "timeline": [
             [[start, end] for start, end in zip(starts, ends, strict=True)]
             for starts, ends in zip(chosen.timeline.starts, chosen.timeline.ends, strict=True)
         ],
     }
+
+
+def orders_of(chosen: Candidate) -> list[Schedule]:
+    """The schedules of its replicas, each once."""
+    return list(dict.fromkeys(chosen.schedules))
 
 
 def candidate_json(plan: Plan, chosen: Candidate) -> dict[str, Any]:
@@ -65,6 +81,7 @@ def candidate_json(plan: Plan, chosen: Candidate) -> dict[str, Any]:
         "sharing": chosen.sharing,
         "iteration_s": chosen.iteration_s,
         "sync_s": chosen.sync_ns / NS,
+        "layers": list(chosen.division),
         "bubble_fraction": chosen.bubble_fraction,
         "lower_bound_s": None if bound is None else bound / NS,
         "stages": [
@@ -113,32 +130,55 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
         folder / "trace.json": json.dumps(trace_events(chosen.timeline, names)),
     }
     title = f"{plan.problem.setup.model.name}: {chosen.name}, {chosen.iteration_s:.4g} s an iteration"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    ready_folder(folder)
+    with writing(folder):
         for file, text in texts.items():
             file.write_text(text + ("" if text.endswith("\n") else "\n"))
         draw(chosen.timeline, drawings, title, names)
-    except OSError as error:
-        raise PlanError(
-            f"{folder}: the plan cannot be written there: {error.strerror}: choose another --out"
-        ) from error
     return [*texts, *drawings]
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises PlanError for a file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise PlanError(f"{folder}: nothing can be written there: {error.strerror}: choose another --out") from error
+
+
+def ready_folder(folder: Path) -> None:
+    """Make the folder and try whether files can stand there, before minutes are spent on them. Raises PlanError."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 def read_plan(text: str, where: str) -> tuple[Schedule, list[list[tuple[int, int]]]]:
     """The schedule of a plan.json and when it runs. Raises PlanError."""
     try:
         found = json.loads(text)
+        if found.get("format") != FORMAT:
+            raise PlanError(f"format is {found.get('format')!r}, not {FORMAT}: make the plan anew with dips plan FILE")
         inner = found["schedule"]
         places: Sequence[int] = [int(device) for device in inner["device_of_stage"]]
         schedule = Schedule.from_csv("\n".join(inner["orders"]), str(inner["name"]), places)
         times = [[(int(start), int(end)) for start, end in row] for row in found["timeline"]]
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise PlanError(
             f"{where} is no plan.json ({type(error).__name__}: {error}): make one with dips plan FILE"
         ) from error
     if [len(row) for row in times] != [len(order) for order in schedule.orders]:
         raise PlanError(f"{where}: timeline and schedule have unequal lengths: make the plan anew with dips plan FILE")
+    for device, row in enumerate(times):
+        flat = [0, *(at_ns for pair in row for at_ns in pair)]
+        if any(before > after for before, after in pairwise(flat)):
+            raise PlanError(
+                f"{where}: timeline of device {device} does not go forward: make the plan anew with dips plan FILE"
+            )
+    if not any(end for row in times for _, end in row):
+        raise PlanError(f"{where}: timeline takes no time: make the plan anew with dips plan FILE")
     return schedule, times

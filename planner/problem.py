@@ -1,59 +1,55 @@
 """From sites, a model and a way of splitting to what a schedule is made for: costs of stages, wires, memory limits.
 
-A model is a row of units, which are divided into stages: its layers, and the embedding and the output layer as units of
-their own if extra_layers says so (they then cost as much as a layer, as Llama 3's stages are made); else they belong to
-the first and the last stage. Replicas are equal; one is planned.
+A model is a row of units (dips.planner.units), which are divided into stages. Replicas are equal; one is planned.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from dips.planner.cluster import Setup, Site, stages_of_sites
-from dips.planner.cost import (
-    Work,
-    layer_activation_bytes,
-    layer_state_bytes,
-    layer_work,
-    output_work,
-    pipeline_message_bytes,
-    state_bytes,
-)
+from dips.planner.cost import pipeline_message_bytes
 from dips.planner.costs import NS, Costs, StageCost, Wire
 from dips.planner.errors import PlanError
+from dips.planner.exchange import Exchange
 from dips.planner.ir import straight
+from dips.planner.units import Division, Unit, even_division, tflops_of, units_of
 
 RELEASED_BY_INPUT_GRADIENT = 2 / 34
 """Of an activation, when D ends; the rest when W ends: with flash attention a layer holds 34 s b h bytes, and W
 needs 32 of them (Zero Bubble, arXiv:2401.10241, Table 1)."""
 
-Division = tuple[int, ...]
-"""Units of each stage, in the order of the model."""
+Pace = tuple[float, float, float]
+"""Measured over planned time of a device's forward passes, gradients of inputs and gradients of weights."""
 
 
-@dataclass(frozen=True)
-class Unit:
-    """One layer on one device. times in seconds at the first site's speed; state_bytes does not grow with
-    microbatches."""
+class Ring(NamedTuple):
+    """The link, or the slowest of the links, between sites that hold the same stages. members: those sites, as the file
+    numbers them; gradients and weights go round from each to the next."""
 
-    forward_s: float
-    input_gradient_s: float
-    weight_gradient_s: float
-    activation_bytes: float
-    state_bytes: float
+    members: tuple[int, ...]
+    bytes_per_s: float
+    latency_s: float
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
     """devices are the pipeline's: each stands for all of one replica's that share a stage. released: the part of an
-    activation that the gradient of the input gives back, from 0 to 1."""
+    activation that the gradient of the input gives back, from 0 to 1.
+
+    rings[p]: where replicas stand at different sites, between which sites those of position p exchange (and
+    setup.sites[p] is all of them together); empty: all replicas of a stage are at one site. paces[d]: of device d as
+    measured; empty: as planned.
+    """
 
     setup: Setup
     released: float = RELEASED_BY_INPUT_GRADIENT
+    rings: tuple[Ring, ...] = ()
+    paces: tuple[Pace, ...] = ()
 
     @cached_property
     def n_devices(self) -> int:
@@ -64,8 +60,32 @@ class Problem:
         return self.setup.training.microbatches
 
     @cached_property
+    def groups(self) -> int:
+        """Of sites that hold whole pipelines."""
+        return len(self.rings[0].members) if self.rings else 1
+
+    @cached_property
     def replicas(self) -> int:
-        return self.setup.training.data
+        """That use the same links."""
+        return self.setup.training.data // self.groups
+
+    @cached_property
+    def shares_links(self) -> bool:
+        """Whether several replicas meet on a link between sites."""
+        return self.replicas > 1 and len(set(self.site_of)) > 1
+
+    @cached_property
+    def site_in_file(self) -> tuple[int, ...]:
+        """The site of each device of the first replica."""
+        return tuple(self.members(site)[0] for site in self.site_of)
+
+    def members(self, site: int) -> tuple[int, ...]:
+        """The sites that one of this problem stands for, as the file numbers them."""
+        return self.rings[site].members if self.rings else (site,)
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        return units_of(self.setup, self.groups)
 
     @cached_property
     def site_of(self) -> tuple[int, ...]:
@@ -80,71 +100,16 @@ class Problem:
             return profile.message_mb * 1e6
         return pipeline_message_bytes(self.setup.model, self.setup.training)
 
-    # ---- units ----
-
-    @cached_property
-    def units(self) -> tuple[Unit, ...]:
-        model, training = self.setup.model, self.setup.training
-        layers = [self._unit(layer) for layer in range(model.layers)]
-        embedding = state_bytes(model.embedding_parameters() / training.tensor, training)
-        output = state_bytes(model.output_parameters() / training.tensor, training)
-        if training.extra_layers == 0:
-            first, last = layers[0], layers[-1]
-            layers[0] = replace(first, state_bytes=first.state_bytes + embedding)
-            last = replace(layers[-1], state_bytes=layers[-1].state_bytes + output)
-            layers[-1] = last if self.setup.profile else self._with_output(last)
-            return tuple(layers)
-        found = [replace(layers[0], state_bytes=embedding), *layers]
-        return (*found, replace(layers[0], state_bytes=output)) if training.extra_layers == 2 else tuple(found)
-
-    def _unit(self, layer: int) -> Unit:
-        model, training = self.setup.model, self.setup.training
-        held = layer_activation_bytes(model, layer, training)
-        state = layer_state_bytes(model, layer, training)
-        profile = self.setup.profile
-        if profile is not None:
-            share = self.n_devices / (model.layers + training.extra_layers) / 1e3
-            again = profile.forward_ms if training.recompute == "full" else 0.0
-            d_ms = profile.input_gradient_ms + again
-            return Unit(profile.forward_ms * share, d_ms * share, profile.weight_gradient_ms * share, held, state)
-        tokens = training.microbatch_sequences * training.sequence_tokens
-        work = layer_work(model, layer, tokens, training.sequence_tokens)
-        return self._timed(work.recomputed() if training.recompute == "full" else work, held, state)
-
-    def _timed(self, work: Work, held: float, state: float) -> Unit:
-        training = self.setup.training
-        speed = self._tflops(0) * 1e12 * training.tensor * training.context
-        return Unit(work.forward / speed, work.input_gradient / speed, work.weight_gradient / speed, held, state)
-
-    def _with_output(self, unit: Unit) -> Unit:
-        training = self.setup.training
-        more = self._timed(
-            output_work(self.setup.model, training.microbatch_sequences * training.sequence_tokens), 0.0, 0.0
-        )
-        return replace(
-            unit,
-            forward_s=unit.forward_s + more.forward_s,
-            input_gradient_s=unit.input_gradient_s + more.input_gradient_s,
-            weight_gradient_s=unit.weight_gradient_s + more.weight_gradient_s,
-        )
-
-    def _tflops(self, site: int) -> float:
-        given = self.setup.sites[site].sustained_tflops
-        if given is None:
-            raise PlanError(
-                f"{self.setup.file} [[sites]] {site + 1}: sustained_tflops is not given, and no [profile] says "
-                "how long a "
-                "stage takes: add one of them"
-            )
-        return given
-
     def _slowness(self, device: int) -> float:
         """Time on this device over time on the first site's."""
         site = self.site_of[device]
         sites = self.setup.sites
         if site == 0 or (sites[0].sustained_tflops is None and sites[site].sustained_tflops is None):
             return 1.0
-        return self._tflops(0) / self._tflops(site)
+        return tflops_of(self.setup, 0) / tflops_of(self.setup, site)
+
+    def _pace(self, device: int) -> Pace:
+        return self.paces[device] if self.paces else (1.0, 1.0, 1.0)
 
     # ---- stages ----
 
@@ -160,23 +125,31 @@ class Problem:
     def balanced(self, places: Sequence[int]) -> Division:
         """Stages of times as equal as can be (least squares), where units or sites differ; places[s]: device of stage
         s."""
-        times = [u.forward_s + u.input_gradient_s + u.weight_gradient_s for u in self.units]
-        return _even(times, [self._slowness(device) for device in places])
+        return even_division([unit.total_s for unit in self.units], [self._slower(device) for device in places])
+
+    def _slower(self, device: int) -> float:
+        """Time of a layer on this device over its planned time on the first site's."""
+        if not self.paces:
+            return self._slowness(device)
+        unit = self.units[len(self.units) // 2]
+        parts = (unit.forward_s, unit.input_gradient_s, unit.weight_gradient_s)
+        measured = sum(pace * part for pace, part in zip(self.paces[device], parts, strict=True))
+        return self._slowness(device) * measured / unit.total_s
 
     def costs(self, division: Division, places: Sequence[int] | None = None, together: float | None = None) -> Costs:
         """places[s]: device of stage s; straight if not given. together: replicas whose messages one wire carries as
         one (a fair share of the link for each); all of them if not given."""
         placed = straight(self.n_devices) if places is None else tuple(places)
         starts = [0, *accumulate(division)]
-        stages = tuple(
-            self._stage(self.units[starts[s] : starts[s + 1]], self._slowness(placed[s])) for s in range(len(division))
-        )
-        return Costs(stages, self.wires(placed, self.replicas if together is None else together))
+        stages = tuple(self._stage(self.units[starts[s] : starts[s + 1]], placed[s]) for s in range(len(division)))
+        wires = self.wires(placed, self.replicas if together is None else together)
+        return Costs(stages, wires, self.exchanges(division, placed), self.setup.options.overlap)
 
-    def _stage(self, units: Sequence[Unit], slowness: float) -> StageCost:
+    def _stage(self, units: Sequence[Unit], device: int) -> StageCost:
+        slowness = self._slowness(device)
+        columns = zip(*((u.forward_s, u.input_gradient_s, u.weight_gradient_s) for u in units), strict=True)
         f_ns, d_ns, w_ns = (
-            round(sum(times) * slowness * NS)
-            for times in zip(*((u.forward_s, u.input_gradient_s, u.weight_gradient_s) for u in units), strict=True)
+            round(sum(times) * slowness * pace * NS) for times, pace in zip(columns, self._pace(device), strict=True)
         )
         held = round(sum(unit.activation_bytes for unit in units))
         return StageCost(f_ns, d_ns, w_ns, held, round(held * self.released))
@@ -210,6 +183,44 @@ class Problem:
         if site.network_gbps is None:
             return Wire(resource, 0, latency_ns, shared=False) if latency_ns else None
         return Wire(resource, round(self.message_bytes * 8 / site.network_gbps), latency_ns, shared=False)
+
+    # ---- between replicas ----
+
+    def exchanges(self, division: Division, placed: Sequence[int]) -> tuple[Exchange, ...]:
+        """Of each stage; empty where they cost nothing: one replica, or a site whose network is not given."""
+        starts = [0, *accumulate(division)]
+        found = [self._exchange(self.units[starts[s] : starts[s + 1]], device) for s, device in enumerate(placed)]
+        return tuple(found) if any(one.reduces for one in found) else ()
+
+    def _exchange(self, units: Sequence[Unit], device: int) -> Exchange:
+        """A ring inside the site, then (for weights: before) one between sites. Of these two it occupies the latter
+        where there is one: the link is what stages share."""
+        position = self.site_of[device]
+        site, training = self.setup.sites[position], self.setup.training
+        members = self.replicas * training.context
+        busy_s, latency_s, resource = 0.0, (members - 1) * site.network_latency_us / 1e6, device
+        if site.network_gbps is not None:
+            busy_s = sum(unit.inside_bytes for unit in units) * 8 / site.network_gbps / 1e9
+        if self.rings:
+            ring, k = self.rings[position], self.groups
+            latency_s += busy_s + (k - 1) * ring.latency_s
+            busy_s = sum(unit.weight_bytes for unit in units) * (k - 1) / k / ring.bytes_per_s
+            resource = self.n_devices + position
+        busy_ns, latency_ns = round(busy_s * NS), round(latency_s * NS)
+        if training.zero_stage == 0:
+            return Exchange(resource, 0, 2 * busy_ns, 0, 2 * latency_ns)
+        return Exchange(resource, busy_ns, busy_ns, latency_ns, latency_ns)
+
+    def ring_bytes(self, division: Division, placed: Sequence[int]) -> dict[tuple[int, int], float]:
+        """Weights and gradients of an iteration over each directed link between sites, as the file numbers them."""
+        found: dict[tuple[int, int], float] = {}
+        starts, k = [0, *accumulate(division)], self.groups
+        for stage, device in enumerate(placed if self.rings else ()):
+            whole = sum(unit.weight_bytes for unit in self.units[starts[stage] : starts[stage + 1]])
+            each = self.members(self.site_of[device])
+            for pair in zip(each, (*each[1:], each[0]), strict=True):
+                found[pair] = found.get(pair, 0.0) + 2 * (k - 1) / k * whole
+        return found
 
     # ---- memory ----
 
@@ -270,6 +281,9 @@ class Problem:
         )
         return replace(self, setup=replace(self.setup, profile=profile, sites=sites))
 
+    def with_paces(self, paces: tuple[Pace, ...]) -> Problem:
+        return replace(self, paces=paces)
+
     def with_training(self, **changes: object) -> Problem:
         return replace(self, setup=replace(self.setup, training=self.setup.training.model_copy(update=changes)))
 
@@ -284,21 +298,3 @@ class Problem:
             for link in self.setup.links
         )
         return replace(self, setup=replace(self.setup, links=links))
-
-
-def _even(times: Sequence[float], slowness: Sequence[float]) -> Division:
-    """Units in their order, at least one on each stage, so that the squares of the stages' times have the least sum."""
-    n, sums = len(times), [0.0, *accumulate(times)]
-    best = [0.0] + [math.inf] * n  # of the first k units on the stages so far
-    cuts: list[list[int]] = []
-    for stage, slow in enumerate(slowness):
-        cut, after = [0] * (n + 1), [math.inf] * (n + 1)
-        for end in range(stage + 1, n + 1):
-            after[end], cut[end] = min((best[k] + ((sums[end] - sums[k]) * slow) ** 2, k) for k in range(stage, end))
-        best = after
-        cuts.append(cut)
-    found, end = [], n
-    for cut in reversed(cuts):
-        found.append(end - cut[end])
-        end = cut[end]
-    return tuple(reversed(found))

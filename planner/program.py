@@ -3,18 +3,23 @@
 An operation is an index on its device. What it waits for and what it makes possible are slots: one for each
 (replica, direction, stage, microbatch) that says when that input is there. Devices of replica r stand behind those of
 replica r - 1; replicas share nothing but their links.
+
+Where a stage waits for its weights (dips.planner.exchange), a pause stands before its first operation: one that takes
+no time and needs a slot that is filled from the beginning. strip() removes the pauses from what was played.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from dips.planner.costs import Costs, Wire
 from dips.planner.errors import PlanError
+from dips.planner.exchange import gates
 from dips.planner.ir import Kind, Op, Schedule
 
 NOTHING = -1
+T = TypeVar("T")
 
 
 class Give(NamedTuple):
@@ -35,9 +40,27 @@ class Device(NamedTuple):
 
 
 class Program(NamedTuple):
+    """filled: slots that are so from the beginning, and when. pauses[d]: indices on device d that are no operations."""
+
     devices: list[Device]
     n_slots: int
     orders: list[tuple[Op, ...]]
+    filled: dict[int, int]
+    pauses: list[list[int]]
+
+    def strip(self, rows: list[list[T]]) -> list[list[T]]:
+        """Of each device what belongs to operations."""
+        if not any(self.pauses):
+            return rows
+        found = [list(row) for row in rows]
+        for row, pauses in zip(found, self.pauses, strict=True):
+            for index in reversed(pauses):
+                del row[index]
+        return found
+
+    def operations_before(self, at: Sequence[int]) -> list[int]:
+        """How many operations precede index at[d] on each device."""
+        return [index - sum(p < index for p in pauses) for index, pauses in zip(at, self.pauses, strict=True)]
 
 
 def compile_program(schedules: Sequence[Schedule], costs: Costs) -> Program:
@@ -52,7 +75,26 @@ def compile_program(schedules: Sequence[Schedule], costs: Costs) -> Program:
         devices += [tables.device(device, order) for device, order in enumerate(schedule.orders)]
         orders += schedule.orders
         base += 2 * schedule.n_stages * schedule.n_microbatches
-    return Program(devices, base, orders)
+    program = Program(devices, base, orders, {}, [[] for _ in devices])
+    waits = gates(costs.exchanges, costs.overlapped)
+    return _with_pauses(program, waits) if any(waits) else program
+
+
+def _with_pauses(program: Program, waits: Sequence[int]) -> Program:
+    """waits[s]: before this time stage s has no weights."""
+    filled = {program.n_slots + stage: at_ns for stage, at_ns in enumerate(waits)}
+    orders, pauses = list(program.orders), []
+    for number, (device, order) in enumerate(zip(program.devices, program.orders, strict=True)):
+        firsts = sorted({op.stage: at for at, op in reversed(list(enumerate(order)))}.values())
+        longer = list(order)
+        for at in reversed(firsts):  # from the end, so that earlier indices stay what they are
+            device.lasts.insert(at, 0)
+            device.needs.insert(at, program.n_slots + order[at].stage)
+            device.gives.insert(at, None)
+            longer.insert(at, order[at])
+        orders[number] = tuple(longer)
+        pauses.append([at + before for before, at in enumerate(firsts)])
+    return Program(program.devices, program.n_slots + len(waits), orders, filled, pauses)
 
 
 class _Tables:

@@ -3,7 +3,7 @@
 CrossPipe's conventions (arXiv:2507.00217, section 3.5): an operation starts when its device has ended the one before
 and its input is there; a message starts when its producer ends and its link is free, occupies the link for busy_ns
 and arrives latency_ns later; sending costs a device nothing. A link serves messages in the order in which they are
-ready, equal ones by device.
+ready, equal ones by device. What replicas exchange before and after each stage stands in dips.planner.exchange.
 
 The simulation follows time (a heap of device wake-ups) only where a link is shared by several senders; where each link
 has one sender, messages are ready in the sender's own order, and following the dependencies gives the same times
@@ -13,13 +13,14 @@ sooner. Other ways of sharing a link stand in dips.planner.fleet.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from dips.planner.costs import Costs
 from dips.planner.errors import PlanError
+from dips.planner.exchange import Exchanged, gathered, reduced
 from dips.planner.ir import Op, Schedule
 from dips.planner.program import Program, compile_program
 
@@ -40,17 +41,36 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """starts[d][i], ends[d][i]: of operation i of device d. messages: those between devices that have a wire."""
+    """starts[d][i], ends[d][i]: of operation i of device d. messages: those between devices that have a wire.
+    exchanges: between replicas, which this timeline takes part in."""
 
     schedule: Schedule
     starts: tuple[tuple[int, ...], ...]
     ends: tuple[tuple[int, ...], ...]
     messages: tuple[Message, ...]
+    exchanges: tuple[Exchanged, ...] = ()
+
+    @property
+    def begin_ns(self) -> int:
+        """Of the first operation or exchange."""
+        return min([s[0] for s in self.starts if s] + [one.start_ns for one in self.exchanges])
+
+    @property
+    def end_ns(self) -> int:
+        """Of the last operation or exchange."""
+        return max([e[-1] for e in self.ends if e] + [one.ends_ns for one in self.exchanges])
 
     @property
     def makespan_ns(self) -> int:
-        """From the first operation's start to the last one's end, anywhere."""
-        return max(e[-1] for e in self.ends if e) - min(s[0] for s in self.starts if s)
+        """From the start of the first operation or exchange to the end of the last one, anywhere (CrossPipe, appendix
+        A, with weights that are gathered before)."""
+        return self.end_ns - self.begin_ns
+
+    @property
+    def exposed_ns(self) -> int:
+        """Of the makespan what lies before the first operation and after the last one: exchanges that nothing hides."""
+        computed = max(e[-1] for e in self.ends if e) - min(s[0] for s in self.starts if s)
+        return self.makespan_ns - computed
 
     def span_ns(self, device: int) -> int:
         """From this device's first start to its last end."""
@@ -81,9 +101,36 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         run.follow_time()
     else:
         run.follow_dependencies()
+    program = run.program
     if run.stuck:
-        raise PlanError(stuck(schedule, run.at))
-    return Timeline(schedule, tuple(map(tuple, run.starts)), tuple(map(tuple, run.ends)), tuple(run.messages))
+        raise PlanError(stuck(schedule, program.operations_before(run.at)))
+    starts, ends = program.strip(run.starts), program.strip(run.ends)
+    done = exchanged(costs, [(schedule, ends)])
+    return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(run.messages), done)
+
+
+def exchanged(costs: Costs, played: Iterable[tuple[Schedule, Sequence[Sequence[int]]]]) -> tuple[Exchanged, ...]:
+    """The exchanges between replicas whose operations end so; played: one for each replica that was. A stage's
+    gradients leave when all replicas have ended it."""
+    if not costs.exchanges:
+        return ()
+    ready = [0] * len(costs.stages)
+    for schedule, ends in played:
+        for device, (order, row) in enumerate(zip(schedule.orders, ends, strict=True)):
+            for stage, end in _last_ends(order, row, schedule.device_of_stage.count(device)).items():
+                ready[stage] = max(ready[stage], end)
+    return (*gathered(costs.exchanges), *reduced(costs.exchanges, ready, costs.overlapped))
+
+
+def _last_ends(order: Sequence[Op], ends: Sequence[int], n_stages: int) -> dict[int, int]:
+    """When the last operation of each of a device's stages ends."""
+    found: dict[int, int] = {}
+    for op, end in zip(reversed(order), reversed(ends), strict=True):
+        if op.stage not in found:
+            found[op.stage] = end
+            if len(found) == n_stages:
+                break
+    return found
 
 
 def shares_links(costs: Costs) -> bool:
@@ -100,18 +147,20 @@ class Run:
 
     def __init__(self, program: Program) -> None:
         n = len(program.devices)
-        self._program = program
+        self.program = program
         self.at = [0] * n
         self.messages: list[Message] = []
         self.starts: list[list[int]] = [[] for _ in range(n)]
         self.ends: list[list[int]] = [[] for _ in range(n)]
         self._free = [0] * n
         self._there = [UNKNOWN] * program.n_slots
+        for slot, at_ns in program.filled.items():
+            self._there[slot] = at_ns
         self._link_free: dict[int, int] = {}
 
     @property
     def stuck(self) -> bool:
-        return any(at < len(device.lasts) for at, device in zip(self.at, self._program.devices, strict=True))
+        return any(at < len(device.lasts) for at, device in zip(self.at, self.program.devices, strict=True))
 
     def sent_by(self, n: int) -> list[list[Message]]:
         """The messages by sender, as those of a pipeline of n devices: replicas stand behind each other."""
@@ -136,7 +185,7 @@ class Run:
 
     def _run_device(self, number: int) -> set[int]:
         """Run on until an input is missing; the devices that were sent something."""
-        lasts, needs, gives = self._program.devices[number]
+        lasts, needs, gives = self.program.devices[number]
         free, there = self._free[number], self._there
         woken: set[int] = set()
         starts, ends = self.starts[number], self.ends[number]
@@ -164,7 +213,7 @@ class Run:
 
     def _carry(self, source: int, index: int, ready_ns: int) -> int:
         """Send the message of an operation that has a wire; when it arrives."""
-        give = self._program.devices[source].gives[index]
+        give = self.program.devices[source].gives[index]
         assert give is not None
         assert give.wire is not None
         resource, busy_ns, latency_ns, hold_ns, _ = give.wire
@@ -173,7 +222,7 @@ class Run:
             start_ns = max(ready_ns, self._link_free.get(resource, 0))
             self._link_free[resource] = start_ns + busy_ns + hold_ns
         freed_ns = start_ns + busy_ns
-        op = self._program.orders[source][index]
+        op = self.program.orders[source][index]
         arrives_ns = freed_ns + latency_ns
         self.messages.append(Message(op, source, give.target, ready_ns, start_ns, freed_ns, arrives_ns))
         return arrives_ns
@@ -191,7 +240,7 @@ class Run:
         mask = (1 << bits) - 1
         there, free, at = self._there, self._free, self.at
         heap: list[int] = []
-        lasts, needs, gives = zip(*self._program.devices, strict=True)
+        lasts, needs, gives = zip(*self.program.devices, strict=True)
         add_start = [starts.append for starts in self.starts]
         add_end = [ends.append for ends in self.ends]
         running, left = [False] * n, [len(row) for row in lasts]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,11 @@ from dips.planner.costs import NS, Costs, equal_sites, site_wires, uniform
 from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule, straight, wave
 from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.cross_wave import cross_wave
 from dips.planner.schedules.interleaved import interleaved_1f1b
 from dips.planner.schedules.static import gpipe, one_f_one_b, zb_h1
 from dips.planner.schedules.zb_v import zb_v
+from dips.planner.simulate import simulate
 from dips.planner.validate import peaks, validate
 
 ACTIVATION = 1 << 20
@@ -27,6 +30,12 @@ ACTIVATION = 1 << 20
 
 MOST = 1e6
 """A delay or a memory beyond it is a slip of the pen."""
+
+MOST_BLOCKS = 1 << 18
+"""Stages x microbatches of a case: 64 x 4096. One such case takes minutes."""
+
+MOST_BLOCKS_OF_A_GRID = 1 << 23
+"""Stages x microbatches of all cases together: hours."""
 
 STATIC: dict[str, tuple[Callable[[int, int], Schedule], int]] = {
     "gpipe": (gpipe, 1),
@@ -38,6 +47,7 @@ STATIC: dict[str, tuple[Callable[[int, int], Schedule], int]] = {
 """name: (maker, stages on each device)."""
 
 GREEDY_PARTS = (1, 2, 4)
+OPTIMAL = ("cross_ud/optimal", "cross_wave/optimal")
 
 
 @dataclass(frozen=True)
@@ -91,50 +101,97 @@ def cases(
     memories: Sequence[float],
 ) -> list[Case]:
     """The grid, checked as a whole before anything is computed. Raises PlanError."""
-    found = [Case(*point) for point in itertools.product(stages, microbatches, sites, latencies, bandwidths, memories)]
-    for case in found:
-        for value in (case.latency, case.bandwidth, case.memory):
-            if not math.isfinite(value) or value > MOST:
-                raise PlanError(f"{value:g} is no number that can be planned with: give one up to {MOST:g}")
-        if case.n_pp < 1 or case.n_mb < 1:
-            raise PlanError(f"{case.n_pp} stages and {case.n_mb} microbatches: both are at least 1")
-        if min(case.latency, case.bandwidth) < 0:
-            raise PlanError(f"latency {case.latency:g} and bandwidth {case.bandwidth:g}: neither is negative")
-        if case.memory * case.n_pp < 1:
+    blocks = sum(stages) * sum(microbatches) * len(sites) * len(latencies) * len(bandwidths) * len(memories)
+    sizes = itertools.product(dict.fromkeys(stages), dict.fromkeys(microbatches), dict.fromkeys(sites))
+    delays = itertools.product(dict.fromkeys(latencies), dict.fromkeys(bandwidths), dict.fromkeys(memories))
+    found = []
+    for size, delay in itertools.product(sizes, delays):
+        case = Case(*size, *delay)
+        _check(case)
+        found.append(case)
+        if blocks > MOST_BLOCKS_OF_A_GRID:
             raise PlanError(
-                f"memory {case.memory:g} of {case.n_pp} stages holds no microbatch: give at least {1 / case.n_pp:g}"
+                f"{blocks} stages x microbatches in all combinations together would take days, at most "
+                f"{MOST_BLOCKS_OF_A_GRID} can be compared: give fewer or smaller numbers"
             )
-        equal_sites(case.n_pp, case.n_sites)
     return found
+
+
+def _check(case: Case) -> None:
+    for value in (case.latency, case.bandwidth, case.memory):
+        if not math.isfinite(value) or value > MOST:
+            raise PlanError(f"{value:g} is no number that can be planned with: give one up to {MOST:g}")
+    if case.n_pp < 1 or case.n_mb < 1:
+        raise PlanError(f"{case.n_pp} stages and {case.n_mb} microbatches: both are at least 1")
+    if case.n_pp * case.n_mb > MOST_BLOCKS:
+        raise PlanError(
+            f"{case.n_pp} stages x {case.n_mb} microbatches are {case.n_pp * case.n_mb}, at most {MOST_BLOCKS} can be "
+            "planned: give fewer"
+        )
+    if min(case.latency, case.bandwidth) < 0:
+        raise PlanError(f"latency {case.latency:g} and bandwidth {case.bandwidth:g}: neither is negative")
+    if case.memory * case.n_pp < 1:
+        raise PlanError(
+            f"memory {case.memory:g} of {case.n_pp} stages holds no microbatch: give at least {1 / case.n_pp:g}"
+        )
+    equal_sites(case.n_pp, case.n_sites)
+
+
+def names_of(case: Case, optimal: bool = False) -> list[str]:
+    """The schedules that a case has rows of. Interleaved 1F1B takes a multiple of its devices as microbatches."""
+    names = [name for name in STATIC if name != "interleaved_1f1b" or case.n_mb % case.n_pp == 0]
+    return [*names, *(f"cross_ud/{parts}" for parts in GREEDY_PARTS), *(OPTIMAL if optimal else ())]
+
+
+def check_compared(grid: Sequence[Case], over: str, optimal: bool) -> None:
+    """Raises PlanError where a case has no row of `over`, before anything is computed."""
+    for case in grid:
+        names = names_of(case, optimal)
+        if over not in names:
+            raise PlanError(
+                f"{over!r} is no schedule that {case.n_pp} stages and {case.n_mb} microbatches can be compared with: "
+                f"choose one of {', '.join(names)}"
+            )
 
 
 def rows_of(case: Case, optimal_s: float = 0.0) -> Iterator[Row]:
     """Every schedule in one case. optimal_s > 0: the solver's too, with so much time for each.
 
-    Static schedules know no limit: their peak_activations say what they need. Interleaved 1F1B has no row where it
-    cannot be (it takes a multiple of its devices as microbatches).
+    Static schedules know no limit: their peak_activations say what they need.
     """
-    for name, (make, chunks) in STATIC.items():
-        if name == "interleaved_1f1b" and case.n_mb % case.n_pp:
+    for name in names_of(case):
+        if name not in STATIC:
             continue
+        make, chunks = STATIC[name]
         yield _row(case, make(case.n_pp, case.n_mb), case.costs(chunks, wraps=name == "interleaved_1f1b"), name)
     costs = case.costs()
-    greedy = [cross_ud(case.n_pp, case.n_mb, costs, case.limits(), parts) for parts in GREEDY_PARTS]
-    for schedule in greedy:
+    for parts in GREEDY_PARTS:
+        schedule = cross_ud(case.n_pp, case.n_mb, costs, case.limits(), parts)
         yield _row(case, schedule, costs, schedule.name, case.limits())
     if optimal_s > 0:
-        yield from _optima(case, greedy[0], optimal_s)
+        yield from _optima(case, optimal_s)
 
 
-def _optima(case: Case, greedy: Schedule, time_limit_s: float) -> Iterator[Row]:
+def _optima(case: Case, time_limit_s: float) -> Iterator[Row]:
+    n, n_mb, limits = case.n_pp, case.n_mb, case.limits()
+    one, two = case.costs(), case.costs(2)
+    down = [zb_h1(n, n_mb), cross_ud(n, n_mb, one, limits)]
+    yield _optimum(case, OPTIMAL[0], straight(n), one, down, time_limit_s)
+    back = [zb_v(n, n_mb), cross_wave(n, n_mb, two, limits)]
+    yield _optimum(case, OPTIMAL[1], wave(n), two, back, time_limit_s)
+
+
+def _optimum(
+    case: Case, name: str, places: Sequence[int], costs: Costs, others: Sequence[Schedule], time_limit_s: float
+) -> Row:
+    """The solver's schedule, begun at the best of `others`, of the same kind, that fits; never worse than that."""
     from dips.planner.schedules.optimal import optimal  # OR-tools: a second to import, and only needed here
 
-    one, two = case.costs(), case.costs(2)
-    down = optimal("cross_ud/optimal", straight(case.n_pp), case.n_mb, one, case.limits(), greedy, time_limit_s)
-    yield _row(case, down.schedule, one, down.schedule.name, case.limits(), down.lower_bound_ns)
-    hint = zb_v(case.n_pp, case.n_mb)
-    back = optimal("cross_wave/optimal", wave(case.n_pp), case.n_mb, two, case.limits(), hint, time_limit_s)
-    yield _row(case, back.schedule, two, back.schedule.name, case.limits(), back.lower_bound_ns)
+    limits = case.limits()
+    fitting = [other for other in others if all(map(operator.le, peaks(other, costs), limits))]
+    hint = min(fitting, key=lambda other: simulate(other, costs).makespan_ns, default=None)
+    found = optimal(name, places, case.n_mb, costs, limits, hint, time_limit_s)
+    return _row(case, found.schedule, costs, name, limits, found.lower_bound_ns)
 
 
 def _row(

@@ -11,12 +11,13 @@ from dips.planner.simulate import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 LETTERS = {Kind.F: "F", Kind.D: "D", Kind.W: "W", Kind.B: "B"}
 COLOURS = {Kind.F: "#56B4E9", Kind.D: "#E69F00", Kind.W: "#009E73", Kind.B: "#D55E00"}
 """Okabe and Ito's, which colour-blind people tell apart."""
 
-LINK_COLOUR = "#999999"
+LINK_COLOUR, EXCHANGE_COLOUR = "#999999", "#CC79A7"
 _INCHES_WIDE = 12.0
 _MOST_LABELS = 700
 
@@ -51,7 +52,27 @@ def trace_events(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any
                 },
             }
         )
+    events += _exchanged(timeline, n, len(pairs))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _exchanged(timeline: Timeline, process: int, thread: int) -> Iterator[dict[str, Any]]:
+    """What replicas send each other, a thread for each network behind those of the links."""
+    networks = sorted({one.resource for one in timeline.exchanges})
+    for number, _ in enumerate(networks):
+        named = {"name": f"between replicas {number}"}
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread + number, "args": named}
+    for one in timeline.exchanges:
+        yield {
+            "ph": "X",
+            "name": f"{'weights' if one.before else 'gradients'} s{one.stage}",
+            "cat": "exchange",
+            "pid": process,
+            "tid": thread + networks.index(one.resource),
+            "ts": one.start_ns / 1e3,
+            "dur": (one.freed_ns - one.start_ns) / 1e3,
+            "args": {"arrives_us": one.ends_ns / 1e3},
+        }
 
 
 def _computed(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -75,34 +96,58 @@ def label(op: Op) -> str:
 
 def draw(timeline: Timeline, files: Sequence[Path], title: str, names: Sequence[str] = ()) -> None:
     """Write a Gantt chart in the form of each file's suffix (.svg, .png). Needs matplotlib."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     n = timeline.schedule.n_devices
     pairs = sorted({(message.source, message.target) for message in timeline.messages})
-    rows = n + len(pairs)
+    networks = sorted({one.resource for one in timeline.exchanges})
+    rows = n + len(pairs) + len(networks)
     figure = Figure(figsize=(_INCHES_WIDE, 1.4 + 0.34 * rows), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_rows(axes, timeline, pairs)
+    _draw_exchanges(axes, timeline, n + len(pairs), networks)
     axes.set_yticks(
-        range(rows), [*(names or [f"device {d}" for d in range(n)]), *(f"link {a} to {b}" for a, b in pairs)]
+        range(rows),
+        [
+            *(names or [f"device {d}" for d in range(n)]),
+            *(f"link {a} to {b}" for a, b in pairs),
+            *["replicas"] * len(networks),
+        ],
+        parse_math=False,
     )
     axes.set_ylim(rows - 0.4, -0.6)
     axes.set_xlim(0, timeline.makespan_ns / 1e9)
     axes.set_xlabel("seconds")
-    axes.set_title(title)
+    axes.set_title(title, parse_math=False)
     shown = {op.kind for order in timeline.schedule.orders for op in order}
     words = {Kind.F: "forward", Kind.D: "gradient of the input", Kind.W: "of the weights", Kind.B: "backward"}
     handles = [Patch(color=COLOURS[kind], label=words[kind]) for kind in Kind if kind in shown]
     if pairs:
         handles.append(Patch(color=LINK_COLOUR, label="message on its link"))
+    if networks:
+        handles.append(Patch(color=EXCHANGE_COLOUR, label="weights and gradients of replicas"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    with matplotlib.rc_context({"svg.hashsalt": "dips"}):  # the same plan gives the same file
+    save(figure, files)
+
+
+def save(figure: Figure, files: Sequence[Path]) -> None:
+    """Write a drawing in the form of each file's suffix; the same drawing gives the same file. Raises OSError."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "dips"}):
         for file in files:
             figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else {})
+
+
+def _draw_exchanges(axes: Axes, timeline: Timeline, first_row: int, networks: Sequence[int]) -> None:
+    for row, network in enumerate(networks, first_row):
+        bars = [
+            (one.start_ns / 1e9, (one.freed_ns - one.start_ns) / 1e9)
+            for one in timeline.exchanges
+            if one.resource == network
+        ]
+        axes.broken_barh(bars, (row - 0.3, 0.6), facecolors=EXCHANGE_COLOUR, edgecolor="white", linewidth=0.3)
 
 
 def _draw_rows(axes: Axes, timeline: Timeline, pairs: Sequence[tuple[int, int]]) -> None:

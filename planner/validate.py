@@ -3,11 +3,12 @@ end."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 
 from dips.planner.costs import Costs
 from dips.planner.errors import PlanError
+from dips.planner.exchange import check_exchanges
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.simulate import Timeline, simulate
 
@@ -16,7 +17,8 @@ def validate(schedule: Schedule, costs: Costs, memory: Sequence[int] | None = No
     """Check a schedule and play it. memory[d]: limit of device d, in the units of costs.
 
     Raises PlanError, which names the device and the cell, for: an operation that is missing, doubled or elsewhere;
-    one that stands before what it needs on its own device; memory over the limit; devices that wait for each other.
+    one that stands before what it needs on its own device; memory over the limit; devices that wait for each other;
+    exchanges of replicas that do not stand where they must.
     """
     check_complete(schedule)
     for device, order in enumerate(schedule.orders):
@@ -28,7 +30,22 @@ def validate(schedule: Schedule, costs: Costs, memory: Sequence[int] | None = No
                     f"{schedule.name}: device {device} holds {peak} of activations at once, its memory allows {limit}: "
                     "use a schedule that holds fewer microbatches, or more memory"
                 )
-    return simulate(schedule, costs)
+    timeline = simulate(schedule, costs)
+    if costs.exchanges:
+        check_exchanges(timeline.exchanges, costs.exchanges, *_stage_spans(timeline))
+    return timeline
+
+
+def _stage_spans(timeline: Timeline) -> tuple[list[int], list[int]]:
+    """Start of the first operation and end of the last one of each stage."""
+    starts: dict[int, list[int]] = defaultdict(list)
+    ends: dict[int, list[int]] = defaultdict(list)
+    for order, begun, ended in zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True):
+        for op, start, end in zip(order, begun, ended, strict=True):
+            starts[op.stage].append(start)
+            ends[op.stage].append(end)
+    stages = range(timeline.schedule.n_stages)
+    return [min(starts[stage]) for stage in stages], [max(ends[stage]) for stage in stages]
 
 
 def peaks(schedule: Schedule, costs: Costs) -> tuple[int, ...]:

@@ -2,9 +2,10 @@
 
 An interval for each operation and for each message that occupies a link; no two overlap on a device or a link; a
 message follows its producer, its latency precedes its consumer; activations are a cumulative resource of each device;
-microbatches keep their order within a stage and kind (which halves the search and loses nothing when stages' costs
-are equal for all microbatches). Minimizes the makespan. The solver's lower bound says how far from the best a
-schedule may be.
+microbatches keep their order within a stage and kind (which halves the search and loses nothing when stages' costs are
+equal for all microbatches). What replicas exchange is as in the paper's Figure 7: each stage's weights come before its
+first F, its gradients are an interval on their network after its last W. Minimizes the makespan, exchanges included.
+The solver's lower bound says how far from the best a schedule may be.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ortools.sat.python import cp_model
 
 from dips.planner.costs import Costs
 from dips.planner.errors import PlanError
+from dips.planner.exchange import gates, reduced
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.simulate import Timeline, simulate
 
@@ -27,7 +29,8 @@ KINDS = (Kind.F, Kind.D, Kind.W)
 
 @dataclass(frozen=True)
 class Optimum:
-    """lower_bound_ns: no schedule of this problem has a shorter makespan. proved: the schedule's makespan is that."""
+    """lower_bound_ns: no schedule of this problem has a shorter makespan. proved: the schedule's makespan, as it is
+    simulated, is that."""
 
     schedule: Schedule
     lower_bound_ns: int
@@ -45,7 +48,8 @@ def optimal(
     time_limit_s: float = 20.0,
     workers: int = 0,
 ) -> Optimum:
-    """memory[d]: limit of device d in the units of costs. hint: a schedule (of whole blocks, split) to begin with.
+    """memory[d]: limit of device d in the units of costs. hint: a schedule (of whole blocks, split) to begin with, that
+    must fit that memory; the answer is never longer.
 
     workers: threads of the solver; 0: one for each processor. Raises PlanError when no schedule was found in the time.
     """
@@ -64,12 +68,12 @@ def optimal(
             else (f"none was found in {time_limit_s:g} s: allow more time")
         )
         raise PlanError(f"{name}: no schedule within the memory; {why}")
-    return Optimum(
-        problem.schedule(name, solver),
-        math.ceil(solver.best_objective_bound) * problem.unit_ns,
-        status == cp_model.OPTIMAL,
-        solver.wall_time,
-    )
+    found = problem.schedule(name, solver)
+    span_ns = simulate(found, costs).makespan_ns
+    if hint is not None and (hint_ns := simulate(hint, costs).makespan_ns) < span_ns:
+        found, span_ns = replace(hint, name=name), hint_ns
+    bound_ns = math.ceil(solver.best_objective_bound) * problem.unit_ns
+    return Optimum(found, bound_ns, status == cp_model.OPTIMAL and span_ns <= bound_ns, solver.wall_time)
 
 
 class _Problem:
@@ -86,6 +90,7 @@ class _Problem:
         self._starts: dict[Op, Any] = {}
         self._intervals: dict[Op, Any] = {}
         self._messages: dict[Op, Any] = {}
+        self._exchanges: dict[tuple[int, bool], Any] = {}
         on_device: dict[int, list[Any]] = defaultdict(list)
         for stage in range(self._n_stages):
             for microbatch in range(n_microbatches):
@@ -98,7 +103,9 @@ class _Problem:
         for intervals in on_device.values():
             self.model.add_no_overlap(intervals)
         self._limit(memory)
-        self._minimize()
+        self._span()
+        self._exchange()
+        self.model.minimize(self._makespan)
 
     def hint(self, timeline: Timeline) -> None:
         for device, order in enumerate(timeline.schedule.orders):
@@ -108,6 +115,9 @@ class _Problem:
         for message in timeline.messages:
             if message.op in self._messages:
                 self.model.add_hint(self._messages[message.op], message.start_ns // self.unit_ns)
+        for one in timeline.exchanges:
+            if (one.stage, one.before) in self._exchanges:
+                self.model.add_hint(self._exchanges[one.stage, one.before], one.start_ns // self.unit_ns)
         self.model.add_hint(self._makespan, timeline.makespan_ns // self.unit_ns)
 
     def schedule(self, name: str, solver: Any) -> Schedule:
@@ -124,13 +134,15 @@ class _Problem:
     def _unit(self) -> int:
         times = [stage.compute_ns(kind) for stage in self._costs.stages for kind in KINDS]
         times += [ns for wire in self._costs.wires.values() for ns in (wire.busy_ns, wire.latency_ns, wire.hold_ns)]
+        times += [ns for one in self._costs.exchanges for ns in one[1:]]
         return math.gcd(*times) or 1
 
     def _serial(self) -> int:
         """As long as everything takes one after the other."""
         work = sum(stage.compute_ns(kind) for stage in self._costs.stages for kind in KINDS)
         slowest = max((wire.busy_ns + wire.latency_ns + wire.hold_ns for wire in self._costs.wires.values()), default=0)
-        return self._n * (work + 2 * self._n_stages * slowest) // self.unit_ns
+        between_replicas = sum(sum(one[1:]) for one in self._costs.exchanges)
+        return (self._n * (work + 2 * self._n_stages * slowest) + between_replicas) // self.unit_ns
 
     def _add_op(self, op: Op) -> None:
         length = self._costs.compute_ns(op.stage, op.kind) // self.unit_ns
@@ -196,12 +208,53 @@ class _Problem:
         length = self.model.new_int_var(0, self._horizon, f"{first} to {last}")
         return self.model.new_interval_var(self._starts[first], length, self._end(last), f"{first} held for {last}")
 
-    def _minimize(self) -> None:
+    def _span(self) -> None:
         self._makespan = self.model.new_int_var(0, self._horizon, "makespan")
         for op in self._starts:
             if op.microbatch == self._n - 1:
                 self.model.add(self._makespan >= self._end(op))
-        self.model.minimize(self._makespan)
+
+    # ---- between replicas ----
+
+    def _exchange(self) -> None:
+        """Weights come at times that are known, since they go from the beginning on in the order of the stages (which
+        loses nothing: no stage starts before the one before it). What gradients take are intervals."""
+        costs = self._costs
+        if not costs.exchanges:
+            return
+        if not costs.overlapped:
+            self._apart()
+            return
+        on_network: dict[int, list[Any]] = defaultdict(list)
+        there = gates(costs.exchanges, True)
+        for stage, one in enumerate(costs.exchanges):
+            self.model.add(self._starts[Op(Kind.F, stage, 0)] >= there[stage] // self.unit_ns)
+            if one.reduces:
+                last = self._end(Op(Kind.W, stage, self._n - 1))
+                on_network[one.resource].append(self._reduce(stage, last))
+        for intervals in on_network.values():
+            self.model.add_no_overlap(intervals)
+
+    def _reduce(self, stage: int, ready: Any) -> Any:
+        one = self._costs.exchanges[stage]
+        busy, latency = one.reduce_ns // self.unit_ns, one.reduce_latency_ns // self.unit_ns
+        start = self.model.new_int_var(0, self._horizon, f"gradients of {stage} leave")
+        self._exchanges[stage, False] = start
+        self.model.add(start >= ready)
+        self.model.add(self._makespan >= start + busy + latency)
+        return self.model.new_fixed_size_interval_var(start, busy, f"gradients of {stage} travel")
+
+    def _apart(self) -> None:
+        """Weights before all operations, gradients after all of them: constants at both ends."""
+        exchanges = self._costs.exchanges
+        head = max(gates(exchanges, False), default=0) // self.unit_ns
+        none_before = [0] * len(exchanges)
+        tail = max((one.ends_ns for one in reduced(exchanges, none_before, False)), default=0) // self.unit_ns
+        for op in self._starts:
+            if op.kind is Kind.F and op.microbatch == 0:
+                self.model.add(self._starts[op] >= head)
+            elif op.kind is Kind.W and op.microbatch == self._n - 1:
+                self.model.add(self._makespan >= self._end(op) + tail)
 
 
 def _rank(op: Op) -> tuple[int, int]:

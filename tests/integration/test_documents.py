@@ -7,6 +7,7 @@ import importlib
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def walks() -> list[Path]:
 
 def test_there_is_something_to_check() -> None:
     assert len(SHELL_BLOCKS) >= 15
-    assert {block.language for block in BLOCKS} <= {*SHELL, "python", "yaml", "mermaid", ""}
+    assert {block.language for block in BLOCKS} <= {*SHELL, "python", "yaml", "toml", "mermaid", ""}
     assert RUNNING in walks()
 
 
@@ -67,6 +68,11 @@ def test_a_block_runs_or_says_why_not(block: Block) -> None:
     if block.language == "python":
         compile(block.text, str(block), "exec")
         assert block.not_run or block.text == loop_of_the_readme()
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "toml"], ids=str)
+def test_toml_can_be_read(block: Block) -> None:
+    assert tomllib.loads(block.text)
 
 
 @each_document

@@ -1,0 +1,154 @@
+"""The planner for Python, in the words of the command: make, compare, sweep_rows and show are `dips plan make`,
+`compare`, `sweep` and `show`. What they return is what the command prints or writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dips.planner.cluster import read_setup
+from dips.planner.costs import uniform
+from dips.planner.errors import PlanError
+from dips.planner.ir import Schedule
+from dips.planner.plan import Plan, make_plan
+from dips.planner.plan_file import read_plan, ready_folder, write_plan
+from dips.planner.problem import Problem
+from dips.planner.simulate import Timeline
+from dips.planner.sweep import Case, Row, cases, rows_of
+from dips.planner.validate import check_complete, validate
+
+MOST_SECONDS = 3600.0
+"""Of a solver's search."""
+
+MOST_BYTES = 1 << 26
+"""Of a file that is shown: several times the largest plan's."""
+
+# ---- make, compare ----
+
+
+def make(
+    setup: str | Path, *, out: str | Path | None = None, seconds: float | None = None, sensitivity: bool = True
+) -> Plan:
+    """The best plan for a TOML file, or for a shipped setting by its name.
+
+    out: folder for the plan's files. seconds: a solver's, for each kind of schedule; None: what the file says.
+    sensitivity: also what would help most. Raises ConfigError, whose sentence names the file and the key.
+    """
+    problem = pose(setup, seconds)
+    if out is not None:
+        ready_folder(Path(out))
+    plan = make_plan(problem, sensitivity)
+    if out is not None:
+        write_plan(plan, Path(out))
+    return plan
+
+
+def compare(setups: Iterable[str | Path]) -> dict[str, list[float | None]]:
+    """schedule: its best iteration with each of the setups, in seconds; None where it cannot be. Raises ConfigError."""
+    return best_times([make(setup, sensitivity=False) for setup in setups])
+
+
+def best_times(plans: Sequence[Plan]) -> dict[str, list[float | None]]:
+    names = dict.fromkeys(c.name for plan in plans for c in plan.candidates)
+    return {
+        name: [min((c.iteration_s for c in plan.candidates if c.name == name), default=None) for plan in plans]
+        for name in names
+    }
+
+
+def pose(setup: str | Path, seconds: float | None = None) -> Problem:
+    """What is to be planned. Raises ConfigError."""
+    problem = Problem(read_setup(setup))
+    if seconds is None:
+        return problem
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise PlanError(f"{seconds:g} seconds are no time for a solver: give 0 to {MOST_SECONDS:g}")
+    return problem.with_options(solver_s=seconds)
+
+
+# ---- sweep ----
+
+
+def sweep_rows(
+    stages: Sequence[int] = (4,),
+    microbatches: Sequence[int] = (8,),
+    sites: Sequence[int] = (2,),
+    latency: Sequence[float] = (0, 0.5, 1),
+    bandwidth: Sequence[float] = (0,),
+    memory: Sequence[float] = (1,),
+    *,
+    optimal: bool = False,
+    seconds: float = 20.0,
+) -> list[Row]:
+    """Every schedule for every combination, in units of T_F. seconds: the solver's for each schedule, with optimal.
+
+    Raises ConfigError for a combination that cannot be, before anything is computed.
+    """
+    return list(swept(cases(stages, microbatches, sites, latency, bandwidth, memory), optimal, seconds))
+
+
+def swept(grid: Iterable[Case], optimal: bool, seconds: float) -> Iterator[Row]:
+    """The rows of each case in its turn. Raises ConfigError."""
+    if not 0 < seconds <= MOST_SECONDS:
+        raise PlanError(f"{seconds:g} seconds are no time for a solver: give more than 0, up to {MOST_SECONDS:g}")
+    return (row for case in grid for row in rows_of(case, seconds if optimal else 0.0))
+
+
+# ---- show ----
+
+
+def show(file: str | Path, latency: float = 0.0) -> Timeline:
+    """When each device computes what: of a plan.json as it was planned, of a schedule alone with equal times.
+
+    latency: of a message between any two devices of a schedule alone, in T_F. Raises ConfigError for what is no plan
+    and no schedule; its sentence names the cell.
+    """
+    text = read_text(Path(file))
+    return planned(text, str(file)) if is_plan(text) else played(text, str(file), latency)
+
+
+def is_plan(text: str) -> bool:
+    """Whether a file's text is a plan.json, not a schedule alone."""
+    return text.lstrip().startswith("{")
+
+
+def planned(text: str, where: str) -> Timeline:
+    schedule, times = read_plan(text, where)
+    with named(where):
+        check_complete(schedule)
+    starts, ends = (tuple(tuple(pair[which] for pair in row) for row in times) for which in (0, 1))
+    return Timeline(schedule, starts, ends, ())
+
+
+def played(text: str, name: str, latency: float) -> Timeline:
+    with named(name):
+        schedule = Schedule.from_csv(text, "schedule")
+        n, n_mb = schedule.n_devices, schedule.n_microbatches
+        (case,) = cases([n], [n_mb], [n], [latency], [0.0], [float(n_mb)])
+        timeline = validate(schedule, uniform(schedule.n_stages, schedule.chunks, wires=case.costs().wires))
+    return timeline
+
+
+@contextmanager
+def named(file: str) -> Iterator[None]:
+    """A mistake in a schedule names its file."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"{file}: {error}") from None
+
+
+def read_text(file: Path) -> str:
+    """Of a plan or schedule. Raises PlanError."""
+    what = "give a plan.json or a schedule like plan.csv"
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(MOST_BYTES + 1).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise PlanError(f"{file} cannot be read as a schedule: it is no text: {what}") from None
+    except OSError as error:
+        raise PlanError(f"{file} cannot be read as a schedule: {error.strerror}: {what}") from error
+    if len(text) > MOST_BYTES:
+        raise PlanError(f"{file} has more than {MOST_BYTES} bytes, so it is no schedule: {what}")
+    return text

@@ -1,0 +1,265 @@
+"""One way to train, judged: a schedule made for a division of the model, played, with its memory and its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from dips.core.units import format_bytes
+from dips.planner.costs import NS, Costs
+from dips.planner.division import divide
+from dips.planner.errors import PlanError
+from dips.planner.fleet import simulate_fleet
+from dips.planner.ir import Schedule, loop, straight, wave
+from dips.planner.problem import Problem
+from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.cross_wave import cross_wave
+from dips.planner.schedules.interleaved import interleaved_1f1b
+from dips.planner.schedules.jeeves import jeeves
+from dips.planner.schedules.static import gpipe, one_f_one_b, zb_h1
+from dips.planner.schedules.zb_v import zb_v
+from dips.planner.simulate import Timeline
+from dips.planner.units import Division
+from dips.planner.validate import peaks, validate
+
+Maker = Callable[[Problem, Costs, Sequence[int]], Schedule]
+
+
+def _fixed(make: Callable[[int, int], Schedule]) -> Maker:
+    return lambda problem, costs, limits: make(problem.n_devices, problem.n_microbatches)
+
+
+def _ud(parts: int) -> Maker:
+    return lambda problem, costs, limits: cross_ud(problem.n_devices, problem.n_microbatches, costs, limits, parts)
+
+
+MAKERS: dict[str, tuple[Maker, Callable[[int], tuple[int, ...]]]] = {
+    "gpipe": (_fixed(gpipe), straight),
+    "1f1b": (_fixed(one_f_one_b), straight),
+    "interleaved_1f1b": (_fixed(interleaved_1f1b), lambda n: loop(n, 2)),
+    "zb_h1": (_fixed(zb_h1), straight),
+    "zb_v": (_fixed(zb_v), wave),
+    "cross_ud/1": (_ud(1), straight),
+    "cross_ud/2": (_ud(2), straight),
+    "cross_ud/4": (_ud(4), straight),
+    "cross_wave": (lambda p, costs, limits: cross_wave(p.n_devices, p.n_microbatches, costs, limits), wave),
+}
+"""name: (maker, where the stages stand). jeeves, the solver's and dp are made otherwise."""
+
+NAMES = (*MAKERS, "jeeves", "optimal_ud", "optimal_wave", "dp")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train. schedules: of each replica that has an order of its own (one, where all are equal). sharing:
+    how replicas use a link. sync_ns: of the makespan what exchanges of replicas take before the first operation and
+    after the last one. site_of: of each device, as the file numbers sites. lower_bound_ns: no schedule of this kind is
+    shorter; None where no solver looked. costs: what the first replica was made for; where replicas take turns on a
+    link, its own messages alone."""
+
+    name: str
+    sharing: str
+    division: Division
+    schedules: tuple[Schedule, ...]
+    timeline: Timeline
+    makespan_ns: int
+    bubble_fraction: float
+    activation_bytes: tuple[int, ...]
+    state_bytes: tuple[int, ...]
+    limit_bytes: tuple[int, ...]
+    site_of: tuple[int, ...]
+    link_bytes: dict[tuple[int, int], float]
+    costs: Costs
+    sync_ns: int = 0
+    lower_bound_ns: int | None = None
+
+    @property
+    def iteration_s(self) -> float:
+        return self.makespan_ns / NS
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A candidate that cannot be, and why, in a sentence."""
+
+    name: str
+    why: str
+
+
+def divided(problem: Problem, name: str) -> Iterator[Candidate]:
+    """With even stages, and with balanced ones where those differ and are wanted. Raises PlanError where neither can
+    be."""
+    places = MAKERS[name][1](problem.n_devices)
+    found, why = [], PlanError("")
+    divisions = [problem.uniform(len(places))]
+    if problem.setup.options.division != "uniform":
+        divisions.append(problem.balanced(places))
+    for division in dict.fromkeys(divisions):
+        try:
+            found.append(plain(problem, name, division))
+        except PlanError as error:
+            why = error
+    if not found:
+        raise why
+    yield from found
+
+
+def plain(problem: Problem, name: str, division: Division | None = None) -> Candidate:
+    make, places_of = MAKERS[name]
+    places = places_of(problem.n_devices)
+    if division is None or len(division) != len(places):
+        division = problem.uniform(len(places))
+    costs, limits = problem.costs(division, places), problem.limits(division, places)
+    schedule = make(problem, costs, limits)
+    return judged(problem, name, division, schedule, costs, limits)
+
+
+def judged(
+    problem: Problem,
+    name: str,
+    division: Division,
+    schedule: Schedule,
+    costs: Costs,
+    limits: Sequence[int],
+    lower_bound_ns: int | None = None,
+) -> Candidate:
+    held = peaks(schedule, costs)
+    for device, (peak, limit) in enumerate(zip(held, limits, strict=True)):
+        if peak > limit:
+            raise PlanError(
+                f"stage {device} would hold {format_bytes(peak)} of activations, {format_bytes(limit)} are left"
+            )
+    timeline = validate(schedule, costs, limits)
+    return Candidate(
+        name=name,
+        sharing="fair" if problem.shares_links else "alone",
+        division=division,
+        schedules=(schedule,),
+        timeline=timeline,
+        makespan_ns=timeline.makespan_ns,
+        bubble_fraction=timeline.bubble_fraction,
+        activation_bytes=held,
+        state_bytes=tuple(problem.state_bytes(division, schedule.device_of_stage)),
+        limit_bytes=tuple(limits),
+        site_of=problem.site_in_file,
+        link_bytes=link_bytes(problem, division, [timeline], problem.replicas),
+        costs=costs,
+        sync_ns=timeline.exposed_ns,
+        lower_bound_ns=lower_bound_ns,
+    )
+
+
+def coordinated(problem: Problem, candidate: Candidate, most: int = 1 << 30) -> Candidate:
+    """The same order on each replica, one message on a link at a time. most: replicas that are played, with messages as
+    much larger."""
+    (schedule,) = candidate.schedules
+    played = min(most, problem.replicas)
+    costs = problem.costs(candidate.division, schedule.device_of_stage, together=problem.replicas / played)
+    fleet = simulate_fleet([schedule] * played, costs)
+    return replace(
+        candidate,
+        sharing="coordinated",
+        timeline=fleet.timelines[0],
+        makespan_ns=fleet.makespan_ns,
+        bubble_fraction=fleet.bubble_fraction,
+        costs=costs,
+        sync_ns=fleet.timelines[0].exposed_ns,
+        lower_bound_ns=None,
+    )
+
+
+def jeeves_of(problem: Problem) -> Iterator[Candidate]:
+    options, uniform = problem.setup.options, problem.uniform()
+    shares = problem.shares_links
+    if options.replicas != "coordinated" or not shares:
+        yield jeeves_with(problem, uniform, coordinated=False)
+    coordinated = shares and options.replicas != "fair"
+    if coordinated:
+        yield jeeves_with(problem, uniform, coordinated=True)
+    if options.division != "uniform" and problem.n_devices > 1:
+        better = divide(problem, coordinated).division
+        if better != uniform:
+            yield jeeves_with(problem, better, coordinated)
+
+
+def jeeves_with(problem: Problem, division: Division, coordinated: bool, most: int = 1 << 30) -> Candidate:
+    """JEEVES' greedy for one division. most: as for coordinated(). Raises PlanError where memory forbids it."""
+    limits = problem.limits(division)
+    if not coordinated:
+        costs = problem.costs(division)
+        (schedule,) = jeeves(problem.n_microbatches, costs, limits)
+        return judged(problem, "jeeves", division, schedule, costs, limits)
+    played = min(most, problem.replicas)
+    costs = problem.costs(division, together=problem.replicas / played)
+    schedules = jeeves(problem.n_microbatches, costs, limits, played)
+    fleet = simulate_fleet(schedules, costs)
+    held = [peaks(schedule, costs) for schedule in schedules]
+    return Candidate(
+        name="jeeves",
+        sharing="coordinated",
+        division=division,
+        schedules=tuple(schedules),
+        timeline=fleet.timelines[0],
+        makespan_ns=fleet.makespan_ns,
+        bubble_fraction=fleet.bubble_fraction,
+        activation_bytes=tuple(max(column) for column in zip(*held, strict=True)),
+        state_bytes=tuple(problem.state_bytes(division)),
+        limit_bytes=tuple(limits),
+        site_of=problem.site_in_file,
+        link_bytes=link_bytes(problem, division, fleet.timelines, problem.replicas / played),
+        costs=costs,
+        sync_ns=fleet.timelines[0].exposed_ns,
+    )
+
+
+def optimal_of(problem: Problem, name: str) -> Candidate:
+    from dips.planner.schedules.optimal import optimal  # a second to import, and only needed here
+
+    places = straight(problem.n_devices) if name == "optimal_ud" else wave(problem.n_devices)
+    division = problem.uniform(len(places))
+    costs, limits = problem.costs(division, places), problem.limits(division, places)
+    hint = best_hint(problem, name, costs, limits)
+    seconds = problem.setup.options.solver_s
+    best = optimal(name, places, problem.n_microbatches, costs, limits, hint, seconds)
+    return judged(problem, name, division, best.schedule, costs, limits, best.lower_bound_ns)
+
+
+def best_hint(problem: Problem, name: str, costs: Costs, limits: Sequence[int]) -> Schedule | None:
+    """The best schedule of whole, split blocks with the same places that fits the memory; None if there is none."""
+    found = []
+    for other in ("zb_h1", "cross_ud/1") if name == "optimal_ud" else ("zb_v", "cross_wave"):
+        try:
+            schedule = MAKERS[other][0](problem, costs, limits)
+            found.append((validate(schedule, costs, limits).makespan_ns, other, schedule))
+        except PlanError:
+            continue
+    return min(found, key=lambda row: row[:2])[2] if found else None
+
+
+def those_that_fit(problem: Problem, names: Iterable[str]) -> list[Candidate]:
+    found, why = [], ""
+    for name in names:
+        try:
+            found.append(plain(problem, name))
+        except PlanError as error:
+            why = str(error)
+    if not found:
+        raise PlanError(why)
+    return found
+
+
+def link_bytes(
+    problem: Problem, division: Division, timelines: Sequence[Timeline], times: float
+) -> dict[tuple[int, int], float]:
+    """Bytes of an iteration over each directed link between sites, as the file numbers them, of all replicas: messages
+    of the pipeline, weights and gradients. times: replicas that each timeline stands for."""
+    found: dict[tuple[int, int], float] = {}
+    for timeline in timelines:
+        for message in timeline.messages:
+            here, there = problem.site_of[message.source], problem.site_of[message.target]
+            if here != there:
+                for pair in zip(problem.members(here), problem.members(there), strict=True):
+                    found[pair] = found.get(pair, 0.0) + problem.message_bytes * times
+    for pair, size in problem.ring_bytes(division, timelines[0].schedule.device_of_stage).items():
+        found[pair] = found.get(pair, 0.0) + size
+    return found

@@ -1,0 +1,153 @@
+"""The ways to split the same devices and the same batch into stages and replicas, and what the long links then carry.
+
+CrossPipe (arXiv:2507.00217), sections 2.4 and 7.4 and appendix E: stages x replicas stays what it is, and so does the
+batch, so replicas that are half as many take twice the microbatches each. Where sites hold whole pipelines, their links
+carry weights and gradients; where a pipeline crosses the sites, activations; with groups of sites, both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dips.planner.across import regrouped
+from dips.planner.cluster import check_parallelism
+from dips.planner.errors import PlanError
+from dips.planner.plan import Candidate, Plan, make_plan, pipelines_of
+from dips.planner.problem import Problem
+
+
+@dataclass(frozen=True)
+class Split:
+    """pipeline stages, data replicas with so many microbatches each, in so many groups of the n_sites."""
+
+    pipeline: int
+    data: int
+    microbatches: int
+    groups: int
+    n_sites: int
+
+    @property
+    def long_links_carry(self) -> str:
+        """activations, gradients, both, or nothing where there is one site."""
+        if self.n_sites == 1:
+            return "nothing"
+        if self.groups == 1:
+            return "activations"
+        return "gradients" if self.groups == self.n_sites else "both"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way, with the best schedule for it."""
+
+    split: Split
+    plan: Plan
+
+    @property
+    def best(self) -> Candidate:
+        return self.plan.chosen
+
+    @property
+    def memory_used(self) -> float:
+        """Of the memory of the device that has least left: the part of it that is taken, from 0 to 1."""
+        best = self.best
+        return max(
+            (state + held) / (state + limit)
+            for state, held, limit in zip(best.state_bytes, best.activation_bytes, best.limit_bytes, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Impossible:
+    """A way that cannot be, and why, in a sentence."""
+
+    split: Split
+    why: str
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """choices: the fastest first."""
+
+    problem: Problem
+    choices: tuple[Choice, ...]
+    impossible: tuple[Impossible, ...]
+
+
+def tradeoff(problem: Problem) -> Tradeoff:
+    """Raises PlanError where no way is possible, with the first reasons."""
+    choices: list[Choice] = []
+    impossible: list[Impossible] = []
+    for split in splits(problem):
+        try:
+            choices.append(Choice(split, make_plan(pipelines_of(divided_so(problem, split)), sensitivity=False)))
+        except PlanError as error:
+            impossible.append(Impossible(split, str(error)))
+    if not choices:
+        reasons = "; ".join(f"{no.split.pipeline} x {no.split.data}: {no.why}" for no in impossible[:3])
+        raise PlanError(f"{problem.setup.file}: no way to split is possible: {reasons}")
+    choices.sort(key=lambda choice: (choice.best.makespan_ns, choice.split.groups))
+    return Tradeoff(problem, tuple(choices), tuple(impossible))
+
+
+def splits(problem: Problem) -> Iterator[Split]:
+    """All ways with as many stages x replicas and as many microbatches in all; fewest stages first. Some cannot be."""
+    training, n_sites = problem.setup.training, len(problem.setup.sites)
+    places, batch = training.pipeline * training.data, training.microbatches * training.data
+    for pipeline in _divisors(places):
+        data = places // pipeline
+        for groups in _divisors(n_sites):
+            yield Split(pipeline, data, batch // data, groups, n_sites)
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def divided_so(problem: Problem, split: Split) -> Problem:
+    """The problem of one of the ways. Raises PlanError where it cannot be."""
+    training = problem.setup.training
+    batch = training.microbatches * training.data
+    if batch % split.data:
+        raise PlanError(f"{batch} microbatches do not divide among {split.data} replicas")
+    changed = problem
+    if split.pipeline != training.pipeline:
+        sites = tuple(site.model_copy(update={"stages": 0}) for site in problem.setup.sites)
+        changed = replace(problem, setup=replace(problem.setup, sites=sites))
+    changed = changed.with_training(pipeline=split.pipeline, data=split.data, microbatches=split.microbatches)
+    found = regrouped(changed, split.groups)
+    check_parallelism(found.setup)
+    if split.pipeline == training.pipeline and split.data == training.data:
+        return found
+    return _with_profile(problem, found)
+
+
+def _with_profile(before: Problem, after: Problem) -> Problem:
+    """Measured times of a stage and the room for activations, which were of another number of stages."""
+    profile = before.setup.profile
+    if profile is None:
+        return after
+    share = before.n_devices / after.n_devices
+    changes: dict[str, float] = {
+        "forward_ms": profile.forward_ms * share,
+        "input_gradient_ms": profile.input_gradient_ms * share,
+        "weight_gradient_ms": profile.weight_gradient_ms * share,
+    }
+    if profile.memory_microbatches is not None:
+        changes["memory_microbatches"] = _room(before, after, profile.memory_microbatches)
+    scaled = profile.model_copy(update=changes)
+    return replace(after, setup=replace(after.setup, profile=scaled))
+
+
+def _room(before: Problem, after: Problem, microbatches: float) -> float:
+    """Microbatches that a stage can hold: the device has the room that it had, and what weights and optimizer state
+    leave or take."""
+    held = max(unit.activation_bytes for unit in before.units) * len(before.units)
+    was, now = (max(one.state_bytes(one.uniform())) for one in (before, after))
+    room = (microbatches * held / before.n_devices + was - now) / (held / after.n_devices)
+    if room < 1:
+        raise PlanError(
+            f"a stage has room for {max(room, 0):.2f} microbatches beside its weights and optimizer state: too few"
+        )
+    return room

@@ -1,0 +1,77 @@
+"""Plans run on the clock: an iteration takes as long as was planned, within 5 %, with four ranks and emulated links.
+
+Each takes about half a minute on a quiet machine, of which most is the start of four processes with torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from support.dips_command import ROOT, dips, ended, started
+
+EXAMPLE = ROOT / "examples" / "04-plan-a-schedule"
+DELAYS = ("--latency", "0.5", "--bandwidth", "0.25", "--sites", "2")
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.endurance]
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [
+        ("1f1b", 1),
+        ("zb_h1", 1),
+        ("cross_ud/1", 1),
+        ("interleaved_1f1b", 2),
+        ("zb_v", 2),
+        ("cross_ud/2", 2),
+        ("cross_wave", 2),
+    ],
+)
+def test_an_iteration_takes_as_long_as_planned(name: str, cuts: int, tmp_path: Path) -> None:
+    """Also with links that several ranks share (interleaved) and parts of blocks (cross_ud/2). cuts: stages or parts of
+    blocks on a rank; an operation takes 80 ms everywhere."""
+    times = ("--operation-ms", 80 * cuts, "--repeats", 3)
+    done = dips("plan", "run", name, *DELAYS, *times, "--ranks", "4", "--out", tmp_path, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, found
+    assert abs(found["error"]) <= 0.05
+    assert found["gradients"]["equal"]
+    assert (tmp_path / "trace.json").is_file()
+
+
+def test_the_plan_of_a_file_runs(tmp_path: Path) -> None:
+    """Unequal stages and a link of a plan.json; then the same order as plan.csv, for its gradients."""
+    text = (EXAMPLE / "sites.toml").read_text()
+    file = tmp_path / "sites.toml"
+    file.write_text(text.replace("pipeline = 8", "pipeline = 4").replace("microbatches = 16", "microbatches = 8"))
+    assert dips("plan", file, "--out", tmp_path / "plan").returncode == 0
+    times = ("--operation-ms", 320, "--repeats", 3)  # blocks may be cut into four parts
+    done = dips("plan", "run", tmp_path / "plan" / "plan.json", *times, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, found
+    assert abs(found["error"]) <= 0.05
+    done = dips("plan", "run", tmp_path / "plan" / "plan.csv", "--check-gradients")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_example_trains_in_the_order_of_a_plan(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.csv"
+    plan.write_text("0F0,0F1,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0I1,0W0,0W1\n1F0,1F1,2F0,2F1,2B0,1B0,2B1,1B1\n")
+    log = tmp_path / "log"
+    command = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        EXAMPLE / "train_planned.py",
+        plan,
+    )
+    with started(*command, log=log) as example:
+        assert ended(example, 100, log) == 0, log.read_text()[-3000:]
+    losses = [float(line.split()[-1]) for line in log.read_text().splitlines() if line.startswith("step ")]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] - 0.02

@@ -1,0 +1,51 @@
+"""The planner over whole grids: every size and delay through the command, and each small case against a proof."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.planner_grid import by_point, check_grid
+
+from dips.launch import cli
+from dips.planner.ir import straight
+from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.optimal import optimal
+from dips.planner.simulate import simulate
+from dips.planner.sweep import GREEDY_PARTS, Case, Row, cases, rows_of
+
+RATIOS = [0, 0.25, 0.5, 1, 2]
+COMMAND = (
+    "plan sweep --stages 4,8 --microbatches 8,16 --sites 2,4 --latency 0,.25,.5,1,2 --bandwidth 0,.25,.5,1,2 "
+    "--memory 1,2 --json"
+)
+
+
+@pytest.mark.timeout(600)
+def test_the_whole_grid_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(COMMAND.split()) == 0
+    rows = [Row(**row) for row in json.loads(capsys.readouterr().out)]
+    assert len(by_point(rows)) == 2 * 2 * 2 * 5 * 5 * 2
+    assert len(rows) == 400 * 8
+    check_grid(rows)
+
+
+@pytest.mark.timeout(2400)
+def test_the_greedy_is_within_five_percent_of_the_best_in_every_case_of_four_devices() -> None:
+    for case in cases([4], [8], [2, 4], RATIOS, RATIOS, [1, 2]):
+        costs, limits = case.costs(), case.limits()
+        greedy = [cross_ud(4, 8, costs, limits, parts) for parts in GREEDY_PARTS]
+        best = optimal("best", straight(4), 8, costs, limits, greedy[0], time_limit_s=120.0)
+        assert best.proved, case
+        least_ns = min(simulate(schedule, costs).makespan_ns for schedule in greedy)
+        assert least_ns <= 1.05 * best.lower_bound_ns, case
+
+
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("n_sites", [2, 4])
+@pytest.mark.parametrize(("latency", "bandwidth"), [(0, 0), (0.25, 0), (0, 1), (0.5, 0.5), (2, 2)])
+def test_with_eight_devices_the_solver_is_never_worse_than_what_it_begins_with(
+    n_sites: int, latency: float, bandwidth: float
+) -> None:
+    for memory in (1, 2):
+        check_grid(rows_of(Case(8, 16, n_sites, latency, bandwidth, memory), optimal_s=10.0))

@@ -1,0 +1,85 @@
+"""Ranks of `dips plan run` without processes, torch or time: each has a clock of its own, and the one whose operation
+ends first goes on, as it would in the world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dips.launch.plan_run_ranks import job_of
+from dips.launch.plan_run_source import Source
+from dips.worker.pipeline.cells import Cell, Cells, parse_cells
+from dips.worker.pipeline.job import BOARD_FILE, Iteration, board_sizes
+from dips.worker.pipeline.links import BACK, FORTH, LinkBoard
+from dips.worker.pipeline.pace import Pace
+
+
+class RankClock:
+    """Stands still but when it is waited on; each wait ends late_ns too late."""
+
+    def __init__(self, late_ns: int = 0) -> None:
+        self.ns = 0
+        self._late_ns = late_ns
+
+    def now_ns(self) -> int:
+        return self.ns
+
+    def wait_until(self, ns: int) -> None:
+        if ns > self.ns:
+            self.ns = ns + self._late_ns
+
+
+def play(folder: Path, source: Source, late_ns: int = 0) -> list[Iteration]:
+    """One iteration, as each rank notes it."""
+    job = job_of(source, 1, "gloo", 1.0)
+    cells = parse_cells(job.csv, "the plan")
+    sizes = board_sizes(job, cells.n_stages, cells.n_microbatches)
+    LinkBoard.make(folder / BOARD_FILE, *sizes)
+    with LinkBoard(folder / BOARD_FILE, *sizes) as board:
+        clocks = [RankClock(late_ns) for _ in cells.rows]
+        paces = [Pace(job, cells, rank, board, clock) for rank, clock in enumerate(clocks)]
+        for pace in paces:
+            pace.begin(0)
+        _play(cells, clocks, paces, board, job.lasts_ns)
+        return [pace.finish() for pace in paces]
+
+
+def _play(
+    cells: Cells,
+    clocks: list[RankClock],
+    paces: list[Pace],
+    board: LinkBoard,
+    lasts_ns: tuple[tuple[int, int, int], ...],
+) -> None:
+    left = [list(row) for row in cells.rows]
+    ended: dict[Cell, int] = {}
+    while any(left):
+        ready = []
+        for rank, row in enumerate(left):
+            if not row or (bytes_ns := _bytes_there_ns(row[0], cells, ended)) is None:
+                continue
+            direction = FORTH if row[0].kind == "F" else BACK
+            noted_ns = board.arrives_ns(0, direction, row[0].stage, row[0].microbatch) if row[0].kind != "W" else 0
+            start_ns = max(clocks[rank].ns, bytes_ns, noted_ns)
+            ready.append((start_ns + _lasts_ns(row[0], lasts_ns), rank, bytes_ns))
+        assert ready, "the ranks wait for each other"
+        _, rank, bytes_ns = min(ready)
+        cell = left[rank].pop(0)
+        clocks[rank].ns = max(clocks[rank].ns, bytes_ns)  # torch waits for the bytes; the note is Pace's to wait for
+        assert paces[rank].run(cell, lambda: "its work's result") == "its work's result"
+        ended[cell] = clocks[rank].ns
+        after = cell.stage + (1 if cell.kind == "F" else -1)
+        if cell.kind != "W" and 0 <= after < cells.n_stages and cells.rank_of_stage[after] != rank:
+            paces[rank].send(cell)
+
+
+def _lasts_ns(cell: Cell, lasts_ns: tuple[tuple[int, int, int], ...]) -> int:
+    f, d, w = lasts_ns[cell.stage]
+    return {"F": f, "I": d, "W": w, "B": d + w}[cell.kind]
+
+
+def _bytes_there_ns(cell: Cell, cells: Cells, ended: dict[Cell, int]) -> int | None:
+    """When what an operation needs was sent; None if it was not."""
+    if cell.kind == "W" or cell.stage == (0 if cell.kind == "F" else cells.n_stages - 1):
+        return 0
+    before, kinds = (cell.stage - 1, "F") if cell.kind == "F" else (cell.stage + 1, "IB")
+    return next((ended[made] for kind in kinds if (made := Cell(before, kind, cell.microbatch)) in ended), None)

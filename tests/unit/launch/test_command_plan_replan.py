@@ -1,0 +1,106 @@
+"""`dips plan replan`: what it prints, its exit codes, and what it says to a person's mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dips.launch import cli
+from dips.planner.cluster import read_setup
+from dips.planner.plan import make_plan
+from dips.planner.plan_file import plan_json
+from dips.planner.problem import Problem
+
+PROFILE = """
+[measured]
+source = "a test"
+
+[[links]]
+sender = "dc1"
+receiver = "dc2"
+bandwidth_gbps = {gbps}
+latency_ms = {ms}
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    problem = Problem(read_setup("crosspipe-figure-8")).with_options(schedules=["1f1b"], division="uniform")
+    told = plan_json(make_plan(problem, sensitivity=False))
+    told["problem"]["tables"]["options"]["schedules"] = ["1f1b", "zb_h1", "cross_ud/1"]
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(told))
+    return file
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.run(("plan", "replan", *arguments))
+    out, error = capsys.readouterr()
+    return code, out, error
+
+
+def measured(folder: Path, gbps: float, ms: float) -> str:
+    file = folder / "profile.toml"
+    file.write_text(PROFILE.format(gbps=gbps, ms=ms))
+    return str(file)
+
+
+def test_exit_code_1_is_a_swap_and_0_is_none(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = measured(tmp_path, 0.5, 2000)
+    code, out, error = told(capsys, str(plan), "--profile", profile)
+    assert (code, error) == (1, "")
+    lines = out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["present", "best now", "gain", "swap", "swap"]
+    assert "only the order changes, 0 s" in lines[3]
+    code, out, _ = told(capsys, str(plan), "--profile", profile, "--out", str(tmp_path / "new"), "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert found["advised"]
+    assert found["new"]["iteration_s"] < found["present"]["iteration_s"]
+    assert found["break_even_iterations"] == 0
+    second = tmp_path / "new" / "plan.json"
+    code, out, _ = told(capsys, str(second), "--profile", profile)
+    assert code == 0
+    assert out.splitlines()[-1] == "keep: no schedule that was found is faster"
+    code, out, _ = told(capsys, str(plan), "--profile", profile, "--least-gain", "99")
+    assert code == 0
+    assert "less than 99.00%" in out
+    code, out, _ = told(capsys, str(plan), "--profile", profile, "--pause", "1e9", "--within", "3")
+    assert code == 0
+    assert "later than 3" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--least-gain", "100"], "--least-gain 100 is no part of an iteration"),
+        (["--within", "0"], "--within 0 is no number of iterations"),
+        (["--pause", "nan"], "--pause nan is no time"),
+        (["--pause", "-1"], "--pause -1 is no time"),
+    ],
+)
+def test_options_that_cannot_be(
+    options: list[str], sentence: str, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, error = told(capsys, str(plan), "--profile", measured(tmp_path, 1, 1), *options)
+    assert (code, out) == (2, "")
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_files_that_cannot_be(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = measured(tmp_path, 1, 1)
+    binary = tmp_path / "binary.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for arguments, sentence in [
+        ([str(tmp_path / "nowhere.json"), "--profile", profile], "nowhere.json cannot be read as a plan.json"),
+        ([str(binary), "--profile", profile], "binary.json cannot be read as a plan.json"),
+        ([str(plan), "--profile", str(tmp_path / "nowhere.toml")], "nowhere.toml cannot be read"),
+        ([profile, "--profile", profile], "profile.toml is no plan.json"),
+    ]:
+        code, out, error = told(capsys, *arguments)
+        assert (code, out) == (2, "")
+        assert sentence in error
+        assert error.count("\n") == 1

@@ -1,0 +1,256 @@
+"""What a person can get wrong in a file, a schedule or on the command line: each is one sentence and exit code 2, at
+once, and no number comes out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.repository import ROOT
+
+from dips.launch import cli
+from dips.planner.cluster import read_setup
+from dips.planner.errors import PlanError
+from dips.planner.plan import make_plan
+from dips.planner.plan_file import read_plan, write_plan
+from dips.planner.problem import Problem
+
+EXAMPLE = (ROOT / "examples" / "04-plan-a-schedule" / "sites.toml").read_text()
+LINK = '\n[[links]]\nsender = "{}"\nreceiver = "{}"\nbandwidth_gbps = 99\nlatency_ms = 1\nsource = "a test"\n'
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The sentence."""
+    code = cli.run(("plan", *arguments))
+    out, error = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert error.count("\n") == 1
+    return error
+
+
+# ---- files with sites and links ----
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ("bandwidth_gbps = 25", "bandwidth = 25", "[[links]] 1: 'bandwidth' is not a setting; did you mean 'band"),
+        ("bandwidth_gbps = 25", 'bandwidth_gbps = "25Gbit"', "[[links]] 1: bandwidth_gbps = '25Gbit': Input should"),
+        ("bandwidth_gbps = 25", "bandwidth_gbps = 0", "bandwidth_gbps = 0: Input should be greater than or"),
+        ("bandwidth_gbps = 25", "bandwidth_gbps = 1e-300", "should be greater than or equal to 0.000001"),
+        ("bandwidth_gbps = 25", "bandwidth_gbps = nan", "bandwidth_gbps = nan: Input should be a finite number"),
+        ("latency_ms = 12", "latency_ms = inf", "latency_ms = inf: Input should be a finite number"),
+        ("latency_ms = 12", "latency_ms = 1e9", "latency_ms = 1000000000.0: Input should be less than or"),
+        ("memory_gib = 80", "memory_gib = nan", "[[sites]] 1: memory_gib = nan: Input should be a finite number"),
+        ("sustained_tflops = 400", "sustained_tflops = 1e-9", "should be greater than or equal to 0.000001"),
+        ("devices = 32", "devices = 0", "[[sites]] 1: devices = 0: Input should be greater than or equal to 1"),
+        ("microbatches = 16", "microbatches = 1000000000", "pipeline = 8 x microbatches = 1000000000 are 8000000000"),
+        ("microbatches = 16", "microbatches = 8192", "pipeline x microbatches x data = 524288"),
+        ("microbatches = 16", "microbatches = 16.5", "microbatches = 16.5: Input should be a valid integer"),
+        ("sequence_tokens = 8192", "sequence_tokens = 1000000000", "one microbatch of stage 0 needs"),
+        ('name = "stockholm"', 'name = "stock\\nholm"', "[[sites]] 2: name = 'stock\\nholm': a name is one line of"),
+        ('name = "llama3-8b"', 'name = ""', "choose one of crosspipe-m70"),
+    ],
+)  # fmt: skip
+def test_a_number_that_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str, after: str, sentence: str
+) -> None:
+    assert before in EXAMPLE
+    text = EXAMPLE.replace(before, after, 1)
+    if "8192" in after:
+        text = text.replace("data = 4", "data = 8").replace("tensor = 2", "tensor = 1")
+    file = tmp_path / "sites.toml"
+    file.write_text(text)
+    told = refused(capsys, str(file))
+    assert sentence in told
+    assert str(file) in told
+
+
+@pytest.mark.parametrize("ends", [("amsterdam", "stockholm"), ("stockholm", "amsterdam")])
+def test_two_links_with_the_same_ends_are_refused_since_one_would_be_ignored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ends: tuple[str, str]
+) -> None:
+    file = tmp_path / "sites.toml"
+    file.write_text(EXAMPLE + LINK.format(*ends))
+    assert f"[[links]] 2: from {ends[0]} to {ends[1]} goes [[links]] 1 already: remove one" in refused(
+        capsys, str(file)
+    )
+
+
+def test_two_links_in_different_directions_are_both_used(tmp_path: Path) -> None:
+    file = tmp_path / "sites.toml"
+    one_way = EXAMPLE.replace("latency_ms = 12", "latency_ms = 12\nboth_ways = false")
+    file.write_text(one_way + LINK.format("stockholm", "amsterdam") + "both_ways = false\n")
+    setup = read_setup(file)
+    assert setup.link("amsterdam", "stockholm").bandwidth_gbps == 25
+    assert setup.link("stockholm", "amsterdam").bandwidth_gbps == 99
+
+
+def test_more_layers_than_anybody_trains_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sites.toml"
+    numbers = (
+        'name = "x"\nlayers = 1000000000\nhidden = 64\nheads = 8\nmlp_width = 64\nvocabulary = 9\nsource = "a test"'
+    )
+    file.write_text(EXAMPLE.replace('name = "llama3-8b"', numbers, 1))
+    assert "[model]: layers = 1000000000: Input should be less than or equal to 2000" in refused(capsys, str(file))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (bytes(range(256)), "is not TOML"),
+        (b"", "the table [model] is not given: add it"),
+        (b"[model\nx = 1", "is not TOML: Expected ']'"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, sentence: str) -> None:
+    file = tmp_path / "sites.toml"
+    file.write_bytes(content)
+    assert sentence in refused(capsys, str(file))
+    assert "is no file that can be read" in refused(capsys, str(tmp_path))
+
+
+# ---- folders ----
+
+
+@pytest.mark.parametrize("arguments", [("crosspipe-figure-8",), ("sweep",)])
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "taken").write_text("")
+    for name in ("make_plan", "swept"):
+        monkeypatch.setattr(f"dips.launch.command_plan.{name}", lambda *_: pytest.fail("it computed"))
+    told = refused(capsys, *arguments, "--out", str(tmp_path / "taken" / "plan"))
+    assert "taken/plan: nothing can be written there: Not a directory: choose another --out" in told
+
+
+# ---- schedules ----
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "the schedule cannot end: device 0 waits at cell 2 (0B0), device 1"),
+        (bytes(range(256)), "it is no text: give a plan.json or a schedule like plan.csv"),
+        (b"0F0\0,0B0\n", r"line 1, column 1: '0F0\x00' is no operation"),
+        (b"", "no device runs stage 0"),
+        (b"0F999999,0B999999\n", "1 stages x 1000000 microbatches are 1000000, at most 262144"),
+        (b"0F99999,0B99999\n", "stage 0 has 0 F, 0 I, 0 W and 0 B of microbatch 0"),
+        (b"999999F0,999999B0\n", "no device runs stage 0"),
+        (b"0F0,0F0.2,0B0,0B0.2\n", "stage 0 has 2 F, 0 I, 0 W and 2 B of microbatch 0: it takes 3 F"),
+    ],
+)
+def test_a_schedule_that_cannot_be_names_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, sentence: str
+) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_bytes(content)
+    told = refused(capsys, "show", str(file))
+    assert sentence in told
+    assert str(file) in told
+
+
+def test_a_schedule_of_an_editor_that_marks_its_files_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n1F0,1B0\r\n")
+    assert cli.run(("plan", "show", str(file), "--json")) == 0
+
+
+@pytest.mark.parametrize(
+    ("latency", "sentence"), [("nan", "nan is no number"), ("inf", "inf is no number"), ("1e300", "up to 1e+06")]
+)
+def test_a_latency_that_is_no_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], latency: str, sentence: str
+) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    assert sentence in refused(capsys, "show", str(file), "--latency", latency)
+
+
+def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "has more than 67108864 bytes, so it is no schedule" in refused(capsys, "show", "/dev/zero")
+
+
+# ---- plan.json ----
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    few = Problem(read_setup("crosspipe-figure-8")).with_options(schedules=["1f1b"])
+    file, *_ = write_plan(make_plan(few, sensitivity=False), tmp_path_factory.mktemp("bad"))
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def first_time(*pair: object) -> Callable[[Any], object]:
+    return lambda plan: plan["timeline"][0].__setitem__(0, pair)
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (lambda plan: plan.pop("schedule"), "is no plan.json (KeyError: 'schedule'): make one with dips plan FILE"),
+        (lambda plan: plan.update(format=99), "format is 99, not 1: make the plan anew"),
+        (first_time(float("nan"), 1), "is no plan.json (ValueError"),
+        (first_time(0, float("inf")), "is no plan.json (OverflowError"),
+        (first_time(500, 1), "timeline of device 0 does not go forward"),
+        (first_time(-5, 1), "timeline of device 0 does not go forward"),
+        (lambda plan: plan["timeline"][0].pop(), "timeline and schedule have unequal lengths"),
+        (lambda plan: plan["schedule"]["orders"].__setitem__(0, "0F0,zz"), "line 1, column 2: 'zz' is no operation"),
+        (lambda plan: plan.update(timeline=[[[0, 0]] * len(row) for row in plan["timeline"]]), "no time"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_was_harmed(written: dict[str, Any], harm: Callable[[Any], object], sentence: str) -> None:
+    plan = json.loads(json.dumps(written))
+    read_plan(json.dumps(plan), "whole.json")
+    harm(plan)
+    with pytest.raises(PlanError) as caught:
+        read_plan(json.dumps(plan), "plan.json")
+    assert "plan.json" in str(caught.value)
+    assert sentence in str(caught.value)
+
+
+def test_a_plan_nested_without_end() -> None:
+    with pytest.raises(PlanError, match=r"plan\.json is no plan\.json"):
+        read_plan('{"a":' + "[" * 100_000, "plan.json")
+
+
+def test_devices_that_do_not_exist_name_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], written: dict[str, Any]
+) -> None:
+    file = tmp_path / "plan.json"
+    places = [-1] * len(written["schedule"]["device_of_stage"])
+    file.write_text(json.dumps(written | {"schedule": written["schedule"] | {"device_of_stage": places}}))
+    assert f"{file}: 1f1b: device 0, cell 1 (0F0) belongs to device -1" in refused(capsys, "show", str(file))
+
+
+# ---- sweeps ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--microbatches", "1000000000"], "4 stages x 1000000000 microbatches are 4000000000, at most 262144 can be"),
+        (["--stages", "1000000000", "--sites", "1"], "at most 262144 can be planned: give fewer"),
+        (["--latency", "0," * 2000 + "0", "--bandwidth", "0," * 2000 + "0"], "in all combinations together would take"),
+        (["--stages", "-4"], "-4 stages and 8 microbatches: both are at least 1"),
+        (["--stages", "9" * 5000], "--stages '9999"),
+        (["--memory", "nan"], "nan is no number that can be planned with: give one up to 1e+06"),
+        (["--latency", "1e9"], "1e+09 is no number that can be planned with"),
+        (["--sites", "0"], "4 devices do not divide into 0 equal sites"),
+        (["--seconds", "nan"], "nan seconds are no time for a solver"),
+        (["--over", "zbh1"], "'zbh1' is no schedule that 4 stages and 8 microbatches can be compared with: choose one"),
+    ],
+)
+def test_a_grid_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str) -> None:
+    told = refused(capsys, "sweep", *arguments)
+    assert sentence in told
+    assert len(told) < 300
+
+
+def test_equal_numbers_are_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(("plan", "sweep", "--latency", "0,0.0", "--json")) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 8

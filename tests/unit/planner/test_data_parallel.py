@@ -1,0 +1,284 @@
+"""What replicas exchange: played, checked, solved, and of the size that the papers give it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dips.planner.across import regrouped
+from dips.planner.cluster import read_setup
+from dips.planner.costs import NS, Costs, Wire, uniform
+from dips.planner.errors import PlanError
+from dips.planner.exchange import Exchange, check_exchanges
+from dips.planner.fleet import Sharing, simulate_fleet
+from dips.planner.ir import Kind, Schedule, loop, straight, wave
+from dips.planner.model import read_model
+from dips.planner.plan import data_parallel, make_plan
+from dips.planner.problem import Problem
+from dips.planner.problem_file import assumptions
+from dips.planner.schedules.interleaved import interleaved_1f1b
+from dips.planner.schedules.optimal import optimal
+from dips.planner.schedules.static import gpipe, one_f_one_b, zb_h1
+from dips.planner.schedules.zb_v import zb_v
+from dips.planner.simulate import Timeline, simulate
+from dips.planner.validate import validate
+
+SHARED = 99
+
+
+def costs_of(
+    places: tuple[int, ...],
+    gather: float,
+    reduce: float,
+    latency: float = 0.0,
+    shared: bool = False,
+    apart: bool = False,
+) -> Costs:
+    """T_F = T_D = T_W = 1 for a device; what its stages exchange in the same unit, each on its device or all on one
+    network."""
+    chunks = len(places) // (max(places) + 1)
+    latency_ns = round(latency * NS)
+    exchanges = tuple(
+        Exchange(
+            SHARED if shared else device,
+            round(gather * NS),
+            round(reduce * NS),
+            latency_ns if gather else 0,
+            latency_ns,
+        )
+        for device in places
+    )
+    return replace(uniform(len(places), chunks), exchanges=exchanges, overlapped=not apart)
+
+
+def spans(timeline: Timeline) -> list[tuple[int, bool, float, float]]:
+    return [(one.stage, one.before, one.start_ns / NS, one.ends_ns / NS) for one in timeline.exchanges]
+
+
+# ---- by hand: 1F1B of two stages and two microbatches takes 9; stage 1 ends at 7 ----
+
+
+def test_weights_come_first_and_gradients_last() -> None:
+    """Each device its own network: everything 2 later, and the gradients of stage 0 at the end."""
+    timeline = validate(one_f_one_b(2, 2), costs_of((0, 1), 2, 1))
+    assert timeline.makespan_ns == 12 * NS
+    assert spans(timeline) == [(0, True, 0, 2), (1, True, 0, 2), (1, False, 9, 10), (0, False, 11, 12)]
+    assert timeline.exposed_ns == 3 * NS
+    assert timeline.starts[0][0] == 2 * NS
+
+
+def test_one_network_for_all_carries_one_exchange_at_a_time() -> None:
+    """Weights of stage 1 come at 4, so its first forward pass waits one unit; its gradients go at 10 to 14, those of
+    stage 0, ready at 12, at 14 to 18."""
+    timeline = validate(one_f_one_b(2, 2), costs_of((0, 1), 2, 4, shared=True))
+    assert spans(timeline) == [(0, True, 0, 2), (1, True, 2, 4), (1, False, 10, 14), (0, False, 14, 18)]
+    assert [start / NS for start in timeline.starts[1]] == [4, 5, 7, 8]
+    assert timeline.makespan_ns == 18 * NS
+
+
+def test_latency_occupies_no_network() -> None:
+    timeline = validate(one_f_one_b(2, 2), costs_of((0, 1), 2, 4, latency=0.5, shared=True))
+    assert spans(timeline)[:2] == [(0, True, 0, 2.5), (1, True, 2, 4.5)]
+    assert timeline.makespan_ns == round(19 * NS)  # stage 0 is ready at 12.5, its network is free at 14.5
+
+
+def test_without_zero_gradients_alone_are_hidden() -> None:
+    timeline = validate(one_f_one_b(2, 2), costs_of((0, 1), 0, 1, shared=True))
+    assert spans(timeline) == [(1, False, 7, 8), (0, False, 9, 10)]
+    assert timeline.makespan_ns == 10 * NS
+
+
+def test_apart_weights_are_before_all_and_gradients_after_all() -> None:
+    timeline = validate(one_f_one_b(2, 2), costs_of((0, 1), 2, 1, shared=True, apart=True))
+    assert spans(timeline) == [(0, True, 0, 2), (1, True, 2, 4), (0, False, 13, 14), (1, False, 14, 15)]
+    assert timeline.makespan_ns == 15 * NS
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.25])
+def test_both_ways_of_playing_agree(latency: float) -> None:
+    """Following the dependencies, and following time where a link has two senders."""
+    exchanging = costs_of(wave(2), 0.5, 1, latency)
+    wires = {(0, 1): Wire(1, NS // 2, NS), (1, 0): Wire(2, NS // 2, NS)}
+    apart, meeting = (
+        replace(exchanging, wires={**wires, **more}) for more in ({}, {(5, 6): Wire(1, 1, 0), (6, 5): Wire(2, 1, 0)})
+    )
+    schedule = zb_v(2, 4)
+    one, two = validate(schedule, apart), validate(schedule, meeting)
+    assert (one.starts, one.ends, one.exchanges) == (two.starts, two.ends, two.exchanges)
+    fleet = simulate_fleet([schedule], apart)
+    fair = simulate_fleet([schedule], apart, Sharing.FAIR)
+    assert fleet.timelines[0].starts == fair.timelines[0].starts == one.starts
+    assert fleet.makespan_ns == fair.makespan_ns == one.makespan_ns
+
+
+def test_gradients_wait_for_all_replicas() -> None:
+    """Two replicas over one link: those of the later one decide."""
+    costs = replace(costs_of((0, 1), 1, 1), wires={(0, 1): Wire(7, NS, 0), (1, 0): Wire(8, NS, 0)})
+    fleet = simulate_fleet([one_f_one_b(2, 2)] * 2, costs)
+    alone = simulate(one_f_one_b(2, 2), costs)
+    last = max(end for timeline in fleet.timelines for row in timeline.ends for end in row)
+    assert fleet.makespan_ns == last + NS > alone.makespan_ns
+    assert fleet.timelines[0].exchanges == fleet.timelines[1].exchanges
+
+
+def test_a_deadlock_names_the_cell_as_it_is_written() -> None:
+    """The pauses that stand for weights are no cells."""
+    schedule = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    with pytest.raises(PlanError, match=r"device 0 waits at cell 2 \(0B0\), device 1 waits at cell 1 \(1F1\)"):
+        simulate(schedule, costs_of((0, 1), 2, 1))
+
+
+# ---- what is checked ----
+
+
+def test_a_wrong_exchange_is_named() -> None:
+    costs = costs_of((0, 1), 2, 1, shared=True)
+    done = list(simulate(one_f_one_b(2, 2), costs).exchanges)
+    first, last = [2 * NS, 4 * NS], [12 * NS, 10 * NS]
+    check_exchanges(done, costs.exchanges, first, last)
+    with pytest.raises(PlanError, match="3 exchanges between replicas where 4 are due"):
+        check_exchanges(done[1:], costs.exchanges, first, last)
+    with pytest.raises(PlanError, match="stage 1 starts at 3000000000 ns, its weights come at 4000000000 ns"):
+        check_exchanges(done, costs.exchanges, [2 * NS, 3 * NS], last)
+    with pytest.raises(PlanError, match="stage 0 ends at 13000000000 ns, its gradients leave at 12000000000 ns"):
+        check_exchanges(done, costs.exchanges, first, [13 * NS, 10 * NS])
+    with pytest.raises(PlanError, match=r"stage 0: its exchange .* is not the one that it costs"):
+        check_exchanges([done[0]._replace(freed_ns=NS), *done[1:]], costs.exchanges, first, last)
+    early = done[1]._replace(start_ns=NS, freed_ns=3 * NS, ends_ns=3 * NS)
+    with pytest.raises(PlanError, match="stages 0 and 1 exchange at the same time on one network"):
+        check_exchanges([done[0], early, *done[2:]], costs.exchanges, first, last)
+
+
+def test_exchanges_of_another_number_of_stages() -> None:
+    with pytest.raises(PlanError, match="exchanges of 1 stages for 2 stages"):
+        replace(uniform(2, 1), exchanges=(Exchange(0, 1, 1),))
+
+
+# ---- solved ----
+
+
+@pytest.mark.parametrize(("shared", "best"), [(False, 11), (True, 15)])
+def test_two_stages_and_two_microbatches_by_hand(shared: bool, best: int) -> None:
+    """No stage can end before 7 (six operations and one before them; the last gradient comes back at 5). Then 4 of
+    gradients, one after the other where they share a network."""
+    costs = costs_of((0, 1), 0, 4, shared=shared)
+    found = optimal("best", straight(2), 2, costs, [2 << 20] * 2)
+    assert found.proved
+    assert found.lower_bound_ns == validate(found.schedule, costs, [2 << 20] * 2).makespan_ns == best * NS
+
+
+@pytest.mark.parametrize(
+    ("gather", "reduce", "latency", "shared", "apart"),
+    [(1, 1, 0, False, False), (0.5, 2, 0.25, True, False), (0, 3, 0, True, False), (2, 2, 0.5, True, True)],
+)
+def test_the_solver_is_never_worse_than_the_best_static_schedule(
+    gather: float, reduce: float, latency: float, shared: bool, apart: bool
+) -> None:
+    one = costs_of(straight(3), gather, reduce, latency, shared, apart)
+    memory = [4 << 20] * 3
+    static = [make(3, 4) for make in (gpipe, one_f_one_b, zb_h1)]
+    shortest = min(validate(schedule, one).makespan_ns for schedule in static)
+    found = optimal("best", straight(3), 4, one, memory, zb_h1(3, 4))
+    assert found.proved
+    assert found.lower_bound_ns == validate(found.schedule, one, memory).makespan_ns <= shortest
+    two = costs_of(wave(2), gather, reduce, latency, shared, apart)
+    found = optimal("best", wave(2), 3, two, [3 << 20] * 2, zb_v(2, 3))
+    assert found.lower_bound_ns <= validate(found.schedule, two).makespan_ns <= validate(zb_v(2, 3), two).makespan_ns
+
+
+def test_stages_that_share_a_network_do_not_end_together() -> None:
+    """ZB-H1 ends all stages late; the solver lets the gradients of some leave while others still compute."""
+    costs = costs_of(straight(3), 0, 3, shared=True)
+    found = optimal("best", straight(3), 4, costs, [4 << 20] * 3, zb_h1(3, 4))
+    assert found.lower_bound_ns < validate(zb_h1(3, 4), costs).makespan_ns
+
+
+# ---- of which size ----
+
+
+def small(**changes: object) -> Problem:
+    """CrossPipe's 405B setting with few microbatches."""
+    return Problem(read_setup("crosspipe-405b")).with_training(microbatches=16, **changes)
+
+
+def test_across_sites_appendix_e() -> None:
+    """2 (alpha + N beta) between two sites, two bytes a parameter; hidden it takes no longer, and at least the link."""
+    problem = small()
+    link, n = problem.setup.links[0], problem.setup.model.parameters()
+    apart = data_parallel(problem.with_options(overlap=False))
+    assert apart.sync_ns / NS == pytest.approx(2 * (0.004 + n / link.bytes_per_s), rel=1e-6)
+    hidden = data_parallel(problem)
+    assert 2 * n / link.bytes_per_s < hidden.iteration_s < apart.iteration_s
+    assert hidden.sync_ns < apart.sync_ns
+    assert hidden.link_bytes == {(0, 1): pytest.approx(2 * n), (1, 0): pytest.approx(2 * n)}
+
+
+def test_without_zero_one_all_reduce_is_as_long_as_both() -> None:
+    problem = regrouped(small(), 2)
+    other = regrouped(small(zero_stage=0), 2)
+    for one, two in zip(_exchanges(problem), _exchanges(other), strict=True):
+        assert (two.gather_ns, two.gather_latency_ns) == (0, 0)
+        assert (two.reduce_ns, two.reduce_latency_ns) == (2 * one.reduce_ns, 2 * one.reduce_latency_ns)
+        assert one.gather_ns == one.reduce_ns
+
+
+def _exchanges(problem: Problem) -> tuple[Exchange, ...]:
+    return problem.costs(problem.uniform()).exchanges
+
+
+def test_inside_a_site_it_costs_what_its_network_says() -> None:
+    """Nothing is known of the network: nothing is counted, and that is said. Else (n - 1) / n of the stage's weights,
+    two bytes each, over the network of its devices, and n - 1 latencies."""
+    problem = small(data=4, extra_layers=0)
+    assert _exchanges(problem) == ()
+    assert any("inside a site without network_gbps costs no time" in line for line in assumptions(problem))
+    setup = problem.setup
+    sites = tuple(s.model_copy(update={"network_gbps": 800.0, "network_latency_us": 10.0}) for s in setup.sites)
+    counted = replace(problem, setup=replace(setup, sites=sites))
+    division = counted.uniform()
+    weights = sum(setup.model.layer_parameters(layer) for layer in range(division[0])) * 2
+    first = weights + setup.model.embedding_parameters() * 2
+    found = _exchanges(counted)
+    assert found[0].gather_ns == found[0].reduce_ns == pytest.approx(first * 3 / 4 / 100, abs=1)
+    assert found[1].reduce_ns == pytest.approx(division[1] / division[0] * weights * 3 / 4 / 100, abs=1)
+    assert {one.reduce_latency_ns for one in found} == {30_000}
+    assert [one.resource for one in found] == list(range(16))
+    assert not any("network_gbps" in line for line in assumptions(counted))
+
+
+def test_experts_are_exchanged_among_fewer() -> None:
+    problem = Problem(read_setup("crosspipe-405b"))
+    mixture = replace(problem.setup, model=read_model("mixtral-8x7b"))
+    whole = replace(problem, setup=mixture).with_training(extra_layers=0, pipeline=8, data=8)
+    spread = whole.with_training(expert=8)
+    assert spread.units[3].inside_bytes < whole.units[3].inside_bytes / 8
+    assert spread.units[3].weight_bytes == whole.units[3].weight_bytes
+
+
+def test_pipelines_count_their_exchange_too() -> None:
+    """A plan with a slow network inside of the sites takes longer, and says how much of it nothing hides."""
+    setup = read_setup("crosspipe-405b")
+    sites = tuple(site.model_copy(update={"network_gbps": 3200.0}) for site in setup.sites)
+    names = ["1f1b", "zb_h1"]
+    slow = Problem(replace(setup, sites=sites)).with_options(schedules=names, replicas="fair").with_training(data=8)
+    free = Problem(setup).with_options(schedules=names, replicas="fair").with_training(data=8)
+    with_it, without = (make_plan(problem, sensitivity=False).chosen for problem in (slow, free))
+    assert without.sync_ns == 0 < with_it.sync_ns
+    assert with_it.iteration_s > without.iteration_s
+
+
+def test_no_zero_stage_above_one_is_taken_for_one() -> None:
+    assert any("zero_stage = 2 exchanges" in line for line in assumptions(small(zero_stage=2)))
+    assert not any("zero_stage" in line for line in assumptions(small()))
+
+
+def test_loops_wait_for_the_weights_of_both_stages() -> None:
+    """Devices of an interleaved pipeline hold two stages, whose weights come one after the other."""
+    costs = costs_of(loop(2, 2), 1, 1)
+    timeline = validate(interleaved_1f1b(2, 2), costs)
+    first = {op.stage: start for order, row in zip(timeline.schedule.orders, timeline.starts, strict=True)
+             for op, start in zip(order, row, strict=True) if op.kind is Kind.F and op.microbatch == 0}  # fmt: skip
+    assert first[0] == NS
+    assert first[2] >= 2 * NS
+    assert [len(row) for row in timeline.starts] == [len(order) for order in timeline.schedule.orders]

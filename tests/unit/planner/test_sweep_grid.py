@@ -1,0 +1,64 @@
+"""The grid of four devices and eight microbatches as a whole: what holds in every case, and proved optima.
+
+tests/endurance/test_planner_grid.py takes all sizes, and every case with the solver.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.planner_grid import check_grid
+
+from dips.planner.costs import NS
+from dips.planner.ir import Schedule, straight
+from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.optimal import Optimum, optimal
+from dips.planner.schedules.static import zb_h1
+from dips.planner.simulate import simulate
+from dips.planner.sweep import GREEDY_PARTS, Case, cases, rows_of
+
+RATIOS = [0, 0.25, 0.5, 1, 2]
+
+
+def test_what_holds_in_every_case_of_four_devices() -> None:
+    grid = cases([4], [8], [2, 4], RATIOS, RATIOS, [1, 2])
+    rows = [row for case in grid for row in rows_of(case)]
+    assert len(rows) == 100 * 8
+    check_grid(rows)
+
+
+@pytest.mark.parametrize(
+    ("case", "best", "greedy"),
+    [
+        (Case(4, 8, 2, 0.25, 0, 1), 28, 29),
+        (Case(4, 8, 2, 2, 2, 1), 43, 43),
+        (Case(4, 8, 2, 2, 2, 2), 31, 31),
+        (Case(4, 8, 4, 1, 0, 1), 39, 40),
+    ],
+)
+def test_the_proved_best_and_the_greedy(case: Case, best: float, greedy: float) -> None:
+    """Never more than five percent longer; the solver's schedule is the shortest of its kind."""
+    costs, limits = case.costs(), case.limits()
+    schedules = [cross_ud(4, 8, costs, limits, parts) for parts in GREEDY_PARTS]
+    optimum = optimal("best", straight(4), 8, costs, limits, zb_h1(4, 8))
+    assert simulate(optimum.schedule, costs).makespan_ns == optimum.lower_bound_ns == best * NS
+    assert min(simulate(schedule, costs).makespan_ns for schedule in schedules) == greedy * NS <= 1.05 * best * NS
+
+
+def test_the_solver_begins_at_the_best_of_its_kind_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZB-H1 takes 28 here and the greedy 29; of waves the greedy takes 26.25 and ZB-V 26.75. With no time at all the
+    solver would answer with these."""
+    hints: dict[str, Schedule] = {}
+
+    def no_time(name: str, *rest: Any) -> Optimum:
+        hints[name] = rest[4]
+        return Optimum(rest[4], 0, proved=False, wall_s=0.0)
+
+    monkeypatch.setattr("dips.planner.schedules.optimal.optimal", no_time)
+    rows = {row.schedule: row for row in rows_of(Case(4, 8, 2, 0.25, 0, 1), optimal_s=20.0)}
+    assert (hints["cross_ud/optimal"].name, hints["cross_wave/optimal"].name) == ("zb_h1", "cross_wave")
+    assert rows["cross_ud/optimal"].makespan == rows["zb_h1"].makespan == 28 < rows["cross_ud/1"].makespan
+    assert rows["cross_wave/optimal"].makespan == 26.25 < rows["zb_v"].makespan
+    list(rows_of(Case(4, 8, 2, 0.25, 0, 0.75), optimal_s=20.0))
+    assert (hints["cross_ud/optimal"].name, hints["cross_wave/optimal"].name) == ("cross_ud/1", "cross_wave")

@@ -1,0 +1,149 @@
+"""Maps of a sweep: which schedule is best where, as a picture and in the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from matplotlib import image
+from support.repository import ROOT
+
+from dips.launch import cli
+from dips.planner.errors import PlanError
+from dips.planner.heatmap import Panel, draw_maps, panels
+from dips.planner.sweep import OPTIMAL, Case, Row, cases, check_compared, names_of, rows_of
+
+RATIOS = [0, 0.5, 2]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return [row for case in cases([4], [8], [2], RATIOS, RATIOS, [1, 2]) for row in rows_of(case)]
+
+
+def cell(panel: Panel, latency: float, bandwidth: float) -> tuple[str, float, float]:
+    found = panel.cells[panel.latencies.index(latency)][panel.bandwidths.index(bandwidth)]
+    return found.schedule, found.makespan, round(found.times_faster, 4)
+
+
+def test_a_map_for_each_pipeline_with_a_cell_for_each_delay(rows: list[Row]) -> None:
+    maps = panels(rows)
+    assert [panel.memory for panel in maps] == [1, 2]
+    assert all(panel.latencies == panel.bandwidths == tuple(RATIOS) for panel in maps)
+    assert maps[0].title == "4 stages, 8 microbatches, 2 sites, memory 1"
+
+
+def test_waves_win_near_and_one_stage_on_each_device_wins_far_away(rows: list[Row]) -> None:
+    """CrossPipe, section 5.1: waves are more efficient where delays are small, UD schedules as they grow."""
+    one, two = panels(rows)
+    assert cell(one, 0, 0) == ("zb_v", 25.5, round(33 / 25.5, 4))
+    assert cell(one, 2, 2)[0] == cell(one, 2, 0)[0] == "cross_ud/1"
+    assert cell(two, 2, 2)[0] == "cross_ud/1"
+    assert cell(two, 2, 2)[2] > cell(one, 2, 2)[2]
+
+
+def test_the_best_is_the_shortest_that_fits_and_of_equal_ones_the_first(rows: list[Row]) -> None:
+    for panel in panels(rows, over="zb_h1"):
+        for latency in RATIOS:
+            for bandwidth in RATIOS:
+                here = [r for r in rows if (r.latency, r.bandwidth, r.memory) == (latency, bandwidth, panel.memory)]
+                fitting = [r for r in here if r.peak_activations <= r.memory * r.n_pp]
+                least = min(r.makespan for r in fitting)
+                name = next(r.schedule for r in fitting if r.makespan == least)
+                other = next(r.makespan for r in here if r.schedule == "zb_h1")
+                assert cell(panel, latency, bandwidth) == (name, least, round(other / least, 4))
+    gpipe = [r for r in rows if r.schedule == "gpipe"]
+    assert {r.peak_activations for r in gpipe} == {8}, "it would not fit memory 1, where it would be the best"
+
+
+def test_a_schedule_that_does_not_fit_is_compared_with_and_said_so(rows: list[Row]) -> None:
+    small, large = panels(rows, over="gpipe")
+    assert (small.over_fits, large.over_fits) == (False, True)
+
+
+def test_what_cannot_be_compared_with_is_refused_before_anything_is_computed() -> None:
+    grid = [Case(4, 8, 2, 0, 0, 1), Case(4, 9, 2, 0, 0, 1)]
+    check_compared(grid, "zb_v", optimal=False)
+    check_compared(grid, OPTIMAL[0], optimal=True)
+    with pytest.raises(PlanError, match=r"'interleaved_1f1b' is no schedule that 4 stages and 9 microbatches can be"):
+        check_compared(grid, "interleaved_1f1b", optimal=False)
+    with pytest.raises(PlanError, match="choose one of gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, cross_ud/1"):
+        check_compared(grid, OPTIMAL[0], optimal=False)
+
+
+def test_rows_have_the_names_that_are_promised() -> None:
+    for case in (Case(4, 8, 2, 0, 0, 1), Case(4, 9, 2, 0, 0, 1)):
+        assert [row.schedule for row in rows_of(case)] == names_of(case)
+
+
+def test_rows_without_the_compared_schedule_are_refused(rows: list[Row]) -> None:
+    with pytest.raises(PlanError, match="no schedule 'zbh1' of 4 stages and 8 microbatches to compare with"):
+        panels(rows, over="zbh1")
+
+
+def test_the_picture_names_each_best_schedule_and_is_the_same_each_time(rows: list[Row], tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("one.svg", "map.png", "two.svg")]
+    maps = panels(rows)[1:]
+    draw_maps(maps, files[:2])
+    draw_maps(maps, files[2:])
+    assert files[0].read_bytes() == files[2].read_bytes()
+    comments = files[0].read_text()
+    assert ElementTree.fromstring(comments).tag.endswith("svg")
+    for word in ("zb_v", "cross_ud/1", "2.10x", "memory 2", "times faster than 1f1b"):
+        assert f"<!-- {word}" in comments or word in comments, word
+    pixels = image.imread(files[1])
+    assert pixels.shape[0] > 300
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 20
+
+
+# ---- the command ----
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.run(("plan", "sweep", *arguments))
+    out, error = capsys.readouterr()
+    return code, out, error
+
+
+GRID: Sequence[str] = ("--latency", "0,2", "--bandwidth", "0,2")
+
+
+def test_the_map_in_the_terminal_has_the_longest_latency_on_top(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = told(capsys, *GRID, "--map")
+    assert (code, error) == (0, "")
+    lines = [line.split() for line in out.splitlines() if line.strip()]
+    assert out.startswith("4 stages, 8 microbatches, 2 sites, memory 1: the best, and how many times faster than 1f1b")
+    assert lines[1] == ["latency", "\\", "bandwidth", "0", "2"]
+    assert lines[3:] == [
+        ["2", "cross_ud/1", "1.36x", "cross_ud/1", "1.51x"],
+        ["0", "zb_v", "1.29x", "cross_ud/1", "1.36x"],
+    ]
+    whole = told(capsys, *GRID)[1]
+    assert whole.endswith(out)
+    assert "activations" in whole
+
+
+def test_out_writes_rows_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "deep" / "map"
+    code, out, _ = told(capsys, *GRID, "--map", "--out", str(folder))
+    assert code == 0
+    assert {file.name for file in folder.iterdir()} == {"rows.json", "map.svg", "map.png"}
+    assert f"wrote {folder / 'map.svg'}" in out
+    code, out, _ = told(capsys, *GRID, "--json", "--out", str(folder))
+    assert json.loads(out) == json.loads((folder / "rows.json").read_text())
+
+
+def test_the_documents_picture_is_what_its_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "planner.md").read_text()
+    (line,) = [
+        line for line in text.splitlines() if line.startswith("dips plan sweep") and "--map --out runs/map" in line
+    ]
+    words = line.removeprefix("dips plan sweep ").replace("runs/map", str(tmp_path)).split()
+    assert told(capsys, *words)[0] == 0
+    drawn, shown = image.imread(tmp_path / "map.png"), image.imread(ROOT / "docs" / "pictures" / "planner-map.png")
+    assert drawn.shape == shown.shape
+    assert np.abs(drawn - shown).mean() < 0.02  # another matplotlib may draw letters a little otherwise

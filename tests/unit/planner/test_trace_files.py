@@ -1,0 +1,126 @@
+"""The files of a plan open where they are said to: trace.json is Chrome's trace format, plan.csv loads in torch's
+pipeline runtime, and timeline.svg and .png are drawings of every kind of schedule."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib import image
+from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime, _simulate_comms_compute
+
+from dips.planner.costs import Costs
+from dips.planner.ir import Schedule, straight
+from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.cross_wave import cross_wave
+from dips.planner.schedules.jeeves import jeeves
+from dips.planner.schedules.optimal import optimal
+from dips.planner.simulate import Timeline, simulate
+from dips.planner.sweep import STATIC, Case
+from dips.planner.trace import draw, trace_events
+
+SHARDING = {_ComputationType.UNSHARD, _ComputationType.RESHARD, _ComputationType.REDUCE_GRAD}
+"""What torch adds for stages whose weights are sharded; its player does not know it."""
+
+CASE = Case(4, 8, 2, 0.5, 0.25, 1)
+
+
+KINDS = [*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave", "jeeves", "optimal"]
+EACH = pytest.mark.parametrize("kind", KINDS)
+
+
+@cache
+def schedules() -> dict[str, tuple[Schedule, Costs]]:
+    """One of each kind, with what it was made for."""
+    one, two, limits = CASE.costs(), CASE.costs(2), CASE.limits()
+    found = {
+        name: (make(4, 8), CASE.costs(chunks, name.startswith("inter"))) for name, (make, chunks) in STATIC.items()
+    }
+    found |= {f"cross_ud/{parts}": (cross_ud(4, 8, one, limits, parts), one) for parts in (1, 2, 4)}
+    found["cross_wave"] = cross_wave(4, 8, two, limits), two
+    found["jeeves"] = jeeves(8, one, limits)[0], one
+    hint = found["cross_ud/1"][0]
+    found["optimal"] = optimal("optimal", straight(4), 8, one, limits, hint, time_limit_s=0.5).schedule, one
+    return found
+
+
+def timeline_of(kind: str) -> Timeline:
+    return simulate(*schedules()[kind])
+
+
+# ---- plan.csv ----
+
+
+@EACH
+def test_torch_loads_the_order_and_its_messages_find_each_other(kind: str, tmp_path: Path) -> None:
+    """torch adds sending and receiving to the order, and plays it: it raises where one would wait for ever."""
+    schedule = schedules()[kind][0].with_parts_as_stages()
+    file = tmp_path / "plan.csv"
+    file.write_text(schedule.to_csv())
+    stage = SimpleNamespace(num_stages=schedule.n_stages, group_size=4, group_rank=0)
+    runtime = _PipelineScheduleRuntime([stage], schedule.n_microbatches)  # type: ignore[list-item]
+    runtime._load_csv(str(file), format="compute_only")
+    read = [[str(action) for action in runtime.pipeline_order[device]] for device in range(4)]
+    assert read == [[str(op) for op in order] for order in schedule.orders]
+    assert runtime.stage_index_to_group_rank == dict(enumerate(schedule.device_of_stage))
+    sent = {
+        device: [action for action in order if action.computation_type not in SHARDING]
+        for device, order in runtime.pipeline_order_with_comms.items()
+    }
+    _simulate_comms_compute(sent, lambda stage: schedule.device_of_stage[stage], schedule.n_stages)
+    crossing = sum(a != b for a, b in itertools.pairwise(schedule.device_of_stage))
+    words = [str(action) for order in sent.values() for action in order]
+    assert sum("SEND" in word for word in words) == sum("RECV" in word for word in words) == 2 * 8 * crossing
+
+
+# ---- trace.json ----
+
+
+@EACH
+def test_a_trace_is_in_chromes_format(kind: str) -> None:
+    """Complete events ("X") have name, category, process, thread, and microseconds; metadata ("M") names processes."""
+    timeline = timeline_of(kind)
+    trace = json.loads(json.dumps(trace_events(timeline), allow_nan=False))
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["ph"] for event in trace["traceEvents"]} == {"X", "M"}
+    for event in spans:
+        assert {"name", "cat", "ph", "pid", "tid", "ts", "dur"} <= event.keys()
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+    named = {event["pid"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert {event["pid"] for event in spans} <= named
+    assert len(spans) == timeline.schedule.n_ops + len(timeline.messages)
+    assert max(event["ts"] + event["dur"] for event in spans if event["cat"] != "message") * 1e3 == timeline.makespan_ns
+
+
+@EACH
+def test_spans_of_a_line_follow_each_other(kind: str) -> None:
+    """Chrome's format lets spans of one thread nest, and not overlap otherwise."""
+    lines: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for event in trace_events(timeline_of(kind))["traceEvents"]:
+        if event["ph"] == "X":
+            lines[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for spans in lines.values():
+        for (_, end), (start, _) in itertools.pairwise(sorted(spans)):
+            assert start >= end - 1e-3
+
+
+# ---- timeline.svg, timeline.png ----
+
+
+def test_drawings_open_whatever_sites_are_called(tmp_path: Path) -> None:
+    """A name with dollar signs is no formula."""
+    files = [tmp_path / "timeline.svg", tmp_path / "timeline.png"]
+    names = ["$x_$ 0", "[red]b[/] 1", "<c> & 2", "d^$ 3"]
+    draw(timeline_of("cross_ud/1"), files, "a $model_$: 3 s", names)
+    assert ElementTree.parse(files[0]).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    height, width, _ = image.imread(files[1]).shape
+    assert width > 1000
+    assert height > 200

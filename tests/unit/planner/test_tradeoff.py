@@ -1,0 +1,155 @@
+"""Stages against replicas, and pipelines against gradients on the long link."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dips.planner.across import regrouped
+from dips.planner.cluster import read_setup
+from dips.planner.errors import PlanError
+from dips.planner.plan import data_parallel, make_plan, pipelines_of
+from dips.planner.problem import Problem
+from dips.planner.tradeoff import Split, Tradeoff, divided_so, splits, tradeoff
+
+QUICK = ["1f1b", "zb_h1", "zb_v", "cross_ud/1"]
+
+
+@pytest.fixture(scope="module")
+def found() -> Tradeoff:
+    """CrossPipe's Figure 12(a) from its first point: 4 stages x 4 replicas of M70."""
+    return tradeoff(Problem(read_setup("crosspipe-tradeoff-pp4")).with_options(schedules=QUICK))
+
+
+def test_every_way_is_told_once(found: Tradeoff) -> None:
+    ways = [choice.split for choice in found.choices] + [no.split for no in found.impossible]
+    assert sorted((s.pipeline, s.data, s.groups) for s in ways) == [
+        (p, 16 // p, g) for p in (1, 2, 4, 8, 16) for g in (1, 2)
+    ]
+    assert {split.microbatches * split.data for split in ways} == {64}
+    spans = [choice.best.iteration_s for choice in found.choices]
+    assert spans == sorted(spans)
+    assert all(0 < choice.memory_used <= 1 for choice in found.choices)
+    assert all(no.why for no in found.impossible)
+
+
+def test_figure_12_deep_pipelines_are_hardly_slower(found: Tradeoff) -> None:
+    """CrossPipe, 7.4: the efficiency is largely the same for 4, 8 and 16 stages."""
+    across = {c.split.pipeline: c.best.iteration_s for c in found.choices if c.split.groups == 1}
+    deep = [across[p] for p in (4, 8, 16)]
+    assert max(deep) < 1.25 * min(deep)
+
+
+def test_the_files_own_split_is_the_files_own_plan(found: Tradeoff) -> None:
+    problem = Problem(read_setup("crosspipe-tradeoff-pp4")).with_options(schedules=QUICK)
+    plan = make_plan(problem, sensitivity=False)
+    own = next(c for c in found.choices if (c.split.pipeline, c.split.groups) == (4, 1))
+    assert own.best.makespan_ns == plan.chosen.makespan_ns
+    assert own.split.long_links_carry == "activations"
+    assert own.best.link_bytes == plan.chosen.link_bytes
+
+
+def test_whole_pipelines_at_each_site_are_the_plans_dp(found: Tradeoff) -> None:
+    problem = Problem(read_setup("crosspipe-tradeoff-pp4")).with_options(schedules=QUICK)
+    dp = data_parallel(problem)
+    own = next((c for c in found.choices if (c.split.pipeline, c.split.groups) == (4, 2)), None)
+    assert own is not None
+    assert own.best.makespan_ns <= dp.makespan_ns
+    assert own.split.long_links_carry == "gradients"
+    assert own.best.link_bytes == pytest.approx(dp.link_bytes)
+
+
+def test_times_of_a_stage_follow_its_layers() -> None:
+    """Figure 12's own numbers for 8 stages: half of the times of 4."""
+    four, eight = (Problem(read_setup(f"crosspipe-tradeoff-pp{p}")) for p in (4, 8))
+    split = divided_so(four, Split(8, 2, 32, 1, 2))
+    assert split.setup.training == four.setup.training.model_copy(update={"pipeline": 8, "data": 2, "microbatches": 32})
+    mine, theirs = (one.costs(one.uniform()).stages for one in (split, eight))
+    assert [(s.f_ns, s.d_ns, s.w_ns) for s in mine] == [(s.f_ns, s.d_ns, s.w_ns) for s in theirs]
+    assert min(split.limits(split.uniform())) > min(four.limits(four.uniform()))
+
+
+def test_a_deeper_pipeline_has_the_room_that_its_weights_leave() -> None:
+    four = Problem(read_setup("crosspipe-tradeoff-pp4"))
+    split = divided_so(four, Split(8, 2, 32, 1, 2))
+    whole = [max(one.state_bytes(one.uniform())) + min(one.limits(one.uniform())) for one in (four, split)]
+    assert whole[0] == pytest.approx(whole[1], rel=1e-6)
+    with pytest.raises(PlanError, match=r"a stage has room for .* microbatches beside its weights and optimizer state"):
+        divided_so(four, Split(1, 16, 4, 2, 2))
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    problem = Problem(read_setup("crosspipe-figure-8"))
+    odd = problem.with_training(microbatches=7)
+    with pytest.raises(PlanError, match="7 microbatches do not divide among 2 replicas"):
+        divided_so(odd, Split(2, 2, 3, 1, 2))
+    assert {(s.pipeline, s.data) for s in splits(odd)} == {(1, 4), (2, 2), (4, 1)}
+
+
+# ---- groups of sites ----
+
+
+def four_sites(across: bool = True) -> Problem:
+    """CrossPipe's four data centres in a ring; across: with links to the opposite ones, too."""
+    setup = read_setup("crosspipe-m70-4dc")
+    ends = [("dc1", "dc3"), ("dc2", "dc4")] if across else []
+    more = [setup.links[0].model_copy(update={"sender": a, "receiver": b}) for a, b in ends]
+    wider = replace(setup, links=(*setup.links, *more))
+    return Problem(wider).with_training(data=2, pipeline=4, microbatches=8)
+
+
+def test_groups_of_sites_carry_both() -> None:
+    """Four sites in two groups: each pipeline crosses two sites, gradients go between the groups."""
+    problem = regrouped(four_sites(), 2)
+    names = [site.name for site in problem.setup.sites]
+    assert names == ["dc1 / dc3", "dc2 / dc4"]
+    assert [ring.members for ring in problem.rings] == [(0, 2), (1, 3)]
+    assert problem.replicas == 1
+    chosen = make_plan(pipelines_of(problem.with_options(schedules=["1f1b"])), sensitivity=False).chosen
+    weights = sum(unit.weight_bytes for unit in problem.units)
+    sent = chosen.link_bytes
+    assert sent[0, 1] == sent[2, 3] == sent[1, 0] == 8 * problem.message_bytes
+    assert sent[0, 2] + sent[1, 3] == pytest.approx(weights)
+    assert sent[0, 2] == sent[2, 0]
+    assert chosen.site_of == (0, 0, 1, 1)
+    resources = [one.resource for one in problem.costs(problem.uniform()).exchanges]
+    assert resources == [4, 4, 5, 5]
+
+
+def test_a_link_between_groups_that_is_missing_is_asked_for() -> None:
+    with pytest.raises(PlanError, match="no link from dc1 to dc3"):
+        regrouped(four_sites(across=False), 2)
+
+
+def test_sites_that_do_not_divide_into_groups() -> None:
+    with pytest.raises(PlanError, match="data = 1 does not divide among 2 groups of sites: each takes as many"):
+        regrouped(four_sites().with_training(data=1), 2)
+    with pytest.raises(PlanError, match="dc1 has 8 devices, an equal share of the replicas needs 16"):
+        regrouped(four_sites().with_training(data=4, pipeline=4), 4)
+
+
+def test_nothing_possible_says_why() -> None:
+    problem = Problem(read_setup("crosspipe-figure-8")).with_memory(0.01).with_options(schedules=["1f1b"])
+    with pytest.raises(PlanError, match="no way to split is possible: 1 x 4: "):
+        tradeoff(problem)
+
+
+# ---- CrossPipe's cases of memory and recomputation ----
+
+
+@pytest.mark.parametrize("sites", [2, 4])
+def test_the_cases_of_tables_5_and_6_are_shipped(sites: int) -> None:
+    """Case 2 computes forward passes anew and so holds little; case 3 has twice the room; both twice the batch."""
+    names = [f"crosspipe-m70-{sites}dc{suffix}" for suffix in ("", "-recompute", "-twice")]
+    problems = [Problem(read_setup(name)).with_options(schedules=QUICK) for name in names]
+    assert [p.n_microbatches for p in problems] == [16, 32, 32]
+    assert {len(set(p.site_of)) for p in problems} == {sites}
+    limits = [p.limits(p.uniform())[0] for p in problems]
+    assert limits[2] == 2 * limits[0]
+    stages = [p.costs(p.uniform()).stages[0] for p in problems]
+    assert stages[1].activation < stages[0].activation / 8
+    assert stages[1].d_ns == stages[0].d_ns + stages[0].f_ns
+    assert stages[2] == stages[0]
+    each_s = [make_plan(p, sensitivity=False).chosen.iteration_s / p.n_microbatches for p in problems]
+    assert each_s[2] < min(each_s[:2])

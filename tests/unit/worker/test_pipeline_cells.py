@@ -1,0 +1,43 @@
+"""plan.csv as the ranks read it, and what they say to one that is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dips.core.errors import ConfigError
+from dips.worker.pipeline.cells import Cell, parse_cells, read_cells
+
+V = "0F0,3F0,3I0,0I0,3W0,0W0\n1F0,2F0,2B0,1B0\n"
+
+
+def test_where_stages_stand_is_read_off_the_lines() -> None:
+    cells = parse_cells(V, "v")
+    assert (cells.n_ranks, cells.n_stages, cells.n_microbatches) == (2, 4, 1)
+    assert cells.rank_of_stage == (0, 1, 1, 0)
+    assert cells.stages_of(0) == (0, 3)
+    assert cells.rows[1][2] == Cell(2, "B", 0)
+    assert [",".join(map(str, row)) for row in cells.rows] == V.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("0F0,0X0\n", "plan.csv, line 1, column 2: '0X0' is no operation: write STAGE KIND MICROBATCH without blanks"),
+        ("0F0,\n", "plan.csv, line 1, column 2: '' is no operation"),
+        ("0F0.1\n", "parts such as 2F3.1 are stages of their own in plan.csv"),
+        ("0F0,0B0\n0F1,0B1\n", "plan.csv: stage 0 runs on ranks 0 and 1: give it one line"),
+        ("0F0,0B0\n2F0,2B0\n", "plan.csv: no line runs stage 1: every stage needs one"),
+        ("", "plan.csv: no line runs stage 0: every stage needs one"),
+        ("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n", "plan.csv: the last stage runs forward passes in the order .1, 0."),
+    ],
+)
+def test_what_is_no_schedule_is_refused_in_a_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence.replace("'", "['\"]")):
+        parse_cells(text, "plan.csv")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"plan\.csv cannot be read as a schedule: .*: name the plan\.csv of a plan"):
+        read_cells(tmp_path / "plan.csv")

@@ -1,0 +1,99 @@
+"""What a rank of `dips plan run` is told, and what it tells afterwards: JSON files in the folder of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
+
+JOB_FILE = "job.json"
+BOARD_FILE = "links.bin"
+STORE_FILE = "rendezvous"
+
+GRADIENT_TOLERANCE = 1e-10
+"""Of the largest difference of a gradient from that of one process, over the largest gradient."""
+
+
+class Link(NamedTuple):
+    """From one rank to another. resource: links with the same number are one. hold_ns: after a message, it takes no
+    other for so long, beyond busy_ns."""
+
+    source: int
+    target: int
+    resource: int
+    busy_ns: int
+    latency_ns: int
+    hold_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """csv: the order of operations, in the form of plan.csv. lasts_ns[s]: of F, of the gradient of the input, and of
+    the gradient of the weights of stage s. repeats: timed iterations after the first, which is not timed; 0: none.
+
+    timeout_s: after so long without a message a rank gives up.
+    """
+
+    csv: str
+    lasts_ns: tuple[tuple[int, int, int], ...]
+    links: tuple[Link, ...]
+    repeats: int
+    backend: str
+    timeout_s: float
+
+
+def board_sizes(job: Job, n_stages: int, n_microbatches: int) -> tuple[int, int, int, int]:
+    """Of the file of the links: iterations, links, stages, microbatches."""
+    n_links = max((link.resource for link in job.links), default=-1) + 1
+    return max(1, job.repeats), n_links, n_stages, n_microbatches
+
+
+class Sent(NamedTuple):
+    """A message between ranks: the operation that made it, and its times on the link, as in planner.simulate."""
+
+    cell: str
+    target: int
+    ready_ns: int
+    start_ns: int
+    freed_ns: int
+    arrives_ns: int
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Of one rank. times[i]: start and end of its operation i, on the clock that all ranks share."""
+
+    times: tuple[tuple[int, int], ...]
+    sent: tuple[Sent, ...]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """gradient_error: the largest difference of a gradient from that of one process, over the largest gradient.
+    message_bytes: of one message between stages, as it was really sent."""
+
+    iterations: tuple[Iteration, ...]
+    parameters: int
+    gradient_error: float
+    message_bytes: int
+
+
+_JOB, _REPORT = TypeAdapter(Job), TypeAdapter(RankReport)
+
+
+def write_job(folder: Path, job: Job) -> None:
+    (folder / JOB_FILE).write_bytes(_JOB.dump_json(job))
+
+
+def read_job(folder: Path) -> Job:
+    return _JOB.validate_json((folder / JOB_FILE).read_bytes())
+
+
+def write_report(folder: Path, rank: int, report: RankReport) -> None:
+    (folder / f"rank-{rank}.json").write_bytes(_REPORT.dump_json(report))
+
+
+def read_report(folder: Path, rank: int) -> RankReport:
+    return _REPORT.validate_json((folder / f"rank-{rank}.json").read_bytes())
