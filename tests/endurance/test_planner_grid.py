@@ -42,8 +42,7 @@ def test_the_greedy_is_within_five_percent_of_the_best_in_every_case_of_four_dev
 
 
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("n_sites", [2, 4])
-@pytest.mark.parametrize(("latency", "bandwidth"), [(0, 0), (0.25, 0), (0, 1), (0.5, 0.5), (2, 2)])
+@pytest.mark.parametrize(("n_sites", "latency", "bandwidth"), [(2, 0.25, 0), (4, 0.5, 0.5), (2, 2, 2)])
 def test_with_eight_devices_the_solver_is_never_worse_than_what_it_begins_with(
     n_sites: int, latency: float, bandwidth: float
 ) -> None:
