@@ -75,7 +75,8 @@ class Case:
 class Row:
     """A schedule's times in a case, in units of T_F. peak_activations: microbatches, on the device that holds most.
 
-    lower_bound: no schedule of this kind has a shorter makespan; None where no solver looked for one.
+    lower_bound: no schedule of this kind, with blocks in as many parts, has a shorter makespan; None where no solver
+    looked for one.
     """
 
     n_pp: int
@@ -175,10 +176,22 @@ def rows_of(case: Case, optimal_s: float = 0.0) -> Iterator[Row]:
 def _optima(case: Case, time_limit_s: float) -> Iterator[Row]:
     n, n_mb, limits = case.n_pp, case.n_mb, case.limits()
     one, two = case.costs(), case.costs(2)
-    down = [zb_h1(n, n_mb), cross_ud(n, n_mb, one, limits)]
-    yield _optimum(case, OPTIMAL[0], straight(n), one, down, time_limit_s)
+    down = [zb_h1(n, n_mb), *(cross_ud(n, n_mb, one, limits, parts) for parts in GREEDY_PARTS)]
+    yield _best_cut(case, down, one, time_limit_s)
     back = [zb_v(n, n_mb), cross_wave(n, n_mb, two, limits)]
     yield _optimum(case, OPTIMAL[1], wave(n), two, back, time_limit_s)
+
+
+def _best_cut(case: Case, others: Sequence[Schedule], costs: Costs, time_limit_s: float) -> Row:
+    """Of whole blocks; and where the greedy does better with parts, of as many parts: the shorter one."""
+    place = straight(case.n_pp)
+    whole = [other for other in others if other.parts == 1]
+    best = _optimum(case, OPTIMAL[0], place, costs, whole, time_limit_s)
+    cut = [other for other in others if other.parts > 1]
+    shortest = min(cut, key=lambda other: simulate(other, costs).makespan_ns)
+    if simulate(shortest, costs).makespan_ns < round(best.makespan * NS):
+        best = _optimum(case, OPTIMAL[0], place, costs, [shortest], time_limit_s)
+    return best
 
 
 def _optimum(
@@ -190,7 +203,8 @@ def _optimum(
     limits = case.limits()
     fitting = [other for other in others if all(map(operator.le, peaks(other, costs), limits))]
     hint = min(fitting, key=lambda other: simulate(other, costs).makespan_ns, default=None)
-    found = optimal(name, places, case.n_mb, costs, limits, hint, time_limit_s)
+    parts = 1 if hint is None else hint.parts
+    found = optimal(name, places, case.n_mb, costs, limits, hint, time_limit_s, parts=parts)
     return _row(case, found.schedule, costs, name, limits, found.lower_bound_ns)
 
 

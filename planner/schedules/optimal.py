@@ -1,11 +1,12 @@
 """The best order that a constraint solver finds (CrossPipe, arXiv:2507.00217, section 4.1, with OR-tools' CP-SAT).
 
-An interval for each operation and for each message that occupies a link; no two overlap on a device or a link; a
-message follows its producer, its latency precedes its consumer; activations are a cumulative resource of each device;
-microbatches keep their order within a stage and kind (which halves the search and loses nothing when stages' costs are
-equal for all microbatches). What replicas exchange is as in the paper's Figure 7: each stage's weights come before its
-first F, its gradients are an interval on their network after its last W. Minimizes the makespan, exchanges included.
-The solver's lower bound says how far from the best a schedule may be.
+An interval for each operation (each part of it, where blocks are cut as in section 4.2) and for each message that
+occupies a link; no two overlap on a device or a link; a message follows its producer, its latency precedes its
+consumer; activations are a cumulative resource of each device; microbatches keep their order within a stage and kind
+(which halves the search and loses nothing when stages' costs are equal for all microbatches). What replicas exchange is
+as in the paper's Figure 7: each stage's weights come before its first F, its gradients are an interval on their network
+after its last W. Minimizes the makespan, exchanges included. The solver's lower bound says how far from the best a
+schedule may be.
 """
 
 from __future__ import annotations
@@ -47,13 +48,18 @@ def optimal(
     hint: Schedule | None = None,
     time_limit_s: float = 20.0,
     workers: int = 0,
+    parts: int = 1,
 ) -> Optimum:
-    """memory[d]: limit of device d in the units of costs. hint: a schedule (of whole blocks, split) to begin with, that
-    must fit that memory; the answer is never longer.
+    """memory[d]: limit of device d in the units of costs. hint: a schedule (split, and of as many parts) to begin with,
+    that must fit that memory; the answer is never longer. parts: pieces that every block is cut into.
 
     workers: threads of the solver; 0: one for each processor. Raises PlanError when no schedule was found in the time.
     """
-    problem = _Problem(tuple(device_of_stage), n_microbatches, costs, memory)
+    if hint is not None and hint.parts != parts:
+        raise PlanError(
+            f"{name}: blocks cut into {parts} cannot begin with a schedule that cuts them into {hint.parts}"
+        )
+    problem = _Problem(tuple(device_of_stage), n_microbatches, costs, memory, parts)
     if hint is not None:
         problem.hint(simulate(hint, costs))
     solver = cp_model.CpSolver()
@@ -80,24 +86,22 @@ class _Problem:
     """The model. Times are in the largest unit that divides all of them, which keeps the solver's domains small."""
 
     def __init__(
-        self, device_of_stage: tuple[int, ...], n_microbatches: int, costs: Costs, memory: Sequence[int]
+        self, device_of_stage: tuple[int, ...], n_microbatches: int, costs: Costs, memory: Sequence[int], parts: int
     ) -> None:
         self._device_of_stage, self._n, self._costs = device_of_stage, n_microbatches, costs
-        self._n_stages = len(device_of_stage)
+        self._n_stages, self._parts = len(device_of_stage), parts
         self.unit_ns = self._unit()
         self.model = cp_model.CpModel()
         self._horizon = self._serial()
+        self._blocks: list[Op] = []
         self._starts: dict[Op, Any] = {}
-        self._intervals: dict[Op, Any] = {}
         self._messages: dict[Op, Any] = {}
         self._exchanges: dict[tuple[int, bool], Any] = {}
         on_device: dict[int, list[Any]] = defaultdict(list)
         for stage in range(self._n_stages):
             for microbatch in range(n_microbatches):
                 for kind in KINDS:
-                    op = Op(kind, stage, microbatch)
-                    self._add_op(op)
-                    on_device[device_of_stage[stage]].append(self._intervals[op])
+                    on_device[device_of_stage[stage]] += self._add_block(Op(kind, stage, microbatch))
         self._order()
         self._depend()
         for intervals in on_device.values():
@@ -127,12 +131,14 @@ class _Problem:
             rows[self._device_of_stage[op.stage]].append((solver.value(start), op))
         # An operation of no length begins when another one does: it is sorted before, unless it needs that one.
         orders = tuple(tuple(op for _, op in sorted(row, key=lambda cell: (cell[0], _rank(cell[1])))) for row in rows)
-        return Schedule(name, self._device_of_stage, self._n, orders)
+        return Schedule(name, self._device_of_stage, self._n, orders, self._parts)
 
     # ---- parts ----
 
     def _unit(self) -> int:
-        times = [stage.compute_ns(kind) for stage in self._costs.stages for kind in KINDS]
+        pieces = [(kind, part) for kind in KINDS for part in range(self._parts)]
+        stages = range(self._n_stages)
+        times = [self._costs.compute_ns(stage, kind, part, self._parts) for stage in stages for kind, part in pieces]
         times += [ns for wire in self._costs.wires.values() for ns in (wire.busy_ns, wire.latency_ns, wire.hold_ns)]
         times += [ns for one in self._costs.exchanges for ns in one[1:]]
         return math.gcd(*times) or 1
@@ -144,24 +150,36 @@ class _Problem:
         between_replicas = sum(sum(one[1:]) for one in self._costs.exchanges)
         return (self._n * (work + 2 * self._n_stages * slowest) + between_replicas) // self.unit_ns
 
-    def _add_op(self, op: Op) -> None:
-        length = self._costs.compute_ns(op.stage, op.kind) // self.unit_ns
-        start = self.model.new_int_var(0, self._horizon, str(op))
-        self._starts[op] = start
-        self._intervals[op] = self.model.new_fixed_size_interval_var(start, length, f"{op} runs")
+    def _add_block(self, block: Op) -> list[Any]:
+        """Its parts, which follow each other; known by the first."""
+        self._blocks.append(block)
+        intervals = []
+        for op in (block._replace(part=part) for part in range(self._parts)):
+            start = self.model.new_int_var(0, self._horizon, str(op))
+            if op.part:
+                self.model.add(start >= self._part_end(op._replace(part=op.part - 1)))
+            self._starts[op] = start
+            intervals.append(self.model.new_fixed_size_interval_var(start, self._length(op), f"{op} runs"))
+        return intervals
 
-    def _end(self, op: Op) -> Any:
-        return self._starts[op] + self._costs.compute_ns(op.stage, op.kind) // self.unit_ns
+    def _length(self, op: Op) -> int:
+        return self._costs.compute_ns(op.stage, op.kind, op.part, self._parts) // self.unit_ns
+
+    def _part_end(self, op: Op) -> Any:
+        return self._starts[op] + self._length(op)
+
+    def _end(self, block: Op) -> Any:
+        return self._part_end(block._replace(part=self._parts - 1))
 
     def _order(self) -> None:
-        for op in self._starts:
+        for op in self._blocks:
             after = Op(op.kind, op.stage, op.microbatch + 1)
             if after in self._starts:
                 self.model.add(self._starts[after] >= self._end(op))
 
     def _depend(self) -> None:
         on_link: dict[int, list[Any]] = defaultdict(list)
-        for op in list(self._starts):
+        for op in self._blocks:
             if op.kind is Kind.W:
                 self.model.add(self._starts[op] >= self._end(Op(Kind.D, op.stage, op.microbatch)))
             else:
@@ -195,7 +213,7 @@ class _Problem:
         """A part of each activation is held from the start of F to the end of D, the rest to the end of W."""
         for device, limit in enumerate(memory):
             held, demands = [], []
-            for op in [op for op in self._starts if op.kind is Kind.F and self._device_of_stage[op.stage] == device]:
+            for op in [op for op in self._blocks if op.kind is Kind.F and self._device_of_stage[op.stage] == device]:
                 cost = self._costs.stages[op.stage]
                 for kind, demand in ((Kind.D, cost.d_release), (Kind.W, cost.activation - cost.d_release)):
                     if demand:
@@ -210,7 +228,7 @@ class _Problem:
 
     def _span(self) -> None:
         self._makespan = self.model.new_int_var(0, self._horizon, "makespan")
-        for op in self._starts:
+        for op in self._blocks:
             if op.microbatch == self._n - 1:
                 self.model.add(self._makespan >= self._end(op))
 
@@ -250,12 +268,12 @@ class _Problem:
         head = max(gates(exchanges, False), default=0) // self.unit_ns
         none_before = [0] * len(exchanges)
         tail = max((one.ends_ns for one in reduced(exchanges, none_before, False)), default=0) // self.unit_ns
-        for op in self._starts:
+        for op in self._blocks:
             if op.kind is Kind.F and op.microbatch == 0:
                 self.model.add(self._starts[op] >= head)
             elif op.kind is Kind.W and op.microbatch == self._n - 1:
                 self.model.add(self._makespan >= self._end(op) + tail)
 
 
-def _rank(op: Op) -> tuple[int, int]:
-    return KINDS.index(op.kind), op.microbatch
+def _rank(op: Op) -> tuple[int, int, int]:
+    return KINDS.index(op.kind), op.microbatch, op.part

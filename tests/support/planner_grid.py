@@ -72,7 +72,8 @@ def _check_static(point: Point, found: Mapping[str, Row], points: Mapping[Point,
 
 def _check_optimal(found: Mapping[str, Row]) -> None:
     """The solver's bound holds for all of its kind that fit, and its own schedule is the best of them."""
-    kinds = {"cross_ud/optimal": ("zb_h1", "cross_ud/1"), "cross_wave/optimal": ("zb_v",)}
+    down = ("zb_h1", "cross_ud/1", "cross_ud/2", "cross_ud/4")
+    kinds = {"cross_ud/optimal": down, "cross_wave/optimal": ("zb_v",)}
     for name, others in kinds.items():
         if name not in found:
             continue

@@ -47,6 +47,18 @@ def test_two_stages_on_each_device() -> None:
     assert found.lower_bound_ns == timeline.makespan_ns <= validate(hint, case.costs(2)).makespan_ns
 
 
+def test_blocks_cut_into_parts() -> None:
+    """The greedy's 26.5 is the best there is, and the solver finds it alone; a hint must be cut alike."""
+    case = Case(3, 6, 3, 0.25, 2, 2)
+    costs, limits = case.costs(), case.limits()
+    found = optimal("best", straight(3), 6, costs, limits, parts=2)
+    assert found.proved
+    assert found.schedule.parts == 2
+    assert found.lower_bound_ns == validate(found.schedule, costs, limits).makespan_ns == 26.5 * NS
+    with pytest.raises(PlanError, match="blocks cut into 2 cannot begin with a schedule that cuts them into 1"):
+        optimal("best", straight(3), 6, costs, limits, cross_ud(3, 6, costs, limits), parts=2)
+
+
 def test_memory_for_no_microbatch_has_no_schedule() -> None:
     case = Case(2, 2, 2, 0, 0, 1)
     with pytest.raises(PlanError, match="best: no schedule within the memory; there is none"):

@@ -11,7 +11,7 @@ import pytest
 from support.planner_grid import check_grid
 
 from dips.planner.costs import NS
-from dips.planner.ir import Schedule, straight
+from dips.planner.ir import straight
 from dips.planner.schedules.cross_ud import cross_ud
 from dips.planner.schedules.optimal import Optimum, optimal
 from dips.planner.schedules.static import zb_h1
@@ -48,17 +48,23 @@ def test_the_proved_best_and_the_greedy(case: Case, best: float, greedy: float) 
 
 def test_the_solver_begins_at_the_best_of_its_kind_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZB-H1 takes 28 here and the greedy 29; of waves the greedy takes 26.25 and ZB-V 26.75. With no time at all the
-    solver would answer with these."""
-    hints: dict[str, Schedule] = {}
+    solver would answer with these. Where a greedy schedule in parts is shorter, it is asked again, for parts."""
+    hints: list[str] = []
 
-    def no_time(name: str, *rest: Any) -> Optimum:
-        hints[name] = rest[4]
+    def no_time(name: str, *rest: Any, parts: int) -> Optimum:
+        assert rest[4].parts == parts
+        hints.append(rest[4].name)
         return Optimum(rest[4], 0, proved=False, wall_s=0.0)
 
     monkeypatch.setattr("dips.planner.schedules.optimal.optimal", no_time)
     rows = {row.schedule: row for row in rows_of(Case(4, 8, 2, 0.25, 0, 1), optimal_s=20.0)}
-    assert (hints["cross_ud/optimal"].name, hints["cross_wave/optimal"].name) == ("zb_h1", "cross_wave")
+    assert hints == ["zb_h1", "cross_wave"]
     assert rows["cross_ud/optimal"].makespan == rows["zb_h1"].makespan == 28 < rows["cross_ud/1"].makespan
     assert rows["cross_wave/optimal"].makespan == 26.25 < rows["zb_v"].makespan
+    hints.clear()
     list(rows_of(Case(4, 8, 2, 0.25, 0, 0.75), optimal_s=20.0))
-    assert (hints["cross_ud/optimal"].name, hints["cross_wave/optimal"].name) == ("cross_ud/1", "cross_wave")
+    assert hints == ["cross_ud/1", "cross_ud/2", "cross_wave"]
+    hints.clear()
+    rows = {row.schedule: row for row in rows_of(Case(3, 6, 3, 0.25, 2, 2), optimal_s=20.0)}
+    assert hints == ["cross_ud/1", "cross_ud/2", "cross_wave"]
+    assert rows["cross_ud/optimal"].makespan == rows["cross_ud/2"].makespan == 26.5 < rows["cross_ud/1"].makespan == 27
