@@ -12,7 +12,8 @@ run in calm; then, cycle by cycle, each of these happens at a random moment of t
 gap: the longest time that a cluster which was not touched made no step, from the fault until all is well again; the
 ratio is to the longest one of the calm run. Times in seconds. Nothing here judges a number; targets stand beside them.
 
-    python benchmarks/bench_recovery.py [--cycles C] [--elems N] [--data own|leased] [--calm S] [--quick] [--json]
+    python benchmarks/bench_recovery.py [--cycles C] [--elems N] [--data own|leased] [--calm S] [--rest S] [--quick]
+                                        [--json]
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from recovery.run import Record, Shape, Watched
 SETTLE_S = 5.0
 """After each recovery, while gaps are still this fault's."""
 
-REST_S = 20.0
-"""Until the next fault: long enough that a life which ended was no quick one, and that what is usual is known again."""
+REST_S = 75.0
+"""Until the next fault: long enough that a life which ended was no quick one, and that what is usual is known again: a
+cluster's patience is that of its last 32 exchanges (worker/state/patience.py), of which a round makes one each 2 s."""
 
 FAULTS = ("slave", "master", "cluster", "silent", "hung")
 
@@ -214,11 +216,12 @@ def rows(found: Sequence[Fault], calm_gap_s: float) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=5, help="faults of each kind (default 5)")
+    parser.add_argument("--cycles", type=int, default=3, help="faults of each kind (default 3: half an hour)")
     parser.add_argument("--elems", type=int, default=4_000_000, help="parameters (default 4 million)")
     parser.add_argument("--data", choices=("own", "leased"), default="own")
-    parser.add_argument("--calm", type=float, default=60.0, help="seconds without a fault, at first (default 60)")
+    parser.add_argument("--calm", type=float, default=120.0, help="seconds without a fault, at first (default 120)")
     parser.add_argument("--faults", default=",".join(FAULTS), help="which kinds, with commas (default all)")
+    parser.add_argument("--rest", type=float, default=REST_S, help="seconds between two faults (default 75)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=None, help="where the run is kept; default: a temporary one")
     parser.add_argument("--quick", action="store_true", help="1 cycle, 6 s of calm, no rest")
@@ -232,14 +235,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         with Watched(arguments.directory or Path(folder) / "run", shape) as run:
             calm_gap_s, round_s = calm(run, calm_s)
-            faults = Faults(run, random.Random(arguments.seed), 0.0 if arguments.quick else REST_S)
+            faults = Faults(run, random.Random(arguments.seed), 0.0 if arguments.quick else arguments.rest)
             for _ in range(cycles):
                 for kind in kinds:
                     faults.make(kind)
     setting = {
-        "elems": shape.n_elems, "data": shape.data, "cycles": cycles, "calm_s": calm_s, "cpus": os.cpu_count(),
-        "machine": platform.machine(), "load": round(os.getloadavg()[0], 1),
-        "calm_gap_s": round(calm_gap_s, 3), "calm_round_s": round(round_s, 3),
+        "elems": shape.n_elems, "data": shape.data, "cycles": cycles, "calm_s": calm_s,
+        "rest_s": arguments.rest, "cpus": os.cpu_count(), "machine": platform.machine(),
+        "load": round(os.getloadavg()[0], 1), "calm_gap_s": round(calm_gap_s, 3), "calm_round_s": round(round_s, 3),
     }  # fmt: skip
     table = rows(faults.found, calm_gap_s)
     if arguments.json:
