@@ -21,6 +21,9 @@ COMMAND = (
 )
 
 
+pytestmark = pytest.mark.endurance
+
+
 @pytest.mark.timeout(600)
 def test_the_whole_grid_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(COMMAND.split()) == 0

@@ -87,7 +87,7 @@ def test_own_loop_as_two_clusters_in_two_terminals(tmp_path: Path) -> None:
 
 def test_up_runs_clusters_evaluates_ends_and_is_not_begun_twice(tmp_path: Path) -> None:
     text = (
-        '[master]\nsync_every = 8\npreset = "dynamic"\nmin_clusters = 2\ntk_max = "40k"\n'
+        '[master]\nsync_every = 8\npreset = "dynamic"\nmin_clusters = 2\ntk_max = "150k"\n'
         f'[train]\nlog_every_steps = 4\ndata = ["{TEXT}"]\nheldout_fraction = 0.2\n'
         '[[clusters]]\nid = "a"\n[[clusters]]\nid = "b"\ngap = 0.3\n'
     )
@@ -100,7 +100,7 @@ def test_up_runs_clusters_evaluates_ends_and_is_not_begun_twice(tmp_path: Path) 
         until(lambda: "dips_worker_heldout_loss" in scraped(tmp_path / "run", "heldout"), "a measured loss", log=log)
         assert ended(up, 110, log) == 0, log.read_text()
     points = heldout_losses(tape_path(tmp_path / "run", "heldout"))
-    assert points[-1].tokens >= 40_000
+    assert points[-1].tokens >= 150_000
     assert points[-1].loss < 5.0, "a model that knows nothing of bytes has ln 256 = 5.5"
     again = dips("up", file)
     assert again.returncode == 2
