@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import socket
 import socketserver
 import sys
@@ -294,13 +293,14 @@ def _cut(connection: socket.socket) -> None:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file of one line, whole at any moment: who reads it comes when he likes. Raises ConfigError."""
+    """Write a file of one line. Raises ConfigError.
+
+    In place: nothing is lost where a process dies in between, since the next start writes it anew, and Prometheus
+    reads a file again that it found half written.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Not flushed: the next start writes it anew. The other name is none that Prometheus looks for (*.json).
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, file)
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"{file} (metrics_file) cannot be written: {error.strerror}; give a path that this process may write"

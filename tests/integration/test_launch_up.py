@@ -38,7 +38,7 @@ def scraped(run_dir: Path, name: str) -> dict[str, float]:
         assert target["labels"] == {"run": "mine", "role": "evaluator", "name": name}
         with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=30) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
-    except OSError:
+    except (OSError, json.JSONDecodeError):  # the file is written in place, and Prometheus reads it again, too
         return {}
     return {sample.name: sample.value for family in families for sample in family.samples}
 

@@ -113,19 +113,6 @@ def test_the_address_is_told_in_the_form_that_prometheus_reads_and_taken_back(tm
     server.stop()
 
 
-def test_the_address_is_never_half_written(tmp_path: Path) -> None:
-    """Who has the old file open still reads the old one, whole."""
-    file = tmp_path / "metrics.json"
-    file.write_text("[]")
-    with file.open() as before:
-        server = MetricsServer(LOOPBACK, one, INSECURE)
-        server.announce(file, "slave", "s0", "demo")
-        assert before.read() == "[]"
-    assert json.loads(file.read_text())
-    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.json"]
-    server.stop()
-
-
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     server = MetricsServer(LOOPBACK, one, INSECURE)
