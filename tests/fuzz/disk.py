@@ -269,13 +269,26 @@ def session_json() -> bytes:
     return as_json(session.to_json())
 
 
+NO_JSON = "no JSON"
+
+
+def parsed(data: bytes) -> Any:
+    """What a file holds whose reader refuses what is no JSON (worker/checkpoint_file.py)."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return NO_JSON
+
+
 def saved_session() -> Target:
     def feed(data: bytes) -> str:
-        SavedSession.from_json(json.loads(data))
+        raw = parsed(data)
+        if raw is NO_JSON:
+            return NO_JSON
+        SavedSession.from_json(raw)
         return "taken"
 
-    refusals = (SavedStateError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
-    return Target("saved session", json_inputs(session_json), feed, refusals)
+    return Target("saved session", json_inputs(session_json), feed, (SavedStateError,))
 
 
 def checkpoint() -> Target:
@@ -319,11 +332,13 @@ def state_tree() -> Target:
         return as_json(flatten(state, lambda value: None)[0])
 
     def feed(data: bytes) -> str:
-        unflatten(json.loads(data), lambda kind, name: name)
+        raw = parsed(data)
+        if raw is NO_JSON:
+            return NO_JSON
+        unflatten(raw, lambda kind, name: name)
         return "taken"
 
-    refusals = (StateTreeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
-    return Target("state tree", json_inputs(seed), feed, refusals)
+    return Target("state tree", json_inputs(seed), feed, (StateTreeError, RecursionError))
 
 
 TARGETS: tuple[Callable[[], Target], ...] = (
