@@ -15,12 +15,11 @@ from rich.console import Console
 from dips.core.errors import ConfigError
 from dips.core.units import format_bytes, format_seconds
 from dips.launch.plan_text import SHARING
+from dips.planner.api import read_text
 from dips.planner.measured import read_measured
 from dips.planner.plan_file import ready_folder, write_plan
 from dips.planner.replan import Limits, Running, Verdict, read_running
 from dips.planner.replan import replan as judge
-
-MOST_PLAN_BYTES = 1 << 28
 
 
 def replan(
@@ -51,7 +50,7 @@ def replan(
     that change their device over the links between sites, and nothing where only the order changes.
     """
     limits = _limits(least_gain, within, pause_s)
-    running = read_running(_text(plan), str(plan))
+    running = read_running(read_text(plan, "plan.json", "make one with dips plan FILE --out FOLDER"), str(plan))
     if out is not None:
         ready_folder(out)
     verdict = judge(running, read_measured(profile), limits)
@@ -75,17 +74,6 @@ def _limits(least_gain: float, within: int, pause_s: float) -> Limits:
     if not (math.isfinite(pause_s) and pause_s >= 0):
         raise ConfigError(f"--pause {pause_s:g} is no time: give seconds, at least 0")
     return Limits(least_gain / 100, within, pause_s)
-
-
-def _text(file: Path) -> str:
-    try:
-        if file.stat().st_size > MOST_PLAN_BYTES:
-            raise ConfigError(f"{file} has more than {MOST_PLAN_BYTES} bytes: it is no plan.json")
-        return file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{file} cannot be read as a plan.json ({error}): make one with dips plan FILE --out FOLDER"
-        ) from error
 
 
 def verdict_json(running: Running, verdict: Verdict) -> dict[str, Any]:

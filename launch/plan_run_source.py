@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dips.planner.api import is_plan, read_text
 from dips.planner.costs import Costs, StageCost, Wire, equal_sites
 from dips.planner.costs_file import read_costs
 from dips.planner.errors import PlanError
@@ -50,7 +51,7 @@ def source_of(plan: str, options: dict[str, float | None]) -> Source:
         found = _named(plan, makers[plan], _filled(options))
     else:
         text = _text(Path(plan), makers)
-        found = _from_json(text, plan, options) if text.lstrip().startswith("{") else _from_csv(text, plan, options)
+        found = _from_json(text, plan, options) if is_plan(text) else _from_csv(text, plan, options)
     found = _with_parts_as_stages(found)
     validate(found.schedule, found.costs)
     _check_ranks(found.schedule)
@@ -122,14 +123,11 @@ def _site_names(n_devices: int, n_sites: int) -> tuple[str, ...]:
 
 
 def _text(file: Path, makers: Sequence[str] | dict[str, Maker]) -> str:
-    try:
-        return file.read_text()
-    except FileNotFoundError:
+    if not file.exists():
         raise PlanError(
             f"{file} is no file, nor a schedule: name a plan.json, a plan.csv, or one of {', '.join(makers)}"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{file} cannot be read as a plan: {error}: name a plan.json or a plan.csv") from error
+        )
+    return read_text(file, "plan", "name a plan.json or a plan.csv")
 
 
 def _from_json(text: str, where: str, options: dict[str, float | None]) -> Source:

@@ -139,16 +139,15 @@ def named(file: str) -> Iterator[None]:
         raise PlanError(f"{file}: {error}") from None
 
 
-def read_text(file: Path) -> str:
-    """Of a plan or schedule. Raises PlanError."""
-    what = "give a plan.json or a schedule like plan.csv"
+def read_text(file: Path, kind: str = "schedule", remedy: str = "give a plan.json or a schedule like plan.csv") -> str:
+    """Of a plan or schedule, whichever the file should be. Raises PlanError, which says so and ends with the remedy."""
     try:
         with file.open("rb") as stream:
             text = stream.read(MOST_BYTES + 1).decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise PlanError(f"{file} cannot be read as a schedule: it is no text: {what}") from None
+        raise PlanError(f"{file} cannot be read as a {kind}: it is no text: {remedy}") from None
     except OSError as error:
-        raise PlanError(f"{file} cannot be read as a schedule: {error.strerror}: {what}") from error
+        raise PlanError(f"{file} cannot be read as a {kind}: {error.strerror}: {remedy}") from error
     if len(text) > MOST_BYTES:
-        raise PlanError(f"{file} has more than {MOST_BYTES} bytes, so it is no schedule: {what}")
+        raise PlanError(f"{file} has more than {MOST_BYTES} bytes, so it is no {kind}: {remedy}")
     return text

@@ -99,8 +99,9 @@ class World:
         self.budgets = Budgets(self)
         self.waits = Waits(self)
         self.churning = self.rolling = False
-        self.suspended_until_s = 0.0
         """Whether clusters come and go all the time, and whether processes are being restarted in turn."""
+        self.suspended_until_s = 0.0
+        """Until when everybody stands still."""
 
         self.faults_until_s = self.plan.faults_for_s
         self.wall_offset_s = 1_700_000_000.0

@@ -240,6 +240,7 @@ def test_the_rank_that_failed_first_is_told(
         (["CYCLE"], "the schedule cannot end: device 0 waits at cell 2 (0B0), device 1 waits at cell 2 (1F1)"),
         (["HALF"], "stage 0 has 1 F, 0 I, 0 W and 0 B of microbatch 1: it takes"),
         (["BINARY"], "cannot be read as a plan: "),
+        (["/dev/zero"], "/dev/zero has more than 67108864 bytes, so it is no plan: name a plan.json or a plan.csv"),
     ],
 )
 def test_a_persons_mistake_is_one_sentence(
