@@ -369,12 +369,11 @@ def _measure(src_address: int, theta: F32, squared: F64) -> int:
 def _land_measured(dst: F32, src_address: int, theta: F32, squared: F64) -> int:
     src = array_at(src_address, len(theta), np.float32)
     lanes = np.empty(LANES, np.float64)
-    aligned = address_of(dst) % VECTOR_BYTES == 0
     bad = 0
     for piece in range(len(squared)):
         start = piece * PIECE_ELEMS
         stop = min(start + PIECE_ELEMS, len(theta))
-        _copy_and_square(lanes, dst, src, theta, start, stop, aligned)
+        _copy_and_square(lanes, dst, src, theta, start, stop)
         squared[piece] = _fold(lanes)
         bad += _bad_in(squared[piece], src, start, stop)
     fence()
@@ -382,30 +381,31 @@ def _land_measured(dst: F32, src_address: int, theta: F32, squared: F64) -> int:
 
 
 @compiled
-def _copy_and_square(lanes: F64, dst: F32, src: F32, theta: F32, start: int, stop: int, aligned: bool) -> None:
-    """dst = src, and lanes of (theta - src)^2, on the piece [start, stop). aligned: dst begins a line of the cache.
+def _copy_and_square(lanes: F64, dst: F32, src: F32, theta: F32, start: int, stop: int) -> None:
+    """dst = src, and lanes of (theta - src)^2, on the piece [start, stop).
 
     src is in the cache, dst goes past it, and theta comes from memory: unless it is asked for ahead, it waits for the
-    stores to leave.
+    stores to leave. Lines of dst need not begin where lanes do: what is copied runs `ahead` of what is squared.
     """
-    whole = start + (stop - start) // LANES * LANES
+    ahead = _aligned_from(dst, start, stop) - start
+    streamed = start + (stop - start - ahead) // LANES * LANES
+    for i in range(start, start + ahead):
+        dst[i] = src[i]
     zero = splat(np.float64(0))
     s0, s1, s2, s3 = zero, zero, zero, zero
-    for i in range(start, whole, LANES):
+    for i in range(start, streamed, LANES):
         prefetch(theta, i + AHEAD_ELEMS)
         prefetch(theta, i + AHEAD_ELEMS + VECTOR_ELEMS)
-        x, y = load(src, i), load(src, i + 16)
-        d0, d1 = widen(load(theta, i) - x)
-        d2, d3 = widen(load(theta, i + 16) - y)
+        d0, d1 = widen(load(theta, i) - load(src, i))
+        d2, d3 = widen(load(theta, i + 16) - load(src, i + 16))
         s0, s1 = multiply_add(d0, d0, s0), multiply_add(d1, d1, s1)
         s2, s3 = multiply_add(d2, d2, s2), multiply_add(d3, d3, s3)
-        _put(dst, i, x, aligned)
-        _put(dst, i + 16, y, aligned)
-    _keep(lanes, s0, s1, s2, s3)
-    for i in range(whole, stop):
-        d = np.float64(theta[i] - src[i])
-        lanes[i - whole] += d * d
+        stream(dst, i + ahead, load(src, i + ahead))
+        stream(dst, i + ahead + 16, load(src, i + ahead + 16))
+    for i in range(streamed + ahead, stop):
         dst[i] = src[i]
+    _keep(lanes, s0, s1, s2, s3)
+    _add_squares(lanes, theta, src, streamed, stop)
 
 
 @compiled

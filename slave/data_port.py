@@ -35,7 +35,7 @@ from dips.slave.state.staging import Landing, ShardMap, Staging, StagingTable, f
 NOT_READY_RETRY_S = 0.5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Answer:
     """One answer. The payload, where the op has one, is the version's own memory.
 
@@ -265,8 +265,7 @@ class DataPort:
 
     def _job(self, header: DataHeader, payload: memoryview, staging: Staging, landing: Landing) -> Job:
         assert self._rows is not None
-        start = landing.start_byte // FLOAT32_BYTES
-        elems = slice(start, start + landing.length_bytes // FLOAT32_BYTES)
+        elems = landing.elems
         job = Job(header, staging, landing, payload, self._checksum, self._rows[staging.slot, elems])
         if staging.wire is not Codec.F32:
             job.base = self._base(staging).theta[elems]

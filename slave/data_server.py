@@ -29,6 +29,7 @@ from dips.core.data_header import MAX_HEADER_BYTES
 from dips.core.errors import ConfigError, Refused
 from dips.core.failpoint_spec import Kind
 from dips.core.failpoints import failpoint
+from dips.core.frames_zmq import Outgoing
 from dips.core.handshakes_zmq import Failure, Handshakes
 from dips.core.ids import PushId, Version
 from dips.core.messages import AllowedKey, SlaveBeat
@@ -61,12 +62,23 @@ PAGE_BYTES = resource.getpagesize()
 RECEIVE_BATCH = 32
 """Messages taken before the control side's words are looked at again: 32 chunks are about 10 ms of work."""
 
+TOGETHER = 4
+"""Chunks that are admitted before the first of them lands, if as many wait, and answered after the last. A chunk of
+1 MiB drives the interpreter's code and data out of the caches: so that is paid for once for four chunks."""
+
+_NOW = int(zmq.NOBLOCK)
+_NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+"""As plain numbers: each operation on an enum of flags takes microseconds."""
+
 MAX_ANSWERS = 1026
 """On their way to one peer, which has at most 512 requests unanswered (tiny chunks): libzmq tells the writing side that
 messages were taken only once per half of the mark. Payloads among them are the version's own memory."""
 
 COPIED_BYTES = 16384
 """Smaller frames are copied into the message: that is faster than to have one's memory given back."""
+
+KEPT_ANSWERS = 64
+"""With a payload, sent without a copy, and not given up yet."""
 
 BEAT_REFRESH_S = 0.05
 """How old the counters that beat() gives may be. Beats are seconds apart."""
@@ -113,6 +125,7 @@ class DataServer:
         self._words: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ended = self._stopped = False
         self._context = zmq.Context(data_threads)
+        self._outgoing = Outgoing(KEPT_ANSWERS)
         self._max_chunk_bytes = max_chunk_bytes
         self._listener = self._listen(host, port)
         self._gate: Gate | None = None
@@ -133,6 +146,7 @@ class DataServer:
         self._pool = ThreadPoolExecutor(data_threads, "dips-landing") if data_threads > 1 else None
         self._most_under_way = 2 * data_threads
         self._under_way = 0
+        self._admitted: list[tuple[bytes, Job]] = []
         self._landed: queue.SimpleQueue[tuple[bytes, Job, Refused | BaseException | None]] = queue.SimpleQueue()
         self._deferred: deque[Message] = deque()
         self._figures = Figures()
@@ -192,6 +206,7 @@ class DataServer:
         self._poller.unregister(self._handshakes.socket)
         self._handshakes.close()
         self._router.close(linger=0)
+        self._outgoing.clear()
         self._router, self._handshakes = self._bind()
         self._watch()
 
@@ -372,23 +387,27 @@ class DataServer:
         """Serve what has arrived; messages that wait for a landing hold their frames, so few may. Returns whether there
         may be more."""
         for _ in range(RECEIVE_BATCH):
+            if len(self._admitted) == TOGETHER or (self._admitted and self._deferred):
+                self._land_admitted()
             if max(self._under_way, len(self._deferred)) >= self._most_under_way:
                 self._finish(self._landed.get())
             message = self._receive()
             if message is None:
+                self._land_admitted()
                 return False
             self._serve(message)
+        self._land_admitted()
         return True
 
     def _receive(self) -> Message | None:
         try:
-            peer = self._router.recv(zmq.NOBLOCK)
+            peer = self._router.recv(_NOW)
         except zmq.Again:
             return None
-        frames = [self._router.recv(zmq.NOBLOCK, copy=False)]
+        frames = [self._router.recv(_NOW, copy=False)]
         n_frames, more = 1, frames[0].more
         while more:
-            frame = self._router.recv(zmq.NOBLOCK, copy=False)
+            frame = self._router.recv(_NOW, copy=False)
             n_frames, more = n_frames + 1, frame.more
             if n_frames <= KEPT_FRAMES:
                 frames.append(frame)
@@ -412,7 +431,7 @@ class DataServer:
         elif isinstance(step, Answer):
             self._send(peer, step)
         elif self._pool is None:
-            self._send(peer, self._port.end(step, landed(step)))
+            self._admitted.append((peer, step))
         else:
             self._under_way += 1
             self._pool.submit(self._land, peer, step)
@@ -423,6 +442,17 @@ class DataServer:
         if not admission.listed(user) and cut(int(frame.get(zmq.SRCFD)), self._listener.getsockname()[1]):
             self._port.refuse_connection(f"an open connection ends, its data key {user[:8]} left the master's list")
         return user
+
+    # ---- landings on this thread ----
+
+    def _land_admitted(self) -> None:
+        """All that were admitted, then their answers; a message that waited for one of them is served after that."""
+        while self._admitted:
+            admitted, self._admitted = self._admitted, []
+            outcomes = [landed(job) for _, job in admitted]
+            for (peer, job), refused in zip(admitted, outcomes, strict=True):
+                self._send(peer, self._port.end(job, refused))
+            self._serve_deferred()
 
     # ---- landings on the pool ----
 
@@ -445,6 +475,9 @@ class DataServer:
         if outcome is not None and not isinstance(outcome, Refused):
             raise outcome
         self._send(peer, self._port.end(job, outcome))
+        self._serve_deferred()
+
+    def _serve_deferred(self) -> None:
         for _ in range(len(self._deferred)):
             self._serve(self._deferred.popleft())
 
@@ -460,7 +493,7 @@ class DataServer:
 
     def _send_frames(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> None:
         try:
-            self._router.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+            self._router.send(peer, _NOW_MORE)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return
@@ -470,8 +503,11 @@ class DataServer:
         # leave do not have the checksum of their header, and the reader asks again (slave/data_port.py, Answer).
         *first, last = frames
         for frame in first:
-            self._router.send(frame, zmq.SNDMORE | zmq.NOBLOCK)
-        self._router.send(last, zmq.NOBLOCK, copy=len(last) < COPIED_BYTES)
+            self._router.send(frame, _NOW_MORE)
+        if isinstance(last, bytes) or len(last) < COPIED_BYTES:
+            self._router.send(last, _NOW)
+        else:
+            self._router.send(self._outgoing.frame(last), _NOW, copy=False)
 
     def _end(self) -> None:
         self._ended = True

@@ -34,7 +34,7 @@ class Companion:
     products: F64
 
 
-@dataclass
+@dataclass(slots=True)
 class Job:
     """A chunk that was admitted. Shapes: m elements of the chunk, p pieces of it.
 

@@ -72,7 +72,7 @@ class Receipts:
 
     def squared_of(self, row: int, landing: Landing) -> F64:
         """Where the sums of a chunk go."""
-        return self._squared[row, _pieces_of(landing)]
+        return self._squared[row, landing.pieces]
 
     def note(self, row: int, landing: Landing, bad: int, theta_number: int) -> None:
         """A chunk landed with `bad` non-finite elements; theta_number NEVER: its sums were not taken."""
@@ -88,7 +88,7 @@ class Receipts:
         if len(others) > MOST_COMPANIONS:
             return []
         self._give_back(row, landing.index)
-        pieces = _pieces_of(landing)
+        pieces = landing.pieces
         places = [(other, self._claim(self._code(row, other), landing.index)) for other in others]
         return [(other, self._products[place, pieces]) for other, place in places if place is not None]
 
@@ -155,10 +155,6 @@ class Known:
     def _of_pieces(self, measured: I64) -> Bools:
         here: Bools = measured[self.receipts.chunk_of_piece] == self.theta_number
         return here
-
-
-def _pieces_of(landing: Landing) -> slice:
-    return slice(landing.first_piece, landing.first_piece + landing.n_pieces)
 
 
 def _chunk_of_piece(shard: ShardMap) -> I64:

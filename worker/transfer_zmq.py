@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +56,9 @@ SAID_AFTER_S = 0.3
 
 TELL_S = 0.25
 """How often it is told how far a transfer is, while it goes on."""
+
+TOGETHER = 4
+"""Chunks that are read, and have their checksums taken, before the first of them is sent."""
 
 F32 = NDArray[np.float32]
 
@@ -103,11 +106,13 @@ class _Carrier(ABC):
         transfer, links, now_s = self._transfer, self._links, self._clock.monotonic_s
         links.open(transfer.slaves)
         while not (transfer.done or transfer.failure or cancelled.is_set()):
+            asks = []
             for action in transfer.actions(now_s()):
                 if isinstance(action, Ask):
-                    self.send(action)
+                    asks.append(action)
                 else:
                     links.reconnect(action.slave)
+            self.send(asks)
             pause_s = transfer.next_deadline_s() - now_s()
             for slave, header, payload in links.receive(min(max(pause_s, 0.0), LONGEST_POLL_S)):
                 self._hear(slave, header, payload)
@@ -136,7 +141,7 @@ class _Carrier(ABC):
             _ways.report(slave, why, logging.WARNING, self._common.cause)
 
     @abstractmethod
-    def send(self, ask: Ask) -> None:
+    def send(self, asks: Sequence[Ask]) -> None:
         """Send what the transfer asks for."""
 
     @abstractmethod
@@ -171,16 +176,29 @@ class _PushCarrier(_Carrier):
         self._payloads = payloads
         self._checksums = checksums
 
-    def send(self, ask: Ask) -> None:
-        common, chunk = self._common, ask.chunk
-        if chunk is None:
-            query = DataHeader(
-                common.run_id, common.epoch, DataOp.QUERY_MISSING, ask.request, self._push, self._attempt,
-                cause_id=common.cause,
-            )  # fmt: skip
-            self._links.send(ask.slave, query.encode())
-            return
-        payload, checksum = self._read(chunk)
+    def send(self, asks: Sequence[Ask]) -> None:
+        """The payloads of a few chunks are read before the first is sent: reading one drives the interpreter's code
+        and data out of the caches."""
+        together = TOGETHER if self._payloads.lasting else 1
+        for first in range(0, len(asks), together):
+            some = asks[first : first + together]
+            read = [None if ask.chunk is None else self._read(ask.chunk) for ask in some]
+            for ask, payload in zip(some, read, strict=True):
+                if ask.chunk is None or payload is None:
+                    self._send_query(ask)
+                else:
+                    self._send_chunk(ask, ask.chunk, *payload)
+
+    def _send_query(self, ask: Ask) -> None:
+        common = self._common
+        query = DataHeader(
+            common.run_id, common.epoch, DataOp.QUERY_MISSING, ask.request, self._push, self._attempt,
+            cause_id=common.cause,
+        )  # fmt: skip
+        self._links.send(ask.slave, query.encode())
+
+    def _send_chunk(self, ask: Ask, chunk: Chunk, payload: memoryview, checksum: int) -> None:
+        common = self._common
         header = DataHeader(
             common.run_id, common.epoch, DataOp.PUT_CHUNK, ask.request, self._push, self._attempt,
             block=chunk.block_id, offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes,
@@ -223,7 +241,11 @@ class _PullCarrier(_Carrier):
         self._bytes = bytes_of(flat)
         self._places = Places(common.layout)
 
-    def send(self, ask: Ask) -> None:
+    def send(self, asks: Sequence[Ask]) -> None:
+        for ask in asks:
+            self._send(ask)
+
+    def _send(self, ask: Ask) -> None:
         common, chunk = self._common, ask.chunk
         assert chunk is not None, "a pull asks for chunks only"
         header = DataHeader(

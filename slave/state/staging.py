@@ -23,11 +23,12 @@ OPENING_RETRY_S = 0.05
 """A ticket may reach the worker before OpenStaging reaches the slave: both leave the master at the same time."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Landing:
     """Where a chunk belongs: bytes [start_byte, start_byte + length_bytes) of a shard, number `index` of its chunks.
 
     first_piece: the piece (core/outer_numpy.py) of the shard that begins with it; only where chunks are whole pieces.
+    Nobody changes one; each chunk makes one, and not frozen it is made several times faster.
     """
 
     index: int
@@ -36,8 +37,15 @@ class Landing:
     first_piece: int = 0
 
     @property
-    def n_pieces(self) -> int:
-        return n_pieces(self.length_bytes // FLOAT32_BYTES)
+    def elems(self) -> slice:
+        """The same range in elements."""
+        start = self.start_byte // FLOAT32_BYTES
+        return slice(start, start + self.length_bytes // FLOAT32_BYTES)
+
+    @property
+    def pieces(self) -> slice:
+        """The shard's pieces that it consists of."""
+        return slice(self.first_piece, self.first_piece + n_pieces(self.length_bytes // FLOAT32_BYTES))
 
 
 @dataclass(frozen=True)

@@ -221,17 +221,20 @@ def test_sums_on_receipt_equal_the_reference(n_elems: int, special: bool) -> Non
     assert_same_bits(dst, x)
 
 
+@pytest.mark.parametrize("n_elems", [1, 16, LANES - 1, LANES, 2 * LANES + 5, PIECE_ELEMS, PIECE_ELEMS + 1234])
 @pytest.mark.parametrize("ahead", [1, 3, 15])
-def test_a_chunk_may_begin_anywhere_in_memory(ahead: int) -> None:
+def test_a_chunk_may_begin_anywhere_in_memory(ahead: int, n_elems: int) -> None:
     """A block begins at any element of a shard, so theta and staging are sliced off the cache's lines."""
-    n_elems = PIECE_ELEMS + 1234
-    shard = Shard.random(ahead, n_elems + ahead, slots=2)
-    theta, x, y = shard.theta[ahead:], shard.staging[0, ahead:], shard.staging[1, ahead:].copy()
+    shard = Shard.random(ahead, n_elems + 2 * ahead, slots=2)
+    theta, x, y = (row[ahead : ahead + n_elems] for row in (shard.theta, *shard.staging))
+    neighbours = shard.staging[0, :ahead].tolist() + shard.staging[0, ahead + n_elems :].tolist()
+    y = y.copy()
     found, expected = np.zeros((2, n_pieces(n_elems)))
     assert kernels_numba.land_measured(x, y, theta, found) == 0
     assert outer_numpy.measure_landed(y, theta, expected) == 0
     assert_same_bits(found, expected)
     assert_same_bits(x, y)
+    assert shard.staging[0, :ahead].tolist() + shard.staging[0, ahead + n_elems :].tolist() == neighbours
 
 
 def test_pieces_measured_one_by_one_make_the_gram_of_the_block() -> None:

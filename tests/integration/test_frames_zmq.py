@@ -1,0 +1,41 @@
+"""Frames without a copy are given up in bunches, and their memory with them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import zmq
+
+from dips.core.frames_zmq import Outgoing
+
+WAIT_S = 10.0
+
+
+def given_up(memory: bytearray) -> bool:
+    """Whether nobody refers to its bytes any more; pyzmq's collector, a thread, has the last word."""
+    until_s = time.monotonic() + WAIT_S
+    while time.monotonic() < until_s:
+        try:
+            memory.append(0)
+        except BufferError:
+            time.sleep(0.001)
+        else:
+            return True
+    return False
+
+
+def test_frames_that_have_left_are_given_up_when_many_are_kept() -> None:
+    memories = [bytearray(b"%d" % i * 100) for i in range(4)]
+    outgoing = Outgoing(3)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as here, context.socket(zmq.PAIR) as there:
+        here.bind("inproc://here")
+        there.connect("inproc://here")
+        for memory in memories:
+            here.send(outgoing.frame(memoryview(memory)), copy=False)
+        assert [there.recv() for _ in memories] == [b"%d" % i * 100 for i in range(4)]
+        assert all(given_up(memory) for memory in memories[:3])
+        with pytest.raises(BufferError):
+            memories[3].append(0)
+        outgoing.clear()
+        assert given_up(memories[3])
