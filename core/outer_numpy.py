@@ -306,9 +306,7 @@ def check_land(dst: F32, src: F32) -> None:
 def _require(name: str, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         layout = "C-contiguous" if array.flags.c_contiguous else "strided"
-        raise ValueError(
-            f"{name} is {array.dtype} {array.shape}, {layout}; needed: {dtype} {shape}, C-contiguous"
-        )
+        raise ValueError(f"{name} is {array.dtype} {array.shape}, {layout}; needed: {dtype} {shape}, C-contiguous")
 
 
 def _require_writable(**arrays: NDArray[Any]) -> None:

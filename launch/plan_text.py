@@ -8,7 +8,8 @@ from rich import box
 from rich.table import Table
 
 from dips.core.units import format_bytes, format_seconds
-from dips.planner.plan import Candidate, Plan
+from dips.planner.candidates import Candidate
+from dips.planner.plan import Plan
 from dips.planner.plan_file import layers_of
 from dips.planner.problem_file import assumptions
 

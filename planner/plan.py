@@ -18,29 +18,14 @@ from dips.planner.candidates import (
     NAMES,
     Candidate,
     Refused,
-    best_hint,
     coordinated,
     divided,
     jeeves_of,
-    jeeves_with,
     optimal_of,
 )
 from dips.planner.effects import Effect, effects_of
 from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
-
-__all__ = [
-    "MAKERS",
-    "NAMES",
-    "Candidate",
-    "Effect",
-    "Plan",
-    "Refused",
-    "best_hint",
-    "data_parallel",
-    "jeeves_with",
-    "make_plan",
-]
 
 COORDINATED_TOO = 3
 """Schedules that are also played with one message at a time: the best so many, and jeeves."""

@@ -11,11 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dips.planner.candidates import Candidate
 from dips.planner.costs import NS
 from dips.planner.costs_file import costs_json
 from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule
-from dips.planner.plan import Candidate, Plan
+from dips.planner.plan import Plan
 from dips.planner.problem_file import assumptions, problem_json
 from dips.planner.trace import draw, trace_events
 

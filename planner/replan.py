@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 
 from dips.core.errors import ConfigError
 from dips.planner.across import regrouped
+from dips.planner.candidates import Candidate
 from dips.planner.cost import OPTIMIZER_BYTES, WEIGHT_BYTES
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Schedule
 from dips.planner.measured import Measured, layers_moved, with_measured_links, with_measured_stages
-from dips.planner.plan import Candidate, Plan, make_plan, pipelines_of
+from dips.planner.plan import Plan, make_plan, pipelines_of
 from dips.planner.plan_file import FORMAT
 from dips.planner.problem import Problem
 from dips.planner.problem_file import read_problem

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dips.planner.across import data_parallel
+from dips.planner.candidates import MAKERS, best_hint
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.ir import straight, wave
-from dips.planner.plan import MAKERS, best_hint, data_parallel
 from dips.planner.problem import Problem
 from dips.planner.simulate import simulate
 from dips.planner.sweep import GREEDY_PARTS, Case, rows_of

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dips.planner.candidates import jeeves_with
 from dips.planner.cluster import read_setup
 from dips.planner.division import divide
-from dips.planner.plan import jeeves_with
 from dips.planner.problem import Problem
 from dips.planner.schedules.jeeves import jeeves_span_ns
 from dips.planner.schedules.static import one_f_one_b

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dips.planner.across import regrouped
+from dips.planner.across import data_parallel, regrouped
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS, Costs, Wire, uniform
 from dips.planner.errors import PlanError
@@ -14,7 +14,7 @@ from dips.planner.exchange import Exchange, check_exchanges
 from dips.planner.fleet import Sharing, simulate_fleet
 from dips.planner.ir import Kind, Schedule, loop, straight, wave
 from dips.planner.model import read_model
-from dips.planner.plan import data_parallel, make_plan
+from dips.planner.plan import make_plan
 from dips.planner.problem import Problem
 from dips.planner.problem_file import assumptions
 from dips.planner.schedules.interleaved import interleaved_1f1b

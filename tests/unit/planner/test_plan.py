@@ -10,13 +10,15 @@ import pytest
 from support.repository import ROOT
 
 from dips.core.errors import ConfigError
+from dips.planner.across import data_parallel
+from dips.planner.candidates import MAKERS, jeeves_with
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
 from dips.planner.division import divide, solve
 from dips.planner.errors import PlanError
 from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Op, Schedule
-from dips.planner.plan import MAKERS, Plan, data_parallel, jeeves_with, make_plan
+from dips.planner.plan import Plan, make_plan
 from dips.planner.plan_file import plan_json, read_plan, write_plan
 from dips.planner.problem import Problem
 from dips.planner.schedules.cross_ud import cross_ud

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from dips.planner.across import regrouped
+from dips.planner.across import data_parallel, regrouped
 from dips.planner.cluster import read_setup
 from dips.planner.errors import PlanError
-from dips.planner.plan import data_parallel, make_plan, pipelines_of
+from dips.planner.plan import make_plan, pipelines_of
 from dips.planner.problem import Problem
 from dips.planner.tradeoff import Split, Tradeoff, divided_so, splits, tradeoff
 
