@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.telemetry import read_tape
+from dips.core.tunables import with_large_pages
 from peers.environments import interpreter
 from peers.party import HERE, START_S, Failed, Party, python
 from peers.work import OUTER_LR, OUTER_MOMENTUM
@@ -55,7 +56,8 @@ class Dips(Party):
                 "tape": self.directory / f"{name}.jsonl",
             }  # fmt: skip
             dips = [HERE / "switches.py", self.without] if self.without else ["-m", "dips.launch"]
-            self.spawn(name, [python(), *dips, "slave", "--insecure", *_options({**own, **self.slave})])
+            variables = {} if self.without == "large pages" else with_large_pages({})
+            self.spawn(name, [python(), *dips, "slave", "--insecure", *_options({**own, **self.slave})], variables)
         for number in range(self.clusters):
             self.start_cluster(number, address)
 
