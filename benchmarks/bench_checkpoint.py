@@ -103,7 +103,7 @@ def _floors(n_bytes: int, directory: Path) -> tuple[float, float]:
     np.copyto(two, one)
     copied_s = time.perf_counter()
     with (directory / "plain").open("wb", buffering=0) as file:
-        rest = memoryview(two)
+        rest = two.data
         while rest:
             rest = rest[file.write(rest) :]
         os.fsync(file.fileno())

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import numpy as np
 from storm.link import SharedLink
 from storm.servers import Servers
@@ -129,7 +130,7 @@ async def _join_all(servers: Servers, names: list[str], beat_s: float) -> list[f
     async def one(name: str) -> float:
         hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
         async with open_channel_aio(servers.address, servers.security(name), 64 << 20) as channel:
-            join = channel.unary_unary("/dips.v1.Clusters/Join")
+            join: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/dips.v1.Clusters/Join")
             await start.wait()
             began_s = time.perf_counter()
             caller = Caller("storm", 0, name, None, "storm")
@@ -138,7 +139,9 @@ async def _join_all(servers: Servers, names: list[str], beat_s: float) -> list[f
             reply = decode(await join(encode(request), timeout=60, wait_for_ready=True), JoinReply)
             took_s = time.perf_counter() - began_s
             caller = Caller("storm", reply.epoch, name, reply.incarnation, "storm")
-            beats = channel.stream_stream("/dips.v1.Clusters/Heartbeat")(timeout=beat_s + 30)
+            heartbeat: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+            heartbeat = channel.stream_stream("/dips.v1.Clusters/Heartbeat")
+            beats = heartbeat(timeout=beat_s + 30)
             for _ in range(max(1, int(beat_s / 0.5))):
                 await beats.write(encode(HeartbeatRequest(caller, steps_per_s=1.0)))
                 await beats.read()
@@ -263,7 +266,7 @@ def slow_link(folder: Path, options: argparse.Namespace) -> Row:
 def _train(address: str, servers: Servers, layout: Layout, rounds: int, ages: list[float]) -> float:
     """Push and pull; notes how old the last beat is at the master. Returns seconds."""
     model, began_s = Still(layout), time.monotonic()
-    config = ClientConfig(cluster_id="a", master=address, **servers.who("a"))  # type: ignore[arg-type]
+    config = ClientConfig(cluster_id="a", master=address, **servers.who("a"))
     with Driver(config, model, layout, DataPlan(DataMode.OWN)) as driver:
         while driver.version is None or driver.version.v < rounds:
             time.sleep(0.25)

@@ -17,7 +17,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from support.storm import Storm, compared, planned, play, table, worse_than_calm
+from support.storm import Kill, Storm, compared, planned, play, table, worse_than_calm
 
 from dips.core.clock import SystemClock
 from dips.core.errors import DipsError
@@ -78,7 +78,7 @@ def soak(minutes: float, seed: int, directory: Path) -> int:
     return 1 if wrong else 0
 
 
-def run(wish: DemoWish, directory: Path, tk_max: int, kills: list[object]) -> tuple[Storm, list[HeldoutPoint]]:
+def run(wish: DemoWish, directory: Path, tk_max: int, kills: list[Kill]) -> tuple[Storm, list[HeldoutPoint]]:
     """One run to its end, verified; what happened, and its held-out losses."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     clock = SystemClock()
@@ -88,7 +88,7 @@ def run(wish: DemoWish, directory: Path, tk_max: int, kills: list[object]) -> tu
     with claim(directory, Mark(RUN_ID, DEMO, "soak")) as claimed:
         with LocalRun(plan, claimed, clock, lambda sentence: None, STALL_S) as local:
             local.start()
-            storm = play(local, kills, lambda sentence: say(f"{name}: {sentence}"))  # type: ignore[arg-type]
+            storm = play(local, kills, lambda sentence: say(f"{name}: {sentence}"))
     verified = verify_or_say(directory)["verify"]
     if verified != "ok":
         storm.wrong.append(f"dips verify says: {verified}")

@@ -130,7 +130,7 @@ class PickleReceiver:
 
     def __init__(self, target: F32) -> None:
         self._target = target
-        self._socket = zmq.Context.instance().socket(zmq.REP)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
         self.port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
 
     def receive(self) -> None:
@@ -143,7 +143,7 @@ class PickleReceiver:
 
 
 def send_pickle(source: F32, port: int) -> None:
-    connection = zmq.Context.instance().socket(zmq.REQ)
+    connection: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
     try:
         connection.connect(f"tcp://127.0.0.1:{port}")
         for begin in range(0, len(source), PICKLE_PIECE_BYTES // 4):

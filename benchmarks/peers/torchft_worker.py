@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torchft
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is not in their __all__
 from torchft.local_sgd import DiLoCo
 from turns import Exchange, Model, arguments, serve
 from work import OUTER_LR, OUTER_MOMENTUM

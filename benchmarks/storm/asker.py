@@ -39,7 +39,12 @@ def ask(address: str, security: Security, ended: threading.Event) -> tuple[list[
 
 def main(address: str, keys: str = "") -> None:
     ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+
+    def wait_for_end() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
     print("asking", flush=True)
     status_s, failed = ask(address, load_identity(Path(keys)) if keys else INSECURE, ended)
     print(json.dumps({"status_s": status_s, "failed": failed}))

@@ -7,6 +7,7 @@ no docker to be had at all, which is said; with 1 otherwise.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 from scenario import Report, play
-from stack import EVALUATOR, PROJECT, ROLES, ROOT, Stack, StepFailed, command
+from stack import EVALUATOR, PROJECT, ROLES, ROOT, Stack, StepFailed, command, wait
 
 sys.path.insert(0, str(ROOT / "deploy" / "compose"))
 from up import Missing, compose_command, require_engine
@@ -25,6 +26,7 @@ ENGINE = ROOT.parent / "shared" / "tools" / "docker-up"
 
 IMAGES = {"prometheus": "prom/prometheus:v2.55.1", "grafana": "grafana/grafana:11.6.0"}
 PULL_S = 30.0
+STOP_S = 60.0
 
 
 def main() -> int:
@@ -47,7 +49,7 @@ def main() -> int:
         return _test(compose, given, begin_s)
     finally:
         if started and not given.keep:
-            subprocess.run([str(engine), "down"], check=False)
+            _stop_engine(engine)
 
 
 class NoEngine(Exception):
@@ -63,6 +65,23 @@ def _start_engine(engine: Path) -> bool:
     elif why:
         raise NoEngine(why)
     return bool(why)
+
+
+def _stop_engine(engine: Path) -> None:
+    """Returns when it is gone: the next one refuses to start beside its pid file."""
+    running = _daemons()
+    subprocess.run([str(engine), "down"], check=False)
+    wait("the engine ends", STOP_S, lambda: not running & _daemons())
+
+
+def _daemons() -> set[str]:
+    """Numbers of the engine's processes."""
+    found = set()
+    for name in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):  # it has ended since
+            if name.read_text().strip() == "dockerd":
+                found.add(name.parent.name)
+    return found
 
 
 def _no_engine() -> str:

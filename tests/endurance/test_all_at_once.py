@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,10 +32,19 @@ def test_eight_clusters_push_to_four_slaves_and_pull_from_them_together(
     connects: list[str] = []
     opened: list[int] = []
     connect, open_all = Links.reconnect, Links.open
-    monkeypatch.setattr(Links, "reconnect", lambda links, slave: (connects.append(slave), connect(links, slave))[1])
-    monkeypatch.setattr(Links, "open", lambda links, slaves: (opened.append(len(slaves)), open_all(links, slaves))[1])
+
+    def reconnect(links: Links, slave: str) -> None:
+        connects.append(slave)
+        connect(links, slave)
+
+    def open_slaves(links: Links, slaves: Sequence[str]) -> None:
+        opened.append(len(slaves))
+        open_all(links, slaves)
+
+    monkeypatch.setattr(Links, "reconnect", reconnect)
+    monkeypatch.setattr(Links, "open", open_slaves)
     patient = {"grace_s": 100.0, "verdict_wait_s": 150.0, "round_timeout_s": 200.0}
-    knobs = {"min_clusters": CLUSTERS, "clip_norm": 1e6, "chunk_bytes": CHUNK_BYTES, **patient}
+    knobs: dict[str, Any] = {"min_clusters": CLUSTERS, "clip_norm": 1e6, "chunk_bytes": CHUNK_BYTES, **patient}
     with WholeRun(tmp_path, SLAVES, tk_max=rounds * CLUSTERS * TOKENS, **knobs) as run:
         run.client = {"data_silence_s": SILENCE_S}
         clusters = [run.cluster(f"c{n}", n + 1, layout=LAYOUT) for n in range(CLUSTERS)]

@@ -54,7 +54,12 @@ def test_what_is_pushed_is_there_once_and_comes_back(
 ) -> None:
     connects: list[str] = []
     connect = Links.reconnect
-    monkeypatch.setattr(Links, "reconnect", lambda links, slave: (connects.append(slave), connect(links, slave))[1])
+
+    def reconnect(links: Links, slave: str) -> None:
+        connects.append(slave)
+        connect(links, slave)
+
+    monkeypatch.setattr(Links, "reconnect", reconnect)
     flat = allocator.zeros(bulk.n_elems)
     bulk.fill(flat)
     order = tuple(block.block_id for block in bulk.layout.blocks)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import TESTS
@@ -67,7 +68,7 @@ def resident_bytes(pid: int) -> int:
 @pytest.mark.timeout(3000)
 def test_memory_is_flat(rounds: int, durability: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first third may grow: caches, buffers of frames and the interpreter's own pools."""
-    knobs = {"sync_every": 2, "grace_s": 20.0, "durability": durability, "chunk_bytes": 128 << 10}
+    knobs: dict[str, Any] = {"sync_every": 2, "grace_s": 20.0, "durability": durability, "chunk_bytes": 128 << 10}
     resident: dict[str, list[int]] = {}
     with WholeRun(tmp_path, 2, **knobs) as run, clusters(run) as trained:
         processes = {**run.processes, **trained}

@@ -80,7 +80,9 @@ def operator(run: Path) -> OperatorClient:
 
 def lives(master: OperatorClient, name: str) -> int:
     """The number of the cluster's incarnation."""
-    return next(cluster.incarnation.n for cluster in master.status().clusters if cluster.cluster_id == name)
+    incarnation = next(cluster.incarnation for cluster in master.status().clusters if cluster.cluster_id == name)
+    assert incarnation is not None
+    return incarnation.n
 
 
 def pid_of(log: Path, name: str, life: int) -> int:

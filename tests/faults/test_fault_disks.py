@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,7 @@ def test_a_run_survives_full_disks_of_every_role(nursery: Nursery, tmp_path: Pat
                 ear, began_s = Ear(run, name), time.time()
                 run.may_die.add(name)
                 ballast = fill(place)
-                run.until(lambda ear=ear: ear.heard(*NO_ROOM), f"{name} did not notice its full disk", FELT_S)
+                run.until(partial(ear.heard, *NO_ROOM), f"{name} did not notice its full disk", FELT_S)
                 run.wait(FULL_S)
                 ballast.unlink()
                 healed(run, f"disk full, {role_of(name)}", began_s)
@@ -154,6 +155,10 @@ BAD: tuple[Bad, ...] = (
 )
 
 
+def felt(run: FaultRun, process: str) -> bool:
+    return bool(run.fired(process))
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_a_run_survives_disks_that_fail_or_are_slow_for_a_while(nursery: Nursery, tmp_path: Path) -> None:
@@ -164,11 +169,11 @@ def test_a_run_survives_disks_that_fail_or_are_slow_for_a_while(nursery: Nursery
             run.may_die.add(bad.process)
             run.mark(bad.process)
             run.arm(bad.process, "; ".join(f"{point}={bad.action}" for point in bad.points))
-            run.until(lambda bad=bad: bool(run.fired(bad.process)), f"{bad} was not felt", FELT_S)
+            run.until(partial(felt, run, bad.process), f"{bad} was not felt", FELT_S)
             began_s = time.time()
             run.wait(BAD_S)
             if bad.goes_on:
-                run.until(lambda at_s=began_s: run.published_since(at_s), f"{bad}: nothing was published meanwhile")
+                run.until(partial(run.published_since, began_s), f"{bad}: nothing was published meanwhile")
             run.arm(bad.process, "")
             healed(run, bad.kind, began_s)
         run.stop()

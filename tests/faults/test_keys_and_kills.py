@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ def test_keys_of_the_data_flow_last_as_long_as_their_process(tmp_path: Path) -> 
     with WholeRun(tmp_path, keys=keys) as run:
         clusters = [run.cluster("a", 1, step_s=0.005), run.cluster("b", 2, step_s=0.008)]
         run.wait_for_version(2)
-        for victim, start in (("s1", lambda: run.start_slave("s1")), ("master", run.start_master)):
+        starts: dict[str, Callable[[], None]] = {"s1": lambda: run.start_slave("s1"), "master": run.start_master}
+        for victim, start in starts.items():
             run.kill(victim)
             start()
             wait_until(lambda: run.version() > 0, "nothing is published again")

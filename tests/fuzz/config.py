@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.repository import ROOT
 
 from dips.core import units
-from dips.core.config import load
+from dips.core.config import Knobs, load
 from dips.core.errors import ConfigError
 from dips.core.failpoint_spec import parse
 from dips.core.keys import load_identity
@@ -22,11 +22,11 @@ from dips.master.server_site import from_toml
 from dips.sim.scale.scenario import load_scenario
 from dips.slave.config import SlaveConfig
 from dips.worker.config import ClientConfig
-from fuzz.disk import fresh, json_inputs, scratch
+from fuzz.disk import changed, fresh, numbered, scratch
 from fuzz.mutate import TEXTS, mutated
 from fuzz.target import Target
 
-ROLES = {"master": MasterConfig, "slave": SlaveConfig, "worker": ClientConfig}
+ROLES: dict[str, type[Knobs]] = {"master": MasterConfig, "slave": SlaveConfig, "worker": ClientConfig}
 
 _SITES = b'[sites]\nnames = ["a", "b"]\nbandwidth_gbps = [[1, 2], [3, 4.5]]\ntokens_per_s = [10, 20]\n'
 
@@ -150,8 +150,7 @@ def identity() -> Target:
 
     def inputs() -> st.SearchStrategy[bytes]:
         whole = [content for _, content in sorted(identity_files().items())]
-        parts = [json_inputs(lambda c=c: c) if c[:1] == b"{" else mutated(lambda c=c: [c]) for c in whole]
-        return st.one_of(*(part.map(lambda data, n=n: bytes([n]) + data) for n, part in enumerate(parts)))
+        return numbered(changed(content) for content in whole)
 
     return Target("identity", st.deferred(inputs), feed, (ConfigError,))
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
@@ -108,6 +108,20 @@ def json_inputs(seed: Callable[[], bytes]) -> st.SearchStrategy[bytes]:
     )
 
 
+def changed(content: bytes) -> st.SearchStrategy[bytes]:
+    """A file's content, changed as JSON if it is some."""
+    return json_inputs(lambda: content) if content[:1] == b"{" else mutated(lambda: [content])
+
+
+def numbered(parts: Iterable[st.SearchStrategy[bytes]]) -> st.SearchStrategy[bytes]:
+    """Inputs of all the parts, each behind a byte with its part's number."""
+
+    def marked(n: int, part: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+        return part.map(lambda data: bytes([n]) + data)
+
+    return st.one_of(*(marked(n, part) for n, part in enumerate(parts)))
+
+
 def manifest() -> Target:
     def feed(data: bytes) -> str:
         manifests.decode(data, "the manifest")
@@ -146,8 +160,7 @@ def slave_directory() -> Target:
         json_inputs(lambda: b'{"promised_epoch": 3}'),
         json_inputs(lambda: b'{"run_id": "run", "slave_id": "s0"}'),
     ]
-    inputs = st.one_of(*(part.map(lambda data, n=n: bytes([n]) + data) for n, part in enumerate(parts)))
-    return Target("slave directory", inputs, feed, (ConfigError,))
+    return Target("slave directory", numbered(parts), feed, (ConfigError,))
 
 
 @lru_cache(maxsize=1)
@@ -272,7 +285,7 @@ def session_json() -> bytes:
 NO_JSON = "no JSON"
 
 
-def parsed(data: bytes) -> Any:
+def parsed(data: bytes) -> object:
     """What a file holds whose reader refuses what is no JSON (worker/checkpoint_file.py)."""
     try:
         return json.loads(data)
@@ -318,8 +331,7 @@ def checkpoint() -> Target:
 
     def inputs() -> st.SearchStrategy[bytes]:
         whole = [content for _, content in sorted(files().items())]
-        parts = [json_inputs(lambda c=c: c) if c[:1] == b"{" else mutated(lambda c=c: [c]) for c in whole]
-        return st.one_of(*(part.map(lambda data, n=n: bytes([n]) + data) for n, part in enumerate(parts)))
+        return numbered(changed(content) for content in whole)
 
     return Target("checkpoint", st.deferred(inputs), feed, (ConfigError, CheckpointError))
 

@@ -69,7 +69,7 @@ class Scene:
 
     def call(self, channel: grpc.Channel, service: str, method: str, data: bytes) -> str:
         """What one unary call with these bytes is answered."""
-        ask = channel.unary_unary(f"/dips.v1.{service}/{method}")
+        ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/dips.v1.{service}/{method}")
         try:
             ask(data, timeout=CALL_S)
         except grpc.RpcError as error:
@@ -77,6 +77,7 @@ class Scene:
         return "answered"
 
     def stream(self, channel: grpc.Channel, service: str, method: str, messages: Sequence[bytes]) -> str:
+        ask: grpc.StreamStreamMultiCallable[bytes, bytes]
         ask = channel.stream_stream(f"/dips.v1.{service}/{method}")
         try:
             for _ in ask(iter(messages), timeout=CALL_S):
@@ -183,8 +184,8 @@ def garbage_at_the_master(scene: Scene) -> None:
 
 def slow_loris(scene: Scene) -> None:
     """Greetings byte by byte, on both ports, while everybody else is served."""
-    said = {scene.run.address: hostile.HTTP2_PREFACE, scene.endpoint: hostile.GREETING}
-    peers = [(hostile.connect(where), words) for where, words in said.items() for _ in range(20)]
+    greetings = {scene.run.address: hostile.HTTP2_PREFACE, scene.endpoint: hostile.GREETING}
+    peers = [(hostile.connect(where), words) for where, words in greetings.items() for _ in range(20)]
     for n in range(20):
         for peer, said in peers:
             with contextlib.suppress(OSError):

@@ -70,7 +70,7 @@ def messages(service: str) -> Target:
 
     def feed(data: bytes) -> str:
         kind = kinds[data[0] % len(kinds)] if data else kinds[0]
-        value = decode(data[1:], kind)
+        value: object = decode(data[1:], kind)
         again = encode(value)
         if encode(decode(again, kind)) != again:
             raise Broken(f"a {kind.__name__} changes when it is written and read again")
@@ -193,7 +193,8 @@ def data_message() -> Target:
         return b"".join(len(frame).to_bytes(4, "little") + frame for frame in all_frames)
 
     def feed(data: bytes) -> str:
-        parts, at = [], 0
+        parts: list[bytes] = []
+        at = 0
         while at < len(data) and len(parts) < 8:
             size = int.from_bytes(data[at : at + 4], "little")
             parts.append(data[at + 4 : at + 4 + size])

@@ -81,7 +81,11 @@ def test_a_transfer_from_a_slave_that_died_is_given_up_long_before_its_silence(
     settings = TransferSettings(4096, 4, SILENCE_S, 10 * SILENCE_S)
     common = Common("run", 1, "cause", LAYOUT, settings)
 
-    killer = threading.Thread(target=lambda: (slave.hears(), slave.die()))
+    def hear_and_die() -> None:
+        slave.hears()
+        slave.die()
+
+    killer = threading.Thread(target=hear_and_die)
     killer.start()
     began_s = time.monotonic()
     flat = np.zeros(LAYOUT.n_elems, np.float32)

@@ -108,7 +108,8 @@ def addresses(run: WholeRun) -> tuple[SlaveAddress, ...]:
 def test_a_run_with_keys_hides_everything_and_turns_away_foreign_and_revoked_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     ensure_keys(keys, [A, B], ["s0"])
-    with TappedRun(tmp_path, n_slaves=1, keys=keys) as run, run.tapped():
+    run = TappedRun(tmp_path, n_slaves=1, keys=keys)
+    with run, run.tapped():
         good, bad = run.cluster(A, 1, step_s=0.01), run.cluster(B, 2, step_s=0.01)
         run.wait_for_version(2)
         a_foreign_key_is_turned_away(run)
@@ -153,7 +154,8 @@ def the_revoked_one_is_refused_on_both_planes(run: WholeRun, bad: NumpyCluster, 
 
 def test_the_same_taps_see_everything_of_a_run_without_keys(tmp_path: Path) -> None:
     """The positive control: what the test above looks for is there to be found."""
-    with TappedRun(tmp_path, n_slaves=1) as run, run.tapped():
+    run = TappedRun(tmp_path, n_slaves=1)
+    with run, run.tapped():
         cluster = run.cluster(A, 1, step_s=0.01)
         run.wait_for_version(2)
         stop(cluster)

@@ -22,12 +22,16 @@ class Refusing(operator_pb2_grpc.OperatorServicer):
     """Refuses to evict, answers Status, and knows nothing else."""
 
     async def Evict(
-        self, request: operator_pb2.EvictRequest, context: grpc.aio.ServicerContext
+        self,
+        request: operator_pb2.EvictRequest,
+        context: grpc.aio.ServicerContext[operator_pb2.EvictRequest, operator_pb2.OperatorReply],
     ) -> operator_pb2.OperatorReply:
         await abort(context, Refused(RefusalCode.UNKNOWN_NAME, SENTENCE, retry_after_s=1.5))
 
     async def Status(
-        self, request: operator_pb2.StatusRequest, context: grpc.aio.ServicerContext
+        self,
+        request: operator_pb2.StatusRequest,
+        context: grpc.aio.ServicerContext[operator_pb2.StatusRequest, operator_pb2.StatusReply],
     ) -> operator_pb2.StatusReply:
         if request.run_id == "hang":
             await asyncio.Event().wait()
@@ -45,12 +49,12 @@ async def address() -> AsyncIterator[str]:
 
 
 @pytest.fixture
-async def stub(address: str) -> AsyncIterator[operator_pb2_grpc.OperatorAsyncStub]:
+async def stub(address: str) -> AsyncIterator[operator_pb2_grpc.OperatorStub]:
     async with grpc.aio.insecure_channel(address, options=channel_options(1 << 20)) as channel:
         yield operator_pb2_grpc.OperatorStub(channel)
 
 
-async def test_a_refusal_arrives_whole(stub: operator_pb2_grpc.OperatorAsyncStub) -> None:
+async def test_a_refusal_arrives_whole(stub: operator_pb2_grpc.OperatorStub) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         await stub.Evict(operator_pb2.EvictRequest(run_id="r", cluster_id="ä"), timeout=10)
     got = refused_from(caught.value)
@@ -76,7 +80,7 @@ async def test_a_blocking_caller_gets_the_same(address: str) -> None:
 
 
 async def test_an_oversized_message_is_refused_and_the_next_call_served(
-    stub: operator_pb2_grpc.OperatorAsyncStub,
+    stub: operator_pb2_grpc.OperatorStub,
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         await stub.Evict(operator_pb2.EvictRequest(reason="x" * MAX_MESSAGE_BYTES), timeout=10)
@@ -87,7 +91,7 @@ async def test_an_oversized_message_is_refused_and_the_next_call_served(
 
 
 async def test_a_call_that_the_peer_lacks_is_another_protocol(
-    stub: operator_pb2_grpc.OperatorAsyncStub,
+    stub: operator_pb2_grpc.OperatorStub,
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         await stub.Pause(operator_pb2.OperatorRequest(), timeout=10)
@@ -96,7 +100,7 @@ async def test_a_call_that_the_peer_lacks_is_another_protocol(
     assert got.code is RefusalCode.PROTOCOL_VERSION
 
 
-async def test_a_deadline_that_passes_is_tried_again(stub: operator_pb2_grpc.OperatorAsyncStub) -> None:
+async def test_a_deadline_that_passes_is_tried_again(stub: operator_pb2_grpc.OperatorStub) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         await stub.Status(operator_pb2.StatusRequest(run_id="hang"), timeout=0.2)
     assert isinstance(refused_from(caught.value), RetryLater)

@@ -86,10 +86,14 @@ def test_a_process_that_ends_well_is_not_started_again(supervisor: Supervisor, t
 def test_a_process_killed_on_purpose_comes_back_and_is_no_failure(
     supervisor: Supervisor, events: list[ChildEvent], tmp_path: Path
 ) -> None:
+
+    def lives(n: int) -> Callable[[], bool]:
+        return lambda: supervisor.lives("a") == n
+
     supervisor.start(spec("a", SLEEP, tmp_path))
     for life in range(1, 5):  # more often than failures would be forgiven
         assert supervisor.kill("a", restart_delay_s=0.0) is not None
-        until(polled(supervisor, lambda life=life: supervisor.lives("a") == life + 1), "the next life")
+        until(polled(supervisor, lives(life + 1)), "the next life")
     assert "failed" not in {event.kind for event in events}
     assert supervisor.exit_code("a") is None
 

@@ -69,7 +69,8 @@ def attached(address: str) -> Iterator[None]:
     """While this lasts, slave s0 is attached and has promised the master's epoch."""
     up: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     with grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
-        down = channel.stream_stream("/dips.v1.Slaves/Attach")(iter(up.get, None), timeout=60)
+        attach: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream("/dips.v1.Slaves/Attach")
+        down = attach(iter(up.get, None), timeout=60)
         hello = SlaveHello(HELLO, "tcp://127.0.0.1:5000", 1 << 30, 0)
         up.put(encode(SlaveMessage(Caller("demo", 0, "s0"), hello)))
         command = decode(next(down), SlaveCommand)

@@ -95,6 +95,13 @@ class Served:
     def operator(self) -> Any:
         return operator_pb2_grpc.OperatorStub(self.channel)
 
+    def raw(self, path: str) -> grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]:
+        """A method of one request and one reply, in raw bytes."""
+        return self.channel.unary_unary(path)
+
+    def raw_stream(self, path: str) -> grpc.aio.StreamStreamMultiCallable[bytes, bytes]:
+        return self.channel.stream_stream(path)
+
     def attach(self) -> Any:
         """A slave's stream, in raw bytes."""
         return self.channel.stream_stream("/dips.v1.Slaves/Attach")()
@@ -151,7 +158,7 @@ async def test_a_refusal_comes_back_with_code_sentence_and_retry(served: Served)
     served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
     with pytest.raises(grpc.RpcError) as caught:
         await served.clusters.Leave(to_message(leave()), timeout=60)
-    assert caught.value.code() is grpc.StatusCode.ABORTED  # type: ignore[attr-defined]
+    assert caught.value.code() is grpc.StatusCode.ABORTED
     error = refused_from(caught.value)
     assert isinstance(error, Refused)
     assert (error.code, error.sentence, error.retry_after_s) == (
@@ -166,7 +173,7 @@ async def test_a_refusal_comes_back_with_code_sentence_and_retry(served: Served)
 async def test_bytes_that_make_no_sense_are_refused_and_change_nothing(
     served: Served, method: str, garbage: bytes
 ) -> None:
-    error = await failed(served.channel.unary_unary(f"/dips.v1.Clusters/{method}")(garbage, timeout=60))
+    error = await failed(served.raw(f"/dips.v1.Clusters/{method}")(garbage, timeout=60))
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.MALFORMED
     assert method in error.sentence
@@ -184,7 +191,7 @@ async def test_a_message_over_the_limit_is_refused_and_the_master_goes_on(served
 
 
 async def test_an_unknown_method_is_told_apart_from_garbage(served: Served) -> None:
-    error = await failed(served.channel.unary_unary("/dips.v1.Clusters/Seed")(b"", timeout=60))
+    error = await failed(served.raw("/dips.v1.Clusters/Seed")(b"", timeout=60))
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.PROTOCOL_VERSION
 
@@ -197,7 +204,7 @@ async def test_every_method_of_the_protocol_is_served(served: Served) -> None:
     for service in services:
         for method in service.methods:
             path = f"/{service.full_name}/{method.name}"
-            call = served.channel.stream_stream(path)(timeout=60)
+            call = served.raw_stream(path)(timeout=60)
             await call.write(b"\xff\xff")
             error = await failed(call.read())
             assert isinstance(error, Refused)
@@ -261,7 +268,7 @@ async def test_a_refused_beat_ends_the_stream_with_its_reason(served: Served) ->
 
 
 async def test_a_garbled_beat_ends_the_stream_and_nothing_else(served: Served) -> None:
-    stream = served.channel.stream_stream("/dips.v1.Clusters/Heartbeat")(timeout=30)
+    stream = served.raw_stream("/dips.v1.Clusters/Heartbeat")(timeout=30)
     await stream.write(b"\xff\xff")
     error = await failed(stream.read())
     assert isinstance(error, Refused)
@@ -486,7 +493,7 @@ UNARY = [f"Clusters/{name}" for name in CALLS] + [
 async def test_every_call_passes_its_failpoint(served: Served, path: str) -> None:
     method = path.partition("/")[2]
     with armed(f"master.rpc.before_{method}=note"):
-        error = await failed(served.channel.unary_unary(f"/dips.v1.{path}")(b"\xff\xff", timeout=30))
+        error = await failed(served.raw(f"/dips.v1.{path}")(b"\xff\xff", timeout=30))
         assert isinstance(error, Refused)
         assert error.code is RefusalCode.MALFORMED
         assert hits() == {f"master.rpc.before_{method}": 1}

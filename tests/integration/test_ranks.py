@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from support.dips_command import ROOT, environment
 from support.fake_services import FakeRun
@@ -101,10 +102,10 @@ def test_a_rank_ends_when_the_first_has_failed(monkeypatch: pytest.MonkeyPatch) 
     def broadcast(numbers: torch.Tensor, source: int, group: object) -> None:
         numbers.copy_(torch.tensor([int(value) for value in vars(Told(failed=True)).values()]))
 
-    monkeypatch.setattr(ranks.dist, "new_group", lambda **given: None)
-    monkeypatch.setattr(ranks.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(ranks.dist, "broadcast", broadcast)
+    monkeypatch.setattr(dist, "new_group", lambda **given: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "broadcast", broadcast)
     with pytest.raises(FatalError, match="rank 0 of this cluster has failed"):
         ranks.Ranks().tell(None)
 

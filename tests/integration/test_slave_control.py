@@ -409,7 +409,7 @@ async def rounds_on(tmp_path: Path, slaves: tuple[str, ...]) -> tuple[np.ndarray
             for slave, link in links.items():
                 for slot, (push, values) in enumerate(((push_id("a", n + 2), ONE), (push_id("b", n + 2), TWO))):
                     link.send(open_staging(push, slot))
-                    await clients[slave].put_all(push, shard_of(values / (n + 1), placement, slave))
+                    await clients[slave].put_all(push, shard_of(values / np.float32(n + 1), placement, slave))
                     await link.expect(Staged)
                 pushes = [push_id("a", n + 2), push_id("b", n + 2)]
                 round_id, version = RoundId(1, n + 2), Version(1, n)

@@ -233,7 +233,11 @@ def test_the_last_of_many_messages_is_counted_too(served: Served) -> None:
     """More than one batch at once, and nothing after it that would wake the thread."""
     n, free = 3 * RECEIVE_BATCH, threading.Event()
     peer = served.peer()
-    served.server._post(lambda: free.wait(WAIT_S))
+
+    def busy() -> None:
+        free.wait(WAIT_S)
+
+    served.server._post(busy)
     for number in range(n):
         peer.send(get_frame(0, number))
     time.sleep(0.2)  # they wait before the thread, which waits for us

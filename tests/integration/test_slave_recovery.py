@@ -232,7 +232,7 @@ async def test_a_snapshot_that_breaks_after_hello_is_missing_from_the_next_one(
         data = bytearray(path.read_bytes())
         data[-1] ^= 4
         path.write_bytes(data)
-        load = {"load": newest.version, "load_round": newest.round, "load_digest": newest.digest}
+        load: dict[str, Any] = {"load": newest.version, "load_round": newest.round, "load_digest": newest.digest}
         slave.link.send(configure_for(PLACEMENT, **load))
         slave.client.close()
         slave = await meet(master, 2)
@@ -308,7 +308,7 @@ async def test_async_rounds_run_ahead_of_the_disk_by_one_and_never_write_what_is
         slave = await meet(late_master, 2)
         newest = slave.hello.snapshots[0]
         assert (newest.version, newest.committed) == (Version(1, 2), True)
-        load = {"load": newest.version, "load_round": newest.round, "load_digest": newest.digest}
+        load: dict[str, Any] = {"load": newest.version, "load_round": newest.round, "load_digest": newest.digest}
         slave.link.send(configure_for(PLACEMENT, **load))
         assert await slave.link.expect(Ready) == Ready(newest.version, newest.digest)
         slave.client.close()
@@ -343,8 +343,10 @@ async def test_recorded_pushes_compute_every_version_again_to_the_bit(master: Fa
         else:
             new, buf = np.empty_like(theta), np.empty_like(theta)
             weights = np.array([accepted["weight"]], np.float32)
-            names = ("scale", "outer_lr", "momentum_decay", "momentum_lookahead", "gradient_weight")
-            scalars = [told[name] for name in names]
+            scalars = (
+                told["scale"], told["outer_lr"], told["momentum_decay"], told["momentum_lookahead"],
+                told["gradient_weight"],
+            )  # fmt: skip
             outer_step(theta, momentum, row[None], np.arange(1), weights, *scalars, new, buf, 0, len(theta))
             theta, momentum = new, buf
         assert digest_of_array(theta, BLOCKS, told["chunk_bytes"]).hex() == told["digest"]

@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ async def seeded(master: FakeMaster, config: SlaveConfig) -> tuple[SlaveProcess,
     return process, link, hello.data_endpoint
 
 
-def load(info: SnapshotInfo) -> dict[str, object]:
+def load(info: SnapshotInfo) -> dict[str, Any]:
     return {
         "load": info.version,
         "load_round": info.round,

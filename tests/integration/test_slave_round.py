@@ -39,7 +39,7 @@ BLOCKS = list(LAYOUT.blocks)
 async def test_a_seed_and_a_round_of_two_pushes(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     seed = rng.standard_normal(LAYOUT.n_elems).astype(np.float32)
-    ours = [seed + rng.standard_normal(LAYOUT.n_elems).astype(np.float32) / 50 for _ in range(2)]
+    ours = [seed + rng.standard_normal(LAYOUT.n_elems).astype(np.float32) / np.float32(50) for _ in range(2)]
     async with FakeMaster() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
         link = await master.accept()
         hello = await link.hello()

@@ -76,7 +76,7 @@ def test_the_first_cluster_seeds_its_own_parameters() -> None:
 def test_pushed_bytes_arrive_bit_exact_and_come_back(run: FakeRun) -> None:
     model = NumpyModel(1)
     with driver(run, model) as client:
-        model.theta[:5] = [np.float32("nan"), np.inf, -0.0, 1e-45, 3.4e38]
+        model.theta[:5] = [np.nan, np.inf, -0.0, 1e-45, 3.4e38]
         before = model.theta.copy()
         for _ in range(4):
             before += 1
@@ -191,7 +191,8 @@ def test_a_slave_that_comes_back_on_another_port_is_found_through_the_master(run
 
 def test_damaged_chunks_are_asked_for_again(run: FakeRun) -> None:
     slave = run.slaves[0]
-    genuine, damaged = slave._chunk, []
+    genuine = slave._chunk
+    damaged: list[DataHeader] = []
 
     def chunk(header: DataHeader) -> list[bytes]:
         answer = genuine(header)
@@ -444,7 +445,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(
     run: FakeRun, knobs: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        driver(run, NumpyModel(1), **knobs)
+        driver(run, NumpyModel(1), OWN, **knobs)
 
 
 def test_counts_below_one_are_refused(run: FakeRun) -> None:

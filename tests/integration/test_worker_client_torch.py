@@ -26,7 +26,7 @@ class Model(torch.nn.Module):
             layer.w = torch.nn.Parameter(torch.randn(6000, generator=generator))
 
     def flat(self) -> np.ndarray:
-        return torch.cat([layer.w.detach() for layer in self.layers]).numpy()
+        return torch.cat([w.detach() for w in self.parameters()]).numpy()
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRun]:
 
 def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
-    torch.stack([layer.w.square().sum() for layer in model.layers]).sum().backward()
+    torch.stack([w.square().sum() for w in model.parameters()]).sum().backward()
     optimizer.step()
 
 

@@ -18,6 +18,7 @@ import dips
 from dips.core import failpoints
 from dips.core.errors import ConfigError
 from dips.core.ids import Incarnation, Version
+from dips.core.layout import Layout
 from dips.core.messages import BeginPushRequest, DataMode, DataPlan, VerdictKind
 from dips.core.telemetry import read_tape
 from dips.worker import torch_parameters
@@ -279,7 +280,7 @@ def step(model: Walk, optimizer: torch.optim.Optimizer) -> float:
     """The random input tells whether the generators came back."""
     optimizer.zero_grad()
     target = torch.randn(6000)
-    loss = torch.stack([(layer.w - target).square().mean() for layer in model.layers]).sum()
+    loss = torch.stack([(w - target).square().mean() for w in model.parameters()]).sum()
     loss.backward()
     optimizer.step()
     return loss.item()
@@ -307,8 +308,7 @@ def test_a_users_loop_goes_on_with_its_scheduler_and_random_numbers(
     monkeypatch.setenv("DIPS_MASTER", run.address)
     monkeypatch.setenv("DIPS_INSECURE", "1")
     monkeypatch.setenv("DIPS_CLUSTER", "a")
-    cut = torch_parameters.Layout
-    monkeypatch.setattr(torch_parameters, "Layout", lambda parameters, block_elems: cut(parameters, 4000))
+    monkeypatch.setattr(torch_parameters, "Layout", lambda parameters, block_elems: Layout(parameters, 4000))
     run.settings = replace(run.settings, sync_every_steps=100)
     torch.manual_seed(5)
     whole: list[float] = []

@@ -21,13 +21,9 @@ METHODS = frozenset(
 def harms(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, what) of everything that could run what somebody else wrote."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        else:
-            names = []
-        yield from ((node.lineno, name) for name in names if name.partition(".")[0] in MODULES)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            yield from ((node.lineno, name) for name in names if name.partition(".")[0] in MODULES)
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             if called in CALLS | METHODS:

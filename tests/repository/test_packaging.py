@@ -45,7 +45,7 @@ def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
 def pinned() -> dict[str, Version]:
     lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
     requirements = [Requirement(line) for line in lines if line]
-    versions = {}
+    versions: dict[str, Version] = {}
     for requirement in requirements:
         [specifier] = requirement.specifier
         assert specifier.operator == "==", requirement

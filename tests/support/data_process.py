@@ -18,15 +18,15 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 from support.bulk import EPOCH, PUSH, RUN, Bulk
 from support.processes import TESTS
 
 from dips.core import allocator, kernels_numba
 from dips.core.chunks import checksum, chunks_of, shard_digest
 from dips.core.ids import Version
-from dips.slave.data_port import DataPort
+from dips.slave.data_port import Answer, DataPort
 from dips.slave.data_server import DataServer
+from dips.slave.landing import Job
 from dips.slave.memory import Buffer, bytes_of
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap
@@ -87,11 +87,13 @@ class _Counted:
 
     def __init__(self) -> None:
         self.n_bytes = 0
-        real = DataPort.begin
+        counted, real = self, DataPort.begin
 
-        def begin(port: DataPort, frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Any:
-            self.n_bytes += sum(len(frame) for frame in frames[1:])
-            return real(port, frames, peer, user)
+        def begin(
+            self: DataPort, frames: Sequence[memoryview], peer: bytes = b"", user: str = ""
+        ) -> Answer | Job | None:
+            counted.n_bytes += sum(len(frame) for frame in frames[1:])
+            return real(self, frames, peer, user)
 
         DataPort.begin = begin  # type: ignore[method-assign]
 
@@ -123,7 +125,7 @@ class _Slave:
             begin = 4 * self._blocks[chunk.block_id].start_elem + chunk.offset_bytes
             sums.append(checksum(data[begin : begin + chunk.length_bytes]))
         served = threading.Event()
-        self.server.set_readable({VERSION: Buffer(self._rows[0], None, np.array(sums, np.uint64))}, served.set)
+        self.server.set_readable({VERSION: Buffer(self._rows[0], None, sums)}, served.set)
         assert served.wait(WAIT_S)
         return {"digest": shard_digest(sums).hex()}
 

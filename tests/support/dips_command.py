@@ -52,7 +52,7 @@ def started(*command: object, log: Path, cwd: Path = ROOT, **added: str) -> Iter
 
 @contextlib.contextmanager
 def dips_started(*arguments: object, log: Path, **added: str) -> Iterator[subprocess.Popen[bytes]]:
-    with started(sys.executable, "-m", "dips.launch", *arguments, log=log, **added) as process:
+    with started(sys.executable, "-m", "dips.launch", *arguments, log=log, cwd=ROOT, **added) as process:
         yield process
 
 

@@ -154,7 +154,7 @@ class FakeMaster(slaves_pb2_grpc.SlavesServicer):
 
     async def start(self, port: int = 0) -> None:
         self._server = grpc.aio.server(options=channel_options(self.settings.max_message_bytes))
-        slaves_pb2_grpc.add_SlavesServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        slaves_pb2_grpc.add_SlavesServicer_to_server(self, self._server)
         bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
         self.address = f"127.0.0.1:{bound}"
         await self._server.start()

@@ -6,6 +6,7 @@ Directories are as `dips up` makes them, so that `dips verify` can judge the run
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import signal
@@ -377,7 +378,7 @@ class FaultRun:
         """Wait until so many more versions were published."""
         for _ in range(count):
             now_s = time.time()
-            self.until(lambda at_s=now_s: self.published_since(at_s), "nothing is published")
+            self.until(functools.partial(self.published_since, now_s), "nothing is published")
 
     def published_since(self, wall_s: float) -> bool:
         """Whether a version that was not there before was published after this."""

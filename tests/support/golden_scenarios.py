@@ -36,7 +36,7 @@ def scenario(play: Scenario) -> Scenario:
 
 def standing(*names: str, **config: object) -> Scribe:
     """The seed is published and pulled; its transcript is that of `seed` and left out."""
-    bench = Scribe(**config)  # type: ignore[arg-type]
+    bench = Scribe(**config)
     bench.running(*names)
     for name in names:
         bench.beat(name)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from support.repository import ROOT
 from support.whole_run import LEASED, WholeRun, wait_until
@@ -123,9 +124,10 @@ class KillRun(WholeRun):
         serves = where.exists() and json.loads(where.read_text())["pid"] == process.pid
         return serves or process.poll() is not None
 
-    def start_slave(self, name: str) -> None:
+    def start_slave(self, name: str, **more: object) -> None:
         knobs = {"run-id": "test", "slave-id": name, "directory": self.directory / "slaves" / name,
-                 "tape": tape_path(self.directory, name)}  # fmt: skip
+                 "tape": tape_path(self.directory, name),
+                 **{option.replace("_", "-"): value for option, value in more.items()}}  # fmt: skip
         options = [word for option, value in knobs.items() for word in (f"--{option}", str(value))]
         self._spawn(name, ["slave", "--insecure", *options, "--record-pushes", "--master", self.address])
 
@@ -288,7 +290,7 @@ class KillRun(WholeRun):
             if participant["verdict"] == "APPLIED"
         )
 
-    def records(self) -> Iterator[dict[str, object]]:
+    def records(self) -> Iterator[dict[str, Any]]:
         for record in read_records(self.directory / "master"):
             yield json.loads(record.record_json)
 

@@ -27,7 +27,7 @@ STEPS = 10
 
 def main(rank: int, store: str) -> int:
     torch.set_num_threads(1)
-    torch_parameters.Layout = same_cut  # type: ignore[misc, assignment]
+    torch_parameters.Layout = same_cut  # type: ignore[attr-defined, assignment]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     model = Model(seed=rank)  # DistributedDataParallel makes them one, DiLoCo then the run's
     wrapped = DistributedDataParallel(model)

@@ -31,7 +31,7 @@ class Model(torch.nn.Module):
         return {"loss": loss}
 
     def flat(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return torch.cat([layer.w.detach() for layer in self.layers]).numpy().copy()
+        return torch.cat([layer.get_parameter("w").detach() for layer in self.layers]).numpy().copy()
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):

@@ -86,7 +86,8 @@ def lightning(watch: Watch, steps: int) -> None:
             self.layers = self._of[0].layers
 
         def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-            return self._of[0](**batch)["loss"]
+            loss: torch.Tensor = self._of[0](**batch)["loss"]
+            return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -136,7 +137,7 @@ def accelerate(watch: Watch, steps: int) -> None:
 def main(kind: str, folder: str, steps: str, *killed: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
-    torch_parameters.Layout = same_cut  # type: ignore[misc, assignment]
+    torch_parameters.Layout = same_cut  # type: ignore[attr-defined, assignment]
     place = Path(folder)
     first_life = not (place / "lives").exists()
     here = first_life and bool(killed) and int(killed[0]) == RANK

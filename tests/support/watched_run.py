@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -102,11 +102,11 @@ class WatchedRun:
                 *("--min-clusters", "3", "--round-timeout-s", "10", "--tk-max", "500M", *metrics, *keys),
             ]
         if name in SLAVES:
-            port = self.ports[name]
-            advertised = self._proxies["data"].address if name == "s1" else f"127.0.0.1:{port}"
+            data_port = self.ports[name]
+            advertised = self._proxies["data"].address if name == "s1" else f"127.0.0.1:{data_port}"
             return [
                 *_dips("slave", "--run-id", RUN, "--slave-id", name, "--directory", self.folder / "slaves" / name),
-                *("--master", master, "--data-port", str(port), "--advertise", advertised, *metrics, *keys),
+                *("--master", master, "--data-port", str(data_port), "--advertise", advertised, *metrics, *keys),
             ]
         if name == "heldout":
             tape = str(self.folder / "heldout.tape.jsonl")
@@ -142,7 +142,7 @@ class WatchedRun:
             assert time.monotonic() < self._deadline_s, f"not in time: {what}; {status}\n{self._said(self._running)}"
             time.sleep(0.1)
 
-    def _said(self, names: Sequence[str] | dict[str, object]) -> str:
+    def _said(self, names: Iterable[str]) -> str:
         return "\n".join(f"--- {name}\n{self._log(name).read_text(errors='replace')[-1500:]}" for name in names)
 
     def versions(self, count: int) -> None:
@@ -277,7 +277,7 @@ def _spoil_newest_snapshot(slave: Path) -> None:
 def targets_of(run: WatchedRun) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What Prometheus is to scrape, as its file_sd_configs has it: in the clear, and in TLS."""
     roles = {"master": "master", "heldout": "evaluator", **dict.fromkeys(SLAVES, "slave")}
-    found = [
+    found: list[dict[str, Any]] = [
         {"targets": [address], "labels": {"run": RUN, "role": roles.get(name, "cluster"), "name": name}}
         for name, address in run.metrics.items()
     ]

@@ -28,7 +28,7 @@ _steps = itertools.count()
 
 
 def _norm(model: torch.nn.Module) -> float:
-    return torch.nn.utils.parameters_to_vector(model.parameters()).norm().item()
+    return float(torch.nn.utils.parameters_to_vector(model.parameters()).norm())
 
 
 def _step(self: InnerTrainer, batch: object, lr: float) -> float:

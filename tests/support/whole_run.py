@@ -85,7 +85,7 @@ class NumpyCluster:
         self.name = name
         self.model = NumpyModel(seed, layout)
         knobs = {"cluster_id": name, "master": run.address, "tape": run.directory / f"{name}.jsonl", **run.of(name)}
-        config = ClientConfig(**{**knobs, **run.client})  # type: ignore[arg-type]  # pydantic checks them
+        config = ClientConfig(**{**knobs, **run.client})  # pydantic checks them
         self.driver = Driver(config, self.model, layout, run.plan)
         self.verdicts: list[Verdict] = []
         self.error: Exception | None = None

@@ -122,7 +122,7 @@ def test_texts_of_the_environment_become_what_the_field_is() -> None:
 def test_settings_are_frozen() -> None:
     oven = read().value
     with pytest.raises(ValidationError, match="frozen"):
-        oven.shelves = 5
+        oven.shelves = 5  # type: ignore[misc]
 
 
 def test_a_field_without_description_is_a_bug_of_ours() -> None:

@@ -15,7 +15,6 @@ from dips.core.data_header import (
     MAX_MISSING,
     REQUESTS,
     WITH_PAYLOAD,
-    Codec,
     DataHeader,
     DataOp,
     MissingChunk,
@@ -24,6 +23,7 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.messages import Refusal
 from dips.core.protocol import PROTOCOL_VERSION
+from dips.core.wire import Codec
 from dips.protos import data_pb2
 
 PUSH = PushId(ClusterId("a"), Incarnation(3, 2), 7)
@@ -63,8 +63,8 @@ def test_round_trip(header: DataHeader) -> None:
 
 def test_op_numbers_are_those_of_the_wire() -> None:
     assert {op.name: op.value for op in DataOp} == {name: number for name, number in data_pb2.DataOp.items() if number}
-    assert Codec.F32 == data_pb2.CODEC_F32
-    assert Codec.NONE == data_pb2.CODEC_UNSPECIFIED
+    assert int(Codec.F32) == data_pb2.CODEC_F32
+    assert int(Codec.NONE) == data_pb2.CODEC_UNSPECIFIED
 
 
 def test_every_op_is_a_request_or_an_answer_and_known_to_have_a_payload_or_not() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,7 +141,7 @@ def test_error_raises_and_hits_are_counted() -> None:
 
 def test_sleep_waits_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(failpoints.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     with armed(f"{PLACE}={SLEEP}(2.5)"):
         assert failpoint(PLACE) is None
     assert slept == [2.5]

@@ -20,11 +20,13 @@ from dips.core.grpc_refusal import (
 )
 from dips.core.messages import Refusal
 
+Metadata = tuple[tuple[str, str | bytes], ...]
+
 
 class FailedCall(grpc.RpcError):
     """What grpc raises: an error that knows its status, details and trailing metadata."""
 
-    def __init__(self, status: grpc.StatusCode, details: str | None = "", metadata: object = ()) -> None:
+    def __init__(self, status: grpc.StatusCode, details: str | None = "", metadata: Metadata | None = ()) -> None:
         self._answers = (status, details, metadata)
 
     def code(self) -> grpc.StatusCode:
@@ -33,7 +35,7 @@ class FailedCall(grpc.RpcError):
     def details(self) -> str | None:
         return self._answers[1]
 
-    def trailing_metadata(self) -> object:
+    def trailing_metadata(self) -> Metadata | None:  # type: ignore[override]  # grpc says None where there is none
         return self._answers[2]
 
 

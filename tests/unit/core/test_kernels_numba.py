@@ -4,6 +4,7 @@ placement."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -118,10 +119,11 @@ def test_frames_are_read_at_any_address(offset_bytes: int) -> None:
     src = np.frombuffer(frame, np.float32, offset=offset_bytes)
     theta, found, expected = np.ones_like(values), np.zeros(1), np.zeros(1)
     assert outer_numpy.measure_landed(values, theta, expected) == 600
-    for land in (
+    landings: tuple[Callable[[F32], int], ...] = (
         lambda dst: kernels_numba.land(dst, src),
         lambda dst: kernels_numba.land_measured(dst, src, theta, found),
-    ):
+    )
+    for land in landings:
         dst = np.zeros_like(values)
         assert land(dst) == 600
         assert_same_bits(dst, values)
@@ -188,9 +190,9 @@ def _on_slaves(
         here = Shard(*(_packed(a, ranges) for a in (shard.theta, shard.momentum, shard.staging)))
         out_theta, out_momentum = here.outputs()
         kernels_numba.outer_step(
-            *(here.theta, here.momentum, here.staging, slots, weights),
-            *(0.4, 0.7, 0.8, 0.8, 1.0, out_theta, out_momentum, 0, len(here.theta)),
-        )
+            here.theta, here.momentum, here.staging, slots, weights,
+            0.4, 0.7, 0.8, 0.8, 1.0, out_theta, out_momentum, 0, len(here.theta),
+        )  # fmt: skip
         at = 0
         for block, (start, stop) in zip(mine, ranges, strict=True):
             here_range = slice(at, at + stop - start)
@@ -277,7 +279,8 @@ def test_outputs_may_stand_anywhere(ahead: tuple[int, int]) -> None:
     shard = Shard.random(12, n_elems, slots=3)
     slots, weights = random_slots(12, 3, 3)
     arguments = (shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.8, 1.0)
-    expected, found = shard.outputs(), tuple(_elements_behind_a_line(n_elems, elems) for elems in ahead)
+    expected = shard.outputs()
+    found = (_elements_behind_a_line(n_elems, ahead[0]), _elements_behind_a_line(n_elems, ahead[1]))
     outer_numpy.outer_step(*arguments, *expected, 100, 2900)
     kernels_numba.outer_step(*arguments, *found, 100, 2900)
     assert_same_bits(found[0], expected[0])
@@ -343,7 +346,7 @@ def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:
     with pytest.raises(ValueError, match="sums is"):
         kernels_numba.measure_landed(theta, shard.theta, np.zeros(2))
     with pytest.raises(ValueError, match="theta is"):
-        kernels_numba.land_measured(theta, shard.theta, np.zeros(8), sums)
+        kernels_numba.land_measured(theta, shard.theta, np.zeros(8), sums)  # type: ignore[arg-type]
     edges, pieces, nonfinite = np.array([0, 8]), np.array([0]), np.zeros((1, 1), np.int64)
     piece_sums = np.zeros((1, 1))
     for complaint, bad_edges, bad_pieces in (

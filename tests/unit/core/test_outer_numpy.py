@@ -68,11 +68,12 @@ def test_full_participation_with_equal_tokens_is_diloco(k: int) -> None:
         _sgd_round(parameter, sgd, shard, k)
         before = shard.theta.copy()
         outer_numpy.outer_step(
-            *(shard.theta, shard.momentum, shard.staging, np.arange(k), weights),
-            *(1.0, 0.7, 0.8, 0.8, 1.0, shard.theta, shard.momentum, 0, 5000),
-        )
+            shard.theta, shard.momentum, shard.staging, np.arange(k), weights,
+            1.0, 0.7, 0.8, 0.8, 1.0, shard.theta, shard.momentum, 0, 5000,
+        )  # fmt: skip
         assert_same_bits(shard.theta, plain[0])
         assert_same_bits(shard.momentum, plain[1])
+        assert parameter.grad is not None
         # Of the terms that are added, which may cancel: theta, g and buf.
         ulp = np.spacing(np.abs(before) + np.abs(parameter.grad.numpy()) + np.abs(shard.momentum))
         assert np.all(np.abs(shard.theta - parameter.detach().numpy()) <= 2 * ulp)
@@ -189,7 +190,7 @@ def test_sums_on_receipt_are_those_of_gram(n_elems: int) -> None:
     landed = np.zeros(n_elems, np.float32)
     assert outer_numpy.land_measured(landed, shard.staging[0], shard.theta, squared) == 0
     assert_same_bits(landed, shard.staging[0])
-    outer_numpy.products(shard.theta, *shard.staging, mixed)
+    outer_numpy.products(shard.theta, shard.staging[0], shard.staging[1], mixed)
     gram, _ = outer_numpy.gram(shard.theta, shard.staging, np.arange(2), 0, n_elems)
     assert (gram[0, 0], gram[1, 0]) == (outer_numpy.total(squared), outer_numpy.total(mixed))
 

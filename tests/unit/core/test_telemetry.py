@@ -113,11 +113,12 @@ def test_half_a_line_of_a_killed_life_is_left_out_and_cut_off(path: Path, torn: 
 
 
 def test_lines_of_several_threads_do_not_mix(path: Path) -> None:
+    def write_many(tape: Tape, i: int) -> None:
+        for _ in range(50):
+            tape.write("x", "c", i=i, fill="y" * 5000)
+
     with Tape(path, "r", "n", ManualClock()) as tape:
-        threads = [
-            threading.Thread(target=lambda i=i: [tape.write("x", "c", i=i, fill="y" * 5000) for _ in range(50)])
-            for i in range(4)
-        ]
+        threads = [threading.Thread(target=write_many, args=(tape, i)) for i in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -9,6 +9,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -63,25 +64,26 @@ def test_parts_become_stages_that_take_as_long_together() -> None:
 
 
 @pytest.fixture(scope="module")
-def planned() -> dict[str, object]:
+def planned() -> dict[str, Any]:
     problem = Problem(read_setup(str(ROOT / "examples" / "04-plan-a-schedule" / "sites.toml")))
     plan = make_plan(problem.with_training(pipeline=4, microbatches=8, data=1), sensitivity=False)
-    return json.loads(json.dumps(plan_json(plan)))
+    plain: dict[str, Any] = json.loads(json.dumps(plan_json(plan)))
+    return plain
 
 
-def test_a_plan_json_is_run_with_its_own_costs(tmp_path: Path, planned: dict[str, object]) -> None:
+def test_a_plan_json_is_run_with_its_own_costs(tmp_path: Path, planned: dict[str, Any]) -> None:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(planned))
     source = source_of(str(file), NOTHING_GIVEN)
     predicted = simulate(source.schedule, source.costs)
-    assert predicted.makespan_ns / NS == pytest.approx(planned["chosen"]["iteration_s"], rel=1e-9)  # type: ignore[index]
+    assert predicted.makespan_ns / NS == pytest.approx(planned["chosen"]["iteration_s"], rel=1e-9)
     assert set(source.sites) == {"amsterdam", "stockholm"}
     assert source.note == ""
 
 
-def test_a_plan_whose_replicas_take_turns_says_what_is_run(tmp_path: Path, planned: dict[str, object]) -> None:
+def test_a_plan_whose_replicas_take_turns_says_what_is_run(tmp_path: Path, planned: dict[str, Any]) -> None:
     planned = json.loads(json.dumps(planned))
-    planned["chosen"]["sharing"] = "coordinated"  # type: ignore[index]
+    planned["chosen"]["sharing"] = "coordinated"
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(planned))
     assert source_of(str(file), NOTHING_GIVEN).note == ALONE
@@ -246,7 +248,7 @@ def test_the_rank_that_failed_first_is_told(
 def test_a_persons_mistake_is_one_sentence(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    planned: dict[str, object],
+    planned: dict[str, Any],
     arguments: list[str],
     sentence: str,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_the_default_methods_run_with_the_shipped_set_up(
 ) -> None:
     code, out, _ = told(capsys, "--run-dir", tmp_path)
     assert code == 0
-    assert ",".join(job.method for job in asked) == command_compare.DEFAULT_METHODS
+    assert ",".join(job.method for job in asked) == compare_wish.DEFAULT_METHODS
     assert {(job.seed, job.setup.name, job.inject) for job in asked} == {(1, "small", "")}
     for words in ("one step", "links up", "AdamW", "seeds", "held-out loss after", "rounds and pushes", "One seed"):
         assert words in out
@@ -189,8 +190,8 @@ def test_a_slip_is_one_sentence_with_its_remedy(
 def test_a_missing_package_is_told_before_anything_runs(
     package: str, tmp_path: Path, asked: list[Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = compare_wish.importlib.util.find_spec
-    monkeypatch.setattr(compare_wish.importlib.util, "find_spec", lambda name: None if name == package else real(name))
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
     code, _, error = told(capsys, "--run-dir", tmp_path)
     assert code == 2
     assert f"this command needs {package}: pip install 'dips[" in error

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 from support.compare_records import committed, push, record
 
 from dips.launch.compare_pictures import draw_bars, draw_cosines, draw_curves, draw_norms
@@ -51,8 +53,8 @@ def test_a_curve_holds_the_evaluated_versions_of_one_run(drawn: list[Figure]) ->
     assert [line.get_label() for line in axes.get_lines()][::2] == ["dips", "dp"]
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["dips", "dp"]
     first, second, _ = axes.get_lines()
-    assert list(first.get_xdata()) == [point.virtual_s for point in records[0].curve]
-    assert list(first.get_ydata()) == [point.loss for point in records[0].curve]
+    assert np.asarray(first.get_xdata()).tolist() == [point.virtual_s for point in records[0].curve]
+    assert np.asarray(first.get_ydata()).tolist() == [point.loss for point in records[0].curve]
     assert first.get_color() == second.get_color()
     assert "virtual seconds" in axes.get_xlabel()
     assert "nats per byte" in axes.get_ylabel()
@@ -78,12 +80,14 @@ def test_each_push_is_a_mark(drawn: list[Figure]) -> None:
     draw_norms(Path("x.png"), [replace(record(judged=ROUNDS), inject="nan")])
     assert drawn[1].axes[0].get_title() == "dips with nan, seed 1"
     inside, above = axes.get_lines()[::2], axes.get_lines()[1::2]
-    applied_a, excluded_a, applied_b, excluded_b, injected = (list(line.get_ydata()) for line in inside)
+    applied_a, excluded_a, applied_b, excluded_b, injected = (np.asarray(line.get_ydata()).tolist() for line in inside)
     assert applied_a == [1.0, 1.0, 2.0]
     assert excluded_b == [30.0]
     assert injected == [30.0]
     assert excluded_a == applied_b == []
-    assert [list(line.get_xdata()) for line in above] == [[], [], [], [20.0], [20.0]], "excluded, and not finite"
+    assert [np.asarray(line.get_xdata()).tolist() for line in above] == [[], [], [], [20.0], [20.0]], (
+        "excluded, and not finite"
+    )
     labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert labels == ["cluster a", "cluster b", "excluded (upper edge: not finite)", "injected"]
 
@@ -93,7 +97,7 @@ def test_cosines_stand_on_a_plain_scale(drawn: list[Figure]) -> None:
     (axes,) = drawn[0].axes
     assert axes.get_yscale() == "linear"
     assert drawn[0].get_supylabel() == "cosine"
-    assert list(axes.get_lines()[0].get_ydata()) == [0.4, 0.4]
+    assert np.asarray(axes.get_lines()[0].get_ydata()).tolist() == [0.4, 0.4]
 
 
 def test_nothing_to_show_is_still_a_picture(tmp_path: Path) -> None:
@@ -103,9 +107,14 @@ def test_nothing_to_show_is_still_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
 
 
+def rectangle(patch: Patch) -> Rectangle:
+    assert isinstance(patch, Rectangle)
+    return patch
+
+
 def test_bars_stand_beside_each_other(drawn: list[Figure]) -> None:
     draw_bars(Path("x.png"), ["1", "10"], [("dips", [1.0, 2.0]), ("dp", [0.5, 0.6])], "tokens/s", "t")
-    heights = [bar.get_height() for bar in drawn[0].axes[0].patches]
-    assert heights == [1.0, 2.0, 0.5, 0.6]
-    lefts = [bar.get_x() for bar in drawn[0].axes[0].patches]
-    assert lefts[0] + drawn[0].axes[0].patches[0].get_width() == pytest.approx(lefts[2])
+    bars = [rectangle(patch) for patch in drawn[0].axes[0].patches]
+    assert [bar.get_height() for bar in bars] == [1.0, 2.0, 0.5, 0.6]
+    lefts = [bar.get_x() for bar in bars]
+    assert lefts[0] + bars[0].get_width() == pytest.approx(lefts[2])

@@ -226,7 +226,8 @@ def test_every_alarm_rings_when_it_should_and_not_otherwise() -> None:
 
 
 def test_every_alarm_is_tested_both_ways() -> None:
-    rings, silent = set(), set()
+    rings: set[str] = set()
+    silent: set[str] = set()
     for file in RULE_TESTS:
         told = yaml.safe_load(file.read_text())
         assert told["rule_files"] == ["../rules/recording.yml", "../rules/alerts.yml"]

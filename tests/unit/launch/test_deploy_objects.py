@@ -13,6 +13,7 @@ from support.deploy_files import BASE, EXAMPLE, example, with_keys, written
 from dips.launch.deploy import identities, plan
 from dips.launch.deploy.compare import shown
 from dips.launch.deploy.deploy_file import Deployment, read_deploy_file
+from dips.launch.deploy.objects import IDENTITY_FILES
 from dips.launch.deploy.render import folders
 from dips.launch.deploy.scripts import script
 from dips.launch.deploy.servers import master_settings, server_objects, slave_settings
@@ -150,7 +151,7 @@ def test_a_slave_gets_its_own_identity_and_no_other() -> None:
     pod = dict(pods(DEPLOYMENTS["three-sites"]))["three-sites-slave"]
     (one,) = pod["containers"]
     mounts = [mount for mount in one["volumeMounts"] if mount["name"] == "keys"]
-    assert [mount["subPathExpr"] for mount in mounts] == [f"s$(POD_INDEX).{file}" for file in identities.IDENTITY_FILES]
+    assert [mount["subPathExpr"] for mount in mounts] == [f"s$(POD_INDEX).{file}" for file in IDENTITY_FILES]
     assert all(mount["readOnly"] for mount in mounts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dips.core.ids import Version
@@ -51,8 +52,8 @@ def test_labels_say_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "cluster b killed with SIGKILL at 60 s, back at 67 s" in notes
     assert "slave s1 killed with SIGKILL at 110 s, not back" in notes
     held_out = axes.get_lines()[4]
-    assert list(held_out.get_xdata()) == [point.tokens for point in HELDOUT]
-    assert list(held_out.get_ydata()) == [point.loss for point in HELDOUT]
+    assert np.asarray(held_out.get_xdata()).tolist() == [point.tokens for point in HELDOUT]
+    assert np.asarray(held_out.get_ydata()).tolist() == [point.loss for point in HELDOUT]
 
 
 def test_clusters_differ_in_colour_and_in_style(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

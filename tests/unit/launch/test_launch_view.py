@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from support.run_status import cluster_status, run_status, slave_status
 
-from dips.core.ids import Incarnation, PushId, RoundId, Version
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.messages import RoundSummary, Settings, StatusReply
 from dips.launch.view import headline, number, plain_line, status_json, status_view
 
@@ -41,7 +41,7 @@ def test_json_says_null_for_what_is_not_known() -> None:
     [
         (Version(2, 3), "2:3"),
         (RoundId(1, 2), "r1.2"),
-        (PushId("a", Incarnation(1, 2), 3), "a/1.2#3"),
+        (PushId(ClusterId("a"), Incarnation(1, 2), 3), "a/1.2#3"),
         (b"\x01\xff", "01ff"),
     ],
 )

@@ -121,14 +121,18 @@ def test_a_file_that_was_replaced_is_read_again(run_dir: Path) -> None:
 
 
 def test_following_tells_what_comes_and_takes_in_new_files(run_dir: Path) -> None:
-    looks: list[Callable[[], None]] = [
-        lambda: append("a.log", line(9, "worker", "a", "nine") + "2026-03-01T12:00:1"),
-        lambda: (append("a.log", "0.000Z I worker a: ten\n"), append("b.log", line(9.5, "worker", "b", "later"))),
-    ]
-
     def append(name: str, text: str) -> None:
         with (run_dir / "logs" / name).open("a") as file:
             file.write(text)
+
+    def append_to_both() -> None:
+        append("a.log", "0.000Z I worker a: ten\n")
+        append("b.log", line(9.5, "worker", "b", "later"))
+
+    looks: list[Callable[[], None]] = [
+        lambda: append("a.log", line(9, "worker", "a", "nine") + "2026-03-01T12:00:1"),
+        append_to_both,
+    ]
 
     def wait(_: float) -> None:
         if not looks:

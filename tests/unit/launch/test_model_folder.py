@@ -25,7 +25,7 @@ from dips.worker.torch_parameters import TorchParameters
 from dips.worker.trainer.model import ByteModel
 from dips.worker.trainer.sizes import SIZES
 
-CONFIG = LlamaConfig(
+CONFIG = LlamaConfig(  # type: ignore[call-arg]  # rope_theta, which its signature keeps quiet about
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=32, rope_theta=500.0, rms_norm_eps=1e-3, attention_bias=True,
 )  # fmt: skip
@@ -53,7 +53,8 @@ def fetched(model: torch.nn.Module) -> Fetched:
 
 
 def opened(folder: Path) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(folder).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder).eval()
+    return model
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:

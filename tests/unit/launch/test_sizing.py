@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dips.core.errors import ConfigError, Refused
+from dips.core.ids import SlaveId
 from dips.core.layout import DEFAULT_BLOCK_ELEMS, Layout, Parameter
 from dips.core.placement import memory_bytes_needed, place, shard_bytes_needed, table_bytes_needed
 from dips.core.wire import WIRE_DTYPES, encoded_bytes
@@ -17,9 +18,9 @@ from dips.launch.formula import names_of, value_of
 from dips.launch.sizing import SizeKnobs, Sizes, size
 from dips.sim.scale import rates
 from dips.slave.connections import ROOM_BYTES
-from dips.slave.data_port import MAX_WINDOW_CHUNKS
 from dips.slave.ring import SPARE_FILES
 from dips.slave.snapshot_file import file_bytes
+from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 
 PAPER = {"params": "100e9", "clusters": 9, "slaves": 16, "link": "10gbps"}
 
@@ -50,7 +51,7 @@ def test_a_model_fits_slaves_of_this_size_and_not_of_a_tenth_less(
     layout = Layout(tuple(Parameter(f"l.{n}.w", (layer_elems,), "float32", f"l.{n}") for n in range(n_layers)))
     found = sizes(params=layout.n_elems, slaves=n_slaves, clusters=3)
     stated = found.whole("slave_memory_bytes")
-    slaves = [f"s{n}" for n in range(n_slaves)]
+    slaves = [SlaveId(f"s{n}") for n in range(n_slaves)]
     placement = place(layout, [(slave, stated) for slave in slaves], 3, 2, 1 << 20)
     heaviest = max(sum(block.n_elems for block in placement.blocks_of(slave, layout)) for slave in slaves)
     assert heaviest <= found["shard_params"].value

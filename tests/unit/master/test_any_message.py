@@ -118,11 +118,11 @@ def words(bench: Bench) -> list[Any]:
     return bodies
 
 
-def nearly(draw: st.DrawFn, right: Any) -> Any:
+def nearly(data: st.DataObject, right: Any) -> Any:
     """The same value with some of its fields replaced by anything that the wire can carry."""
-    anything = draw(values_of(type(right)))
+    anything = data.draw(values_of(type(right)))
     fields = [field.name for field in dataclasses.fields(right) if field.name != "caller"]
-    taken = draw(st.sets(st.sampled_from(fields), max_size=3)) if fields else set()
+    taken = data.draw(st.sets(st.sampled_from(fields), max_size=3)) if fields else set()
     return dataclasses.replace(right, **{name: getattr(anything, name) for name in taken})
 
 
@@ -141,13 +141,13 @@ def test_no_message_ends_the_master(phase: str, data: st.DataObject) -> None:
     said = Caller(bench.run_id, bench.epoch, slave.name, slave.incarnation)
     for number in range(data.draw(st.integers(1, 5))):
         if data.draw(st.booleans()):
-            request = nearly(data.draw, data.draw(st.sampled_from(calls(bench))))
+            request = nearly(data, data.draw(st.sampled_from(calls(bench))))
             if data.draw(st.integers(0, 9)) == 0:
                 request = dataclasses.replace(request, caller=data.draw(values_of(Caller)))
             bench.event(ClusterCall(10_000 + number, request))
             bench.call(FinishPullRequest(bench.caller("c"), 1))  # answers with what follows from c's beats
         else:
-            body = nearly(data.draw, data.draw(st.sampled_from(words(bench))))
+            body = nearly(data, data.draw(st.sampled_from(words(bench))))
             bench.event(SlaveSaid(slave.link, SlaveMessage(said, body)))
         bench.event(Tick())
         sendable(bench)

@@ -14,8 +14,8 @@ import pytest
 from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.failpoints import armed
 from dips.master import archive
-from dips.master.archive import FOLDER, JournalRecord, segments, write_segment
-from dips.master.journal import FILE_NAME, Entry, Journal, Pruned, Retention, pruned_to, read_records
+from dips.master.archive import FOLDER, JournalRecord, Pruned, segments, write_segment
+from dips.master.journal import FILE_NAME, Entry, Journal, Retention, pruned_to, read_records
 
 KEPT = Retention(records=16, archive_bytes=1 << 30)
 PLACES = [

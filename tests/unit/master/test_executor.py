@@ -53,7 +53,7 @@ class Bench:
 
     def leaving(self) -> asyncio.Task[object]:
         """A cluster's call that waits for its reply."""
-        return asyncio.create_task(self.executor.call(lambda token: ClusterCall(token, leave())))  # type: ignore[arg-type]
+        return asyncio.create_task(self.executor.call(lambda token: ClusterCall(token, leave())))
 
     def reacts(self, react: Callable[[Event], Sequence[Effect]]) -> None:
         self.machine.react = react

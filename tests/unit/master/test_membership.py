@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from support.master_bench import LAYOUT, LEASED, OWN, Bench, Unanswered, refused_with
@@ -65,7 +66,7 @@ def test_settings_are_the_master_s_word() -> None:
         ({"declared_tokens_per_s": 1e15}, RefusalCode.TOKENS, "tokens/s"),
     ],
 )
-def test_bad_join_is_refused_and_the_run_goes_on(changes: dict[str, object], code: RefusalCode, word: str) -> None:
+def test_bad_join_is_refused_and_the_run_goes_on(changes: dict[str, Any], code: RefusalCode, word: str) -> None:
     bench = Bench(plan=OWN).running("a")
     with refused_with(code) as refused:
         bench.join("b", **changes)

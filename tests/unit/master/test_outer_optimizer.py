@@ -192,11 +192,11 @@ def test_scaled_momentum_moves_as_far_in_the_long_run() -> None:
     def way(config: PenaltyConfig, rho: float, rounds: int) -> float:
         decay, lookahead = momentum_coefficients(config, rho)
         theta, momentum = np.zeros(1, np.float32), np.zeros(1, np.float32)
+        slots, weights = np.zeros(1, np.int64), np.ones(1, np.float32)
         for _ in range(rounds):
             staging = (theta - np.float32(0.01)).reshape(1, 1)  # a pseudo-gradient of 0.01
             outer_numpy.outer_step(
-                *(theta, momentum, staging, np.zeros(1, np.int64), np.ones(1, np.float32)),
-                *(rho, 0.7, decay, lookahead, 1.0, theta, momentum, 0, 1),
+                theta, momentum, staging, slots, weights, rho, 0.7, decay, lookahead, 1.0, theta, momentum, 0, 1
             )
         return float(-theta[0])
 

@@ -9,10 +9,10 @@ import pytest
 from support.rounds import Master, Push, along, gram_of
 
 from dips.core.errors import LocalProtocolError
-from dips.master.state.penalty import DetectorState, Participant, PenaltyConfig, judge
+from dips.master.state.penalty import DetectorState, Judgement, Participant, PenaltyConfig, judge
 
 
-def reason_of(judgement, cluster: str) -> str:  # type: ignore[no-untyped-def]
+def reason_of(judgement: Judgement, cluster: str) -> str:
     return next(rejection.reason for rejection in judgement.rejected if rejection.cluster == cluster)
 
 

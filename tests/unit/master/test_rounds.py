@@ -372,13 +372,13 @@ def test_too_many_pinned_versions_give_way_oldest_first() -> None:
 @pytest.mark.parametrize("table", [ROUND_TABLE, PUSH_TABLE, SLAVE_TABLE], ids=lambda t: t.name)
 def test_only_the_table_s_arrows_can_be_walked(table: object) -> None:
     assert table in (ROUND_TABLE, PUSH_TABLE, SLAVE_TABLE)
-    phases = {ROUND_TABLE: RoundPhase, PUSH_TABLE: PushPhase}.get(table)  # type: ignore[call-overload]
+    phases = {ROUND_TABLE: RoundPhase, PUSH_TABLE: PushPhase}.get(table)
     for start in phases or type(SLAVE_TABLE.initial):
-        for name in table.inputs():  # type: ignore[attr-defined]
+        for name in table.inputs():
             for to in phases or type(SLAVE_TABLE.initial):
-                machine = Phase(table, Story())  # type: ignore[var-annotated,arg-type]
+                machine = Phase(table, Story())
                 machine.now = start
-                if to in table.rows.get((start, name), ()):  # type: ignore[attr-defined]
+                if to in table.rows.get((start, name), ()):
                     machine.move(name, to, 1.0)
                     assert machine.now is to
                 else:

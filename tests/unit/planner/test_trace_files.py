@@ -64,7 +64,7 @@ def test_torch_loads_the_order_and_its_messages_find_each_other(kind: str, tmp_p
     file = tmp_path / "plan.csv"
     file.write_text(schedule.to_csv())
     stage = SimpleNamespace(num_stages=schedule.n_stages, group_size=4, group_rank=0)
-    runtime = _PipelineScheduleRuntime([stage], schedule.n_microbatches)  # type: ignore[list-item]
+    runtime = _PipelineScheduleRuntime([stage], schedule.n_microbatches)
     runtime._load_csv(str(file), format="compute_only")
     read = [[str(action) for action in runtime.pipeline_order[device]] for device in range(4)]
     assert read == [[str(op) for op in order] for order in schedule.orders]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.number_learners import DATA, LAYOUT, BowlLearner, bowl_loss
+from support.number_learners import DATA, LAYOUT, BowlLearner, bowl_loss
 
 from dips.core import outer_numpy as reference
 from dips.core.errors import ConfigError

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from tests.support.number_learners import BowlLearner, bowl_loss
+from support.number_learners import BowlLearner, bowl_loss
 
 from dips.sim.compare.engine import run_on_servers
 from dips.sim.compare.inject import Injection

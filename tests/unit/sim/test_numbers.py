@@ -7,8 +7,8 @@ from random import Random
 
 import numpy as np
 import pytest
-from tests.support.number_learners import LAYOUT as BOWL
-from tests.support.number_learners import BowlLearner
+from support.number_learners import LAYOUT as BOWL
+from support.number_learners import BowlLearner
 
 from dips.core import outer_numpy as reference
 from dips.core.chunks import chunks_of, digest_of_array

@@ -8,7 +8,6 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from dips.master.state.penalty_config import PenaltyConfig
 from dips.sim.master_host import MasterHost
 from dips.sim.plan import Plan, make_plan
 from dips.sim.world import World
@@ -36,9 +35,8 @@ class Listening(World):
 
 def delayed(seed: int) -> Plan:
     plan = make_plan(Random(seed))
-    knobs = {"outer_optimizer": "delayed-nesterov", "delay_rounds": N, "outer_momentum": 0.8}
     settings = replace(plan.config.settings, outer_momentum=0.8)
-    penalty: PenaltyConfig = replace(plan.config.penalty, **knobs)
+    penalty = replace(plan.config.penalty, outer_optimizer="delayed-nesterov", delay_rounds=N, outer_momentum=0.8)
     return replace(plan, config=replace(plan.config, settings=settings, penalty=penalty))
 
 

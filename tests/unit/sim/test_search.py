@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
 import pytest
 from support.mutants import MUTANTS
@@ -97,7 +98,7 @@ class _Holder:
         self.story = ["not looked at"]
         self.me = self
         held = self.table
-        self.closure = lambda: held["a"]
+        self.closure: Callable[[], list[int]] = lambda: held["a"]
         self.method = self.length
 
     def length(self) -> int:

@@ -30,14 +30,16 @@ def nobody_counts(kind: str) -> None:
 
 class TestTime:
     def test_what_is_due_first_happens_first_and_ties_go_by_order(self) -> None:
-        kernel, seen = Kernel(0), []
+        kernel = Kernel(0)
+        seen: list[str] = []
         for at_s, what in ((2.0, "c"), (1.0, "a"), (1.0, "b")):
             kernel.at(at_s, None, seen.append, what)
         run(kernel)
         assert seen == ["a", "b", "c"]
 
     def test_a_killed_process_does_nothing_more(self) -> None:
-        kernel, seen = Kernel(0), []
+        kernel = Kernel(0)
+        seen: list[str] = []
         process = Process(kernel, "p")
         process.begin_life()
         kernel.at(1.0, process, seen.append, "of the first life")
@@ -48,7 +50,8 @@ class TestTime:
         assert seen == ["of the second"]
 
     def test_a_stopped_process_does_it_when_it_goes_on_in_the_same_order(self) -> None:
-        kernel, seen = Kernel(0), []
+        kernel = Kernel(0)
+        seen: list[tuple[str, float]] = []
         process = Process(kernel, "p")
         process.begin_life()
         for what in ("first", "second"):
@@ -131,13 +134,15 @@ class TestCalls:
         return Asked(world, cluster, BeginPullRequest(Caller("sim", 0, "a", None, "-")), 5.0, heard.append)
 
     def test_an_answer_reaches_who_asked(self) -> None:
-        world, heard = World(1), []
+        world = World(1)
+        heard: list[Any] = []
         self.asked(world, heard).answered("yes")
         run(world.kernel, 1.0)
         assert heard == ["yes"]
 
     def test_an_answer_to_a_killed_process_reaches_nobody(self) -> None:
-        world, heard = World(1), []
+        world = World(1)
+        heard: list[Any] = []
         call = self.asked(world, heard)
         world.clusters["a"].kill()
         world.clusters["a"].begin_life()
@@ -148,7 +153,8 @@ class TestCalls:
 
 class TestDatagrams:
     def arrived(self, weather: Weather, n: int = 300) -> tuple[list[int], set[str]]:
-        kernel, kinds = Kernel(3), set()
+        kernel = Kernel(3)
+        kinds: set[str] = set()
         net = Network(kernel, kinds.add, weather)
         seen: list[int] = []
         for number in range(n):
@@ -171,7 +177,7 @@ class TestDatagrams:
 
 class TestSlaveDisk:
     def test_what_was_synced_survives_a_crash_and_the_rest_may_not(self) -> None:
-        survivors = set()
+        survivors: set[tuple[bool | str, ...]] = set()
         for seed in range(40):
             disk = SlaveDisk("s")
             disk.create("kept", b"kept")

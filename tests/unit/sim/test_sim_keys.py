@@ -11,7 +11,7 @@ import pytest
 
 from dips.core.data_header import DataHeader
 from dips.sim import slave_host
-from dips.sim.data_keys import Away
+from dips.sim.data_keys import Away, may_ask
 from dips.sim.plan import make_plan
 from dips.sim.world import World
 from dips.slave.state.admission import Admission
@@ -25,7 +25,7 @@ def with_keys(seed: int) -> World:
 
 
 def test_runs_with_keys_and_faults_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, real = Counter[str](), slave_host.may_ask
+    answers, real = Counter[str](), may_ask
 
     def counted(
         admission: Admission, key: bytes, header: DataHeader, answer: Callable[[DataHeader, None], None], away: Away

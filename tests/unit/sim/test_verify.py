@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from support.history import Change, Script, changed, nth, usual_run, write_run
 
 from dips.core.errors import ConfigError
@@ -241,7 +242,7 @@ def test_other_files_of_lines_are_no_tapes(run: Path) -> None:
 # ---- snapshots ----
 
 
-def ring_in(directory: Path, theta: np.ndarray, momentum: np.ndarray) -> Manifest:  # type: ignore[type-arg]
+def ring_in(directory: Path, theta: NDArray[np.float32], momentum: NDArray[np.float32]) -> Manifest:
     """A slave's ring with one committed snapshot; returns its manifest."""
     directory.mkdir(parents=True)
     ring = Ring(LocalDisk(directory), "test", "s9", 2)

@@ -103,8 +103,11 @@ def receive(memory: ShardMemory, theta: F32, share: float, pairs: float) -> Rece
     receipts.new_theta()
     receipts.new_theta()
     for chunk in chunks_of(memory.blocks, CHUNK_BYTES):
-        names = {"block": chunk.block_id, "offset_bytes": chunk.offset_bytes, "length_bytes": chunk.length_bytes}
-        landing = memory.map.find(DataHeader("run", 1, DataOp.PUT_CHUNK, 1, **names))
+        block, offset_bytes, length_bytes = chunk.block_id, chunk.offset_bytes, chunk.length_bytes
+        header = DataHeader(
+            "run", 1, DataOp.PUT_CHUNK, 1, block=block, offset_bytes=offset_bytes, length_bytes=length_bytes
+        )
+        landing = memory.map.find(header)
         part = slice(landing.start_byte // 4, (landing.start_byte + landing.length_bytes) // 4)
         for row in range(SLOTS):
             number = 2 if rng.random() < share else 1

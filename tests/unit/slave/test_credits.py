@@ -195,7 +195,12 @@ def test_a_thousand_peers_cost_a_look_at_each_and_not_at_each_pair(monkeypatch: 
             pace.note_landed(key, MIB, now_s)
     looks: list[int] = []
     fastest = Credits._fastest
-    monkeypatch.setattr(Credits, "_fastest", lambda self: looks.append(self.n_streams) or fastest(self))
+
+    def looking(self: Credits[int]) -> float:
+        looks.append(self.n_streams)
+        return fastest(self)
+
+    monkeypatch.setattr(Credits, "_fastest", looking)
     pace.note_landed(0, MIB, 7.0)  # an interval ends
     pace.note_landed(MAX_STREAMS, MIB, 7.0)  # one more comes
     assert pace.n_streams == MAX_STREAMS

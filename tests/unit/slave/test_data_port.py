@@ -278,7 +278,7 @@ def differences(codec: Codec, chunk: Chunk) -> bytes:
     start = BLOCKS[chunk.block_id].start_elem + chunk.offset_bytes // 4
     here = slice(start, start + chunk.length_bytes // 4)
     encoded = np.zeros(encoded_bytes(codec, chunk.length_bytes // 4), np.uint8)
-    wire_numpy.encode(codec, VALUES[here] / 2, VALUES[here], None, encoded)
+    wire_numpy.encode(codec, VALUES[here] / np.float32(2), VALUES[here], None, encoded)
     return encoded.tobytes()
 
 

@@ -39,11 +39,14 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import (
     AbortRound,
     CloseStaging,
+    CommandBody,
+    Configure,
     ConfigureRefused,
     Hello,
     ListShard,
     MoveBlocks,
     PlacementSpec,
+    Prepare,
     Promised,
     Ready,
     Retain,
@@ -470,7 +473,7 @@ def test_an_arrow_that_is_not_in_the_table_raises_and_changes_nothing(bench: Sla
     assert bench.phase is ShardPhase.READY
 
 
-_COMMANDS = [
+_COMMANDS: list[CommandBody] = [
     measure(R2),
     measure(R3),
     prepare(R2),
@@ -521,12 +524,15 @@ def _finish(bench: SlaveBench) -> None:
     match bench.phase:
         case ShardPhase.LOADING:
             body = job.body
-            assert body.load is not None  # type: ignore[union-attr]
-            bench.loaded(snapshot(body.load, body.load_round))  # type: ignore[union-attr]
+            assert isinstance(body, Configure)
+            assert body.load is not None
+            assert body.load_round is not None
+            bench.loaded(snapshot(body.load, body.load_round))
         case ShardPhase.MEASURING:
             bench.measured()
         case ShardPhase.PREPARING:
-            bench.prepared(snapshot(V1, job.body.round, committed=False))  # type: ignore[union-attr]
+            assert isinstance(job.body, Prepare)
+            bench.prepared(snapshot(V1, job.body.round, committed=False))
         case ShardPhase.COMMITTING:
             shadow = bench.state.shard.shadow
             assert shadow is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cluster_life import DIGESTS, LeasedLife, Life
+from support.cluster_life import DIGESTS, LeasedLife, Life, phase_of
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import PushId, Version
@@ -68,15 +68,15 @@ def test_once_taken_the_work_is_dropped_and_the_leases_are_settled_anew(life: Le
     life.sent(life.ticket())
     life.admitted()
     taken(life, push)
-    assert life.phase is SessionPhase.PULLING
+    assert phase_of(life) is SessionPhase.PULLING
     assert life.waits
     assert life.session.core.work.tokens == 0
     assert not life.asks(ReturnDataRequest), "the rollback freed every lease"
     assert life.grant().at_least == NEW
     assert life.pull_ends().mode is InstallMode.REPLACE
-    assert life.phase is SessionPhase.JOINING, "what it held is not lent to it any more"
+    assert phase_of(life) is SessionPhase.JOINING, "what it held is not lent to it any more"
     assert life.join(kept=()).held_ranges == (life.span(200, 100_000),)
-    assert life.phase is SessionPhase.TRAINING
+    assert phase_of(life) is SessionPhase.TRAINING
     assert life.session.held == ()
     assert life.session.core.work.times_forgotten == 1
     life.effects.clear()

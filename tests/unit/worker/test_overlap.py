@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.cluster_life import SETTINGS, LeasedLife, Life
+from support.cluster_life import SETTINGS, LeasedLife, Life, phase_of
 
 from dips.core.errors import RemoteProtocolError
 from dips.core.ids import Version
@@ -324,12 +324,12 @@ def test_a_run_that_ends_is_waited_for_and_steps_made_meanwhile_are_not_pushed(o
     sending(life)
     life.train(2)
     life.beat(stop=True)
-    assert life.phase is SessionPhase.PULLING, "what is sent in part is given up"
+    assert phase_of(life) is SessionPhase.PULLING, "what is sent in part is given up"
     assert list(life.give_back_answered()) == [life.span(0, 600)]
     life.pass_s(1.0)
     assert life.waits
     assert life.pulled().mode is InstallMode.REPLACE
-    assert life.phase is SessionPhase.LEAVING
+    assert phase_of(life) is SessionPhase.LEAVING
 
 
 @each_overlap

@@ -22,7 +22,7 @@ SPLIT = "0F0,0F1,1F0,1I0,0I0,1F1,1W0,1I1,0I1,0W1,1W1,0W0\n"
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """A process group of this process only."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
 

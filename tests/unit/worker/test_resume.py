@@ -171,7 +171,7 @@ def test_a_checkpoint_older_than_an_undecided_push_never_trains_on_its_data_agai
     next_life(life, old, push.record).join(push.id)
     assert life.session.held == (life.span(200, 100_000),)
     life.answer(AwaitVerdictRequest, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED, push.id)))
-    assert life.session.held == ()
+    assert list(life.session.held) == []
     assert life.session.take_leased() == []
     assert list(life.give_back_answered()) == [life.span(400, 100_000)], "0 to 400 are applied"
     assert life.pulled().mode is InstallMode.REPLACE

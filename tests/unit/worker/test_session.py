@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.cluster_life import LEASED, OWN, SETTINGS, TOKENS, Life, session_config
+from support.cluster_life import LEASED, OWN, SETTINGS, TOKENS, Life, phase_of, session_config
 
 from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RemoteProtocolError, RetryLater
 from dips.core.ids import Incarnation, Version
@@ -354,9 +354,9 @@ def test_a_fence_of_an_older_incarnation_is_ignored(life: Life) -> None:
 
 def test_a_revoked_cluster_ends_with_the_masters_sentence_and_trains_no_further(life: Life) -> None:
     life.say(BeatRefused(Incarnation(1, 1), Refused(RefusalCode.IDENTITY, "your certificate was revoked")))
-    assert life.phase is SessionPhase.LEAVING
+    assert phase_of(life) is SessionPhase.LEAVING
     life.refuse(LeaveRequest, RefusalCode.IDENTITY)
-    assert life.phase is SessionPhase.LEFT
+    assert phase_of(life) is SessionPhase.LEFT
     finished = life.take(Finished)
     assert isinstance(finished.error, Refused)
     assert "revoked" in finished.error.sentence
@@ -467,14 +467,14 @@ def test_the_runs_end_pulls_the_last_version_and_leaves(life: Life) -> None:
     life.train(2)
     life.published = Version(1, 9)
     life.beat(stop=True)
-    assert life.phase is SessionPhase.PULLING
+    assert phase_of(life) is SessionPhase.PULLING
     assert life.waits
     assert life.asked(BeginPullRequest).at_least == Version(1, 9)
     assert life.pulled().mode is InstallMode.REPLACE
     assert life.left().reason == "the run has ended"
     assert life.finished is not None
     assert life.finished.error is None
-    assert life.phase is SessionPhase.LEFT
+    assert phase_of(life) is SessionPhase.LEFT
 
 
 def test_the_runs_end_waits_for_the_open_verdict(life: Life) -> None:
@@ -516,9 +516,9 @@ def test_the_runs_end_is_left_in_time_even_when_no_version_can_be_pulled(life: L
 def test_a_push_refused_because_the_run_ends_waits_for_the_heartbeats_word(life: Life) -> None:
     life.push_begun()
     life.refuse(BeginPushRequest, RefusalCode.STOPPING)
-    assert life.phase is SessionPhase.BEGINNING_PUSH
+    assert phase_of(life) is SessionPhase.BEGINNING_PUSH
     life.beat(stop=True)
-    assert life.phase is SessionPhase.PULLING
+    assert phase_of(life) is SessionPhase.PULLING
 
 
 @pytest.mark.parametrize("stretch", ["training", "pushing", "awaiting", "pulling"])

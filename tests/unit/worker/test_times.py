@@ -51,7 +51,7 @@ def test_whatever_is_derived_is_in_order(heartbeat_s: float, beats: int, rounds:
     settings = Settings(heartbeat_s=heartbeat_s, evict_after_beats=beats, round_timeout_s=round_timeout_s)
     assert not violations("worker", asdict(times_of(session_config(), settings)))
     knobs = {"heartbeat_s": heartbeat_s, "evict_after_beats": beats, "round_timeout_s": round_timeout_s}
-    MasterConfig(run_id="r", directory="d", lease_ttl_s=1e9, **knobs)  # type: ignore[arg-type]  # pydantic converts
+    MasterConfig(run_id="r", directory="d", lease_ttl_s=1e9, **knobs)
 
 
 NAMES = ("call_deadline_s", "retry_max_s", "leave_wait_s", "data_silence_s", "data_stall_s")

@@ -42,8 +42,10 @@ def test_the_layout_has_trained_parameters_once_and_groups_them_by_layer() -> No
 
 def test_snapshot_and_install_are_inverse_to_the_bit() -> None:
     model, other = Tied(), Tied()
+    first = model.layers[0]
+    assert isinstance(first, torch.nn.Linear)
     with torch.no_grad():
-        model.layers[0].weight[0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
+        first.weight[0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
     flat = np.empty(store(model).layout().n_elems, np.float32)
     store(model).snapshot(flat)
     store(other).install(flat)
@@ -196,7 +198,8 @@ def test_a_snapshot_runs_beside_the_host_and_before_the_next_change(monkeypatch:
     host, *rest = _groups(parameters._spans)
     assert [group.stop_elem for group in (host, *rest)] == [28, 48, 68]
     parameters._groups = [host, *(replace(group, device=device) for group in rest)]
-    parameters._devices, parameters._sides = {device}, {device: tape.Stream(device)}
+    parameters._devices = {device}
+    monkeypatch.setattr(parameters, "_sides", {device: tape.Stream(device)})
     flat = np.empty(68, np.float32)
     ready = parameters.begin_snapshot(flat)
     assert ready is not None
@@ -228,7 +231,7 @@ def test_a_model_of_many_tiny_tensors_round_trips() -> None:
 
 def test_flat_vectors_are_writable_memory() -> None:
     flat = store(Tied()).empty(1000)
-    assert (flat.shape, flat.dtype, flat.flags.writeable) == ((1000,), np.float32, True)
+    assert (flat.shape, flat.dtype, flat.flags.writeable) == ((1000,), np.dtype(np.float32), True)
     flat[:] = 1.0
 
 

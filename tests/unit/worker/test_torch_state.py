@@ -96,7 +96,7 @@ def test_training_goes_on_to_the_bit(make: Maker, dtype: torch.dtype, tmp_path: 
 def test_the_loops_own_things_come_back_as_they_were(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    state = {
+    state: dict[str | int, Any] = {
         "seen": 7, 3: (1, [2.5, None]), "flag": True, "name": "x", "raw": b"\x00\xff", "nothing": torch.empty(0, 3),
         "half": torch.tensor([1.5, -2], dtype=torch.bfloat16), "mask": torch.tensor([True, False]), "big": 2**70,
         "scalar": torch.tensor(3), "rows": np.arange(6, dtype=np.int16).reshape(2, 3), "wide": torch.ones(2, 2)[:, ::2],

@@ -190,7 +190,9 @@ def test_rounds_of_any_kind_agree_with_plain_copies(rounds: list[tuple[int, int,
         store.theta += 1.0
         pushed = float(store.theta[0])
         vectors.snapshot(store)
-        assert vectors.sending()[0].tolist() == [pushed] * N
+        sent, _ = vectors.sending()
+        assert isinstance(sent, np.ndarray)
+        assert sent.tolist() == [pushed] * N
         store.theta += before
         landing = vectors.landing(push_is_live=before == 0, push_is_needed=not dropped)
         vectors.keep_push(store)
@@ -223,6 +225,7 @@ def test_a_snapshot_that_goes_on_is_waited_for_by_whoever_reads_all_of_it() -> N
     vectors.snapshot(store)
     flat, ready = vectors.sending()
     assert ready is not None
+    assert isinstance(flat, np.ndarray)
     ready.wait(0, 2)
     assert flat[:2].tolist() == [0.0, 1.0]
     assert np.isnan(flat[2:]).all(), "the rest is not there yet"

@@ -26,7 +26,9 @@ from dips.worker.parameters import ParameterStore
 from dips.worker.state.work import is_within, joined, without
 from dips.worker.trainer import train as module
 from dips.worker.trainer.config import TrainConfig
+from dips.worker.trainer.inner import InnerTrainer
 from dips.worker.trainer.rows import all_ranges
+from dips.worker.trainer.signals import StopSignals
 from dips.worker.trainer.train import run, schedule_of
 
 CHUNK = 64
@@ -249,11 +251,11 @@ def test_the_wait_of_a_slower_cluster_comes_before_the_driver_hears_of_the_step(
 ) -> None:
     waits: list[tuple[int, float]] = []
 
-    def wait(signals: module.StopSignals, timeout_s: float) -> bool:
+    def wait(signals: StopSignals, timeout_s: float) -> bool:
         waits.append((len(driver.last.steps), timeout_s))
         return False
 
-    monkeypatch.setattr(module.StopSignals, "wait", wait)
+    monkeypatch.setattr(StopSignals, "wait", wait)
     run(train.model_copy(update={"emulate_gap": 0.5}), CLIENT)
     assert [steps for steps, _ in waits] == list(range(driver.end_after))
     assert all(timeout_s > 0 for _, timeout_s in waits)
@@ -319,15 +321,15 @@ def test_without_a_master_and_steps_both_remedies_are_named(train: TrainConfig) 
 
 
 def test_ctrl_c_ends_training_alone(train: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, made = module.InnerTrainer.step, []
+    step, made = InnerTrainer.step, []
 
-    def interrupted(inner: module.InnerTrainer, *args: Any) -> float:
+    def interrupted(inner: InnerTrainer, *args: Any) -> float:
         made.append(step(inner, *args))
         if len(made) == 4:
             os.kill(os.getpid(), signal.SIGINT)
         return made[-1]
 
-    monkeypatch.setattr(module.InnerTrainer, "step", interrupted)
+    monkeypatch.setattr(InnerTrainer, "step", interrupted)
     tape = tmp_path / "tape"
     assert run(train.model_copy(update={"steps": 1000}), ClientConfig(tape=tape)) == 130
     assert len(made) == 4

@@ -112,8 +112,8 @@ def test_ignored_targets_add_nothing_to_loss_or_gradient() -> None:
     targets = torch.cat((tokens[:, 1:], torch.full((1, 4), IGNORED_TARGET)), dim=1)
     filled = model.loss(inputs, targets)
     assert filled.item() == pytest.approx(plain.item(), rel=1e-6)
-    grads = [torch.autograd.grad(loss, model.embedding.weight)[0] for loss in (plain, filled)]
-    assert torch.allclose(*grads, atol=1e-7)
+    of_plain, of_filled = (torch.autograd.grad(loss, model.embedding.weight)[0] for loss in (plain, filled))
+    assert torch.allclose(of_plain, of_filled, atol=1e-7)
 
 
 def test_training_works_after_an_evaluation_in_the_same_process() -> None:
