@@ -77,8 +77,6 @@ RUN python requirements.py slave >needed.txt \
  && python -m pip --python /opt/dips/venv/bin/python install --constraint constraints.txt --requirement needed.txt
 
 FROM common AS slave
-# malloc takes large pages, as core/tunables.py has it for a run on one machine.
-ENV GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 COPY --from=slave-packages /opt/dips/venv /opt/dips/venv
 COPY --from=package /opt/dips/venv /opt/dips/venv
 RUN NUMBA_CACHE_DIR=/opt/dips/kernels python -c \

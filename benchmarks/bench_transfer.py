@@ -32,8 +32,6 @@ from flows.ends import WAYS, SlaveEnd, WorkerEnd, layout_of
 from flows.peer import Peer
 from flows.watched import Scraper, scrape
 
-from dips.core.tunables import with_large_pages
-
 BASELINES = ("tcp", "grpc_bytes", "grpc_protobuf", "pickle")
 OURS = ("push", "push_without_checksum", "push_curve", "pull", "pull_without_checksum", "pull_curve")
 TEN_GBIT_BYTES_PER_S = 1.25e9
@@ -68,7 +66,7 @@ class Bench:
     def __init__(self, mib: int, tensors: int, chunk_bytes: int, window_chunks: int, data_threads: int) -> None:
         self.layout = layout_of(mib << 18, tensors)
         self._chunk_bytes = chunk_bytes
-        self._slave = Peer(SlaveEnd, self.layout, chunk_bytes, data_threads, environment=with_large_pages)
+        self._slave = Peer(SlaveEnd, self.layout, chunk_bytes, data_threads)
         self._worker = Peer(WorkerEnd, self.layout, chunk_bytes, window_chunks)
         self._pushes = 0
         self._ports = {name: self._slave.call("port", name).value for name in BASELINES}

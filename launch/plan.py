@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from dips.core.log_lines import LOG_FORMAT_VARIABLE, LogFormat
 from dips.core.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
-from dips.core.tunables import with_large_pages
 from dips.launch.options import command_line, option_name
 from dips.launch.run_directory import RunDirectory
 from dips.launch.supervisor import ChildSpec, Stage
@@ -163,8 +162,7 @@ def _slave_spec(plan: RunPlan, slave: SlaveConfig, directory: RunDirectory, addr
         *metrics_options(plan, directory, name, slave),
     ]
     command = _dips("slave", *knobs, option_name("master"), address, *security_options(plan, directory, name))
-    environment = with_large_pages(_environment(plan))
-    return ChildSpec(name, tuple(command), directory.log(name), environment, Stage.SECOND)
+    return ChildSpec(name, tuple(command), directory.log(name), _environment(plan), Stage.SECOND)
 
 
 def _cluster_spec(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import resource
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
-
-Environment = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -24,20 +21,11 @@ class Done:
 class Peer:
     """make: builds the object in the child; called with `args`. Raises RuntimeError with what a call raised."""
 
-    def __init__(
-        self, make: Callable[..., object], *args: Any, environment: Callable[[Environment], Environment] = dict
-    ) -> None:
-        """environment: makes the child's of this process's."""
+    def __init__(self, make: Callable[..., object], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, make, args), daemon=True)
-        ours = dict(os.environ)
-        os.environ.update(environment(ours))
-        try:
-            self._process.start()
-        finally:
-            os.environ.clear()
-            os.environ.update(ours)
+        self._process.start()
         there.close()
         self.finish()
 

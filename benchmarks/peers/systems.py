@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.telemetry import read_tape
-from dips.core.tunables import with_large_pages
 from peers.environments import interpreter
 from peers.party import HERE, START_S, Failed, Party, python
 from peers.work import OUTER_LR, OUTER_MOMENTUM
@@ -56,8 +55,7 @@ class Dips(Party):
                 "tape": self.directory / f"{name}.jsonl",
             }  # fmt: skip
             dips = [HERE / "switches.py", self.without] if self.without else ["-m", "dips.launch"]
-            variables = {} if self.without == "large pages" else with_large_pages({})
-            self.spawn(name, [python(), *dips, "slave", "--insecure", *_options({**own, **self.slave})], variables)
+            self.spawn(name, [python(), *dips, "slave", "--insecure", *_options({**own, **self.slave})])
         for number in range(self.clusters):
             self.start_cluster(number, address)
 

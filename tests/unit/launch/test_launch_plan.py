@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dips.core.tunables import LARGE_PAGES, VARIABLE
 from dips.launch.demo_plan import DemoWish, make_plan, train_settings
 from dips.launch.plan import (
     OwnCluster,
@@ -127,19 +126,6 @@ def test_the_launchers_own_settings_are_not_inherited(
     assert {k: v for k, v in environment.items() if k.startswith("DIPS_")} == {"DIPS_LOG_FORMAT": "human"}
     assert environment["NUMBA_CACHE_DIR"] == "/somewhere"
     assert environment["PYTHONUNBUFFERED"] == "1"
-
-
-def test_slaves_take_large_pages_and_people_have_the_last_word(
-    plan: RunPlan, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert {spec.environment[VARIABLE] for spec in slave_specs(plan, directory, ADDRESS)} == {LARGE_PAGES}
-    others = [master_spec(plan, directory), *cluster_specs(plan, directory, ADDRESS)]
-    assert not any(VARIABLE in spec.environment for spec in others)
-    monkeypatch.setenv(VARIABLE, "glibc.malloc.arena_max=1")
-    assert {spec.environment[VARIABLE] for spec in slave_specs(plan, directory, ADDRESS)} == {
-        "glibc.malloc.arena_max=1"
-    }
 
 
 def test_each_process_gets_the_keys_of_its_name_and_no_others(plan: RunPlan, directory: RunDirectory) -> None:
