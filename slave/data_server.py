@@ -29,7 +29,7 @@ from dips.core.data_header import MAX_HEADER_BYTES
 from dips.core.errors import ConfigError, Refused
 from dips.core.failpoint_spec import Kind
 from dips.core.failpoints import failpoint
-from dips.core.frames_zmq import Outgoing
+from dips.core.frames_zmq import NOW, NOW_MORE, Outgoing
 from dips.core.handshakes_zmq import Failure, Handshakes
 from dips.core.ids import PushId, Version
 from dips.core.messages import AllowedKey, SlaveBeat
@@ -66,19 +66,12 @@ TOGETHER = 4
 """Chunks that are admitted before the first of them lands, if as many wait, and answered after the last. A chunk of
 1 MiB drives the interpreter's code and data out of the caches: so that is paid for once for four chunks."""
 
-_NOW = int(zmq.NOBLOCK)
-_NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-"""As plain numbers: each operation on an enum of flags takes microseconds."""
-
 MAX_ANSWERS = 1026
 """On their way to one peer, which has at most 512 requests unanswered (tiny chunks): libzmq tells the writing side that
 messages were taken only once per half of the mark. Payloads among them are the version's own memory."""
 
 COPIED_BYTES = 16384
 """Smaller frames are copied into the message: that is faster than to have one's memory given back."""
-
-KEPT_ANSWERS = 64
-"""With a payload, sent without a copy, and not given up yet."""
 
 BEAT_REFRESH_S = 0.05
 """How old the counters that beat() gives may be. Beats are seconds apart."""
@@ -125,7 +118,7 @@ class DataServer:
         self._words: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ended = self._stopped = False
         self._context = zmq.Context(data_threads)
-        self._outgoing = Outgoing(KEPT_ANSWERS)
+        self._outgoing = Outgoing()
         self._max_chunk_bytes = max_chunk_bytes
         self._listener = self._listen(host, port)
         self._gate: Gate | None = None
@@ -401,13 +394,13 @@ class DataServer:
 
     def _receive(self) -> Message | None:
         try:
-            peer = self._router.recv(_NOW)
+            peer = self._router.recv(NOW)
         except zmq.Again:
             return None
-        frames = [self._router.recv(_NOW, copy=False)]
+        frames = [self._router.recv(NOW, copy=False)]
         n_frames, more = 1, frames[0].more
         while more:
-            frame = self._router.recv(_NOW, copy=False)
+            frame = self._router.recv(NOW, copy=False)
             n_frames, more = n_frames + 1, frame.more
             if n_frames <= KEPT_FRAMES:
                 frames.append(frame)
@@ -493,7 +486,7 @@ class DataServer:
 
     def _send_frames(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> None:
         try:
-            self._router.send(peer, _NOW_MORE)
+            self._router.send(peer, NOW_MORE)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return
@@ -503,11 +496,11 @@ class DataServer:
         # leave do not have the checksum of their header, and the reader asks again (slave/data_port.py, Answer).
         *first, last = frames
         for frame in first:
-            self._router.send(frame, _NOW_MORE)
+            self._router.send(frame, NOW_MORE)
         if isinstance(last, bytes) or len(last) < COPIED_BYTES:
-            self._router.send(last, _NOW)
+            self._router.send(last, NOW)
         else:
-            self._router.send(self._outgoing.frame(last), _NOW, copy=False)
+            self._router.send(self._outgoing.frame(last), NOW, copy=False)
 
     def _end(self) -> None:
         self._ended = True

@@ -13,7 +13,7 @@ import zmq
 from dips.core.curve import CurvePair, as_client
 from dips.core.data_header import MAX_HEADER_BYTES
 from dips.core.errors import ConfigError
-from dips.core.frames_zmq import Outgoing
+from dips.core.frames_zmq import NOW, NOW_MORE, Outgoing
 from dips.core.handshakes_zmq import Failure, Handshakes
 from dips.core.messages import PlacementSpec, SlaveAddress
 from dips.core.net import require_loopback
@@ -27,13 +27,6 @@ RECONNECT_MS, MAX_RECONNECT_MS = 50, 1_000
 QUEUE_MESSAGES = 2 * MOST_REQUESTS + 2
 """libzmq tells the writing side that messages were taken only once per half of the mark: with a mark of less than twice
 what may be unanswered, sending would be refused while the queue is nearly empty."""
-
-KEPT_FRAMES = 64
-"""Sent without a copy, and not given up yet."""
-
-_NOW = int(zmq.NOBLOCK)
-_NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-"""As plain numbers: each operation on an enum of flags takes microseconds."""
 
 Header = bytes
 Payload = memoryview
@@ -59,7 +52,7 @@ class Links:
         self._away: set[str] = set()
         self._news: list[str] = []
         self._poller = zmq.Poller()
-        self._outgoing = Outgoing(KEPT_FRAMES)
+        self._outgoing = Outgoing()
 
     def open(self, slaves: Sequence[str]) -> None:
         """Connect. Raises ConfigError for keys on one side only, and without keys for what is not loopback."""
@@ -104,10 +97,10 @@ class Links:
             return
         try:
             if payload is None:
-                dealer.send(header, _NOW)
+                dealer.send(header, NOW)
             else:
-                dealer.send(header, _NOW_MORE)
-                dealer.send(payload if copy else self._outgoing.frame(payload), _NOW, copy=copy)
+                dealer.send(header, NOW_MORE)
+                dealer.send(payload if copy else self._outgoing.frame(payload), NOW, copy=copy)
         except zmq.Again:
             _logger.debug("slave %s takes no more messages now", slave)
 
@@ -121,7 +114,7 @@ class Links:
         for slave, dealer in list(self._sockets.items()):
             while dealer in ready and self._sockets.get(slave) is dealer:
                 try:
-                    header = dealer.recv(_NOW, copy=False)
+                    header = dealer.recv(NOW, copy=False)
                 except zmq.Again:
                     break
                 if not header.more:

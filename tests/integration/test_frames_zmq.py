@@ -25,9 +25,10 @@ def given_up(memory: bytearray) -> bool:
     return False
 
 
-def test_frames_that_have_left_are_given_up_when_many_are_kept() -> None:
+@pytest.mark.parametrize("bound", [{"most_frames": 3}, {"most_bytes": 399}])
+def test_frames_that_have_left_are_given_up_when_many_are_kept(bound: dict[str, int]) -> None:
     memories = [bytearray(b"%d" % i * 100) for i in range(4)]
-    outgoing = Outgoing(3)
+    outgoing = Outgoing(**bound)
     with zmq.Context() as context, context.socket(zmq.PAIR) as here, context.socket(zmq.PAIR) as there:
         here.bind("inproc://here")
         there.connect("inproc://here")
