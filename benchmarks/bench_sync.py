@@ -18,8 +18,8 @@ does then (Di-PS writes its snapshot) is not in the time. Nothing here judges a 
     python benchmarks/bench_sync.py [--params N] [--clusters K] [--slaves S] [--rounds R] [--cycles C] [--peers all]
 
 cpu: processor seconds of all processes of a system in a round. worker: the most that a cluster's process held beyond
-its model (parameters, torch, Python) at any moment. torchft and hivemind are installed into environments of their own
-under --venvs (gigabytes, once); a system that cannot be installed is left out and named.
+its model (parameters, inner optimizer, torch, Python) at any moment. torchft and hivemind are installed into
+environments of their own under --venvs (gigabytes, once); a system that cannot be installed is left out and named.
 """
 
 from __future__ import annotations

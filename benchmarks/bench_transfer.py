@@ -12,7 +12,8 @@ Rates count the vector's bytes once. CPU seconds are of the whole process, kerne
 pays for most of the receiver's protocol work. A push includes checksums, the sums of squares that MEASURE needs, the
 slave's acknowledgements and the digest; rows without checksum leave out the checksums on both sides, rows with curve
 encrypt as a run with keys does (CURVE: each frame XSalsa20-Poly1305, on libzmq's own threads). compute_kept: how
-much of the slave's outer step (one thread) is left while it receives 10 Gbit/s. push_kept_while_scraped: pushes one
+much of the slave's outer step (one thread) is left while pushes bring it 10 Gbit/s; compute_kept_beside_tcp: the same
+with raw TCP, which is the floor, since the sender wants a part of this machine too. push_kept_while_scraped: pushes one
 after the other while the slave's metrics are scraped each second, over those while nobody asks, in turns; scrape_cpu_s:
 processor time of the slave for one scrape.
 """
@@ -77,22 +78,17 @@ class Bench:
     def transfer(self, name: str) -> Sample:
         """One whole vector. The slave receives, but for a pull."""
         before = self._cpu_s()
-        if name.startswith("push"):
-            wall_s = self._push(_way_of(name))
-        elif name.startswith("pull"):
-            way = _way_of(name)
-            wall_s = self._worker.call("pull", self._endpoints[way], self._digests[way], way).value
-        else:
-            self._slave.begin("receive", name)
-            wall_s = self._worker.call("send", name, self._ports[name]).value
-            self._slave.finish()
+        wall_s = self._carry(name)
         slave_s, worker_s = (after - earlier for after, earlier in zip(self._cpu_s(), before, strict=True))
         return Sample(wall_s, *((worker_s, slave_s) if name.startswith("pull") else (slave_s, worker_s)))
 
-    def compute_kept(self, seconds_s: float) -> float:
+    def compute_kept(self, seconds_s: float) -> dict[str, float]:
         """Steps of the outer optimizer in the slave while it receives 10 Gbit/s, over those while nothing comes."""
-        alone = self._steps_per_s(seconds_s, receiving=False)
-        return self._steps_per_s(seconds_s, receiving=True) / alone
+        alone = self._steps_per_s(seconds_s)
+        return {
+            "compute_kept": self._steps_per_s(seconds_s, "push") / alone,
+            "compute_kept_beside_tcp": self._steps_per_s(seconds_s, "tcp") / alone,
+        }
 
     def kept_while_scraped(self, spell_s: float, spells: int) -> float:
         """Pushes while metrics are scraped over pushes while they are not: spells of each, in turns."""
@@ -117,6 +113,19 @@ class Bench:
         self._slave.close()
         self._worker.close()
 
+    def _carry(self, name: str) -> float:
+        """Seconds that it took."""
+        if name.startswith("push"):
+            return self._push(_way_of(name))
+        if name.startswith("pull"):
+            way = _way_of(name)
+            wall_s: float = self._worker.call("pull", self._endpoints[way], self._digests[way], way).value
+            return wall_s
+        self._slave.begin("receive", name)
+        wall_s = self._worker.call("send", name, self._ports[name]).value
+        self._slave.finish()
+        return wall_s
+
     def _push(self, way: str) -> float:
         self._pushes += 1
         self._slave.call("open", self._pushes, way)
@@ -135,16 +144,19 @@ class Bench:
             pushes += 1
         return pushes / (time.perf_counter() - began_s)
 
-    def _steps_per_s(self, seconds_s: float, receiving: bool) -> float:
-        """Pushes begin at even intervals, so that 10 Gbit/s come on average; each is sent as fast as it goes."""
+    def _steps_per_s(self, seconds_s: float, name: str = "") -> float:
+        """While `name` is transferred, if anything is. Transfers begin at even intervals, so that 10 Gbit/s come on
+        average; each is sent as fast as it goes.
+        """
         self._slave.call("compute")
         began_s = now_s = time.perf_counter()
-        pushes = 0
+        transfers = 0
         while now_s - began_s < seconds_s:
-            if receiving:
-                self._push("plain")
-                pushes += 1
-            next_s = began_s + pushes * self.layout.n_bytes / TEN_GBIT_BYTES_PER_S if receiving else began_s + seconds_s
+            next_s = began_s + seconds_s
+            if name:
+                self._carry(name)
+                transfers += 1
+                next_s = began_s + transfers * self.layout.n_bytes / TEN_GBIT_BYTES_PER_S
             time.sleep(max(0.0, next_s - time.perf_counter()))
             now_s = time.perf_counter()
         steps: float = self._slave.call("computed").value
@@ -241,7 +253,7 @@ def main() -> None:
     scrape_cpu_s = bench.scrape_cpu_s()
     bench.close()
     results = {name: summary(name, found, bench.layout.n_bytes) for name, found in samples.items()}
-    found = {**ratios(results), "compute_kept": kept, "push_kept_while_scraped": kept_while_scraped}
+    found = {**ratios(results), **kept, "push_kept_while_scraped": kept_while_scraped}
     setting = {
         **{key: value for key, value in vars(arguments).items() if key not in ("json", "quick")},
         "cpus": os.cpu_count(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from turns import Exchange, Model, arguments, serve
 
 import dips
@@ -15,14 +14,15 @@ OPTIONS = arguments(__doc__, "--wire-dtype", "--tape")
 
 @contextlib.contextmanager
 def connect(model: Model) -> Iterator[Exchange]:
-    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
     more = {"wire_dtype": OPTIONS.wire_dtype} if OPTIONS.wire_dtype else {}
     cluster_id = f"c{OPTIONS.cluster}"
-    with dips.DiLoCo(model, inner, tokens_per_step=1, cluster_id=cluster_id, tape=OPTIONS.tape or None, **more) as loop:
+    with dips.DiLoCo(
+        model, model.inner, tokens_per_step=1, cluster_id=cluster_id, tape=OPTIONS.tape or None, **more
+    ) as loop:
 
         def sync() -> None:
             before = loop.version
-            inner.step()  # no parameter has a gradient: the step is the exchange alone
+            model.inner.step()  # no parameter has a gradient: the step is the exchange alone
             if loop.version == before:
                 raise RuntimeError(f"the step ended without a new version: {loop.last_verdict}")
 

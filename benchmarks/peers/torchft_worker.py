@@ -23,7 +23,6 @@ TIMEOUT = timedelta(seconds=120)
 
 @contextlib.contextmanager
 def connect(model: Model) -> Iterator[Exchange]:
-    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
     outer = torch.optim.SGD(model.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -38,11 +37,11 @@ def connect(model: Model) -> Iterator[Exchange]:
     )  # fmt: skip
     bucket = {"use_bucketization": True, "bucket_cap_mb": int(OPTIONS.bucket_mb)} if OPTIONS.bucket_mb else {}
     try:
-        with DiLoCo(manager, [model], inner, outer, sync_every=1, **bucket):
+        with DiLoCo(manager, [model], model.inner, outer, sync_every=1, **bucket):
 
             def sync() -> None:
                 before = manager.current_step()
-                inner.step()
+                model.inner.step()
                 if manager.current_step() == before:
                     raise RuntimeError("torchft discarded the step")
 

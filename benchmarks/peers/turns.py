@@ -35,13 +35,16 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Model(torch.nn.Module):
-    """Parameters alone: nothing here is computed with them."""
+    """Parameters, and an inner optimizer as every training loop has one: torch imports 85 MB for the first, which no
+    system's exchange is to blame for. Nothing here is computed with them.
+    """
 
     def __init__(self, n_params: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         made = (torch.empty(shape).normal_(0, 0.02, generator=generator) for shape in shapes(n_params))
         self.tensors = torch.nn.ParameterList([torch.nn.Parameter(tensor) for tensor in made])
+        self.inner = torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def arguments(description: str | None, *more: str) -> argparse.Namespace:
