@@ -80,15 +80,23 @@ class Series:
         self._beyond: list[int] = []
         self._resident: dict[str, int] = {}
 
+    @property
+    def measured(self) -> bool:
+        return bool(self._turns)
+
     def cycle(self, directory: Path, rounds: int, pause_s: float) -> None:
+        """Counts whole or not at all. Raises Failed or Wrong."""
+        turns, beyond = list[Turn](), list[int]()
         with self._make(directory) as party:
             for number in range(WARM_UP + rounds):
                 turn = party.turn(number, pause_s)
                 _check(party, turn, number + 1)
                 if number >= WARM_UP:
-                    self._turns.append(turn)
-                    self._beyond += [peak - own for peak, own in zip(turn.peak_bytes, party.model_bytes, strict=True)]
+                    turns.append(turn)
+                    beyond += [peak - own for peak, own in zip(turn.peak_bytes, party.model_bytes, strict=True)]
             self._resident = party.resident_bytes()
+        self._turns += turns
+        self._beyond += beyond
 
     def result(self) -> Result:
         slowest = [max(turn.took_s) for turn in self._turns]
@@ -143,7 +151,9 @@ def _maker(kind: type[Party], more: dict[str, Any], name: str, options: argparse
 
 
 def measure(options: argparse.Namespace) -> tuple[list[Result], list[str]]:
-    """The results, and a sentence for each system that was left out."""
+    """The results, and a sentence for each system, or cycle of it, that was left out. Raises Failed or Wrong when that
+    is ours; another system that does not do the work costs its own cycle, not everybody's hours.
+    """
     series, left_out = systems(options), list[str]()
     for cycle in range(options.cycles):
         for one in list(series):
@@ -154,7 +164,11 @@ def measure(options: argparse.Namespace) -> tuple[list[Result], list[str]]:
                 except NotInstallable as why:
                     series.remove(one)
                     left_out.append(str(why))
-    results = [one.result() for one in series]
+                except (Failed, Wrong) as why:
+                    if one.name.startswith(OURS):
+                        raise
+                    left_out.append(f"cycle {cycle + 1} of {one.name}: {why}")
+    results = [one.result() for one in series if one.measured]
     ours = next((result.slowest_s for result in results if result.name == OURS), None)
     if ours is None:
         return results, left_out
