@@ -12,10 +12,10 @@ Rates count the vector's bytes once. CPU seconds are of the whole process, kerne
 pays for most of the receiver's protocol work. A push includes checksums, the sums of squares that MEASURE needs, the
 slave's acknowledgements and the digest; rows without checksum leave out the checksums on both sides, rows with curve
 encrypt as a run with keys does (CURVE: each frame XSalsa20-Poly1305, on libzmq's own threads). compute_kept: how
-much of the slave's outer step (one thread) is left while pushes bring it 10 Gbit/s; compute_kept_beside_tcp: the same
-with raw TCP, which is the floor, since the sender wants a part of this machine too. push_kept_while_scraped: pushes one
-after the other while the slave's metrics are scraped each second, over those while nobody asks, in turns; scrape_cpu_s:
-processor time of the slave for one scrape.
+much of the slave's outer step (one thread) is left while pushes bring it 10 Gbit/s, or what the machine can beside it;
+compute_kept_beside_tcp: the same with raw TCP, which is the floor, since the sender wants a part of this machine too.
+push_kept_while_scraped: pushes one after the other while the slave's metrics are scraped each second, over those while
+nobody asks, in turns; scrape_cpu_s: processor time of the slave for one scrape.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Bench:
 
     def _steps_per_s(self, seconds_s: float, name: str = "") -> float:
         """While `name` is transferred, if anything is. Transfers begin at even intervals, so that 10 Gbit/s come on
-        average; each is sent as fast as it goes.
+        average if the machine can; each is sent as fast as it goes.
         """
         self._slave.call("compute")
         began_s = now_s = time.perf_counter()

@@ -35,8 +35,8 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Model(torch.nn.Module):
-    """Parameters, and an inner optimizer as every training loop has one: torch imports 85 MB for the first, which no
-    system's exchange is to blame for. Nothing here is computed with them.
+    """Parameters, and an inner optimizer as every training loop has one: torch imports more of itself for the first,
+    which no system's exchange is to blame for. Nothing here is computed with them.
     """
 
     def __init__(self, n_params: int) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from support.repository import ROOT
@@ -39,6 +41,33 @@ def test_another_system_that_does_not_do_the_work_costs_its_own_cycles_alone(
         "cycle 1 of hivemind: c1 is off by 2.5e-05 from the outer step",
         "cycle 2 of hivemind: c1 is off by 2.5e-05 from the outer step",
     ]
+
+
+def test_a_cycle_that_fails_in_its_last_round_leaves_nothing_behind(
+    bench_sync: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds count from the third on. In the first cycle the third is measured, and the fourth fails."""
+    monkeypatch.setattr(bench_sync, "_check", lambda party, turn, turns: None)
+    took_s = {1: 99.0, 2: 3.0}
+    cycles = 0
+
+    def make(directory: Path) -> AbstractContextManager[Any]:
+        nonlocal cycles
+        cycles += 1
+        cycle = cycles
+
+        def turn(number: int, pause_s: float) -> object:
+            if (cycle, number) == (1, 3):
+                raise bench_sync.Failed("c1 ended")
+            return SimpleNamespace(took_s=(took_s[cycle],), cpu_s=1.0, peak_bytes=(5,))
+
+        return nullcontext(SimpleNamespace(turn=turn, model_bytes=[2], resident_bytes=dict))
+
+    series = [bench_sync.Series("torchft", make)]
+    monkeypatch.setattr(bench_sync, "systems", lambda options: series)
+    (result,), left_out = bench_sync.measure(argparse.Namespace(cycles=2, rounds=2, pause=0.0, directory=None))
+    assert (result.rounds, result.slowest_s, result.worker_beyond_model_bytes) == (2, 3.0, 3)
+    assert left_out == ["cycle 1 of torchft: c1 ended"]
 
 
 @pytest.mark.parametrize("name", ["dips", "dips, sync"])
