@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +11,6 @@ import pytest
 from support.repository import ROOT, modules, texts
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-
-MEDIAN_MODULE_LINES = 200
-LONGEST_MODULE_LINES = 700
-MEDIAN_FUNCTION_LINES = 9
 
 # What only its author understands: places on one machine, numbers of a tracker, and notes to self.
 PRIVATE = re.compile(
@@ -36,28 +31,8 @@ def functions(path: Path) -> Iterator[FunctionNode]:
             yield node
 
 
-def body_lines(function: FunctionNode) -> int:
-    """Lines of the body without the docstring, as a reader meets them."""
-    body = function.body[1:] if ast.get_docstring(function) else function.body
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-
-
 def test_the_package_is_looked_at() -> None:
     assert {path.parent.name for path in MODULES} >= {"core", "master", "slave", "worker", "planner", "launch"}
-
-
-@each_module
-def test_a_module_is_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= LONGEST_MODULE_LINES
-
-
-def test_modules_are_short_on_the_whole() -> None:
-    assert statistics.median(len(path.read_text().splitlines()) for path in MODULES) <= MEDIAN_MODULE_LINES
-
-
-def test_functions_are_short_on_the_whole() -> None:
-    lengths = [body_lines(function) for path in MODULES for function in functions(path)]
-    assert statistics.median(lengths) <= MEDIAN_FUNCTION_LINES
 
 
 @each_module
