@@ -15,6 +15,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt
 # pip would compile one file after the other, for half of its time. What cannot be compiled is no module, as with pip.
 COMPILE := $(BIN)/python -m compileall -q -q -j 0 $(VENV)/lib || true
+# An environment made before the distribution was called dips-training still holds it under the old name, and both own
+# the command: the old one goes before the new one is installed.
+RENAMED := if $(BIN)/python -m pip show -q dips 2>/dev/null; then $(BIN)/python -m pip uninstall -q -y dips; fi
 VENV_STAMP := $(VENV)/.made
 TORCH_STAMP := $(VENV)/.installed-torch
 DEMO_STAMP := $(VENV)/.installed-demo
@@ -156,6 +159,7 @@ endif
 	@touch $@
 
 $(DEMO_STAMP): $(TORCH_STAMP)
+	@$(RENAMED)
 	$(PIP) --editable '.[demo]'
 	$(COMPILE)
 	@touch $@
@@ -167,6 +171,7 @@ $(FUZZ_STAMP): $(DEV_STAMP)
 
 # Everything of the demo is part of it.
 $(DEV_STAMP): $(TORCH_STAMP)
+	@$(RENAMED)
 	$(PIP) --editable '.[dev]'
 	$(COMPILE)
 	@touch $(DEMO_STAMP) $@

@@ -7,7 +7,6 @@ has made. Must never read a role's state itself, and never take a label whose va
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,14 +112,6 @@ def _cumulative(counts: Sequence[int]) -> Iterator[tuple[str, float]]:
     for end, count in zip((*map(str, SECONDS), "+Inf"), counts, strict=True):
         so_far += count
         yield end, float(so_far)
-
-
-def release() -> str:
-    """Of dips, as it is installed."""
-    try:
-        return importlib.metadata.version("dips")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def flag(value: object) -> float:

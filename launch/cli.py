@@ -21,6 +21,7 @@ import typer.main
 from rich.markup import escape
 
 from dips.core.errors import ConfigError, DipsError
+from dips.core.release import VERSION, how_to_install
 from dips.core.telemetry import say_last
 
 INTERRUPTED = 130
@@ -343,9 +344,7 @@ def build_app(chosen: str) -> typer.Typer:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from dips.launch.report import software_versions
-
-        print(f"dips {software_versions().get('dips', 'not installed')}")
+        print(f"dips {VERSION}")
         raise typer.Exit
 
 
@@ -405,7 +404,7 @@ def _missing_package(error: ModuleNotFoundError) -> int:
     extra = _EXTRA_OF_PACKAGE.get(package)
     if extra is None:
         raise error
-    return _fail(f"this command needs {package}: pip install 'dips[{extra}]'", ConfigError.exit_code)
+    return _fail(f"this command needs {package}: {how_to_install(extra)}", ConfigError.exit_code)
 
 
 def _terminated(signal_number: int, frame: FrameType | None) -> None:

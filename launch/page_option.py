@@ -6,11 +6,12 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
+from dips.core.release import how_to_install
 from dips.launch.plan import RunPlan
 from dips.launch.tapes import HELDOUT_TAPE, tape_path
 
 LISTEN = "127.0.0.1:0"
-WITHOUT = "no status page: aiohttp is not installed (pip install 'dips[master]')"
+WITHOUT = f"no status page: aiohttp is not installed ({how_to_install('master')})"
 
 
 def with_page(plan: RunPlan, run_dir: Path) -> RunPlan:

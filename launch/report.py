@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.messages import ClusterStatus, StatusReply
+from dips.core.release import VERSION
 from dips.launch.faults import Fault, PlannedFault
 from dips.launch.tapes import HeldoutPoint
 
-_PACKAGES = ("dips", "torch", "numpy", "numba", "grpcio", "protobuf", "pyzmq", "safetensors")
+_PACKAGES = ("torch", "numpy", "numba", "grpcio", "protobuf", "pyzmq", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def write_report(report: Mapping[str, Any], path: Path) -> None:
 
 
 def software_versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), "dips": VERSION}
     for name in _PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)

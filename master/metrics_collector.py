@@ -16,7 +16,8 @@ from dips.core.counting import Rising
 from dips.core.ids import Version
 from dips.core.keys import certificate_left_s
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
-from dips.core.metrics import CERTIFICATE, Families, flag, release
+from dips.core.metrics import CERTIFICATE, Families, flag
+from dips.core.release import VERSION
 from dips.core.security import INSECURE, Security
 from dips.master.archive import FOLDER
 from dips.master.journal import FILE_NAME
@@ -146,7 +147,7 @@ def clusters_shown(clusters: Iterable[ClusterStatus], most: int) -> list[Cluster
 def _run(families: Families, now: Snapshot) -> None:
     status, events = now.view.status, now.counted.events
     settings = status.settings
-    families.set("info", 1, status.run_id, release())
+    families.set("info", 1, status.run_id, VERSION)
     families.set("epoch", status.epoch)
     families.set("paused", flag(status.paused))
     families.set("stopping", flag(status.stopping))

@@ -204,7 +204,7 @@ def _page(config: MasterConfig, security: Security, clock: Clock, ear: Ear) -> I
     if config.page_listen is None:
         yield None
         return
-    from dips.master.page.page import Page  # aiohttp comes with dips[master]
+    from dips.master.page.page import Page  # aiohttp comes with the extra [master]
 
     page = Page(config, config.page_listen, security, ear, clock)
     try:

@@ -14,7 +14,8 @@ from pathlib import Path
 from dips.core.data_header import REFUSED_DATA
 from dips.core.ids import Version
 from dips.core.keys import certificate_left_s
-from dips.core.metrics import CERTIFICATE, Families, flag, release
+from dips.core.metrics import CERTIFICATE, Families, flag
+from dips.core.release import VERSION
 from dips.core.security import INSECURE, Security
 from dips.slave.data_port import Figures
 from dips.slave.memory import ShardMemory
@@ -94,7 +95,7 @@ class Collector:
 
     def families(self, now: Snapshot, figures: Figures, sizes: Sizes) -> Families:
         families = Families(PREFIX, METRICS)
-        families.set("info", 1, now.run_id, self.slave_id, release())
+        families.set("info", 1, now.run_id, self.slave_id, VERSION)
         families.set(CERTIFICATE.name, certificate_left_s(self.security))
         families.set("memory_limit_bytes", self.memory_limit_bytes)
         _link(families, now)

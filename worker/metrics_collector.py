@@ -13,7 +13,8 @@ from dips.core.data_header import REFUSED_DATA
 from dips.core.ids import Version
 from dips.core.keys import certificate_left_s
 from dips.core.messages import StaleKind, VerdictKind
-from dips.core.metrics import CERTIFICATE, Families, flag, release
+from dips.core.metrics import CERTIFICATE, Families, flag
+from dips.core.release import VERSION
 from dips.core.security import INSECURE, Security
 from dips.worker.link_counts import Direction, Link
 from dips.worker.metrics import HELDOUT, METRICS, PREFIX
@@ -47,7 +48,7 @@ class Collector:
     ) -> Families:
         """counts: for its transfers alone. answered_s: when the master last answered a beat, of the same clock."""
         families = Families(PREFIX, METRICS)
-        families.set("info", 1, view.run_id, self.cluster_id, release())
+        families.set("info", 1, view.run_id, self.cluster_id, VERSION)
         families.set(CERTIFICATE.name, certificate_left_s(self.security))
         families.set("beat_age_seconds", now_s - answered_s if answered_s is not None else None)
         _session(families, view, now_s)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dips.core.chunks import Chunk
 from dips.core.errors import ConfigError
 from dips.core.layout import FLOAT32_BYTES, Layout
+from dips.core.release import how_to_install
 from dips.core.wire import Codec, encoded_bytes
 from dips.worker.parameters import Ready
 
@@ -44,7 +45,7 @@ def kernels() -> Kernels:
         if error.name != "numba":
             raise
         raise ConfigError(
-            "wire_dtype other than float32 needs numba, which is not installed: install dips[worker], or leave "
+            f"wire_dtype other than float32 needs numba, which is not installed: {how_to_install('worker')}, or leave "
             "wire_dtype out"
         ) from error
     return kernels_wire

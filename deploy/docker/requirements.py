@@ -1,7 +1,7 @@
 """python requirements.py EXTRA...: what the package and these of its extras need, one requirement a line.
 
 For layers of an image that change only when pyproject.toml does, not with every line of the sources. The extras may
-name one another, as `dips[slave]` does. Must never need anything but Python itself.
+name one another, as `dips-training[slave]` does. Must never need anything but Python itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_OURS = re.compile(r"dips\[([\w,\s-]+)\]\Z")
+_OURS = re.compile(r"dips-training\[([\w,\s-]+)\]\Z")
 
 
 def requirements(project: Mapping[str, Any], extras: Iterable[str]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 
+from dips.core.release import requirement
 from dips.launch.deploy.clusters import cluster_settings, command, environment
 from dips.launch.deploy.deploy_file import Deployment
 from dips.launch.deploy.deploy_knobs import ClusterKnobs
@@ -73,7 +74,8 @@ def _text(first: list[str], deployment: Deployment, cluster: ClusterKnobs, body:
     lines = [
         "#!/usr/bin/env bash",
         *first,
-        f"# Cluster {cluster.id} of run {deployment.name}. It needs dips[worker] on its nodes, and its own identity,",
+        f"# Cluster {cluster.id} of run {deployment.name}. It needs {requirement('worker')} on its nodes, and its own "
+        "identity,",
         f"# the folder {keys} of `dips keys`, beside this script (or DIPS_KEYS), readable by nobody else.",
         "set -u",
         *(f"export {key}={shlex.quote(value)}" for key, value in said.items()),

@@ -10,6 +10,7 @@ import time
 from functools import partial
 
 from dips.core.errors import DipsError
+from dips.core.release import VERSION
 from dips.core.units import format_bits_per_s, format_bytes, format_seconds, parse_seconds
 from dips.launch.deploy import contexts, identities
 from dips.launch.deploy.deploy_file import Deployment
@@ -17,7 +18,7 @@ from dips.launch.deploy.deploy_knobs import ClusterKnobs
 from dips.launch.doctor import host, network
 from dips.launch.doctor.findings import Check, Finding, Findings, Grade, fail, ok, warn
 from dips.launch.doctor.identities import WantedIdentity, check_identities
-from dips.launch.doctor.packages import check_packages, installed
+from dips.launch.doctor.packages import check_packages
 from dips.launch.sizing import SizeKnobs, Sizes, size
 from dips.master.config import MasterConfig
 
@@ -40,10 +41,9 @@ def checks(deployment: Deployment, link_bits_per_s: float, facts: host.HostFacts
 
 
 def _images(deployment: Deployment) -> Findings:
-    here = installed("dips")
     tag = deployment.run.tag
-    if here is not None and tag.lstrip("v") != here:
-        told = f"images have the tag {tag}, and dips {here} is installed here"
+    if tag.lstrip("v") != VERSION:
+        told = f"images have the tag {tag}, and dips {VERSION} is installed here"
         yield warn("images", told, "use the same release on both sides, or see that the tag holds it")
     else:
         yield ok("images", f"{deployment.run.image('master')} and its siblings are of this release")

@@ -16,6 +16,7 @@ from pathlib import Path
 from dips.core.errors import ConfigError
 from dips.core.net import format_address, is_loopback
 from dips.core.placement import shard_bytes_needed
+from dips.core.release import how_to_install
 from dips.core.security import Role
 from dips.core.units import format_bytes, format_count
 from dips.launch.authority import OPERATOR
@@ -306,7 +307,7 @@ def _cuda() -> Finding:
         import torch
     except ImportError as error:
         raise ConfigError(
-            "device = 'cuda' is asked for, and torch is not installed: pip install 'dips[worker]'"
+            "device = 'cuda' is asked for, and torch is not installed: " + how_to_install("worker")
         ) from error
     if torch.cuda.is_available():
         return ok("clusters", f"a CUDA device is there: {torch.cuda.get_device_name(0)}")

@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Callable, Iterable
 
+from dips.core.release import DISTRIBUTION, how_to_install, requirement
 from dips.launch.doctor.findings import Finding, Findings, fail, ok
 
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?P<specs>[^;]*?)\s*(?:;(?P<marker>.*))?\Z")
@@ -30,17 +31,21 @@ def check_packages(
     """Base and extras. requirements: as in dips' own record, for tests."""
     if requirements is None:
         try:
-            requirements = importlib.metadata.requires("dips") or ()
+            requirements = importlib.metadata.requires(DISTRIBUTION) or ()
         except importlib.metadata.PackageNotFoundError:
-            yield fail("packages", "dips itself is not installed in this environment", "pip install dips")
+            told = f"{DISTRIBUTION} itself is not installed in this environment"
+            yield fail("packages", told, f"{how_to_install()}, or `pip install -e .` in a checkout of the sources")
             return
+    if (other := version("dips")) is not None:
+        told = f"a distribution named dips ({other}) is installed as well, in the same folder as {DISTRIBUTION}"
+        yield fail("packages", told, f"pip uninstall dips, then install {DISTRIBUTION} again (pip's --force-reinstall)")
     wanted = {"", *extras}
     bad: list[Finding] = []
     good: list[str] = []
     for text in requirements:
         match = _REQUIREMENT.match(text)
         extra = _extra_of(text)
-        if match is None or extra not in wanted or match["name"].lower() == "dips":
+        if match is None or extra not in wanted or match["name"].lower() == DISTRIBUTION:
             continue
         found = _check(match["name"], match["specs"], extra, version(match["name"]))
         if found is None:
@@ -57,11 +62,12 @@ def satisfies(version: str, specs: str) -> bool:
 
 
 def _check(name: str, specs: str, extra: str, found: str | None) -> Finding | None:
-    what = f"dips[{extra}]" if extra else "dips"
+    extras = (extra,) if extra else ()
+    what, remedy = requirement(*extras), how_to_install(*extras)
     if found is None:
-        return fail("packages", f"{name} is not installed, and {what} needs it", f"pip install '{what}'")
+        return fail("packages", f"{name} is not installed, and {what} needs it", remedy)
     if not satisfies(found, specs):
-        return fail("packages", f"{name} {found} is installed, and {what} needs {specs}", f"pip install '{what}'")
+        return fail("packages", f"{name} {found} is installed, and {what} needs {specs}", remedy)
     return None
 
 

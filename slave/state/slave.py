@@ -37,6 +37,7 @@ from dips.core.messages import (
     Welcome,
 )
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION, agree
+from dips.core.release import VERSION
 from dips.slave.state import effects, events
 from dips.slave.state.admission import what_is_wrong
 from dips.slave.state.effects import Effect
@@ -44,7 +45,7 @@ from dips.slave.state.link import LinkState
 from dips.slave.state.shard import ShardState
 from dips.slave.state.slots import Slots
 
-SOFTWARE = "dips slave 0.1.0"
+SOFTWARE = f"dips {VERSION}"
 
 MAX_WAITING = 1024
 """Commands that may wait for one job. A master that sends more is broken, and the stream is closed."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dips.core.release import VERSION as __version__
+
 if TYPE_CHECKING:
     from dips.worker.integrations.hugging_face import HuggingFaceCallback as HuggingFaceCallback
     from dips.worker.integrations.lightning import LightningCallback as LightningCallback
@@ -21,7 +23,7 @@ _HOMES = {
     "LightningCallback": "dips.worker.integrations.lightning",
 }
 
-__all__ = ["DiLoCo", "HuggingFaceCallback", "LightningCallback"]
+__all__ = ["DiLoCo", "HuggingFaceCallback", "LightningCallback", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

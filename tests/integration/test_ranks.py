@@ -224,8 +224,8 @@ def said_by(program: str) -> str:
 
 def test_a_missing_trainer_names_the_extra() -> None:
     said = said_by(WITHOUT)
-    assert "needs transformers: pip install 'dips[huggingface]'" in said
-    assert "pip install 'dips[lightning]'" in said
+    assert "needs transformers: pip install 'dips-training[huggingface]'" in said
+    assert "pip install 'dips-training[lightning]'" in said
 
 
 def test_a_loop_of_ones_own_loads_no_trainer() -> None:

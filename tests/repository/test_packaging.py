@@ -14,7 +14,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from support.repository import ROOT
+from support.repository import ROOT, texts
+
+import dips
+from dips.core.release import DISTRIBUTION, VERSION, how_to_install
 
 TARGETS = (
     *("demo", "test", "check", "sim", "model-check", "faults", "fuzz"),
@@ -69,13 +72,46 @@ def closure(name: str, extras: frozenset[str], seen: set[tuple[str, frozenset[st
 
 
 def test_everything_that_is_installed_for_development_is_pinned_at_the_version_that_is_tested() -> None:
-    needed = closure("dips", frozenset({"dev"}), set()) - {"dips"}
+    needed = closure(DISTRIBUTION, frozenset({"dev"}), set()) - {DISTRIBUTION}
     pins = pinned()
     # PyTorch pins its own CUDA packages.
     unpinned = {name for name in needed - pins.keys() if not re.match(r"nvidia-|cuda-|triton", name)}
     assert not unpinned
     for name in needed & pins.keys():
         assert Version(importlib.metadata.version(name)).public == str(pins[name]), name
+
+
+def test_the_distribution_is_none_that_the_index_takes_for_somebody_elses() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == DISTRIBUTION
+    # The index compares names without case, and without hyphens, dots and underscores where it looks for likeness.
+    assert re.sub(r"[-_.]", "", DISTRIBUTION.lower()) != "dips"
+    assert how_to_install("worker") == "pip install 'dips-training[worker]'"
+
+
+def test_nothing_advises_to_install_what_is_not_ours() -> None:
+    extras = "|".join(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    wrong = re.compile(rf"pip install\s+(?:-\S+\s+)*['\"]?(?:dips|di-ps)(?![\w-])|\bdips\[(?:\w+,)*(?:{extras})[],]")
+    said = {
+        ROOT / "core" / "release.py",
+        ROOT / "CHANGELOG.md",
+        ROOT / "docs" / "bugs.md",
+        Path(__file__),
+    }  # where it is told why not
+    found = [path for path in texts() if path not in said and wrong.search(path.read_text(errors="replace"))]
+    assert found == []
+
+
+def test_the_version_is_known_at_once_and_is_the_one_that_is_installed() -> None:
+    assert dips.__version__ == VERSION == importlib.metadata.version(DISTRIBUTION)
+    command = [sys.executable, "-c", "import dips, sys; dips.__version__; print('importlib.metadata' in sys.modules)"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == "False\n"
+
+
+def test_an_environment_with_the_old_name_loses_it_before_the_new_one_is_installed(tmp_path: Path) -> None:
+    lines = make("--dry-run", "demo", f"VENV={tmp_path / 'venv'}").stdout.splitlines()
+    [old] = [at for at, line in enumerate(lines) if "pip uninstall -q -y dips;" in line]
+    [new] = [at for at, line in enumerate(lines) if "--editable '.[demo]'" in line]
+    assert old < new
 
 
 def test_pins_have_no_local_part() -> None:
@@ -95,8 +131,8 @@ def test_pins_keep_the_bounds_of_the_project() -> None:
 def test_a_slave_and_a_master_do_not_ask_for_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for texts in (project["dependencies"], extras["master"], extras["slave"]):
-        assert "torch" not in {Requirement(text).name for text in texts}
+    for needs in (project["dependencies"], extras["master"], extras["slave"]):
+        assert "torch" not in {Requirement(text).name for text in needs}
 
 
 def test_plain_make_explains_every_target() -> None:
@@ -143,13 +179,13 @@ def test_a_python_without_venv_is_told_the_package(tmp_path: Path) -> None:
 
 def test_torch_alone_comes_from_its_own_index(tmp_path: Path) -> None:
     done = make("--dry-run", "demo", f"VENV={tmp_path / 'venv'}", "TORCH_INDEX=file:///index")
-    installs = [line for line in done.stdout.splitlines() if " pip " in line]
+    installs = [line for line in done.stdout.splitlines() if " -m pip --" in line]
     assert len(installs) == 2
     assert installs[0].endswith("--no-deps --index-url file:///index torch")
     assert "index" not in installs[1]
     assert all("--constraint constraints.txt" in line for line in installs)
     plain = make("--dry-run", "demo", f"VENV={tmp_path / 'venv'}")
-    assert len([line for line in plain.stdout.splitlines() if " pip " in line]) == 1
+    assert len([line for line in plain.stdout.splitlines() if " -m pip --" in line]) == 1
 
 
 def test_the_script_for_ci_can_run() -> None:

@@ -16,12 +16,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.errors import ConfigError
+from dips.core.release import how_to_install
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ModuleNotFoundError as error:
     raise ConfigError(
-        f"the callback for Hugging Face's Trainer needs {error.name}: pip install 'dips[huggingface]'"
+        f"the callback for Hugging Face's Trainer needs {error.name}: {how_to_install('huggingface')}"
     ) from error
 
 from dips.worker.integrations.trainer_loop import Joined, Options, TrainerLoop, step_label, tokens_in

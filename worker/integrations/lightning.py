@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from dips.core.errors import ConfigError
+from dips.core.release import how_to_install
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 except ModuleNotFoundError as error:
-    raise ConfigError(f"the callback for Lightning needs {error.name}: pip install 'dips[lightning]'") from error
+    raise ConfigError(f"the callback for Lightning needs {error.name}: {how_to_install('lightning')}") from error
 
 from dips.worker.integrations.trainer_loop import Joined, Options, TokensOf, TrainerLoop, step_label, tokens_in
 

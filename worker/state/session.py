@@ -40,6 +40,7 @@ from dips.core.messages import (
     ReturnDataReply,
 )
 from dips.core.protocol import CAPABILITIES, MAX_LEASED_CHUNKS, PROTOCOL_MIN, PROTOCOL_VERSION
+from dips.core.release import VERSION
 from dips.worker.state.core import Core
 from dips.worker.state.effects import Effect, Finished
 from dips.worker.state.events import (
@@ -458,7 +459,7 @@ class Session:
         config, core = self.config, self.core
         incarnation = core.terms.incarnation or core.terms.previous
         caller = Caller(core.terms.run_id, 0, config.cluster_id, incarnation, core.cause)
-        hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), "dips")
+        hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), f"dips {VERSION}")
         return JoinRequest(
             caller,
             hello,

@@ -194,5 +194,5 @@ def test_a_missing_package_is_told_before_anything_runs(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
     code, _, error = told(capsys, "--run-dir", tmp_path)
     assert code == 2
-    assert f"this command needs {package}: pip install 'dips[" in error
+    assert f"this command needs {package}: pip install 'dips-training[" in error
     assert not asked

@@ -166,15 +166,23 @@ def test_packages_of_the_extras_in_question_must_be_there() -> None:
         "numpy>=2",
         "torch>=2.6; extra == 'worker'",
         'kubernetes>=31; extra == "deploy"',
-        "dips[x]; extra == 'worker'",
+        "dips-training[x]; extra == 'worker'",
     ]
     have = {"numpy": "2.1", "torch": "2.5", "kubernetes": "1"}
     found = list(packages.check_packages(["worker"], wanted, have.get))
     assert [one.grade for one in found] == [FAIL, OK]
-    assert "torch 2.5 is installed, and dips[worker] needs >=2.6" in found[0].sentence
+    assert "torch 2.5 is installed, and dips-training[worker] needs >=2.6" in found[0].sentence
     (absent, _) = packages.check_packages(["worker"], wanted, {"numpy": "2.1"}.get)
-    assert absent.remedy == "pip install 'dips[worker]'"
+    assert absent.remedy == "pip install 'dips-training[worker]'"
     assert [one.grade for one in packages.check_packages([], wanted, have.get)] == [OK]
+
+
+def test_another_distribution_in_the_same_folder_is_found() -> None:
+    (other, _) = packages.check_packages([], ["numpy>=2"], {"numpy": "2.1", "dips": "0.2.0"}.get)
+    assert other.grade is FAIL
+    assert "dips (0.2.0) is installed as well" in other.sentence
+    assert other.remedy is not None
+    assert other.remedy.startswith("pip uninstall dips, then install dips-training again")
 
 
 def test_what_is_installed_here_is_good() -> None:

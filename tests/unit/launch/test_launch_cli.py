@@ -151,7 +151,7 @@ def test_a_missing_package_names_its_extra(capsys: pytest.CaptureFixture[str], m
 
     monkeypatch.setattr(command_operator, "master_address", fails)
     code, _, error = told(capsys, "status")
-    assert (code, error) == (2, "dips: this command needs torch: pip install 'dips[worker]'\n")
+    assert (code, error) == (2, "dips: this command needs torch: pip install 'dips-training[worker]'\n")
 
 
 def test_a_module_of_ours_that_is_missing_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:

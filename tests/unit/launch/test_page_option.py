@@ -48,7 +48,7 @@ def test_a_base_installation_goes_without_and_says_so(
     monkeypatch.setattr(page_option, "page_can_be", lambda: False)
     assert with_page(plan, tmp_path) == plan
     assert page_sentence(None, wanted=True) == WITHOUT
-    assert "pip install 'dips[master]'" in WITHOUT
+    assert "pip install 'dips-training[master]'" in WITHOUT
     assert page_sentence(None, wanted=False) == ""
     assert page_sentence("https://x/?link=y", wanted=True).endswith("https://x/?link=y")
 

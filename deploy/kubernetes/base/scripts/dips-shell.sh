@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Cluster shell of run dips. It needs dips[worker] on its nodes, and its own identity,
+# Cluster shell of run dips. It needs dips-training[worker] on its nodes, and its own identity,
 # the folder keys/shell of `dips keys`, beside this script (or DIPS_KEYS), readable by nobody else.
 set -u
 export DIPS_MASTER=master.dips.example.org:29400
