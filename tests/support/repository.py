@@ -18,7 +18,7 @@ def texts() -> list[Path]:
     """Every hand-written text file that belongs to the project."""
     folders = [*PACKAGES, "tests", "docs", "examples", "benchmarks", "deploy", ".ci"]
     inside = (path for folder in folders for path in (ROOT / folder).rglob("*"))
-    top = (path for path in ROOT.iterdir() if path.name != "LICENSE")
+    top = (path for path in ROOT.iterdir() if path.name not in ("LICENSE", ".git"))  # .git is a file in a worktree
     return sorted(path for path in (*inside, *top) if path.is_file() and _is_text(path))
 
 
