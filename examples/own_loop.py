@@ -50,6 +50,7 @@ def main() -> None:
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()
+            sync.report(loss)
             optimizer.step()
             if sync.steps % 20 == 0:
                 print(f"step {sync.steps}: loss {loss.item():.3f}, version {sync.version}", flush=True)

@@ -20,6 +20,7 @@ from rich.text import Text
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import ClusterStatus, RoundSummary, SlaveStatus, StatusReply
 from dips.core.units import format_bytes, format_count
+from dips.master.page.sentence import no_loss_sentence
 
 _VERDICT_STYLES = {"applied": "green", "excluded": "red", "aborted": "yellow", "rolled_back": "magenta"}
 _RECENT_ROUNDS = 5
@@ -59,6 +60,8 @@ def status_view(status: StatusReply, width_is_narrow: bool = False) -> Renderabl
     if refused := refused_sentence(status):
         parts.append(Text(refused, style="red"))
     parts.append(cluster_table(status.clusters))
+    if hint := no_loss_sentence(status):
+        parts.append(Text(hint, style="dim"))
     if any(math.isfinite(cluster.last_norm) for cluster in status.clusters):
         parts.append(push_table(status.clusters))
     parts.append(slave_table(status.slaves, writes_later=_writes_later(status)))

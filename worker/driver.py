@@ -288,6 +288,12 @@ class Driver:
         return self._session.core.terms.local_steps
 
     @property
+    def push_follows(self) -> bool:
+        """Whether the step that is being made is the last one before a push is due."""
+        core = self._session.core
+        return core.steps_towards_push + 1 >= core.terms.local_steps
+
+    @property
     def incarnation(self) -> Incarnation | None:
         return self._session.core.terms.incarnation
 

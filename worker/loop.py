@@ -4,6 +4,7 @@
         while not sync.done:
             loss = ...
             loss.backward()
+            sync.report(loss)
             optimizer.step()
 
 Without a master (DIPS_MASTER unset) it changes nothing: the same file is ordinary training. It hooks the
@@ -15,10 +16,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -33,6 +37,7 @@ from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
 from dips.worker.described import description_of
 from dips.worker.driver import Driver
+from dips.worker.losses import Losses
 from dips.worker.ranks import Ranks, Told, ranks_here
 from dips.worker.torch_parameters import TorchParameters
 from dips.worker.torch_state import HasState, TorchState
@@ -40,9 +45,23 @@ from dips.worker.wrapped import plain_model, plain_optimizer, refuse_shards
 
 _logger = logging.getLogger("dips")
 
+_WITH = "with dips.DiLoCo(model, optimizer, tokens_per_step=...) as sync:"
+
+_guards: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
+"""Refuses the steps of an optimizer whose newest DiLoCo was not entered."""
+
+
+class _Use(Enum):
+    MADE = "made"
+    ENTERED = "entered"
+    ENDED = "ended"
+
 
 class DiLoCo:
     """Makes a training loop one cluster of a run (DiLoCo: many inner steps, then one outer step on the difference).
+
+    It works from the beginning of its `with` block to its end. Steps before it, and `done` and count(), raise
+    ConfigError; steps after it are shared with no one.
 
     model, optimizer: the loop's own, also as Accelerate prepared them; the optimizer is the inner one. tokens_per_step:
     tokens (or samples, if every cluster counts them alike) behind one optimizer.step() of this process; count()
@@ -102,7 +121,10 @@ class DiLoCo:
         self._optimizer = plain_optimizer(optimizer)
         self._tokens_per_step = tokens_per_step
         self._steps_wanted = steps
-        self._next: tuple[int, float] | None = None
+        self._use = _Use.MADE
+        self._was_used = False
+        self._next_tokens: int | None = None
+        self._losses = Losses()
         self._hook: RemovableHandle | None = None
         self._driver: Driver | None = None
         self._config: ClientConfig | None = None
@@ -137,8 +159,10 @@ class DiLoCo:
                     },
                 ).value
             )
+        _refuse_steps_before_entering(self._optimizer)
 
     def __enter__(self) -> DiLoCo:
+        _may_step(self._optimizer)
         if self._config is None:
             _logger.info("DIPS_MASTER is not set: training alone, nothing is shared")
         else:
@@ -147,11 +171,13 @@ class DiLoCo:
             self._ranks = ranks_here()
             self._join(self._config, self._parameters)
         self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        self._use, self._was_used = _Use.ENTERED, False
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._use = _Use.ENDED
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -188,25 +214,50 @@ class DiLoCo:
         plan = DataPlan(DataMode.OWN)
         return Driver(config, parameters, parameters.layout(), plan, inner=inner, resume_label=self._resume_label)
 
-    def count(self, tokens: int, loss: float = math.nan) -> None:
-        """Say what the next optimizer.step() stands for, in place of tokens_per_step; loss in nats per token.
+    def count(self, tokens: int, loss: float | torch.Tensor = math.nan) -> None:
+        """Say what the next optimizer.step() stands for, in place of tokens_per_step; loss as in report().
 
-        Raises ConfigError for fewer than one token.
+        Raises ConfigError for fewer than one token, and outside of the `with` block.
         """
+        self._must_be_entered("count()")
         if tokens < 1:
             raise ConfigError(f"count({tokens}): a step is trained on at least 1 token")
-        self._next = (tokens, loss)
+        self._next_tokens = tokens
+        if isinstance(loss, torch.Tensor) or not math.isnan(loss):
+            self._losses.add(loss)
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        """The training loss behind the next optimizer.step(), in nats per token: `dips status` and the status page show
+        it. Several, of accumulated batches, are averaged. A tensor on a device is not waited for at each step.
+
+        Raises ConfigError for what is not one number, and outside of the `with` block.
+        """
+        self._must_be_entered("report()")
+        self._losses.add(loss)
 
     @property
     def done(self) -> bool:
-        """Whether the loop should end: the run has (the model is then its last version), or `steps` are made.
+        """Whether the loop should end: the run has (the model is then its last version), or `steps` are made, or the
+        `with` block has ended. Raises ConfigError where no `with` block surrounds the loop.
 
         Between two steps is also where a checkpoint is taken: asking is what says that one is over.
         """
-        self._asks_done = True
+        if self._use is not _Use.ENTERED:
+            if self._use is _Use.MADE or not self._was_used:
+                self._must_be_entered("done")
+            return True
+        self._asks_done = self._was_used = True
         if self._driver is not None:
             self._driver.checkpoint_if_due()
         return self.run_ended or (self._steps_wanted is not None and self.steps >= self._steps_wanted)
+
+    def _must_be_entered(self, what: str) -> None:
+        if self._use is _Use.MADE:
+            raise ConfigError(f"{what} before the `with` block: no step is shared; write `{_WITH}` around the loop")
+        if self._use is _Use.ENDED:
+            raise ConfigError(
+                f"{what} after the `with` block: no step is shared any more; indent the loop under `{_WITH}`"
+            )
 
     @property
     def run_ended(self) -> bool:
@@ -244,8 +295,10 @@ class DiLoCo:
         return self._driver
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        tokens, loss = self._next or (self._tokens_per_step, math.nan)
-        self._next = None
+        tokens = self._next_tokens or self._tokens_per_step
+        self._next_tokens, self._was_used, loss = None, True, math.nan
+        if self._driver is not None:
+            loss = self._losses.take(time.monotonic(), self._driver.push_follows)
         self.steps += 1
         if self._ranks is not None:
             tokens = self._ranks.total(tokens)
@@ -285,6 +338,24 @@ class DiLoCo:
         base = driver.version
         at = (base.timeline, base.v) if base is not None else (0, 0)
         return Told(parameters.installs, parameters.resets, driver.done, *at, driver.progress)
+
+
+def _refuse_steps_before_entering(optimizer: torch.optim.Optimizer) -> None:
+    """Not even where the DiLoCo is dropped at once: a loop that forgot `with` would train alone for ever."""
+
+    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        raise ConfigError(
+            f"dips.DiLoCo(...) was made and not entered: no step is shared; write `{_WITH}` around the loop"
+        )
+
+    _may_step(optimizer)  # the newest one counts, as when a notebook's cell runs again
+    _guards[optimizer] = optimizer.register_step_pre_hook(refuse)
+
+
+def _may_step(optimizer: torch.optim.Optimizer) -> None:
+    guard = _guards.pop(optimizer, None)
+    if guard is not None:
+        guard.remove()
 
 
 class _Steps:

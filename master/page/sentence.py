@@ -5,6 +5,7 @@ The words are the state machine's own (master/state/reasons.py): the same reason
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,7 +114,17 @@ def _more(view: RunView) -> list[str]:
         lines.append("The run is ending.")
     if status.reshard and (status.recovery or status.waiting_for):
         lines.append(f"A reshard waits: {status.reshard}.")
+    if hint := no_loss_sentence(status):
+        lines.append(f"{_capital(hint)}.")
     return lines
+
+
+def no_loss_sentence(status: StatusReply) -> str:
+    """How to show a loss, where every cluster that trains has been merged and none has reported one; else empty."""
+    training = [c for c in status.clusters if c.alive and c.pushes_applied and c.steps_per_s > 0]
+    if not training or any(math.isfinite(cluster.loss) for cluster in status.clusters):
+        return ""
+    return "no cluster reports a loss: write sync.report(loss) before optimizer.step() in the training loop"
 
 
 def _capital(text: str) -> str:

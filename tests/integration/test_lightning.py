@@ -62,9 +62,11 @@ class Module(LightningModule):
         model = Model(seed)
         self.layers = model.layers
         self._run = (model,)  # not a submodule a second time
+        self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         loss: torch.Tensor = self._run[0](**batch)["loss"]
+        self.losses.append(loss.item())
         return loss
 
     def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
@@ -97,6 +99,19 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.taken = state["taken"]
+
+
+class Heard(Callback):
+    """The loss that the master would hear after the third step."""
+
+    def __init__(self, ours: dips.LightningCallback) -> None:
+        self._ours = ours
+        self.loss = 0.0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **given: Any) -> None:
+        if self._ours.sync is not None and self._ours.sync.steps == 3:
+            assert self._ours.sync.driver is not None
+            self.loss = self._ours.sync.driver._pace.loss
 
 
 @pytest.fixture(autouse=True)
@@ -160,8 +175,12 @@ def test_without_a_master_nothing_changes(tmp_path: Path, monkeypatch: pytest.Mo
 def test_steps_are_counted_with_the_tokens_of_all_their_batches_and_none_of_the_validation(
     run: FakeRun, tmp_path: Path
 ) -> None:
-    ours = trainer(tmp_path, dips.LightningCallback(), val_check_interval=3, check_val_every_n_epoch=None)
-    ours.fit(Module(1), Batches(), DataLoader(Rows(8), BATCH))
+    callback, module = dips.LightningCallback(), Module(1)
+    heard = Heard(callback)
+    ours = trainer(tmp_path, callback, heard, val_check_interval=3, check_val_every_n_epoch=None)
+    ours.fit(module, Batches(), DataLoader(Rows(8), BATCH))
+    first_four = sum(module.losses[: 2 * ACCUMULATED]) / (2 * ACCUMULATED)
+    assert heard.loss == pytest.approx(first_four), "of steps 1 and 2, told with steps 2 and 3"
     assert applied_tokens(run) == [0, 4 * STEP_TOKENS, 4 * STEP_TOKENS]
     assert [push.steps for push in run.pushes] == [0, 4, 4]
     assert len(run.leaves) == 1

@@ -9,6 +9,7 @@ touches evaluation, schedules or data.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         folder = None if checkpoint_dir is None else Path(checkpoint_dir)
         self._options = Options(tokens_per_step, folder, loop)
         self._joined = Joined()
-        self._counter: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._loss_scale = 1
+        self._sees_losses = False
 
     @property
     def sync(self) -> TrainerLoop | None:
@@ -64,14 +67,19 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         model, optimizer = given["model"], given["optimizer"]
         label = step_label(state.global_step) if state.global_step > 0 else None
         self._joined.begin(TrainerLoop(model, optimizer, self._options, self._folder(args), label))
+        self._remove_hooks()
         if self._options.tokens_per_step is None:
-            self._stop_counting()
-            self._counter = model.register_forward_pre_hook(self._count, with_kwargs=True)
+            self._hooks.append(model.register_forward_pre_hook(self._count, with_kwargs=True))
+        self._sees_losses = False
+        self._loss_scale = args.world_size if args.average_tokens_across_devices else 1
+        if not args.torch_compile:  # inside of a compiled model a hook sees nothing: then what the Trainer logs must do
+            self._hooks.append(model.register_forward_hook(self._see_loss, with_kwargs=True))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         if self.sync is not None:
+            self.sync.report_seen()
             self.sync.before_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -100,25 +108,36 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         **given: Any,
     ) -> None:
         loss = (logs or {}).get("loss")
-        if self.sync is not None and isinstance(loss, float):
-            self.sync.saw_loss(loss)
+        if self.sync is not None and isinstance(loss, float) and not self._sees_losses:
+            self.sync.report(loss)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         self.close()
 
     def close(self) -> None:
         """Leave the run, as after a training that an exception ended in a process that lives on. May be repeated."""
-        self._stop_counting()
+        self._remove_hooks()
         self._joined.end()
 
     def _count(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         if model.training and torch.is_grad_enabled() and self.sync is not None:
             self.sync.add_tokens(tokens_in(given) or tokens_in({"input_ids": args[0] if args else None}))
 
-    def _stop_counting(self) -> None:
-        if self._counter is not None:
-            self._counter.remove()
-            self._counter = None
+    def _see_loss(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
+        """The loss that the model computes; one of a compute_loss of the user's is seen when it is logged."""
+        if not (model.training and torch.is_grad_enabled()) or self.sync is None:
+            return
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            return
+        self._sees_losses = True
+        # With the number of items of all batches and ranks, the model divides each batch's sum by it.
+        is_share = given.get("num_items_in_batch") is not None
+        self.sync.saw_loss(loss.detach() * self._loss_scale if is_share else loss, is_share=is_share)
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _folder(self, args: TrainingArguments) -> Path | None:
         if args.save_strategy == "no" or args.save_only_model:

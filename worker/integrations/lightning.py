@@ -9,7 +9,6 @@ validation, schedules or data.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +56,7 @@ class LightningCallback(Callback):
         self._tokens_of = tokens_of or tokens_in
         self._joined = Joined()
         self._label: str | None = None
+        self._steps_seen = 0
 
     @property
     def sync(self) -> TrainerLoop | None:
@@ -84,9 +84,11 @@ class LightningCallback(Callback):
     ) -> None:
         if self.sync is None:
             return
-        # Reading a loss waits for its device: no more often than Lightning does.
-        if trainer.global_step % max(1, getattr(trainer, "log_every_n_steps", 50)) == 0:
-            self.sync.saw_loss(_loss_of(outputs))
+        # Lightning has divided it by the number of batches in a step. It goes with the next step.
+        self.sync.saw_loss(outputs.get("loss") if isinstance(outputs, Mapping) else outputs, is_share=True)
+        if self.sync.steps != self._steps_seen:
+            self._steps_seen = self.sync.steps
+            self.sync.report_seen()
         if self.sync.run_ended:
             trainer.should_stop = True
 
@@ -131,9 +133,3 @@ def _refuse(trainer: Trainer) -> None:
         raise ConfigError(
             "min_epochs and min_steps would train on after the run has ended, with nobody to share it: leave them out"
         )
-
-
-def _loss_of(outputs: Any) -> float:
-    """The loss that training_step returned; NaN when there is none."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    return float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else math.nan

@@ -8,7 +8,6 @@ the session that goes with it, or none, and never another one.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -92,15 +91,27 @@ class TrainerLoop(DiLoCo):
         self._resume_label = label or step_label(0)
         self._label_taken: str | None = None
         self._counted = 0
-        self._loss = math.nan
+        self._seen_losses: list[torch.Tensor] = []
+        self._are_shares = False
 
     def add_tokens(self, tokens: int) -> None:
         """A batch of training was seen; several may make one step."""
         self._counted += tokens
 
-    def saw_loss(self, loss: float) -> None:
-        """The newest training loss, nats per token; goes with the next step."""
-        self._loss = loss
+    def saw_loss(self, loss: Any, *, is_share: bool) -> None:
+        """The loss of a batch, if that is what this is; several may make one step, of whose loss each is a share, or
+        which is their mean. Never waits for a device.
+        """
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._seen_losses.append(loss.detach().clone().reshape(()))
+            self._are_shares = is_share
+
+    def report_seen(self) -> None:
+        """All losses of one step were seen."""
+        seen, self._seen_losses = self._seen_losses, []
+        if seen:
+            total = torch.stack(seen).sum()
+            self.report(total if self._are_shares else total / len(seen))
 
     def before_step(self) -> None:
         """An optimizer.step() follows. Raises ConfigError when nobody knows what it was trained on."""
@@ -110,8 +121,8 @@ class TrainerLoop(DiLoCo):
                 "the tokens of a step could not be counted: no batch has `input_ids`; give tokens_per_step= to the "
                 "callback, the tokens (or samples) behind one optimizer.step() of this process"
             )
-        self.count(tokens, self._loss)
-        self._counted, self._loss = 0, math.nan
+        self.count(tokens)
+        self._counted = 0
 
     def checkpoint(self, label: str) -> None:
         """The trainer is about to write its checkpoint of this name: ours goes first. Once is enough for a name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -107,6 +108,15 @@ def test_a_direction_alarm_stands_above_the_tables_and_in_the_plain_line() -> No
     assert "direction alarm" not in shown(run_status())
     assert "direction alarm" not in plain_line(run_status())
     assert status_json(status)["clusters"][1]["direction_alarm"] is True
+
+
+def test_a_run_whose_clusters_report_no_loss_is_told_how_to() -> None:
+    silent = cluster_status("a", loss=float("nan"), pushes_applied=1, steps_per_s=2.0)
+    told = " ".join(shown(run_status(clusters=(silent,))).split())
+    assert "no cluster reports a loss: write sync.report(loss) before optimizer.step()" in told
+    first_steps = dataclasses.replace(silent, pushes_applied=0)
+    for clusters in ((first_steps,), (silent, cluster_status("b", loss=2.5)), ()):
+        assert "reports a loss" not in shown(run_status(clusters=clusters))
 
 
 def test_a_direction_alarm_of_a_cluster_that_is_gone_is_not_told_as_if_it_pushed() -> None:

@@ -181,6 +181,15 @@ def test_a_run_that_publishes_nothing_for_long_is_said_to_stand_still() -> None:
     assert sentence(dataclasses.replace(view, since_publish_s=60.0), 0.0, {})["level"] == "good"
 
 
+def test_how_to_report_a_loss_stands_beside_the_sentence_where_no_cluster_does() -> None:
+    view = Bench().running("a").state.look()
+    silent = ClusterStatus("a", alive=True, pushes_applied=1, steps_per_s=2.0)
+    more = sentence(changed(view, clusters=(silent,)), 0.0, {})["more"]
+    assert more[-1].startswith("No cluster reports a loss: write sync.report(loss)")
+    told = dataclasses.replace(silent, loss=2.0)
+    assert not any("loss" in line for line in sentence(changed(view, clusters=(silent, told)), 0.0, {})["more"])
+
+
 def test_alarms_stand_beside_the_sentence() -> None:
     view = Bench().running("a", "b").state.look()
     clusters = tuple(

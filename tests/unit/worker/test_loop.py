@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import math
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ import torch
 
 import dips
 from dips.core.errors import ConfigError
+from dips.worker.losses import Losses
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,87 @@ def test_count_overrides_the_next_step_only() -> None:
         step(model, optimizer)
         step(model, optimizer)
         assert sync.progress == 13
+
+
+def test_a_loop_that_forgot_with_is_told_so_at_its_first_step() -> None:
+    model, optimizer = make()
+    sync = dips.DiLoCo(model, optimizer, tokens_per_step=10)
+    for use in (lambda: sync.done, lambda: sync.count(1), lambda: sync.report(1.0), lambda: step(model, optimizer)):
+        with pytest.raises(
+            ConfigError, match=r"write `with dips.DiLoCo\(model, optimizer, tokens_per_step=...\) as sync:`"
+        ):
+            use()
+    with sync:
+        step(model, optimizer)
+    assert sync.steps == 1
+
+
+def test_a_loop_that_does_not_even_keep_the_object_is_told_so() -> None:
+    model, optimizer = make()
+    dips.DiLoCo(model, optimizer, tokens_per_step=10)
+    gc.collect()
+    with pytest.raises(ConfigError, match="not entered"):
+        step(model, optimizer)
+
+
+def test_an_object_that_another_one_replaced_asks_for_nothing() -> None:
+    model, optimizer = make()
+    first = dips.DiLoCo(model, optimizer, tokens_per_step=10)
+    with dips.DiLoCo(model, optimizer, tokens_per_step=10) as sync:
+        step(model, optimizer)
+    step(model, optimizer)
+    assert (first.steps, sync.steps) == (0, 1)
+
+
+def test_after_the_block_a_loop_has_ended_and_one_that_stands_outside_is_told_so() -> None:
+    with dips.DiLoCo(*make(), tokens_per_step=10) as sync:
+        assert not sync.done
+    assert sync.done
+    with pytest.raises(ConfigError, match="indent the loop"):
+        sync.count(1)
+    with dips.DiLoCo(*make(), tokens_per_step=10) as empty:
+        pass
+    with pytest.raises(ConfigError, match="done after the `with` block"):
+        _ = empty.done
+
+
+def test_losses_are_averaged_over_what_was_reported_since_they_were_read() -> None:
+    losses = Losses()
+    assert math.isnan(losses.take(0.0, push_is_due=True))
+    for loss in (1.0, torch.tensor(2.0, requires_grad=True), torch.tensor([6.0], dtype=torch.bfloat16)):
+        losses.add(loss)
+    assert losses.take(0.0, push_is_due=False) == 3.0
+    assert math.isnan(losses.take(0.0, push_is_due=True))
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"), [(torch.ones(3), "3 elements"), ("much", "is a str"), (None, "NoneType")]
+)
+def test_what_is_no_loss_is_refused(loss: object, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Losses().add(loss)  # type: ignore[arg-type]
+
+
+def test_a_loss_on_a_device_is_not_read_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[torch.Tensor] = []
+
+    def item(tensor: torch.Tensor) -> float:
+        read.append(tensor)
+        return 4.0
+
+    monkeypatch.setattr(torch.Tensor, "item", item)
+    losses = Losses()  # tensors of the device "meta" have no values: whoever reads one stumbles, but for the line above
+    for now_s, push_is_due, wanted in (
+        (0.0, False, 4.0),
+        (0.1, False, None),
+        (0.2, True, 2.0),
+        (2.1, False, None),
+        (2.3, False, 2.0),
+    ):
+        losses.add(torch.ones((), device="meta"))
+        told = losses.take(now_s, push_is_due=push_is_due)
+        assert math.isnan(told) if wanted is None else told == wanted
+    assert len(read) == 3
 
 
 def test_the_hook_is_gone_afterwards() -> None:
