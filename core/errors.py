@@ -7,7 +7,13 @@ FatalError: the process cannot go on; a supervisor may restart it.
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum
+
+INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
+"""Exit codes, as shells have them, of a process that a signal ended before its work was done. 0 would say that the work
+is done, and no supervisor starts such a process again."""
 
 
 class RefusalCode(IntEnum):

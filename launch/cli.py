@@ -20,15 +20,9 @@ import typer
 import typer.main
 from rich.markup import escape
 
-from dips.core.errors import ConfigError, DipsError
+from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError
 from dips.core.release import VERSION, how_to_install
 from dips.core.telemetry import say_last
-
-INTERRUPTED = 130
-"""128 + SIGINT, as shells have it."""
-
-TERMINATED = 143
-"""128 + SIGTERM."""
 
 _USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _EXTRA_OF_PACKAGE = {

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from dips.core.clock import Clock
-from dips.core.errors import ConfigError, FatalError, RefusalCode, Refused, RetryLater
+from dips.core.errors import TERMINATED, ConfigError, FatalError, RefusalCode, Refused, RetryLater
 from dips.core.keys import load_identity
 from dips.core.messages import StatusReply
 from dips.core.security import INSECURE, Security
@@ -220,7 +220,7 @@ class LocalRun:
         self._tape.write(
             f"child_{event.kind}", "launch", child=event.name, life=event.life, pid=event.pid, code=event.exit_code
         )
-        ended_as_asked = event.kind == "stopped" and event.exit_code == 0
+        ended_as_asked = event.kind == "stopped" and event.exit_code in (0, TERMINATED)
         if not ended_as_asked:
             self._tell(f"{event.name}: {event.sentence}")
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dips.core.errors import TERMINATED
 from dips.core.messages import ClusterStatus, StatusReply
 from dips.core.release import VERSION
 from dips.launch.faults import Fault, PlannedFault
@@ -80,11 +81,12 @@ def checks(outcome: Outcome) -> dict[str, bool]:
     """What must hold at the end of a run, by name; a run whose checks hold ends with exit code 0."""
     status = outcome.status
     published = status.published
+    # SIGTERM is how the launcher ends what waited too long for the others; whom others ended it started again.
     return {
         "run_stopped": status.stopped,
         "final_version_published": published is not None and status.tokens >= status.tk_max_tokens > 0,
         "every_cluster_left": bool(status.clusters) and not any(cluster.alive for cluster in status.clusters),
-        "every_process_ended_well": all(code == 0 for code in outcome.exit_codes.values()),
+        "every_process_ended_well": all(code in (0, TERMINATED) for code in outcome.exit_codes.values()),
         "final_version_evaluated": bool(outcome.heldout) and outcome.heldout[-1].version == published,
         "every_fault_made": not outcome.faults_never_made,
         "everything_killed_came_back": all(fault.back is not None for fault in outcome.faults),

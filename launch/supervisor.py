@@ -2,7 +2,8 @@
 
 Single-threaded: the owner calls poll() a few times a second from the main thread (which the kernel's tie
 between parent and child needs). It never reads a child's output: that goes straight to the child's log
-file. It never decides about the run itself: what a death means there is the master's business.
+file. Exit code 0 is a child's own word that its work is done; whatever else ends it, a signal that others sent
+included, it is started again. It never decides about the run itself: what a death means there is the master's business.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dips.core.clock import Clock
-from dips.core.errors import ConfigError, DipsError, FatalError
+from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError, FatalError
 from dips.core.log_lines import LogFormat, LogLine, parse, rendered
 from dips.launch.child import wrapped
 from dips.launch.restart import FailureCount, RestartPolicy
@@ -264,9 +265,11 @@ class Supervisor:
 
 
 def how_it_ended(exit_code: int) -> str:
-    """A few words for a process's return code; negative ones are signals."""
+    """A few words for a process's return code; negative ones are signals, and so are 143 and 130 (core/errors.py)."""
     if exit_code < 0:
         return f"was ended by {signal.Signals(-exit_code).name}"
+    if exit_code in (INTERRUPTED, TERMINATED):
+        return f"was ended by {signal.Signals(exit_code - 128).name} (exit code {exit_code})"
     return f"ended with exit code {exit_code}"
 
 

@@ -71,6 +71,8 @@ class StateMachine(Protocol):
 
     def next_deadline_s(self) -> float | None: ...
 
+    def run_is_over(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class Outcome:

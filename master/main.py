@@ -17,7 +17,8 @@ _logger = logging.getLogger(__name__)
 
 
 def run(config: MasterConfig, loaded: Loaded[MasterConfig] | None = None) -> int:
-    """Serve the run until it ends or a signal comes; returns the exit code, 0 when it ended as it should.
+    """Serve the run until it ends or a signal comes; returns the exit code: 0 once the run is over, 143 or 130 for a
+    signal before that.
 
     With `loaded` the settings are logged first, each with its source. Raises ConfigError (a directory, run id
     or port that cannot be used, or a failpoint that does not exist) and FatalError (a damaged journal) before

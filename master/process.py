@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dips.core.clock import Clock, SystemClock
-from dips.core.errors import ConfigError
+from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError
 from dips.core.keys import security_of
 from dips.core.net import dialable, format_address, parse_address
 from dips.core.security import Identity, Role, Security
@@ -225,26 +225,29 @@ def _said(security: Security) -> str:
 
 
 class _Signals:
-    """SIGTERM and SIGINT end the master with exit code 0, whichever epoch it is in."""
+    """SIGTERM and SIGINT end the master, whichever epoch it is in: with exit code 0 once the run is over, before that
+    with 128 + the signal's number, so that a supervisor which did not send it starts the master again."""
 
     def __init__(self) -> None:
-        self._name = ""
+        self._signal: signal.Signals | None = None
         self._executor: Executor | None = None
 
     def stop_also(self, executor: Executor) -> None:
         """From now on it is this executor that a signal ends, at once if one came already."""
         self._executor = executor
-        if self._name:
-            self._stop()
+        self._stop()
 
-    def rang(self, name: str) -> None:
-        _logger.info("%s: the master ends", name)
-        self._name = name
+    def rang(self, number: signal.Signals) -> None:
+        _logger.info("%s: the master ends", number.name)
+        self._signal = number
         self._stop()
 
     def _stop(self) -> None:
-        if self._executor is not None:
-            self._executor.stop(Outcome(0, f"stopped by {self._name}"))
+        if self._executor is None or self._signal is None:
+            return
+        over = self._executor.machine.run_is_over()
+        code = INTERRUPTED if self._signal is signal.SIGINT else TERMINATED
+        self._executor.stop(Outcome(0 if over else code, f"stopped by {self._signal.name}"))
 
 
 @contextlib.contextmanager
@@ -256,7 +259,7 @@ def _signals() -> Iterator[_Signals]:
         for number in (signal.SIGTERM, signal.SIGINT):
             # Only the main thread may; elsewhere (tests, embedding) nobody signals this loop.
             with contextlib.suppress(ValueError, RuntimeError):
-                loop.add_signal_handler(number, signals.rang, number.name)
+                loop.add_signal_handler(number, signals.rang, number)
                 added.append(number)
         yield signals
     finally:

@@ -14,7 +14,7 @@ from dips.core.allocator import keep_freed_memory
 from dips.core.clock import SystemClock
 from dips.core.config import Loaded
 from dips.core.curve import pair_for
-from dips.core.errors import ConfigError, DipsError
+from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError
 from dips.core.file_limit import raise_file_limit
 from dips.core.keys import security_of
 from dips.core.security import Security, check_reach
@@ -41,7 +41,8 @@ def run(config: SlaveConfig, loaded: Loaded[SlaveConfig] | None = None) -> int:
     """Serve until told to stop. Returns the process's exit code; says an error in one sentence on stderr.
 
     With `loaded` the settings are logged first, each with its source.
-    0: stopped by the master, SIGTERM or SIGINT. Others: DipsError.exit_code of what ended it.
+    0: the master needs this slave no more. 143, 130: SIGTERM or SIGINT came before that. Others: DipsError.exit_code
+    of what ended it.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
@@ -60,14 +61,23 @@ def run(config: SlaveConfig, loaded: Loaded[SlaveConfig] | None = None) -> int:
 async def _until_signalled(config: SlaveConfig) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    code = TERMINATED
+
+    def rang(number: signal.Signals) -> None:
+        nonlocal code
+        code = INTERRUPTED if number is signal.SIGINT else TERMINATED
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await serve(config, stop)
-    return 0
+        loop.add_signal_handler(number, rang, number)
+    return 0 if await serve(config, stop) else code
 
 
-async def serve(config: SlaveConfig, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set or the master says StopSlave. Raises the DipsError that ends the slave."""
+async def serve(config: SlaveConfig, stop: asyncio.Event) -> bool:
+    """Serve until `stop` is set or the master says StopSlave; whether the master said so.
+
+    Raises the DipsError that ends the slave.
+    """
     security = security_of(config, f"slave {config.slave_id}")
     check_reach(config.data_host, "data_host", security)
     check_reach(config.master, "master", security)
@@ -75,7 +85,7 @@ async def serve(config: SlaveConfig, stop: asyncio.Event) -> None:
     store = SnapshotStore(config.directory, config.run_id, config.slave_id, config.snapshots_kept)
     try:
         with Tape(config.tape, "slave", config.slave_id, clock) as tape:
-            await _serve(config, security, stop, store, tape, clock)
+            return await _serve(config, security, stop, store, tape, clock)
     finally:
         store.close()
 
@@ -87,7 +97,7 @@ async def _serve(
     store: SnapshotStore,
     tape: Tape,
     clock: SystemClock,
-) -> None:
+) -> bool:
     for problem in await asyncio.to_thread(store.scan):
         log.warning("%s", problem)
         tape.write("snapshot_skipped", "", reason=problem)
@@ -136,7 +146,7 @@ async def _serve(
         metrics = await serve_slave_metrics(config, security, engine, data, guard, store.ring)
         tape.write("started", "", endpoint=endpoint, pid=os.getpid(), snapshots=len(store.ring.infos()))
         log.info("run %s: data port %s, master %s", config.run_id, endpoint, config.master)
-        await _until_ended(engine, Control(config.master, security, engine, data), stop, tape)
+        return await _until_ended(engine, Control(config.master, security, engine, data), stop, tape)
     finally:
         if metrics is not None:
             metrics.stop()
@@ -157,7 +167,8 @@ def _push_record(config: SlaveConfig) -> PushRecord | None:
         raise ConfigError(f"{where} cannot be made: {error.strerror}; or leave record_pushes off") from error
 
 
-async def _until_ended(engine: Engine, control: Control, stop: asyncio.Event, tape: Tape) -> None:
+async def _until_ended(engine: Engine, control: Control, stop: asyncio.Event, tape: Tape) -> bool:
+    """Whether it ended because the master needs this slave no more."""
     stopped = asyncio.create_task(stop.wait())
     dialling = asyncio.create_task(control.run())
     try:
@@ -168,6 +179,7 @@ async def _until_ended(engine: Engine, control: Control, stop: asyncio.Event, ta
         reason = engine.ended.result() if engine.ended.done() else "a signal"
         tape.write("stopped", "", reason=reason)
         log.info("stopped: %s", reason)
+        return engine.ended.done()
     finally:
         for task in (dialling, stopped):
             task.cancel()

@@ -253,6 +253,11 @@ class Driver:
         return self._finished.reason if self._finished else ""
 
     @property
+    def released(self) -> bool:
+        """Whether the run itself let this cluster go: it has ended, or it drained this cluster."""
+        return self._session.released
+
+    @property
     def settings(self) -> Settings:
         """The run's; the defaults before start()."""
         return self._session.core.terms.settings

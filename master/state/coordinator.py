@@ -114,6 +114,10 @@ class Coordinator:
         self._recovery.start()
         return self.world.out.take()
 
+    def run_is_over(self) -> bool:
+        """Whether the run has ended and no cluster waits for its last version: this process may end for good."""
+        return self.world.stopped_s is not None
+
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Take one event. Raises LocalProtocolError, with the story, only for a bug of ours."""
         self.world.now_s = now_s

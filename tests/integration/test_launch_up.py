@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
 import sys
 import urllib.request
 from collections.abc import Sequence
@@ -59,7 +62,7 @@ def test_own_loop_without_a_master_is_ordinary_training(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [log]
 
 
-def test_own_loop_as_two_clusters_in_two_terminals(tmp_path: Path) -> None:
+def test_own_loop_as_two_clusters_while_master_and_slave_get_sigterm(tmp_path: Path) -> None:
     text = '[master]\nsync_every = 8\nmin_clusters = 2\ntk_max = "60k"\n'
     file = write(tmp_path, text, keys_for=("a", "b"))
     log, run_dir = tmp_path / "up.log", tmp_path / "run"
@@ -72,9 +75,13 @@ def test_own_loop_as_two_clusters_in_two_terminals(tmp_path: Path) -> None:
             started(sys.executable, OWN_LOOP, log=logs["a"], cwd=tmp_path, **of["a"]) as a,
             started(sys.executable, OWN_LOOP, log=logs["b"], cwd=tmp_path, **of["b"]) as b,
         ):
+            until(lambda: "version 1:" in logs["a"].read_text(), "a version", log=logs["a"])
+            for name in ("s0", "master"):  # not sent by their supervisor: it starts them again
+                os.kill(int(re.findall(rf"{name}: life 1, pid ([0-9]+)", log.read_text())[0]), signal.SIGTERM)
             assert ended(a, 100, logs["a"]) == 0
             assert ended(b, 100, logs["b"]) == 0
         assert ended(up, 60, log) == 0, log.read_text()
+    assert log.read_text().count("was ended by SIGTERM (exit code 143), is started again") == 2
     for name in "ab":
         assert "the run has ended" in logs[name].read_text()
         assert "version 1:" in logs[name].read_text()

@@ -21,7 +21,7 @@ from support.processes import START_S, MasterProcess
 from support.scripted_master import ScriptedMachine, caller, leave
 
 from dips.core.codec_protobuf import to_message
-from dips.core.errors import ConfigError, FatalError, Refused, RetryLater
+from dips.core.errors import TERMINATED, ConfigError, FatalError, Refused, RetryLater
 from dips.core.failpoint_spec import CRASH_EXIT_CODE
 from dips.core.failpoints import armed, read_log
 from dips.core.grpc_refusal import channel_options, refused_from
@@ -80,7 +80,7 @@ def test_what_was_confirmed_before_a_kill_is_there_after_it(start: Start, tmp_pa
     assert again.started().epoch == 2
     with leaving(again.started().address) as leave_for:
         leave_for("after the restart")
-    assert again.signal(signal.SIGTERM) == 0
+    assert again.signal(signal.SIGTERM) == TERMINATED
     reasons = [json.loads(record.record_json) for record in read_records(tmp_path / "run", "LEAVE")]
     assert reasons == [*confirmed, "after the restart"]
     with contextlib.closing(Journal.open(tmp_path / "run", "demo")) as journal:
@@ -137,10 +137,10 @@ def test_a_restart_takes_another_port_when_its_own_is_taken(start: Start) -> Non
 def test_a_signal_ends_the_master_cleanly(start: Start, tmp_path: Path, number: signal.Signals) -> None:
     master = start()
     here = master.started()
-    assert master.signal(number) == 0
+    assert master.signal(number) == 128 + number
     assert read_address(tmp_path / "run") is None, "nobody is sent to a master that is gone"
     kinds = [(line["kind"], line.get("exit_code")) for line in read_tape(tmp_path / "run" / TAPE_NAME)]
-    assert kinds == [("master-started", None), ("master-ended", 0)]
+    assert kinds == [("master-started", None), ("master-ended", 128 + number)]
     assert number.name in master.log
     assert "Traceback" not in master.log
     assert here.run_id == "demo"
@@ -153,7 +153,7 @@ def test_a_held_call_is_told_why_it_ends_when_the_master_is_stopped(start: Start
         replies = clusters_pb2_grpc.ClustersStub(channel).Heartbeat(iter([beat]), timeout=60)
         with leaving(master.started().address) as leave_for:
             leave_for("now the beat, which nobody answers, has arrived too")
-        assert master.signal(signal.SIGTERM) == 0
+        assert master.signal(signal.SIGTERM) == TERMINATED
         with pytest.raises(grpc.RpcError) as caught:
             next(replies)
     error = refused_from(caught.value)
@@ -245,7 +245,7 @@ def test_a_later_epoch_begins_in_the_same_process_at_the_same_port(start: Start,
         leave_for("in epoch 40")
     begin_again(here.address, 7)
     assert until_epoch(master, 41).epoch == 41, "an epoch never goes back"
-    assert master.signal(signal.SIGTERM) == 0
+    assert master.signal(signal.SIGTERM) == TERMINATED
     assert "Traceback" not in master.log
     assert read_address(tmp_path / "run") is None
     records = [(record.epoch, record.kind) for record in read_records(tmp_path / "run")]
@@ -284,7 +284,7 @@ def test_an_answer_that_is_lost_was_decided_all_the_same(start: Start, tmp_path:
             leave_for("the lost one")
         assert isinstance(refused_from(caught.value), RetryLater)
         leave_for("the next one")
-    assert master.signal(signal.SIGTERM) == 0
+    assert master.signal(signal.SIGTERM) == TERMINATED
     reasons = [json.loads(record.record_json) for record in read_records(tmp_path / "run", "LEAVE")]
     assert reasons == ["the lost one", "the next one"]
 
@@ -301,10 +301,10 @@ def test_a_long_run_moves_its_old_decisions_to_the_archive(start: Start, tmp_pat
     with leaving(master.started().address) as leave_for:
         for number in range(60):
             leave_for(f"reason {number}")
-    assert master.signal(signal.SIGTERM) == 0
+    assert master.signal(signal.SIGTERM) == TERMINATED
     again = start("journal_records=16")
     again.started()
-    assert again.signal(signal.SIGTERM) == 0
+    assert again.signal(signal.SIGTERM) == TERMINATED
     reasons = [json.loads(record.record_json) for record in read_records(tmp_path / "run", "LEAVE")]
     assert reasons == [f"reason {number}" for number in range(60)]
     assert segments(tmp_path / "run")
@@ -343,7 +343,7 @@ async def test_a_signal_between_two_epochs_is_not_lost(tmp_path: Path) -> None:
         if here.epoch == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert await serve(config_in(tmp_path), make, started=started) == Outcome(0, "stopped by SIGTERM")
+    assert await serve(config_in(tmp_path), make, started=started) == Outcome(TERMINATED, "stopped by SIGTERM")
     assert read_address(tmp_path) is None
 
 

@@ -16,7 +16,7 @@ from support.processes import START_S, MasterProcess
 from support.scripted_master import HELLO
 
 from dips.core.codec_protobuf import decode, encode, from_message, to_message
-from dips.core.errors import RefusalCode, Refused
+from dips.core.errors import TERMINATED, RefusalCode, Refused
 from dips.core.grpc_refusal import channel_options, refused_from
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import (
@@ -109,7 +109,7 @@ def test_a_cluster_joins_and_is_seen(master: MasterProcess, client: Client) -> N
     status = client.status()
     assert [cluster.cluster_id for cluster in status.clusters if cluster.alive] == ["a"]
     assert [(slave.slave_id, slave.alive) for slave in status.slaves] == [("s0", True)]
-    assert master.signal(signal.SIGTERM) == 0
+    assert master.signal(signal.SIGTERM) == TERMINATED
 
 
 def test_a_refused_join_gets_its_reason_and_the_master_goes_on(master: MasterProcess, client: Client) -> None:
@@ -144,7 +144,7 @@ def test_a_second_life_remembers_the_cluster_of_the_first(master: MasterProcess,
             second = Client(channel).join("a")
         assert (first.epoch, second.epoch) == (1, 2)
         assert second.incarnation > first.incarnation
-        assert again.signal(signal.SIGTERM) == 0
+        assert again.signal(signal.SIGTERM) == TERMINATED
     finally:
         again.popen.kill()
         again.popen.wait(START_S)
@@ -152,7 +152,7 @@ def test_a_second_life_remembers_the_cluster_of_the_first(master: MasterProcess,
 
 def test_the_settings_are_logged_with_their_sources(master: MasterProcess) -> None:
     master.started()
-    assert master.signal(signal.SIGTERM) == 0
+    assert master.signal(signal.SIGTERM) == TERMINATED
     lines = {" ".join(line.split()) for line in master.log.splitlines()}
     assert "sync_every = 16 (command line)" in lines
     assert "heartbeat_s = 2.0 (default)" in lines

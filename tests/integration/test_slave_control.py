@@ -339,7 +339,7 @@ async def test_a_master_and_a_data_host_elsewhere_are_refused(tmp_path: Path) ->
             await serve(good.model_copy(update=change), asyncio.Event())
 
 
-async def test_stop_and_signals_end_the_process_with_zero(tmp_path: Path) -> None:
+async def test_only_a_stop_by_the_master_ends_the_process_with_zero(tmp_path: Path) -> None:
     async with FakeMaster() as master:
         process = await SlaveProcess.start(slave_config(tmp_path / "s0", master.address))
         link = await master.accept()
@@ -351,7 +351,7 @@ async def test_stop_and_signals_end_the_process_with_zero(tmp_path: Path) -> Non
         assert "the run has reached its end" in said
         process = await SlaveProcess.start(slave_config(tmp_path / "s0", master.address))
         await (await master.accept()).hello()
-        assert (await process.end())[0] == 0
+        assert (await process.end())[0] == 143, "a supervisor that did not send SIGTERM starts it again"
 
 
 async def test_a_slave_of_another_run_ends_with_three(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 from support.processes import MasterProcess
 from support.whole_run import WholeRun, wait_until
 
+from dips.core.errors import TERMINATED
 from dips.core.keys import MASTER_DNS_NAME
 from dips.core.net import parse_address
 from dips.core.security import INSECURE
@@ -357,7 +358,7 @@ def test_link_and_port_survive_a_restart_and_the_stream_says_good_bye(keyed: tup
     browser = Browser(address_of(url), tls_of(folder / "keys", "me"))
     with browser.stream() as events:
         next(events)
-        assert master.signal(signal.SIGTERM) == 0
+        assert master.signal(signal.SIGTERM) == TERMINATED
         assert list(events)[-1] == ("ended", "the master has ended")
     assert read_page_url(folder / "master") is None
     again = MasterProcess(folder / "master", *keyed_knobs(folder), module=REAL)

@@ -42,6 +42,9 @@ class LeaveCounter:
     def next_deadline_s(self) -> float | None:
         return None
 
+    def run_is_over(self) -> bool:
+        return False
+
     def handle(self, event: Event, now_s: float) -> Sequence[Effect]:
         match event:
             case ClusterCall(_, LeaveRequest(_, reason)) if reason.startswith(AGAIN):

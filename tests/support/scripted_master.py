@@ -77,6 +77,9 @@ class ScriptedMachine:
     def next_deadline_s(self) -> float | None:
         return self.deadline_s
 
+    def run_is_over(self) -> bool:
+        return False
+
     def of(self, kind: type[E]) -> list[E]:
         """The events of one kind, oldest first."""
         return [event for event, _ in self.seen if isinstance(event, kind)]

@@ -114,6 +114,11 @@ class Session:
     def finished(self) -> bool:
         return self.phase is SessionPhase.LEFT
 
+    @property
+    def released(self) -> bool:
+        """Whether the master said that this cluster may go: the run has ended, or the cluster was drained."""
+        return self.core.terms.stop
+
     def must_wait(self, now_s: float) -> bool:
         """Whether the training loop is to hold: nothing to train on yet, steps that would be dropped, or the bounded
         wait for an exchange.
@@ -356,6 +361,7 @@ class Session:
             core.log("side", f"the master refuses: {refused.sentence}", logging.WARNING)
         elif joining and refused.code is RefusalCode.STOPPING:
             core.terms.incarnation = None  # the run ended without us: nobody is left to say good-bye to
+            core.terms.stop = True
             self._leave(refused.sentence)
         elif remedy is Remedy.GIVE_UP:
             raise refused

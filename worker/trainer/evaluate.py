@@ -92,7 +92,7 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
     """Evaluate the versions of a run as they are published, until it has stopped; the process's exit code.
 
     Each is a tape record of kind `heldout` {version, tokens, loss}; the last version always is evaluated. 0 at the
-    end of the run and after SIGTERM, 130 after ctrl-C. Raises RetryLater when the master was away for
+    end of the run, else 143 after SIGTERM and 130 after ctrl-C. Raises RetryLater when the master was away for
     client.connect_wait_s, ConfigError and Refused as evaluate_live.
     """
     name = client.cluster_id or READER_NAME

@@ -12,9 +12,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-ASKED_TO_END = 0
-INTERRUPTED = 130
-"""Exit codes: SIGTERM is how a supervisor ends a process in good order; a person's ctrl-C is 128 + 2, as in shells."""
+from dips.core.errors import INTERRUPTED, TERMINATED
 
 
 class StopSignals:
@@ -31,7 +29,8 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        return INTERRUPTED if self.caught is signal.SIGINT else ASKED_TO_END
+        """128 + the signal that was caught, as in shells; 0 if none was."""
+        return {None: 0, signal.SIGINT: INTERRUPTED}.get(self.caught, TERMINATED)
 
     def when_heard(self, action: Callable[[], None]) -> None:
         """Call `action` inside the handler, or now if a signal was caught already; it must be safe there."""

@@ -38,8 +38,9 @@ MIXED_CHUNKS_PER_ROW = 2
 def run(train: TrainConfig, client: ClientConfig) -> int:
     """Train until the run ends, or for train.steps steps when client.master is empty; the process's exit code.
 
-    0 at the end of the run and after SIGTERM, 130 after ctrl-C; in both cases this cluster has left. Raises the
-    errors of core/errors.py: ConfigError for settings, Refused when the master has no place for this cluster.
+    0 when the run has ended or has drained this cluster; else 143 after SIGTERM and 130 after ctrl-C, so that a
+    supervisor which did not send the signal starts it again. In all cases this cluster has left. Raises the errors of
+    core/errors.py: ConfigError for settings, Refused when the master has no place for this cluster.
     """
     configure_logging("worker", client.cluster_id or ALONE, client.log_level, client.log_format)
     install("worker", enabled=client.failpoints)
@@ -82,7 +83,7 @@ class _ClusterLoop:
             self._driver.close(reason)
             self._tape.close()
         _logger.info("left the run: %s", self._driver.exit_reason)
-        return self._signals.exit_code
+        return 0 if self._driver.released else self._signals.exit_code
 
     def _train_until_done(self) -> None:
         schedule = schedule_of(self._train, self._driver.settings.tk_max_tokens)

@@ -68,6 +68,7 @@ class ScriptedDriver:
         self.local_steps = 3
         self.progress = 0
         self.done = False
+        self.released = False
         self.exit_reason = ""
         self.steps: list[tuple[int, tuple[DataRange, ...], float]] = []
         self.lent: list[DataRange] = []
@@ -216,23 +217,25 @@ def test_a_run_that_is_over_at_the_start_is_left_at_once(driver: type[ScriptedDr
     assert (driver.last.steps, driver.last.wanted) == ([], [])
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_makes_it_leave(
-    driver: type[ScriptedDriver], train: TrainConfig, number: signal.Signals, code: int
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("released", [False, True])
+def test_a_signal_makes_it_leave_and_shows_in_the_exit_code_unless_the_run_let_it_go(
+    driver: type[ScriptedDriver], train: TrainConfig, number: signal.Signals, code: int, released: bool
 ) -> None:
     def kill(scripted: ScriptedDriver) -> None:
         if len(scripted.steps) == 3:
+            scripted.released = released
             os.kill(os.getpid(), number)
 
     driver.at_step = staticmethod(kill)
-    assert run(train, CLIENT) == code
+    assert run(train, CLIENT) == (0 if released else code)
     assert len(driver.last.steps) == 3
     assert driver.last.closed == ["finished"]
 
 
 def test_a_signal_while_it_waits_to_join_is_heard(driver: type[ScriptedDriver], train: TrainConfig) -> None:
     driver.at_start = staticmethod(lambda scripted: os.kill(os.getpid(), signal.SIGTERM))
-    assert run(train, CLIENT) == 0
+    assert run(train, CLIENT) == 143
     assert driver.last.steps == []
 
 

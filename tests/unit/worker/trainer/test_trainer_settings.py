@@ -171,7 +171,7 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(
 # ---- signals ----
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_is_heard_and_gives_the_exit_code(number: signal.Signals, code: int) -> None:
     heard: list[str] = []
     with StopSignals() as signals:
