@@ -31,6 +31,7 @@ from support.documents import (
 )
 from support.repository import PACKAGES, ROOT, texts
 
+from dips.core import errors
 from dips.core.config import load
 from dips.core.errors import DipsError, RefusalCode
 from dips.launch import cli
@@ -219,7 +220,7 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     rows = [(int(code), name.strip("`")) for code, name, _ in table(RUNNING, "Exit codes")]
     named = {(code, name) for code, name in rows if name}
     assert named == {(kind.exit_code, kind.__name__) for kind in kinds() if kind.__module__ == "dips.core.errors"}
-    assert {code for code, name in rows if not name} == {0, cli.INTERRUPTED, cli.TERMINATED}
+    assert {code for code, name in rows if not name} == {0, errors.INTERRUPTED, errors.TERMINATED}
 
 
 def test_every_refusal_is_explained() -> None:

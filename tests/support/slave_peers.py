@@ -196,7 +196,7 @@ def slave_config(directory: Path, master: str, slave_id: str = "s0", **knobs: An
 
 
 @contextlib.asynccontextmanager
-async def slave_here(config: SlaveConfig) -> AsyncIterator[asyncio.Task[None]]:
+async def slave_here(config: SlaveConfig) -> AsyncIterator[asyncio.Task[bool]]:
     """The slave in this process, on this event loop, ended in peace at the end."""
     stop = asyncio.Event()
     task = asyncio.create_task(serve(config, stop))
