@@ -46,6 +46,7 @@ class RefusalCode(IntEnum):
     BASE_GONE = 24
     KEY = 25
     IDENTITY = 26
+    FROZEN = 27
 
 
 class DipsError(Exception):

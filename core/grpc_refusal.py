@@ -64,6 +64,7 @@ STATUS_OF_CODE: Mapping[RefusalCode, grpc.StatusCode] = {
     RefusalCode.BASE_GONE: grpc.StatusCode.NOT_FOUND,
     RefusalCode.KEY: grpc.StatusCode.PERMISSION_DENIED,
     RefusalCode.IDENTITY: grpc.StatusCode.PERMISSION_DENIED,
+    RefusalCode.FROZEN: grpc.StatusCode.FAILED_PRECONDITION,
 }
 """The status that stands beside each code, for tools that know only gRPC; ours read the metadata."""
 

@@ -18,6 +18,7 @@ from dips.core.messages_shared import (
     StaleKind,
     Verdict,
 )
+from dips.core.untrained import TensorDigest
 from dips.core.wire import Codec
 
 
@@ -31,6 +32,8 @@ class JoinRequest:
     declared_tokens_per_s: float = 0.0
     held_ranges: tuple[DataRange, ...] = ()
     curve_key: bytes = b""
+    frozen: tuple[TensorDigest, ...] = ()
+    buffers: tuple[TensorDigest, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,7 @@ class Settings:
     round_timeout_s: float = 30.0
     overlap: str = "none"
     verdict_wait_measured: bool = False
+    frozen: str = "same"
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,11 @@ class MasterConfig(MetricsKnobs):
         description="What clusters train through instead of waiting: none; push: while a push is on its way; "
         "full: until a pulled version can be installed",
     )
+    frozen: Literal["same", "parameters", "any"] = Field(
+        "same",
+        description="What clusters hold and do not train must be alike; same: frozen parameters and constant buffers; "
+        "parameters: frozen parameters; any: nothing is compared",
+    )
     lease_ttl_s: Seconds = Field(6 * 3600.0, description="Data stays lent so long to a cluster that is gone")
     ticket_ttl_s: Literal["auto"] | Seconds = Field(
         "auto",
@@ -266,6 +271,7 @@ class MasterConfig(MetricsKnobs):
             ticket_ttl_s=self.times()["ticket_ttl_s"],
             round_timeout_s=self.round_timeout_s,
             overlap=self.overlap,
+            frozen=self.frozen,
         )
 
     def _penalty(self) -> PenaltyConfig:

@@ -21,7 +21,7 @@ STALE_FENCE: StaleKind
 STALE_TIMELINE: StaleKind
 
 class JoinRequest(_message.Message):
-    __slots__ = ("caller", "hello", "layout", "layout_hash", "data_plan", "declared_tokens_per_s", "held_ranges", "curve_key")
+    __slots__ = ("caller", "hello", "layout", "layout_hash", "data_plan", "declared_tokens_per_s", "held_ranges", "curve_key", "frozen", "buffers")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,8 @@ class JoinRequest(_message.Message):
     DECLARED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     HELD_RANGES_FIELD_NUMBER: _ClassVar[int]
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     hello: _common_pb2.Hello
     layout: _common_pb2.Layout
@@ -38,7 +40,17 @@ class JoinRequest(_message.Message):
     declared_tokens_per_s: float
     held_ranges: _containers.RepeatedCompositeFieldContainer[_common_pb2.DataRange]
     curve_key: bytes
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., data_plan: _Optional[_Union[_common_pb2.DataPlan, _Mapping]] = ..., declared_tokens_per_s: _Optional[float] = ..., held_ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
+    frozen: _containers.RepeatedCompositeFieldContainer[TensorDigest]
+    buffers: _containers.RepeatedCompositeFieldContainer[TensorDigest]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., data_plan: _Optional[_Union[_common_pb2.DataPlan, _Mapping]] = ..., declared_tokens_per_s: _Optional[float] = ..., held_ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ..., curve_key: _Optional[bytes] = ..., frozen: _Optional[_Iterable[_Union[TensorDigest, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[TensorDigest, _Mapping]]] = ...) -> None: ...
+
+class TensorDigest(_message.Message):
+    __slots__ = ("name", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("epoch", "incarnation", "hello", "settings", "seed", "fence", "verdict", "undecided", "published", "tokens", "local_steps", "run_id", "kept_ranges")

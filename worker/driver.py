@@ -25,6 +25,7 @@ from dips.core.layout import Layout
 from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, Settings, Verdict
 from dips.core.telemetry import ChangeLogger, Tape
 from dips.core.tls_probe import check_let_in
+from dips.core.untrained import Untrained
 from dips.core.wire import DIFFERENCES
 from dips.worker.checkpointing import Checkpointing, InnerState
 from dips.worker.client import MasterClient
@@ -80,18 +81,20 @@ class Driver:
         clock: Clock | None = None,
         tape: Tape | None = None,
         resume_label: str | None = None,
+        untrained: Untrained | None = None,
     ) -> None:
         """Opens no connection yet. Raises ConfigError for settings that cannot work.
 
         layout: parameters.layout(). inner: what checkpoints hold besides parameters and session. tape: where records
         go; None: config.tape, closed by close(). resume_label: resume from what checkpoint_now() took under it.
+        untrained: what else the model holds, for the master to compare; None: nothing.
         """
         self.config = check(config)
         self.security = security_of(config, f"cluster {config.cluster_id}")
         self._parameters = parameters
         self._clock: Clock = clock or SystemClock()
         curve = pair_for(self.security)
-        self._session = Session(_session_config(config, layout, data_plan, curve))
+        self._session = Session(_session_config(config, layout, data_plan, curve, untrained or Untrained()))
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._log = ChangeLogger(logging.getLogger("dips.worker"))
         self._owns_tape = tape is None
@@ -495,7 +498,7 @@ def reason_of(kind: type[BaseException] | None, error: BaseException | None) -> 
 
 
 def _session_config(
-    config: ClientConfig, layout: Layout, data_plan: DataPlan, curve: CurvePair | None
+    config: ClientConfig, layout: Layout, data_plan: DataPlan, curve: CurvePair | None, untrained: Untrained
 ) -> SessionConfig:
     return SessionConfig(
         ClusterId(config.cluster_id),
@@ -515,4 +518,5 @@ def _session_config(
         expect_sync_every=config.sync_every,
         expect_outer_lr=config.outer_lr,
         expect_outer_momentum=config.outer_momentum,
+        untrained=untrained,
     )

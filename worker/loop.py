@@ -41,6 +41,7 @@ from dips.worker.losses import Losses
 from dips.worker.ranks import Ranks, Told, ranks_here
 from dips.worker.torch_parameters import TorchParameters
 from dips.worker.torch_state import HasState, TorchState
+from dips.worker.untrained import untrained_of
 from dips.worker.wrapped import plain_model, plain_optimizer, refuse_shards
 
 _logger = logging.getLogger("dips")
@@ -212,7 +213,11 @@ class DiLoCo:
     def _driver_for(self, config: ClientConfig, parameters: TorchParameters) -> Driver:
         inner = TorchState(self._model, self._optimizer, {"steps": _Steps(self), **_named(self._state)})
         plan = DataPlan(DataMode.OWN)
-        return Driver(config, parameters, parameters.layout(), plan, inner=inner, resume_label=self._resume_label)
+        untrained = untrained_of(self._model, parameters.ids)
+        return Driver(
+            config, parameters, parameters.layout(), plan,
+            inner=inner, resume_label=self._resume_label, untrained=untrained,
+        )  # fmt: skip
 
     def count(self, tokens: int, loss: float | torch.Tensor = math.nan) -> None:
         """Say what the next optimizer.step() stands for, in place of tokens_per_step; loss as in report().

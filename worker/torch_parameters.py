@@ -45,6 +45,7 @@ class TorchParameters:
         another model's optimizer, Refused(LAYOUT) for a model without trainable parameters.
         """
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._model = model
         self._optimizer = optimizer
         layout = Layout(tuple(_described(name, p) for name, p in named.items()), block_elems)
         self._layout = replace(layout, description=description)
@@ -62,6 +63,11 @@ class TorchParameters:
         """The parameters themselves, in layout order."""
         return self._parameters
 
+    @property
+    def ids(self) -> frozenset[int]:
+        """id() of each of them: all else that the model holds is not part of the run."""
+        return frozenset(map(id, self._parameters))
+
     def layout(self) -> Layout:
         return self._layout
 
@@ -77,6 +83,7 @@ class TorchParameters:
         parameter waits for them on the device, the host never does.
         """
         places = self._places(into)
+        self._check_still_trained()
         events: list[torch.cuda.Event | None] = []
         for device, side in self._sides.items():
             side.wait_stream(torch.cuda.current_stream(device))
@@ -97,6 +104,7 @@ class TorchParameters:
         wait_for(self._devices)  # the vector may be written again as soon as this returns
 
     def live(self) -> Sequence[F32] | None:
+        self._check_still_trained()
         if self._layout.n_elems < len(self._parameters) * LARGE_ELEMS or not all(map(_is_plain, self._parameters)):
             return None  # many tiny ones are copied faster than they are listed
         return [_plain(parameter) for parameter in self._parameters]
@@ -119,6 +127,23 @@ class TorchParameters:
     def reset_inner_optimizer(self) -> None:
         self.resets += 1
         self._optimizer.state.clear()
+
+    def _check_still_trained(self) -> None:
+        """Before parameters are read for a push. Raises ConfigError when the model trains what the layout lacks."""
+        ours = self.ids
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad or id(parameter) in ours:
+                continue
+            if any(name == p.name for p in self._layout.parameters):
+                raise ConfigError(
+                    f"parameter {name!r} is another tensor than when the loop was entered, so that no push holds it "
+                    "and no version reaches it: enter the loop once the model is complete and on its device"
+                )
+            raise ConfigError(
+                f"parameter {name!r} requires gradients and did not when the loop was entered, so that this cluster "
+                "alone would train it: set requires_grad=False, or unfreeze it before the loop is entered, on all "
+                "clusters and in a new run"
+            )
 
     def _check_optimizer(self) -> None:
         ours = {id(parameter) for parameter, _, _ in self._spans}

@@ -20,7 +20,7 @@ SAME_S = 60.0
 """The same sentence of the same one within this long is one event, counted."""
 
 _TOLD_CODES = frozenset(
-    {"PROTOCOL_VERSION", "RUN_ID", "LAYOUT", "DATA_PLAN", "STALE_EPOCH", "SEED_EXISTS", "MEMORY"}
+    {"PROTOCOL_VERSION", "RUN_ID", "LAYOUT", "DATA_PLAN", "STALE_EPOCH", "SEED_EXISTS", "MEMORY", "FROZEN"}
 ) | {
     *("NONFINITE", "MALFORMED", "NOT_LOOPBACK", "CONFIG", "DISK", "DIGEST", "UNKNOWN_NAME", "KEY", "IDENTITY"),
 }

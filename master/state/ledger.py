@@ -17,6 +17,7 @@ from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId, Vers
 from dips.core.layout import Layout, layout_from_json
 from dips.core.messages import DataMode, DataPlan, Verdict, VerdictKind
 from dips.core.placement import Placement
+from dips.core.untrained import Untrained
 from dips.master.state.leases import LeaseTable
 from dips.master.state.penalty import DetectorState
 
@@ -120,6 +121,8 @@ class Ledger:
     given_up: list[tuple[Version, Version]] = field(default_factory=list)
     applied_in: list[tuple[Version, tuple[PushId, ...]]] = field(default_factory=list)
     reshard: ReshardWish | None = None
+    untrained: str | None = None
+    """What the first cluster holds and the run does not train, as Untrained.to_text(); None: not known yet."""
     behind: bool = False
     """Taken over from slaves that may have lost newer versions: the run goes on on a new timeline, and not before."""
 
@@ -163,6 +166,8 @@ class Ledger:
             raw["behind"] = True
         if self.reshard is not None:
             raw["reshard"] = [list(self.reshard.add), list(self.reshard.remove), self.reshard.reason]
+        if self.untrained is not None:
+            raw["untrained"] = self.untrained
         if with_commit:
             raw["commit"] = _commit_to_json(self.commit)
         return canonical(raw)
@@ -193,6 +198,7 @@ class Ledger:
             applied_in=[(_version(v), tuple(map(push_from_json, pushes))) for v, pushes in raw.get("applied_in", [])],
             behind=raw.get("behind") is True,
             reshard=_wish_from_json(raw.get("reshard")),
+            untrained=_untrained_from_json(raw.get("untrained")),
         )
         if plan is not None and raw["leases"] is not None:
             ledger.leases = LeaseTable.from_json(plan, raw["leases"])
@@ -360,6 +366,13 @@ def _wish_from_json(raw: list[Any] | None) -> ReshardWish | None:
         return None
     add, remove, reason = raw
     return ReshardWish(_slave_ids(add), _slave_ids(remove), _text(reason))
+
+
+def _untrained_from_json(raw: Any) -> str | None:
+    if raw is None:
+        return None
+    Untrained.from_text(_text(raw))  # read now, and not first when a cluster joins
+    return _text(raw)
 
 
 def _slave_ids(raw: Iterable[Any]) -> tuple[SlaveId, ...]:

@@ -22,6 +22,7 @@ from dips.core.messages import (
     Verdict,
 )
 from dips.core.protocol import PROTOCOL_MIN, agree
+from dips.core.untrained import Untrained, difference
 from dips.master.state import pacing
 from dips.master.state.callers import check_member, check_run
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE, LeaseTable
@@ -138,6 +139,7 @@ class Membership:
                 RefusalCode.RANGES,
                 f"{len(request.held_ranges)} ranges are named as held: at most {MAX_RANGES_IN_A_MESSAGE} can be",
             )
+        Untrained(request.frozen, request.buffers).check()
         if request.layout.layout_hash != request.layout_hash:
             raise Refused(
                 RefusalCode.LAYOUT,
@@ -175,11 +177,43 @@ class Membership:
                 f"the model of cluster {request.caller.name!r} is not this run's: "
                 f"{first_difference(ledger.layout, request.layout)}; give it the same model, or start another run",
             )
+        self._compare_untrained(request)
         if ledger.data_plan is None:
             ledger.data_plan = request.data_plan
             ledger.leases = LeaseTable(request.data_plan) if request.data_plan.mode is DataMode.LEASED else None
         elif ledger.data_plan != request.data_plan:
             raise Refused(RefusalCode.DATA_PLAN, _plan_difference(ledger.data_plan, request.data_plan))
+
+    def _compare_untrained(self, request: JoinRequest) -> None:
+        """The first joiner's frozen parameters and buffers are the run's (docs/decisions/0029).
+
+        Buffers decide at a cluster's first Join only: later it may come from a checkpoint of its own, with what its
+        training made of them. Raises Refused(FROZEN) with the names of the tensors that differ.
+        """
+        world, ledger, name = self._world, self._world.ledger, request.caller.name
+        rule, theirs = world.config.settings.frozen, Untrained(request.frozen, request.buffers)
+        if rule == "any":
+            return
+        if ledger.untrained is None:
+            ledger.untrained = theirs.to_text()
+            return
+        ours = Untrained.from_text(ledger.untrained)
+        if found := difference("frozen parameters", ours.frozen, theirs.frozen):
+            raise Refused(
+                RefusalCode.FROZEN,
+                f"cluster {name!r} trains over other frozen weights than this run: {found}; load the same weights in "
+                'every cluster, or start the master with frozen = "any" if they may differ',
+            )
+        found = difference("buffers", ours.buffers, theirs.buffers) if rule == "same" else ""
+        entry = ledger.clusters.get(name)
+        if found and entry is not None and entry.incarnations:
+            world.log(f"cluster {name}", f"cluster {name} came back with other buffers: {found}", logging.WARNING)
+        elif found:
+            raise Refused(
+                RefusalCode.FROZEN,
+                f"cluster {name!r} has other constant buffers than this run: {found}; make the model alike in every "
+                'cluster, or start the master with frozen = "parameters" if training changes these buffers',
+            )
 
     def _retire(self, name: str, reason: str) -> Push | None:
         """End the current incarnation; returns its push if that is sealed and must be waited for."""

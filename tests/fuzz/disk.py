@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import base64
 import json
 import os
 import shutil
 import sqlite3
+import zlib
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import lru_cache
@@ -23,6 +25,7 @@ from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.messages import DataRange, SnapshotInfo, Verdict, VerdictKind
 from dips.core.telemetry import Tape, read_tape
+from dips.core.untrained import TensorDigest, Untrained
 from dips.master.archive import FOLDER, JournalRecord, write_segment
 from dips.master.journal import FILE_NAME, Entry, Journal, read_records
 from dips.master.state.ledger import UNREADABLE, commit_from_record, ledger_from_journal, ledger_of
@@ -353,6 +356,21 @@ def state_tree() -> Target:
     return Target("state tree", json_inputs(seed), feed, (StateTreeError, RecursionError))
 
 
+def untrained_list() -> Target:
+    """What the ledger holds of frozen parameters and buffers. The first byte says whether the rest is packed first."""
+    right = Untrained(tuple(TensorDigest(f"layers.{n}.weight", n) for n in range(40)))
+
+    def feed(data: bytes) -> str:
+        text = base64.b85encode(zlib.compress(data[1:])) if data[:1] == b"\x01" else data[1:]
+        Untrained.from_text(text.decode("utf-8", "replace"))
+        return "taken"
+
+    inside = zlib.decompress(base64.b85decode(right.to_text()))
+    inputs = [mutated(lambda: [right.to_text().encode()]), json_inputs(lambda: inside)]
+    return Target("untrained list", numbered(inputs), feed, (ValueError,))
+
+
 TARGETS: tuple[Callable[[], Target], ...] = (
     *(manifest, slave_directory, commit_record, ledger, journal, archive, tape, saved_session, checkpoint, state_tree),
+    untrained_list,
 )

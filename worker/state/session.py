@@ -475,6 +475,8 @@ class Session:
             config.declared_tokens_per_s,
             core.work.all_ranges(),
             config.curve_key,
+            config.untrained.frozen,
+            config.untrained.buffers,
         )
 
     def _run_stops(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dips.core.errors import ConfigError, RemoteProtocolError
 from dips.core.ids import ClusterId, Incarnation, Version
 from dips.core.layout import Layout
 from dips.core.messages import Caller, DataPlan, HeartbeatReply, JoinReply, PullGrant, Settings
 from dips.core.protocol import agree
+from dips.core.untrained import Untrained
 from dips.core.wire import Codec
 from dips.worker.state.patience import RULES
 from dips.worker.state.times import times_of
@@ -41,6 +42,8 @@ class SessionConfig:
     """How this cluster would like to write its pushes; each ticket says whether it may."""
     curve_key: bytes = b""
     """This process's public key of the data flow; empty without keys."""
+    untrained: Untrained = field(default_factory=Untrained)
+    """What the model held at the start and the run does not train."""
 
 
 class Terms:

@@ -48,6 +48,7 @@ from dips.core.messages import (
     Staged,
     StagingProgress,
 )
+from dips.core.untrained import TensorDigest
 from dips.master.state.events import ClusterCall, SlaveSaid, Tick
 
 PHASES = {"IDLE": None, "MEASURE": Measure, "PREPARE": Prepare, "COMMIT": Commit, "GATHERING": None, "DONATING": None}
@@ -81,7 +82,7 @@ def calls(bench: Bench) -> list[Any]:
     (lease,) = bench.lease("c", 100)
     digests = tuple((slave.name, slave.digest(push)) for slave in bench.slaves)
     return [
-        JoinRequest(a, HELLO, LAYOUT, LAYOUT.layout_hash, LEASED, 0.0, (lease,)),
+        JoinRequest(a, HELLO, LAYOUT, LAYOUT.layout_hash, LEASED, 0.0, (lease,), b"", (TensorDigest("w", 1),)),
         HeartbeatRequest(bench.caller("c"), steps_per_s=1.0),
         BeginPushRequest(bench.caller("c"), 5, base, fence, (lease,), 100, 3),
         BeginPushRequest(b, push.seq, base, fence, (), 100, 3),

@@ -33,6 +33,7 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
+from dips.core.untrained import TensorDigest
 from dips.master.state.events import Pause, Stop
 
 
@@ -543,3 +544,72 @@ def test_whatever_happens_in_a_round_its_pushes_are_counted_once(kind: type, the
     assert (status.published, status.tokens) == (Version(1, 1), 200)
     assert [c.pushes_applied for c in status.clusters][:2] == [1, 1]
     assert bench.alive("b") == (then not in ("evict", "leave"))
+
+
+# ---- what is not trained ----
+
+BASE = (TensorDigest("base.weight", 7), TensorDigest("base.bias", 8))
+TABLES = (TensorDigest("angles", 1),)
+
+
+def other(*listed: TensorDigest) -> tuple[TensorDigest, ...]:
+    return tuple(TensorDigest(item.name, item.digest + 1) for item in listed)
+
+
+def test_a_cluster_over_other_frozen_weights_is_refused_by_name_and_changes_nothing() -> None:
+    bench = Bench(plan=OWN)
+    bench.attach_all()
+    bench.join("a", frozen=BASE, buffers=TABLES)
+    bench.push("a", 0)
+    with refused_with(RefusalCode.FROZEN) as refused:
+        bench.join("b", frozen=(BASE[0], *other(BASE[1])), buffers=TABLES)
+    assert "frozen parameters 'base.bias' differ; load the same weights" in str(refused.value)
+    with refused_with(RefusalCode.FROZEN) as refused:
+        bench.join("b", buffers=TABLES)  # nothing is frozen there
+    assert "it lacks frozen parameters 'base.weight', 'base.bias'" in str(refused.value)
+    assert [c.cluster_id for c in bench.status().clusters] == ["a"]
+    bench.join("b", frozen=tuple(reversed(BASE)), buffers=TABLES)
+
+
+def test_the_list_outlives_the_master() -> None:
+    bench = Bench(plan=OWN)
+    bench.attach_all()
+    bench.join("a", frozen=BASE)
+    bench.restart()
+    bench.join("a", frozen=BASE)
+    with refused_with(RefusalCode.FROZEN):
+        bench.join("b", frozen=other(*BASE))
+
+
+def test_clusters_may_differ_where_the_run_says_so() -> None:
+    bench = Bench(plan=OWN, settings=Settings(frozen="any"))
+    bench.attach_all()
+    bench.join("a", frozen=BASE, buffers=TABLES)
+    assert bench.join("b", frozen=other(*BASE), buffers=other(*TABLES)).settings.frozen == "any"
+    bench = Bench(plan=OWN, settings=Settings(frozen="parameters"))
+    bench.attach_all()
+    bench.join("a", frozen=BASE, buffers=TABLES)
+    bench.join("b", frozen=BASE, buffers=other(*TABLES))
+    with refused_with(RefusalCode.FROZEN):
+        bench.join("c", frozen=other(*BASE), buffers=TABLES)
+
+
+def test_other_constant_buffers_are_refused_at_the_first_join_and_said_later() -> None:
+    """A cluster that comes back may hold what its own training made of a buffer."""
+    bench = Bench(plan=OWN)
+    bench.attach_all()
+    bench.join("a", buffers=TABLES)
+    with refused_with(RefusalCode.FROZEN) as refused:
+        bench.join("b", buffers=other(*TABLES))
+    assert "buffers 'angles' differ" in str(refused.value)
+    bench.join("b", buffers=TABLES)
+    bench.join("b", buffers=other(*TABLES))
+    assert "cluster b came back with other buffers: buffers 'angles' differ" in [log.sentence for log in bench.logs]
+
+
+def test_a_malformed_list_is_refused_before_it_is_used() -> None:
+    bench = Bench(plan=OWN)
+    bench.attach_all()
+    with refused_with(RefusalCode.MALFORMED):
+        bench.join("a", frozen=(BASE[0], BASE[0]))
+    assert bench.state.world.ledger.untrained is None

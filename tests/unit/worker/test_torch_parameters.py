@@ -262,3 +262,38 @@ def test_a_snapshot_of_a_cuda_device_holds_the_parameters_from_before_the_next_s
     assert ready is not None
     ready.wait(0, flat.size)
     assert np.array_equal(flat, before)
+
+
+def test_what_is_unfrozen_added_or_replaced_after_entering_is_found_at_the_next_push() -> None:
+    def take(parameters: TorchParameters) -> None:
+        parameters.begin_snapshot(np.empty(parameters.layout().n_elems, np.float32))
+
+    model = Tied()
+    parameters = store(model)
+    model.frozen.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"'frozen' requires gradients and did not .* set requires_grad=False"):
+        take(parameters)
+    with pytest.raises(ConfigError, match="'frozen' requires gradients"):
+        parameters.live()
+    model.frozen.requires_grad_(False)
+    take(parameters)
+    model.adapter = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"'adapter.weight' requires gradients"):
+        take(parameters)
+    del model.adapter
+    first = model.layers[0]
+    assert isinstance(first, torch.nn.Linear)
+    first.bias = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(ConfigError, match=r"'layers.0.bias' is another tensor than when the loop was entered"):
+        take(parameters)
+
+
+def test_what_is_frozen_after_entering_is_still_part_of_the_run() -> None:
+    model = Tied()
+    parameters = store(model)
+    model.embedding.weight.requires_grad_(False)
+    flat = np.empty(parameters.layout().n_elems, np.float32)
+    parameters.begin_snapshot(flat)
+    assert flat[:28].tobytes() == model.embedding.weight.detach().numpy().tobytes()
+    parameters.install(np.zeros_like(flat))
+    assert not model.embedding.weight.any()

@@ -1,0 +1,63 @@
+"""Digests of what a torch model holds and the run does not train, for the master to compare (docs/decisions/0029).
+
+Reads each tensor once, at the start: as fast as memory, or a GPU's link to the host, allows. Never keeps a copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Set
+
+import torch
+import xxhash
+
+from dips.core.untrained import TensorDigest, Untrained
+
+PIECE_ELEMS = 1 << 24
+"""What is copied to the host at a time, where a tensor is not there."""
+
+_logger = logging.getLogger("dips")
+
+_MOVING = (
+    torch.nn.modules.batchnorm._NormBase,
+    torch.nn.utils.parametrizations._SpectralNorm,
+)
+"""Modules whose buffers are running statistics: every cluster's are its own, from the first step on."""
+
+
+def untrained_of(model: torch.nn.Module, trained: Set[int]) -> Untrained:
+    """Every parameter and buffer of the model that is not among `trained` (ids of tensors), tied ones once.
+
+    Contents of running statistics are left out, and so are those that cannot be read (on the meta device, say), which
+    the log tells.
+    """
+    frozen = [(name, p) for name, p in model.named_parameters() if id(p) not in trained]
+    moving = {id(b) for m in model.modules() if isinstance(m, _MOVING) for b in m.buffers(recurse=False)}
+    buffers = [(name, b) for name, b in model.named_buffers() if id(b) not in trained]
+    return Untrained(
+        tuple(TensorDigest(name, _digest(name, p, contents=True)) for name, p in frozen),
+        tuple(TensorDigest(name, _digest(name, b, contents=id(b) not in moving)) for name, b in buffers),
+    )
+
+
+def _digest(name: str, tensor: torch.Tensor, *, contents: bool) -> int:
+    digest = xxhash.xxh3_64(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    if contents:
+        try:
+            _add(digest, tensor.detach())
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            _logger.warning("what %r holds cannot be read and is not compared with other clusters': %s", name, error)
+            return xxhash.xxh3_64_intdigest(f"{tensor.dtype} {list(tensor.shape)} unread".encode())
+    return int(digest.intdigest())
+
+
+def _add(digest: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
+    """The bytes of all elements, in logical order."""
+    if hasattr(tensor, "__tensor_flatten__"):  # a quantised weight, say: several plain tensors under one name
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            _add(digest, getattr(tensor, name))
+        return
+    for piece in tensor.reshape(-1).split(PIECE_ELEMS):
+        if piece.numel():
+            digest.update(piece.cpu().contiguous().view(torch.uint8).numpy())
