@@ -55,7 +55,8 @@ def test_one_bit_of_the_last_element_counts() -> None:
 def test_constant_buffers_count_and_running_statistics_do_not() -> None:
     one, trained = Adapted(), Adapted()
     trained.norm(torch.randn(8, 30))
-    assert not torch.equal(one.norm.running_mean, trained.norm.running_mean)
+    assert trained.norm.running_mean is not None
+    assert trained.norm.running_mean.any()
     assert listed(one) == listed(trained)
     assert difference("buffers", listed(one).buffers, listed(Adapted(table=2.0)).buffers) == "buffers 'angles' differ"
 
