@@ -73,7 +73,11 @@ COMMANDS: tuple[Command, ...] = (
         "doctor",
         "Look before a run: ports, keys, memory, disks, clocks, packages.",
         _RUN,
-        ("dips doctor examples/local.toml", "dips doctor my-run.toml --params 7B --link 1gbps --json"),
+        (
+            "dips doctor examples/local.toml",
+            "dips doctor my-run.toml --params 7B --link 1gbps --json",
+            "dips doctor --master 10.0.0.1:29400 --keys keys-b",
+        ),
     ),
     Command(
         "keys",

@@ -13,10 +13,10 @@ import typer
 from dips.core.config import read_tables
 from dips.core.errors import ConfigError
 from dips.core.units import parse_bits_per_s, parse_count, parse_seconds
-from dips.launch.doctor import host
+from dips.launch.doctor import host, joining
 from dips.launch.doctor.findings import Check, Finding, Grade, examined
 from dips.launch.doctor.local import LocalDoctor, Wish
-from dips.launch.key_options import insecure_asked
+from dips.launch.key_options import Keys, asked_security, insecure_asked
 from dips.launch.run_file import read_run_file
 
 FOUND = 1
@@ -24,7 +24,13 @@ FOUND = 1
 
 
 def doctor(
-    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="A file of `dips up` or of `dips deploy`.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE.toml", help="A file of `dips up` or of `dips deploy`.")
+    ] = None,
+    master: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="In place of a file: can this machine join the run of this master?")
+    ] = "",
+    keys: Keys = None,
     params: Annotated[
         str, typer.Option(metavar="COUNT", help="Parameters of the model, such as 7B, where the file does not tell.")
     ] = "",
@@ -34,13 +40,15 @@ def doctor(
     round_trip: Annotated[
         str, typer.Option("--round-trip", metavar="TIME", help="Round trip to the farthest cluster, such as 50ms.")
     ] = "50ms",
-    insecure: Annotated[bool, typer.Option("--insecure", help="The run is to have no keys.")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="The run has no keys, or is to have none.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Check a run or a deployment before it starts: each check is OK, WARN or FAIL, with a remedy.
 
-    Of a file of `dips up`: settings, directory, packages, data, keys, ports, addresses, memory, disks with the time of
-    a flush, files, huge pages, kernel buffers, clock. Of a file of `dips deploy`: keys, contexts, addresses, sizes,
+    With --master and --keys: whether a cluster can join from this machine; the master and every slave's data port are
+    dialled with these keys. Of a file of `dips up`: settings, directory, packages, data, keys, ports, addresses,
+    memory, disks with the time of a flush, files, huge pages, kernel buffers, clock. Of a file of `dips deploy`: keys,
+    contexts, addresses, sizes,
     times. Nothing is changed; a probe writes and removes a file of 64 MiB. Exit code 1 when anything is FAIL.
     """
     wish = Wish(
@@ -48,9 +56,14 @@ def doctor(
         _positive(parse_bits_per_s(link), "--link", link) if link else None,
         _positive(parse_seconds(round_trip), "--round-trip", round_trip),
     )
-    found = list(_shown(examined(_checks(file, wish, insecure)), quiet=as_json))
+    if (file is None) == (not master):
+        raise ConfigError(
+            "give a FILE.toml to look at a run, or --master HOST:PORT to look at one from a joining machine"
+        )
+    chosen = joining.checks(master, asked_security(keys, insecure)) if file is None else _checks(file, wish, insecure)
+    found = list(_shown(examined(chosen), quiet=as_json))
     if as_json:
-        print(json.dumps({"file": str(file), "findings": [one.to_json() for one in found]}))
+        print(json.dumps({"file": str(file or ""), "master": master, "findings": [one.to_json() for one in found]}))
     else:
         print(summary(found))
     return FOUND if any(one.grade is Grade.FAIL for one in found) else 0

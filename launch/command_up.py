@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from dips.core.clock import SystemClock
+from dips.core.net import format_address, parse_address
 from dips.core.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.launch.doctor.local import refuse_what_cannot_start
 from dips.launch.key_options import insecure_asked
@@ -89,9 +90,9 @@ def _heldout(local: LocalRun, directory: RunDirectory) -> list[HeldoutPoint] | N
 
 
 def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[str]:
-    """What a person types to bring a loop of their own, when the file starts no cluster."""
+    """What a person types to bring a loop of their own, when the file starts no cluster or others are to come."""
     if plan.clusters:
-        return []
+        return _from_elsewhere(plan, address, directory)
     said = "no clusters are in the file: start your own training loops, each in a terminal of its own, such as"
     lines = [
         f"  DIPS_MASTER={address} DIPS_CLUSTER={name} {_security_words(plan, directory, name)} "
@@ -99,7 +100,26 @@ def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[st
         for name in plan.keys_for or ("a", "b")
     ]
     more = [] if plan.insecure else [f"keys for another one:  dips keys add {directory.keys} --cluster NAME"]
-    return [said, *lines, *more, f"end the run with:  dips stop --run-dir {directory.path}"]
+    return [
+        said,
+        *lines,
+        *_from_elsewhere(plan, address, directory),
+        *more,
+        f"end the run with:  dips stop --run-dir {directory.path}",
+    ]
+
+
+def _from_elsewhere(plan: RunPlan, address: str, directory: RunDirectory) -> list[str]:
+    """What a person types on another machine, for the first of the clusters that have keys and are not started here."""
+    if not (plan.public_host and plan.keys_for):
+        return []
+    name, (_, port) = plan.keys_for[-1], parse_address(address)
+    there = f"{plan.public_host}:{(directory.keys / name).resolve()}"
+    return [
+        "from another machine (docs/two-machines.md):",
+        f"  scp -rp {there} keys-{name}",
+        f"  dips doctor --master {format_address(plan.public_host, port)} --keys keys-{name}",
+    ]
 
 
 def _security_words(plan: RunPlan, directory: RunDirectory, name: str) -> str:

@@ -76,6 +76,7 @@ class RunPlan:
 
     insecure: no keys are made and used. keys_for: clusters that are not started here, and get keys all the same.
     log_format: of all processes. metrics: every process serves them, at a free loopback port where none is set.
+    public_host: under what other machines find this one; empty: the run is for this machine alone.
     """
 
     run_id: str
@@ -87,6 +88,7 @@ class RunPlan:
     keys_for: tuple[str, ...] = ()
     log_format: LogFormat = "human"
     metrics: bool = False
+    public_host: str = ""
 
     @property
     def cluster_ids(self) -> list[str]:

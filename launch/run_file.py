@@ -9,6 +9,9 @@ before anything starts.
 from __future__ import annotations
 
 import difflib
+import ipaddress
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +23,12 @@ from dips.core.config import Knobs, Loaded, load, load_table, read_tables
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.log_lines import LogFormat
-from dips.core.net import parse_address
+from dips.core.net import MAX_PORT, format_address, is_loopback, parse_address
 from dips.core.security import SETTINGS
 from dips.launch.plan import OwnCluster, RunPlan, TrainedCluster, checkpoints_path
 from dips.launch.tapes import tape_path
 from dips.master.config import MasterConfig
-from dips.slave.config import SlaveConfig
+from dips.slave.config import ALL_ADDRESSES, SlaveConfig
 from dips.worker.config import SECTION as WORKER_SECTION
 from dips.worker.config import ClientConfig
 
@@ -45,6 +48,11 @@ class RunKnobs(Knobs):
     id: str = Field(description="Name of the run.")
     directory: Path = Field(description="Where the run keeps everything; relative to where `dips up` is started.")
     slaves: int = Field(1, ge=1, le=64, description="How many slaves.")
+    advertise: str = Field(
+        "",
+        description="Host name or address, without a port, under which other machines reach this one; empty: that of "
+        "[master] listen.",
+    )
     insecure: bool = Field(
         False, description="Make and use no keys: nothing is encrypted, nobody is authenticated, loopback only."
     )
@@ -84,16 +92,19 @@ def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | No
     clusters = _cluster_tables(file, tables)
     trained = any(not table.get("command") for table in clusters) if clusters else False
     base = _base_train(file) if trained or run.evaluate else None
+    master = _master(file, run, len(clusters))
+    said_of_slaves = tables.get("slave", {})
     plan = RunPlan(
         run.id,
-        _master(file, run, len(clusters)),
-        make_slaves(run.directory, run.id, run.slaves, file, insecure=run.insecure),
+        master,
+        _reachable_slaves(file, run, master, said_of_slaves if isinstance(said_of_slaves, dict) else {}),
         _clusters(file, run, clusters, base),
         base.value if base is not None and run.evaluate else None,
         run.insecure,
         run.keys_for,
         run.log_format,
         run.metrics,
+        public_host(run, master),
     )
     for name in run.keys_for:
         check_name(name, f"{file} [run] keys_for")
@@ -138,9 +149,95 @@ def make_slaves(
     file: Path | None = None,
     record_pushes: bool | None = None,
     insecure: bool = False,
+    more: Mapping[str, object] | None = None,
 ) -> tuple[SlaveConfig, ...]:
-    """Slaves s0, s1, ... with their directories and tapes inside the run's. record_pushes None: as the file says."""
-    return tuple(_slave(directory, run_id, f"s{index}", file, record_pushes, insecure) for index in range(how_many))
+    """Slaves s0, s1, ... with their directories and tapes inside the run's. record_pushes None: as the file says.
+
+    more: settings that go before those of the file.
+    """
+    return tuple(
+        _slave(directory, run_id, f"s{index}", file, record_pushes, insecure, more or {}) for index in range(how_many)
+    )
+
+
+def public_host(run: RunKnobs, master: MasterConfig) -> str:
+    """Under what other machines find this one; empty where the master serves this machine alone.
+
+    Raises ConfigError when the settings contradict each other.
+    """
+    host, _ = parse_address(master.listen, "listen")
+    if is_loopback(host):
+        if run.advertise:
+            raise ConfigError(
+                f"[run] advertise is {run.advertise!r}, and [master] listen is {master.listen}, where only this "
+                "machine finds it: let it listen at an address of this machine, or at 0.0.0.0"
+            )
+        return ""
+    if not run.advertise and host in ALL_ADDRESSES:
+        raise ConfigError(
+            f"[master] listen {master.listen} stands for every address of this machine, and slaves have to tell "
+            "clusters one: say in [run] advertise under which address other machines reach this one"
+        )
+    found = run.advertise or host
+    if is_loopback(found) or found in ALL_ADDRESSES:
+        raise ConfigError(
+            f"[run] advertise is {found!r}, where no other machine finds this one: give the address they use"
+        )
+    if not (_is_literal(found) or re.fullmatch(r"[A-Za-z0-9_.-]+", found)):
+        raise ConfigError(f"[run] advertise is {found!r}: give a host name or an address alone, without a port")
+    return found
+
+
+def _reachable_slaves(
+    file: Path, run: RunKnobs, master: MasterConfig, said: Mapping[str, object]
+) -> tuple[SlaveConfig, ...]:
+    """The slaves; where the master serves other machines, so that these reach the slaves too.
+
+    said: the table [slave]. Of a fixed data_port each slave after the first takes the next one.
+    """
+    public = public_host(run, master)
+    told = {name for name in ("data_host", "advertise") if name in said or f"DIPS_SLAVE_{name.upper()}" in os.environ}
+    ours: dict[str, object] = {}
+    if public:
+        host, _ = parse_address(master.listen, "listen")
+        if "data_host" not in told:
+            ours["data_host"] = host if _is_literal(host) else "0.0.0.0"
+        if "advertise" not in told:
+            ours["advertise"] = format_address(public, 0)
+    slaves = []
+    for index, slave in enumerate(make_slaves(run.directory, run.id, run.slaves, file, None, run.insecure, ours)):
+        if public and is_loopback(slave.data_host) and "advertise" not in told:
+            raise ConfigError(
+                f"{file} [slave] data_host is {slave.data_host}, which only this machine reaches, and [master] listen "
+                f"{master.listen} serves others: leave out data_host, or let the master listen at 127.0.0.1"
+            )
+        if public and is_loopback(parse_address(slave.advertise)[0]):
+            raise ConfigError(
+                f"{file} [slave] advertise is {slave.advertise}, which leads other machines to themselves, and "
+                f"[master] listen {master.listen} serves them: leave out advertise, or give the address that they use"
+            )
+        slaves.append(_at_port(slave, index))
+    return tuple(slaves)
+
+
+def _at_port(slave: SlaveConfig, index: int) -> SlaveConfig:
+    """The slave at its own port: settings of [slave] are those of all slaves, which cannot share one."""
+    if index == 0 or slave.data_port == 0:
+        return slave
+    if slave.data_port + index > MAX_PORT:
+        raise ConfigError(f"[slave] data_port {slave.data_port} leaves no port for slave {slave.slave_id}: give less")
+    host, port = parse_address(slave.advertise, "advertise") if slave.advertise else ("", 0)
+    advertise = format_address(host, port + index) if port else slave.advertise
+    return slave.model_copy(update={"data_port": slave.data_port + index, "advertise": advertise})
+
+
+def _is_literal(host: str) -> bool:
+    """Whether a socket can be bound to it as it is; a name may stand for an address of a router in front."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def explicit(loaded: Loaded[K]) -> dict[str, object]:
@@ -160,9 +257,16 @@ def _master(file: Path, run: RunKnobs, n_clusters: int) -> MasterConfig:
 
 
 def _slave(
-    directory: Path, run_id: str, name: str, file: Path | None, record_pushes: bool | None, insecure: bool
+    directory: Path,
+    run_id: str,
+    name: str,
+    file: Path | None,
+    record_pushes: bool | None,
+    insecure: bool,
+    more: Mapping[str, object],
 ) -> SlaveConfig:
     ours: dict[str, object] = {
+        **more,
         "run_id": run_id,
         "slave_id": name,
         "master": NOT_YET_KNOWN,

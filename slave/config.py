@@ -38,7 +38,8 @@ class SlaveConfig(MetricsKnobs):
     )
     advertise: str = Field(
         default="",
-        description="address of the data port as clusters reach it, HOST:PORT; empty: where it is bound",
+        description="address of the data port as clusters reach it, HOST:PORT; port 0: the port that it has; empty: "
+        "where it is bound",
     )
     memory_bytes: Bytes = Field(default=GIB, description="what parameters may use here, staging and pins included")
     max_chunk_bytes: Bytes = Field(
@@ -72,7 +73,7 @@ class SlaveConfig(MetricsKnobs):
         if self.data_host in ALL_ADDRESSES and not self.advertise:
             raise ValueError(
                 f"data_host {self.data_host} stands for every address of this machine, and clusters need one: give "
-                "advertise HOST:PORT, and data_port with the same port"
+                "advertise HOST:PORT, with port 0 or that of data_port"
             )
         return _valid(lambda: require("slave", dict(iter(self))), self)
 

@@ -17,6 +17,8 @@ from dips.core.curve import pair_for
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError
 from dips.core.file_limit import raise_file_limit
 from dips.core.keys import security_of
+from dips.core.net import format_address, parse_address
+from dips.core.reach import is_elsewhere, is_loopback_endpoint
 from dips.core.security import Security, check_reach
 from dips.core.telemetry import Tape, configure_logging, say_last
 from dips.slave.config import SlaveConfig
@@ -115,7 +117,7 @@ async def _serve(
     )
     engine = guard = metrics = None
     try:
-        endpoint = f"tcp://{config.advertise}" if config.advertise else data.endpoint
+        endpoint = _advertised(config, data.endpoint)
         state = SlaveState(
             config.run_id,
             config.slave_id,
@@ -155,6 +157,21 @@ async def _serve(
         data.stop()
         if engine is not None:
             await engine.close()
+
+
+def _advertised(config: SlaveConfig, bound: str) -> str:
+    """The endpoint that clusters are to dial. Raises ConfigError for one that they cannot, as far as is known here."""
+    endpoint = bound
+    if config.advertise:
+        host, port = parse_address(config.advertise, "advertise")
+        endpoint = f"tcp://{format_address(host, port or parse_address(bound)[1])}"
+    if is_loopback_endpoint(endpoint) and is_elsewhere(config.master):
+        raise ConfigError(
+            f"clusters are to find this slave at {endpoint}, which only this machine reaches, and the master at "
+            f"{config.master} is another machine: give data_host an address of this machine that they reach, or give "
+            "advertise"
+        )
+    return endpoint
 
 
 def _push_record(config: SlaveConfig) -> PushRecord | None:

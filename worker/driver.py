@@ -23,6 +23,7 @@ from dips.core.ids import ClusterId, Incarnation, Version
 from dips.core.keys import security_of
 from dips.core.layout import Layout
 from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, Settings, Verdict
+from dips.core.reach import check_slaves_reachable
 from dips.core.telemetry import ChangeLogger, Tape
 from dips.core.tls_probe import check_let_in
 from dips.core.untrained import Untrained
@@ -420,8 +421,10 @@ class Driver:
                 assert self._checkpoints is not None, "asked for only with a directory"
                 self._checkpoints.record_push(effect.record)
             case StartPush():
+                check_slaves_reachable(self.config.master, effect.ticket.placement.slaves)
                 self._transfers.push(effect, self.run_id, self.settings, self._times)
             case StartPull():
+                check_slaves_reachable(self.config.master, effect.grant.placement.slaves)
                 self._transfers.pull(effect, self._landing(), self._times)
             case CancelTransfer():
                 self._transfers.cancel(effect.transfer_id)

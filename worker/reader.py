@@ -27,6 +27,7 @@ from dips.core.messages import (
     FinishPullRequest,
     PullGrant,
 )
+from dips.core.reach import check_slaves_reachable
 from dips.core.security import Security
 from dips.core.telemetry import new_cause
 from dips.core.tls_probe import check_let_in
@@ -65,12 +66,12 @@ def fetch_version(
 
     Waits for it up to deadline_s. Raises Refused (VERSION_GONE names the versions that are kept; RUN_ID), RetryLater
     when the time is over (with the last reason), RemoteProtocolError for shares that contradict their digest, and
-    ConfigError for an address that cannot be dialled.
+    ConfigError for an address that cannot be dialled, or slaves that only their own machine reaches.
     """
     check_let_in(master, security)
     with channel_to(master, security) as channel:
         curve = pair_for(security)
-        reader = _Reader(MasterStubs(channel), run_id or "", name, deadline_s, clock or SystemClock(), curve)
+        reader = _Reader(MasterStubs(channel), master, run_id or "", name, deadline_s, clock or SystemClock(), curve)
         return reader.fetch(version, at_least)
 
 
@@ -78,6 +79,7 @@ class _Reader:
     def __init__(
         self,
         stubs: MasterStubs,
+        master: str,
         run_id: str,
         name: str,
         deadline_s: float,
@@ -86,6 +88,7 @@ class _Reader:
     ) -> None:
         self._curve = curve
         self._stubs = stubs
+        self._master = master
         self._run_id = run_id
         self._name = name
         self._clock = clock
@@ -123,6 +126,7 @@ class _Reader:
         if layout is None:
             raise RemoteProtocolError("the master granted a pull without the layout: both sides need one release")
         check_placement(grant.placement, len(layout.blocks))
+        check_slaves_reachable(self._master, grant.placement.slaves)
         left_s = max(1.0, self._until_s - self._clock.monotonic_s())
         settings = TransferSettings(grant.chunk_bytes, WINDOW_CHUNKS, stall_s=min(30.0, left_s))
         common = Common(grant.run_id, grant.epoch, self._cause, layout, settings, curve=self._curve)

@@ -148,6 +148,11 @@ class LocalDoctor:
         for slave in self._plan.slaves:
             if slave.advertise:
                 yield from network.check_advertised(f"slave {slave.slave_id}", slave.advertise, "advertise")
+        if self._plan.public_host and any(slave.data_port == 0 for slave in self._plan.slaves):
+            told = "the slaves' data ports are free ones that the system chooses, and other machines have to reach them"
+            yield warn(
+                "addresses", told, "give [slave] data_port, from which each slave takes the next, and open these ports"
+            )
 
     def _buffers(self) -> Findings:
         outside = [slave.data_host for slave in self._plan.slaves if not is_loopback(slave.data_host)]

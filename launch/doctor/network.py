@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dips.core.errors import ConfigError
 from dips.core.net import format_address, is_loopback, parse_address
+from dips.core.reach import is_elsewhere
 from dips.core.units import format_seconds
 from dips.launch.doctor.findings import Finding, Findings, fail, ok, warn
 
@@ -122,12 +122,16 @@ def check_advertised(who: str, address: str, setting: str) -> Findings:
     yield found
     if found.remedy:
         return
-    host, port = parse_address(address, setting)
+    host, _ = parse_address(address, setting)
     if is_loopback(host):
         yield warn(
             "addresses",
             f"{who} is told to others as {address}, where only this machine finds it",
             f"give {setting} the address that clusters elsewhere reach",
         )
-    elif port == 0:
-        raise ConfigError(f"{setting} is {address}: others need the real port")
+    elif is_elsewhere(address):
+        yield warn(
+            "addresses",
+            f"{who} is told to others as {address}, which is no address of this machine",
+            "right where a router or firewall forwards it to this machine; else give the address of this machine",
+        )

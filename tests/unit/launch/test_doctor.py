@@ -291,7 +291,11 @@ def test_a_good_file_on_a_good_machine_has_nothing_against_it(run_file: Path, tm
     ("more", "check", "said"),
     [
         ('[slave]\nmemory_bytes = "1 MiB"', "model", "the model would be refused"),
-        ("[slave]\ndata_port = 29777", "ports", "both to listen at 127.0.0.1:29777"),
+        (
+            '[master]\nlisten = "127.0.0.1:29777"\n[slave]\ndata_port = 29777',
+            "ports",
+            "both to listen at 127.0.0.1:29777",
+        ),
         ('[[clusters]]\nid = "x"\ncommand = ["no-such-program"]', "clusters", "there is no program 'no-such-program'"),
         ('[[clusters]]\nid = "x"\ndata = ["/nowhere"]', "data", "/nowhere"),
     ],

@@ -159,10 +159,59 @@ def test_an_insecure_run_serves_this_machine_only(tmp_path: Path) -> None:
     listen = '[master]\nlisten = "0.0.0.0:29400"\n'
     with pytest.raises(ConfigError, match="not a loopback address"):
         read_run_file(write(tmp_path, HEAD + "insecure = true\n" + listen))
-    _, plan = read_run_file(write(tmp_path, HEAD + listen))
+    _, plan = read_run_file(write(tmp_path, HEAD + 'advertise = "10.0.0.1"\n' + listen))
     assert plan.master.listen == "0.0.0.0:29400"
 
 
 def test_a_name_for_keys_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[run\] keys_for"):
         read_run_file(write(tmp_path, HEAD + 'keys_for = ["../x"]\n'))
+
+
+PUBLIC = '[master]\nlisten = "10.0.0.1:29400"\n'
+
+
+def test_slaves_listen_where_the_master_does(tmp_path: Path) -> None:
+    _, plan = read_run_file(write(tmp_path, HEAD + "slaves = 2\n" + PUBLIC + "[slave]\ndata_port = 29500\n"))
+    assert plan.public_host == "10.0.0.1"
+    assert [(s.data_host, s.data_port, s.advertise) for s in plan.slaves] == [
+        ("10.0.0.1", 29500, "10.0.0.1:0"),
+        ("10.0.0.1", 29501, "10.0.0.1:0"),
+    ]
+    _, alone = read_run_file(write(tmp_path, HEAD))
+    assert (alone.public_host, alone.slaves[0].data_host, alone.slaves[0].advertise) == ("", "127.0.0.1", "")
+
+
+def test_behind_a_router_slaves_tell_the_address_that_others_use(tmp_path: Path) -> None:
+    text = HEAD + 'slaves = 2\nadvertise = "train.example"\n[master]\nlisten = "0.0.0.0:29400"\n'
+    _, plan = read_run_file(write(tmp_path, text))
+    assert plan.public_host == "train.example"
+    assert {(s.data_host, s.advertise) for s in plan.slaves} == {("0.0.0.0", "train.example:0")}
+    own = text + '[slave]\nadvertise = "10.0.0.9:30000"\ndata_port = 29500\n'
+    _, forwarded = read_run_file(write(tmp_path, own))
+    assert [(s.data_port, s.advertise) for s in forwarded.slaves] == [
+        (29500, "10.0.0.9:30000"),
+        (29501, "10.0.0.9:30001"),
+    ]
+
+
+def test_a_name_is_advertised_and_every_address_bound(tmp_path: Path) -> None:
+    _, plan = read_run_file(write(tmp_path, HEAD + '[master]\nlisten = "train.example:29400"\n'))
+    assert (plan.slaves[0].data_host, plan.slaves[0].advertise) == ("0.0.0.0", "train.example:0")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('[master]\nlisten = "0.0.0.0:29400"\n', r"say in \[run\] advertise"),
+        (PUBLIC + '[slave]\ndata_host = "127.0.0.1"\n', "leave out data_host"),
+        (PUBLIC + '[slave]\nadvertise = "localhost:29500"\n', "leads other machines to themselves"),
+        ('advertise = "10.0.0.1"\n', "where only this machine finds it"),
+        ('advertise = "localhost"\n' + PUBLIC, "where no other machine finds this one"),
+        ('advertise = "10.0.0.1:29400"\n' + PUBLIC, "without a port"),
+        ("slaves = 3\n" + PUBLIC + "[slave]\ndata_port = 65534\n", "leaves no port for slave s2"),
+    ],
+)
+def test_addresses_that_contradict_each_other_are_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read_run_file(write(tmp_path, HEAD + text))

@@ -1,0 +1,138 @@
+"""docs/two-machines.md is true: its blocks, typed in two network namespaces that only a cable joins."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.dips_command import ended, environment, started, until
+from support.documents import SHELL, blocks
+from support.repository import ROOT
+
+PAGE = ROOT / "docs" / "two-machines.md"
+FIRST, SECOND = "10.0.0.1", "10.0.0.2"
+HOME_OF_FIRST = "first"
+"""Folder of the first machine; the second one reaches it by scp alone."""
+
+pytestmark = [
+    pytest.mark.endurance,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces"),
+    pytest.mark.skipif(shutil.which("ip") is None, reason="iproute2 is not installed (apt-get install iproute2)"),
+]
+
+
+def ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a loopback of their own, joined by one cable."""
+    names = (f"dips-first-{os.getpid()}", f"dips-second-{os.getpid()}")
+    made = ip("netns", "add", names[0], check=False)
+    if made.returncode != 0:
+        pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for name, address in zip(names, (FIRST, SECOND), strict=True):
+            for words in ("addr add {}/24 dev cable", "link set lo up", "link set cable up"):
+                ip("netns", "exec", name, "ip", *words.format(address).split())
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "delete", name, check=False)
+
+
+def on(machine: str, line: str) -> list[str]:
+    """A line of the page as a command of that machine: `dips`, `python` and the examples are the checkout's; a file is
+    fetched with cp where the page says scp, since both machines share one disk here."""
+    line = line.replace(f"scp -rp {FIRST}:", f"cp -rp ../{HOME_OF_FIRST}/").replace("examples/", f"{ROOT}/examples/")
+    words = shlex.split(line)
+    variables = [word for word in words if "=" in word.split("/")[0] and not word.startswith("-")]
+    command = [word for word in words if word not in variables]
+    programs = {"dips": [sys.executable, "-m", "dips.launch"], "python": [sys.executable]}
+    command = [*programs.get(command[0], [command[0]]), *command[1:]]
+    return ["ip", "netns", "exec", machine, "env", *variables, *command]
+
+
+def typed(machine: str, line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        on(machine, line), capture_output=True, text=True, cwd=folder, env=environment(), check=False, timeout=120
+    )
+
+
+def lines_of_the_page() -> tuple[str, list[str]]:
+    """The settings file, and the commands in their order."""
+    found = blocks(PAGE)
+    [settings] = [block.text for block in found if block.language == "toml"]
+    return settings, [line for block in found if block.language in SHELL for line in block.text.splitlines()]
+
+
+def test_the_page_is_typed_on_two_machines(machines: tuple[str, str], tmp_path: Path) -> None:
+    first, second = machines
+    settings, (look, up, train_a, fetch, join, train_b) = lines_of_the_page()
+    here, there = tmp_path / HOME_OF_FIRST, tmp_path / "second"
+    here.mkdir()
+    there.mkdir()
+    (here / "two.toml").write_text(settings)
+    looked = typed(first, look, here)
+    assert looked.returncode == 0, looked.stdout
+    assert f"slave s0: {FIRST}:0 is {FIRST}" in looked.stdout
+    run_log, a_log, b_log = (tmp_path / name for name in ("up.log", "a.log", "b.log"))
+    with started(*on(first, up), log=run_log, cwd=here) as run:
+        until(lambda: f"scp -rp {FIRST}:" in run_log.read_text(), "the run's words for other machines", 60, run_log)
+        with started(*on(first, train_a), log=a_log, cwd=here) as a:
+            published = "dips status --run-dir runs/two"
+            until(lambda: "version 1:0" in typed(first, published, here).stdout, "version 0", 60, a_log)
+            assert typed(second, fetch, there).returncode == 0
+            joined = typed(second, join, there)
+            assert joined.returncode == 0, joined.stdout
+            assert f"the data port of slave s0 at tcp://{FIRST}:29500 lets these keys in" in joined.stdout
+            with started(*on(second, train_b), log=b_log, cwd=there) as b:
+                assert [ended(a, 90, a_log), ended(b, 90, b_log)] == [0, 0]
+        assert ended(run, 60, run_log) == 0
+    assert "run two ended at version" in run_log.read_text()
+
+
+def test_a_joiner_that_is_sent_to_its_own_loopback_ends_with_one_sentence(
+    machines: tuple[str, str], tmp_path: Path
+) -> None:
+    """Servers started by hand, the slave without --data-host: good for the first machine alone."""
+    first, second = machines
+    keys = tmp_path / "keys"
+    made = typed(first, f"dips keys init {keys} --cluster a --cluster b --slave s0 --operator me", tmp_path)
+    assert made.returncode == 0, made.stderr
+    master = (
+        f"dips master --run-id two --directory {tmp_path / 'm'} --listen {FIRST}:29401 --slaves 1 --keys {keys}/master"
+    )
+    slave = (
+        f"dips slave --run-id two --slave-id s0 --master {FIRST}:29401 --directory {tmp_path / 's0'} --keys {keys}/s0 "
+        "--memory-bytes 256MiB"
+    )
+    loop = f"DIPS_MASTER={FIRST}:29401 DIPS_CLUSTER={{0}} DIPS_KEYS={keys}/{{0}} python examples/own_loop.py"
+    join = f"dips doctor --master {FIRST}:29401 --keys {keys}/b"
+    logs = [tmp_path / name for name in ("m.log", "s0.log", "a.log")]
+    with (
+        started(*on(first, master), log=logs[0]),
+        started(*on(first, slave), log=logs[1]),
+        started(*on(first, loop.format("a")), log=logs[2], cwd=tmp_path),
+    ):
+        status = f"dips status --master {FIRST}:29401 --keys {keys}/me"
+        until(lambda: "version 1:0" in typed(first, status, tmp_path).stdout, "version 0", 60, logs[2])
+        found = typed(second, join, tmp_path)
+        assert found.returncode == 1
+        assert "FAIL  slaves: slave s0 advertises tcp://127.0.0.1:" in found.stdout
+        refused = typed(second, loop.format("b"), tmp_path)
+        alone = typed(second, f"{slave} --directory {tmp_path / 's1'}", tmp_path)
+    assert refused.returncode != 0
+    [said] = [line for line in refused.stderr.splitlines() if "which only its own machine reaches" in line]
+    assert "let the slave listen where this machine reaches it" in said
+    assert alone.returncode == 2
+    assert "is another machine: give data_host an address of this machine" in alone.stderr
