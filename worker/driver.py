@@ -142,9 +142,12 @@ class Driver:
         self._settle(Started())
         self._pace.resume(self._clock.monotonic_s())
 
-    def step(self, tokens: int, ranges: Sequence[DataRange] = (), loss: float = math.nan) -> None:
+    def step(
+        self, tokens: int, ranges: Sequence[DataRange] = (), loss: float = math.nan, *, may_push: bool = True
+    ) -> None:
         """Tell that an inner step was made on `tokens` tokens (leased mode: those of `ranges`); loss in nats per token.
 
+        may_push: a push that becomes due before the next step may begin; else it waits for a step where it may.
         May block (bounded by the master's verdict_wait_s) and may replace the parameters. Raises ConfigError for a
         count below 1, LocalProtocolError for ranges that are not held, and whatever ends this cluster's part.
         """
@@ -154,7 +157,7 @@ class Driver:
             raise ConfigError(f"a step counts {tokens} tokens: give the number of tokens it was trained on, at least 1")
         self.steps += 1
         self._pace.stepped(tokens, loss, self._clock.monotonic_s())
-        self._settle(Stepped(tokens, tuple(ranges), loss))
+        self._settle(Stepped(tokens, tuple(ranges), loss, may_push))
         self._pace.resume(self._clock.monotonic_s())
 
     def lease(self, tokens: int) -> list[DataRange]:
@@ -265,6 +268,11 @@ class Driver:
     def settings(self) -> Settings:
         """The run's; the defaults before start()."""
         return self._session.core.terms.settings
+
+    @property
+    def push_is_near(self) -> bool:
+        """Whether a push is due at the next step()."""
+        return not self.done and self._session.push_is_near
 
     @property
     def version(self) -> Version | None:

@@ -42,7 +42,7 @@ from dips.worker.ranks import Ranks, Told, ranks_here
 from dips.worker.torch_parameters import TorchParameters
 from dips.worker.torch_state import HasState, TorchState
 from dips.worker.untrained import untrained_of
-from dips.worker.wrapped import plain_model, plain_optimizer, refuse_shards
+from dips.worker.wrapped import is_replica_on_all_ranks, plain_model, plain_optimizer, refuse_shards
 
 _logger = logging.getLogger("dips")
 
@@ -83,7 +83,8 @@ class DiLoCo:
 
     Several processes of torch.distributed are one cluster if each holds all of the model (DistributedDataParallel): all
     of them enter and step together, rank 0 talks to the master, and their tokens are added up. Their checkpoints are
-    the trainer's (docs/integrations.md).
+    the trainer's (docs/integrations.md). Ranks whose parameters differ are refused, at the start and before each push;
+    replicas: they hold the whole model each, and get rank 0's values where theirs are others at the start.
 
     Raises ConfigError for settings that cannot work; entering raises Refused when the run does not take this cluster
     (another model, say) and RetryLater when no master answers.
@@ -116,9 +117,11 @@ class DiLoCo:
         checkpoints_kept: int | None = None,
         resume: bool | None = None,
         state: HasState | Mapping[str, HasState] | None = None,
+        replicas: bool = False,
     ) -> None:
         _check_arguments(tokens_per_step, steps, wire_dtype)
         self._model = plain_model(model)
+        self._replicas = replicas or is_replica_on_all_ranks(model)
         self._optimizer = plain_optimizer(optimizer)
         self._tokens_per_step = tokens_per_step
         self._steps_wanted = steps
@@ -132,7 +135,7 @@ class DiLoCo:
         self._parameters: TorchParameters | None = None
         self._ranks: Ranks | None = None
         self._told = Told()
-        self.steps = 0
+        self.steps = self._steps_compared = 0
         self._own_tokens = 0
         self._state = state
         self._asks_done = False
@@ -167,10 +170,13 @@ class DiLoCo:
         if self._config is None:
             _logger.info("DIPS_MASTER is not set: training alone, nothing is shared")
         else:
-            refuse_shards(self._model, self._optimizer)
-            self._parameters = TorchParameters(self._model, self._optimizer, description=description_of(self._model))
             self._ranks = ranks_here()
-            self._join(self._config, self._parameters)
+            try:
+                self._parameters = self._checked_parameters(self._ranks)
+                self._join(self._config, self._parameters)
+            except BaseException:
+                self._close_ranks()
+                raise
         self._hook = self._optimizer.register_step_post_hook(self._after_step)
         self._use, self._was_used = _Use.ENTERED, False
         return self
@@ -182,11 +188,42 @@ class DiLoCo:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if self._driver is not None:
-            self._driver.__exit__(kind, error, trace)
-        if self._ranks is not None and kind is None:
-            self._ranks.close()  # together; after an error the others may be anywhere
-        self._ranks = None
+        try:
+            if kind is None:
+                self._leave_together()
+        except BaseException as raised:
+            kind, error = type(raised), raised
+            raise
+        finally:
+            if self._driver is not None:
+                self._driver.__exit__(kind, error, trace)
+            self._close_ranks()
+
+    def _leave_together(self) -> None:
+        """What rank 0 may push as it leaves is compared as before any push."""
+        if self._ranks is not None and self._parameters is not None:
+            self._ranks.meet(0, False, leaves=True)
+            if not self.run_ended and self.steps > self._steps_compared:
+                self._ranks.compare(self._parameters)
+
+    def _close_ranks(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+
+    def _checked_parameters(self, ranks: Ranks | None) -> TorchParameters:
+        """The model's; all ranks enter with the same ones, or none does."""
+        parameters: TorchParameters | Exception
+        try:
+            refuse_shards(self._model, self._optimizer)
+            parameters = TorchParameters(self._model, self._optimizer, description=description_of(self._model))
+        except Exception as error:
+            parameters = error
+        if ranks is not None:
+            ranks.agree(parameters, replicas=self._replicas)
+        if isinstance(parameters, Exception):
+            raise parameters
+        return parameters
 
     def _join(self, config: ClientConfig, parameters: TorchParameters) -> None:
         """Rank 0 joins, seeds or pulls; then all ranks have its parameters."""
@@ -305,23 +342,31 @@ class DiLoCo:
         if self._driver is not None:
             loss = self._losses.take(time.monotonic(), self._driver.push_follows)
         self.steps += 1
+        may_push = True
         if self._ranks is not None:
-            tokens = self._ranks.total(tokens)
+            near = self._driver is not None and self._driver.push_is_near
+            tokens, may_push = self._ranks.meet(tokens, near)
         self._own_tokens += tokens
         if self._ranks is not None:
-            self._step_together(self._ranks, tokens, loss)
+            self._step_together(self._ranks, tokens, loss, may_push)
         elif self._driver is not None:
             self._driver.step(tokens, loss=loss)
         if self._driver is not None and self._keeps_own_checkpoints and not self._asks_done:
             self._driver.checkpoint_if_due()  # a loop that never asks whether it is done
 
-    def _step_together(self, ranks: Ranks, tokens: int, loss: float) -> None:
-        """Rank 0 steps in the run; the others learn what came of it, and take its parameters if they were replaced."""
+    def _step_together(self, ranks: Ranks, tokens: int, loss: float, may_push: bool) -> None:
+        """Rank 0 steps in the run; the others learn what came of it, and take its parameters if they were replaced.
+
+        may_push: the same on all ranks; a push begins at no other step, as the ranks are compared before it.
+        """
         assert self._parameters is not None, "set with the ranks"
         before = self._told
+        if may_push:
+            ranks.compare(self._parameters)
+            self._steps_compared = self.steps
         try:
             if self._driver is not None:
-                self._driver.step(tokens, loss=loss)
+                self._driver.step(tokens, loss=loss, may_push=may_push)
         except BaseException:
             ranks.tell(Told(failed=True))
             raise

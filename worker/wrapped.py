@@ -7,7 +7,10 @@ into shards are refused. Imports no wrapper: what a program has not imported, it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dips.core.errors import ConfigError
@@ -19,11 +22,28 @@ _SHARDED_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "DeepSpeedOptimizerW
 
 def plain_model(model: torch.nn.Module) -> torch.nn.Module:
     """The model without DistributedDataParallel, DataParallel and torch.compile around it."""
+    return list(_with_wrappers(model))[-1]
+
+
+def is_replica_on_all_ranks(model: torch.nn.Module) -> bool:
+    """Whether DistributedDataParallel is around the model and gave all processes the same parameters.
+
+    One over a part of the processes, beside shards of tensor or pipeline parallelism, did not.
+    """
+    return any(
+        isinstance(each, DistributedDataParallel) and each.process_group.size() == dist.get_world_size()
+        for each in _with_wrappers(model)
+    )
+
+
+def _with_wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model as it was given, what is inside of its wrapper, and so on; the plain model is the last."""
     while True:
+        yield model
         inner = model.module if isinstance(model, (DataParallel, DistributedDataParallel)) else None
         inner = inner if inner is not None else getattr(model, "_orig_mod", None)
         if not isinstance(inner, torch.nn.Module):
-            return model
+            return
         model = inner
 
 

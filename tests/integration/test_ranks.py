@@ -22,6 +22,7 @@ import dips
 from dips.core.errors import ConfigError, FatalError
 from dips.worker import loop, ranks, torch_parameters
 from dips.worker.ranks import Told
+from dips.worker.torch_parameters import TorchParameters
 from dips.worker.wrapped import plain_model, plain_optimizer
 
 STEPS = 10
@@ -46,29 +47,51 @@ def enter(monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> None:
         monkeypatch.setenv(name, value)
 
 
-def both_ranks(run: FakeRun, folder: Path) -> list[tuple[int, str]]:
-    """Exit code and last words of each."""
+def both_ranks(run: FakeRun, folder: Path, *kinds: str) -> list[tuple[int, list[str]]]:
+    """Exit code and output of each rank of these clusters."""
     started = [
         subprocess.Popen(
-            [sys.executable, str(CHILD), str(rank), str(folder / "store")], cwd=folder, text=True,
+            [sys.executable, str(CHILD), str(rank), str(folder / "store"), *kinds], cwd=folder, text=True,
             env=environment(of(run)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=240)[0].strip() for rank in started]
-    return [(rank.returncode, out.splitlines()[-1] if out else "") for rank, out in zip(started, said, strict=True)]
+    said = [rank.communicate(timeout=240)[0].splitlines() for rank in started]
+    return [(rank.returncode, out) for rank, out in zip(started, said, strict=True)]
 
 
 def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: FakeRun, tmp_path: Path) -> None:
-    ended = both_ranks(run, tmp_path)
-    assert [code for code, _ in ended] == [0, 0], ended
-    first, second = (json.loads(words) for _, words in ended)
-    assert (first.pop("driver"), second.pop("driver")) == (True, False)
-    assert first == second, "parameters to the bit, steps, version and progress"
-    assert (first["steps"], first["version"], first["active"]) == (STEPS, "1:2", True)
-    assert applied_tokens(run) == [0, 4 * 3 * LENGTH, 4 * 3 * LENGTH]
-    assert first["progress"] == STEPS * 3 * LENGTH
-    assert len(run.joins) == 1
+    (code, ours), (other_code, theirs) = both_ranks(run, tmp_path, "own", "ddp")
+    assert (code, other_code) == (0, 0), (ours, theirs)
+    for out, name, version in ((slice(0, 2), "layers.0.w", "1:2"), (slice(2, 4), "layers.4.w", "1:4")):
+        (line, words), (other_line, other_words) = ours[out], theirs[out]
+        assert line == other_line
+        assert line.startswith(f"parameter '{name}' has other values on rank 1 than on rank 0: these ranks are repl")
+        first, second = json.loads(words), json.loads(other_words)
+        assert (first.pop("driver"), second.pop("driver")) == (True, False)
+        assert first == second, "parameters to the bit, steps, version and progress"
+        assert (first["steps"], first["version"], first["active"]) == (STEPS, version, True)
+    assert applied_tokens(run) == [0, *[4 * 3 * LENGTH] * 4]
+    assert first["progress"] == (4 * 2 + STEPS) * 3 * LENGTH
+    assert len(run.joins) == 2
+    assert len(run.leaves) == 2
+
+
+def test_ranks_that_hold_shards_are_refused_on_every_rank_and_none_is_overwritten(run: FakeRun, tmp_path: Path) -> None:
+    ended = both_ranks(run, tmp_path, "shards", "shapes", "group", "seed")
+    assert [code for code, _ in ended] == [ConfigError.exit_code] * 2, ended
+    said, other_said = (out for _, out in ended)
+    assert said == other_said
+    assert [line.partition(":")[0] for line in said[:3]] == [
+        "parameter 'layers.0.w' has other values on rank 1 than on rank 0",
+        "parameter 'layers.3.w' is float32 of shape [100] on cpu on rank 1, and float32 of shape [6000] on cpu on "
+        "rank 0",
+        "parameter 'layers.0.w' has other values on rank 1 than on rank 0",
+    ]
+    assert said[3].startswith("ConfigError: parameter 'layers.0.w' of rank 1 is not equal to rank 0's any longer")
+    assert len(said) == 4, "one sentence each"
+    assert len(run.joins) == 1, "shards of one seed are equal until a step is made"
+    assert applied_tokens(run) == [0], "the seed, which is the model that both ranks had; no step was pushed"
     assert len(run.leaves) == 1
 
 
@@ -79,10 +102,20 @@ class FirstOfTwo:
 
     def __init__(self) -> None:
         self.told: list[Told | None] = []
+        self.compared = 0
+
+    def agree(self, parameters: TorchParameters | Exception, *, replicas: bool) -> None:
+        """They do."""
+
+    def compare(self, parameters: TorchParameters) -> None:
+        self.compared += 1
 
     def tell(self, told: Told | None) -> Told:
         self.told.append(told)
         return told or Told()
+
+    def close(self) -> None:
+        """There is no group."""
 
 
 def test_the_other_ranks_are_told_when_the_first_cannot_take_part(
@@ -122,11 +155,8 @@ class SecondOfTwo(FirstOfTwo):
     def spread(self, parameters: Sequence[torch.Tensor]) -> None:
         """They are those of rank 0 already."""
 
-    def total(self, tokens: int) -> int:
-        return 2 * tokens
-
-    def close(self) -> None:
-        """There is no group."""
+    def meet(self, tokens: int, may_push: bool, *, leaves: bool = False) -> tuple[int, bool]:
+        return 2 * tokens, True
 
 
 def test_a_rank_forgets_its_momentum_where_the_first_did_so_as_it_entered(

@@ -37,7 +37,7 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     tokens_per_step: tokens behind one optimizer.step() of this process; left out, the `input_ids` that the model is
     trained on are counted, accumulated batches together. checkpoint_dir: a folder for this cluster alone; left out,
     `dips` in the Trainer's output_dir, if the Trainer saves. loop: what dips.DiLoCo takes besides: master, cluster_id,
-    keys, insecure, sync_every, outer_lr, outer_momentum, wire_dtype, tape, checkpoints_kept.
+    keys, insecure, sync_every, outer_lr, outer_momentum, wire_dtype, tape, checkpoints_kept, replicas.
 
     The Trainer stops when the run has ended, with the run's last version as its model. Raises ConfigError, Refused
     and RetryLater from trainer.train(), as dips.DiLoCo does.

@@ -37,7 +37,7 @@ class LightningCallback(Callback):
     tokens_of(batch), or the `input_ids` of batches that have them, accumulated batches together. checkpoint_dir: a
     folder for this cluster alone; left out, `dips` in the Trainer's default_root_dir, if the Trainer saves. loop: what
     dips.DiLoCo takes besides: master, cluster_id, keys, insecure, sync_every, outer_lr, outer_momentum, wire_dtype,
-    tape, checkpoints_kept.
+    tape, checkpoints_kept, replicas.
 
     The Trainer stops when the run has ended, with the run's last version as its model. Raises ConfigError, Refused and
     RetryLater from trainer.fit(), as dips.DiLoCo does.
@@ -66,7 +66,8 @@ class LightningCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._options.has_master:
             _refuse(trainer)
-            loop = TrainerLoop(pl_module, trainer.optimizers[0], self._options, self._folder(trainer), self._label)
+            model = trainer.strategy.model or pl_module  # with what DDP puts around it, if it does
+            loop = TrainerLoop(model, trainer.optimizers[0], self._options, self._folder(trainer), self._label)
             self._joined.begin(loop)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -17,11 +17,15 @@ class Started:
 
 @dataclass(frozen=True)
 class Stepped:
-    """One inner step was made on `tokens` tokens; `ranges` are the leased ones among them. loss in nats per token."""
+    """One inner step was made on `tokens` tokens; `ranges` are the leased ones among them. loss in nats per token.
+
+    may_push: whether a push may begin before the next step.
+    """
 
     tokens: int
     ranges: tuple[DataRange, ...] = ()
     loss: float = math.nan
+    may_push: bool = True
 
 
 @dataclass(frozen=True)

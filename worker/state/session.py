@@ -103,6 +103,7 @@ class Session:
         self._leases_asked = 0
         self._fresh: list[DataRange] = []
         self._resumed = False
+        self._may_push = True
 
     # ---- what the driver asks ----
 
@@ -147,6 +148,13 @@ class Session:
     def held(self) -> tuple[DataRange, ...]:
         """Lent, and not trained on yet."""
         return self.core.work.held
+
+    @property
+    def push_is_near(self) -> bool:
+        """Whether the next step makes a push due."""
+        core = self.core
+        steps = core.steps_towards_push + 1
+        return self.phase is SessionPhase.TRAINING and not core.terms.stop and steps >= core.terms.local_steps
 
     @property
     def lease_pending(self) -> bool:
@@ -227,6 +235,7 @@ class Session:
             if total != event.tokens:
                 raise LocalProtocolError(f"a step counts {event.tokens} tokens, but its ranges hold {total}")
         self.core.work.stepped(event.tokens, event.ranges, event.loss)
+        self._may_push = event.may_push
         self.core.steps += 1
         self.core.steps_since_snapshot += 1
         self.core.steps_towards_push += 1
@@ -259,7 +268,8 @@ class Session:
 
     def _push_is_due(self) -> bool:
         core = self.core
-        return core.steps_towards_push >= core.terms.local_steps and core.work.pending.tokens > 0
+        due = core.steps_towards_push >= core.terms.local_steps and core.work.pending.tokens > 0
+        return due and self._may_push
 
     # ---- calls ----
 

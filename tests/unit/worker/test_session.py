@@ -439,6 +439,31 @@ def test_a_step_must_account_for_its_tokens() -> None:
     assert life.session.core.work.tokens == 0
 
 
+def test_a_push_begins_only_at_a_step_where_it_may(life: Life) -> None:
+    """Between steps whose ranks were not compared nothing is pushed, whatever arrives."""
+    life.train(life.local_steps - 2)
+    assert not life.session.push_is_near
+    life.train(1)
+    assert life.session.push_is_near
+    life.say(Stepped(TOKENS, may_push=False))
+    life.pass_s(100)
+    assert not life.asks(BeginPushRequest)
+    assert life.session.push_is_near
+    life.say(Stepped(TOKENS, may_push=True))
+    assert life.asked(BeginPushRequest).steps == life.local_steps + 1
+    assert not life.session.push_is_near
+
+
+def test_a_push_that_was_aborted_later_waits_for_a_step_where_it_may_begin(life: Life) -> None:
+    life.awaiting()
+    life.say(Stepped(TOKENS, may_push=False))
+    life.decide(VerdictKind.ABORTED)
+    assert phase_of(life) is SessionPhase.TRAINING
+    assert life.session.push_is_near
+    life.say(Stepped(TOKENS, may_push=True))
+    assert life.asked(BeginPushRequest).steps == life.local_steps + 2
+
+
 def test_own_data_pushes_name_no_ranges(life: Life) -> None:
     request = life.push_begun()
     assert life.session.config.data_plan.mode is DataMode.OWN
