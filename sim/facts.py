@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from dips.sim.judgement import Judging
+
 Pair = tuple[int, int]
 Push = tuple[str, int, int, int]
 Fields = Mapping[str, Any]
@@ -253,6 +255,10 @@ class History:
     published: set[Pair] = field(default_factory=set)
     unproven: list[Decision] = field(default_factory=list)
     leased: bool | None = None
+    judging: Judging = field(default_factory=Judging)
+
+    def __post_init__(self) -> None:
+        self.judging = Judging(self.whole)
 
     @property
     def is_sync(self) -> bool:
@@ -267,6 +273,7 @@ class History:
         kept: versions whose records the copy holds.
         """
         self.lossy = True
+        self.judging.lost_journal()
         self._forget_unseen(kept)
         stay = self.published | set(kept)
         self.decided = {p: known for p, known in self.decided.items() if p in self.told or known[1] in stay}
@@ -297,6 +304,7 @@ class History:
 
     def add_decision(self, fact: Fact) -> None:
         made = fact.made
+        self._judged(made, fact)
         if made.kind == "ADOPT":
             self.lossy = True
         if made.kind in ("ADOPT", "ROLLBACK"):
@@ -313,6 +321,12 @@ class History:
                 self.digests.setdefault((made.version, slave), (digest, "the journal"))
         if made.kind != "ADOPT" and made.round is not None:
             self.newest_round = made.round
+
+    def _judged(self, made: Decision, fact: Fact) -> None:
+        origin_round = pair(fact.fields.get("origin_round"))
+        origin = (made.origin, origin_round) if made.origin is not None and origin_round is not None else None
+        now = (made.version, made.round) if made.version is not None and made.round is not None else None
+        self.judging.moved(made.kind, now, origin)
 
     def _decide(self, made: Decision, item: Participant) -> None:
         donated = made.kind == "ROLLBACK"
@@ -370,6 +384,11 @@ class History:
     def add_staged(self, fact: Fact) -> None:
         key = (fact.push(), fact.who)
         self.staged.setdefault(key, {})[int(fact.fields.get("attempt", 1))] = fact.digest()
+
+    def add_measured(self, fact: Fact) -> None:
+        round_id, gram = fact.round(), fact.fields.get("gram")
+        if round_id is not None and gram is not None:
+            self.judging.measured(fact.who, round_id, gram, fact.fields["nonfinite_elems"])
 
     def add_prepared(self, fact: Fact) -> None:
         round_id = fact.round()
@@ -437,6 +456,7 @@ _ADD = {
     ("journal", "JOIN"): History.add_join,
     ("slave", "promised"): History.add_promised,
     ("slave", "staged"): History.add_staged,
+    ("slave", "measured"): History.add_measured,
     ("slave", "prepared"): History.add_prepared,
     **{("slave", kind): History.add_stands for kind in STANDS},
     ("manifest", "manifest"): History.add_stands,

@@ -183,7 +183,7 @@ def make_plan(rng: Random, durability: str | None = None, shape: Shape = SMALL) 
         snapshots_kept=rng.choice((2, 3)),
         wires=_wires(rng, n_clusters),
     )
-    return _shaped(rng, plan, shape)
+    return _shaped(rng, replace(plan, config=_judged(rng, plan.config)), shape)
 
 
 def _shaped(rng: Random, plan: Plan, shape: Shape) -> Plan:
@@ -223,6 +223,25 @@ def _wires(rng: Random, n_clusters: int) -> tuple[Codec, ...]:
     own = Random()
     own.setstate(rng.getstate())
     return tuple(own.choice((Codec.F32, Codec.BF16, Codec.INT8, Codec.INT4)) for _ in range(n_clusters))
+
+
+def _judged(rng: Random, config: RunConfig) -> RunConfig:
+    """Every rule of JUDGE and every outer optimizer in some seeds; drawn from a copy, as _wires."""
+    own = Random()
+    own.setstate(rng.getstate())
+    optimizer = own.choice(("nesterov",) * 5 + ("heavy-ball", "delayed-nesterov", "averaging"))
+    scaled = own.random() < 0.2 and optimizer == "nesterov"
+    penalty = replace(
+        config.penalty,
+        clip_norm=own.choice((1.0, 0.15, 0.05)),
+        clip_scope=own.choice(("global", "global", "auto")),
+        detector=own.choice(("score",) * 9 + ("literal", "edit", "off")),
+        weighting=own.choice(("tokens", "tokens", "tokens", "softmax")),
+        outer_optimizer=optimizer,
+        momentum_scaling="tokens" if scaled else "off",
+        outer_momentum=0.0 if optimizer == "averaging" else config.penalty.outer_momentum,
+    )
+    return replace(config, penalty=penalty)
 
 
 def _settings(rng: Random, n_clusters: int, durability: str) -> Settings:

@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 from dips.core.errors import DipsError
 from dips.sim.facts import REMEMBERED
 from dips.sim.invariants import INVARIANTS, Checker, Violation
+from dips.sim.judgement import Judging
 from dips.sim.replay import Replayed, replay_run
 from dips.sim.verify_records import Line, RunRecords, read_run
 
@@ -111,7 +112,7 @@ def verify_run(run_dir: Path, replay: bool = False) -> VerifyReport:
     rows = _rows(checker, records, replayed)
     violations = [*checker.violations, *(_of_replay(replayed) if replayed is not None else ())]
     report = VerifyReport(run_dir, records.run_id, rows, violations, records.problems, records.notes, replayed)
-    report.notes += _missing_tapes(checker, records)
+    report.notes += [*_missing_tapes(checker, records), *_not_recomputed(checker.history.judging)]
     return report
 
 
@@ -195,6 +196,8 @@ def _rows(checker: Checker, records: RunRecords, replayed: Replayed | None) -> l
             result, why = VIOLATED, f"{broken[item.name]} times"
         elif count == 0:
             result, why = _why_none(item.name, records)
+        elif item.name == "I18" and (holes := checker.history.judging.holes):
+            result, why = UNPROVEN, f"{holes} records do not say what was judged from, though records before them do"
         rows.append(Row(item.name, item.promise, count, result, why))
     return rows
 
@@ -217,6 +220,21 @@ def _missing_tapes(checker: Checker, records: RunRecords) -> list[str]:
     notes = [f"no tape of {what} {name} is here" for role, what, name in named if (role, name) not in tapes]
     if not any(role == "master" for role, _ in tapes):
         notes.insert(0, "no tape of the master is here")
+    return notes
+
+
+def _not_recomputed(judging: Judging) -> list[str]:
+    """Judgements of which I18 says nothing, or not all."""
+    notes = []
+    if judging.old:
+        notes.append(
+            f"{judging.old} judgements are not computed again: their records do not say what they followed from"
+        )
+    if judging.blind:
+        notes.append(
+            f"of {judging.blind} judgements the accepted set is not computed again: what the detector remembered then "
+            "is in no record that is here"
+        )
     return notes
 
 

@@ -10,7 +10,7 @@ from dips.core.messages import RoundSummary, Verdict, VerdictKind
 from dips.master.state.leases import TokenState
 from dips.master.state.ledger import CommitInfo, canonical, pair, push_to_json
 from dips.master.state.outer_optimizer import OuterStep
-from dips.master.state.penalty import Judgement
+from dips.master.state.penalty import JudgeInputs, Judgement
 from dips.master.state.records import Donor, Push
 from dips.master.state.rollback import next_version, rollback_commit, rolled_back
 from dips.master.state.snapshots import newest_timeline
@@ -42,7 +42,7 @@ class Decisions:
         self._settle(accepted, TokenState.APPLIED)
         self._settle(self._excluded(), TokenState.EXCLUDED)
         if state.judgement is not None:
-            ledger.detector = state.judgement.next_state_if_committed
+            ledger.detector = world.recorded_detector = state.judgement.next_state_if_committed
             self._alarms(state.judgement.alarms)
         ledger.tokens += sum(push.request.tokens for push in accepted)
         ledger.rounds_committed += 1
@@ -91,7 +91,7 @@ class Decisions:
         world, state, ledger = self._world, self._world.round, self._world.ledger
         assert state.judgement is not None, "only a judged round is void; a seed that is not finite is refused earlier"
         self._settle(state.participants, TokenState.EXCLUDED)
-        ledger.detector = state.judgement.next_state_if_void
+        ledger.detector = world.recorded_detector = state.judgement.next_state_if_void
         self._alarms(state.judgement.alarms_if_void)
         ledger.rounds_void += 1
         self._remember(ledger.version, reason)
@@ -185,7 +185,7 @@ class Decisions:
             "round": pair(state.id),
             "epoch": self._world.epoch,
             "participants": [_participant(push, push.cluster in names) for push in state.participants],
-            "judgement": _judgement(judgement, state.step),
+            "judgement": judgement_to_json(judgement, state.step, state.judged_from),
             "wall_s": self._world.now_s + self._world.wall_offset_s,
         }
 
@@ -204,9 +204,11 @@ def _participant(push: Push, accepted: bool) -> dict[str, object]:
     }
 
 
-def _judgement(judgement: Judgement | None, step: OuterStep | None) -> dict[str, object] | None:
+def judgement_to_json(
+    judgement: Judgement | None, step: OuterStep | None, inputs: JudgeInputs | None
+) -> dict[str, object] | None:
     """Floats as repr text: a record must be JSON, and NaN is not. The step is null in a VOID before PREPARE."""
-    if judgement is None:
+    if judgement is None or inputs is None:
         return None
     return {
         "accepted": list(judgement.accepted),
@@ -215,8 +217,11 @@ def _judgement(judgement: Judgement | None, step: OuterStep | None) -> dict[str,
         "kappa": repr(judgement.kappa),
         "rho": repr(judgement.rho),
         "merged_norm": repr(judgement.merged_norm),
+        "clip_norm": repr(judgement.clip_norm),
+        "threshold": repr(judgement.threshold),
         "norms": [[m.cluster, repr(m.norm), repr(m.score), repr(m.cosine)] for m in judgement.measures],
         "outer_step": step.to_json() if step is not None else None,
+        "inputs": inputs.to_json(),
     }
 
 

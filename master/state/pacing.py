@@ -13,7 +13,7 @@ from dips.master.state.local_steps import (
     round_s,
     steps_within_staleness,
 )
-from dips.master.state.penalty_scaling import momentum_warning, round_tokens
+from dips.master.state.penalty_scaling import momentum_warning
 from dips.master.state.records import Member
 from dips.master.state.schedule import Way, Wish
 from dips.master.state.world import World
@@ -92,19 +92,14 @@ def _transfer_s(member: Member, way: Way) -> float:
     return pace.push_s if way is Way.PUSH else pace.pull_s
 
 
-def tokens_of_a_round(world: World) -> float:
-    """T_round = (sum of the live clusters' rates) x (mean of their push intervals); 0 while either is unknown."""
-    return round_tokens(*_rates_and_intervals(world))
-
-
 def warn_of_momentum(world: World) -> None:
     """Say so when one slow cluster with most of the tokens can make momentum unstable."""
-    sentence = momentum_warning(world.config.penalty, *_rates_and_intervals(world))
+    sentence = momentum_warning(world.config.penalty, *rates_and_intervals(world))
     if sentence is not None:
         world.log("momentum", sentence, logging.WARNING)
 
 
-def _rates_and_intervals(world: World) -> tuple[dict[str, float], dict[str, float]]:
+def rates_and_intervals(world: World) -> tuple[dict[str, float], dict[str, float]]:
     """Tokens/s and seconds between pushes of the live clusters: measured, else declared or told with their beats."""
     rates: dict[str, float] = {}
     intervals_s: dict[str, float] = {}

@@ -22,13 +22,14 @@ from dips.master.state.penalty_config import PRESETS, PenaltyConfig
 from dips.master.state.penalty_detect import Finding, detect
 from dips.master.state.penalty_scaling import momentum_warning, participation, round_tokens
 from dips.master.state.penalty_statistics import ClusterStatistics, DetectorState
-from dips.master.state.penalty_types import Judgement, Measure, Participant, Rejection
+from dips.master.state.penalty_types import JudgeInputs, Judgement, Measure, Participant, Rejection
 from dips.master.state.penalty_update import after_commit, after_void
 
 __all__ = [
     "PRESETS",
     "ClusterStatistics",
     "DetectorState",
+    "JudgeInputs",
     "Judgement",
     "Measure",
     "Participant",

@@ -6,9 +6,14 @@ of tokens, z_j its score, T_j tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
+from dips.master.state.penalty_config import PenaltyConfig
 from dips.master.state.penalty_statistics import DetectorState
+
+INPUTS_FORMAT = 1
+"""Of what a record says a judgement followed from (docs/algorithm.md, what the record of a round says)."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +78,45 @@ class Judgement:
     def scale(self) -> float:
         """rho kappa: the clip comes first, on the unscaled merge."""
         return self.rho * self.kappa
+
+
+@dataclass(frozen=True)
+class JudgeInputs:
+    """What a judgement followed from, beside the pushes' tokens: the record of the round carries it, so that it can be
+    computed again.
+
+    outer_lr: of the step. live: the live clusters that are not drained, those in quarantine too. rates_tokens_per_s,
+    push_intervals_s: of which round_tokens, T_round, was made. detector: the state before, where it does not follow
+    from the records before: in a master's first judgement, and after another history was taken over.
+    """
+
+    config: PenaltyConfig
+    outer_lr: float
+    participants: tuple[Participant, ...]
+    gram: tuple[tuple[float, ...], ...]
+    live: tuple[str, ...]
+    rates_tokens_per_s: tuple[tuple[str, float], ...]
+    push_intervals_s: tuple[tuple[str, float], ...]
+    round_tokens: float
+    detector: DetectorState | None
+
+    def to_json(self) -> dict[str, object]:
+        """Floats as repr text, as all floats of a record; the Gram matrix as its upper triangle, row by row."""
+        k = len(self.participants)
+        settings = {name: _text(value) for name, value in dataclasses.asdict(self.config).items()}
+        return {
+            "format": INPUTS_FORMAT,
+            "settings": settings | {"outer_lr": repr(self.outer_lr)},
+            "gram": [repr(self.gram[row][column]) for row in range(k) for column in range(row, k)],
+            "nonfinite_elems": [item.nonfinite_elems for item in self.participants],
+            "local_steps": [item.local_steps for item in self.participants],
+            "live": list(self.live),
+            "rates_tokens_per_s": {name: repr(rate) for name, rate in self.rates_tokens_per_s},
+            "push_intervals_s": {name: repr(interval_s) for name, interval_s in self.push_intervals_s},
+            "round_tokens": repr(self.round_tokens),
+            "detector": None if self.detector is None else self.detector.to_json(),
+        }
+
+
+def _text(value: object) -> object:
+    return repr(value) if isinstance(value, float) else value

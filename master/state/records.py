@@ -19,7 +19,7 @@ from dips.core.placement import Placement
 from dips.core.wire import DIFFERENCES, Codec
 from dips.master.state.ledger import CommitInfo
 from dips.master.state.outer_optimizer import OuterStep
-from dips.master.state.penalty import Judgement
+from dips.master.state.penalty import JudgeInputs, Judgement
 from dips.master.state.tables import PushPhase, RecoveryPhase, ReshardPhase, RoundPhase, SlavePhase
 
 
@@ -131,6 +131,7 @@ class RoundState:
     digest_of_slave: dict[str, bytes] = field(default_factory=dict)
     flipped: set[str] = field(default_factory=set)
     judgement: Judgement | None = None
+    judged_from: JudgeInputs | None = None
     step: OuterStep | None = None
     not_before_s: float = 0.0
     resend_s: float | None = None

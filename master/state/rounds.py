@@ -27,7 +27,7 @@ from dips.master.state import bases, pacing
 from dips.master.state.decisions import Decisions
 from dips.master.state.gram import GramError, add_blocks, add_directions
 from dips.master.state.outer_optimizer import OuterStep, outer_step_of, seed_step
-from dips.master.state.penalty import Judgement, Participant, judge
+from dips.master.state.penalty import JudgeInputs, Judgement, Participant, judge, round_tokens
 from dips.master.state.push_checks import recheck
 from dips.master.state.reasons import lagging
 from dips.master.state.records import Donor, Kept, Push, Slave
@@ -188,18 +188,23 @@ class Rounds:
             Participant(push.cluster, float(push.request.tokens), bad, _local_steps(world, push))
             for push, bad in zip(state.participants, nonfinite, strict=True)
         ]
-        quarantined = world.ledger.detector.quarantined
-        live = frozenset(world.members) - frozenset(world.ledger.draining) - quarantined
-        judgement = judge(
-            world.ledger.detector,
-            world.config.penalty,
-            participants,
-            gram,
-            live,
-            pacing.tokens_of_a_round(world),
-            directions,
-        )
+        detector, config = world.ledger.detector, world.config.penalty
+        live = frozenset(world.members) - frozenset(world.ledger.draining)
+        rates, intervals_s = pacing.rates_and_intervals(world)
+        t_round = round_tokens(rates, intervals_s)
+        judgement = judge(detector, config, participants, gram, live - detector.quarantined, t_round, directions)
         state.judgement = judgement
+        state.judged_from = JudgeInputs(
+            config,
+            world.config.settings.outer_lr,
+            tuple(participants),
+            tuple(map(tuple, gram)),
+            tuple(sorted(live)),
+            tuple(sorted(rates.items())),
+            tuple(sorted(intervals_s.items())),
+            t_round,
+            None if detector == world.recorded_detector else detector,
+        )
         self._record_judgement(judgement)
         if not judgement.accepted:
             self._void("no push was accepted")
@@ -419,7 +424,7 @@ class Rounds:
         self._move(input_name, RoundPhase.IDLE)
         state.id = None
         state.deadline_s, state.resend_s = None, None
-        state.judgement, state.step = None, None
+        state.judgement, state.judged_from, state.step = None, None, None
         state.participants.clear()
         state.measured.clear()
         state.directions.clear()

@@ -30,6 +30,7 @@ from dips.master.state.effects import CloseLink, Halt, Log, Record, Refuse, Repl
 from dips.master.state.ledger import CommitInfo, Ledger, canonical
 from dips.master.state.link_rates import LinkRates
 from dips.master.state.outbox import Outbox
+from dips.master.state.penalty import DetectorState
 from dips.master.state.records import Kept, Member, Pin, Push, RecoveryState, ReshardState, RoundState, Slave
 from dips.master.state.run_config import RunConfig
 from dips.master.state.schedule import TransferScheduler
@@ -65,6 +66,8 @@ class World:
         """Where dynamic local steps aim at: one absolute time for all clusters (pacing.py)."""
         self.publish_interval_s = 0.0
         self.published_s: float | None = None
+        self.recorded_detector: DetectorState | None = None
+        """What follows from the records of this process; another state is written out with the next judgement."""
         self.leave_ready: list[str] = []
         self.stopped_s: float | None = None
         self.round = RoundState(Phase(ROUND_TABLE, self.story))

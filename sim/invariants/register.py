@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dips.sim.facts import PULLED, SENT, STANDS, Fact, History, Sentences
-from dips.sim.invariants import fencing, numbers, publishing, pushes, versions
+from dips.sim.invariants import fencing, judging, numbers, publishing, pushes, versions
 
 Key = tuple[str, str]
 """Source and kind of a fact."""
@@ -25,7 +25,7 @@ _END = ("end", "end")
 
 @dataclass(frozen=True)
 class Invariant:
-    """name: I1 to I14. listens: the facts that it is asked about."""
+    """name: I1 to I14, and I18. listens: the facts that it is asked about."""
 
     name: str
     judge: Callable[[History, Fact], Sentences]
@@ -61,4 +61,5 @@ INVARIANTS = (
     Invariant("I12", numbers.one_state_for_each_token, (_MANIFEST, ("journal", "snapshot"))),
     Invariant("I13", numbers.all_finite, (("slave", "prepared"), _COMMIT, ("file", "snapshot"))),
     Invariant("I14", versions.same_bits, (("slave", "prepared"), *_STANDS)),
+    Invariant("I18", judging.recomputed, (_COMMIT, _VOID, _MANIFEST, ("journal", "snapshot"))),
 )

@@ -9,13 +9,17 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dips.core.ids import Version
 from dips.core.telemetry import Tape
 from dips.master.journal import Journal
+from dips.master.state.decisions import judgement_to_json
+from dips.master.state.outer_optimizer import outer_step_of
+from dips.master.state.penalty import DetectorState, JudgeInputs, Participant, PenaltyConfig, judge, round_tokens
 from dips.sim.invariants import Checker, Violation
 
 SLAVES = ("s0", "s1")
@@ -54,12 +58,16 @@ class Script:
     seqs: dict[str, int] = field(default_factory=lambda: {"a": 0, "b": 0})
     lent: int = 0
     applied: list[tuple[int, int]] = field(default_factory=list)
+    detector: DetectorState = field(default_factory=DetectorState.empty)
+    detector_at: dict[tuple[int, int], DetectorState] = field(default_factory=dict)
+    says_detector: bool = True
 
     def add(self, source: str, who: str, kind: str, **fields: Any) -> None:
         self.steps.append(Step(source, who, kind, fields))
 
     def start_master(self, durability: str = "sync") -> None:
         self.epoch += 1
+        self.says_detector = True
         self.add("journal", "", "EPOCH", epoch=self.epoch)
         self.add("master", "test", "epoch", epoch=self.epoch, durability=durability)
         for slave in SLAVES:
@@ -117,7 +125,9 @@ class Script:
         shards = self.digests[self.version] = {slave: digest(version, slave) for slave in SLAVES}
         for slave in SLAVES:
             if before:
-                self.add("slave", slave, "measured", round=round_name, version=_text(before))
+                share = [repr(value / len(SLAVES)) for row in _gram(participants) for value in row]
+                sums = {"gram": share, "nonfinite_elems": [0] * len(participants)}
+                self.add("slave", slave, "measured", round=round_name, version=_text(before), **sums)
             made = {"version": version, "round": round_name, "digest": shards[slave]}
             self.add("slave", slave, "prepared", **made, durable=True, finite=True)
         accepted = [item for item in participants if item["verdict"] == "APPLIED"]
@@ -132,15 +142,32 @@ class Script:
             "tokens": self.tokens,
             "s_max": 8,
             "participants": list(participants),
-            "judgement": _judgement(participants) if before else None,
+            "judgement": self._judgement(participants, before) if before else None,
             "wall_s": 1000.0 + self.rounds,
         }
         self.add("journal", "", "COMMIT", **record)
+        self.detector_at[self.version] = self.detector
         for item in participants:
             self.fences[item["push"][0]] += 1
             self.applied += [(r[2] * CHUNK_TOKENS, (r[2] + 1) * CHUNK_TOKENS) for r in item["ranges"]]
         self._flip(round_name, record)
         self._publish(round_name, participants)
+
+    def _judgement(self, participants: tuple[dict[str, Any], ...], before: tuple[int, int]) -> dict[str, Any]:
+        """By JUDGE itself, as the master writes it; the detector's state before stands in the first of an epoch."""
+        config, upper = PenaltyConfig(), _gram(participants)
+        k = len(participants)
+        gram = tuple(tuple(upper[min(i, j)][abs(i - j)] for j in range(k)) for i in range(k))
+        pushes = tuple(Participant(i["push"][0], float(i["tokens"]), 0, i["steps"]) for i in participants)
+        rates, intervals_s, live = {"a": 10.0, "b": 10.0}, {"a": 20.0}, frozenset("ab")
+        t_round = round_tokens(rates, intervals_s)
+        judged = judge(self.detector, config, pushes, gram, live - self.detector.quarantined, t_round)
+        said, self.says_detector = self.detector if self.says_detector else None, False
+        of_rates, of_intervals = tuple(sorted(rates.items())), tuple(sorted(intervals_s.items()))
+        inputs = JudgeInputs(config, 0.7, pushes, gram, tuple(sorted(live)), of_rates, of_intervals, t_round, said)
+        step = outer_step_of(config, 0.7, judged.scale, judged.rho, Version(*before))
+        self.detector = judged.next_state_if_committed
+        return judgement_to_json(judged, step, inputs) or {}
 
     def _flip(self, round_name: str, record: dict[str, Any]) -> None:
         text = json.dumps({**record, "kind": "COMMIT", "ledger": self.ledger()})
@@ -180,6 +207,7 @@ class Script:
         round_name = self.round_of[self.version] = self.next_round()
         self.tokens = self.tokens_at[self.version] = self.tokens_at[origin]
         shards = self.digests[self.version] = self.digests[origin]
+        self.detector = self.detector_at[self.version] = self.detector_at[origin]
         record = {
             "epoch": self.epoch,
             "round": [self.epoch, self.rounds],
@@ -214,6 +242,7 @@ class Script:
         return {
             "run_id": "test",
             "tokens": self.tokens,
+            "detector": self.detector.to_json(),
             "data_plan": ["LEASED", "00", TOTAL_TOKENS, CHUNK_TOKENS],
             "leases": {"passes": 1, "next_lease_id": 1000, "holdings": rows},
         }
@@ -228,23 +257,10 @@ def _text(version: tuple[int, int] | None) -> str:
     return "None" if version is None else f"{version[0]}:{version[1]}"
 
 
-def _judgement(participants: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    names = [item["push"][0] for item in participants]
-    return {
-        "accepted": names,
-        "weights": [repr(1 / len(names))] * len(names),
-        "kappa": "0.5",
-        "rho": "1.0",
-        "merged_norm": "2.0",
-        "norms": [[name, "2.5", "nan"] for name in names],
-        "outer_step": {
-            "scale": "0.5",
-            "outer_lr": "0.7",
-            "momentum_decay": "0.8",
-            "momentum_lookahead": "0.8",
-            "gradient_weight": "1.0",
-        },
-    }
+def _gram(participants: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """The upper triangle by rows, of pushes that have half of their way in common."""
+    norms = [1.0 + 0.1 * item["push"][3] for item in participants]
+    return [[a * b * (1.0 if i == j else 0.5) for j, b in enumerate(norms) if j >= i] for i, a in enumerate(norms)]
 
 
 def usual_run() -> Script:

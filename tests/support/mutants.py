@@ -251,3 +251,33 @@ MUTANTS: tuple[Mutant, ...] = (
         _bounds("reshard", slaves=1, add=("s1",)),
     ),
 )
+
+
+def _of_judge(name: str, target: str, old: str, new: str) -> Mutant:
+    return Mutant(name, f"master.state.{target}", old, new, ("I18",), Bounds())
+
+
+JUDGE_MUTANTS: tuple[Mutant, ...] = (
+    _of_judge("uniform weights", "penalty:_weights", "float(finding.participant.tokens) for", "1.0 for"),
+    _of_judge("weights add up to 2", "penalty:_weights", "part / sum(parts)", "2.0 * part / sum(parts)"),
+    _of_judge("no clip", "penalty:judge", "min(1.0, clip_norm / max(merge.norm, MIN_MERGED_NORM))", "1.0"),
+    _of_judge("rho is always 1", "penalty_scaling:participation", "if not config.participation", "if True or config.p"),
+    _of_judge(
+        "the detector's sign is reversed", "penalty_detect:_judged", "finding.score > tau", "-finding.score > tau"
+    ),
+    _of_judge("low norms are outliers", "penalty_detect:_score", "(scaled_norm - known.mean) /", "-scaled_norm /"),
+    _of_judge("T_round is a sum", "penalty_scaling:round_tokens", " / len(known_s)", ""),
+    _of_judge("blocks count twice", "gram:add_blocks", "upper = [total + value for", "upper = [total + 2 * value for"),
+    _of_judge("the clip misses the step", "outer_optimizer:outer_step_of", "    mu =", "    scale = rho\n    mu ="),
+)
+"""Of JUDGE and what surrounds it: they run in the simulator, whose rounds have unequal tokens, clips and outliers."""
+
+RARE_JUDGE_MUTANTS: tuple[Mutant, ...] = (
+    _of_judge("no hard gate", "penalty_detect:_judged", "if gate:", "if False:"),
+    _of_judge("rejected norms are learnt", "penalty_update:_rejected", 'config.detector == "literal" and', ""),
+    _of_judge("quarantine never ends", "penalty_update:_accepted", "quarantined=False", "quarantined=True"),
+    _of_judge("void rounds clear nothing", "penalty_update:after_void", "norms=(), scores=(),", ""),
+    _of_judge("more tokens excuse nothing", "penalty_detect:_scaled_norm", "return norm /", "return norm or norm /"),
+    _of_judge("the threshold is a ratchet", "penalty_detect:threshold", "config.beta)\n", "1e9)\n"),
+)
+"""What only many rounds with outliers show."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from support.history import (
 
 from dips.sim.invariants import INVARIANTS, Checker
 
-NAMES = [f"I{number}" for number in range(1, 15)]
+NAMES = [*(f"I{number}" for number in range(1, 15)), "I18"]
 
 
 def broken_by(script: Script, change: Change, **options: Any) -> dict[str, list[str]]:
@@ -164,6 +165,27 @@ def in_judgement(name: str, value: Any) -> Change:
     return change
 
 
+def judged(change_record: Callable[[dict[str, Any]], None], index: int = -1) -> Change:
+    """The record of a judged round, changed."""
+
+    def change(steps: list[Step]) -> None:
+        change_record(nth(steps, "journal", "COMMIT", index).fields)
+
+    return change
+
+
+def number(name: str, value: str, *path: str) -> Change:
+    """A number of a judgement, or of a part of it."""
+
+    def change_record(record: dict[str, Any]) -> None:
+        part = record["judgement"]
+        for step in path:
+            part = part[step]
+        part[name] = value
+
+    return judged(change_record)
+
+
 def twice(source: str, kind: str) -> Change:
     """The last fact of a kind, once more, in another round and version."""
 
@@ -248,6 +270,32 @@ BROKEN = [
     ("I13", in_judgement("outer_step", {"scale": "inf"}), "has scale = inf"),
     ("I13", in_judgement("norms", [["a", "inf", "nan"]]), "has norm of a = inf"),
     ("I14", set_field("slave", "committed", "digest", ANOTHER), "but committed it as ffffffffffff"),
+    ("I18", judged(lambda r: r["judgement"].update(weights=["0.25", "0.75"]), 2), "the weight of cluster a is 0.25"),
+    ("I18", judged(lambda r: r["judgement"].update(weights=["1.0"]), 2), "1 weights for 2 accepted"),
+    ("I18", judged(lambda r: r["participants"][0].update(tokens=1000), 2), "tokens of what was accepted makes it"),
+    ("I18", number("kappa", "1.0"), "its kappa is 1.0, but clip 1"),
+    ("I18", number("merged_norm", "1.5"), "its merged norm is 1.5, but weights and Gram matrix"),
+    ("I18", number("rho", "1.0"), "its rho is 1.0, but live clusters"),
+    ("I18", number("threshold", "9.0"), "its threshold is 9.0, but the last scores make it 3.0"),
+    ("I18", number("clip_norm", "2.0"), "its clip is 2.0, but the settings make it 1.0"),
+    ("I18", number("round_tokens", "100.0", "inputs"), "its T_round is 100.0"),
+    ("I18", number("outer_lr", "0.5", "outer_step"), "its outer_lr is 0.5, but settings"),
+    ("I18", number("scale", "0.5", "outer_step"), "its scale is 0.5, but settings"),
+    ("I18", judged(lambda r: r["judgement"]["norms"][0].__setitem__(1, "2.5")), "the norm of cluster a is 2.5"),
+    ("I18", judged(lambda r: r["judgement"]["norms"][0].__setitem__(2, "1.0")), "the score of cluster a is 1.0"),
+    ("I18", judged(lambda r: r["judgement"].update(accepted=["a"]), 2), "it judged|it applies"),
+    (
+        "I18",
+        judged(lambda r: r["participants"][0].update(verdict="EXCLUDED"), 2),
+        "it applies b, but a, b was accepted",
+    ),
+    ("I18", judged(lambda r: r["judgement"]["inputs"].update(nonfinite_elems=[1, 0]), 2), "cluster a is accepted, but"),
+    ("I18", judged(lambda r: r["judgement"]["inputs"]["gram"].__setitem__(0, "4.0"), 2), "but the slaves measured"),
+    ("I18", judged(lambda r: r["judgement"]["inputs"].pop("gram")), "cannot be read"),
+    ("I18", judged(lambda r: r.update(judgement=None)), "without a judgement"),
+    ("I18", judged(lambda r: r["judgement"]["inputs"]["detector"].update(voids_in_a_row=2)), "void rounds in a row"),
+    ("I18", judged(lambda r: r["judgement"]["inputs"]["detector"].update(norms=[9.0])), "the last norms are"),
+    ("I18", judged(lambda r: r["judgement"]["inputs"].update(local_steps=[7, 1]), 2), "of cluster a it knows"),
 ]
 
 

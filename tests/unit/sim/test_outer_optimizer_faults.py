@@ -36,7 +36,13 @@ class Listening(World):
 def delayed(seed: int) -> Plan:
     plan = make_plan(Random(seed))
     settings = replace(plan.config.settings, outer_momentum=0.8)
-    penalty = replace(plan.config.penalty, outer_optimizer="delayed-nesterov", delay_rounds=N, outer_momentum=0.8)
+    penalty = replace(
+        plan.config.penalty,
+        outer_optimizer="delayed-nesterov",
+        delay_rounds=N,
+        outer_momentum=0.8,
+        momentum_scaling="off",
+    )
     return replace(plan, config=replace(plan.config, settings=settings, penalty=penalty))
 
 

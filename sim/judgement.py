@@ -1,0 +1,628 @@
+"""JUDGE a second time: what a record says was judged, computed again from what it says that it followed from.
+
+Written from docs/algorithm.md, in plain arithmetic on dictionaries, and by no code that the master judges with
+(master/state/penalty*.py): a mistake there must not be repeated here. The master's record carries all that a judgement
+follows from, except what the detector remembered, which follows from the records before. The simulator, the search and
+`dips verify` ask the same Judging. Pure: no files, no clock.
+
+Legend: as docs/algorithm.md. G: norm of a push's pseudo-gradient; Gn: the same for the usual number of tokens; T tokens
+and H local steps of a push; per cluster n accepted pushes, mu and V mean and variance of Gn, T and H the usual ones.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+Fields = Mapping[str, Any]
+Pair = tuple[int, int]
+State = tuple[Pair, Pair]
+"""A version and the round that made it: the same version may be made twice after a journal was lost."""
+
+FORMAT = 1
+"""Of the inputs in a record that this release understands; records of older releases have none."""
+
+RELATIVE = 1e-9
+"""How far a float may lie from the one computed here: sums are not added in the same order everywhere."""
+
+MAX_TOKENS = 2.0**63
+
+KEPT = 256
+"""States of the detector, of the newest versions: a ROLLBACK goes back to one that slaves keep on disk, and they are
+few."""
+
+MAX_SENTENCES = 4
+"""Of one record: the first wrong number explains the others."""
+
+
+def near(a: float, b: float, slack: float = 0.0) -> bool:
+    """The same number but for rounding; NaN is near NaN."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return True
+    return abs(a - b) <= RELATIVE * max(abs(a), abs(b)) + slack < math.inf
+
+
+# ---- what the detector remembers ----
+
+
+@dataclass(frozen=True)
+class Known:
+    """Of one cluster."""
+
+    n: int = 0
+    mu: float = 0.0
+    V: float = 0.0
+    T: float | None = None
+    H: int = 0
+    flags: int = 0
+    score_flags: int = 0
+    quarantined: bool = False
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of all clusters; what they share is oldest first."""
+
+    of: Mapping[str, Known]
+    norms: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()
+    merged: tuple[float, ...] = ()
+    voids: int = 0
+
+    @property
+    def quarantined(self) -> frozenset[str]:
+        return frozenset(name for name, known in self.of.items() if known.quarantined)
+
+
+def memory_of(detector: Fields) -> Memory:
+    """From the detector's state as a ledger holds it. Raises KeyError, TypeError or ValueError when it is none."""
+    of = {
+        str(name): Known(
+            int(raw["accepted"]), float(raw["mean"]), float(raw["variance"]),
+            None if raw["mean_tokens"] is None else float(raw["mean_tokens"]), int(raw["steps"]),
+            int(raw["flags_in_a_row"]), int(raw["score_rejections_in_a_row"]), bool(raw["quarantined"]),
+        )
+        for name, raw in detector["clusters"].items()
+    }  # fmt: skip
+    norms, scores, merged = (tuple(map(float, detector[name])) for name in ("norms", "scores", "merged_norms"))
+    return Memory(of, norms, scores, merged, int(detector["voids_in_a_row"]))
+
+
+def difference(ours: Memory, theirs: Memory) -> str:
+    """What of `theirs` is not as it was computed here; empty when nothing is."""
+    if ours.of.keys() != theirs.of.keys():
+        return f"it knows clusters {', '.join(theirs.of) or 'none'}, not {', '.join(ours.of) or 'none'}"
+    if ours.voids != theirs.voids:
+        return f"it counts {theirs.voids} void rounds in a row, not {ours.voids}"
+    for name, a in ours.of.items():
+        b = theirs.of[name]
+        if (a.n, a.H, a.flags, a.score_flags, a.quarantined) != (b.n, b.H, b.flags, b.score_flags, b.quarantined):
+            return f"of cluster {name} it knows {b}, not {a}"
+        slack = RELATIVE * a.mu * a.mu
+        same_T = (a.T is None and b.T is None) or (a.T is not None and b.T is not None and near(a.T, b.T))
+        if not (near(a.mu, b.mu) and near(a.V, b.V, slack) and same_T):
+            return f"of cluster {name} it knows {b}, not {a}"
+    for what, mine, other, slack in (
+        ("norms", ours.norms, theirs.norms, 0.0),
+        ("scores", ours.scores, theirs.scores, 1e-6),
+        ("merged norms", ours.merged, theirs.merged, 1e-9),
+    ):
+        if len(mine) != len(other) or not all(near(a, b, slack) for a, b in zip(mine, other, strict=True)):
+            return f"the last {what} are {_short(other)}, not {_short(mine)}"
+    return ""
+
+
+def _short(values: Sequence[float]) -> str:
+    return f"{len(values)} that end with {', '.join(f'{value:.6g}' for value in values[-3:])}" if values else "none"
+
+
+# ---- one round, computed again ----
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one judgement followed from, read from its record. Lists are in the order of `names`."""
+
+    names: tuple[str, ...]
+    T: tuple[float, ...]
+    H: tuple[int, ...]
+    nonfinite: tuple[int, ...]
+    gram: tuple[tuple[float, ...], ...]
+    live: frozenset[str]
+    rates: Mapping[str, float]
+    intervals_s: Mapping[str, float]
+    round_tokens: float
+    settings: Fields
+    detector: Fields | None
+
+    def number(self, name: str) -> float:
+        return float(self.settings[name])
+
+
+def round_of(participants: Sequence[Fields], inputs: Fields) -> Round:
+    """Raises KeyError, TypeError or ValueError when a field is missing or is of another kind or length."""
+    names = tuple(str(item["push"][0]) for item in participants)
+    k = len(names)
+    upper = iter([float(text) for text in inputs["gram"]])
+    gram = [[0.0] * k for _ in range(k)]
+    for row in range(k):
+        for column in range(row, k):
+            gram[row][column] = gram[column][row] = next(upper)
+    return Round(
+        names,
+        tuple(float(item["tokens"]) for item in participants),
+        _ints(inputs["local_steps"], k),
+        _ints(inputs["nonfinite_elems"], k),
+        tuple(map(tuple, gram)),
+        frozenset(map(str, inputs["live"])),
+        {str(name): float(text) for name, text in inputs["rates_tokens_per_s"].items()},
+        {str(name): float(text) for name, text in inputs["push_intervals_s"].items()},
+        float(inputs["round_tokens"]),
+        inputs["settings"],
+        inputs["detector"],
+    )
+
+
+def _ints(raw: Sequence[Any], k: int) -> tuple[int, ...]:
+    if len(raw) != k:
+        raise ValueError(f"{len(raw)} numbers for {k} participants")
+    return tuple(map(int, raw))
+
+
+@dataclass(frozen=True)
+class Push:
+    """One participant as it is judged here.
+
+    bad: "invalid", "gate", "score" or empty; close: rounding decides whether it is bad, so either is right. z, dev: NaN
+    while undefined.
+    """
+
+    G: float
+    Gn: float
+    z: float
+    dev: float
+    bad: str
+    close: bool
+
+
+def pushes_of(given: Round, memory: Memory) -> list[Push]:
+    """The detector, on every participant, against the memory before."""
+    found = [_measured(given, memory, j) for j in range(len(given.names))]
+    detector = given.settings["detector"]
+    if detector == "off":
+        return found
+    pool = [*memory.norms, *(push.Gn for push in found if not push.bad)]
+    gate = given.number("hard_gate") * statistics.median(pool) if len(pool) >= 3 else math.inf
+    tau = threshold(given, memory)
+    judged = []
+    for push in found:
+        if push.bad:
+            judged.append(push)
+        elif push.Gn > gate:
+            judged.append(replace(push, bad="gate", close=near(push.Gn, gate)))
+        elif push.z > tau:
+            judged.append(replace(push, bad="score", close=_near_score(push, push.z, tau) or near(push.Gn, gate)))
+        else:
+            close = near(push.Gn, gate) or _near_score(push, push.z, tau)
+            judged.append(replace(push, close=close and math.isfinite(tau)))
+    return judged
+
+
+def _near_score(push: Push, a: float, b: float) -> bool:
+    """Scores are differences, which rounding moves by more than their own size tells."""
+    return near(a, b, RELATIVE * (1.0 + 2.0 * push.Gn / push.dev)) if push.dev > 0.0 else near(a, b)
+
+
+def threshold(given: Round, memory: Memory) -> float:
+    """tau."""
+    beta, scores = given.number("beta"), memory.scores
+    match given.settings["detector"]:
+        case "off":
+            return math.inf
+        case "literal":
+            return beta * max(scores) if scores else math.inf
+        case "edit":
+            return beta * max(1.0, statistics.pstdev(scores)) if scores else beta
+        case "score":
+            return beta * min(max(1.0, *scores), beta) if scores else beta
+    raise ValueError(f"detector {given.settings['detector']!r} is not known")
+
+
+def _measured(given: Round, memory: Memory, j: int) -> Push:
+    squared, T, nan = given.gram[j][j], given.T[j], math.nan
+    G = math.sqrt(max(0.0, squared)) if math.isfinite(squared) else squared
+    if given.nonfinite[j] > 0 or not math.isfinite(G) or not 0 < T <= MAX_TOKENS or G == 0:
+        return Push(G, nan, nan, nan, "invalid", False)
+    me = memory.of.get(given.names[j], Known())
+    literal = given.settings["detector"] == "literal"
+    usual = literal or me.T is None or _other_steps(given, me, j)
+    Gn = G if usual or me.T is None else G / max(1.0, T / me.T)
+    if me.n < given.number("warm_up_pushes"):
+        return Push(G, Gn, nan, nan, "", False)
+    dev = math.sqrt(me.V) if literal else max(math.sqrt(me.V), 0.05 * me.mu, 1e-12)
+    return Push(G, Gn, (Gn - me.mu) / dev if dev else 0.0, dev, "", False)
+
+
+def _other_steps(given: Round, me: Known, j: int) -> bool:
+    """H moved so far that the usual T does not stand for it."""
+    H = given.H[j]
+    return me.H > 0 and H > 0 and abs(H - me.H) > given.number("steps_change") * me.H
+
+
+def weights_of(given: Round, accepted: Sequence[int]) -> list[float]:
+    if given.settings["weighting"] == "softmax":
+        G = [math.sqrt(max(0.0, given.gram[j][j])) for j in accepted]
+        parts = [math.exp(min(G) - g) for g in G]
+    else:
+        parts = [given.T[j] for j in accepted]
+    return [part / sum(parts) for part in parts]
+
+
+def merged_norm_of(given: Round, accepted: Sequence[int], weights: Sequence[float]) -> tuple[float, float]:
+    """||d||, and how much of it may be rounding: what opposite pushes leave of each other is small."""
+    terms = [
+        w_j * w_i * given.gram[j][i]
+        for j, w_j in zip(accepted, weights, strict=True)
+        for i, w_i in zip(accepted, weights, strict=True)
+    ]
+    size = sum(map(abs, terms))
+    norm = math.sqrt(max(0.0, sum(terms)))
+    return norm, 1e-12 * size / norm if norm > 0.0 else 1e-6 * math.sqrt(size)
+
+
+def clip_of(given: Round, memory: Memory) -> float:
+    if given.settings["clip_scope"] == "auto" and memory.merged:
+        return statistics.median(memory.merged)
+    return given.number("clip_norm")
+
+
+def t_round_of(given: Round) -> float:
+    rates, intervals = list(given.rates.values()), [s for s in given.intervals_s.values() if s > 0]
+    if not rates or not intervals or min(rates) <= 0:
+        return 0.0
+    return sum(rates) * sum(intervals) / len(intervals)
+
+
+def rho_of(given: Round, accepted: Sequence[int], quarantined: frozenset[str]) -> float:
+    names, expected = {given.names[j] for j in accepted}, given.live - quarantined
+    if not given.settings["participation_scaling"] or expected <= names:
+        return 1.0
+    T_round = given.round_tokens
+    if 0 < T_round < math.inf:
+        return min(1.0, sum(given.T[j] for j in accepted) / T_round)
+    return len(names) / len(names | expected)
+
+
+def step_of(given: Round, kappa: float, rho: float, before_v: int) -> dict[str, float]:
+    """The coefficients that the slaves get (docs/algorithm.md, further outer optimizers)."""
+    mu, scale = given.number("outer_momentum"), rho * kappa
+    decay, lookahead, weight = mu, mu, 1.0
+    match given.settings["outer_optimizer"]:
+        case "heavy-ball":
+            lookahead, weight = 1.0, 0.0
+        case "averaging":
+            decay = lookahead = 0.0
+        case "delayed-nesterov":
+            N = int(given.settings["delay_rounds"])
+            scale /= N
+            decay = mu if before_v % N == 0 else 1.0
+            lookahead = mu if before_v % N == N - 1 else 0.0
+        case _ if given.settings["momentum_scaling"] == "tokens" and rho != 1.0:
+            decay = mu**rho
+            lookahead = mu * (1.0 - decay) / (1.0 - mu)
+    return {
+        "scale": scale,
+        "outer_lr": given.number("outer_lr"),
+        "momentum_decay": decay,
+        "momentum_lookahead": lookahead,
+        "gradient_weight": weight,
+    }
+
+
+# ---- what is remembered after it ----
+
+
+def after_commit(given: Round, memory: Memory, pushes: Sequence[Push], accepted: set[str], merged: float) -> Memory:
+    of = dict(memory.of)
+    norms, scores = list(memory.norms), list(memory.scores)
+    for j, (name, push) in enumerate(zip(given.names, pushes, strict=True)):
+        if name in accepted:
+            of[name] = replace(_learnt(given, memory, push, j), flags=0, score_flags=0, quarantined=False)
+            norms.append(push.Gn)
+            scores += [] if math.isnan(push.z) else [push.z]
+        else:
+            of[name] = _flagged(given, memory, push, j)
+    window, rounds = int(given.settings["window_pushes"]), int(given.settings["clip_window_rounds"])
+    return Memory(of, tuple(norms[-window:]), tuple(scores[-window:]), (*memory.merged, merged)[-rounds:], 0)
+
+
+def after_void(given: Round, memory: Memory, pushes: Sequence[Push], accepted: set[str]) -> Memory:
+    """accepted: by JUDGE, before a slave's step was not finite; whose fault that was is not known."""
+    of = dict(memory.of)
+    for j, (name, push) in enumerate(zip(given.names, pushes, strict=True)):
+        if name not in accepted:
+            of[name] = _flagged(given, memory, push, j)
+    voids = memory.voids + 1
+    if 0 < given.number("clear_after_voids") <= voids:
+        return Memory(of)
+    return replace(memory, of=of, voids=voids)
+
+
+def _learnt(given: Round, memory: Memory, push: Push, j: int) -> Known:
+    me = memory.of.get(given.names[j], Known())
+    n = me.n + 1
+    a = max(given.number("alpha"), 1.0 / n)
+    if given.settings["detector"] == "literal" and n > 1:
+        a = given.number("alpha")
+    mu = a * push.Gn + (1.0 - a) * me.mu
+    V = (1.0 - a) * me.V + a * (push.Gn - mu) ** 2
+    if me.T is None or _other_steps(given, me, j):
+        T, H = given.T[j], given.H[j]
+    else:
+        T, H = a * given.T[j] + (1.0 - a) * me.T, me.H or given.H[j]
+    return replace(me, n=n, mu=mu, V=V, T=T, H=H)
+
+
+def _flagged(given: Round, memory: Memory, push: Push, j: int) -> Known:
+    me = memory.of.get(given.names[j], Known())
+    if given.settings["detector"] == "literal" and push.bad != "invalid":
+        me = _learnt(given, memory, push, j)
+    me = replace(me, flags=me.flags + 1, score_flags=me.score_flags + 1 if push.bad == "score" else 0)
+    if 0 < given.number("restart_after_rejections") <= me.score_flags:
+        me = Known(flags=me.flags, quarantined=me.quarantined)
+    quarantined = me.quarantined or 0 < given.number("quarantine_after_flags") <= me.flags
+    return replace(me, quarantined=quarantined)
+
+
+# ---- record by record ----
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a record says was judged, beside what is computed from it. pushes: None while the memory is not known."""
+
+    given: Round
+    accepted: tuple[int, ...]
+    pushes: tuple[Push, ...] | None
+
+
+class Judging:
+    """Follows the records of one run and says what of a judgement does not follow from section 7's rules.
+
+    memory: what the detector remembers now; None while that is not known, because the records before are not there or
+    do not say it. recomputed: judgements that were computed again; blind: those of them whose accepted set could not
+    be. old: judgements whose records do not say what they followed from; holes: those of them that come after one that
+    did.
+    """
+
+    def __init__(self, whole: bool = True) -> None:
+        self.memory: Memory | None = Memory({}) if whole else None
+        self.recomputed = self.blind = self.old = self.holes = 0
+        self._at: dict[State, Memory | None] = {}
+        self._after: Memory | None = self.memory
+        self._compared: set[State] = set()
+        self._measured: dict[Pair, dict[str, tuple[tuple[float, ...], tuple[int, ...]] | None]] = {}
+
+    # ---- facts ----
+
+    def lost_journal(self) -> None:
+        """What the master knows now is what slaves or a copy gave it: its next judgement says it."""
+        self.memory = None
+
+    def measured(self, slave: str, round_id: Pair, gram: Sequence[Any], nonfinite: Sequence[Any]) -> None:
+        """A slave said what it measured. Two sayings about one round that differ are no evidence."""
+        said = (tuple(map(float, gram)), tuple(map(int, nonfinite)))
+        of_round = self._measured.setdefault(round_id, {})
+        same = slave not in of_round or repr(of_round[slave]) == repr(said)
+        of_round[slave] = said if same else None
+
+    def moved(self, kind: str, now: State | None, origin: State | None) -> None:
+        """A record was taken: after a COMMIT or VOID with what judge() computed, else with what was then."""
+        match kind:
+            case "COMMIT" | "VOID":
+                self.memory = self._after
+            case "ROLLBACK":
+                self.memory = self._at.get(origin) if origin is not None else None
+            case "ADOPT":
+                self.memory = self._at.get(now) if now is not None else None
+        if kind != "VOID" and now is not None:
+            self._at.pop(now, None)
+            self._at[now] = self.memory
+            if len(self._at) > KEPT:
+                self._compared.discard(oldest := next(iter(self._at)))
+                del self._at[oldest]
+
+    def ledger(self, detector: Fields, at: State | None = None) -> list[str] | None:
+        """The detector's state as a ledger holds it: at a version, or now. None when there is nothing to compare."""
+        known = self.memory if at is None else self._at.get(at)
+        if known is None or at in self._compared:
+            return None
+        if at is not None:
+            self._compared.add(at)
+        wrong = difference(known, memory_of(detector))
+        return [f"the detector's state in the ledger does not follow from the rounds before: {wrong}"] if wrong else []
+
+    # ---- judgements ----
+
+    def judge(self, record: Fields, slaves: Sequence[str] | None = None) -> list[str] | None:
+        """What is wrong with a COMMIT's or VOID's judgement; None when nothing can be said about it.
+
+        slaves: who holds the model, if what they said they measured is to be compared.
+        """
+        before, self._after = self.memory, None  # what cannot be read is followed by nothing that is known
+        judgement, kind = record.get("judgement"), str(record["kind"])
+        if judgement is None:
+            self._after = before
+            seed = kind == "COMMIT" and record.get("from_version") is None
+            return None if seed else ["it was decided without a judgement"]
+        inputs = judgement.get("inputs")
+        if inputs is None or inputs["format"] != FORMAT:
+            self.old += 1
+            self.holes += inputs is None and self.recomputed > 0
+            return None
+        given = round_of(record["participants"], inputs)
+        wrong = [*self._anchor(given), *self._as_measured(record, given, slaves)]
+        accepted = tuple(j for j, name in enumerate(given.names) if name in judgement["accepted"])
+        pushes = None if self.memory is None else tuple(pushes_of(given, self.memory))
+        judged = Judged(given, accepted, pushes)
+        self.recomputed += 1
+        self.blind += pushes is None
+        wrong += self._wrong_threshold(given, judgement)
+        wrong += _wrong_accepted(judged, record)
+        if accepted:
+            wrong += self._wrong_numbers(judged, judgement)
+            wrong += _wrong_step(judged, record)
+        wrong += _wrong_norms(judged, judgement)
+        self._after = self._remember(judged, record)
+        return wrong[:MAX_SENTENCES]
+
+    def _anchor(self, given: Round) -> list[str]:
+        """The record says what the detector remembered: it must be what follows from the records before, if known."""
+        if given.detector is None:
+            return []
+        before, self.memory = self.memory, memory_of(given.detector)
+        wrong = difference(before, self.memory) if before is not None else ""
+        return [f"what the detector remembered does not follow from the rounds before: {wrong}"] if wrong else []
+
+    def _as_measured(self, record: Fields, given: Round, slaves: Sequence[str] | None) -> list[str]:
+        """The Gram matrix is the sum of what the slaves said that they measured."""
+        round_id = (int(record["round"][0]), int(record["round"][1]))
+        said = self._measured.pop(round_id, None)
+        if said is None or slaves is None or any(said.get(name) is None for name in slaves):
+            return []
+        parts = [part for name in slaves if (part := said[name]) is not None]
+        k = len(given.names)
+        upper = [given.gram[row][column] for row in range(k) for column in range(row, k)]
+        if any(len(gram) != len(upper) or len(bad) != k for gram, bad in parts):
+            return ["slaves measured another number of pushes than its record names"]
+        for index, value in enumerate(upper):
+            terms = [gram[index] for gram, _ in parts]
+            total = sum(terms)
+            if not (near(max(total, 0.0) if _is_diagonal(index, k) else total, value, 1e-12 * sum(map(abs, terms)))):
+                return [f"entry {index} of its Gram matrix is {value!r}, but the slaves measured {total!r}"]
+        counts = tuple(sum(bad[j] for _, bad in parts) for j in range(k))
+        if counts != given.nonfinite:
+            return [f"it counts {given.nonfinite} elements that are not finite, but the slaves measured {counts}"]
+        return []
+
+    def _wrong_threshold(self, given: Round, judgement: Fields) -> list[str]:
+        if self.memory is None:
+            return []
+        said, tau = float(judgement["threshold"]), threshold(given, self.memory)
+        return [] if near(said, tau, 1e-6) else [f"its threshold is {said!r}, but the last scores make it {tau!r}"]
+
+    def _wrong_numbers(self, judged: Judged, judgement: Fields) -> list[str]:
+        """Weights, merged norm, kappa, T_round and rho, each from those before it as the record has them."""
+        given, accepted, wrong = judged.given, judged.accepted, list[str]()
+        said = [float(text) for text in judgement["weights"]]
+        weights = weights_of(given, accepted)
+        if len(said) != len(weights):
+            return [f"it has {len(said)} weights for {len(weights)} accepted pushes"]
+        for j, a, b in zip(accepted, said, weights, strict=True):
+            if not near(a, b):
+                name, by = given.names[j], given.settings["weighting"]
+                return [f"the weight of cluster {name} is {a!r}, but {by} of what was accepted makes it {b!r}"]
+        norm, slack = merged_norm_of(given, accepted, weights)
+        merged, kappa, rho = (float(judgement[name]) for name in ("merged_norm", "kappa", "rho"))
+        if not near(merged, norm, slack):
+            wrong.append(f"its merged norm is {merged!r}, but weights and Gram matrix make it {norm!r}")
+        if self.memory is not None or given.settings["clip_scope"] != "auto":
+            clip = clip_of(given, self.memory or Memory({}))
+            if not near(float(judgement["clip_norm"]), clip):
+                wrong.append(f"its clip is {judgement['clip_norm']}, but the settings make it {clip!r}")
+            expected = min(1.0, clip / max(merged, 1e-12))
+            if not near(kappa, expected):
+                wrong.append(f"its kappa is {kappa!r}, but clip {clip:g} and its merged norm make it {expected!r}")
+        t_round = t_round_of(given)
+        if not near(given.round_tokens, t_round):
+            wrong.append(f"its T_round is {given.round_tokens!r}, but rates and push intervals make it {t_round!r}")
+        if self.memory is not None:
+            expected = rho_of(given, accepted, self.memory.quarantined)
+            if not near(rho, expected):
+                wrong.append(f"its rho is {rho!r}, but live clusters and accepted tokens make it {expected!r}")
+        return wrong
+
+    def _remember(self, judged: Judged, record: Fields) -> Memory | None:
+        """What follows from what the record decided, so that one wrong judgement is said once."""
+        if self.memory is None or judged.pushes is None:
+            return None
+        names = {judged.given.names[j] for j in judged.accepted}
+        if record["kind"] == "VOID":
+            return after_void(judged.given, self.memory, judged.pushes, names)
+        merged = float(record["judgement"]["merged_norm"])
+        return after_commit(judged.given, self.memory, judged.pushes, names, merged)
+
+
+def _is_diagonal(index: int, k: int) -> bool:
+    row = 0
+    while index >= k - row:
+        index, row = index - (k - row), row + 1
+    return index == 0
+
+
+def _wrong_accepted(judged: Judged, record: Fields) -> list[str]:
+    given, kind, judgement = judged.given, str(record["kind"]), record["judgement"]
+    names = [given.names[j] for j in judged.accepted]
+    rejected = [name for name in given.names if name not in names]
+    verdicts = [str(item["push"][0]) for item in record["participants"] if item["verdict"] == "APPLIED"]
+    wrong = []
+    if list(judgement["accepted"]) != names or [item[0] for item in judgement["rejected"]] != rejected:
+        wrong.append(f"it judged {judgement['accepted']} and {judgement['rejected']}, but its pushes are {given.names}")
+    if verdicts != (names if kind == "COMMIT" else []) or (kind == "COMMIT" and not names):
+        wrong.append(f"it applies {', '.join(verdicts) or 'nothing'}, but {', '.join(names) or 'nothing'} was accepted")
+    for j, push in enumerate(judged.pushes or pushes_of_numbers(given)):
+        name, taken = given.names[j], j in judged.accepted
+        if taken == (not push.bad) or push.close or (judged.pushes is None and not push.bad):
+            continue
+        said, why = ("accepted", _why_bad(push, given)) if taken else ("excluded", "nothing is wrong with its push")
+        wrong.append(f"cluster {name} is {said}, but {why}")
+    return wrong
+
+
+def pushes_of_numbers(given: Round) -> list[Push]:
+    """Only what no memory is needed for: numbers that can be no push's."""
+    return [_measured(given, Memory({}), j) for j in range(len(given.names))]
+
+
+def _why_bad(push: Push, given: Round) -> str:
+    match push.bad:
+        case "invalid":
+            return f"its norm is {push.G:g}, or it counts no tokens or elements that are not finite"
+        case "gate":
+            return f"its norm {push.Gn:.6g} is above {given.number('hard_gate'):g} times the median of recent ones"
+    return f"its score {push.z:.6g} is above the threshold"
+
+
+def _wrong_norms(judged: Judged, judgement: Fields) -> list[str]:
+    """The norms and scores in the record are those of the Gram matrix's diagonal and of the memory."""
+    given = judged.given
+    rows = judgement["norms"]
+    if [row[0] for row in rows] != list(given.names):
+        return [f"its norms are of {[row[0] for row in rows]}, but its pushes of {list(given.names)}"]
+    pushes = judged.pushes
+    for j, (name, norm, score, *_) in enumerate(rows):
+        push = pushes[j] if pushes is not None else _measured(given, Memory({}), j)
+        if not near(float(norm), push.G):
+            return [f"the norm of cluster {name} is {norm}, but the Gram matrix makes it {push.G!r}"]
+        if pushes is not None and not _near_score(push, float(score), push.z):
+            return [f"the score of cluster {name} is {score}, but what the detector remembers makes it {push.z!r}"]
+    return []
+
+
+def _wrong_step(judged: Judged, record: Fields) -> list[str]:
+    """Scale, rates and coefficients follow from kappa, rho and the settings."""
+    judgement, before = record["judgement"], record.get("from_version")
+    said = judgement["outer_step"]
+    if said is None:
+        return ["it was committed without a step"] if record["kind"] == "COMMIT" else []
+    if before is None:
+        return []  # a VOID after PREPARE does not name its version
+    expected = step_of(judged.given, float(judgement["kappa"]), float(judgement["rho"]), int(before[1]))
+    return [
+        f"its {name} is {said[name]}, but settings, kappa and rho make it {value!r}"
+        for name, value in expected.items()
+        if not near(float(said[name]), value)
+    ]

@@ -1,0 +1,206 @@
+"""What a record says was judged is computed again, whatever the settings; mutants of JUDGE are caught by name."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+from support.mutants import JUDGE_MUTANTS, RARE_JUDGE_MUTANTS, Mutant, planted
+from support.recording import Recording
+from support.rounds import gram_of
+
+from dips.core.ids import Version
+from dips.master.state.decisions import judgement_to_json
+from dips.master.state.outer_optimizer import outer_step_of
+from dips.master.state.penalty import (
+    PRESETS,
+    DetectorState,
+    JudgeInputs,
+    Participant,
+    PenaltyConfig,
+    judge,
+    round_tokens,
+)
+from dips.sim import world as simulated
+from dips.sim.judgement import Judging
+from dips.sim.verify import check_records
+
+CONFIGS = {
+    **PRESETS,
+    "auto clip": PenaltyConfig(clip_scope="auto", clip_window_rounds=4),
+    "no detector": PenaltyConfig(detector="off", clip_norm=float("inf")),
+    "tokens decay momentum": PenaltyConfig(momentum_scaling="tokens"),
+    "delayed": PenaltyConfig.of("safe", outer_optimizer="delayed-nesterov", delay_rounds=3),
+    "heavy ball": PenaltyConfig.of("safe", outer_optimizer="heavy-ball"),
+    "averaging": PenaltyConfig.of("paper", outer_optimizer="averaging"),
+    "quick": PenaltyConfig(warm_up_pushes=2, window_pushes=5, quarantine_after_flags=2, restart_after_rejections=3),
+    "literal with rules": PenaltyConfig.of("paper-literal", quarantine_after_flags=2, restart_after_rejections=2),
+}
+ROUNDS = 120
+
+
+class Run:
+    """A master that judges random rounds and writes their records. state: as its ledger has it."""
+
+    def __init__(self, config: PenaltyConfig, seed: int) -> None:
+        self.config, self.rng = config, random.Random(seed)
+        self.state = DetectorState.empty()
+        self.version = Version(1, 0)
+        self.n = 0
+
+    def record(self, kind: str = "", says_state: bool = False) -> dict[str, Any]:
+        rng = self.rng
+        self.n += 1
+        names = sorted(rng.sample("abcd", rng.choice((1, 2, 3, 4))))
+        pushes = tuple(self._participant(name) for name in names)
+        gram = gram_of([self._vector() for _ in names])
+        live = frozenset("abcd") if rng.random() < 0.7 else frozenset("ab")
+        rates = {name: rng.choice((50.0, 70.0)) for name in live} if rng.random() < 0.9 else {"a": 0.0}
+        intervals_s = {name: rng.uniform(5.0, 20.0) for name in live if rng.random() < 0.8}
+        t_round = round_tokens(rates, intervals_s)
+        judged = judge(self.state, self.config, pushes, gram, live - self.state.quarantined, t_round)
+        step = outer_step_of(self.config, 0.7, judged.scale, judged.rho, self.version) if judged.accepted else None
+        of_rates, of_intervals = tuple(sorted(rates.items())), tuple(sorted(intervals_s.items()))
+        rows = tuple(tuple(row) for row in gram)
+        said = self.state if says_state else None
+        inputs = JudgeInputs(self.config, 0.7, pushes, rows, tuple(sorted(live)), of_rates, of_intervals, t_round, said)
+        kind = kind or ("COMMIT" if judged.accepted and rng.random() < 0.95 else "VOID")
+        self.state = judged.next_state_if_committed if kind == "COMMIT" else judged.next_state_if_void
+        before, self.version = self.version, self.version.next() if kind == "COMMIT" else self.version
+        applied = judged.accepted if kind == "COMMIT" else ()
+        raw = {
+            "kind": kind,
+            "round": [1, self.n],
+            "from_version": [before.timeline, before.v],
+            "participants": [
+                {
+                    "push": [push.cluster, 1, 1, self.n],
+                    "tokens": push.tokens,
+                    "verdict": "APPLIED" if push.cluster in applied else "EXCLUDED",
+                }
+                for push in pushes
+            ],
+            "judgement": judgement_to_json(judged, step, inputs),
+        }
+        parsed: dict[str, Any] = json.loads(json.dumps(raw))
+        return parsed
+
+    def _participant(self, name: str) -> Participant:
+        rng = self.rng
+        tokens = rng.choice((1000, 1000, 1500, 640, 0 if rng.random() < 0.05 else 800))
+        return Participant(name, tokens, int(rng.random() < 0.02) * 5, rng.choice((16, 16, 17, 32)))
+
+    def _vector(self) -> list[float]:
+        """Mostly of norm 1; some are outliers for the score, some for the hard gate, a few are nothing."""
+        rng, chance = self.rng, self.rng.random()
+        size = rng.uniform(0.97, 1.03)
+        if chance < 0.03:
+            size = 30.0
+        elif chance < 0.05:
+            size = 0.0
+        elif chance < 0.2:
+            size = rng.uniform(1.05, 1.8)
+        return [size * (1.0 if i < 2 else rng.uniform(-0.1, 0.1)) for i in range(5)]
+
+
+def feed(judging: Judging, record: Mapping[str, Any]) -> list[str] | None:
+    wrong = judging.judge(record)
+    judging.moved(str(record["kind"]), None, None)
+    return wrong
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_rule_of_judge_is_recomputed_round_after_round(config: PenaltyConfig) -> None:
+    run, judging = Run(config, 1), Judging()
+    outcomes = set()
+    for _ in range(ROUNDS):
+        record = run.record()
+        assert feed(judging, record) == [], record
+        assert judging.ledger(run.state.to_json()) == []
+        outcomes |= {item["verdict"] for item in record["participants"]}
+    assert outcomes == {"APPLIED", "EXCLUDED"}
+    assert (judging.recomputed, judging.blind, judging.old) == (ROUNDS, 0, 0)
+
+
+def test_where_the_beginning_is_lost_only_the_accepted_set_is_unproven_until_a_master_says_its_state() -> None:
+    run, judging = Run(PenaltyConfig(), 2), Judging(whole=False)
+    for _ in range(20):
+        assert feed(judging, run.record()) == []
+    assert (judging.recomputed, judging.blind, judging.memory) == (20, 20, None)
+    wrong = run.record("COMMIT")
+    wrong["judgement"]["kappa"] = "0.123"
+    assert "its kappa is 0.123" in (feed(judging, wrong) or [""])[0]
+    assert feed(judging, run.record(says_state=True)) == []
+    assert feed(judging, run.record()) == []
+    assert (judging.recomputed, judging.blind) == (23, 21)
+    assert judging.ledger(run.state.to_json()) == []
+
+
+def test_records_of_an_older_release_are_counted_and_no_violation() -> None:
+    run, judging = Run(PenaltyConfig(), 3), Judging()
+    for _ in range(3):
+        record = run.record()
+        del record["judgement"]["inputs"]
+        assert feed(judging, record) is None
+    assert feed(judging, run.record(says_state=True)) == []
+    assert (judging.recomputed, judging.old, judging.holes) == (1, 3, 0)
+    record = run.record()
+    del record["judgement"]["inputs"]
+    assert feed(judging, record) is None
+    assert judging.holes == 1, "one that says less than those before it proves nothing"
+
+
+def test_sayings_of_a_slave_that_differ_are_no_evidence() -> None:
+    run, judging = Run(PenaltyConfig(), 4), Judging()
+    record = run.record()
+    gram = record["judgement"]["inputs"]["gram"]
+    other = [repr(2.0 * float(text)) for text in gram]
+    bad = record["judgement"]["inputs"]["nonfinite_elems"]
+    judging.measured("s0", (1, 1), other, bad)
+    assert "but the slaves measured" in (judging.judge(record, ["s0"]) or [""])[0]
+    judging.measured("s0", (1, 1), other, bad)
+    judging.measured("s0", (1, 1), gram, bad)
+    assert judging.judge(record, ["s0"]) == []
+
+
+# ---- mutants ----
+
+
+def named(mutants: Iterable[Mutant]) -> list[Any]:
+    return [pytest.param(mutant, id=mutant.name.replace(" ", "-")) for mutant in mutants]
+
+
+@pytest.mark.parametrize("mutant", named(JUDGE_MUTANTS))
+def test_a_mutant_of_judge_is_caught_by_name_while_it_runs_and_from_its_records(
+    mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated, "Judge", Recording)
+    with planted(mutant):
+        world, sentences = _until_violated(range(20))
+    assert sentences[0].startswith("I18: "), sentences[0]
+    assert isinstance(world.judge, Recording)
+    assert "I18" in {violation.invariant for violation in check_records(world.judge.records).violations}
+    print(sentences[0])
+
+
+def _until_violated(seeds: Iterable[int]) -> tuple[simulated.World, tuple[str, ...]]:
+    for seed in seeds:
+        world = simulated.World(seed)
+        violations = world.run().violations
+        if violations:
+            return world, violations
+    raise AssertionError("not noticed")
+
+
+@pytest.mark.parametrize("mutant", named((*JUDGE_MUTANTS[:6], *RARE_JUDGE_MUTANTS)))
+def test_records_of_a_mutated_judge_are_wrong_within_a_few_hundred_rounds(mutant: Mutant) -> None:
+    run, judging = Run(PenaltyConfig(warm_up_pushes=3, quarantine_after_flags=2), 5), Judging()
+    with planted(mutant):
+        for n in range(400):
+            kind = "VOID" if n % 40 > 36 else ""
+            if feed(judging, run.record(kind)) or judging.ledger(run.state.to_json()):
+                return
+    raise AssertionError("not noticed")
