@@ -7,8 +7,9 @@ The inner optimizer's state is never read and never sent. Shapes: see core/layou
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 
 import numpy as np
 import torch
@@ -41,13 +42,16 @@ class TorchParameters:
         block_elems: int = DEFAULT_BLOCK_ELEMS,
         description: str = "",
     ) -> None:
-        """description: for the layout. Raises ConfigError for a dtype that is not served, sharded parameters, or
-        another model's optimizer, Refused(LAYOUT) for a model without trainable parameters.
+        """description: for the layout. Raises ConfigError, with the tensor's name, for a parameter that no flat vector
+        can be read from and written to (of a dtype that is not served, sharded, without values, sparse, over memory
+        that it shares with itself or partly with another one), and for another model's optimizer; Refused(LAYOUT) for
+        a model without trainable parameters.
         """
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._model = model
         self._optimizer = optimizer
         layout = Layout(tuple(_described(name, p) for name, p in named.items()), block_elems)
+        _refuse_shared_memory(named)
         self._layout = replace(layout, description=description)
         self._spans = [(named[s.parameter.name], s.start_elem, s.stop_elem) for s in self._layout.spans]
         self._parameters: list[torch.Tensor] = [parameter for parameter, _, _ in self._spans]
@@ -229,6 +233,21 @@ def _described(name: str, parameter: torch.nn.Parameter) -> Parameter:
             f"parameter {name!r} is sharded over devices, which this release does not gather: use one device, or "
             "replicas whose parameters are whole (DistributedDataParallel)"
         )
+    if torch.nn.parameter.is_lazy(parameter):
+        raise ConfigError(
+            f"parameter {name!r} has no shape yet, as its module is lazy: pass a batch through the model, then make "
+            "the optimizer, then enter"
+        )
+    if parameter.layout is not torch.strided:
+        raise ConfigError(
+            f"parameter {name!r} is stored as {str(parameter.layout).removeprefix('torch.')}, which is not served: "
+            "make it dense with to_dense(), or set requires_grad=False if it is not trained"
+        )
+    if parameter.is_meta:
+        raise ConfigError(
+            f"parameter {name!r} is on the meta device and has no values: load or initialize the model on the device "
+            "that trains it, then enter"
+        )
     dtype = _DTYPE_NAMES.get(parameter.dtype)
     if dtype is None:
         raise ConfigError(
@@ -236,3 +255,63 @@ def _described(name: str, parameter: torch.nn.Parameter) -> Parameter:
             "served; convert it, or set requires_grad=False if it is not trained"
         )
     return Parameter(name, tuple(parameter.shape), dtype, layer_of(name))
+
+
+def _refuse_shared_memory(named: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raises ConfigError for memory with two places in the flat vector, which may say different things of it.
+
+    Two parameters over the whole same memory are tied, and get equal updates.
+    """
+    storages: dict[tuple[torch.device, int], dict[object, tuple[str, torch.Tensor]]] = {}
+    for name, parameter in named.items():
+        if hasattr(parameter, "__tensor_flatten__"):
+            continue  # a tensor made of others, without memory of its own
+        if _shares_with_itself(parameter):
+            raise ConfigError(
+                f"parameter {name!r} is expanded: several of its elements are one in memory; give each its own, with "
+                "torch.nn.Parameter(tensor.detach().contiguous()), before the optimizer is made"
+            )
+        first, past = _bytes_of(parameter)
+        is_dense = past - first == parameter.nbytes
+        place = (first, past) if is_dense else (first, parameter.shape, parameter.stride())
+        storage = (parameter.device, parameter.untyped_storage().data_ptr())
+        storages.setdefault(storage, {}).setdefault(place, (name, parameter))
+    for views in storages.values():
+        ranges = sorted(_bytes_of(tensor) for _, tensor in views.values())
+        if all(past <= first for (_, past), (first, _) in pairwise(ranges)):
+            continue
+        for (one, a), (other, b) in combinations(views.values(), 2):
+            if _bytes_held(a, b) < a.nbytes + b.nbytes:
+                raise ConfigError(
+                    f"parameters {one!r} and {other!r} share a part of their memory: give each its own, with "
+                    "torch.nn.Parameter(tensor.detach().clone()), before the optimizer is made"
+                )
+
+
+def _shares_with_itself(tensor: torch.Tensor) -> bool:
+    """Whether two of its elements are one in memory."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return stride == 0 or _bytes_held(tensor) < tensor.nbytes
+        reach += stride * (size - 1)
+    return False
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last-plus-one byte in its storage."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    return first * tensor.itemsize, (first + reach + 1) * tensor.itemsize
+
+
+def _bytes_held(*tensors: torch.Tensor) -> int:
+    """How many bytes of their storage they stand on, each counted once. Columns of one matrix share none."""
+    ranges = [_bytes_of(tensor) for tensor in tensors]
+    begin = min(first for first, _ in ranges)
+    marks = np.zeros(max(past for _, past in ranges) - begin, np.bool_)
+    for (first, _), tensor in zip(ranges, tensors, strict=True):
+        strides = [stride * tensor.itemsize for stride in tensor.stride()]
+        shape = [*tensor.shape, tensor.itemsize]
+        np.lib.stride_tricks.as_strided(marks[first - begin :], shape, [*strides, 1])[...] = True
+    return int(np.count_nonzero(marks))

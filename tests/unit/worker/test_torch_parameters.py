@@ -109,6 +109,77 @@ def test_dtypes_that_are_not_served_are_named() -> None:
         store(model)
 
 
+def holding(*parameters: torch.nn.Parameter) -> torch.nn.Module:
+    """A model whose parameters are a, b, and so on."""
+    model = torch.nn.Module()
+    for name, parameter in zip("abcdef", parameters, strict=False):
+        model.register_parameter(name, parameter)
+    return model
+
+
+FLAT = torch.arange(24.0)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "sentence"),
+    [
+        (torch.nn.parameter.UninitializedParameter(), "parameter 'b' has no shape yet, as its module is lazy: pass"),
+        (torch.nn.Parameter(torch.eye(3).to_sparse()), "parameter 'b' is stored as sparse_coo.*to_dense"),
+        (torch.nn.Parameter(torch.empty(3, device="meta")), "parameter 'b' is on the meta device and has no values"),
+        (torch.nn.Parameter(torch.ones(3, 1).expand(3, 4)), r"parameter 'b' is expanded: .*contiguous\(\)"),
+        (torch.nn.Parameter(torch.ones(()).expand(2, 2)), "parameter 'b' is expanded"),
+        (torch.nn.Parameter(FLAT.unfold(0, 4, 2)), "parameter 'b' is expanded"),
+    ],
+)
+def test_parameters_that_hold_no_values_of_their_own_are_refused_by_name(
+    parameter: torch.nn.Parameter, sentence: str
+) -> None:
+    model = holding(torch.nn.Parameter(torch.ones(2)), parameter)
+    with pytest.raises(ConfigError, match=sentence):
+        TorchParameters(model, torch.optim.SGD([model.get_parameter("a")], lr=0.1))
+
+
+def views(*tensors: torch.Tensor) -> torch.nn.Module:
+    return holding(*(torch.nn.Parameter(tensor) for tensor in tensors))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        views(FLAT[:10], FLAT[9:]),
+        views(FLAT, FLAT[4:8]),
+        views(FLAT.view(4, 6)[:, :4], FLAT.view(4, 6)[:, 3:]),
+        views(FLAT.view(4, 6), FLAT.view(4, 6)[:, ::2]),
+        views(FLAT[:4], FLAT.view(torch.bfloat16)[6:9]),
+    ],
+)
+def test_parameters_that_share_a_part_of_their_memory_are_refused_by_name(model: torch.nn.Module) -> None:
+    with pytest.raises(ConfigError, match="parameters 'a' and 'b' share a part of their memory"):
+        store(model)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        views(FLAT[:10], FLAT[10:]),
+        views(FLAT, FLAT),
+        views(FLAT.view(4, 6), FLAT.view(4, 6).t()),
+        views(FLAT.view(4, 6)[:, :4], FLAT.view(4, 6)[:, :4]),
+        views(FLAT.view(4, 6)[:, :4], FLAT.view(4, 6)[:, 4:]),
+        views(FLAT[::2], FLAT[1::2]),
+        views(FLAT.as_strided((4, 3), (3, 4))),
+        views(torch.ones(1).expand(1, 1)),
+    ],
+)
+def test_views_of_one_memory_that_are_apart_or_tied_are_served(model: torch.nn.Module) -> None:
+    parameters = store(model)
+    flat = np.empty(parameters.layout().n_elems, np.float32)
+    parameters.snapshot(flat)
+    parameters.install(flat)
+    first = model.get_parameter("a")
+    assert np.array_equal(flat[: first.numel()], first.detach().flatten().numpy())
+
+
 def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="none of the model's parameters"):
         TorchParameters(Tied(), torch.optim.SGD(Tied().parameters(), lr=0.1))
