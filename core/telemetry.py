@@ -1,8 +1,10 @@
 """What a process says about itself: the tape for machines, the log for people.
 
 The tape is the append-only record from which a run is explained, checked and drawn; it is written by the
-thread that makes the event, one line at a time, and is whole up to the last line even after a kill. Never
-raises because of a value that JSON does not know, and never samples: what is written is all there was.
+thread that makes the event, one line at a time, and is whole up to the last line even after a kill. Each line ends
+with a digest of itself and of the digest before it, so that a line that was changed, taken out or moved is found when
+the tape is read; only lines that are missing at its end are not. Never raises because of a value that JSON does not
+know, and never samples: what is written is all there was.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import sys
 import threading
@@ -24,12 +27,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+import xxhash
+
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, FatalError
 from dips.core.log_lines import LineFormatter, LogFormat, escaped
 
 HEAD = ("wall_s", "monotonic_s", "role", "name", "kind", "cause")
 """The keys that every line of a tape begins with; the event's own fields follow beside them."""
+
+CHAIN = "chain"
+"""The key that every line ends with: 16 hex digits, xxh3-64 of those before it and of the line without this key."""
+
+_CHAIN = re.compile(rb',"chain":"([0-9a-f]{16})"\}\Z')
 
 _STEP_BYTES = 1 << 16
 
@@ -62,7 +72,10 @@ class Tape:
         self._path = path
         self._may_lose = may_lose
         self._lost = 0
-        self._file: FileIO | None = None if path is None else _open_to_append(path)
+        self._file: FileIO | None = None
+        self._chain = b""
+        if path is not None:
+            self._file, self._chain = _open_to_append(path)
 
     def write(self, kind: str, cause: str, **fields: object) -> None:
         """Append one event: what happened, because of what, and its own fields.
@@ -74,23 +87,28 @@ class Tape:
         with self._lock:
             if self._file is None:
                 return
-            taken = fields.keys() & set(HEAD)
+            taken = fields.keys() & {*HEAD, CHAIN}
             if taken:
                 raise ValueError(f"tape field {sorted(taken)} has the name of a head key")
-            lines = self._line(kind, cause, fields)
+            lines, chain = b"", self._chain
             if self._lost:
-                lines = self._line("gap", "-", {"lost": self._lost}) + lines
+                lines, chain = self._line("gap", "-", {"lost": self._lost}, chain)
+            line, chain = self._line(kind, cause, fields, chain)
             try:
-                _append(self._file, lines)
+                _append(self._file, lines + line)
             except OSError as error:
                 self._refused(error)
             else:
                 self._lost = 0
+                self._chain = chain
 
-    def _line(self, kind: str, cause: str, fields: Mapping[str, object]) -> bytes:
+    def _line(self, kind: str, cause: str, fields: Mapping[str, object], chain: bytes) -> tuple[bytes, bytes]:
+        """The line and its digest, which follows `chain`."""
         times = {"wall_s": self._clock.wall_s(), "monotonic_s": self._clock.monotonic_s()}
         line = {**times, **self._who, "kind": kind, "cause": cause, **fields}
-        return (json.dumps(_plain(line), separators=(",", ":"), allow_nan=False) + "\n").encode()
+        text = json.dumps(_plain(line), separators=(",", ":"), allow_nan=False).encode()[:-1]
+        chain = next_chain(chain, text)
+        return b'%b,"chain":"%b"}\n' % (text, chain), chain
 
     def _refused(self, error: OSError) -> None:
         sentence = f"tape {self._path} cannot be written ({error.strerror}): make room on its disk"
@@ -114,19 +132,48 @@ class Tape:
         self.close()
 
 
+def next_chain(chain: bytes, text: bytes) -> bytes:
+    """The digest of a line: `chain` is the one before, or empty; `text` is the line up to its own digest's comma."""
+    return xxhash.xxh3_64_hexdigest(chain + text).encode()
+
+
 def read_tape(path: Path) -> Iterator[dict[str, Any]]:
     """The events of a tape, oldest first. A torn last line (its writer was killed, or writes) is left out.
 
-    Raises ConfigError when the file cannot be read or another line is not an event.
+    Raises ConfigError when the file cannot be read, or a line is not an event or not the one that was written.
     """
+    for event, _ in read_chained(path):
+        yield event
+
+
+def read_chained(path: Path) -> Iterator[tuple[dict[str, Any], bool]]:
+    """As read_tape, and with each event whether a digest vouches for it: older releases wrote none."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        *lines, torn = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"tape {path} cannot be read: {error.strerror}") from error
-    # What stands after the last newline is either empty or torn.
-    for number, line in enumerate(lines[:-1], 1):
-        if line:
-            yield _event(line, path, number)
+    chain = b""
+    for number, line in enumerate(lines, 1):
+        if not line and not chain:
+            continue
+        match = _CHAIN.search(line)
+        if match is not None:
+            if match[1] != next_chain(chain, line[: match.start()]):
+                raise ConfigError(
+                    f"line {number} of tape {path}, or one before it, is not what was written (its digest differs): "
+                    "the file was changed or damaged; restore it from a copy"
+                )
+            chain = match[1]
+        elif chain:
+            raise ConfigError(_no_event(path, number))
+        yield _event(line, path, number), match is not None
+    # What stands after the last newline is empty or torn. A whole line and one byte more had a newline there.
+    if _CHAIN.search(torn[:-1]):
+        raise ConfigError(_no_event(path, len(lines) + 1))
+
+
+def _no_event(path: Path, number: int) -> str:
+    return f"line {number} of tape {path} is not an event: the file was changed or damaged; restore it from a copy"
 
 
 class ChangeLogger:
@@ -188,12 +235,14 @@ def _level_number(level: int | str) -> int:
     return number
 
 
-def _open_to_append(path: Path) -> FileIO:
+def _open_to_append(path: Path) -> tuple[FileIO, bytes]:
+    """The file, whole up to its last line, and that line's digest."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
             _cut_torn_line(file)
-        return path.open("ab", buffering=0)
+            chain = _last_chain(file)
+        return path.open("ab", buffering=0), chain
     except OSError as error:
         raise ConfigError(f"tape {path} cannot be written: {error.strerror}; choose another path") from error
 
@@ -220,13 +269,22 @@ def _cut_torn_line(file: BinaryIO) -> None:
     file.truncate(0)
 
 
-def _event(line: str, path: Path, number: int) -> dict[str, Any]:
+def _last_chain(file: BinaryIO) -> bytes:
+    """The digest at the end of the last line; empty where an older release wrote it, and in a new file."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - 64))
+    match = _CHAIN.search(file.read().removesuffix(b"\n"))
+    return match[1] if match else b""
+
+
+def _event(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
-        event = json.loads(line)
+        event = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         event = None
     if not isinstance(event, dict):
-        raise ConfigError(f"line {number} of tape {path} is not an event: the file was changed or damaged")
+        raise ConfigError(_no_event(path, number))
+    event.pop(CHAIN, None)
     return event
 
 

@@ -60,6 +60,8 @@ def _print(report: VerifyReport) -> None:
             console.print(Text(f"not replayed: {sentence}", style="yellow"))
     for sentence in report.problems:
         console.print(Text(f"cannot be read: {sentence}", style="red"))
+    for sentence in report.unproven:
+        console.print(Text(f"unproven: {sentence}", style="red"))
     for sentence in report.notes:
         console.print(Text(f"note: {sentence}", style="yellow"))
     console.print(Text(f"run {report.run_id or '?'}: {report.verdict}"))

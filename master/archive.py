@@ -4,6 +4,9 @@ A segment is flushed, renamed, and its name flushed before its records may leave
 they stand in both, and the reader takes them once. Beyond its room the archive gives up its oldest segments. It must
 never hold half a segment under a segment's name, and never decide what is old (docs/architecture.md, durable state).
 
+Every record carries a digest that covers the digest of the record before it, here as in the journal's file, so that a
+changed, missing or moved record is found wherever the history is read.
+
 Every function blocks on the disk; only the master that holds the directory's lock may call those that write.
 """
 
@@ -12,9 +15,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import xxhash
 
 from dips.core.errors import FatalError
 from dips.core.failpoints import failpoint
@@ -34,7 +39,8 @@ _NAME = re.compile(r"(\d{10,})-(\d{10,})\.jsonl\Z")
 class JournalRecord:
     """One decision as it stands in the journal; entry 0 of each epoch is its EPOCH record.
 
-    number: counts all records of the run, from 1, without an end.
+    number: counts all records of the run, from 1, without an end. digest: of all the others and of the digest of the
+    record before; empty in what a release wrote that kept none.
     """
 
     epoch: int
@@ -42,6 +48,16 @@ class JournalRecord:
     kind: str
     record_json: str
     number: int = 0
+    digest: str = ""
+
+    def digest_after(self, previous: str) -> str:
+        """What its digest is when `previous` is that of the record before: 32 hex digits."""
+        said = f"{previous}\n{self.number}\n{self.epoch}\n{self.entry_id}\n{self.kind!r}\n{self.record_json}"
+        return xxhash.xxh3_128_hexdigest(said.encode())
+
+    def after(self, previous: str) -> JournalRecord:
+        """The same record with its digest."""
+        return replace(self, digest=self.digest_after(previous))
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,49 @@ class Segment:
         with self.path.open("rb") as file:
             for line in file:
                 yield _record(self.path, line)
+
+
+def first_digest(run_id: str) -> str:
+    """What the first record's digest follows: a history of another run does not fit on it."""
+    return xxhash.xxh3_128_hexdigest(f"dips journal of run {run_id}".encode())
+
+
+def chained(records: Iterable[JournalRecord], previous: str, where: Path) -> Iterator[JournalRecord]:
+    """The records, each checked against its digest and the one before. Raises FatalError at the first that differs."""
+    for record in records:
+        if record.digest != record.digest_after(previous):
+            raise FatalError(
+                f"{where} is damaged (record {record.number}, {record.kind!r:.40}, or the one before it is not what "
+                f"was written: its digest differs): {REMEDY}"
+            )
+        previous = record.digest
+        yield record
+
+
+REMEDY = (
+    "restore the master's directory from a copy; with no copy, move it away and begin a new run, or one with --rebuild "
+    "if the slaves still hold a version"
+)
+
+
+def digest_segments(directory: Path, after: int, previous: str) -> tuple[int, str]:
+    """Give the records of an older release's archive their digests, file by file, from record `after` on.
+
+    Every file is replaced whole, and the same digests come out when it is done again. Returns number and digest of the
+    last record. Raises OSError, and FatalError when a file is damaged.
+    """
+    for segment in segments(directory):
+        if segment.last <= after:
+            continue
+        records: list[JournalRecord] = []
+        for record in segment.records():
+            records.append(record.after(previous))
+            previous = records[-1].digest
+        after = segment.last
+        temporary = segment.path.with_suffix(".tmp")
+        _write(temporary, records)
+        _name_durably(temporary, segment.path)
+    return after, previous
 
 
 def segments(directory: Path) -> list[Segment]:
@@ -123,14 +182,15 @@ def _name_durably(temporary: Path, path: Path) -> None:
 
 def _line(record: JournalRecord) -> str:
     line = {"n": record.number, "epoch": record.epoch, "entry": record.entry_id, "kind": record.kind}
-    return json.dumps({**line, "record": record.record_json}, separators=(",", ":")) + "\n"
+    return json.dumps({**line, "record": record.record_json, "digest": record.digest}, separators=(",", ":")) + "\n"
 
 
 def _record(path: Path, line: bytes) -> JournalRecord:
     try:
         row = json.loads(line.decode())
-        return JournalRecord(int(row["epoch"]), int(row["entry"]), str(row["kind"]), str(row["record"]), int(row["n"]))
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        kind, text, digest = str(row["kind"]), str(row["record"]), str(row.get("digest", ""))
+        return JournalRecord(int(row["epoch"]), int(row["entry"]), kind, text, int(row["n"]), digest)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise FatalError(
             f"the archive's file {path} is damaged ({error}): restore it from a copy, or move it away to go without "
             "the decisions that it holds; the run itself does not need them"

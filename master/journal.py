@@ -27,28 +27,48 @@ from dips.master.archive import (
     SEGMENT_RECORDS,
     JournalRecord,
     Pruned,
+    Segment,
+    chained,
     drop_segment,
+    first_digest,
     segments,
     write_segment,
 )
 from dips.master.directory import DirectoryLock, sync_directory
 from dips.master.journal_file import (
+    EPOCH,
     FILE_NAME,
+    RECORDS,
+    RECORDS_WITHOUT_DIGESTS,
     SCHEMA,
+    base,
     connect,
     connect_to_read,
     disk_errors_fatal,
+    foreign,
     get_meta,
+    get_snapshot,
+    has_digests,
+    insert_record,
+    newest,
+    put_snapshot,
+    set_base,
     set_meta,
     whole,
 )
 
-__all__ = ["FILE_NAME", "SCHEMA", "Entry", "Journal", "JournalRecord", "Retention", "pruned_to", "read_records"]
-
-_PUT_SNAPSHOT = "INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?, ?)"
-
-_RECORDS = """SELECT epoch, entry_id, kind, record_json, number FROM records
-    WHERE (?1 IS NULL OR kind = ?1) AND number >= ?2 ORDER BY number"""
+__all__ = [
+    "FILE_NAME",
+    "SCHEMA",
+    "Entry",
+    "Journal",
+    "JournalContent",
+    "JournalRecord",
+    "Retention",
+    "pruned_to",
+    "read_content",
+    "read_records",
+]
 
 _PRUNED_AT_ONCE = 4
 """More than the one segment that each step adds, so that an archive whose room was made smaller shrinks to it."""
@@ -118,14 +138,18 @@ class Journal:
         with self._transaction() as cursor:
             epoch = max(_epoch(cursor) + 1, at_least)
             set_meta(cursor, "epoch", str(epoch))
-            _insert(cursor, epoch, Entry(0, "EPOCH", json.dumps({"kind": "EPOCH", "epoch": epoch}), ""))
+            _insert(cursor, epoch, [Entry(0, EPOCH, json.dumps({"kind": EPOCH, "epoch": epoch}), "")])
         return epoch
 
     def latest_snapshot(self) -> str | None:
         """The state after the newest entry, or None when nothing was ever decided."""
         with disk_errors_fatal(self._path):
-            row = self._connection.execute("SELECT snapshot_json FROM snapshot").fetchone()
-        return None if row is None else str(row[0])
+            return get_snapshot(self._connection, self._path)
+
+    def newest(self) -> tuple[int, str]:
+        """Number and digest of the newest record, which stand for the whole history up to it."""
+        with disk_errors_fatal(self._path):
+            return newest(self._connection.cursor())
 
     def append(self, epoch: int, entry_id: int, kind: str, record_json: str, snapshot_json: str) -> None:
         """Make one entry durable. Raises FatalError as append_all does."""
@@ -140,10 +164,8 @@ class Journal:
         with self._transaction() as cursor:
             self._assert_newest(cursor, epoch)
             self._assert_order(cursor, epoch, entries)
-            for entry in entries:
-                _insert(cursor, epoch, entry)
-            last = entries[-1]
-            cursor.execute(_PUT_SNAPSHOT, (epoch, last.entry_id, last.snapshot_json))
+            digest = _insert(cursor, epoch, entries)
+            put_snapshot(cursor, epoch, entries[-1].entry_id, entries[-1].snapshot_json, digest)
 
     def tidy(self) -> bool:
         """Move some old records to the archive if there are too many; tells whether there is more to move.
@@ -200,14 +222,16 @@ class Journal:
         """Move the oldest records, one segment of them. Raises OSError; the records stand where they were then."""
         end = min(first + self._retention.segment_records, last)  # the newest record always stays
         old = _of_one_segment(self._connection, first, end)
-        segment = write_segment(self._path.parent, old)
+        write_segment(self._path.parent, old)
         failpoint("master.archive.before_delete")
-        self._delete_to(segment.last)
+        self._delete_to(old[-1])
         self._prune()
 
-    def _delete_to(self, last: int) -> None:
+    def _delete_to(self, last: JournalRecord) -> None:
+        """Records up to `last` stand in the archive: what follows is chained to it from there."""
         with self._transaction() as cursor:
-            cursor.execute("DELETE FROM records WHERE number <= ?", (last,))
+            cursor.execute("DELETE FROM records WHERE number <= ?", (last.number,))
+            set_base(cursor, last.number, last.digest)
 
     def _prune(self) -> None:
         """Give up the oldest segments beyond the archive's room; the journal says so first."""
@@ -217,8 +241,10 @@ class Journal:
             if over_bytes <= 0:
                 break
             over_bytes -= segment.size_bytes
+            last = _last_digest(segment)
             with self._transaction() as cursor:
                 set_meta(cursor, "pruned", str(segment.last))
+                set_meta(cursor, "pruned_digest", last)
             failpoint("master.archive.before_prune")
             drop_segment(segment)
             _logger.info("%s: %s", self._path.parent / FOLDER, Pruned(segment.last))
@@ -233,29 +259,16 @@ class Journal:
                     drop_segment(segment)
             first, _ = _bounds(self._connection)
             if kept and kept[-1].last >= first:
-                self._assert_same(list(kept[-1].records()))
+                archived = list(kept[-1].records())
+                self._assert_same(archived)
                 sync_directory(kept[-1].path.parent)
-                self._delete_to(kept[-1].last)
-            if kept:
-                self._number_after(kept[-1].last)
-
-    def _number_after(self, last: int) -> None:
-        """Never use a number of the archive again: a journal put back from a copy has forgotten some of them."""
-        row = self._connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()
-        if row is not None and int(row[0]) >= last:
-            return
-        with self._transaction() as cursor:
-            cursor.execute("DELETE FROM sqlite_sequence WHERE name = 'records'")
-            cursor.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('records', ?)", (last,))
+                self._delete_to(archived[-1])
 
     def _assert_same(self, archived: Sequence[JournalRecord]) -> None:
         """Raise FatalError when the archive is another journal's: what both hold must be equal."""
         held = {record.number: record for record in _records_from(self._connection, None, archived[0].number)}
         if any(held.get(record.number, record) != record for record in archived):
-            raise FatalError(
-                f"the archive beside {self._path} holds other decisions under the same numbers, so one of the two "
-                "came from elsewhere: put back the two that belong together, or move the archive away"
-            )
+            raise FatalError(foreign(self._path))
 
     # ---- transactions ----
 
@@ -292,6 +305,40 @@ class Journal:
             )
 
 
+@dataclass(frozen=True)
+class JournalContent:
+    """All that a master's directory holds, at one moment.
+
+    pruned: up to where the history was deleted for want of room. missing: numbers of records that are not here although
+    nothing says that they were deleted; (1, 0) when there are none. has_digests: False when an older release wrote it.
+    """
+
+    records: list[JournalRecord]
+    snapshot_json: str | None
+    run_id: str
+    pruned: Pruned | None
+    missing: tuple[int, int]
+    has_digests: bool
+
+
+def read_content(directory: Path) -> JournalContent:
+    """Read archive and journal at one moment, every digest checked. Raises as read_records does."""
+    with _reading(directory) as connection:
+        cursor = connection.cursor()
+        records = list(_records(directory, connection, None))
+        pruned = _pruned(cursor)
+        begin = pruned.number + 1 if pruned else 1
+        first = records[0].number if records else begin
+        return JournalContent(
+            records,
+            get_snapshot(connection, directory / FILE_NAME),
+            str(get_meta(cursor, "run_id")),
+            pruned,
+            (begin, first - 1),
+            has_digests(connection),
+        )
+
+
 def read_records(directory: Path, kind: str | None = None) -> Iterator[JournalRecord]:
     """Read archive and journal without locking them, for tools; a running master is not disturbed.
 
@@ -315,18 +362,37 @@ def _reading(directory: Path) -> Iterator[sqlite3.Connection]:
         raise ConfigError(f"no journal in {directory}: give the directory that a master was started with")
     with disk_errors_fatal(path), closing(connect_to_read(path)) as connection:
         # One view of the file for all that follows. What left the file before this moment stands in a segment.
-        connection.execute("BEGIN")
         yield connection
 
 
 def _records(directory: Path, connection: sqlite3.Connection, kind: str | None) -> Iterator[JournalRecord]:
+    """The archive's records, each against its digest, then those of the file, which were checked when it was opened."""
     first, _ = _bounds(connection)
-    pruned = _pruned(connection.cursor())
-    begin = pruned.number + 1 if pruned else 1
-    for record in _archived(directory, begin, first):
+    cursor = connection.cursor()
+    pruned = _pruned(cursor)
+    begin, checked = pruned.number + 1 if pruned else 1, has_digests(connection)
+    archived = _archived(directory, begin, first)
+    if checked:
+        archived = _joined(directory, cursor, archived)
+    for record in archived:
         if kind is None or record.kind == kind:
             yield record
     yield from _records_from(connection, kind, first)
+
+
+def _joined(directory: Path, cursor: sqlite3.Cursor, archived: Iterator[JournalRecord]) -> Iterator[JournalRecord]:
+    """The archive's records, checked, up to the one that the journal's file follows. Without any record the archive was
+    moved away. Raises FatalError when one is damaged or missing."""
+    run_id = str(get_meta(cursor, "run_id"))
+    number, digest = base(cursor)
+    last = JournalRecord(0, 0, "", "", number, digest)
+    for last in chained(archived, get_meta(cursor, "pruned_digest") or first_digest(run_id), directory / FOLDER):
+        yield last
+    if (last.number, last.digest) != (number, digest):
+        raise FatalError(
+            f"the archive {directory / FOLDER} ends at record {last.number}, and the journal goes on after record "
+            f"{number}: put the missing files back, or move the whole archive away to go without the decisions in it"
+        )
 
 
 def _archived(directory: Path, begin: int, end: int) -> Iterator[JournalRecord]:
@@ -341,7 +407,8 @@ def _archived(directory: Path, begin: int, end: int) -> Iterator[JournalRecord]:
 
 
 def _records_from(connection: sqlite3.Connection, kind: str | None, first: int) -> Iterator[JournalRecord]:
-    for row in connection.execute(_RECORDS, (kind, first)):
+    rows = RECORDS if has_digests(connection) else RECORDS_WITHOUT_DIGESTS
+    for row in connection.execute(rows, (kind, first)):
         yield JournalRecord(*row)
 
 
@@ -372,8 +439,20 @@ def _epoch(cursor: sqlite3.Cursor) -> int:
     return whole(get_meta(cursor, "epoch") or 0)
 
 
-def _insert(cursor: sqlite3.Cursor, epoch: int, entry: Entry) -> None:
-    cursor.execute(
-        "INSERT INTO records (epoch, entry_id, kind, record_json) VALUES (?, ?, ?, ?)",
-        (epoch, entry.entry_id, entry.kind, entry.record_json),
-    )
+def _insert(cursor: sqlite3.Cursor, epoch: int, entries: Sequence[Entry]) -> str:
+    """Add records after the newest one; returns the last one's digest."""
+    number, digest = newest(cursor)
+    for entry in entries:
+        number += 1
+        record = JournalRecord(epoch, entry.entry_id, entry.kind, entry.record_json, number).after(digest)
+        insert_record(cursor, record)
+        digest = record.digest
+    return digest
+
+
+def _last_digest(segment: Segment) -> str:
+    """Of the segment's last record."""
+    digest = ""
+    for record in segment.records():
+        digest = record.digest
+    return digest

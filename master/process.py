@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from dips.master.access import LOOK_S, Access
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, write_address
 from dips.master.executor import Executor, Outcome, StateMachine
-from dips.master.journal import Journal, Retention
+from dips.master.journal import Entry, Journal, Retention
 from dips.master.metrics_serving import Metrics
 from dips.master.page.ear import Ear, HeardTape
 from dips.master.server import MasterServer
@@ -109,8 +109,18 @@ class _Master:
     def _begin(self, make_machine: MakeMachine, address: str, at_least: int) -> tuple[Executor, MasterAddress]:
         """Make an epoch durable, and its state machine from the journal's newest snapshot."""
         epoch = self.journal.begin_epoch(at_least)
+        self._note_journal()
         here = MasterAddress(dialable(address), self.config.run_id, os.getpid(), epoch)
         return self._executor(make_machine, epoch), here
+
+    def _append(self, epoch: int, entries: Sequence[Entry]) -> None:
+        self.journal.append_all(epoch, entries)
+        self._note_journal()
+
+    def _note_journal(self) -> None:
+        """The tape says how far the journal goes, so that an end that was lost, or another history, is found."""
+        number, digest = self.journal.newest()
+        self.tape.write("journaled", "-", number=number, digest=digest)
 
     def _bind(self, server: MasterServer) -> str:
         """Take the port: of port 0, the one of the last start if it is free, so that peers find us again."""
@@ -132,7 +142,7 @@ class _Master:
         self.metrics.watch(machine)
         return Executor(
             machine,
-            self.metrics.counts.timed(lambda entries: self.journal.append_all(epoch, entries)),
+            self.metrics.counts.timed(lambda entries: self._append(epoch, entries)),
             self.tape,
             self.clock,
             self.config.heartbeat_s / TICKS_PER_HEARTBEAT,

@@ -23,7 +23,7 @@ _VERSION = re.compile(r"\d+:\d+\Z")
 _PUSH = re.compile(r".+/\d+\.\d+#\d+\Z")
 _DIGEST = re.compile(r"[0-9a-f]{24,}\Z")
 
-QUIET = frozenset({"step", "heartbeat", "beat"})
+QUIET = frozenset({"step", "heartbeat", "beat", "journaled"})
 """Kinds that tell of a cluster's or slave's everyday work, and would bury its story."""
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from dips.core.errors import DipsError
+from dips.sim.evidence import NAME, PROMISE, Evidence, judge_evidence, put_back
 from dips.sim.facts import REMEMBERED
 from dips.sim.invariants import INVARIANTS, Checker, Violation
 from dips.sim.judgement import Judging
@@ -48,13 +49,15 @@ class Row:
 
 @dataclass
 class VerifyReport:
-    """The answer. problems: what is there and cannot be read; notes: what is not there."""
+    """The answer. problems: what is there and cannot be read; unproven: what is missing, or what nothing vouches for;
+    notes: what else a reader should know."""
 
     run_dir: Path
     run_id: str
     rows: list[Row]
     violations: list[Violation]
     problems: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     replayed: Replayed | None = None
 
@@ -96,6 +99,7 @@ class VerifyReport:
             ],
             "violations": [{"invariant": v.invariant, "sentence": v.sentence, "fact": v.fact} for v in self.violations],
             "problems": self.problems,
+            "unproven": self.unproven,
             "notes": self.notes,
             "replayed": None if self.replayed is None else self.replayed.to_json(),
         }
@@ -109,11 +113,29 @@ def verify_run(run_dir: Path, replay: bool = False) -> VerifyReport:
     records = read_run(run_dir, keep=_wanted)
     checker = check_records(records)
     replayed = replay_run(run_dir, records) if replay else None
-    rows = _rows(checker, records, replayed)
-    violations = [*checker.violations, *(_of_replay(replayed) if replayed is not None else ())]
-    report = VerifyReport(run_dir, records.run_id, rows, violations, records.problems, records.notes, replayed)
-    report.notes += [*_missing_tapes(checker, records), *_not_recomputed(checker.history.judging)]
-    return report
+    evidence = judge_evidence(records)
+    violations = [*checker.violations, *evidence.violations, *(_of_replay(replayed) if replayed is not None else ())]
+    notes = [*records.notes, *_missing_tapes(checker, records), *_not_recomputed(checker.history.judging)]
+    return VerifyReport(
+        run_dir=run_dir,
+        run_id=records.run_id,
+        rows=[*_rows(checker, records, replayed), _of_records(evidence)],
+        violations=violations,
+        problems=records.problems,
+        unproven=evidence.unproven,
+        notes=notes,
+        replayed=replayed,
+    )
+
+
+def _of_records(evidence: Evidence) -> Row:
+    """The row below the promises: whether their evidence may be believed."""
+    result, why = OK, ""
+    if evidence.violations:
+        result, why = VIOLATED, f"{len(evidence.violations)} times"
+    elif evidence.unproven:
+        result, why = UNPROVEN, f"{len(evidence.unproven)} times, see below"
+    return Row(NAME, PROMISE, evidence.judged, result, why)
 
 
 def check_records(records: RunRecords) -> Checker:
@@ -144,7 +166,7 @@ def check_records(records: RunRecords) -> Checker:
     return checker
 
 
-_USED = REMEMBERED.union(*(item.listens for item in INVARIANTS), {("master", "epoch")})
+_USED = REMEMBERED.union(*(item.listens for item in INVARIANTS), {("master", "epoch"), ("master", "journaled")})
 
 
 def _wanted(role: str, kind: str) -> bool:
@@ -181,7 +203,7 @@ def _lost_journal(records: RunRecords) -> str:
     twice = [epoch for epoch, times in begun.items() if times > 1]
     if twice:
         return f"epoch {twice[0]} was begun twice: the journal was lost once, and what only it knew is not judged"
-    return ""
+    return put_back(records)
 
 
 def _rows(checker: Checker, records: RunRecords, replayed: Replayed | None) -> list[Row]:

@@ -10,7 +10,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +17,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dips.core.errors import ConfigError, RetryLater
-from dips.core.telemetry import HEAD, read_tape
-from dips.master.archive import FOLDER
-from dips.master.journal import pruned_to, read_records
-from dips.master.journal_file import FILE_NAME, connect_to_read, disk_errors_fatal
+from dips.core.telemetry import CHAIN, HEAD, read_chained
+from dips.master.archive import FOLDER, JournalRecord
+from dips.master.journal import read_content
+from dips.master.journal_file import FILE_NAME
 from dips.slave import manifest as manifests
 from dips.slave.snapshot_file import HEADER_BYTES, SnapshotError, read_head, read_tensors
 
@@ -58,18 +57,21 @@ class StoredManifest:
 class RunRecords:
     """Everything that was recorded of a run.
 
-    tapes: role and name of the processes that left one. problems: what is there and cannot be used. notes: what is not
-    there.
+    journal: the records' content; rows: the same records as the journal's file has them. tapes: role and name of the
+    processes that left one. problems: what is there and cannot be used. unproven: what nothing vouches for. notes: what
+    is not there.
     """
 
     run_dir: Path
     run_id: str = ""
     journal: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[JournalRecord] = field(default_factory=list)
     ledger: Mapping[str, Any] | None = None
     whole: bool = True
     lines: dict[str, list[Line]] = field(default_factory=lambda: {role: [] for role in ROLES})
     manifests: list[StoredManifest] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     tapes: set[tuple[str, str]] = field(default_factory=set)
 
@@ -83,14 +85,7 @@ def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, file
     records = RunRecords(run_dir)
     tapes = find_tapes(run_dir)
     _read_tapes(records, tapes, ("master", "worker", "launch"), keep)
-    master = master_directory(run_dir)
-    records.journal = _again(lambda: [_parsed(master, row.record_json) for row in read_records(master)])
-    pruned = pruned_to(master)
-    if pruned is not None:
-        records.whole = False
-        records.notes.append(str(pruned))
-    records.ledger = _newest_ledger(master)
-    records.run_id = str((records.ledger or {}).get("run_id", ""))
+    _read_journal(records, master_directory(run_dir))
     _read_tapes(records, tapes, ("slave",), keep)
     for path in sorted(run_dir.rglob("manifest-*.json")):
         found = _stored(records, path, files)
@@ -115,28 +110,37 @@ def find_tapes(run_dir: Path) -> dict[Path, str]:
 
 
 def _role(path: Path) -> str | None:
-    """None for a file that is no tape, or whose first line is not whole yet."""
+    """None for a file that is no tape, or whose first line is not whole yet. Raises ConfigError for a damaged tape."""
+    begin = b""
     try:
         with path.open("rb") as file:
-            first = json.loads(file.readline(1 << 20))
+            begin = file.read(1 << 20)
+        first = json.loads(begin.partition(b"\n")[0])
     except (OSError, ValueError):
-        return None
-    is_tape = isinstance(first, dict) and all(name in first for name in HEAD)
-    return str(first["role"]) if is_tape and first["role"] in ROLES else None
+        first = None
+    if isinstance(first, dict) and all(name in first for name in HEAD) and first["role"] in ROLES:
+        return str(first["role"])
+    if f',"{CHAIN}":"'.encode() in begin:
+        raise ConfigError(f"line 1 of tape {path} is not an event: the file was changed or damaged; restore it")
+    return None
 
 
 def _read_tapes(
     records: RunRecords, tapes: Mapping[Path, str], roles: Iterable[str], keep: Callable[[str, str], bool] | None
 ) -> None:
     for path in (path for role in roles for path, said in tapes.items() if said == role):
-        for event in read_tape(path):
+        bare = 0
+        for event, vouched in read_chained(path):
             line = _line(event, path)
+            bare += not vouched
             records.tapes.add((line.role, line.name))
             if line.kind == "gap":
                 lost = line.fields.get("lost")
                 records.notes.append(f"the tape of {line.role} {line.name} lost {lost} events: its disk was full")
             if keep is None or keep(line.role, line.kind):
                 records.lines.setdefault(line.role, []).append(line)
+        if bare:
+            records.unproven.append(f"{bare} lines of tape {path} have no digests: an older release wrote them")
 
 
 def _line(event: dict[str, Any], path: Path) -> Line:
@@ -170,11 +174,27 @@ def _parsed(master: Path, text: str) -> dict[str, Any]:
     return record
 
 
-def _newest_ledger(master: Path) -> Mapping[str, Any] | None:
-    path = master / FILE_NAME
-    with disk_errors_fatal(path), closing(connect_to_read(path)) as connection:
-        row = connection.execute("SELECT snapshot_json FROM snapshot").fetchone()
-    return None if row is None else _ledger(path, str(row[0]))
+def _read_journal(records: RunRecords, master: Path) -> None:
+    content = _again(lambda: read_content(master))
+    records.rows = content.records
+    records.journal = [_parsed(master, row.record_json) for row in content.records]
+    records.run_id = content.run_id
+    if content.pruned is not None:
+        records.whole = False
+        records.notes.append(str(content.pruned))
+    first, last = content.missing
+    if first <= last:
+        records.whole = False
+        records.unproven.append(
+            f"records {first} to {last} of the journal in {master} are not here, and it does not say that they were "
+            f"deleted for want of room: put the files of {FOLDER}/ back"
+        )
+    if not content.has_digests:
+        records.unproven.append(
+            f"the journal in {master} has no digests, because an older release wrote it: nothing vouches for it"
+        )
+    if content.snapshot_json is not None:
+        records.ledger = _ledger(master / FILE_NAME, content.snapshot_json)
 
 
 def _ledger(path: Path, text: str) -> Mapping[str, Any]:

@@ -28,6 +28,7 @@ from dips.core.telemetry import Tape, read_tape
 from dips.core.untrained import TensorDigest, Untrained
 from dips.master.archive import FOLDER, JournalRecord, write_segment
 from dips.master.journal import FILE_NAME, Entry, Journal, read_records
+from dips.master.journal_file import RECORDS, set_base
 from dips.master.state.ledger import UNREADABLE, commit_from_record, ledger_from_journal, ledger_of
 from dips.slave import manifest as manifests
 from dips.slave.manifest import Manifest
@@ -213,6 +214,11 @@ def journal_bytes() -> bytes:
     return _journal(committed()[0])
 
 
+def _journal_file(folder: Path) -> Path:
+    (folder / FILE_NAME).write_bytes(journal_bytes())
+    return folder / FILE_NAME
+
+
 def journal() -> Target:
     """The file as a whole: opened, begun anew, its newest ledger and its records read."""
 
@@ -236,15 +242,17 @@ def archive() -> Target:
     @lru_cache(maxsize=1)
     def seed() -> bytes:
         folder = fresh("seed-archive")
-        segment = write_segment(folder, [JournalRecord(1, n, "JOIN", '{"kind":"JOIN"}', n) for n in range(1, 6)])
-        return segment.path.read_bytes()
+        with closing(sqlite3.connect(_journal_file(folder))) as connection:
+            rows = connection.execute(f"{RECORDS} LIMIT 5", (None, 0)).fetchall()
+        return write_segment(folder, [JournalRecord(*row) for row in rows]).path.read_bytes()
 
     def feed(data: bytes) -> str:
         folder = fresh("archive")
         (folder / FOLDER).mkdir()
-        (folder / FILE_NAME).write_bytes(journal_bytes())
-        with closing(sqlite3.connect(folder / FILE_NAME)) as connection:
+        with closing(sqlite3.connect(_journal_file(folder))) as connection:
+            (digest,) = connection.execute("SELECT digest FROM records WHERE number = 5").fetchone()
             connection.execute("DELETE FROM records WHERE number <= 5")
+            set_base(connection.cursor(), 5, digest)
             connection.commit()
         (folder / FOLDER / "0000000001-0000000005.jsonl").write_bytes(data)
         list(read_records(folder))

@@ -140,7 +140,7 @@ def test_a_signal_ends_the_master_cleanly(start: Start, tmp_path: Path, number: 
     assert master.signal(number) == 128 + number
     assert read_address(tmp_path / "run") is None, "nobody is sent to a master that is gone"
     kinds = [(line["kind"], line.get("exit_code")) for line in read_tape(tmp_path / "run" / TAPE_NAME)]
-    assert kinds == [("master-started", None), ("master-ended", 128 + number)]
+    assert kinds == [("journaled", None), ("master-started", None), ("master-ended", 128 + number)]
     assert number.name in master.log
     assert "Traceback" not in master.log
     assert here.run_id == "demo"

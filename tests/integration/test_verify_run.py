@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.dips_command import dips
+from support.forge import Record, edit_tape
 from support.whole_run import LEASED, WholeRun, wait_until
 
 from dips.core.security import INSECURE
@@ -17,7 +17,7 @@ from dips.sim.replay import replay_run
 from dips.sim.verify import verify_run
 from dips.sim.verify_records import read_run
 
-JUDGED = [f"I{number}" for number in range(1, 15)]
+JUDGED = [*(f"I{number}" for number in range(1, 15)), "records"]
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +94,11 @@ def test_a_push_that_was_another_gives_other_versions_from_there_on(run_dir: Pat
 
 def test_a_line_that_was_changed_is_found(run_dir: Path, tmp_path: Path) -> None:
     run = copied(run_dir, tmp_path)
-    lines = [json.loads(line) for line in (run / "a.jsonl").read_text().splitlines()]
-    installed: dict[str, Any] = next(line for line in lines if line["kind"] == "installed")
-    installed["digest_of_slave"]["s0"] = "00" * 16
-    (run / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def change(lines: list[Record]) -> None:
+        next(line for line in lines if line["kind"] == "installed")["digest_of_slave"]["s0"] = "00" * 16
+
+    edit_tape(run / "a.jsonl", change)
     told = dips("verify", run)
     assert told.returncode == 7
     assert "I3: worker a pulled 000000000000" in told.stdout

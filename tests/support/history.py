@@ -341,7 +341,7 @@ def write_run(directory: Path, script: Script, steps: list[Step] | None = None) 
     (directory / "master").mkdir(parents=True)
     ledger = json.dumps(script.ledger())
     journal = Journal.open(directory / "master", "test")
-    entry = 0
+    entry, grown = 0, []
     for step in (step for step in steps if step.source == "journal"):
         if step.kind == "EPOCH":
             assert journal.begin_epoch() == step.fields["epoch"]
@@ -349,10 +349,13 @@ def write_run(directory: Path, script: Script, steps: list[Step] | None = None) 
             entry += 1
             text = json.dumps({"kind": step.kind, **step.fields})
             journal.append(step.fields["epoch"], entry, step.kind, text, ledger)
+        grown.append(journal.newest())
     journal.close()
     for role, name in sorted({(s.source, s.who) for s in steps if s.source not in ("journal", "manifest")}):
         folder = {"master": directory / "master", "slave": directory / "slaves" / name}.get(role, directory / "tapes")
         with Tape(folder / f"{name}.tape.jsonl", role, name) as tape:
             for step in (step for step in steps if (step.source, step.who) == (role, name)):
                 tape.write(step.kind, "-", **step.fields)
+            for number, digest in grown if role == "master" else ():
+                tape.write("journaled", "-", number=number, digest=digest)
     return directory

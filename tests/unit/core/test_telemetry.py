@@ -17,7 +17,7 @@ import pytest
 from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError, FatalError, RefusalCode
 from dips.core.ids import Version
-from dips.core.telemetry import CHANGE_KEYS, ChangeLogger, Tape, configure_logging, new_cause, read_tape
+from dips.core.telemetry import CHANGE_KEYS, ChangeLogger, Tape, configure_logging, new_cause, read_chained, read_tape
 
 
 @pytest.fixture
@@ -31,7 +31,9 @@ def test_an_event_is_one_line_with_head_and_fields(path: Path) -> None:
         tape.write("staged", "c-1", push="a/1.1#1", landed_bytes=12)
         clock.advance(0.5)
         tape.write("prepared", "c-2")
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [[*line][-1] for line in lines] == ["chain", "chain"]
+    assert [{key: line[key] for key in line if key != "chain"} for line in lines] == [
         {"wall_s": 1000.0, "monotonic_s": 2.0, "role": "slave", "name": "s-0", "kind": "staged", "cause": "c-1",
          "push": "a/1.1#1", "landed_bytes": 12},
         {"wall_s": 1000.5, "monotonic_s": 2.5, "role": "slave", "name": "s-0", "kind": "prepared", "cause": "c-2"},
@@ -175,6 +177,45 @@ def test_a_damaged_tape_is_named_with_its_line(path: Path) -> None:
         list(read_tape(path))
     with pytest.raises(ConfigError, match=r"tape .* cannot be read: No such file"):
         list(read_tape(path.with_name("none")))
+
+
+def written(path: Path, count: int = 4) -> list[bytes]:
+    """A tape of two lives of a process, as lines."""
+    for life in range(2):
+        with Tape(path, "r", "n", ManualClock()) as tape:
+            for number in range(count // 2):
+                tape.write("x", "c", life=life, number=number)
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def test_each_single_bit_that_changes_is_found(path: Path) -> None:
+    whole = b"".join(written(path))
+    for place in range(len(whole) * 8):
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match=r"line \d of tape .*restore it from a copy"):
+            list(read_tape(path))
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_a_line_that_was_taken_out_is_found(path: Path, gone: int) -> None:
+    lines = written(path)
+    path.write_bytes(b"".join(lines[:gone] + lines[gone + 1 :]))
+    with pytest.raises(ConfigError, match=f"line {gone + 1} of tape .*, or one before it, is not what was written"):
+        list(read_tape(path))
+
+
+def test_lines_of_a_release_without_digests_are_read_and_told_apart(path: Path) -> None:
+    lines = written(path)
+    old = [line[: line.rindex(b',"chain"')] + b"}\n" for line in lines[:2]]
+    path.write_bytes(b"".join(old))
+    with Tape(path, "r", "n", ManualClock()) as tape:
+        tape.write("x", "c")
+    assert [vouched for _, vouched in read_chained(path)] == [False, False, True]
+    path.write_bytes(path.read_bytes() + old[0])
+    with pytest.raises(ConfigError, match=r"line 4 of tape .* is not an event"):
+        list(read_tape(path))
 
 
 def test_cause_ids_are_short_and_differ() -> None:

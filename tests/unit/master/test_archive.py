@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.forge import as_of_schema_2, journal_sql
 
 from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.failpoints import armed
 from dips.master import archive
 from dips.master.archive import FOLDER, JournalRecord, Pruned, segments, write_segment
-from dips.master.journal import FILE_NAME, Entry, Journal, Retention, pruned_to, read_records
+from dips.master.journal import FILE_NAME, Entry, Journal, Retention, pruned_to, read_content, read_records
 
 KEPT = Retention(records=16, archive_bytes=1 << 30)
 PLACES = [
@@ -273,17 +274,70 @@ def test_a_journal_put_back_from_a_copy_goes_on_after_the_archive(tmp_path: Path
 def test_a_journal_of_the_first_schema_is_brought_up_to_date(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
         fill(journal, 20)
-    connection = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)
-    connection.execute("UPDATE meta SET value = '1' WHERE key = 'schema'")
-    connection.close()
+    as_of_schema_2(tmp_path)
+    with journal_sql(tmp_path) as cursor:
+        cursor.execute("UPDATE meta SET value = '1' WHERE key = 'schema'")
     assert numbers(tmp_path) == list(range(1, 22)), "tools read it as it is"
     with opened(tmp_path) as journal:
         tidy_up(journal)
     connection = sqlite3.connect(tmp_path / FILE_NAME)
     schema = connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
     connection.close()
-    assert schema == ("2",)
+    assert schema == ("3",)
     assert numbers(tmp_path) == list(range(1, 22))
+
+
+@pytest.mark.parametrize("killed_at", ["", "master.archive.before_rename", "master.archive.after_rename"])
+def test_a_journal_without_digests_gets_them_at_its_first_opening_and_its_archive_too(
+    tmp_path: Path, killed_at: str
+) -> None:
+    room = Retention(records=16, archive_bytes=1200)
+    with opened(tmp_path, room) as journal:
+        fill(journal, 99)
+        tidy_up(journal)
+        pruned = journal.pruned()
+    assert pruned is not None
+    as_of_schema_2(tmp_path)
+    for segment in segments(tmp_path):
+        rows = [json.loads(line) for line in segment.path.read_text().splitlines()]
+        text = "".join(json.dumps({key: row[key] for key in row if key != "digest"}) + "\n" for row in rows)
+        segment.path.write_text(text)
+    expected = list(range(pruned.number + 1, 101))
+    assert numbers(tmp_path) == expected, "tools read it as it is"
+    assert not read_content(tmp_path).has_digests
+    if killed_at:
+        with armed(f"{killed_at}=1*error"), pytest.raises(FatalError):
+            Journal.open(tmp_path, "demo", room)
+    with opened(tmp_path, room) as journal:
+        fill(journal, 5)
+        tidy_up(journal)
+    assert read_content(tmp_path).has_digests
+    assert numbers(tmp_path)[-1] == 106
+    segment = segments(tmp_path)[1].path
+    segment.write_text(segment.read_text().replace("LEASE", "LEASF", 1))
+    with pytest.raises(FatalError, match="its digest differs"):
+        numbers(tmp_path)
+
+
+def test_a_missing_segment_is_said(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        fill(journal, 99)
+        tidy_up(journal)
+    kept = segments(tmp_path)
+    newest = kept[-1].path.read_bytes()
+    kept[-1].path.unlink()
+    with pytest.raises(FatalError, match=r"ends at record \d+, and the journal goes on after record"):
+        numbers(tmp_path)
+    kept[-1].path.write_bytes(newest)
+    kept[1].path.unlink()
+    with pytest.raises(FatalError, match="its digest differs"):
+        numbers(tmp_path)
+    for segment in segments(tmp_path):
+        segment.path.unlink()
+    content = read_content(tmp_path)
+    assert content.missing == (1, content.records[0].number - 1)
+    with opened(tmp_path) as journal:
+        assert journal.begin_epoch() == 2, "the run goes on without its history"
 
 
 def test_a_segment_ends_at_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

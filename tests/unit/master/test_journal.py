@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -224,3 +225,72 @@ def test_a_lock_file_left_by_a_dead_process_does_not_hold_the_directory(tmp_path
     assert (tmp_path / "master.lock").read_text() == f"{os.getpid()}\n"
     lock.release()
     lock.release()
+
+
+# ---- digests ----
+
+
+def filled(directory: Path) -> None:
+    journal = Journal.open(directory, "demo")
+    epoch = journal.begin_epoch()
+    entries = [Entry(n, "COMMIT", json.dumps({"v": n, "kappa": "0.5"}), json.dumps({"tokens": n})) for n in range(1, 7)]
+    journal.append_all(epoch, entries)
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE records SET record_json = replace(record_json, '0.5', '0.6') WHERE number = 3",
+        "UPDATE records SET kind = 'VOID' WHERE number = 3",
+        "UPDATE records SET entry_id = 40 WHERE number = 3",
+        "UPDATE records SET epoch = 2 WHERE number = 3",
+        "UPDATE records SET number = 70 WHERE number = 7",
+        "UPDATE records SET digest = 'x' WHERE number = 7",
+        "DELETE FROM records WHERE number = 3",
+        "DELETE FROM records WHERE number = 7",
+        "UPDATE snapshot SET snapshot_json = '{\"tokens\": 7}'",
+        "UPDATE snapshot SET entry_id = 5",
+        "DELETE FROM snapshot",
+        "UPDATE meta SET value = '2' WHERE key = 'epoch'",
+        "UPDATE meta SET value = '1' WHERE key = 'schema'",
+        "UPDATE meta SET value = '0 x' WHERE key = 'base'",
+        "DELETE FROM meta WHERE key = 'digest'",
+        "INSERT INTO meta VALUES ('pruned', '1')",
+        "INSERT INTO records (epoch, entry_id, kind, record_json, digest) VALUES (1, 7, 'COMMIT', '{}', '')",
+    ],
+)
+def test_whatever_was_changed_in_the_file_is_found_by_master_and_tools(tmp_path: Path, statement: str) -> None:
+    filled(tmp_path)
+    sql(tmp_path, statement)
+    for read in (lambda: Journal.open(tmp_path, "demo"), lambda: list(read_records(tmp_path))):
+        with pytest.raises(FatalError, match=r"is damaged \(.*one with --rebuild if the slaves still hold") as caught:
+            read()
+        assert caught.value.exit_code == 6
+
+
+def test_a_bit_in_any_byte_that_means_something_is_found(tmp_path: Path) -> None:
+    """Most bits of the file are free space; one that changes what SQLite reads must be found."""
+    filled(tmp_path)
+    path, tables = tmp_path / FILE_NAME, ("records", "snapshot", "meta")
+    whole = path.read_bytes()
+
+    def content() -> object:
+        try:
+            with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+                return [connection.execute(f"SELECT * FROM {table} ORDER BY 1").fetchall() for table in tables]
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            return str(error)
+
+    written, changed = content(), 0
+    used = [at for at in range(len(whole)) if whole[at]]
+    for at in used[:: max(1, len(used) // 400)]:
+        data = bytearray(whole)
+        data[at] ^= 1 << at % 8
+        path.write_bytes(data)
+        if content() == written:
+            continue
+        changed += 1
+        with pytest.raises((FatalError, ConfigError)):
+            list(read_records(tmp_path))
+    assert changed > 100

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.forge import Record, as_of_schema_2, edit_journal, journal_sql
 from support.history import Change, Script, changed, nth, usual_run, write_run
 
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, FatalError
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
 from dips.launch import cli
-from dips.master.journal_file import FILE_NAME
+from dips.master.journal_file import FILE_NAME, set_base, set_meta
 from dips.sim.replay import replay_run
 from dips.sim.verify import EXIT_BROKEN, EXIT_UNREADABLE, check_records, verify_or_say, verify_run
 from dips.sim.verify_records import Line, RunRecords, find_tapes, master_directory, non_finite, read_run
@@ -53,7 +53,11 @@ def edit(source: str, kind: str, name: str, value: object) -> Change:
 def test_a_run_that_went_well_is_proven(run: Path) -> None:
     report = verify_run(run)
     assert (report.exit_code, report.verdict, report.problems) == (0, "ok", [])
-    assert {row.invariant for row in report.rows if row.records} == {*(f"I{number}" for number in range(1, 15)), "I18"}
+    assert {row.invariant for row in report.rows if row.records} == {
+        *(f"I{number}" for number in range(1, 15)),
+        "I18",
+        "records",
+    }
     assert report.notes == []
     assert report.run_id == "test"
 
@@ -184,21 +188,23 @@ def test_a_directory_that_is_none_is_said(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_record_that_says_too_little_is_a_problem(run: Path) -> None:
-    with sqlite3.connect(run / "master" / FILE_NAME) as connection:
-        connection.execute(
-            'UPDATE records SET record_json = \'{"kind": "VOID", "participants": [{}]}\' WHERE number = 3'
-        )
-    connection.close()
+    def change(records: list[Record]) -> None:
+        records[2].clear()
+        records[2].update(kind="VOID", participants=[{}])
+
+    edit_journal(run / "master", change)
     report = verify_run(run)
     assert report.exit_code == EXIT_UNREADABLE
     assert "the journal's VOID cannot be read" in report.problems[0]
 
 
 def test_a_journal_that_was_cut_short_is_read_from_there_on(run: Path) -> None:
-    with sqlite3.connect(run / "master" / FILE_NAME) as connection:
-        connection.execute("DELETE FROM records WHERE number <= 5")
-        connection.execute("INSERT INTO meta VALUES ('pruned', '5')")
-    connection.close()
+    with journal_sql(run / "master") as cursor:
+        (digest,) = cursor.execute("SELECT digest FROM records WHERE number = 5").fetchone()
+        cursor.execute("DELETE FROM records WHERE number <= 5")
+        set_base(cursor, 5, digest)
+        set_meta(cursor, "pruned", "5")
+        set_meta(cursor, "pruned_digest", digest)
     report = verify_run(run)
     assert report.violations == []
     assert any("the history begins after record 5" in note for note in report.notes)
@@ -237,6 +243,45 @@ def test_other_files_of_lines_are_no_tapes(run: Path) -> None:
     (run / "empty.jsonl").write_text("")
     assert len(find_tapes(run)) == 5
     assert master_directory(run / "master") == run / "master"
+
+
+# ---- the journal's digests ----
+
+
+def test_a_record_that_was_changed_is_a_damaged_journal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_journal(run / "master", lambda records: records[3].update(tokens=7), rechain=False)
+    code, _, error = told(capsys, "verify", run)
+    assert code == FatalError.exit_code
+    assert "is damaged (record 4, 'COMMIT'" in error
+    assert "its digest differs): restore the master's directory from a copy" in error
+
+
+def test_one_that_was_changed_with_all_its_digests_is_not_the_one_of_the_masters_tape(run: Path) -> None:
+    edit_journal(run / "master", lambda records: records[3].update(wall_s=1.0), retell=False)
+    report = verify_run(run)
+    assert report.verdict == "records violated"
+    assert "record 4 of the journal, or one before it, is not the one that was written" in report.violations[0].sentence
+
+
+def test_an_end_that_is_lost_is_found_by_the_masters_tape(run: Path) -> None:
+    edit_journal(run / "master", lambda records: records.pop(), retell=False)
+    said = [violation.sentence for violation in verify_run(run).violations]
+    assert any("the journal's end is lost" in sentence for sentence in said)
+
+
+def test_a_journal_of_an_older_release_is_unproven(run: Path) -> None:
+    as_of_schema_2(run / "master")
+    report = verify_run(run)
+    assert (report.exit_code, report.rows[-1].result) == (EXIT_BROKEN, "unproven")
+    assert "has no digests, because an older release wrote it" in report.unproven[0]
+
+
+def test_a_tape_whose_first_line_is_damaged_is_not_passed_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tape = run / "slaves" / "s0" / "s0.tape.jsonl"
+    tape.write_bytes(tape.read_bytes().replace(b'"role"', b'"rolf"', 1))
+    code, _, error = told(capsys, "verify", run)
+    assert code == ConfigError.exit_code
+    assert f"line 1 of tape {tape} is not an event" in error
 
 
 # ---- snapshots ----
