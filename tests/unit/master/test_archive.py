@@ -313,8 +313,8 @@ def test_a_journal_without_digests_gets_them_at_its_first_opening_and_its_archiv
         tidy_up(journal)
     assert read_content(tmp_path).has_digests
     assert numbers(tmp_path)[-1] == 106
-    segment = segments(tmp_path)[1].path
-    segment.write_text(segment.read_text().replace("LEASE", "LEASF", 1))
+    path = segments(tmp_path)[1].path
+    path.write_text(path.read_text().replace("LEASE", "LEASF", 1))
     with pytest.raises(FatalError, match="its digest differs"):
         numbers(tmp_path)
 
