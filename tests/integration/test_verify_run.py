@@ -17,7 +17,7 @@ from dips.sim.replay import replay_run
 from dips.sim.verify import verify_run
 from dips.sim.verify_records import read_run
 
-JUDGED = [*(f"I{number}" for number in range(1, 15)), "records"]
+JUDGED = [*(f"I{number}" for number in range(1, 15)), "I18", "records"]
 
 
 @pytest.fixture(scope="module")
