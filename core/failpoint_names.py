@@ -108,7 +108,7 @@ _OF_CLUSTERS = (
     *("Join", "Heartbeat", "BeginPush", "FinishPush", "AwaitVerdict", "BeginPull", "FinishPull"),
     *("LeaseData", "ReturnData", "Leave"),
 )
-_OF_OPERATORS = ("Status", "Watch", "Pause", "Resume", "Evict", "Drain", "Reshard", "Stop")
+_OF_OPERATORS = ("Status", "Watch", "Pause", "Resume", "Evict", "Drain", "Reshard", "Stop", "Extend")
 
 PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     "master.method": (*_OF_CLUSTERS, *_OF_OPERATORS),

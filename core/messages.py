@@ -35,9 +35,11 @@ from dips.core.messages_clusters import (
     Ticket,
 )
 from dips.core.messages_operator import (
+    Alarm,
     ClusterStatus,
     DrainRequest,
     EvictRequest,
+    ExtendRequest,
     OperatorReply,
     OperatorRequest,
     ReshardRequest,
@@ -106,6 +108,7 @@ __all__ = [
     "NAN",
     "AbortRound",
     "Admitted",
+    "Alarm",
     "Allow",
     "AllowedKey",
     "AwaitVerdictReply",
@@ -131,6 +134,7 @@ __all__ = [
     "DataRange",
     "DrainRequest",
     "EvictRequest",
+    "ExtendRequest",
     "FinishPullReply",
     "FinishPullRequest",
     "FinishPushReply",

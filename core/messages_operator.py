@@ -38,6 +38,7 @@ class ClusterStatus:
     cosine_usual: float = NAN
     cosine_rounds: int = 0
     direction_alarm: bool = False
+    tokens_per_step: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,15 @@ class RoundSummary:
 
 
 @dataclass(frozen=True)
+class Alarm:
+    """Something that stands until it is over. kind: a word of master/state/alarms.py; clusters: empty for the run."""
+
+    kind: str
+    clusters: tuple[str, ...]
+    sentence: str
+
+
+@dataclass(frozen=True)
 class StatusReply:
     run_id: str
     epoch: int
@@ -103,6 +113,7 @@ class StatusReply:
     reshard: str = ""
     refused_calls: int = 0
     refused_call: str = ""
+    alarms: tuple[Alarm, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,16 @@ class ReshardRequest:
     add: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
     cancel: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ExtendRequest:
+    """Takes back the run's end. tk_max_tokens: its new limit, 0: as it is; no_limit: none instead."""
+
+    run_id: str = ""
+    tk_max_tokens: int = 0
+    no_limit: bool = False
     reason: str = ""
 
 

@@ -155,6 +155,14 @@ COMMANDS: tuple[Command, ...] = (
         ("dips stop --run-dir runs/mine",),
     ),
     Command(
+        "extend",
+        "command_operator",
+        "extend",
+        "Take back a run's end, or move its token limit.",
+        _ASK,
+        ("dips extend --tokens 2G --run-dir runs/mine", "dips extend --run-dir runs/mine  (after a `dips stop`)"),
+    ),
+    Command(
         "evict",
         "command_operator",
         "evict",

@@ -1,4 +1,4 @@
-"""`dips status`, and what an operator may wish of a run: pause, resume, stop, evict, drain, reshard."""
+"""`dips status`, and what an operator may wish of a run: pause, resume, stop, extend, evict, drain, reshard."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.text import Text
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.messages import StatusReply
 from dips.core.net import parse_address
+from dips.core.units import parse_count
 from dips.launch.key_options import Insecure, Keys, asked_security
 from dips.launch.operator_client import OperatorClient, master_address
 from dips.launch.view import status_json, status_view
@@ -96,6 +97,32 @@ def stop(
     """End a run in good order: the open round finishes, every cluster pulls the last version and leaves."""
     with _operator(master, run_dir, run_id, keys, insecure) as operator:
         print(operator.stop(reason))
+    return 0
+
+
+def extend(
+    tokens: Annotated[
+        str,
+        typer.Option("--tokens", metavar="N", help="The run's new limit (tk_max), such as 2G; else it stays as it is."),
+    ] = "",
+    no_limit: Annotated[bool, typer.Option("--no-limit", help="The run ends by `dips stop` alone.")] = False,
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
+    reason: Reason = "asked to",
+) -> int:
+    """Take back the end of a run, or move the tokens at which it ends.
+
+    While the master still answers, which it does for linger_s after everybody left. Once it has ended, start the run
+    again with a larger tk_max in its file.
+    """
+    limit = parse_count(tokens) if tokens else 0
+    if tokens and not limit:
+        raise ConfigError("--tokens 0 is no limit: give --no-limit if the run shall not end by itself")
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+        print(operator.extend(limit, no_limit, reason))
     return 0
 
 

@@ -12,6 +12,7 @@ from dips.launch.generated_page import keep_current
 from dips.master import metrics as master
 from dips.master.metrics_collector import PHASES as ROUND_PHASES
 from dips.master.metrics_reasons import REASONS, WAITING
+from dips.master.state.alarms import KINDS as ALARMS
 from dips.slave import metrics as slave
 from dips.slave.metrics_collector import PHASES as SHARD_PHASES
 from dips.slave.metrics_counts import JOBS
@@ -104,6 +105,7 @@ has at most {MOST_CONNECTIONS} connections at a time, each for at most {CONNECTI
 | label | values |
 |---|---|
 | `reason` of `dips_master_waiting` | {", ".join(WAITING)} |
+| `kind` of `dips_master_alarm` | {", ".join(ALARMS)} |
 | `phase` of `dips_master_round_*` | {", ".join(ROUND_PHASES)} |
 | `phase` of `dips_slave_shard_phase` | {", ".join(SHARD_PHASES)} |
 | `phase` of `dips_worker_phase` | {", ".join(SESSION_PHASES)} |

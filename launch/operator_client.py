@@ -22,6 +22,7 @@ from dips.core.grpc_refusal import refused_from
 from dips.core.messages import (
     DrainRequest,
     EvictRequest,
+    ExtendRequest,
     OperatorReply,
     OperatorRequest,
     ReshardRequest,
@@ -86,6 +87,10 @@ class OperatorClient:
 
     def take_back_reshard(self) -> str:
         return self._wish(self._stub.Reshard, ReshardRequest(self._run_id, cancel=True))
+
+    def extend(self, tk_max_tokens: int, no_limit: bool, reason: str) -> str:
+        """tk_max_tokens 0: the limit stays."""
+        return self._wish(self._stub.Extend, ExtendRequest(self._run_id, tk_max_tokens, no_limit, reason))
 
     def _wish(self, method: Callable[..., Message], request: object) -> str:
         return self._call(method, request, OperatorReply).sentence

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dips.core.ids import Incarnation, PushId, RoundId, Version
-from dips.core.messages import ClusterStatus, RoundSummary, SlaveStatus, StatusReply
+from dips.core.messages import Alarm, ClusterStatus, RoundSummary, SlaveStatus, StatusReply
 from dips.core.units import format_bytes, format_count
 from dips.master.page.sentence import no_loss_sentence
 
@@ -57,6 +57,7 @@ def status_view(status: StatusReply, width_is_narrow: bool = False) -> Renderabl
         parts.append(Text(waiting_sentence(status), style="bold yellow"))
     if alarm := direction_sentence(status):
         parts.append(Text(alarm, style="bold red"))
+    parts += [Text(alarm_sentence(alarm), style="bold red") for alarm in status.alarms]
     if refused := refused_sentence(status):
         parts.append(Text(refused, style="red"))
     parts.append(cluster_table(status.clusters))
@@ -103,6 +104,11 @@ def direction_sentence(status: StatusReply) -> str:
     """Which clusters of the run push where the others do not go; empty when no direction alarm stands."""
     names = ", ".join(cluster.cluster_id for cluster in status.clusters if cluster.alive and cluster.direction_alarm)
     return f"direction alarm: {names} (its pushes are merged all the same: look at its usual cosine)" if names else ""
+
+
+def alarm_sentence(alarm: Alarm) -> str:
+    """An alarm that stands, in the master's words."""
+    return f"alarm: {alarm.sentence}"
 
 
 def refused_sentence(status: StatusReply) -> str:
@@ -246,6 +252,7 @@ def plain_line(status: StatusReply) -> str:
     )
     why = (
         direction_sentence(status),
+        *map(alarm_sentence, status.alarms),
         recovery_sentence(status),
         reshard_sentence(status),
         waiting_sentence(status),

@@ -90,6 +90,13 @@ class MasterConfig(MetricsKnobs):
         "(default: as the preset says)",
     )
     tk_max: Count = Field(0, description="Tokens at which the run ends; 0: never")
+    token_ratio_max: float = Field(
+        100.0,
+        gt=1,
+        allow_inf_nan=True,
+        description="How many times what a cluster itself and the others usually count for a step a push may count, "
+        "where clusters bring their own data; beyond it the push is refused; inf: never",
+    )
     s_max: Count = Field(
         0, description="Versions that a push's base may be behind; 0: 8, or 4 for each live cluster if more"
     )
@@ -247,6 +254,7 @@ class MasterConfig(MetricsKnobs):
             rebuild=self.rebuild,
             async_lag_versions=self.async_lag_versions,
             encrypted=self.keys is not None,
+            token_ratio_max=self.token_ratio_max,
         )
 
     def _settings(self) -> Settings:

@@ -24,6 +24,8 @@ METRICS: tuple[Spec, ...] = (
     Spec("waiting", "gauge", "1 for the one thing that the run waits for (reason none: for nothing)",
          "none, with first_push and min_clusters at the beginning", ("reason",)),
     Spec("alarms_total", "counter", "Alarms of the master: sentences that somebody should read", "no increase"),
+    Spec("alarm", "gauge", "1 for each alarm that stands, by kind and by each cluster that it is about (none: the run)",
+         "nothing", ("kind", "cluster"), "", "an alarm stands"),
     Spec("stalls_total", "counter", "Times that the master itself stood still for more than half a heartbeat",
          "no increase"),
     Spec("heartbeat_seconds", "gauge", "The run's heartbeat_s", "as configured (2)", unit="s"),

@@ -99,7 +99,7 @@ class Collector:
         """Of one snapshot; sizes of files as they are when this is called."""
         families = Families(PREFIX, METRICS)
         shown = clusters_shown(now.view.status.clusters, now.max_clusters)
-        _run(families, now)
+        _run(families, now, shown)
         families.set(CERTIFICATE.name, certificate_left_s(self._security))
         _members(families, now, shown)
         _rounds(families, now)
@@ -144,7 +144,7 @@ def clusters_shown(clusters: Iterable[ClusterStatus], most: int) -> list[Cluster
 # ---- parts ----
 
 
-def _run(families: Families, now: Snapshot) -> None:
+def _run(families: Families, now: Snapshot, shown: Iterable[ClusterStatus]) -> None:
     status, events = now.view.status, now.counted.events
     settings = status.settings
     families.set("info", 1, status.run_id, VERSION)
@@ -153,6 +153,11 @@ def _run(families: Families, now: Snapshot) -> None:
     families.set("stopping", flag(status.stopping))
     families.one_of("waiting", now.waiting, WAITING)
     families.set("alarms_total", events.get("alarm", 0))
+    names = {cluster.cluster_id for cluster in shown} | {"none"}
+    about = {(alarm.kind, name) for alarm in status.alarms for name in alarm.clusters or ("none",)}
+    for kind, name in sorted(about):
+        if name in names:
+            families.set("alarm", 1, kind, name)
     families.set("stalls_total", events.get("stood_still", 0))
     families.set("heartbeat_seconds", settings.heartbeat_s)
     families.set("evict_after_seconds", now.view.evict_after_s)

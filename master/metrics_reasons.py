@@ -32,6 +32,7 @@ _ABORTED = (
     (r"slave \S+ |no heartbeat from slave ", "slave_lost"),
     (r"base \S+ ", "stale"),
     (r"range ", "ranges"),
+    (r"\d+ tokens ", "tokens"),
     (r"the run goes back |the master's state is replaced|the slaves lost |a slave's snapshots ", "recovery"),
     (r"the model's blocks |the slaves change ", "reshard"),
 )

@@ -15,6 +15,7 @@ from dips.core.failpoints import failpoint
 from dips.core.messages import (
     DrainRequest,
     EvictRequest,
+    ExtendRequest,
     OperatorRequest,
     ReshardRequest,
     StatusReply,
@@ -64,6 +65,7 @@ def operator_service(executor: Executor, access: Access) -> grpc.GenericRpcHandl
         "Evict": unary(executor, "Evict", EvictRequest, ask),
         "Drain": unary(executor, "Drain", DrainRequest, ask),
         "Reshard": unary(executor, "Reshard", ReshardRequest, ask),
+        "Extend": unary(executor, "Extend", ExtendRequest, ask),
         "Pause": unary(executor, "Pause", OperatorRequest, asking(Pause)),
         "Resume": unary(executor, "Resume", OperatorRequest, asking(Resume)),
         "Stop": unary(executor, "Stop", OperatorRequest, asking(Stop)),

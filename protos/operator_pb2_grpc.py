@@ -74,6 +74,11 @@ class OperatorStub:
                 request_serializer=dips_dot_protos_dot_operator__pb2.OperatorRequest.SerializeToString,
                 response_deserializer=dips_dot_protos_dot_operator__pb2.OperatorReply.FromString,
                 _registered_method=True)
+        self.Extend = channel.unary_unary(
+                '/dips.v1.Operator/Extend',
+                request_serializer=dips_dot_protos_dot_operator__pb2.ExtendRequest.SerializeToString,
+                response_deserializer=dips_dot_protos_dot_operator__pb2.OperatorReply.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -131,6 +136,13 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Extend(self, request, context):
+        """takes back the run's end, and moves its token limit
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -172,6 +184,11 @@ def add_OperatorServicer_to_server(servicer, server):
             'Stop': grpc.unary_unary_rpc_method_handler(
                     servicer.Stop,
                     request_deserializer=dips_dot_protos_dot_operator__pb2.OperatorRequest.FromString,
+                    response_serializer=dips_dot_protos_dot_operator__pb2.OperatorReply.SerializeToString,
+            ),
+            'Extend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Extend,
+                    request_deserializer=dips_dot_protos_dot_operator__pb2.ExtendRequest.FromString,
                     response_serializer=dips_dot_protos_dot_operator__pb2.OperatorReply.SerializeToString,
             ),
     }
@@ -390,6 +407,33 @@ class Operator:
             target,
             '/dips.v1.Operator/Stop',
             dips_dot_protos_dot_operator__pb2.OperatorRequest.SerializeToString,
+            dips_dot_protos_dot_operator__pb2.OperatorReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Extend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.Operator/Extend',
+            dips_dot_protos_dot_operator__pb2.ExtendRequest.SerializeToString,
             dips_dot_protos_dot_operator__pb2.OperatorReply.FromString,
             options,
             channel_credentials,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from dips.core.errors import DipsError, Refused, RemoteProtocolError
+from dips.core.errors import DipsError, RefusalCode, Refused, RemoteProtocolError
 from dips.core.ids import Incarnation
 from dips.core.messages import DataMode, DataRange, HeartbeatReply, HeartbeatRequest
 from dips.core.wire import Codec
@@ -155,7 +155,7 @@ class ClusterHost(Process):
         if self.session is None:
             return
         ranges, self._batch = self._batch, ()
-        tokens = sum(item.tokens for item in ranges) if ranges else self.world.plan.tokens_per_step
+        tokens = sum(item.tokens for item in ranges) if ranges else self.world.plan.own_tokens(self.name, self.steps)
         loss = self.model.step(self.name, ranges, self._progress_tokens(self.session))
         self.steps, self.trained_s = self.steps + 1, self.trained_s + took_s
         self._handle(events.Stepped(tokens, ranges, loss))
@@ -253,6 +253,8 @@ class ClusterHost(Process):
         self.finished = effect
         if isinstance(effect.error, RemoteProtocolError):
             self.world.bug(self.name, effect.error)
+        if isinstance(effect.error, Refused) and effect.error.code is RefusalCode.TOKENS:
+            self.world.checks.violated(f"{self.name} counts well, and is refused: {effect.error.sentence}")
         self.end()
         self.world.cluster_ended(self, effect)
 
@@ -325,7 +327,9 @@ class ClusterHost(Process):
         self.kernel.after(self._heartbeat_s(), self, self._beat)
 
     def _rate(self) -> float:
-        return self.world.plan.tokens_per_step / self.step_s
+        plan = self.world.plan
+        leased = plan.data.mode is DataMode.LEASED
+        return (plan.tokens_per_step if leased else plan.usual_tokens(self.name, self.steps)) / self.step_s
 
     def _beaten(self, incarnation: Incarnation, result: Any) -> None:
         if isinstance(result, HeartbeatReply):

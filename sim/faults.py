@@ -73,8 +73,8 @@ OF_ONE_CLUSTER = (
 )  # fmt: skip
 """All of one bad cluster: slow, dead, cut off or hostile. Nobody else may wait longer for it than is promised (I15)."""
 
-NOT_FOR_LONG = frozenset({"operator_stops_early"})
-"""Would end a run of thousands of rounds after a few."""
+NOT_FOR_LONG = frozenset({"operator_stops_early", "operator_takes_an_end_back"})
+"""Would end a run of thousands of rounds after a few, the second one where the master is away for too long."""
 
 MOMENTS: tuple[tuple[str, str, str], ...] = (
     ("master", "round", "MEASURE"),

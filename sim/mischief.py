@@ -21,6 +21,7 @@ from dips.core.messages import (
     DataRange,
     DrainRequest,
     EvictRequest,
+    ExtendRequest,
     FinishPushRequest,
     HeartbeatRequest,
     Hello,
@@ -275,6 +276,15 @@ def operator_looks(world: World) -> bool:
     return all([_operate(world, action) for action in actions])
 
 
+def operator_takes_an_end_back(world: World) -> bool:
+    """A stop by mistake: some pushes are aborted and some clusters leave, and then the run goes on."""
+    if not _operate(world, Stop(OperatorRequest("", "by mistake"))):
+        return False
+    later_s = world.kernel.rng.uniform(0.0, 3.0)
+    world.kernel.after(later_s, None, world.operate_until_answered, lambda: ExtendRequest("", reason="it was one"))
+    return True
+
+
 def operator_stops_early(world: World) -> bool:
     """In the middle of everything: the run must end in good order."""
     if world.kernel.now_s < world.plan.faults_for_s * 0.6:
@@ -289,6 +299,7 @@ OPERATORS: Mapping[str, Callable[[World], bool]] = {
     "operator_drains": operator_drains,
     "operator_evicts": operator_evicts,
     "operator_looks": operator_looks,
+    "operator_takes_an_end_back": operator_takes_an_end_back,
     "operator_stops_early": operator_stops_early,
 }
 

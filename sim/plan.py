@@ -31,6 +31,12 @@ MAX_CLUSTERS = 6
 
 NAMES = "abcdefghijklmnopqrstuvwxyz"
 
+OWN_BATCHES = (1, 3, 8, 20)
+SHORT_BATCH_EVERY = 37
+BATCH_GROWS_AFTER = 100
+"""Of clusters with data of their own: batches, as multiples of tokens_per_step, and the steps of each process at which
+one is short, and after which they double. None of it may be taken for a wrong count."""
+
 MIXED_CHUNKS_PER_ROW = 2
 """As in dips.worker.trainer.train, which the simulator cannot import: it trains with torch."""
 
@@ -125,6 +131,16 @@ class Plan:
         item = held[0]
         return (replace(item, end_tokens=min(item.end_tokens, item.begin_tokens + self.tokens_per_step)),)
 
+    def own_tokens(self, name: str, steps: int) -> int:
+        """What the step after so many is trained on, of the cluster's own data: batches differ, grow, and end short."""
+        return 1 if steps % SHORT_BATCH_EVERY == 0 else self.usual_tokens(name, steps)
+
+    def usual_tokens(self, name: str, steps: int) -> int:
+        """The same without the short batches."""
+        number = self._number(name)
+        growth = 2 if number % 2 and steps > BATCH_GROWS_AFTER else 1
+        return self.tokens_per_step * OWN_BATCHES[number % len(OWN_BATCHES)] * growth
+
     @property
     def durability(self) -> str:
         return self.config.settings.durability
@@ -135,7 +151,7 @@ class Plan:
             self.layout,
             self.data,
             run_id=run_id,
-            declared_tokens_per_s=self.tokens_per_step / self.step_s_of(name) if self.declared else 0.0,
+            declared_tokens_per_s=self._most_tokens(name) / self.step_s_of(name) if self.declared else 0.0,
             connect_wait_s=1e6,
             call_deadline_s=self.call_deadline_s,
             retry_max_s=self.retry_max_s,
@@ -144,6 +160,11 @@ class Plan:
             wire=self.wires[self._number(name)] if self.wires else Codec.F32,
             curve_key=curve_key,
         )
+
+    def _most_tokens(self, name: str) -> int:
+        """Of one step."""
+        leased = self.data.mode is DataMode.LEASED
+        return self.tokens_per_step if leased else self.usual_tokens(name, BATCH_GROWS_AFTER + 1)
 
     def step_s_of(self, name: str) -> float:
         """Of one inner step of this cluster; a spare one is like another."""

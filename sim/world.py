@@ -283,19 +283,19 @@ class World:
             master.operate(Resume(OperatorRequest("", "well again")))
         self.kernel.after(LOOKS_EVERY_S, None, self._operator_watches)
 
-    def _operate_until_answered(self, action: Callable[[], Any], token: int = 0) -> None:
+    def operate_until_answered(self, action: Callable[[], Any], token: int = 0) -> None:
         """As `dips stop` does: what was not answered, because that master died, is asked of the next one."""
         master = master_of(self)
         if self.ended or any(token in host.told for host in self.masters):
             return
         if master is not None and not master.paused:
             token = master.operate(action())
-        self.kernel.after(LOOKS_EVERY_S, None, self._operate_until_answered, action, token)
+        self.kernel.after(LOOKS_EVERY_S, None, self.operate_until_answered, action, token)
 
     def _stop(self) -> None:
         """The operator stops the run: everyone pulls the last version and leaves, the master ends with exit code 0."""
         self.kernel.note("world", "the operator stops the run")
-        self._operate_until_answered(lambda: Stop(OperatorRequest("", "enough")))
+        self.operate_until_answered(lambda: Stop(OperatorRequest("", "enough")))
         ended = self._until(lambda: bool(self.ended), ENDS_WITHIN_S)
         if not ended and self._says_what_is_lost():
             self._bring_disks_back()

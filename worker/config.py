@@ -38,6 +38,10 @@ class ClientConfig(MetricsKnobs):
     declared_tokens_per_s: float = Field(
         0.0, ge=0, description="Speed at which this cluster claims to train until it is measured; 0: unknown."
     )
+    check_tokens: bool = Field(
+        True,
+        description="Refuse a count of tokens that the model's inputs cannot hold; no where it fetches its own data.",
+    )
     connect_wait_s: PositiveSeconds = Field(
         120.0, description="How long the first join waits for a master that cannot be reached, before it gives up."
     )

@@ -39,6 +39,7 @@ from dips.worker.described import description_of
 from dips.worker.driver import Driver
 from dips.worker.losses import Losses
 from dips.worker.ranks import Ranks, Told, ranks_here
+from dips.worker.token_check import TokenCheck
 from dips.worker.torch_parameters import TorchParameters
 from dips.worker.torch_state import HasState, TorchState
 from dips.worker.untrained import untrained_of
@@ -130,6 +131,7 @@ class DiLoCo:
         self._next_tokens: int | None = None
         self._losses = Losses()
         self._hook: RemovableHandle | None = None
+        self._token_check: TokenCheck | None = None
         self._driver: Driver | None = None
         self._config: ClientConfig | None = None
         self._parameters: TorchParameters | None = None
@@ -177,6 +179,9 @@ class DiLoCo:
             except BaseException:
                 self._close_ranks()
                 raise
+            if self._config.check_tokens:
+                self._token_check = TokenCheck()
+                self._token_check.begin(self._model)
         self._hook = self._optimizer.register_step_post_hook(self._after_step)
         self._use, self._was_used = _Use.ENTERED, False
         return self
@@ -188,6 +193,8 @@ class DiLoCo:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        if self._token_check is not None:
+            self._token_check.end()
         try:
             if kind is None:
                 self._leave_together()
@@ -341,6 +348,8 @@ class DiLoCo:
         self._next_tokens, self._was_used, loss = None, True, math.nan
         if self._driver is not None:
             loss = self._losses.take(time.monotonic(), self._driver.push_follows)
+        if self._token_check is not None:
+            self._token_check.stepped(tokens)
         self.steps += 1
         may_push = True
         if self._ranks is not None:

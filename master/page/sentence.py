@@ -104,6 +104,7 @@ def _more(view: RunView) -> list[str]:
         lines.append(
             f"Direction alarm: {', '.join(alarmed)} pushes where the others do not go; it is merged all the same."
         )
+    lines += [_capital(f"{alarm.sentence}.") for alarm in status.alarms]
     quarantined = [c.cluster_id for c in status.clusters if c.alive and c.quarantined]
     if quarantined:
         lines.append(f"In quarantine after pushes that were excluded in a row: {', '.join(quarantined)}.")

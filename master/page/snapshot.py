@@ -150,6 +150,9 @@ def cluster_sign(
         return "warn", "in quarantine", "its last pushes were excluded"
     if cluster.direction_alarm:
         return "warn", "direction alarm", "its pushes go where no other's do"
+    alarms = [alarm for alarm in view.status.alarms if cluster.cluster_id in alarm.clusters]
+    if alarms:
+        return "warn", f"alarm: {alarms[0].kind.replace('_', ' ')}", cut(alarms[0].sentence)
     if cluster.note.startswith("draining"):
         return "warn", "draining", ""
     return "good", cut(cluster.phase).lower() or "here", ""

@@ -18,6 +18,7 @@ from dips.core.messages import (
     ClusterRequest,
     DrainRequest,
     EvictRequest,
+    ExtendRequest,
     FinishPullRequest,
     FinishPushRequest,
     HeartbeatRequest,
@@ -48,7 +49,7 @@ from dips.master.state.events import (
     Tick,
 )
 from dips.master.state.ledger import Ledger, ledger_from_journal
-from dips.master.state.membership import Membership
+from dips.master.state.membership import MAX_TOTAL_TOKENS, Membership
 from dips.master.state.pulls import Pulls
 from dips.master.state.pushes import Pushes
 from dips.master.state.records import Member
@@ -111,6 +112,10 @@ class Coordinator:
         )
         found = f"version {version}, {self.world.ledger.tokens} tokens" if version else "no version yet"
         self.world.log("master", f"run {self.world.config.run_id}: epoch {self.world.epoch}, {found}")
+        if self.world.take_back_end():
+            limit = self.world.settings().tk_max_tokens
+            self.world.journal("EXTEND", {"tk_max_tokens": limit, "reason": "the settings at the master's start"})
+            self.world.log("master", f"the run had ended at its token limit; tk_max is {limit} now, so it goes on")
         self._recovery.start()
         return self.world.out.take()
 
@@ -223,9 +228,41 @@ class Coordinator:
                 world.journal("DRAIN", {"cluster": cluster, "reason": world.ledger.draining[cluster]})
                 self._done(token, "drain", f"cluster {cluster} finishes its push and leaves")
 
+            case ExtendRequest() as request:
+                check_run(world, request.run_id, "the request")
+                self._extend(token, request)
             case ReshardRequest() as request:
                 check_run(world, request.run_id, "the request")
                 self._done(token, "reshard_asked", self._reshard.ask(request))
+
+    def _extend(self, token: int, request: ExtendRequest) -> None:
+        """Take back the run's end, also one that only was asked for, and move its token limit."""
+        world, ledger = self.world, self.world.ledger
+        moved = request.no_limit or request.tk_max_tokens > 0
+        limit = 0 if request.no_limit else request.tk_max_tokens or world.settings().tk_max_tokens
+        if request.no_limit and request.tk_max_tokens:
+            raise Refused(RefusalCode.CONFIG, "a limit and none are asked for: give --tokens N or --no-limit")
+        if request.tk_max_tokens > MAX_TOTAL_TOKENS:
+            raise Refused(RefusalCode.TOKENS, f"{limit} tokens are no limit: give at most {MAX_TOTAL_TOKENS}")
+        if 0 < limit <= ledger.tokens:
+            raise Refused(
+                RefusalCode.CONFIG,
+                f"{ledger.tokens} tokens are applied, and the run's limit would be {limit}: give --tokens with more "
+                "than are applied, or --no-limit",
+            )
+        if not (moved or ledger.stopping or ledger.stop_asked):
+            raise Refused(
+                RefusalCode.CONFIG, "the run has not ended, and nothing asks it to: give --tokens N to move its limit"
+            )
+        if moved:
+            ledger.extended = limit, world.config.settings.tk_max_tokens
+        ended = ledger.stopping or ledger.stop_asked
+        ledger.stopping = ledger.stop_asked = ""
+        world.stopped_s = None
+        world.journal("EXTEND", {"tk_max_tokens": limit, "reason": request.reason or "no reason given"})
+        until = f"until {limit} tokens are applied" if limit else "until it is stopped"
+        taken_back = f"; its end is taken back ({ended}), clusters that left are to be started again" if ended else ""
+        self._done(token, "extend", f"the run goes on {until}{taken_back}")
 
     def _done(self, token: int, kind: str, sentence: str) -> None:
         self.world.record(kind, "operator", sentence=sentence)

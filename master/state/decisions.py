@@ -168,7 +168,7 @@ class Decisions:
         return [push for push in self._world.round.participants if push.cluster not in accepted]
 
     def _maybe_stop(self) -> None:
-        ledger, tk_max = self._world.ledger, self._world.config.settings.tk_max_tokens
+        ledger, tk_max = self._world.ledger, self._world.settings().tk_max_tokens
         if tk_max and ledger.tokens >= tk_max and not ledger.stopping:
             ledger.stopping = f"{ledger.tokens} tokens are applied, tk_max is {tk_max}"
 

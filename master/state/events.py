@@ -8,6 +8,7 @@ from dips.core.messages import (
     ClusterRequest,
     DrainRequest,
     EvictRequest,
+    ExtendRequest,
     OperatorRequest,
     ReshardRequest,
     SlaveMessage,
@@ -30,7 +31,7 @@ class Stop:
     request: OperatorRequest
 
 
-OperatorAction = StatusRequest | Pause | Resume | Stop | EvictRequest | DrainRequest | ReshardRequest
+OperatorAction = StatusRequest | Pause | Resume | Stop | EvictRequest | DrainRequest | ReshardRequest | ExtendRequest
 
 
 @dataclass(frozen=True)

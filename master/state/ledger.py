@@ -123,6 +123,9 @@ class Ledger:
     reshard: ReshardWish | None = None
     untrained: str | None = None
     """What the first cluster holds and the run does not train, as Untrained.to_text(); None: not known yet."""
+    extended: tuple[int, int] | None = None
+    """(the run's token limit, 0 for none; tk_max of the settings when the operator set it). It holds while the settings
+    say what they said then: who changes them later means them."""
     behind: bool = False
     """Taken over from slaves that may have lost newer versions: the run goes on on a new timeline, and not before."""
 
@@ -136,6 +139,11 @@ class Ledger:
 
     def remember_applied(self, version: Version, pushes: Iterable[PushId]) -> None:
         self.applied_in = [*self.applied_in, (version, tuple(pushes))][-APPLIED_KEPT:]
+
+    def token_limit(self, tk_max: int) -> int:
+        """Tokens at which the run ends, 0 for never; tk_max: what the settings say."""
+        extended = self.extended
+        return extended[0] if extended is not None and extended[1] == tk_max else tk_max
 
     def entry(self, cluster: str) -> ClusterEntry:
         return self.clusters.setdefault(cluster, ClusterEntry())
@@ -168,6 +176,8 @@ class Ledger:
             raw["reshard"] = [list(self.reshard.add), list(self.reshard.remove), self.reshard.reason]
         if self.untrained is not None:
             raw["untrained"] = self.untrained
+        if self.extended is not None:
+            raw["extended"] = list(self.extended)
         if with_commit:
             raw["commit"] = _commit_to_json(self.commit)
         return canonical(raw)
@@ -199,6 +209,7 @@ class Ledger:
             behind=raw.get("behind") is True,
             reshard=_wish_from_json(raw.get("reshard")),
             untrained=_untrained_from_json(raw.get("untrained")),
+            extended=_extended_from_json(raw.get("extended")),
         )
         if plan is not None and raw["leases"] is not None:
             ledger.leases = LeaseTable.from_json(plan, raw["leases"])
@@ -373,6 +384,11 @@ def _untrained_from_json(raw: Any) -> str | None:
         return None
     Untrained.from_text(_text(raw))  # read now, and not first when a cluster joins
     return _text(raw)
+def _extended_from_json(raw: list[Any] | None) -> tuple[int, int] | None:
+    if raw is None:
+        return None
+    limit, instead_of = map(_whole, raw)
+    return limit, instead_of
 
 
 def _slave_ids(raw: Iterable[Any]) -> tuple[SlaveId, ...]:

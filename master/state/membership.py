@@ -93,7 +93,7 @@ class Membership:
             world.epoch,
             member.incarnation,
             hello,
-            world.config.settings,
+            world.settings(),
             world.ledger.version is None and world.seeder() == member.cluster,
             entry.fence,
             last,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.messages import BeginPushRequest, DataMode, Stale, StaleKind
+from dips.master.state import token_counts
 from dips.master.state.records import Member, Push
 from dips.master.state.world import World
 
@@ -120,15 +121,15 @@ def _check_own(world: World, member: Member, request: BeginPushRequest) -> None:
     if request.ranges:
         raise Refused(RefusalCode.RANGES, "this run's clusters bring their own data: send no ranges")
     entry, since_s = world.ledger.entry(member.cluster), world.counted_since_s.get(member.cluster)
-    if since_s is None:
-        return  # counted last by an earlier life of the master: how long ago is not known
-    bound = entry.declared_tokens_per_s * (world.now_s - since_s) * OWN_DATA_SLACK
-    if entry.declared_tokens_per_s > 0 and request.tokens > bound:
-        raise Refused(
-            RefusalCode.TOKENS,
-            f"{request.tokens} tokens since the last push are more than twice the declared "
-            f"{entry.declared_tokens_per_s:g} tokens/s allow ({bound:.0f}): correct the count, or declare more",
-        )
+    if since_s is not None:  # else counted last by an earlier life of the master: how long ago is not known
+        bound = entry.declared_tokens_per_s * (world.now_s - since_s) * OWN_DATA_SLACK
+        if entry.declared_tokens_per_s > 0 and request.tokens > bound:
+            raise Refused(
+                RefusalCode.TOKENS,
+                f"{request.tokens} tokens since the last push are more than twice the declared "
+                f"{entry.declared_tokens_per_s:g} tokens/s allow ({bound:.0f}): correct the count, or declare more",
+            )
+    token_counts.check(world, member.cluster, request)
 
 
 def _check_leased(world: World, member: Member, request: BeginPushRequest) -> None:
@@ -155,6 +156,8 @@ def recheck(world: World, push: Push) -> str | None:
             _check_may_seed(world, push.cluster)
         elif world.ledger.leases is not None:
             world.ledger.leases.check(push.cluster, push.request.ranges)
+        else:
+            token_counts.check(world, push.cluster, push.request)  # what others count is known by now, perhaps
     except Refused as refused:
         return refused.sentence
     return None

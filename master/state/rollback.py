@@ -109,6 +109,7 @@ def _merged(current: Ledger, commit: CommitInfo, epoch: int, members: Collection
     ledger.rounds_committed = max(current.rounds_committed, ledger.rounds_committed)
     ledger.rounds_merged = max(current.rounds_merged, ledger.rounds_merged)
     ledger.rounds_void = max(current.rounds_void, ledger.rounds_void)
+    ledger.extended = current.extended or ledger.extended
     if current.version is not None and current.version >= commit.version:
         ledger.paused, ledger.draining, ledger.stop_asked = current.paused, current.draining, current.stop_asked
     else:

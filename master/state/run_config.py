@@ -16,6 +16,7 @@ class RunConfig:
     a version that the slaves hold may be adopted although the journal knows none, and a newer epoch that they promised
     is overtaken. async_lag_versions: how many published versions a slave's disk may be behind (settings.durability
     "async" only). encrypted: slaves let in only peers whose data key they were told, so everybody brings one.
+    token_ratio_max: a push that counts so many times the usual tokens for a step is refused.
     """
 
     run_id: str
@@ -33,6 +34,7 @@ class RunConfig:
     rebuild: bool = False
     async_lag_versions: int = 4
     encrypted: bool = False
+    token_ratio_max: float = 100.0
 
     def __post_init__(self) -> None:
         told = replace(self.settings, round_timeout_s=self.round_timeout_s, ticket_ttl_s=self.ticket_ttl_s)

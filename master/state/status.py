@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
+from dips.master.state import token_counts
+from dips.master.state.alarms import standing
 from dips.master.state.leases import TokenState
 from dips.master.state.reasons import recovery_words, reshard_words, waiting_for
 from dips.master.state.records import Slave
@@ -21,7 +23,7 @@ def status(world: World) -> StatusReply:
         world.epoch,
         world.published.version if world.published else None,
         ledger.tokens,
-        world.config.settings.tk_max_tokens,
+        world.settings().tk_max_tokens,
         state.phase.now.value,
         state.id,
         world.now_s - state.phase.since_s,
@@ -39,10 +41,11 @@ def status(world: World) -> StatusReply:
         world.stopped_s is not None,
         totals.get(TokenState.LEASED, 0),
         totals.get(TokenState.EXCLUDED, 0),
-        world.config.settings,
+        world.settings(),
         world.durable,
         recovery_words(world),
         reshard=reshard_words(world),
+        alarms=standing(world),
     )
 
 
@@ -80,6 +83,7 @@ def _cluster(world: World, name: str) -> ClusterStatus:
         statistics.usual_cosine,
         statistics.cosine_rounds,
         statistics.cosine_alarmed,
+        tokens_per_step=token_counts.usual_per_step(world, name),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dips.core.errors import Refused
 from dips.core.ids import PushId, SlaveId, Version
@@ -20,6 +21,7 @@ from dips.core.messages import (
     PlacementSpec,
     Refusal,
     RoundSummary,
+    Settings,
     SlaveAddress,
     SlaveCommand,
     StatusReply,
@@ -80,6 +82,8 @@ class World:
         self.rounds_aborted = 0
         self.aborted_of: dict[str, int] = {}
         self.counted_since_s: dict[str, float] = {}
+        self.token_doubts: dict[str, tuple[str, float]] = {}
+        """Cluster -> why its token counts are in doubt, and since when that is said (token_counts.py)."""
         self._were_enough = ledger.tokens > 0
         self.out = Outbox()
 
@@ -138,6 +142,7 @@ class World:
             self.commits.clear()  # their digests are of other shards
         self.ledger = ledger
         self.set_commit(commit)
+        self.take_back_end()
         self.published, self.kept, self.pins = None, {}, {}
         self.stopped_s = None
         for member in self.members.values():
@@ -175,6 +180,21 @@ class World:
 
     def s_max(self) -> int:
         return self.config.settings.max_staleness_versions or max(8, 4 * len(self.members))
+
+    def settings(self) -> Settings:
+        """What everybody is told: the settings, with the token limit that an operator may have moved."""
+        settings = self.config.settings
+        limit = self.ledger.token_limit(settings.tk_max_tokens)
+        return settings if limit == settings.tk_max_tokens else replace(settings, tk_max_tokens=limit)
+
+    def take_back_end(self) -> bool:
+        """A run that ended at its token limit goes on when the limit has been moved or fewer tokens are left; whether
+        that is so. An operator's stop stands."""
+        ledger, limit = self.ledger, self.settings().tk_max_tokens
+        if not ledger.stopping or ledger.stop_asked or 0 < limit <= ledger.tokens:
+            return False
+        ledger.stopping, self.stopped_s = "", None
+        return True
 
     def pushes(self) -> Iterator[Push]:
         for member in self.live():

@@ -36,6 +36,7 @@ ORDERS: Mapping[str, Order] = {
     "Pause": lambda client: client.pause("a test"),
     "Resume": lambda client: client.resume("a test"),
     "Evict": lambda client: client.evict("b", "a test"),
+    "Extend": lambda client: client.extend(0, True, "a test"),
     "Drain": lambda client: client.drain("a", "a test"),
     "Reshard": ask_for_a_slave,
     "Stop": lambda client: client.stop("a test"),
@@ -60,7 +61,7 @@ def reached(run: KillRun) -> set[str]:
 @pytest.mark.timeout(600)
 def test_one_run_reaches_every_failpoint(tmp_path: Path) -> None:
     spec = {role: "; ".join(f"{name}=1*note" for name in of_role(role)) for role in ("master", "slave", "worker")}
-    turns = ((2, "Pause"), (2, "Resume"), (3, "Reshard"), (3, "Evict"), (5, "Drain"), (6, "Stop"))
+    turns = ((2, "Pause"), (2, "Resume"), (3, "Reshard"), (3, "Evict"), (5, "Drain"), (5, "Extend"), (6, "Stop"))
     orders = [(n, ORDERS[name]) for n, name in turns]
     with KillRun(tmp_path / "run", actions=all_roles(spec)) as run:
         run.play([(1, ORDERS["Status"]), *orders])

@@ -38,7 +38,7 @@ CALLS = {
         *("Join", "BeginPush", "FinishPush", "AwaitVerdict", "BeginPull", "FinishPull", "LeaseData", "ReturnData"),
         "Leave",
     ),
-    "Operator": ("Status", "Pause", "Resume", "Evict", "Drain"),
+    "Operator": ("Status", "Pause", "Resume", "Evict", "Drain", "Extend"),
 }
 STREAMS = {"Clusters": ("Heartbeat",), "Slaves": ("Attach",)}
 

@@ -24,6 +24,7 @@ from dips.core.messages import (
     ClusterRequest,
     DrainRequest,
     EvictRequest,
+    ExtendRequest,
     OperatorReply,
     OperatorRequest,
     Refusal,
@@ -46,7 +47,8 @@ SERVICES: dict[str, Sequence[type]] = {
     "clusters": (*ClusterRequest.__args__, *ClusterReply.__args__),
     "slaves": (SlaveMessage, SlaveCommand),
     "operator": (
-        *(StatusRequest, WatchRequest, OperatorRequest, EvictRequest, DrainRequest, OperatorReply, StatusReply),
+        *(StatusRequest, WatchRequest, OperatorRequest, EvictRequest, DrainRequest, ExtendRequest),
+        *(OperatorReply, StatusReply),
         Refusal,
     ),
 }

@@ -40,6 +40,7 @@ from dips.core.messages import (
     DataPlan,
     DrainRequest,
     EvictRequest,
+    ExtendRequest,
     HeartbeatReply,
     HeartbeatRequest,
     JoinRequest,
@@ -412,6 +413,7 @@ async def test_status_is_answered(served: Served) -> None:
         ("Stop", OperatorRequest("demo", "r"), Stop(OperatorRequest("demo", "r"))),
         ("Evict", EvictRequest("demo", "a", "r"), EvictRequest("demo", "a", "r")),
         ("Drain", DrainRequest("demo", "a", "r"), DrainRequest("demo", "a", "r")),
+        ("Extend", ExtendRequest("demo", 7, True, "r"), ExtendRequest("demo", 7, True, "r")),
     ],
 )
 async def test_each_action_reaches_the_state_as_itself(
@@ -485,7 +487,7 @@ async def test_an_address_that_others_reach_is_never_bound(address: str) -> None
 
 
 UNARY = [f"Clusters/{name}" for name in CALLS] + [
-    f"Operator/{name}" for name in ("Status", "Evict", "Drain", "Pause", "Resume", "Stop")
+    f"Operator/{name}" for name in ("Status", "Evict", "Drain", "Pause", "Resume", "Stop", "Extend")
 ]
 
 

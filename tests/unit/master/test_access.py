@@ -40,6 +40,7 @@ ALLOWED = {
     "/dips.v1.Operator/Evict": {"operator"},
     "/dips.v1.Operator/Drain": {"operator"},
     "/dips.v1.Operator/Reshard": {"operator"},
+    "/dips.v1.Operator/Extend": {"operator"},
 }
 NAME_OF_ROLE = {"cluster": "a", "slave": "s0", "operator": "operator", "master": "master"}
 JOIN, STATUS = "/dips.v1.Clusters/Join", "/dips.v1.Operator/Status"

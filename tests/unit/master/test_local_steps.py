@@ -108,7 +108,7 @@ def test_master_says_when_it_cuts_a_slow_cluster_s_steps() -> None:
 
 def test_master_warns_of_one_slow_cluster_with_most_of_the_tokens() -> None:
     bench = Bench(grace_s=0.1, settings=Settings(max_staleness_versions=100)).running("a", "b")
-    bench.push("b", 10_000)
+    bench.push("b", 10_000, steps=10_000)
     bench.advance(0.5)
     bench.pull("b")
     for _ in range(12):
@@ -116,7 +116,7 @@ def test_master_warns_of_one_slow_cluster_with_most_of_the_tokens() -> None:
         bench.advance(5.0)
         bench.pull("a")
     assert not [log for log in bench.logs if log.key == "momentum"]
-    bench.push("b", 100_000)
+    bench.push("b", 100_000, steps=100_000)
     bench.advance(0.5)
     assert "cluster b makes" in next(log.sentence for log in bench.logs if log.key == "momentum")
 

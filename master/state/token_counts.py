@@ -1,0 +1,132 @@
+"""Whether a cluster's token counts can be right (docs/algorithm.md, token counts).
+
+Where clusters bring their own data they count it themselves, and a count decides the weight of a push and the run's
+end. What a push counts for a step is compared with what this cluster's accepted pushes counted and with what the other
+live clusters count. Batches differ, so there are two limits: far beyond both the push is refused before it counts for
+anything; nearer, a person is told and the push counts. Too few tokens only waste that cluster's own work, so they are
+never refused. Leased data needs none of this: there the ranges say how many tokens they hold.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import BeginPushRequest
+from dips.master.state.world import World
+
+DOUBTFUL_RATIO = 10.0
+"""A person is told. One device beside a node of eight is below it; tokens beside samples of a short text are above."""
+
+LEAST_STEPS = 8
+OWN_PUSHES = 8
+"""Steps before a cluster's counts say anything about another's, and accepted pushes before they do about its own: one
+step, and with H = 1 one push, may have been a short batch."""
+
+REMEDY = (
+    "let tokens_per_step, or count(), say what one optimizer.step() of this cluster was trained on, in the same unit "
+    "(tokens, not samples) on every cluster; a checkpoint that was taken meanwhile holds the wrong count"
+)
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """What some clusters count for a step. whose: the words for them."""
+
+    per_step: float
+    whose: str
+
+
+def usual_per_step(world: World, cluster: str) -> float:
+    """Tokens that the cluster counts for a step: in its pushes, the open one too, or in its beats, whichever is more;
+    0.0: unknown."""
+    entry, member = world.ledger.clusters.get(cluster), world.members.get(cluster)
+    tokens, steps = (entry.tokens_applied, entry.steps_applied) if entry is not None else (0, 0)
+    if member is not None and member.push is not None:
+        tokens, steps = tokens + member.push.request.tokens, steps + member.push.request.steps
+    pushed = tokens / steps if steps >= LEAST_STEPS else 0.0
+    beat = member.beat if member is not None else None
+    known = beat is not None and beat.steps >= LEAST_STEPS and beat.steps_per_s > 0
+    return max(pushed, beat.tokens_per_s / beat.steps_per_s if beat is not None and known else 0.0)
+
+
+def check(world: World, cluster: str, request: BeginPushRequest) -> None:
+    """Refuse a count that cannot be; say so when one is in doubt, and forget that once one is not.
+
+    Raises Refused(TOKENS). Only for a push of training where clusters bring their own data.
+    """
+    usual, per_step = _usual(world, cluster), _per_step(world, cluster, request)
+    if why := _why_not(world, request, per_step, usual):
+        _doubt(world, cluster, f"a push of cluster {cluster} is refused: {why}")
+        raise Refused(RefusalCode.TOKENS, why)
+    _doubt(world, cluster, _why_doubtful(world, cluster, request, per_step, usual))
+
+
+def _per_step(world: World, cluster: str, request: BeginPushRequest) -> float:
+    member = world.members.get(cluster)
+    told = member.local_steps if member is not None else 0
+    return request.tokens / (request.steps or told or world.config.settings.sync_every_steps)
+
+
+def _why_not(world: World, request: BeginPushRequest, per_step: float, usual: list[_Usual]) -> str:
+    limit, tk_max = world.config.token_ratio_max, world.settings().tk_max_tokens
+    for other in usual:
+        if per_step > limit * other.per_step:
+            return (
+                f"{request.tokens} tokens in {request.steps} steps, {per_step:.4g} a step, are "
+                f"{per_step / other.per_step:.3g} times what {other.whose}: {REMEDY}; or start the master with a "
+                f"larger token_ratio_max (it is {limit:g}) if this is meant"
+            )
+    if not usual and 0 < tk_max < request.tokens:
+        return (
+            f"{request.tokens} tokens in one push are more than the whole run is to train on (tk_max is {tk_max}), and "
+            f"nothing is known yet to compare them with: {REMEDY}; or raise tk_max, or lower sync_every"
+        )
+    return ""
+
+
+def _usual(world: World, cluster: str) -> list[_Usual]:
+    """What is known to compare a count with; nothing for the first push of the only cluster."""
+    known: list[_Usual] = []
+    entry = world.ledger.entry(cluster)
+    if entry.pushes_applied >= OWN_PUSHES and entry.steps_applied >= LEAST_STEPS:
+        own = entry.tokens_applied / entry.steps_applied
+        known.append(_Usual(own, f"its accepted pushes counted, {own:.4g}"))
+    names = [other.cluster for other in world.live() if other.cluster != cluster]
+    others = {name: per_step for name in names if (per_step := usual_per_step(world, name)) > 0}
+    if others:
+        median = statistics.median(others.values())
+        who = "the other clusters count" if len(others) > 1 else f"cluster {next(iter(others))} counts"
+        known.append(_Usual(median, f"{who}, {median:.4g}"))
+    return known
+
+
+def _why_doubtful(world: World, cluster: str, request: BeginPushRequest, per_step: float, usual: list[_Usual]) -> str:
+    entry = world.ledger.entry(cluster)
+    tokens, steps = entry.tokens_applied + request.tokens, entry.steps_applied + request.steps
+    lately = tokens / steps if steps >= LEAST_STEPS else math.inf
+    for other in usual:
+        ratio = per_step / other.per_step
+        if ratio > DOUBTFUL_RATIO:
+            return (
+                f"cluster {cluster} counts {per_step:.4g} tokens a step, {ratio:.3g} times what {other.whose}; its "
+                f"weight is as much larger: {REMEDY}; nothing to do if its batches are so much larger"
+            )
+        if max(lately / other.per_step, ratio) < 1.0 / DOUBTFUL_RATIO:
+            return (
+                f"cluster {cluster} counts {per_step:.4g} tokens a step, 1/{1 / ratio:.3g} of what {other.whose}; its "
+                f"work hardly counts: {REMEDY}; nothing to do if its batches are so much smaller"
+            )
+    return ""
+
+
+def _doubt(world: World, cluster: str, sentence: str) -> None:
+    """Told once, when it begins; the sentence then follows the newest numbers."""
+    if not sentence:
+        world.token_doubts.pop(cluster, None)
+        return
+    if cluster not in world.token_doubts:
+        world.alarm(sentence)
+    world.token_doubts[cluster] = sentence, world.now_s
