@@ -384,6 +384,8 @@ def _untrained_from_json(raw: Any) -> str | None:
         return None
     Untrained.from_text(_text(raw))  # read now, and not first when a cluster joins
     return _text(raw)
+
+
 def _extended_from_json(raw: list[Any] | None) -> tuple[int, int] | None:
     if raw is None:
         return None
