@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.master_bench import Bench, refused_with
 
@@ -153,7 +155,7 @@ def test_an_alarm_of_a_cluster_that_is_gone_ends_after_an_hour() -> None:
 # ---- taking an end back ----
 
 
-def at_the_end(**config: float) -> Bench:
+def at_the_end(**config: Any) -> Bench:
     """At 200 of 150 tokens."""
     bench = Bench(settings=Settings(tk_max_tokens=150), **config).running("a", "b")
     rounds(bench, 1, a=100, b=100)
