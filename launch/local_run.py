@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 from dips.core.clock import Clock
@@ -22,6 +23,7 @@ from dips.launch.plan import (
     EVALUATOR,
     MASTER,
     RunPlan,
+    TrainedCluster,
     cluster_specs,
     evaluator_spec,
     master_spec,
@@ -29,7 +31,7 @@ from dips.launch.plan import (
 )
 from dips.launch.run_directory import RunDirectory
 from dips.launch.supervisor import POLL_S, ChildEvent, Supervisor
-from dips.launch.tapes import tape_path
+from dips.launch.tapes import StartFollower, tape_path
 from dips.master.page.gate import read_page_url
 
 STATUS_EVERY_S = 0.5
@@ -68,6 +70,7 @@ class LocalRun:
         self._operator: OperatorClient | None = None
         self._next_status_s = 0.0
         self._stall_s = stall_s
+        self._starts = StartFollower(_tapes(plan, directory))
         self._progress: tuple[int, float] = (-1, 0.0)
 
     def __enter__(self) -> LocalRun:
@@ -115,6 +118,8 @@ class LocalRun:
         if now_s < self._next_status_s:
             return None
         self._next_status_s = now_s + STATUS_EVERY_S
+        for name, sentence in self._starts.news():
+            self._tell(f"{name}: {sentence}")
         status = self._ask()
         if status is not None:
             self._remember(status, now_s)
@@ -223,6 +228,15 @@ class LocalRun:
         ended_as_asked = event.kind == "stopped" and event.exit_code in (0, TERMINATED)
         if not ended_as_asked:
             self._tell(f"{event.name}: {event.sentence}")
+
+
+def _tapes(plan: RunPlan, directory: RunDirectory) -> dict[str, Path]:
+    """Of the processes whose start may take long, by name."""
+    found = {slave.slave_id: slave.tape for slave in plan.slaves}
+    for cluster in plan.clusters:
+        own = cluster.client.tape if isinstance(cluster, TrainedCluster) else None
+        found[cluster.cluster_id] = own or tape_path(directory.path, cluster.cluster_id)
+    return {name: tape for name, tape in found.items() if tape is not None}
 
 
 def _raise_unless_away(error: RetryLater | Refused) -> None:

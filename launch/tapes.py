@@ -5,6 +5,7 @@ It must never write to a tape, and never fill a gap: what a process did not reco
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.ids import Version, parse_version
+from dips.core.starting import KIND
 from dips.core.telemetry import read_tape
 
 HELDOUT_TAPE = "heldout"
 _SUFFIX = ".tape.jsonl"
+_STARTING = f'"{KIND}"'.encode()
+_AT_ONCE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,44 @@ def heldout_losses(path: Path) -> list[HeldoutPoint]:
             point = HeldoutPoint(parse_version(str(record.get("version"))), int(tokens), loss)
             points[point.version] = point
     return [points[version] for version in sorted(points)]
+
+
+class StartFollower:
+    """What processes say of a start that takes long (core/starting.py), as they write it to their tapes.
+
+    What stood there before is left out. Reads what is new and no more; a tape that is not there yet is looked for
+    again.
+    """
+
+    def __init__(self, tapes: Mapping[str, Path]) -> None:
+        """tapes: of each process, by its name."""
+        self._tapes = dict(tapes)
+        self._read = {name: path.stat().st_size if path.is_file() else 0 for name, path in tapes.items()}
+
+    def news(self) -> Iterator[tuple[str, str]]:
+        """(process, its sentence) since the last call."""
+        for name, path in self._tapes.items():
+            for line in self._lines(name, path):
+                if _STARTING not in line:
+                    continue
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(record, dict) and record.get("kind") == KIND and isinstance(record.get("sentence"), str):
+                    yield name, record["sentence"]
+
+    def _lines(self, name: str, path: Path) -> list[bytes]:
+        """Whole lines; half a one waits for its end."""
+        try:
+            with path.open("rb") as file:
+                file.seek(self._read[name])
+                found = file.read(_AT_ONCE_BYTES)
+        except OSError:
+            return []
+        end = found.rfind(b"\n") + 1
+        self._read[name] += end or (len(found) if len(found) == _AT_ONCE_BYTES else 0)
+        return found[:end].splitlines()
 
 
 def _number(value: object) -> float | None:

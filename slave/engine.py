@@ -18,10 +18,12 @@ from typing import Any, TypeVar
 from dips.core import kernels_numba, kernels_wire
 from dips.core.chunks import shard_digest
 from dips.core.clock import Clock
+from dips.core.compiling import watched
 from dips.core.curve import CurvePair
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.grpc_refusal import to_refusal
 from dips.core.messages import CommitRecord, Configure, SlaveMessage, SnapshotInfo
+from dips.core.starting import Starting
 from dips.core.telemetry import ChangeLogger, Tape
 from dips.core.threads import Threads
 from dips.slave import calculation
@@ -90,8 +92,11 @@ class Engine:
 
     async def warm_up(self) -> None:
         """Compile the kernels before anyone waits for them: compiling holds the interpreter lock."""
-        for kernels in (kernels_numba, kernels_wire):
-            await self._loop.run_in_executor(self._outer, kernels.warm_up)
+        starting = Starting("kernels", log, self._tape, self._clock, quiet_s=0.0)
+        with watched(starting.compiles, kernels_numba, kernels_wire):
+            for kernels in (kernels_numba, kernels_wire):
+                await self._loop.run_in_executor(self._outer, kernels.warm_up)
+        starting.end()
 
     async def measure_memory(self) -> float:
         """Bytes a second that this machine's memory moves. To be asked before the slave serves."""
@@ -283,7 +288,9 @@ class Engine:
         await self._on(self._disk, self._ring.close_round)
         await self._on(self._disk, self._ring.make, sum(block.n_elems for block in blocks))
         slots, room = effect.configure.staging_slots, self._memory_bytes
-        memory = await self._on(self._outer, ShardMemory, blocks, effect.chunk_bytes, slots, room)
+        starting = Starting("memory", log, self._tape, self._clock)
+        memory = await self._on(self._outer, ShardMemory, blocks, effect.chunk_bytes, slots, room, starting.touched)
+        starting.end()
         current = None if effect.source is None else await self._fill(memory, effect, effect.source)
         await self._serve_memory(memory)
         self._memory = memory

@@ -10,7 +10,7 @@ read is never written (I3 of docs/architecture.md); when pins hold every buffer 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +50,15 @@ class ShardMemory:
     Raises Refused(MEMORY) when not even the ring fits.
     """
 
-    def __init__(self, blocks: Sequence[Block], chunk_bytes: int, staging_slots: int, memory_bytes: int) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        chunk_bytes: int,
+        staging_slots: int,
+        memory_bytes: int,
+        touched: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """touched: told (bytes that are there, bytes in all) while the memory is made."""
         self.blocks = tuple(blocks)
         self.map = ShardMap(blocks, chunk_bytes)
         self.n_elems = self.map.n_bytes // FLOAT32_BYTES
@@ -62,9 +70,10 @@ class ShardMemory:
                 f"{self.n_elems} elements do not fit {memory_bytes} bytes: raise this slave's memory_bytes",
             )
         self.max_buffers = RING_BUFFERS + spare // max(1, self.map.n_bytes + BYTES_PER_CHECKSUM * self.map.n_chunks)
-        self.staging = _touched((staging_slots, self.n_elems))
-        self._buffers = [Buffer(_touched((self.n_elems,))) for _ in range(RING_BUFFERS)]
-        self._momentum = [_touched((self.n_elems,)) for _ in range(2)]
+        tell = _summed((staging_slots + RING_BUFFERS + 2) * self.map.n_bytes, touched)
+        self.staging = _touched((staging_slots, self.n_elems), tell)
+        self._buffers = [Buffer(_touched((self.n_elems,), tell)) for _ in range(RING_BUFFERS)]
+        self._momentum = [_touched((self.n_elems,), tell) for _ in range(2)]
         self.samples = Samples(self.n_elems)
         self.current: Buffer | None = None
         self.previous: Buffer | None = None
@@ -174,10 +183,24 @@ def bytes_of(array: F32) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _touched(shape: tuple[int, ...]) -> F32:
+def _summed(of_bytes: int, touched: Callable[[int, int], None] | None) -> Callable[[int], None] | None:
+    """For the pieces of several arrays: tells their sum so far."""
+    if touched is None:
+        return None
+    done_bytes = 0
+
+    def tell(n_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += n_bytes
+        touched(done_bytes, of_bytes)
+
+    return tell
+
+
+def _touched(shape: tuple[int, ...], tell: Callable[[int], None] | None = None) -> F32:
     """Zeros whose pages are really there: running out of memory must show now, not in the middle of a round."""
     try:
-        return allocator.zeros(*shape)
+        return allocator.zeros(*shape, touched=tell)
     except MemoryError as error:
         raise Refused(
             RefusalCode.MEMORY, f"this host has no {4 * math.prod(shape)} bytes left: lower the slave's memory_bytes"

@@ -24,6 +24,7 @@ from dips.core.keys import security_of
 from dips.core.layout import Layout
 from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, Settings, Verdict
 from dips.core.reach import check_slaves_reachable
+from dips.core.starting import Starting
 from dips.core.telemetry import ChangeLogger, Tape
 from dips.core.tls_probe import check_let_in
 from dips.core.untrained import Untrained
@@ -59,7 +60,9 @@ from dips.worker.state.terms import SessionConfig
 from dips.worker.state.times import Times
 from dips.worker.transfers import Transfers
 from dips.worker.vectors import F32, Vectors, chunk_spans
-from dips.worker.wire import kernels
+from dips.worker.wire import warm_up
+
+_starts = logging.getLogger("dips.worker")
 
 LONGEST_WAIT_S = 0.5
 """How long a wait sleeps at most before the reason for it is looked at (and logged, if it changed)."""
@@ -101,9 +104,14 @@ class Driver:
         self._owns_tape = tape is None
         self.tape = tape or Tape(config.tape, "worker", config.cluster_id, self._clock, may_lose=True)
         self._layout = layout
-        self._vectors = Vectors(layout.n_elems, parameters)
+        self._vectors = Vectors(
+            layout.n_elems, parameters, lambda: Starting("memory", _starts, self.tape, self._clock, quiet_s=0.0)
+        )
         if wire_of(config) in DIFFERENCES:
-            kernels().warm_up()  # now, and not while the first push is on its way
+            # Now, and not while the first push is on its way.
+            starting = Starting("kernels", _starts, self.tape, self._clock, quiet_s=0.0)
+            warm_up(starting.compiles)
+            starting.end()
         self._pace = Pace()
         self._metrics: Metrics | None = None
         if config.metrics_listen is not None:

@@ -10,7 +10,7 @@ fetched; everything else is the training thread's alone, which calls every metho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from dips.core.allocator import zeros
 from dips.core.chunks import chunks_of
 from dips.core.layout import Layout
+from dips.core.starting import Starting
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.live import Live
 from dips.worker.parameters import ParameterStore, Ready, StreamingStore
@@ -30,6 +31,9 @@ PIECE_ELEMS = 1 << 18
 """Arithmetic goes by pieces that stay in the cache between its two operations."""
 
 
+WORTH_A_LINE_BYTES = 1 << 30
+
+
 class Vectors:
     """theta_base, theta_at_push, the pulled theta, and the residual.
 
@@ -37,9 +41,14 @@ class Vectors:
     they change), or theta_base (_push_is_base).
     """
 
-    def __init__(self, n_elems: int, store: ParameterStore | None = None) -> None:
-        """store: whose memory is used, if it has a word on that (StreamingStore)."""
+    def __init__(
+        self, n_elems: int, store: ParameterStore | None = None, starting: Callable[[], Starting] | None = None
+    ) -> None:
+        """store: whose memory is used, if it has a word on that (StreamingStore). starting: told of a vector of a GiB
+        or more, which takes its time.
+        """
         self._n_elems = n_elems
+        self._starting = starting if 4 * n_elems >= WORTH_A_LINE_BYTES else None
         self._store = store if isinstance(store, StreamingStore) else None
         self._base: F32 | None = None
         self._push: F32 | None = None
@@ -87,7 +96,13 @@ class Vectors:
 
     def empty(self) -> F32:
         """A further vector in memory of the same kind; not one of these."""
-        return self._store.empty(self._n_elems) if self._store is not None else zeros(self._n_elems)
+        starting = self._starting() if self._starting is not None else None
+        if starting is not None:
+            starting.touched(0, 4 * self._n_elems)
+        vector = self._store.empty(self._n_elems) if self._store is not None else zeros(self._n_elems)
+        if starting is not None:
+            starting.end()
+        return vector
 
     # ---- the push ----
 

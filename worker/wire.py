@@ -51,6 +51,18 @@ def kernels() -> Kernels:
     return kernels_wire
 
 
+def warm_up(tell: Callable[[str, int, int], None]) -> None:
+    """Compile the conversions, or load them; tell: (kernel that is compiled, how many, of how many). Raises ConfigError
+    without numba.
+    """
+    kernels()
+    from dips.core import kernels_wire
+    from dips.core.compiling import watched
+
+    with watched(tell, kernels_wire):
+        kernels_wire.warm_up()
+
+
 def bytes_of(flat: F32) -> U8:
     """The vector's memory, without a copy."""
     return flat.view(np.uint8)

@@ -8,7 +8,15 @@ from pathlib import Path
 from dips.core.clock import ManualClock
 from dips.core.ids import Version
 from dips.core.telemetry import Tape
-from dips.launch.tapes import HeldoutPoint, LossPoint, heldout_losses, records, tape_path, training_losses
+from dips.launch.tapes import (
+    HeldoutPoint,
+    LossPoint,
+    StartFollower,
+    heldout_losses,
+    records,
+    tape_path,
+    training_losses,
+)
 
 
 def write(path: Path, *lines: dict[str, object]) -> Path:
@@ -59,3 +67,19 @@ def test_half_a_line_of_a_killed_writer_is_left_out(tmp_path: Path) -> None:
 
 def test_where_tapes_stand(tmp_path: Path) -> None:
     assert tape_path(tmp_path, "heldout") == tmp_path / "tapes" / "heldout.tape.jsonl"
+
+
+def test_starts_that_take_long_are_followed_from_now_on(tmp_path: Path) -> None:
+    old, late = tmp_path / "s0.tape.jsonl", tmp_path / "a.tape.jsonl"
+    line = '{{"kind":"starting","sentence":"{}"}}\n'
+    old.write_text(line.format("of an earlier life"))
+    follower = StartFollower({"s0": old, "a": late})
+    assert list(follower.news()) == []
+    with old.open("a") as file:
+        file.write('{"kind":"started"}\n' + line.format("kernels: 1 of 2") + '{"kind":"starting","sent')
+    late.write_text("no JSON at all, starting\n" + line.format("memory: 1 GiB of 2 GiB"))
+    assert list(follower.news()) == [("s0", "kernels: 1 of 2"), ("a", "memory: 1 GiB of 2 GiB")]
+    with old.open("a") as file:
+        file.write('ence":"kernels: 2 of 2"}\n')
+    assert list(follower.news()) == [("s0", "kernels: 2 of 2")]
+    assert list(follower.news()) == []
