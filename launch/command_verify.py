@@ -55,7 +55,11 @@ def _print(report: VerifyReport) -> None:
     if len(report.violations) > SHOWN:
         console.print(f"... and {len(report.violations) - SHOWN} more: --json shows all")
     if report.replayed is not None:
-        console.print(f"replayed {report.replayed.versions} versions, {report.replayed.shards} shards, bit for bit")
+        done = report.replayed
+        console.print(
+            f"replayed {done.versions} versions, {done.shards} shards, bit for bit; "
+            f"measured the norms of {done.judged} rounds again"
+        )
         for sentence in report.replayed.skipped:
             console.print(Text(f"not replayed: {sentence}", style="yellow"))
     for sentence in report.problems:

@@ -7,6 +7,7 @@ other; both define the same bits (docs/algorithm.md). Only rounds that the journ
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from dips.core.ids import SlaveId
 from dips.core.layout import Block, layout_from_json
 from dips.core.placement import Placement
 from dips.sim.facts import MERGES, Decision, Pair, decision_of, pair, say_round, say_version, short
+from dips.sim.judgement import near
 from dips.sim.verify_records import RunRecords
 
 F32 = NDArray[np.float32]
@@ -35,15 +37,25 @@ FOLDER = "pushes"
 @dataclass
 class Replayed:
     """versions: computed again on every slave; shards: digests compared; wrong: sentences; skipped: why a version was
-    not computed."""
+    not computed. judged: rounds whose norms were measured again; misjudged: sentences about norms, and about numbers of
+    the step that slaves recorded and the COMMIT record says otherwise."""
 
     versions: int = 0
     shards: int = 0
     wrong: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    judged: int = 0
+    misjudged: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        return {"versions": self.versions, "shards": self.shards, "wrong": self.wrong, "skipped": self.skipped}
+        return {
+            "versions": self.versions,
+            "shards": self.shards,
+            "wrong": self.wrong,
+            "skipped": self.skipped,
+            "judged": self.judged,
+            "misjudged": self.misjudged,
+        }
 
 
 @dataclass(frozen=True)
@@ -70,11 +82,15 @@ def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
             result.versions += _move_all(decision, places, kept, _chunk_bytes(folders), result)
             continue
         slaves = sorted(folders.keys() & decision.digests.keys())
+        measured = _Measured(decision)
         done = [
-            _replay_one(decision, slave, folders, kept.setdefault(slave, {}), places.blocks(slave), result)
+            _replay_one(decision, slave, folders, kept.setdefault(slave, {}), places.blocks(slave), result, measured)
             for slave in slaves
         ]
         result.versions += bool(done) and all(done)
+        if decision.judgement is not None and bool(done) and all(done) and len(slaves) == len(decision.digests):
+            result.judged += 1
+            result.misjudged += measured.compare()
     missing = sorted({slave for decision in made for slave in decision.digests} - folders.keys())
     result.skipped += [f"slave {slave} recorded no pushes" for slave in missing]
     if result.shards == 0:
@@ -168,6 +184,7 @@ def _replay_one(
     kept: dict[Pair, _State],
     blocks: Sequence[Block],
     result: Replayed,
+    measured: _Measured,
 ) -> bool:
     """Whether the shard could be computed; a wrong one is said, and what was computed goes on."""
     assert made.version is not None, "the caller leaves out what makes no version"
@@ -188,10 +205,15 @@ def _replay_one(
     if before is not None and before not in kept:
         result.skipped.append(f"{name}: version {say_version(before)} was not computed")
         return False
-    after = _step(folders[slave], recorded, kept[before] if before is not None else None)
+    base = kept[before] if before is not None else None
+    rows = np.stack([_push(folders[slave] / str(item["file"])) for item in recorded["accepted"]])
+    if base is not None and made.judgement is not None:
+        measured.add(base.theta, rows, blocks)
+    after = _step(rows, recorded, base)
     kept[made.version] = after
     _forget_old(kept)
     _same_pushes(made, recorded, name, result)
+    result.misjudged += _other_numbers(made, recorded, name)
     return _compare(made, slave, after, blocks, int(recorded["chunk_bytes"]), name, result)
 
 
@@ -227,9 +249,67 @@ def _compare(
     return True
 
 
-def _step(folder: Path, recorded: Mapping[str, Any], before: _State | None) -> _State:
-    """One outer step, as the slave made it. Raises ConfigError when a push's file cannot be read."""
-    rows = np.stack([_push(folder / str(item["file"])) for item in recorded["accepted"]])
+class _Measured:
+    """MEASURE again, from the recorded pushes of one round: the Gram matrix of what was accepted, over all slaves."""
+
+    def __init__(self, made: Decision) -> None:
+        self._made = made
+        k = len(made.accepted)
+        self._gram = np.zeros((k, k))
+
+    def add(self, theta: F32, rows: F32, blocks: Sequence[Block]) -> None:
+        """One slave's share. Differences in float32, as slaves take them; products and sums in float64."""
+        if len(rows) != len(self._gram):
+            return  # other pushes than the record's, which is said of the shard
+        start = 0
+        for block in blocks:
+            for begin in range(start, start + block.n_elems, PIECE_ELEMS):
+                piece = slice(begin, min(begin + PIECE_ELEMS, start + block.n_elems))
+                ways = (theta[piece] - rows[:, piece]).astype(np.float64)
+                self._gram += ways @ ways.T
+            start += block.n_elems
+
+    def compare(self) -> list[str]:
+        """What of the norms in the record is not that of its pushes."""
+        judgement = self._made.judgement
+        assert judgement is not None, "only judged rounds are compared"
+        said = {str(name): float(norm) for name, norm, *_ in judgement["norms"]}
+        wrong = []
+        for j, item in enumerate(self._made.accepted):
+            name, norm = item.push[0], float(np.sqrt(self._gram[j, j]))
+            if not near(said.get(name, math.nan), norm):
+                wrong.append(f"{self._made} has norm {said.get(name)} of {name}, but its push makes it {norm!r}")
+        weights = np.asarray([float(text) for text in judgement["weights"]])
+        if len(weights) == len(self._gram):
+            squared, parts = weights @ self._gram @ weights, np.abs(np.outer(weights, weights) * self._gram).sum()
+            norm, merged = float(np.sqrt(max(0.0, squared))), float(judgement["merged_norm"])
+            if not near(merged, norm, 1e-12 * parts / norm if norm > 0 else 1e-6 * float(np.sqrt(parts))):
+                wrong.append(f"{self._made} has merged norm {merged!r}, but weights and pushes make it {norm!r}")
+        return wrong
+
+
+PIECE_ELEMS = 1 << 20
+"""Elements whose differences stand in memory at once, in float64."""
+
+
+def _other_numbers(made: Decision, recorded: Mapping[str, Any], name: str) -> list[str]:
+    """Numbers of the step that the slave recorded and that the COMMIT record says otherwise: both write every bit."""
+    wrong = []
+    before = pair(recorded["from_version"])
+    if pair(recorded["to_version"]) != made.version or (made.kind == "COMMIT" and before != made.from_version):
+        wrong.append(f"{name} was made from {recorded['from_version']} to {recorded['to_version']}, not as {made} says")
+    if made.judgement is None:
+        return wrong
+    step = {key: float(text) for key, text in (made.judgement["outer_step"] or {}).items()}
+    other = [f"{key} {recorded[key]!r}, not {value!r}" for key, value in step.items() if float(recorded[key]) != value]
+    weights = [float(item["weight"]) for item in recorded["accepted"]]
+    if weights != (said := [float(text) for text in made.judgement["weights"]]):
+        other.append(f"weights {weights}, not {said}")
+    return wrong + ([f"{name} was made with {'; '.join(other)} as {made} says"] if other else [])
+
+
+def _step(rows: F32, recorded: Mapping[str, Any], before: _State | None) -> _State:
+    """One outer step, as the slave made it."""
     n = rows.shape[1]
     theta, momentum = np.empty(n, np.float32), np.empty(n, np.float32)
     if before is None:

@@ -211,6 +211,8 @@ def _rows(checker: Checker, records: RunRecords, replayed: Replayed | None) -> l
     if replayed is not None:
         counts["I14"] += replayed.shards
         broken["I14"] += len(replayed.wrong)
+        counts["I18"] += replayed.judged
+        broken["I18"] += len(replayed.misjudged)
     rows = []
     for item in INVARIANTS:
         count, result, why = counts[item.name], OK, ""
@@ -261,7 +263,8 @@ def _not_recomputed(judging: Judging) -> list[str]:
 
 
 def _of_replay(replayed: Replayed) -> list[Violation]:
-    return [Violation("I14", sentence, "replay") for sentence in replayed.wrong]
+    wrong, misjudged = replayed.wrong, replayed.misjudged
+    return [Violation(name, said, "replay") for name, many in (("I14", wrong), ("I18", misjudged)) for said in many]
 
 
 class Summary(TypedDict):
