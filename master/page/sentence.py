@@ -12,6 +12,7 @@ from typing import Any
 from dips.core.messages import StatusReply
 from dips.core.units import format_seconds
 from dips.master.page.timeline import cut
+from dips.master.state.alarms import NOTHING_MERGED
 from dips.master.state.run_view import RunView
 
 Departures = Mapping[str, tuple[str, str]]
@@ -41,6 +42,8 @@ def _first(view: RunView, lag_s: float, departures: Departures) -> tuple[str, st
         return _waits(status), _capital(f"{status.waiting_for}.")
     if status.reshard:
         return "wait", f"Blocks are about to move: {status.reshard}."
+    if nothing := [alarm for alarm in status.alarms if alarm.kind == NOTHING_MERGED]:
+        return "bad", _capital(f"{nothing[0].sentence}.")
     if late := _late(view, lag_s):
         return "wait", late
     if away := _away(status, departures):
@@ -104,7 +107,7 @@ def _more(view: RunView) -> list[str]:
         lines.append(
             f"Direction alarm: {', '.join(alarmed)} pushes where the others do not go; it is merged all the same."
         )
-    lines += [_capital(f"{alarm.sentence}.") for alarm in status.alarms]
+    lines += [_capital(f"{alarm.sentence}.") for alarm in status.alarms if alarm.kind != NOTHING_MERGED]
     quarantined = [c.cluster_id for c in status.clusters if c.alive and c.quarantined]
     if quarantined:
         lines.append(f"In quarantine after pushes that were excluded in a row: {', '.join(quarantined)}.")

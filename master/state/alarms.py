@@ -1,27 +1,58 @@
 """What stands and a person should look at: the same alarms in the status, on the page and in the metrics.
 
 An alarm is told once when it begins (World.alarm), and stands here until it is over. The direction of a cluster's
-pushes has its own place in ClusterStatus. Reads the state and changes nothing.
+pushes has its own place in ClusterStatus.
 """
 
 from __future__ import annotations
 
-from dips.core.messages import Alarm
+from itertools import takewhile
+
+from dips.core.messages import Alarm, RoundSummary
 from dips.master.state.world import World
 
 TOKEN_COUNTS = "token_counts"
+NOTHING_MERGED = "nothing_merged"
+
+KINDS = (NOTHING_MERGED, TOKEN_COUNTS)
+"""All values of Alarm.kind, and of the label `kind` of dips_master_alarm."""
 
 GONE_S = 3600.0
 """A cluster whose push was refused ends; what was wrong is shown so long, unless it comes back and counts well."""
 
-KINDS = (TOKEN_COUNTS,)
-"""All values of Alarm.kind, and of the label `kind` of dips_master_alarm."""
+FRUITLESS_ROUNDS = 5
+"""In a row without a version. Three VOID ones clear the shared histories, so that these are two more than should be."""
 
 
 def standing(world: World) -> tuple[Alarm, ...]:
     """All alarms that stand, in the order of their kinds."""
-    return tuple(
+    fruitless = _fruitless(world)
+    nothing = [Alarm(NOTHING_MERGED, (), _nothing_words(fruitless))] if len(fruitless) >= FRUITLESS_ROUNDS else []
+    counts = [
         Alarm(TOKEN_COUNTS, (name,), words)
         for name, (words, at_s) in sorted(world.token_doubts.items())
         if name in world.members or world.now_s - at_s < GONE_S
+    ]
+    return (*nothing, *counts)
+
+
+def round_was_fruitless(world: World) -> None:
+    """A round has ended without a version: say so once there were too many in a row."""
+    fruitless = _fruitless(world)
+    if len(fruitless) == FRUITLESS_ROUNDS:
+        world.alarm(_nothing_words(fruitless))
+
+
+def _fruitless(world: World) -> list[RoundSummary]:
+    """The last rounds that made no version, the newest first; as many as are remembered."""
+    return list(takewhile(lambda summary: summary.outcome != "commit", reversed(world.recent)))
+
+
+def _nothing_words(fruitless: list[RoundSummary]) -> str:
+    last, n_void = fruitless[0], sum(summary.outcome == "void" for summary in fruitless)
+    kinds = ((n_void, "void"), (len(fruitless) - n_void, "given up"))
+    how = ", ".join(f"{n} {word}" for n, word in kinds if n)
+    return (
+        f"nothing was merged in the last {len(fruitless)} rounds ({how}), so the model stands still while clusters "
+        f"train; the last one: {last.reason}"
     )

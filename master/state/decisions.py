@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from dips.core.ids import Version
 from dips.core.messages import RoundSummary, Verdict, VerdictKind
+from dips.master.state import alarms
 from dips.master.state.leases import TokenState
 from dips.master.state.ledger import CommitInfo, canonical, pair, push_to_json
 from dips.master.state.outer_optimizer import OuterStep
@@ -97,6 +98,7 @@ class Decisions:
         self._remember(ledger.version, reason)
         world.journal("VOID", self._record("VOID", []) | {"reason": reason})
         self.summary("void", reason)
+        alarms.round_was_fruitless(world)
         self._tell_all()
 
     def tell(self) -> None:

@@ -23,7 +23,7 @@ from dips.core.messages import (
     RoundRefused,
     StagedPush,
 )
-from dips.master.state import bases, pacing
+from dips.master.state import alarms, bases, pacing
 from dips.master.state.decisions import Decisions
 from dips.master.state.gram import GramError, add_blocks, add_directions
 from dips.master.state.outer_optimizer import OuterStep, outer_step_of, seed_step
@@ -39,6 +39,9 @@ from dips.master.state.world import World
 
 MAX_TIMEOUT_FACTOR = 8.0
 RETRY_PAUSE_S = 1.0
+
+NAMED_REJECTIONS = 4
+"""Clusters whose reason stands in that of a VOID round."""
 
 
 class Rounds:
@@ -207,7 +210,8 @@ class Rounds:
         )
         self._record_judgement(judgement)
         if not judgement.accepted:
-            self._void("no push was accepted")
+            why = ", ".join(f"{r.cluster}: {r.reason}" for r in judgement.rejected[:NAMED_REJECTIONS])
+            self._void(f"no push was accepted ({why}{', ...' if len(judgement.rejected) > NAMED_REJECTIONS else ''})")
             return
         self._move("accepted", RoundPhase.PREPARE)
         before, outer_lr = world.ledger.version, world.config.settings.outer_lr
@@ -349,6 +353,7 @@ class Rounds:
         for push in state.participants:
             push.phase.move("round aborted", PushPhase.ADMITTED, world.now_s, state.cause, reason)
         self._decisions.summary("abort", reason)
+        alarms.round_was_fruitless(world)
         world.rounds_aborted += 1
         state.last_abort = reason
         world.log(

@@ -1,0 +1,73 @@
+"""A run whose rounds make no version says so, with the reason, until one does."""
+
+from __future__ import annotations
+
+from support.master_bench import Bench
+
+from dips.core.errors import RefusalCode
+from dips.core.messages import Alarm, Refusal
+from dips.master.page.sentence import sentence
+from dips.master.state.alarms import FRUITLESS_ROUNDS
+
+
+def standing(bench: Bench) -> tuple[Alarm, ...]:
+    return bench.status().alarms
+
+
+def told(bench: Bench) -> list[str]:
+    return [str(record["sentence"]) for record in bench.recorded("alarm") if "nothing was merged" in str(record)]
+
+
+def rounds(bench: Bench, n: int) -> None:
+    for _ in range(n):
+        for name in ("a", "b"):
+            bench.pull(name)
+        for name in ("a", "b"):
+            bench.push(name)
+
+
+def test_rounds_that_are_all_void_are_an_alarm_with_each_clusters_reason() -> None:
+    bench = Bench().running("a", "b")
+    bench.norms = {"a": 0.0}
+    bench.nonfinite = {"b": 3}
+    rounds(bench, FRUITLESS_ROUNDS - 1)
+    assert (standing(bench), told(bench)) == ((), [])
+    rounds(bench, 1)
+    (alarm,) = standing(bench)
+    assert (alarm.kind, alarm.clusters) == ("nothing_merged", ())
+    assert "nothing was merged in the last 5 rounds (5 void)" in alarm.sentence
+    assert "a: its parameters equal the current version's" in alarm.sentence
+    assert "b: 3 elements are not finite" in alarm.sentence
+    assert told(bench) == [alarm.sentence]
+    assert [log.sentence for log in bench.logs if "nothing was merged" in log.sentence] == [alarm.sentence]
+    first = sentence(bench.state.look(), 0.0, {})
+    assert first["level"] == "bad"
+    assert first["text"].startswith("Nothing was merged in the last 5 rounds")
+    rounds(bench, 1)
+    assert "last 6 rounds" in standing(bench)[0].sentence
+    assert len(told(bench)) == 1, "told once"
+    bench.norms, bench.nonfinite = {}, {}
+    rounds(bench, 1)
+    assert not standing(bench)
+
+
+def test_rounds_that_are_given_up_again_and_again_are_one_too() -> None:
+    bench = Bench().running("a")
+    bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.DISK, "the disk is full", 0.0)
+    bench.push("a")
+    for _ in range(40):
+        bench.advance(1.0)
+    (alarm,) = standing(bench)
+    assert "given up" in alarm.sentence
+    assert "slave s0 cannot prepare: the disk is full" in alarm.sentence
+
+
+def test_a_void_round_between_good_ones_is_none() -> None:
+    bench = Bench().running("a", "b")
+    for _ in range(FRUITLESS_ROUNDS):
+        bench.norms = {"a": 0.0, "b": 0.0}
+        rounds(bench, 1)
+        bench.norms = {}
+        rounds(bench, 1)
+    assert bench.status().rounds_void == FRUITLESS_ROUNDS
+    assert not standing(bench)
