@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from dips.core.clock import SystemClock
 from dips.core.ids import Version
@@ -21,6 +19,7 @@ from dips.launch.demo_plan import FULL_MINUTES, DemoWish
 from dips.launch.key_options import insecure_asked
 from dips.launch.metrics_option import MetricsOption
 from dips.launch.report import failed_checks
+from dips.launch.tables import Column, FittingTable
 
 
 def demo(
@@ -92,11 +91,10 @@ def _tell(result: DemoResult) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def cluster_summary(report: dict[str, Any]) -> Table:
+def cluster_summary(report: dict[str, Any]) -> FittingTable:
     """What each cluster did, as a table."""
-    table = Table(title="clusters", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("cluster", "gap", "tokens/s", "steps", "tokens", "applied", "excluded", "lives"):
-        table.add_column(column, justify="left" if column == "cluster" else "right", no_wrap=True)
+    columns = ("cluster", "gap", "tokens/s", "steps", "tokens", "applied", "excluded", "lives")
+    table = FittingTable("clusters", [Column(name, right=name != "cluster") for name in columns])
     for name, cluster in report["clusters"].items():
         table.add_row(
             name,

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import Alarm, ClusterStatus, RoundSummary, SlaveStatus, StatusReply
 from dips.core.units import format_bytes, format_count
+from dips.launch.tables import Column, FittingTable
 from dips.master.page.sentence import no_loss_sentence
 
 _VERDICT_STYLES = {"applied": "green", "excluded": "red", "aborted": "yellow", "rolled_back": "magenta"}
 _RECENT_ROUNDS = 5
-_WRAPPED = frozenset({"last verdict", "why"})
-"""Columns of sentences; the others keep to one line."""
+_WRAPPED = frozenset({"pushes", "accepted", "excluded"})
+"""Columns of several words. These and those of sentences may take several lines, the others keep to one."""
+
+_SENTENCES = frozenset({"last verdict", "why"})
 
 
 def status_json(value: Any) -> Any:
@@ -147,9 +148,10 @@ def _state_words(status: StatusReply) -> str:
     return ""
 
 
-def cluster_table(clusters: Sequence[ClusterStatus]) -> Table:
-    columns = ("cluster", "phase", "life", "steps", "steps/s", "tokens", "loss", "pushes", "last verdict")
-    table = _table("clusters", columns, right={"steps", "steps/s", "tokens", "loss"})
+def cluster_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
+    columns = ("cluster", "phase", "life", "steps", "steps per s", "tokens", "loss", "pushes", "last verdict")
+    right = {"steps", "steps per s", "tokens", "loss"}
+    table = _table("clusters", columns, right, least={"phase": len("BEGINNING_PUSH")})
     for cluster in clusters:
         table.add_row(
             Text(cluster.cluster_id, style="bold" if cluster.alive else "dim"),
@@ -179,7 +181,7 @@ def _verdict(cluster: ClusterStatus) -> Text:
     return text
 
 
-def push_table(clusters: Sequence[ClusterStatus]) -> Table:
+def push_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
     """What the last judged push of each cluster measured, and the median of its last cosines with the others' way."""
     columns = ("cluster", "norm", "z-score", "cosine", "usual cosine", "of", "direction")
     table = _table("last judged pushes", columns, right=set(columns[1:6]))
@@ -196,7 +198,7 @@ def push_table(clusters: Sequence[ClusterStatus]) -> Table:
     return table
 
 
-def slave_table(slaves: Sequence[SlaveStatus], writes_later: bool = False) -> Table:
+def slave_table(slaves: Sequence[SlaveStatus], writes_later: bool = False) -> FittingTable:
     """The slaves; with `writes_later` also the newest version on each one's disk."""
     on_disk = ("on disk",) if writes_later else ()
     columns = ("slave", "phase", "life", "version", *on_disk, "memory", "staging", "served", "refused", "turned away")
@@ -217,7 +219,7 @@ def slave_table(slaves: Sequence[SlaveStatus], writes_later: bool = False) -> Ta
     return table
 
 
-def round_table(rounds: Sequence[RoundSummary]) -> Table:
+def round_table(rounds: Sequence[RoundSummary]) -> FittingTable:
     columns = ("round", "outcome", "version", "accepted", "excluded", "clip", "share", "tokens", "why")
     table = _table("last rounds", columns, right={"clip", "share", "tokens"})
     for entry in rounds:
@@ -235,12 +237,14 @@ def round_table(rounds: Sequence[RoundSummary]) -> Table:
     return table
 
 
-def _table(title: str, columns: Sequence[str], right: set[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        justify: Literal["left", "right"] = "right" if column in right else "left"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=column not in _WRAPPED)
-    return table
+def _table(title: str, columns: Sequence[str], right: set[str], least: Mapping[str, int] | None = None) -> FittingTable:
+    return FittingTable(
+        title,
+        [
+            Column(name, name in right, name in _WRAPPED, name in _SENTENCES, (least or {}).get(name, 0))
+            for name in columns
+        ],
+    )
 
 
 def plain_line(status: StatusReply) -> str:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from support.run_status import cluster_status, run_status, slave_status
 
-from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version, check_name
 from dips.core.messages import RoundSummary, Settings, StatusReply
 from dips.launch.view import headline, number, plain_line, status_json, status_view
 
@@ -191,3 +191,47 @@ def test_the_plain_line_holds_everything_in_one_line() -> None:
 @pytest.mark.parametrize(("value", "text"), [(1.25, "1.2"), (float("nan"), "-"), (float("inf"), "-"), (0.0, "0.0")])
 def test_numbers_that_are_not_known_are_a_dash(value: float, text: str) -> None:
     assert number(value, 1) == text
+
+
+LONGEST = "-".join(["a-long-name"] * 5) + "-xyz"
+"""63 characters, which is the most that a name has."""
+
+
+def long_status() -> StatusReply:
+    assert len(check_name(LONGEST, "cluster")) == 63
+    other = LONGEST[:-1] + "x"
+    reason = f"the layout of {other} differs from that of the run in 3 of its tensors, the first is embedding.weight"
+    clusters = (
+        cluster_status(LONGEST, phase="BEGINNING_PUSH", last_norm=0.81, cosine_usual=0.4, cosine_rounds=64),
+        cluster_status(other, last_verdict="EXCLUDED", last_reason=reason, pushes_excluded=3, pushes_aborted=2),
+    )
+    merged = RoundSummary(RoundId(1, 14), "void", reason, None, (LONGEST, "b"), (other,))
+    slaves = (slave_status(LONGEST, durable=Version(1, 11), served_bytes=123 << 30), slave_status("s0"))
+    later = Settings(durability="async")
+    return run_status(clusters=clusters, slaves=slaves, recent_rounds=(merged,), settings=later, run_id=LONGEST)
+
+
+HEADERS = {
+    *"cluster phase life steps per s tokens loss pushes last verdict norm z-score cosine usual of direction".split(),
+    *"slave version on disk memory staging served refused turned away".split(),
+    *"round outcome accepted excluded clip share why".split(),
+}
+"""Words that may be missing where a value is not known."""
+
+
+@pytest.mark.parametrize("width", [66, 80, 100, 160])
+def test_names_and_words_are_never_cut(width: int) -> None:
+    for status in (long_status(), run_status()):
+        text = shown(status, width)
+        assert max(len(line) for line in text.splitlines()) <= width
+        words = set(text.replace("─", " ").split())
+        wide = set(shown(status, 10_000).replace("─", " ").split())
+        assert words <= wide, "no word is in two"
+        assert wide - {"-"} <= words | HEADERS, "nothing is left out but what is not known"
+
+
+def test_a_usual_run_is_a_table_at_80_columns_whatever_its_phase() -> None:
+    for phase in ("TRAINING", "BEGINNING_PUSH"):
+        named = [cluster_status(name, phase=phase, steps_total=123_456) for name in ("east", "west-2")]
+        lines = shown(run_status(clusters=tuple(named)), 80).splitlines()
+        assert any(line.split()[:3] == ["west-2", phase, "1.3"] for line in lines)
