@@ -14,7 +14,9 @@ from dips.master.state.world import World
 TOKEN_COUNTS = "token_counts"
 NOTHING_MERGED = "nothing_merged"
 
-KINDS = (NOTHING_MERGED, TOKEN_COUNTS)
+SAME_DATA = "same_data"
+
+KINDS = (NOTHING_MERGED, SAME_DATA, TOKEN_COUNTS)
 """All values of Alarm.kind, and of the label `kind` of dips_master_alarm."""
 
 GONE_S = 3600.0
@@ -33,7 +35,8 @@ def standing(world: World) -> tuple[Alarm, ...]:
         for name, (words, at_s) in sorted(world.token_doubts.items())
         if name in world.members or world.now_s - at_s < GONE_S
     ]
-    return (*nothing, *counts)
+    same = [Alarm(SAME_DATA, pair, words) for pair, words in sorted(world.same_data.items())]
+    return (*nothing, *same, *counts)
 
 
 def round_was_fruitless(world: World) -> None:

@@ -23,7 +23,7 @@ from dips.core.messages import (
     RoundRefused,
     StagedPush,
 )
-from dips.master.state import alarms, bases, pacing
+from dips.master.state import alarms, bases, pacing, same_data
 from dips.master.state.decisions import Decisions
 from dips.master.state.gram import GramError, add_blocks, add_directions
 from dips.master.state.outer_optimizer import OuterStep, outer_step_of, seed_step
@@ -209,6 +209,8 @@ class Rounds:
             None if detector == world.recorded_detector else detector,
         )
         self._record_judgement(judgement)
+        if directions is not None:
+            same_data.look(world, [p.cluster for p in participants], judgement.accepted, directions)
         if not judgement.accepted:
             why = ", ".join(f"{r.cluster}: {r.reason}" for r in judgement.rejected[:NAMED_REJECTIONS])
             self._void(f"no push was accepted ({why}{', ...' if len(judgement.rejected) > NAMED_REJECTIONS else ''})")

@@ -82,6 +82,10 @@ class World:
         self.rounds_aborted = 0
         self.aborted_of: dict[str, int] = {}
         self.counted_since_s: dict[str, float] = {}
+        self.alike: dict[tuple[str, str], int] = {}
+        self.same_data: dict[tuple[str, str], str] = {}
+        """Pairs of clusters: rounds in which they pushed the same, and the sentence where that is an alarm
+        (same_data.py)."""
         self.token_doubts: dict[str, tuple[str, float]] = {}
         """Cluster -> why its token counts are in doubt, and since when that is said (token_counts.py)."""
         self._were_enough = ledger.tokens > 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from support.number_learners import BowlLearner, bowl_loss
 
+from dips.core.messages import DataRange
 from dips.sim.compare.engine import run_on_servers
 from dips.sim.compare.inject import Injection
 from dips.sim.compare.methods import METHODS
@@ -39,6 +41,10 @@ def direction_alarms(record: RunRecord) -> list[str]:
     return [sentence for _, sentence in record.alarms if "does not go where the others go" in sentence]
 
 
+def same_data_alarms(record: RunRecord) -> list[str]:
+    return [sentence for _, sentence in record.alarms if "push the same" in sentence]
+
+
 @pytest.mark.parametrize("kind", ["noise", "flip"])
 @pytest.mark.parametrize("method", ["dips", "dynamic", "diloco-clip"])
 def test_a_bad_direction_raises_the_alarm_and_names_the_cluster(method: str, kind: str) -> None:
@@ -62,3 +68,24 @@ def test_clean_clusters_raise_none(method: str) -> None:
     assert len(measured) > 60
     assert statistics.median(measured) > 0.2
     assert direction_alarms(record) == []
+    assert not same_data_alarms(record)
+
+
+class _SameData(BowlLearner):
+    """Draws its batches by the number of the step alone, as a loop does with the same seed on each cluster."""
+
+    def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float:
+        return super().step([DataRange(1, 1, self.n_steps, 0, 1)], progress_tokens)
+
+
+@pytest.mark.parametrize("method", ["dips", "diloco-clip"])
+def test_two_clusters_with_the_same_data_are_named_both(method: str) -> None:
+    """Of equal speed, or they would seldom meet."""
+    setup = load_setup("small").with_overrides(tokens=90_112, inner_steps=4, evaluations=1, gaps=(0.0, 0.0, 0.2, 0.3))
+    kinds = (_SameData, _SameData, BowlLearner, BowlLearner)
+    record = run_on_servers(
+        setup, METHODS[method], 1, lambda cluster, index: kinds[index](lr=3e-4, noise=1.0), bowl_loss
+    )
+    alarms = same_data_alarms(record)
+    assert alarms
+    assert all(sentence.startswith("clusters a and b push the same") for sentence in alarms)

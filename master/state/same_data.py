@@ -1,0 +1,59 @@
+"""Two clusters whose pushes are the same: they train on the same data in the same order (docs/algorithm.md, Direction).
+
+Of pushes that a round accepts together the way of each, p_j = theta_base - theta_j, is compared with each other's. It
+changes nothing that is merged. Seen only where both come from one base with about as many steps, as in rounds of all.
+
+Legend: directions: the Gram matrix of p_1 .. p_k, s_1 .. s_k (penalty_direction.py), NaN where it is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dips.master.state import penalty_direction
+from dips.master.state.world import World
+
+ALIKE_COSINE = 0.99
+ALIKE_NORMS = 0.95
+"""The smaller norm as a part of the larger one. Norms of honest clusters are equal often, cosines stay far below: 0.27
+to 0.84 in the byte model (docs/algorithm.md, Direction)."""
+
+ALIKE_ROUNDS = 3
+"""Judged together, in a row, before it is an alarm; and as many without, before it is over."""
+
+
+def look(
+    world: World, participants: Sequence[str], accepted: Sequence[str], directions: Sequence[Sequence[float]]
+) -> None:
+    """Compare a judged round's accepted pushes, and say so when an alarm begins."""
+    here = [(j, name) for j, name in enumerate(participants) if name in accepted]
+    for at, (j, name) in enumerate(here):
+        for k, other in here[at + 1 :]:
+            _compare(world, (name, other), directions[j][j], directions[k][k], directions[j][k])
+    gone = [pair for pair in world.alike if not world.members.keys() >= set(pair)]
+    for pair in gone:
+        world.alike.pop(pair)
+        world.same_data.pop(pair, None)
+
+
+def _compare(world: World, pair: tuple[str, str], squared: float, other_squared: float, product: float) -> None:
+    if not (math.isfinite(product) and squared > 0.0 and other_squared > 0.0):
+        return
+    norm, other_norm = math.sqrt(squared), math.sqrt(other_squared)
+    cosine = penalty_direction.cosine(product, norm, other_norm)
+    alike = cosine >= ALIKE_COSINE and min(norm, other_norm) >= ALIKE_NORMS * max(norm, other_norm)
+    n_rounds = min(ALIKE_ROUNDS, max(0, world.alike.get(pair, 0) + (1 if alike else -1)))
+    world.alike[pair] = n_rounds
+    if n_rounds == 0:
+        del world.alike[pair]
+        world.same_data.pop(pair, None)
+    elif alike and n_rounds == ALIKE_ROUNDS:
+        sentence = (
+            f"clusters {pair[0]} and {pair[1]} push the same: the cosine of what they did is {cosine:.2f}, the norms "
+            f"are {norm:.3g} and {other_norm:.3g}, in {ALIKE_ROUNDS} rounds in a row. They train on the same data in "
+            "the same order, so one of them adds nothing: give each its own part of the data, or at least another seed"
+        )
+        if pair not in world.same_data:
+            world.alarm(sentence)
+        world.same_data[pair] = sentence

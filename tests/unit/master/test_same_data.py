@@ -1,0 +1,104 @@
+"""Two clusters that train on the same data: an alarm that names both, and none for clusters with data of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from support.master_bench import Bench
+
+from dips.core.messages import Alarm
+from dips.master.page.snapshot import cluster_sign
+from dips.master.state.same_data import ALIKE_ROUNDS
+
+A = [1.0, 0.5, 0.0]
+NEARLY = [1.0, 0.49, 0.01]
+APART = [1.0, 0.0, 0.5]
+"""cosine 0.8 with A"""
+
+
+def running(**ways: Sequence[float]) -> Bench:
+    bench = Bench().running(*ways)
+    bench.ways = ways
+    return bench
+
+
+def rounds(bench: Bench, n: int, *names: str) -> None:
+    for _ in range(n):
+        for name in names or bench.ways:
+            bench.pull(name)
+        for name in names or bench.ways:
+            bench.push(name)
+
+
+def standing(bench: Bench) -> tuple[Alarm, ...]:
+    return bench.status().alarms
+
+
+def told(bench: Bench) -> list[str]:
+    return [str(record["sentence"]) for record in bench.recorded("alarm")]
+
+
+def test_two_clusters_that_push_the_same_are_named_both() -> None:
+    bench = running(a=A, b=APART, c=NEARLY)
+    rounds(bench, ALIKE_ROUNDS - 1)
+    assert (standing(bench), told(bench)) == ((), [])
+    rounds(bench, 1)
+    (alarm,) = standing(bench)
+    assert (alarm.kind, alarm.clusters) == ("same_data", ("a", "c"))
+    assert alarm.sentence.startswith("clusters a and c push the same: the cosine of what they did is 1.00, the norms")
+    assert told(bench) == [alarm.sentence]
+    rounds(bench, 3)
+    assert len(told(bench)) == 1, "told once"
+    view = bench.state.look()
+    signs = {c.cluster_id: cluster_sign(view, c, 0.0, {})[1] for c in view.status.clusters}
+    assert (signs["a"], signs["c"]) == ("alarm: same data", "alarm: same data")
+    assert signs["b"] == "joined"
+    assert bench.entries("COMMIT")[-1]["judgement"]["accepted"] == ["a", "b", "c"], "it tells, and decides nothing"
+    bench.ways = {**bench.ways, "c": [1.0, -0.2, 0.3]}
+    rounds(bench, ALIKE_ROUNDS - 1)
+    assert standing(bench)
+    rounds(bench, 1)
+    assert not standing(bench)
+
+
+def test_the_same_way_with_another_length_is_not_the_same() -> None:
+    bench = running(a=A, b=[0.9 * value for value in A])
+    rounds(bench, 2 * ALIKE_ROUNDS)
+    assert not told(bench)
+
+
+def test_clusters_that_agree_well_are_not_the_same() -> None:
+    near = [math.cos(0.2), math.sin(0.2), 0.0]
+    bench = running(a=[1.0, 0.0, 0.0], b=near)
+    rounds(bench, 2 * ALIKE_ROUNDS)
+    assert not told(bench), "cosine 0.98"
+
+
+def test_a_round_now_and_then_is_none() -> None:
+    bench = running(a=A, b=A)
+    for _ in range(4):
+        bench.ways = {"a": A, "b": A}
+        rounds(bench, 1)
+        bench.ways = {"a": A, "b": APART}
+        rounds(bench, 1)
+    assert not told(bench)
+
+
+def test_a_cluster_that_left_takes_its_alarm_with_it() -> None:
+    bench = running(a=A, b=A, c=APART)
+    rounds(bench, ALIKE_ROUNDS)
+    assert standing(bench)
+    bench.result(bench.leave("b"))
+    rounds(bench, 1, "a", "c")
+    assert not standing(bench)
+
+
+def test_pushes_that_cannot_be_compared_say_nothing() -> None:
+    bench = running(a=A, b=A, c=[0.0, 0.0, 0.0])
+    bench.nonfinite = {"b": 1}
+    rounds(bench, ALIKE_ROUNDS)
+    assert not [sentence for sentence in told(bench) if "push the same" in sentence]
+    bench.nonfinite, bench.ways = {}, {}
+    rounds(bench, ALIKE_ROUNDS, "a", "b", "c")
+    assert not [sentence for sentence in told(bench) if "push the same" in sentence]
