@@ -140,8 +140,9 @@ class Checkpointing:
         tensors, n_elems = checkpoint.tensors, self._parameters.layout().n_elems
         at_push = _vector(checkpoint, "theta_at_push", n_elems) if "theta_at_push" in tensors else None
         residual = _vector(checkpoint, "residual", n_elems) if with_residual else None
+        installed = _vector(checkpoint, "theta_installed", n_elems) if "theta_installed" in tensors else None
         self._parameters.install(_vector(checkpoint, "theta", n_elems))
-        self._vectors.restore(_vector(checkpoint, "theta_base", n_elems), at_push, residual)
+        self._vectors.restore(_vector(checkpoint, "theta_base", n_elems), at_push, residual, installed)
         if self._inner is not None:
             named = {name.removeprefix(_INNER): t for name, t in tensors.items() if name.startswith(_INNER)}
             self._inner.restore(checkpoint.content.get("state"), named)
@@ -231,7 +232,7 @@ class _Copies:
     """Copies of the flat vectors, made on the training thread for the writer; each only when it has changed.
 
     theta_base changes with the base, theta_at_push with the number of the push; both stand in the saved session. The
-    residual of a difference codec is a part of a checkpoint while there is one.
+    residual of a difference codec is a part of a checkpoint while there is one, and so is theta_installed.
     """
 
     def __init__(self, vectors: Vectors) -> None:
@@ -245,6 +246,9 @@ class _Copies:
         rebases = saved.pull is not None and saved.pull.mode is InstallMode.REBASE_FROM_PUSH
         if saved.push is not None or rebases:
             tensors["theta_at_push"] = _raw(self._of("theta_at_push", self._vectors.push, saved.seq))
+        installed = self._vectors.installed
+        if installed is not None:
+            tensors["theta_installed"] = _raw(self._of("theta_installed", installed, self._vectors.installs))
         residual = self._vectors.residual if saved.residual else None
         if residual is not None:
             tensors["residual"] = _raw(self._of("residual", residual, self._vectors.residual_changes))

@@ -58,3 +58,21 @@ class StreamingStore(ParameterStore, Protocol):
         on the host, or in too many pieces.
         """
         ...
+
+
+@runtime_checkable
+class RoundingStore(ParameterStore, Protocol):
+    """A store with parameters in fewer bits than float32, which hold what install() was given only rounded."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it has any such parameter."""
+        ...
+
+    def add_rounded_off(
+        self, flat: NDArray[np.float32], installed: NDArray[np.float32], start_elem: int, stop_elem: int
+    ) -> None:
+        """flat = installed + (flat - installed as rounded by install()), elements [start_elem, stop_elem) of such
+        parameters: what steps changed since, without the rounding. The others stay. May be called on any thread.
+        """
+        ...

@@ -28,6 +28,9 @@ GROUP_ELEMS = 1 << 22
 LARGE_ELEMS = 1 << 15
 """Smaller tensors are copied many at a time."""
 
+ONE_THREAD_ELEMS = 1 << 15
+"""Torch computes on so many without waking other threads, which would spin while they wait."""
+
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -57,6 +60,7 @@ class TorchParameters:
         self._parameters: list[torch.Tensor] = [parameter for parameter, _, _ in self._spans]
         self._check_optimizer()
         self._groups = _groups(self._spans)
+        self._narrow = _narrow(self._spans)
         self._devices = {group.device for group in self._groups if group.device.type == "cuda"}
         self._sides = {device: torch.cuda.Stream(device) for device in self._devices}
         self.installs = self.resets = 0
@@ -106,6 +110,22 @@ class TorchParameters:
         self.installs += 1
         _copy(self._parameters, self._places(flat), beside_host=bool(self._devices))
         wait_for(self._devices)  # the vector may be written again as soon as this returns
+
+    @property
+    def rounds(self) -> bool:
+        return bool(self._narrow)
+
+    def add_rounded_off(self, flat: F32, installed: F32, start_elem: int, stop_elem: int) -> None:
+        """For bfloat16 and float16: rounded here to nearest even, as by the copies that install() makes."""
+        first_run = bisect_right(self._narrow, start_elem, key=lambda run: run.stop_elem)
+        for run in self._narrow[first_run:]:
+            stop = min(run.stop_elem, stop_elem)
+            for start in range(max(run.start_elem, start_elem), stop, ONE_THREAD_ELEMS):
+                here = slice(start, min(start + ONE_THREAD_ELEMS, stop))
+                now, was = torch.from_numpy(flat[here]), torch.from_numpy(installed[here])
+                now.sub_(was.to(run.dtype)).add_(was)
+            if run.stop_elem >= stop_elem:
+                break
 
     def live(self) -> Sequence[F32] | None:
         self._check_still_trained()
@@ -179,6 +199,27 @@ def _groups(spans: Sequence[tuple[torch.nn.Parameter, int, int]]) -> list[_Group
         else:
             groups.append(_Group(parameter.device, i, i + 1, stop))
     return groups
+
+
+@dataclass(frozen=True)
+class _Narrow:
+    """Neighbours in the flat vector whose parameters have this dtype of 16 bits."""
+
+    dtype: torch.dtype
+    start_elem: int
+    stop_elem: int
+
+
+def _narrow(spans: Sequence[tuple[torch.nn.Parameter, int, int]]) -> list[_Narrow]:
+    """All of them, in flat order; none for a model in float32."""
+    runs: list[_Narrow] = []
+    for parameter, start, stop in spans:
+        if parameter.dtype is torch.float32:
+            continue
+        if runs and (runs[-1].dtype, runs[-1].stop_elem) == (parameter.dtype, start):
+            start = runs.pop().start_elem
+        runs.append(_Narrow(parameter.dtype, start, stop))
+    return runs
 
 
 class _Copied:

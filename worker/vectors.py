@@ -4,12 +4,17 @@ Shapes: every vector is float32 of n_elems (the layout's). Memory, in vectors: t
 pull (theta_base, and the landing place of the pull, which is theta_at_push before if that is sent from a copy), a third
 when steps were made meanwhile, one more for the residual of a difference codec (worker/wire.py).
 
+Parameters in bfloat16 or float16 hold what was installed only rounded, and that rounding is as large as a
+pseudo-gradient. theta_now of such a model is theta_installed + (its parameters - theta_installed rounded): what steps
+changed, and nothing else. theta_installed is theta_base, but for a vector of its own (one more) after a rebase.
+
 The push vector is read by the data thread while a push is sent, the pull vector written by it while a version is
 fetched; everything else is the training thread's alone, which calls every method here.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -21,7 +26,7 @@ from dips.core.layout import Layout
 from dips.core.starting import Starting
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.live import Live
-from dips.worker.parameters import ParameterStore, Ready, StreamingStore
+from dips.worker.parameters import ParameterStore, Ready, RoundingStore, StreamingStore
 from dips.worker.state.effects import InstallMode
 from dips.worker.wire import Places, kernels
 
@@ -44,12 +49,16 @@ class Vectors:
     def __init__(
         self, n_elems: int, store: ParameterStore | None = None, starting: Callable[[], Starting] | None = None
     ) -> None:
-        """store: whose memory is used, if it has a word on that (StreamingStore). starting: told of a vector of a GiB
-        or more, which takes its time.
+        """store: whose memory is used, if it has a word on that (StreamingStore), and whose rounding is kept
+        out of what is pushed. starting: told of a vector of a GiB or more, which takes its time.
         """
         self._n_elems = n_elems
         self._starting = starting if 4 * n_elems >= WORTH_A_LINE_BYTES else None
         self._store = store if isinstance(store, StreamingStore) else None
+        self._rounding = store if isinstance(store, RoundingStore) and store.rounds else None
+        self._installed: F32 | None = None
+        self.installs = 0
+        """How often theta_installed changed: who keeps a copy sees whether it is the newest."""
         self._base: F32 | None = None
         self._push: F32 | None = None
         self._ready: Ready | None = None
@@ -89,9 +98,14 @@ class Vectors:
         return self._residual if self._has_residual else None
 
     @property
+    def installed(self) -> F32 | None:
+        """theta_installed, where it is a vector of its own."""
+        return None if self._installed is self._base else self._installed
+
+    @property
     def n_vectors(self) -> int:
         """Vectors in memory, the residual's included."""
-        held = (self._base, self._push, self._pull, self._residual)
+        held = (self._base, self._push, self._pull, self._residual, self.installed)
         return len(self._free) + sum(vector is not None for vector in held)
 
     def empty(self) -> F32:
@@ -154,9 +168,15 @@ class Vectors:
             self._live.end()
             self._live = None
 
-    def restore(self, base: F32, push: F32 | None, residual: F32 | None = None) -> None:
-        """What a checkpoint held; push None: nothing needs theta_at_push."""
+    def restore(self, base: F32, push: F32 | None, residual: F32 | None = None, installed: F32 | None = None) -> None:
+        """What a checkpoint held; push None: nothing needs theta_at_push. installed None: it was theta_base."""
         np.copyto(self.base, base)
+        if self._rounding is not None:
+            self._installed = self.base
+            if installed is not None:
+                self._installed = self._take()
+                np.copyto(self._installed, installed)
+            self.installs += 1
         if push is not None:
             self._push = self._push if self._push is not None else self._take()
             np.copyto(self._push, push)
@@ -185,18 +205,28 @@ class Vectors:
         """Make the pulled theta live (REPLACE: to the bit) and remember it as theta_base."""
         self._settle_snapshot()
         self.forget_push()
-        pulled, room = self.pull, self._base
+        pulled, old_base, own = self.pull, self._base, self.installed
+        installed = pulled
         if mode is InstallMode.REPLACE:
             parameters.install(pulled)
-        elif mode is InstallMode.REBASE_FROM_PUSH:
-            room = self.base  # worth nothing any more: theta_now is computed in its place
-            self._rebase(parameters, pulled, self.push, room)
         else:
-            self._push = self._push if self._push is not None else self._take()
-            self._rebase(parameters, pulled, self.base, self._push)
-        self._free += [vector for vector in (room, self._push) if vector is not None]
-        self._base, self._push, self._pull = pulled, None, None
+            if mode is InstallMode.REBASE_FROM_PUSH:
+                then = self.push
+                # theta_base is worth nothing any more, unless theta_now is computed from it.
+                room = self.base if self._installed is not self.base else self._take()
+            else:
+                then = self.base
+                room = self._push = self._push if self._push is not None else self._take()
+            self._rebase(parameters, pulled, then, room)
+            installed = room
+        self._base, held = pulled, (old_base, self._push, own, installed)
+        self._push = self._pull = None
         self._push_is_base = False
+        if self._rounding is not None:
+            self._installed = installed
+            self.installs += 1
+        keep = (self._base, self._installed)
+        self._free += [vector for vector in _distinct(held) if not any(vector is kept for kept in keep)]
         if mode is InstallMode.REPLACE:
             del self._free[1:]  # nothing was computed while this pull went on, so two vectors do
 
@@ -235,12 +265,14 @@ class Vectors:
         return self._residual
 
     def _copy_live(self, parameters: ParameterStore) -> F32:
-        """The live parameters become the push vector, or begin to."""
+        """theta_now becomes the push vector, or begins to."""
         self._push = self._take()
         if isinstance(parameters, StreamingStore):
             self._ready = parameters.begin_snapshot(self._push)
         else:
             parameters.snapshot(self._push)
+        if self._rounding is not None and self._installed is not None:
+            self._ready = _Exact(self._rounding, self._ready, self._push, self._installed)
         return self._push
 
     def _settle_snapshot(self) -> None:
@@ -253,10 +285,43 @@ class Vectors:
         """theta_now = pulled + (theta_now - then), computed in `room`."""
         parameters.snapshot(room)
         for start in range(0, self._n_elems, PIECE_ELEMS):
-            here = slice(start, start + PIECE_ELEMS)
+            here = slice(start, min(start + PIECE_ELEMS, self._n_elems))
+            if self._rounding is not None and self._installed is not None:
+                self._rounding.add_rounded_off(room, self._installed, here.start, here.stop)
             np.subtract(room[here], then[here], out=room[here])
             np.add(pulled[here], room[here], out=room[here])
         parameters.install(room)
+
+
+class _Exact:
+    """A snapshot without its rounding, each piece when it is first asked for: by the data thread, which sends it while
+    other pieces are copied still, or by whoever computes from it.
+    """
+
+    def __init__(self, store: RoundingStore, copied: Ready | None, flat: F32, installed: F32) -> None:
+        """copied: which part of the snapshot is in `flat`; None: all. installed: not to be changed before the end."""
+        self._store = store
+        self._copied = copied
+        self._flat = flat
+        self._installed = installed
+        self._is_exact = [False] * -(-flat.size // PIECE_ELEMS)
+        self._lock = threading.Lock()
+
+    def wait(self, start_elem: int, stop_elem: int) -> None:
+        for piece in range(start_elem // PIECE_ELEMS, -(-stop_elem // PIECE_ELEMS)):
+            start, stop = piece * PIECE_ELEMS, min((piece + 1) * PIECE_ELEMS, self._flat.size)
+            with self._lock:
+                if self._is_exact[piece]:
+                    continue
+                if self._copied is not None:
+                    self._copied.wait(start, stop)
+                self._store.add_rounded_off(self._flat, self._installed, start, stop)
+                self._is_exact[piece] = True
+
+
+def _distinct(vectors: Iterable[F32 | None]) -> list[F32]:
+    """Without None, and each once."""
+    return list({id(vector): vector for vector in vectors if vector is not None}.values())
 
 
 def chunk_spans(layout: Layout, chunk_bytes: int) -> list[tuple[int, int]]:

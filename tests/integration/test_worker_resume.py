@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.fake_services import FakeRun, NumpyModel
+from support.fake_services import F32, FakeRun, NumpyModel
+from support.trainer_models import Model, same_cut
 
 import dips
 from dips.core import failpoints
@@ -25,6 +26,7 @@ from dips.worker import torch_parameters
 from dips.worker.checkpoint_file import read_record
 from dips.worker.config import ClientConfig
 from dips.worker.driver import Driver
+from dips.worker.parameters import ParameterStore
 from dips.worker.state.effects import Finished
 
 OWN = DataPlan(DataMode.OWN)
@@ -39,7 +41,7 @@ def run() -> Iterator[FakeRun]:
     run.close()
 
 
-def driver(run: FakeRun, model: NumpyModel, folder: Path, plan: DataPlan = OWN, **knobs: object) -> Driver:
+def driver(run: FakeRun, model: ParameterStore, folder: Path, plan: DataPlan = OWN, **knobs: object) -> Driver:
     given: dict[str, object] = {
         "master": run.address, "cluster_id": "a", "checkpoint_dir": folder / "checkpoints", "checkpoint_every_s": 0.0,
         "resume": True, "tape": folder / "tape", "retry_max_s": 0.3, "connect_wait_s": 60.0,
@@ -120,7 +122,7 @@ def test_a_push_that_was_applied_meanwhile_is_rebased_from_its_saved_parameters(
     client.start()
     train(client, model, 4)
     pushed = model.theta.copy()
-    wait_for(run, lambda: client.phase == "AWAITING" or _settled(client, model))
+    wait_for(run, lambda: client.phase == "AWAITING" or _settled(client))
     later = model.theta.copy()
     train(client, model, 2)
     later += 2
@@ -136,14 +138,68 @@ def test_a_push_that_was_applied_meanwhile_is_rebased_from_its_saved_parameters(
     run.publish(other)
     again = NumpyModel(2)
     with driver(run, again, tmp_path) as client:
-        wait_for(run, lambda: client.version == run.version or _settled(client, again))
+        wait_for(run, lambda: client.version == run.version or _settled(client))
         assert np.array_equal(again.theta, other + (later - pushed))
 
 
-def _settled(client: Driver, model: NumpyModel) -> bool:
+def _settled(client: Driver) -> bool:
     """A step boundary without a step, so that what has arrived is handled."""
     client._settle()
     return False
+
+
+def test_a_bfloat16_model_pushes_its_steps_alone_also_after_a_rebase_and_a_restart(
+    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What installing a version rounds is as large as what many steps change."""
+    monkeypatch.setattr(torch_parameters, "Layout", same_cut)
+    run.settings = replace(run.settings, verdict_wait_s=0.0)
+    known = threading.Event()
+    known.set()
+    run.decide = lambda push: VerdictKind.APPLIED if known.is_set() else None
+
+    def enter() -> tuple[Driver, torch_parameters.TorchParameters]:
+        model = Model(3).bfloat16()
+        store = torch_parameters.TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        client = driver(run, store, tmp_path)
+        client.start()
+        return client, store
+
+    def flat(store: torch_parameters.TorchParameters) -> F32:
+        vector = np.empty(store.layout().n_elems, np.float32)
+        store.snapshot(vector)
+        return vector
+
+    def steps(number: int, change: float = 0.0) -> F32:
+        before = flat(store)
+        for _ in range(number):
+            for parameter in store.tensors:
+                parameter.data += change
+            client.step(TOKENS)
+        return flat(store) - before
+
+    client, store = enter()
+    base = NumpyModel(7).theta
+    assert not np.array_equal(flat(store), base)
+    steps(4)
+    wait_for(run, lambda: client.version == Version(1, 1) or _settled(client))
+    assert np.array_equal(run.theta_of(next(iter(run.verdicts))), base), "no step changed anything"
+    known.clear()
+    pushed = steps(4, change=0.01)
+    wait_for(run, lambda: client.phase == "AWAITING" or _settled(client))
+    later = steps(2, change=0.01)
+    known.set()
+    wait_for(run, lambda: client.version == Version(1, 2) or _settled(client))
+    assert np.abs(run.theta_of(list(run.verdicts)[1]) - (base + pushed)).max() < 1e-6
+    checkpoint(run, client, tmp_path)
+    die(client)
+
+    client, store = enter()
+    assert client.resumed
+    later += steps(2, change=0.01)
+    wait_for(run, lambda: len(run.verdicts) == 3 or _settled(client))
+    assert np.abs(run.theta_of(list(run.verdicts)[2]) - (base + pushed + later)).max() < 1e-6
+    client.close()
 
 
 def test_leases_are_kept_as_far_as_the_master_lets_them(run: FakeRun, tmp_path: Path) -> None:
@@ -181,7 +237,7 @@ def test_a_disk_that_fails_delays_the_push_and_not_the_training(run: FakeRun, tm
     model = NumpyModel(1)
     with failpoints.armed("worker.push_record.before_write=2*error(no space)"), driver(run, model, tmp_path) as client:
         train(client, model, 4)
-        wait_for(run, lambda: bool(run.pushes) or _settled(client, model))
+        wait_for(run, lambda: bool(run.pushes) or _settled(client))
         assert failpoints.fired() == {"worker.push_record.before_write": {"error": 2}}
         assert run.pushes[0].tokens == 400
 
@@ -252,13 +308,13 @@ def test_a_lost_version_is_given_back_to_the_bit(run: FakeRun, tmp_path: Path) -
     with driver(run, model, tmp_path) as client:
         train(client, model, 2)
         run.donate = Version(1, 0)
-        wait_for(run, lambda: any(push.donates for push in run.pushes) or _settled(client, model))
+        wait_for(run, lambda: any(push.donates for push in run.pushes) or _settled(client))
         run.donate = None
-        wait_for(run, lambda: bool(run.verdicts) or _settled(client, model))
+        wait_for(run, lambda: bool(run.verdicts) or _settled(client))
         donated = next(iter(run.verdicts))
         assert run.theta_of(donated).tobytes() == NumpyModel(7).theta.tobytes()
         assert run.pushes[0].donates == Version(1, 0)
-        wait_for(run, lambda: client.version == run.version or _settled(client, model))
+        wait_for(run, lambda: client.version == run.version or _settled(client))
         assert model.theta.tobytes() == NumpyModel(7).theta.tobytes(), "its own steps are dropped"
     assert [record["version"] for record in records(tmp_path, "donated")] == ["1:0"]
 
