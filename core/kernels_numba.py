@@ -95,6 +95,23 @@ def seed_step(staging: F32, slot: int, out_theta: F32, out_momentum: F32, start:
     return _seed_step(staging[slot], out_theta, out_momentum, start, stop)
 
 
+def average_step(
+    theta: F32,
+    staging: F32,
+    slots: I64,
+    weights: F32,
+    share: float,
+    out_theta: F32,
+    out_momentum: F32,
+    start: int,
+    stop: int,
+) -> int:
+    """As outer_numpy.average_step, to the bit."""
+    check_step(theta, theta, staging, slots, weights, out_theta, out_momentum, start, stop)
+    shares = np.array([share], np.float32)
+    return _average_step(theta, staging, slots, weights, shares, out_theta, out_momentum, start, stop)
+
+
 def gram(theta: F32, staging: F32, slots: I64, start: int, stop: int) -> tuple[F64, I64]:
     """As outer_numpy.gram, to the bit."""
     check_gram(theta, staging, slots, start, stop)
@@ -152,6 +169,7 @@ def warm_up() -> None:
     slots, weights, squared = np.zeros(1, np.int64), np.ones(1, np.float32), np.zeros(1)
     out_theta, out_momentum = np.zeros_like(theta), np.zeros_like(theta)
     outer_step(theta, theta, staging, slots, weights, 1.0, 1.0, 0.0, 0.0, 1.0, out_theta, out_momentum, 0, LANES)
+    average_step(theta, staging, slots, weights, 1.0, out_theta, out_momentum, 0, LANES)
     seed_step(staging, 0, out_theta, out_momentum, 0, LANES)
     gram(theta, staging, slots, 0, LANES)
     edges, pieces = np.array([0, LANES]), np.zeros(1, np.int64)
@@ -282,6 +300,37 @@ def _put(array: F32, index: int, value: Any, aligned: bool) -> None:
         stream(array, index, value)
     else:
         store(array, index, value)
+
+
+@compiled
+def _average_step(
+    theta: F32,
+    staging: F32,
+    slots: I64,
+    weights: F32,
+    shares: F32,
+    out_theta: F32,
+    out_momentum: F32,
+    start: int,
+    stop: int,
+) -> int:
+    """Element by element: buffers are few."""
+    bad = 0
+    for i in range(start, stop):
+        now = theta[i]
+        least, greatest, d = now, now, np.float32(0)
+        for j in range(len(slots)):
+            x = staging[slots[j], i]
+            step = weights[j] * (now - x)
+            d = step if j == 0 else d + step
+            least = x if x < least else least
+            greatest = x if x > greatest else greatest
+        new = now - shares[0] * d
+        new = least if new < least else new
+        new = greatest if new > greatest else new
+        out_theta[i], out_momentum[i] = new, np.float32(0)
+        bad += int(new - new != np.float32(0))
+    return bad
 
 
 @compiled

@@ -4,6 +4,9 @@ A layer is the unit of scheduling, a block the unit of placement. Every cluster 
 layout_hash. The cut depends on the layout alone, never on the number of slaves, so that sums taken block by
 block have the same bits on one slave and on four.
 
+A parameter is trained, or averaged: a buffer (a running statistic) that a round moves to the clusters' mean. Averaged
+ones stand behind all others, in layers of their own: so a block is of one kind, and a slave's memory ends with them.
+
 Shapes: a model is one flat float32 vector of n_elems; layers stand in it one after the other in the order in
 which their first parameter appears, and parameters within a layer in their own order.
 """
@@ -11,6 +14,7 @@ which their first parameter appears, and parameters within a layer in their own 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -29,18 +33,22 @@ MAX_BLOCKS = 1 << 21
 
 MAX_NAME_CHARS = 512
 MAX_DESCRIPTION_CHARS = 256 * 1024
+AVERAGED_LAYER = "(averaged buffers)"
+"""Of all of them; no module of torch has such a name."""
+
 DTYPES = frozenset({"float32", "bfloat16", "float16"})
 FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One named tensor. dtype is the cluster's; wire and slaves use float32."""
+    """One named tensor. dtype is the cluster's; wire and slaves use float32. averaged: a buffer, not trained."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     layer: str
+    averaged: bool = False
 
     @property
     def n_elems(self) -> int:
@@ -67,6 +75,7 @@ class Block:
     layer: str
     start_elem: int
     n_elems: int
+    averaged: bool = False
 
     @property
     def stop_elem(self) -> int:
@@ -114,6 +123,11 @@ class Layout:
     def n_elems(self) -> int:
         return sum(parameter.n_elems for parameter in self.parameters)
 
+    @cached_property
+    def n_trained(self) -> int:
+        """Elements [0, n_trained) are trained, the rest is averaged."""
+        return sum(parameter.n_elems for parameter in self.parameters if not parameter.averaged)
+
     @property
     def n_bytes(self) -> int:
         return self.n_elems * FLOAT32_BYTES
@@ -128,7 +142,7 @@ class Layout:
         for layer, size in sizes.items():
             for offset in range(0, size, self.block_elems):
                 n_elems = min(self.block_elems, size - offset)
-                blocks.append(Block(len(blocks), layer, start + offset, n_elems))
+                blocks.append(Block(len(blocks), layer, start + offset, n_elems, start >= self.n_trained))
             start += size
         return tuple(blocks)
 
@@ -146,7 +160,9 @@ class Layout:
         return json.dumps({**self._raw(), **described}, separators=(",", ":"))
 
     def _raw(self) -> dict[str, object]:
-        rows = [[p.name, list(p.shape), p.dtype, p.layer] for p in self.parameters]
+        rows = [
+            [p.name, list(p.shape), p.dtype, p.layer, *([_AVERAGED] if p.averaged else [])] for p in self.parameters
+        ]
         return {"block_elems": self.block_elems, "parameters": rows}
 
 
@@ -155,12 +171,22 @@ def layout_from_json(text: str) -> Layout:
     try:
         raw = json.loads(text)
         rows = [
-            Parameter(str(name), tuple(int(size) for size in shape), str(dtype), str(layer))
-            for name, shape, dtype, layer in raw["parameters"]
+            Parameter(str(name), tuple(int(size) for size in shape), str(dtype), str(layer), _averaged(*kind))
+            for name, shape, dtype, layer, *kind in raw["parameters"]
         ]
         return Layout(tuple(rows), int(raw["block_elems"]), str(raw.get("description", "")))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refused(RefusalCode.LAYOUT, f"the layout cannot be read: {error}") from error
+
+
+_AVERAGED = "averaged"
+"""A fifth entry in the row of such a parameter; the others have four, as every layout had before there were any."""
+
+
+def _averaged(*kind: object) -> bool:
+    if kind not in ((), (_AVERAGED,)):
+        raise ValueError(f"{kind!r:.80} behind a parameter's layer")
+    return bool(kind)
 
 
 def layer_of(name: str) -> str:
@@ -176,6 +202,8 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
     """One sentence on where two layouts part, for the refusal."""
     mine, other = ({p.name: p for p in layout.parameters} for layout in (ours, theirs))
     for name, parameter in mine.items():
+        if name not in other and parameter.averaged:
+            return f'it leaves out buffer {name!r}, which this run averages: enter the loop with buffers="average"'
         if name not in other:
             return f"it lacks parameter {name!r} of shape {list(parameter.shape)}"
         their = other[name]
@@ -187,6 +215,8 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
                 f"{parameter.dtype} in layer {parameter.layer!r}"
             )
     extra = [name for name in other if name not in mine]
+    if extra and other[extra[0]].averaged:
+        return f"it averages buffer {extra[0]!r}, which this run does not: enter the loop without buffers="
     if extra:
         return f"it has parameter {extra[0]!r}, which the run's model lacks"
     if ours.block_elems != theirs.block_elems:
@@ -208,6 +238,14 @@ def _check(layout: Layout) -> None:
         raise refuse(f"the model's description has more than {MAX_DESCRIPTION_CHARS} characters")
     for parameter in layout.parameters:
         _check_parameter(parameter)
+    if layout.parameters[0].averaged:
+        raise refuse("the model begins with an averaged buffer: something must be trained, and stand before them")
+    for before, parameter in itertools.pairwise(layout.parameters):
+        if before.averaged and not parameter.averaged:
+            raise refuse(f"parameter {parameter.name[:80]!r} stands behind averaged buffers: they must be the last")
+    mixed = {p.layer for p in layout.parameters if p.averaged} & {p.layer for p in layout.parameters if not p.averaged}
+    if mixed:
+        raise refuse(f"layer {min(mixed)[:80]!r} has trained parameters and averaged buffers: a layer is of one kind")
     if len({p.name for p in layout.parameters}) != len(layout.parameters):
         raise refuse("two parameters of the model have the same name")
     if layout.n_elems > MAX_ELEMS:

@@ -221,6 +221,7 @@ class Prepare:
     momentum_decay: float
     momentum_lookahead: float
     gradient_weight: float
+    averaged_share: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,45 @@ def seed_step(staging: F32, slot: int, out_theta: F32, out_momentum: F32, start:
     return _count_nonfinite(out_theta[start:stop])
 
 
+def average_step(
+    theta: F32,
+    staging: F32,
+    slots: I64,
+    weights: F32,
+    share: float,
+    out_theta: F32,
+    out_momentum: F32,
+    start: int,
+    stop: int,
+) -> int:
+    """PREPARE of averaged blocks (docs/algorithm.md, Averaged buffers) on [start, stop), in float32, in this order.
+
+        d    = w_0 (theta - x_0);  d = d + w_j (theta - x_j) for j = 1 .. k-1
+        out  = theta - share d, but not below the least, nor above the greatest, of theta and all x_j
+        buf  = 0
+
+    A mean lies between the values that it is of, whatever was rounded on the way: a variance stays positive, and what
+    all have alike stays as it is, to the bit. Returns out's non-finite elements. Raises ValueError as outer_step.
+    """
+    check_step(theta, theta, staging, slots, weights, out_theta, out_momentum, start, stop)
+    part = slice(start, stop)
+    now = theta[part]
+    least, greatest, d = now, now, np.zeros_like(now)
+    with np.errstate(all="ignore"):
+        for j, (slot, weight) in enumerate(zip(slots, weights, strict=True)):
+            x = staging[slot, part]
+            step = weight * (now - x)
+            d = step if j == 0 else d + step
+            least = np.where(x < least, x, least)
+            greatest = np.where(x > greatest, x, greatest)
+        new = now - np.float32(share) * d
+        new = np.where(new < least, least, new)
+        new = np.where(new > greatest, greatest, new)
+    out_theta[part] = new
+    out_momentum[part] = 0.0
+    return _count_nonfinite(out_theta[part])
+
+
 def n_pieces(n_elems: int) -> int:
     """Pieces of n_elems elements; only the last may be shorter than PIECE_ELEMS."""
     return -(-n_elems // PIECE_ELEMS)

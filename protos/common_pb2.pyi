@@ -159,16 +159,18 @@ class Refusal(_message.Message):
     def __init__(self, code: _Optional[_Union[RefusalCode, str]] = ..., sentence: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class ParameterSpec(_message.Message):
-    __slots__ = ("name", "shape_elems", "dtype", "layer")
+    __slots__ = ("name", "shape_elems", "dtype", "layer", "averaged")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_ELEMS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
+    AVERAGED_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape_elems: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
     layer: str
-    def __init__(self, name: _Optional[str] = ..., shape_elems: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., layer: _Optional[str] = ...) -> None: ...
+    averaged: bool
+    def __init__(self, name: _Optional[str] = ..., shape_elems: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., layer: _Optional[str] = ..., averaged: _Optional[bool] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ("parameters", "block_elems", "description")

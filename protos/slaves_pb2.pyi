@@ -379,7 +379,7 @@ class Measure(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., participants: _Optional[_Iterable[_Union[StagedPush, _Mapping]]] = ...) -> None: ...
 
 class Prepare(_message.Message):
-    __slots__ = ("round", "from_version", "to_version", "accepted", "weights", "scale", "outer_lr", "momentum_decay", "momentum_lookahead", "gradient_weight")
+    __slots__ = ("round", "from_version", "to_version", "accepted", "weights", "scale", "outer_lr", "momentum_decay", "momentum_lookahead", "gradient_weight", "averaged_share")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     FROM_VERSION_FIELD_NUMBER: _ClassVar[int]
     TO_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -390,6 +390,7 @@ class Prepare(_message.Message):
     MOMENTUM_DECAY_FIELD_NUMBER: _ClassVar[int]
     MOMENTUM_LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    AVERAGED_SHARE_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     from_version: _common_pb2.Version
     to_version: _common_pb2.Version
@@ -400,7 +401,8 @@ class Prepare(_message.Message):
     momentum_decay: float
     momentum_lookahead: float
     gradient_weight: float
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., from_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., to_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., accepted: _Optional[_Iterable[_Union[StagedPush, _Mapping]]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., outer_lr: _Optional[float] = ..., momentum_decay: _Optional[float] = ..., momentum_lookahead: _Optional[float] = ..., gradient_weight: _Optional[float] = ...) -> None: ...
+    averaged_share: float
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., from_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., to_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., accepted: _Optional[_Iterable[_Union[StagedPush, _Mapping]]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., outer_lr: _Optional[float] = ..., momentum_decay: _Optional[float] = ..., momentum_lookahead: _Optional[float] = ..., gradient_weight: _Optional[float] = ..., averaged_share: _Optional[float] = ...) -> None: ...
 
 class AbortRound(_message.Message):
     __slots__ = ("round", "reason")

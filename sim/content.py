@@ -179,20 +179,29 @@ def merged(
     return mixed("theta", theta, step, rates), step
 
 
+def averaged(theta: int, pushed: Sequence[int], weights: Sequence[float], share: float) -> tuple[int, int]:
+    """One chunk of an averaged block after an outer step: it has no momentum."""
+    return mixed("averaged", theta, tuple(pushed), tuple(weights), share), 0
+
+
 def rates_of(outer_lr: float, decay: float, lookahead: float, gradient_weight: float) -> tuple[float, ...]:
     """A gradient weight of 1, the usual one, is left out: the seeds that tests name keep their symbols."""
     return (outer_lr, decay, lookahead) if gradient_weight == 1.0 else (outer_lr, decay, lookahead, gradient_weight)
 
 
-def outer_step(theta: int, momentum: int, pushed: Sequence[int], body: Prepare) -> tuple[int, int]:
+def outer_step(
+    theta: int, momentum: int, pushed: Sequence[int], body: Prepare, is_averaged: bool = False
+) -> tuple[int, int]:
     """What a slave computes of one chunk; the seed becomes version 0 as it is, with momentum zero."""
     if body.from_version is None:
         return pushed[0], 0
+    if is_averaged:
+        return averaged(theta, pushed, body.weights, body.averaged_share)
     rates = rates_of(body.outer_lr, body.momentum_decay, body.momentum_lookahead, body.gradient_weight)
     return merged(theta, momentum, pushed, body.weights, body.scale, rates)
 
 
-def gram_of(block: int, first_values: Sequence[int]) -> BlockGram:
+def gram_of(block: Block, first_values: Sequence[int]) -> BlockGram:
     """What a slave would measure of one block; first_values: one chunk of the block of each push."""
     norms, nonfinite = [], []
     for value in first_values:
@@ -201,8 +210,10 @@ def gram_of(block: int, first_values: Sequence[int]) -> BlockGram:
         length = 0.1 * (0.8 + (value >> 8) % 1024 / 2560)
         norms.append({CLEAN: length, NAN: float("nan"), HUGE: 30 * length, SAME: 0.0}[kind])
     k = len(norms)
+    if block.averaged:
+        return BlockGram(block.block_id, (0.0,) * (k * (k + 1) // 2), tuple(nonfinite))
     gram = tuple(norms[i] * norms[j] * (1.0 if i == j else 0.9) for i in range(k) for j in range(i, k))
-    return BlockGram(block, gram, tuple(nonfinite))
+    return BlockGram(block.block_id, gram, tuple(nonfinite))
 
 
 def to_array(values: Sequence[int]) -> F32:
@@ -216,6 +227,8 @@ class SymbolShard:
     def __init__(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> None:
         self._blocks = blocks
         keys = [key_of(chunk) for chunk in chunks_of(blocks, chunk_bytes)]
+        of_id = {block.block_id: block for block in blocks}
+        self._averaged = [of_id[block_id].averaged for block_id, _ in keys]
         self._n_chunks = len(keys)
         self._first = [keys.index((block.block_id, 0)) for block in blocks]
         self._rows: list[dict[int, int]] = [{} for _ in range(n_slots)]
@@ -228,7 +241,7 @@ class SymbolShard:
 
     def measure(self, theta: tuple[int, ...], slots: Sequence[int]) -> tuple[BlockGram, ...]:
         return tuple(
-            gram_of(block.block_id, [self._rows[slot][index] for slot in slots])
+            gram_of(block, [self._rows[slot][index] for slot in slots])
             for block, index in zip(self._blocks, self._first, strict=True)
         )
 
@@ -245,7 +258,7 @@ class SymbolShard:
         for index in range(self._n_chunks):
             pushed = [self._rows[slot][index] for slot in slots]
             theta, momentum = (before[0][index], before[1][index]) if before else (0, 0)
-            results.append(outer_step(theta, momentum, pushed, body))
+            results.append(outer_step(theta, momentum, pushed, body, self._averaged[index]))
         return tuple(theta for theta, _ in results), tuple(momentum for _, momentum in results)
 
     def chunk(self, theta: tuple[int, ...], index: int) -> int:

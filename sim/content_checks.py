@@ -15,7 +15,7 @@ from dips.core.ids import PushId, Version
 from dips.core.wire import Codec
 from dips.sim.arithmetic import Key, Vector
 from dips.sim.checks import Checks, push_of, version_of
-from dips.sim.content import Written, key_of, merged, rates_of
+from dips.sim.content import Written, averaged, key_of, merged, rates_of
 
 Content = dict[Key, tuple[int, int]]
 """Each chunk's theta and momentum."""
@@ -78,10 +78,13 @@ class ContentChecks(Checks):
         step = {name: float(text) for name, text in judgement["outer_step"].items()}
         names = ("outer_lr", "momentum_decay", "momentum_lookahead", "gradient_weight")
         rates = rates_of(*(step[name] for name in names))
+        blocks = self.world.plan.layout.blocks
 
         def after(chunk: Chunk) -> tuple[int, int]:
             theta, momentum = before[key_of(chunk)]
             pushed = [vector.value(chunk) for vector in vectors]
+            if blocks[chunk.block_id].averaged:
+                return averaged(theta, pushed, weights, float(judgement["rho"]))
             return merged(theta, momentum, pushed, weights, step["scale"], rates)
 
         return {key_of(chunk): after(chunk) for chunk in self.chunks}

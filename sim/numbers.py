@@ -79,7 +79,7 @@ class NumberModel:
         self._layout = layout
         self._chunk_bytes = chunk_bytes
         self._corrupt = corrupt
-        self._vectors = Vectors(layout.n_elems)
+        self._vectors = Vectors(layout.n_elems, n_trained=layout.n_trained)
         self._places = Places(layout)
         self._spoiled: F32 | None = None
         self._has_base = False

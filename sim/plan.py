@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from dips.core.ids import ClusterId
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import AVERAGED_LAYER, Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, DataRange, Settings
 from dips.core.wire import Codec
 from dips.master.state.penalty_config import PenaltyConfig
@@ -174,6 +174,10 @@ class Plan:
         return (self.clusters + self.spares).index(name) % len(self.clusters)
 
 
+AVERAGED_SHARE = 0.15
+"""Of the small, wide and beset runs: their models have buffers that are averaged."""
+
+
 def make_plan(rng: Random, durability: str | None = None, shape: Shape = SMALL) -> Plan:
     """Choose everything. durability: to hold that one choice fixed."""
     n_clusters, n_slaves = rng.choice(shape.clusters), rng.choice(shape.slaves)
@@ -186,7 +190,7 @@ def make_plan(rng: Random, durability: str | None = None, shape: Shape = SMALL) 
     plan = Plan(
         clusters,
         slaves,
-        _layout(rng, n_slaves),
+        _with_buffers(rng, _layout(rng, n_slaves)),
         _data(rng, tokens_per_step),
         _config(rng, settings, n_slaves, n_clusters),
         tuple(step_s * (1 + (slowest - 1) * i / max(1, n_clusters - 1)) for i in range(n_clusters)),
@@ -313,6 +317,16 @@ def _layout(rng: Random, n_slaves: int) -> Layout:
     chunk_elems = CHUNK_BYTES // 4
     sizes = [chunk_elems * rng.choice((1, 1, 2)) + rng.choice((0, 0, 40)) for _ in range(n_layers)]
     return Layout(tuple(Parameter(f"layers.{i}.w", (size,), "float32", f"layers.{i}") for i, size in enumerate(sizes)))
+
+
+def _with_buffers(rng: Random, layout: Layout) -> Layout:
+    """Some models have averaged buffers; drawn from a copy, as _wires is."""
+    own = Random()
+    own.setstate(rng.getstate())
+    if own.random() >= AVERAGED_SHARE:
+        return layout
+    buffers = (Parameter(f"norm.{i}", (own.choice((8, 90)),), "float32", AVERAGED_LAYER, averaged=True) for i in "ab")
+    return Layout((*layout.parameters, *buffers))
 
 
 def _data(rng: Random, tokens_per_step: int) -> DataPlan:

@@ -205,15 +205,16 @@ def _replay_one(
     if before is not None and before not in kept:
         result.skipped.append(f"{name}: version {say_version(before)} was not computed")
         return False
+    n_trained = sum(block.n_elems for block in blocks if not block.averaged)
     base = kept[before] if before is not None else None
     rows = np.stack([_push(folders[slave] / str(item["file"])) for item in recorded["accepted"]])
     if base is not None and made.judgement is not None:
         measured.add(base.theta, rows, blocks)
-    after = _step(rows, recorded, base)
+    after = _step(rows, recorded, base, n_trained)
     kept[made.version] = after
     _forget_old(kept)
     _same_pushes(made, recorded, name, result)
-    result.misjudged += _other_numbers(made, recorded, name)
+    result.misjudged += _other_numbers(made, recorded, name, n_trained < rows.shape[1])
     return _compare(made, slave, after, blocks, int(recorded["chunk_bytes"]), name, result)
 
 
@@ -263,6 +264,8 @@ class _Measured:
             return  # other pushes than the record's, which is said of the shard
         start = 0
         for block in blocks:
+            if block.averaged:
+                break  # part of no norm, and behind all others
             for begin in range(start, start + block.n_elems, PIECE_ELEMS):
                 piece = slice(begin, min(begin + PIECE_ELEMS, start + block.n_elems))
                 ways = (theta[piece] - rows[:, piece]).astype(np.float64)
@@ -292,8 +295,11 @@ PIECE_ELEMS = 1 << 20
 """Elements whose differences stand in memory at once, in float64."""
 
 
-def _other_numbers(made: Decision, recorded: Mapping[str, Any], name: str) -> list[str]:
-    """Numbers of the step that the slave recorded and that the COMMIT record says otherwise: both write every bit."""
+def _other_numbers(made: Decision, recorded: Mapping[str, Any], name: str, is_averaged: bool) -> list[str]:
+    """Numbers of the step that the slave recorded and that the COMMIT record says otherwise: both write every bit.
+
+    is_averaged: this shard has averaged blocks, which move by rho.
+    """
     wrong = []
     before = pair(recorded["from_version"])
     if pair(recorded["to_version"]) != made.version or (made.kind == "COMMIT" and before != made.from_version):
@@ -302,14 +308,17 @@ def _other_numbers(made: Decision, recorded: Mapping[str, Any], name: str) -> li
         return wrong
     step = {key: float(text) for key, text in (made.judgement["outer_step"] or {}).items()}
     other = [f"{key} {recorded[key]!r}, not {value!r}" for key, value in step.items() if float(recorded[key]) != value]
+    share = float(recorded.get("averaged_share", 1.0))
+    if is_averaged and share != float(made.judgement["rho"]):
+        other.append(f"averaged_share {share!r}, not {made.judgement['rho']}")
     weights = [float(item["weight"]) for item in recorded["accepted"]]
     if weights != (said := [float(text) for text in made.judgement["weights"]]):
         other.append(f"weights {weights}, not {said}")
     return wrong + ([f"{name} was made with {'; '.join(other)} as {made} says"] if other else [])
 
 
-def _step(rows: F32, recorded: Mapping[str, Any], before: _State | None) -> _State:
-    """One outer step, as the slave made it."""
+def _step(rows: F32, recorded: Mapping[str, Any], before: _State | None, n_trained: int) -> _State:
+    """One outer step, as the slave made it; elements behind n_trained are averaged."""
     n = rows.shape[1]
     theta, momentum = np.empty(n, np.float32), np.empty(n, np.float32)
     if before is None:
@@ -321,8 +330,11 @@ def _step(rows: F32, recorded: Mapping[str, Any], before: _State | None) -> _Sta
     scale, outer_lr, decay, lookahead, gradient_weight = (float(recorded[name]) for name in names)
     outer_numpy.outer_step(
         before.theta, before.momentum, rows, slots, weights, scale, outer_lr, decay, lookahead, gradient_weight,
-        theta, momentum, 0, n,
+        theta, momentum, 0, n_trained,
     )  # fmt: skip
+    if n_trained < n:
+        share = float(recorded["averaged_share"])
+        outer_numpy.average_step(before.theta, rows, slots, weights, share, theta, momentum, n_trained, n)
     return _State(theta, momentum)
 
 

@@ -33,7 +33,8 @@ def measure(
 ) -> tuple[BlockGram, ...]:
     """The Gram matrix of the rows' pseudo-gradients at theta, block by block (docs/algorithm.md, MEASURE).
 
-    known: sums of complete pushes that were taken with this theta on receipt; only the others are computed.
+    known: sums of complete pushes that were taken with this theta on receipt; only the others are computed. An averaged
+    block is no part of any norm: its sums are zero, and only its non-finite elements count.
     """
     sums, nonfinite = _piece_sums(memory, theta, rows, known, threads)
     places = [memory.map.places[block.block_id] for block in memory.blocks]
@@ -46,7 +47,7 @@ def measure(
     ends = np.concatenate([np.zeros((len(rows), 1), np.int64), np.cumsum(nonfinite, axis=1)], axis=1)[:, first]
     bads = np.diff(ends, axis=1).T.tolist()
     return tuple(
-        BlockGram(block.block_id, tuple(upper), tuple(bad))
+        BlockGram(block.block_id, (0.0,) * len(upper) if block.averaged else tuple(upper), tuple(bad))
         for block, upper, bad in zip(memory.blocks, uppers, bads, strict=True)
     )
 
@@ -113,6 +114,8 @@ def prepare(
 ) -> list[int]:
     """Compute the next theta into `out` and its momentum into memory.next_momentum (docs/algorithm.md, PREPARE).
 
+    Behind memory.n_trained stands what is averaged, with momentum zero.
+
     theta: the current version's, None for the seed. Returns the checksums of the new theta's chunks. Raises
     Refused(NONFINITE) when an element of either is NaN or infinite.
     """
@@ -124,6 +127,7 @@ def prepare(
         if theta is None:
             bad = kernels.seed_step(memory.staging, rows[0], out, memory.next_momentum, start, stop)
         else:
+            middle = min(max(start, memory.n_trained), stop)
             bad = kernels.outer_step(
                 theta,
                 memory.momentum,
@@ -138,7 +142,10 @@ def prepare(
                 out,
                 memory.next_momentum,
                 start,
-                stop,
+                middle,
+            )
+            bad += kernels.average_step(
+                theta, memory.staging, slots, weights, body.averaged_share, out, memory.next_momentum, middle, stop
             )
         return bad, [checksum(out[chunks[i] : chunks[i + 1]]) for i in range(*part)]
 

@@ -33,6 +33,7 @@ class Samples:
     """The sampled elements of the versions that were measured last. One caller at a time."""
 
     def __init__(self, n_elems: int) -> None:
+        """n_elems: those that are trained, which stand before all others."""
         self._n_elems = n_elems
         # Odd, so that no power of two makes it take the same few columns of every matrix.
         self._stride = max(1, -(-n_elems // SAMPLE_ELEMS)) | 1
@@ -41,7 +42,7 @@ class Samples:
     def keep(self, version: Version, theta: F32) -> None:
         """Remember this version; the oldest leaves when there are too many."""
         if version not in self._of:
-            self._of[version] = theta[:: self._stride].copy()
+            self._of[version] = theta[: self._n_elems : self._stride].copy()
         while len(self._of) > KEPT_VERSIONS:
             del self._of[next(iter(self._of))]
 
@@ -54,13 +55,13 @@ class Samples:
         a base is not known both are NaN, and so are their products.
         """
         k = len(rows)
-        now = theta[:: self._stride]
+        now = theta[: self._n_elems : self._stride]
         vectors = np.full((2 * k, len(now)), np.nan, np.float32)
         with np.errstate(all="ignore"):
             for j, (row, version) in enumerate(zip(rows, bases, strict=True)):
                 base = self._of.get(version) if version is not None else None
                 if base is not None:
-                    vectors[j] = base - staging[row, :: self._stride]
+                    vectors[j] = base - staging[row, : self._n_elems : self._stride]
                     vectors[k + j] = base - now
         gram, _ = kernels.gram(np.zeros_like(now), vectors, np.arange(2 * k, dtype=np.int64), 0, len(now))
         scale = self._n_elems / max(1, len(now))

@@ -62,6 +62,8 @@ class ShardMemory:
         self.blocks = tuple(blocks)
         self.map = ShardMap(blocks, chunk_bytes)
         self.n_elems = self.map.n_bytes // FLOAT32_BYTES
+        self.n_trained = sum(block.n_elems for block in blocks if not block.averaged)
+        """Elements [0, n_trained): averaged blocks have the highest ids, so that they stand last."""
         elems = (block.n_elems for block in blocks)
         spare = memory_bytes - shard_bytes_needed(elems, chunk_bytes, staging_slots, pins=0)
         if spare < 0:
@@ -74,7 +76,7 @@ class ShardMemory:
         self.staging = _touched((staging_slots, self.n_elems), tell)
         self._buffers = [Buffer(_touched((self.n_elems,), tell)) for _ in range(RING_BUFFERS)]
         self._momentum = [_touched((self.n_elems,), tell) for _ in range(2)]
-        self.samples = Samples(self.n_elems)
+        self.samples = Samples(self.n_trained)
         self.current: Buffer | None = None
         self.previous: Buffer | None = None
         self.shadow: Buffer | None = None

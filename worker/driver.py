@@ -105,9 +105,17 @@ class Driver:
         self.tape = tape or Tape(config.tape, "worker", config.cluster_id, self._clock, may_lose=True)
         self._layout = layout
         self._vectors = Vectors(
-            layout.n_elems, parameters, lambda: Starting("memory", _starts, self.tape, self._clock, quiet_s=0.0)
+            layout.n_elems,
+            parameters,
+            lambda: Starting("memory", _starts, self.tape, self._clock, quiet_s=0.0),
+            n_trained=layout.n_trained,
         )
         if wire_of(config) in DIFFERENCES:
+            if layout.n_trained < layout.n_elems:
+                raise ConfigError(
+                    f"wire_dtype is {config.wire_dtype!r}, whose rounding could make a running variance negative: "
+                    'leave it out where buffers="average"'
+                )
             # Now, and not while the first push is on its way.
             starting = Starting("kernels", _starts, self.tape, self._clock, quiet_s=0.0)
             warm_up(starting.compiles)

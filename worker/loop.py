@@ -42,7 +42,7 @@ from dips.worker.ranks import Ranks, Told, ranks_here
 from dips.worker.token_check import TokenCheck
 from dips.worker.torch_parameters import TorchParameters
 from dips.worker.torch_state import HasState, TorchState
-from dips.worker.untrained import untrained_of
+from dips.worker.untrained import running_statistics, untrained_of
 from dips.worker.wrapped import is_replica_on_all_ranks, plain_model, plain_optimizer, refuse_shards
 
 _logger = logging.getLogger("dips")
@@ -82,6 +82,10 @@ class DiLoCo:
     resume: go on from the newest of them, if there is one; `steps` counts on. state: what else must be kept, such as a
     scheduler or a data loader's place: an object with state_dict() and load_state_dict(), or several under names.
 
+    buffers: "own" leaves the model's buffers (running statistics of batch norm, say) to this cluster, and no version
+    holds them; with "average" the run averages those that a state_dict holds, and an exported model has them. All
+    clusters of a run give the same.
+
     Several processes of torch.distributed are one cluster if each holds all of the model (DistributedDataParallel): all
     of them enter and step together, rank 0 talks to the master, and their tokens are added up. Their checkpoints are
     the trainer's (docs/integrations.md). Ranks whose parameters differ are refused, at the start and before each push;
@@ -119,13 +123,15 @@ class DiLoCo:
         resume: bool | None = None,
         state: HasState | Mapping[str, HasState] | None = None,
         replicas: bool = False,
+        buffers: str = "own",
     ) -> None:
-        _check_arguments(tokens_per_step, steps, wire_dtype)
+        _check_arguments(tokens_per_step, steps, wire_dtype, buffers)
         self._model = plain_model(model)
         self._replicas = replicas or is_replica_on_all_ranks(model)
         self._optimizer = plain_optimizer(optimizer)
         self._tokens_per_step = tokens_per_step
         self._steps_wanted = steps
+        self._buffers = buffers
         self._use = _Use.MADE
         self._was_used = False
         self._next_tokens: int | None = None
@@ -223,7 +229,9 @@ class DiLoCo:
         parameters: TorchParameters | Exception
         try:
             refuse_shards(self._model, self._optimizer)
-            parameters = TorchParameters(self._model, self._optimizer, description=description_of(self._model))
+            parameters = TorchParameters(
+                self._model, self._optimizer, description=description_of(self._model), buffers=self._buffers
+            )
         except Exception as error:
             parameters = error
         if ranks is not None:
@@ -258,6 +266,12 @@ class DiLoCo:
         inner = TorchState(self._model, self._optimizer, {"steps": _Steps(self), **_named(self._state)})
         plan = DataPlan(DataMode.OWN)
         untrained = untrained_of(self._model, parameters.ids)
+        if own := running_statistics(self._model, parameters.ids):
+            _logger.warning(
+                "the model keeps running statistics (%r and %d more), which are no part of the run: an exported model "
+                'lacks them, unless all clusters enter the loop with buffers="average"',
+                own[0], len(own) - 1,
+            )  # fmt: skip
         return Driver(
             config, parameters, parameters.layout(), plan,
             inner=inner, resume_label=self._resume_label, untrained=untrained,
@@ -441,7 +455,9 @@ def _named(state: HasState | Mapping[str, HasState] | None) -> dict[str, HasStat
     return {f"user.{name}": part for name, part in parts.items()}
 
 
-def _check_arguments(tokens_per_step: int, steps: int | None, wire_dtype: str | None) -> None:
+def _check_arguments(tokens_per_step: int, steps: int | None, wire_dtype: str | None, buffers: str) -> None:
+    if buffers not in ("own", "average"):
+        raise ConfigError(f'buffers is {buffers!r}: give "own", or "average" to have the run average them')
     if tokens_per_step < 1:
         raise ConfigError(f"tokens_per_step is {tokens_per_step}: give the tokens of one optimizer.step(), at least 1")
     if steps is not None and steps < 0:

@@ -87,7 +87,7 @@ class Ranks:
         if isinstance(parameters, Exception):
             mine["error"] = str(parameters)
         else:
-            rows, digests = _rows(parameters), _digests(parameters.tensors)
+            rows, digests = _rows(parameters), _digests(parameters.trained)
             mine["layout"] = _digest(parameters.layout().layout_hash + json.dumps(rows).encode()).hex()
             mine["values"] = _digest(b"".join(digests)).hex()
         said = [json.loads(text) for text in self.gather(json.dumps(mine).encode())]
@@ -116,7 +116,7 @@ class Ranks:
         """
         turn, self._compared = self._compared, self._compared + 1
         sample = (turn % SAMPLE_STRIDE, SAMPLE_STRIDE) if turn else (0, 1)
-        digests = _digests(parameters.tensors, *sample)
+        digests = _digests(parameters.trained, *sample)
         if len(set(self.gather(_digest(b"".join(digests))))) > 1:
             name, rank = self._first_other(_rows(parameters), digests)
             raise ConfigError(

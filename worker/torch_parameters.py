@@ -1,11 +1,13 @@
 """A torch model's parameters as one flat float32 vector, and back.
 
-Takes the parameters that require gradients, tied ones once; buffers (running statistics) stay each cluster's own.
-The inner optimizer's state is never read and never sent. Shapes: see core/layout.py.
+Takes the parameters that require gradients, tied ones once. Buffers (running statistics) stay each cluster's own, or
+follow behind the parameters where the run averages them (docs/decisions/0030-averaged-buffers.md). The inner
+optimizer's state is never read and never sent. Shapes: see core/layout.py.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +19,12 @@ from numpy.typing import NDArray
 
 from dips.core.allocator import zeros
 from dips.core.errors import ConfigError
-from dips.core.layout import DEFAULT_BLOCK_ELEMS, Layout, Parameter, layer_of
+from dips.core.layout import AVERAGED_LAYER, DEFAULT_BLOCK_ELEMS, Layout, Parameter, layer_of
 from dips.worker.parameters import Ready
 
 F32 = NDArray[np.float32]
+
+_logger = logging.getLogger("dips")
 
 GROUP_ELEMS = 1 << 22
 """What is copied at a time: 16 MiB take about a millisecond to the host, so that sending begins soon."""
@@ -44,23 +48,31 @@ class TorchParameters:
         *,
         block_elems: int = DEFAULT_BLOCK_ELEMS,
         description: str = "",
+        buffers: str = "own",
     ) -> None:
-        """description: for the layout. Raises ConfigError, with the tensor's name, for a parameter that no flat vector
-        can be read from and written to (of a dtype that is not served, sharded, without values, sparse, over memory
-        that it shares with itself or partly with another one), and for another model's optimizer; Refused(LAYOUT) for
-        a model without trainable parameters.
+        """description: for the layout. buffers: "average" makes the saved floating-point ones part of it.
+
+        Raises ConfigError, with the tensor's name, for a parameter or buffer that no flat vector can be read from and
+        written to (of a dtype that is not served, sharded, without values, sparse, over memory that it shares with
+        itself or partly with another one), and for another model's optimizer; Refused(LAYOUT) for a model without
+        trainable parameters.
         """
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._model = model
         self._optimizer = optimizer
-        layout = Layout(tuple(_described(name, p) for name, p in named.items()), block_elems)
+        self._buffers = _averaged_buffers(model) if buffers == "average" else {}
+        held = {name: module.get_buffer(key) for name, (module, key) in self._buffers.items()}
+        rows = [_described(name, p) for name, p in named.items()]
+        rows += [_as_averaged(name, buffer) for name, buffer in held.items()]
+        layout = Layout(tuple(rows), block_elems)
         _refuse_shared_memory(named)
         self._layout = replace(layout, description=description)
-        self._spans = [(named[s.parameter.name], s.start_elem, s.stop_elem) for s in self._layout.spans]
-        self._parameters: list[torch.Tensor] = [parameter for parameter, _, _ in self._spans]
+        tensors: dict[str, torch.Tensor] = {**named, **held}
+        self._spans = [(tensors[s.parameter.name], s.start_elem, s.stop_elem) for s in self._layout.spans]
+        self._parameters: list[torch.Tensor] = [tensor for tensor, _, _ in self._spans]
         self._check_optimizer()
         self._groups = _groups(self._spans)
-        self._narrow = _narrow(self._spans)
+        self._narrow = _narrow(self._spans[: len(named)])  # a statistic is pushed as it stands
         self._devices = {group.device for group in self._groups if group.device.type == "cuda"}
         self._sides = {device: torch.cuda.Stream(device) for device in self._devices}
         self.installs = self.resets = 0
@@ -70,6 +82,11 @@ class TorchParameters:
     def tensors(self) -> Sequence[torch.Tensor]:
         """The parameters themselves, in layout order."""
         return self._parameters
+
+    @property
+    def trained(self) -> Sequence[torch.Tensor]:
+        """Those that are trained: equal on all ranks of a cluster, which averaged buffers need not be."""
+        return self._parameters[: len(self._parameters) - len(self._buffers)]
 
     @property
     def ids(self) -> frozenset[int]:
@@ -90,8 +107,9 @@ class TorchParameters:
         """On CUDA devices the copies run beside the host and whatever it computes; the next kernel that changes a
         parameter waits for them on the device, the host never does.
         """
-        places = self._places(into)
         self._check_still_trained()
+        self._find_buffers()
+        places = self._places(into)
         events: list[torch.cuda.Event | None] = []
         for device, side in self._sides.items():
             side.wait_stream(torch.cuda.current_stream(device))
@@ -108,6 +126,7 @@ class TorchParameters:
 
     def install(self, flat: F32) -> None:
         self.installs += 1
+        self._find_buffers()
         _copy(self._parameters, self._places(flat), beside_host=bool(self._devices))
         wait_for(self._devices)  # the vector may be written again as soon as this returns
 
@@ -129,6 +148,7 @@ class TorchParameters:
 
     def live(self) -> Sequence[F32] | None:
         self._check_still_trained()
+        self._find_buffers()
         if self._layout.n_elems < len(self._parameters) * LARGE_ELEMS or not all(map(_is_plain, self._parameters)):
             return None  # many tiny ones are copied faster than they are listed
         return [_plain(parameter) for parameter in self._parameters]
@@ -169,8 +189,24 @@ class TorchParameters:
                 "clusters and in a new run"
             )
 
+    def _find_buffers(self) -> None:
+        """A module may put a new tensor in a buffer's place (`self.mean = 0.9 * self.mean + ...`). Raises ConfigError
+        for one that does not fit.
+        """
+        first = len(self._parameters) - len(self._buffers)
+        for at, (name, (module, key)) in enumerate(self._buffers.items(), first):
+            known, now = self._parameters[at], module._buffers.get(key)
+            if now is known:
+                continue
+            if now is None or (now.shape, now.dtype, now.device) != (known.shape, known.dtype, known.device):
+                raise ConfigError(
+                    f"buffer {name!r} has another shape, type or device than when the loop was entered: enter the loop "
+                    "once the model is complete and on its device"
+                )
+            self._parameters[at] = now
+
     def _check_optimizer(self) -> None:
-        ours = {id(parameter) for parameter, _, _ in self._spans}
+        ours = self.ids
         theirs = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         if not ours & theirs:
             raise ConfigError(
@@ -189,7 +225,45 @@ class _Group:
     stop_elem: int
 
 
-def _groups(spans: Sequence[tuple[torch.nn.Parameter, int, int]]) -> list[_Group]:
+def _averaged_buffers(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+    """Name -> where it stands, of the buffers that a state_dict holds, in floating point, tied ones once.
+
+    Those that hold infinities (a mask) are constants, which have no mean: they stay each cluster's own.
+    """
+    found: dict[str, tuple[torch.nn.Module, str]] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            name = f"{prefix}.{key}" if prefix else key
+            if not buffer.is_floating_point() or not buffer.numel():
+                continue
+            if buffer.is_meta or _shares_with_itself(buffer):
+                why = "is on the meta device and has no values" if buffer.is_meta else "is expanded, without own memory"
+                raise ConfigError(
+                    f"buffer {name!r} {why}: load or clone it before the loop is entered, or register it with "
+                    "persistent=False"
+                )
+            if not buffer.isfinite().all():
+                _logger.info("buffer %r holds infinities or NaN, so that it is not averaged", name)
+                continue
+            found[name] = (module, key)
+    return found
+
+
+def _as_averaged(name: str, buffer: torch.Tensor) -> Parameter:
+    dtype = _DTYPE_NAMES.get(buffer.dtype)
+    if dtype is None:
+        raise ConfigError(
+            f"buffer {name!r} is {str(buffer.dtype).removeprefix('torch.')}: float32, bfloat16 and float16 are "
+            "averaged; convert it, or register it with persistent=False"
+        )
+    return Parameter(name, tuple(buffer.shape), dtype, AVERAGED_LAYER, averaged=True)
+
+
+def _groups(spans: Sequence[tuple[torch.Tensor, int, int]]) -> list[_Group]:
     """Whole parameters, as few as make GROUP_ELEMS."""
     groups: list[_Group] = []
     for i, (parameter, start, stop) in enumerate(spans):
@@ -210,7 +284,7 @@ class _Narrow:
     stop_elem: int
 
 
-def _narrow(spans: Sequence[tuple[torch.nn.Parameter, int, int]]) -> list[_Narrow]:
+def _narrow(spans: Sequence[tuple[torch.Tensor, int, int]]) -> list[_Narrow]:
     """All of them, in flat order; none for a model in float32."""
     runs: list[_Narrow] = []
     for parameter, start, stop in spans:

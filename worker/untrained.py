@@ -31,13 +31,23 @@ def untrained_of(model: torch.nn.Module, trained: Set[int]) -> Untrained:
     Contents of running statistics are left out, and so are those that cannot be read (on the meta device, say), which
     the log tells.
     """
+    moving = set(_moving(model))
     frozen = [(name, p) for name, p in model.named_parameters() if id(p) not in trained]
-    moving = {id(b) for m in model.modules() if isinstance(m, _MOVING) for b in m.buffers(recurse=False)}
     buffers = [(name, b) for name, b in model.named_buffers() if id(b) not in trained]
     return Untrained(
         tuple(TensorDigest(name, _digest(name, p, contents=True)) for name, p in frozen),
         tuple(TensorDigest(name, _digest(name, b, contents=id(b) not in moving)) for name, b in buffers),
     )
+
+
+def running_statistics(model: torch.nn.Module, trained: Set[int]) -> list[str]:
+    """Names of floating-point buffers that training moves, and that are not among `trained` (ids of tensors)."""
+    moving = set(_moving(model)) - trained
+    return [name for name, buffer in model.named_buffers() if id(buffer) in moving and buffer.is_floating_point()]
+
+
+def _moving(model: torch.nn.Module) -> list[int]:
+    return [id(b) for m in model.modules() if isinstance(m, _MOVING) for b in m.buffers(recurse=False)]
 
 
 def _digest(name: str, tensor: torch.Tensor, *, contents: bool) -> int:

@@ -47,12 +47,19 @@ class Vectors:
     """
 
     def __init__(
-        self, n_elems: int, store: ParameterStore | None = None, starting: Callable[[], Starting] | None = None
+        self,
+        n_elems: int,
+        store: ParameterStore | None = None,
+        starting: Callable[[], Starting] | None = None,
+        *,
+        n_trained: int | None = None,
     ) -> None:
         """store: whose memory is used, if it has a word on that (StreamingStore), and whose rounding is kept
-        out of what is pushed. starting: told of a vector of a GiB or more, which takes its time.
+        out of what is pushed. starting: told of a vector of a GiB or more, which takes its time. n_trained: elements
+        before those that are averaged; None: there are no others.
         """
         self._n_elems = n_elems
+        self._n_trained = n_elems if n_trained is None else n_trained
         self._starting = starting if 4 * n_elems >= WORTH_A_LINE_BYTES else None
         self._store = store if isinstance(store, StreamingStore) else None
         self._rounding = store if isinstance(store, RoundingStore) and store.rounds else None
@@ -282,10 +289,15 @@ class Vectors:
             self._ready = None
 
     def _rebase(self, parameters: ParameterStore, pulled: F32, then: F32, room: F32) -> None:
-        """theta_now = pulled + (theta_now - then), computed in `room`."""
+        """theta_now = pulled + (theta_now - then), computed in `room`.
+
+        Averaged buffers become the pulled ones: a statistic moves towards what it is of, so that a way it went does not
+        lead on from another place (a variance could come out negative), and a few steps renew it.
+        """
         parameters.snapshot(room)
-        for start in range(0, self._n_elems, PIECE_ELEMS):
-            here = slice(start, min(start + PIECE_ELEMS, self._n_elems))
+        room[self._n_trained :] = pulled[self._n_trained :]
+        for start in range(0, self._n_trained, PIECE_ELEMS):
+            here = slice(start, min(start + PIECE_ELEMS, self._n_trained))
             if self._rounding is not None and self._installed is not None:
                 self._rounding.add_rounded_off(room, self._installed, here.start, here.stop)
             np.subtract(room[here], then[here], out=room[here])

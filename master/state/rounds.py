@@ -219,7 +219,7 @@ class Rounds:
         before, outer_lr = world.ledger.version, world.config.settings.outer_lr
         assert before is not None, "what is judged starts from a version"
         step = outer_step_of(world.config.penalty, outer_lr, judgement.scale, judgement.rho, before)
-        self._prepare(judgement.weights, step)
+        self._prepare(judgement.weights, step, judgement.rho)
 
     def _record_judgement(self, judgement: Judgement) -> None:
         world, state = self._world, self._world.round
@@ -239,7 +239,8 @@ class Rounds:
 
     # ---- prepare, commit, publish ----
 
-    def _prepare(self, weights: tuple[float, ...], step: OuterStep) -> None:
+    def _prepare(self, weights: tuple[float, ...], step: OuterStep, rho: float = 1.0) -> None:
+        """rho: the share of a full round, by which averaged buffers move."""
         world, state = self._world, self._world.round
         version = world.ledger.version
         assert state.id is not None, "a sealed round has an id"
@@ -250,7 +251,8 @@ class Rounds:
         state.step = step
         self._arm()
         world.command_all(
-            Prepare(state.id, version, to_version, accepted, weights, **dataclasses.asdict(step)), state.cause
+            Prepare(state.id, version, to_version, accepted, weights, **dataclasses.asdict(step), averaged_share=rho),
+            state.cause,
         )
 
     def _donor(self) -> Donor | None:

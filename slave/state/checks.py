@@ -169,6 +169,7 @@ def check_prepare(prepare: Prepare, current: SnapshotInfo | None, snapshots: Seq
         prepare.momentum_decay,
         prepare.momentum_lookahead,
         prepare.gradient_weight,
+        prepare.averaged_share,
     )
     if not all(math.isfinite(value) for value in scalars):
         raise Refused(RefusalCode.NONFINITE, f"round {prepare.round} has a weight, scale or rate that is not finite")

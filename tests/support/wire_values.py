@@ -13,7 +13,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import strategies as st
 
 from dips.core import codec_protobuf
-from dips.core.layout import DTYPES, Layout, Parameter
+from dips.core.layout import AVERAGED_LAYER, DTYPES, Layout, Parameter
 
 _INTEGERS = {
     FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1),
@@ -36,9 +36,22 @@ parameters = st.builds(
     dtype=st.sampled_from(sorted(DTYPES)),
     layer=names,
 )
+
+
+def _with_buffers(rows: list[Parameter], n_averaged: int) -> tuple[Parameter, ...]:
+    """The last ones are averaged, but not the first."""
+    first = max(1, len(rows) - n_averaged)
+    averaged = (dataclasses.replace(row, layer=AVERAGED_LAYER, averaged=True) for row in rows[first:])
+    return (*rows[:first], *averaged)
+
+
 layouts = st.builds(
     Layout,
-    parameters=st.lists(parameters, min_size=1, max_size=4, unique_by=lambda p: p.name).map(tuple),
+    parameters=st.builds(
+        _with_buffers,
+        st.lists(parameters, min_size=1, max_size=4, unique_by=lambda p: p.name),
+        st.sampled_from((0, 0, 1, 2)),
+    ),
     block_elems=st.integers(1, 64),
 )
 

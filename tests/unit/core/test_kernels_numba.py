@@ -50,6 +50,18 @@ def both_steps(shard: Shard, k: int, start: int, stop: int, scale: float = 0.4, 
     assert results[1][2] == results[0][2]
 
 
+def both_averages(shard: Shard, k: int, start: int, stop: int, share: float = 0.3) -> None:
+    slots, weights = random_slots(k, k, len(shard.staging))
+    results = []
+    for module in (outer_numpy, kernels_numba):
+        theta, momentum = shard.outputs()
+        bad = module.average_step(shard.theta, shard.staging, slots, weights, share, theta, momentum, start, stop)
+        results.append((theta, momentum, bad))
+    assert_same_bits(results[1][0], results[0][0])
+    assert_same_bits(results[1][1], results[0][1])
+    assert results[1][2] == results[0][2]
+
+
 def both_grams(shard: Shard, k: int, start: int, stop: int) -> None:
     slots, _ = random_slots(k, k, len(shard.staging))
     expected, expected_counts = outer_numpy.gram(shard.theta, shard.staging, slots, start, stop)
@@ -64,6 +76,8 @@ def both_grams(shard: Shard, k: int, start: int, stop: int) -> None:
 def test_kernels_equal_the_reference(k: int, n_elems: int, special: bool) -> None:
     shard = Shard.random(1000 * k + n_elems, n_elems, slots=8, special=special)
     both_steps(shard, k, 0, n_elems)
+    both_averages(shard, k, 0, n_elems)
+    both_averages(shard, k, n_elems // 3, n_elems, share=1.0)
     both_grams(shard, k, 0, n_elems)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from support.wire_values import layouts
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.layout import (
+    AVERAGED_LAYER,
     FLOAT32_BYTES,
     MAX_NAME_CHARS,
     Block,
@@ -180,3 +182,53 @@ def test_text_that_is_no_layout_is_refused(text: str) -> None:
 )
 def test_the_layer_is_named_up_to_the_first_number(name: str, layer: str) -> None:
     assert layer_of(name) == layer
+
+
+# ---- averaged buffers ----
+
+MEAN = Parameter("norm.mean", (9,), "float32", AVERAGED_LAYER, averaged=True)
+BUFFERED = Layout((*SMALL.parameters, MEAN), SMALL.block_elems)
+
+
+@given(layout=layouts)
+def test_what_is_averaged_stands_behind_all_that_is_trained_in_blocks_of_its_own(layout: Layout) -> None:
+    assert layout.n_trained == sum(p.n_elems for p in layout.parameters if not p.averaged)
+    pieces = [(block.start_elem, block.stop_elem, block.averaged) for block in layout.blocks]
+    pieces += [(span.start_elem, span.stop_elem, span.parameter.averaged) for span in layout.spans]
+    for start, stop, averaged in pieces:
+        assert (stop <= layout.n_trained) is not averaged
+        assert (start >= layout.n_trained) is averaged
+
+
+def test_averaged_buffers_count_for_the_hash_and_what_differs_is_named() -> None:
+    assert BUFFERED.layout_hash != SMALL.layout_hash
+    trained = Layout((*SMALL.parameters, dataclasses.replace(MEAN, averaged=False)), SMALL.block_elems)
+    assert trained.layout_hash != BUFFERED.layout_hash
+    assert first_difference(BUFFERED, SMALL) == (
+        "it leaves out buffer 'norm.mean', which this run averages: enter the loop with buffers=\"average\""
+    )
+    assert first_difference(SMALL, BUFFERED) == (
+        "it averages buffer 'norm.mean', which this run does not: enter the loop without buffers="
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ((MEAN,), "begins with an averaged buffer"),
+        ((MEAN, SMALL.parameters[0]), "begins with an averaged buffer"),
+        ((*SMALL.parameters, MEAN, parameter("late", 3)), "'late' stands behind averaged buffers"),
+        ((*SMALL.parameters, dataclasses.replace(MEAN, layer="scale")), "layer 'scale' has trained parameters and"),
+    ],
+)
+def test_another_order_of_averaged_buffers_is_refused(parameters: tuple[Parameter, ...], sentence: str) -> None:
+    with pytest.raises(Refused, match=sentence) as refused:
+        Layout(parameters)
+    assert refused.value.code is RefusalCode.LAYOUT
+
+
+@pytest.mark.parametrize("kind", ["trained", 1, None, ["averaged"]])
+def test_an_unknown_kind_of_parameter_is_refused(kind: object) -> None:
+    text = BUFFERED.canonical_json().replace('"averaged"]', f"{json.dumps(kind)}]")
+    with pytest.raises(Refused, match="cannot be read"):
+        layout_from_json(text)

@@ -9,6 +9,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.numerics import F32, Shard, assert_same_bits, random_slots
 
 from dips.core import outer_numpy
@@ -292,3 +294,48 @@ def test_land_and_seed_refuse_what_does_not_fit() -> None:
         outer_numpy.land(np.zeros((2, 2), np.float32), np.zeros((2, 2), np.float32))
     with pytest.raises(ValueError, match="not rows of a staging"):
         outer_numpy.seed_step(np.zeros((1, 4), np.float32), 1, good, good.copy(), 0, 4)
+
+
+# ---- averaged buffers ----
+
+
+def averaged(theta: F32, rows: F32, weights: list[float], share: float) -> F32:
+    out, momentum = np.full_like(theta, 7.0), np.full_like(theta, 7.0)
+    slots, w = np.arange(len(rows)), np.array(weights, np.float32)
+    bad = outer_numpy.average_step(theta, rows, slots, w, share, out, momentum, 0, len(theta))
+    assert bad == np.count_nonzero(~np.isfinite(out))
+    assert not momentum.any()
+    return out
+
+
+def test_an_averaged_buffer_moves_by_the_share_to_the_weighted_mean() -> None:
+    theta, rows = np.array([1.0, 4.0], np.float32), np.array([[3.0, 4.0], [5.0, 0.0]], np.float32)
+    np.testing.assert_allclose(averaged(theta, rows, [0.25, 0.75], 1.0), [4.5, 1.0])
+    np.testing.assert_allclose(averaged(theta, rows, [0.25, 0.75], 0.5), [2.75, 2.5])
+
+
+@given(
+    st.lists(st.floats(0, 2.0**127, width=32, allow_subnormal=False), min_size=3, max_size=3),
+    st.floats(0.0625, 0.9375, width=32),
+    st.floats(0.0625, 1, width=32),
+)
+def test_a_mean_lies_between_its_values_so_that_a_variance_stays_positive(
+    values: list[float], weight: float, share: float
+) -> None:
+    theta, *rows = (np.array([value], np.float32) for value in values)
+    (new,) = averaged(theta, np.stack(rows), [weight, 1 - weight], share)
+    assert min(values) <= new <= max(values)
+
+
+def test_what_all_have_alike_stays_as_it_is_to_the_bit() -> None:
+    theta = np.random.default_rng(5).standard_normal(400).astype(np.float32)
+    rows, new = np.stack([theta] * 3), theta
+    for _ in range(50):
+        new = averaged(new, rows, [0.3, 0.3, 0.4], 0.7)
+    assert new.tobytes() == theta.tobytes()
+
+
+def test_a_non_finite_buffer_is_counted() -> None:
+    theta = np.ones(3, np.float32)
+    new = averaged(theta, np.array([[1.0, np.nan, 2.0], [1.0, 1.0, np.inf]], np.float32), [0.5, 0.5], 1.0)
+    assert np.isfinite(new).tolist() == [True, False, False]

@@ -133,7 +133,11 @@ def test_partial_round_is_scaled_by_its_share_of_tokens() -> None:
     bench.advance(10.0)
     bench.push("a", 100)
     bench.advance(1.0)
-    assert bench.status().recent_rounds[-1].rho == pytest.approx(0.5, rel=0.05)
+    rho = bench.status().recent_rounds[-1].rho
+    assert rho == pytest.approx(0.5, rel=0.05)
+    prepare = sent(bench.slaves[0], Prepare)[-1]
+    assert isinstance(prepare, Prepare)
+    assert prepare.averaged_share == rho
 
 
 def test_non_finite_push_is_excluded_and_the_other_is_merged() -> None:

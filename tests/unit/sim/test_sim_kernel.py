@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dips.core.chunks import Chunk
+from dips.core.layout import Block
 from dips.core.messages import BeginPullRequest, Caller
 from dips.sim.calls import Asked
 from dips.sim.content import HUGE, NAN, SAME, Pulled, Trained, gram_of, mixed
@@ -257,7 +258,7 @@ class TestContent:
 
     @pytest.mark.parametrize(("kind", "nonfinite", "norm"), [(NAN, 3, None), (HUGE, 0, 3.0), (SAME, 0, 0.0)])
     def test_bad_pushes_measure_as_bad(self, kind: int, nonfinite: int, norm: float | None) -> None:
-        measured = gram_of(0, [Trained(5, kind).value(CHUNK)])
+        measured = gram_of(Block(0, "layer", 0, 8), [Trained(5, kind).value(CHUNK)])
         assert measured.nonfinite_elems == (nonfinite,)
         if norm is not None:
             assert measured.gram[0] >= norm * 0.7 or measured.gram[0] == norm

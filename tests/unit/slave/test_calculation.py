@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.slave_bench import R2, V0, V1
@@ -12,8 +14,8 @@ from dips.core.chunks import chunks_of, digest_of_array, shard_digest
 from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
-from dips.core.layout import Layout, Parameter
-from dips.core.outer_numpy import PIECE_ELEMS, gram, outer_step
+from dips.core.layout import AVERAGED_LAYER, Layout, Parameter
+from dips.core.outer_numpy import PIECE_ELEMS, average_step, gram, outer_step
 from dips.core.threads import Threads
 from dips.slave import calculation
 from dips.slave.memory import F32, ShardMemory
@@ -189,3 +191,58 @@ def test_a_slave_without_blocks_measures_and_prepares_nothing() -> None:
     assert calculation.measure(memory, nothing, [2, 0]) == ()
     assert calculation.directions(memory, V0, nothing, [2, 0], [V0, V0]) == (0.0,) * 10
     assert calculation.prepare(memory, nothing, nothing, BODY, [2, 0]) == []
+
+
+# ---- averaged buffers ----
+
+BUFFERED = Layout(
+    (
+        *(Parameter(f"layers.{i}", (300 + i,), "float32", f"layers.{i}") for i in range(3)),
+        Parameter("mean", (500,), "float32", AVERAGED_LAYER, averaged=True),
+    ),
+    block_elems=256,
+)
+
+
+@pytest.mark.parametrize("slaves", [("s0",), ("s0", "s1"), ("s0", "s1", "s2", "s3", "s4")])
+def test_averaged_blocks_take_the_mean_and_are_no_part_of_any_norm(slaves: tuple[str, ...]) -> None:
+    rng = np.random.default_rng(8)
+    n, n_trained = BUFFERED.n_elems, BUFFERED.n_trained
+    theta, momentum, x, y = (rng.standard_normal(n).astype(np.float32) for _ in range(4))
+    y[-1] = np.nan
+    body = replace(BODY, averaged_share=0.25)
+    rows, weights, expected = np.stack([x, y]), np.array(body.weights, np.float32), np.empty((2, n), np.float32)
+    outer_step(
+        theta, momentum, rows, np.arange(2), weights, 0.5, 0.7, 0.8, 0.8, 1.0, expected[0], expected[1], 0, n_trained
+    )
+    average_step(theta, rows, np.arange(2), weights, 0.25, expected[0], expected[1], n_trained, n)
+    placement = placement_over(*slaves, layout=BUFFERED)
+    n_bad = 0
+    for slave in slaves:
+        memory = ShardMemory(placement.blocks_of(SlaveId(slave), BUFFERED), 1024, 2, 1 << 20)
+        memory.momentum[:] = shard_of(momentum, placement, slave, BUFFERED)
+        memory.staging[:] = [shard_of(row, placement, slave, BUFFERED) for row in rows]
+        mine = shard_of(theta, placement, slave, BUFFERED)
+        for found in calculation.measure(memory, mine, [0, 1]):
+            n_bad += found.nonfinite_elems[1]
+            assert any(found.gram) is not BUFFERED.blocks[found.block].averaged
+        assert all(np.isfinite(calculation.directions(memory, V0, mine, [0, 1], [V0, V0])))
+        memory.staging[1] = np.nan_to_num(memory.staging[1])
+        out = np.empty_like(mine)
+        calculation.prepare(memory, mine, out, body, [0, 1], Threads(3))
+        want = np.where(np.isnan(expected), 0.0, expected)
+        here, made = shard_of(want[0], placement, slave, BUFFERED), np.isfinite(out)
+        known = shard_of(np.isfinite(expected[0]).astype(np.float32), placement, slave, BUFFERED) > 0
+        assert made.all()
+        np.testing.assert_array_equal(out[known], here[known])
+        np.testing.assert_array_equal(memory.next_momentum, shard_of(want[1], placement, slave, BUFFERED))
+    assert n_bad == 1
+
+
+def test_a_non_finite_mean_is_refused() -> None:
+    memory = ShardMemory(BUFFERED.blocks, 1024, 1, 1 << 20)
+    memory.staging[0, -1] = np.inf
+    theta = np.zeros(BUFFERED.n_elems, np.float32)
+    body = prepare_of(R2, V1, PUSHES[:1], V0)
+    with pytest.raises(Refused, match="1 elements that are NaN or infinite"):
+        calculation.prepare(memory, theta, np.empty_like(theta), body, [0])

@@ -368,3 +368,54 @@ def test_what_is_frozen_after_entering_is_still_part_of_the_run() -> None:
     assert flat[:28].tobytes() == model.embedding.weight.detach().numpy().tobytes()
     parameters.install(np.zeros_like(flat))
     assert not model.embedding.weight.any()
+
+
+class Normed(torch.nn.Module):
+    """A batch norm, a constant with infinities, one that is not saved, and a buffer that steps replace."""
+
+    mean: torch.Tensor
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.register_buffer("mean", torch.full((2, 2), 0.25, dtype=dtype))
+        self.register_buffer("mask", torch.full((4,), -torch.inf))
+        self.register_buffer("angles", torch.ones(4), persistent=False)
+
+
+def averaging(model: torch.nn.Module) -> TorchParameters:
+    return TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1), buffers="average")
+
+
+def test_saved_floating_point_buffers_follow_behind_the_parameters() -> None:
+    model = Normed()
+    layout = averaging(model).layout()
+    assert [p.name for p in layout.parameters if p.averaged] == ["mean", "norm.running_mean", "norm.running_var"]
+    assert layout.n_trained == 6 + 2 + 2 + 2
+    assert layout.n_elems == layout.n_trained + 4 + 2 + 2
+    assert not any(p.averaged for p in store(model).layout().parameters)
+
+
+def test_buffers_travel_with_the_parameters_also_when_a_step_replaces_them() -> None:
+    model = Normed()
+    parameters = averaging(model)
+    flat = np.empty(parameters.layout().n_elems, np.float32)
+    parameters.snapshot(flat)
+    assert flat[-8:].tolist() == [0.25] * 4 + [0.0, 0.0, 1.0, 1.0]
+    model.mean = model.mean * 2
+    parameters.snapshot(flat)
+    assert flat[-8:-4].tolist() == [0.5] * 4
+    model.mean = model.mean * 2
+    parameters.install(np.arange(len(flat), dtype=np.float32))
+    assert model.mean.tolist() == [[12.0, 13.0], [14.0, 15.0]]
+    assert model.norm.running_var is not None
+    assert model.norm.running_var.tolist() == [18.0, 19.0]
+    model.mean = torch.zeros(3)
+    with pytest.raises(ConfigError, match="buffer 'mean' has another shape"):
+        parameters.snapshot(flat)
+
+
+def test_a_buffer_of_a_type_that_is_not_served_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"buffer 'mean' is float64: .* persistent=False"):
+        averaging(Normed(torch.float64))

@@ -313,3 +313,18 @@ def test_chunk_spans_cover_the_vector_once_and_no_chunk_crosses_a_block() -> Non
     layout = Layout(parameters, 256)
     spans = chunk_spans(layout, 512)
     assert spans == [(0, 10), (10, 138), (138, 266), (266, 310), (310, 311)]
+
+
+def test_averaged_buffers_are_the_pulled_ones_after_a_rebase() -> None:
+    """A variance that fell since the push must not fall below zero where it is lower."""
+    store, vectors = Flat(np.zeros(N, np.float32)), Vectors(N, n_trained=N - 2)
+    vectors.landing()[:] = 1.0
+    vectors.install(store, InstallMode.REPLACE)
+    for mode in (InstallMode.REBASE_FROM_PUSH, InstallMode.REBASE_FROM_BASE):
+        before = store.theta[0]
+        vectors.snapshot(store)
+        store.theta -= 0.75
+        vectors.landing()[:] = 0.5
+        vectors.install(store, mode)
+        assert store.theta[-2:].tolist() == [0.5, 0.5]
+        assert store.theta[: N - 2].tolist() == [0.5 - 0.75 + (0.0 if before == 1.0 else before - 0.5)] * (N - 2)
