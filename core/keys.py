@@ -77,13 +77,19 @@ class Certificate:
     def serial_hex(self) -> str:
         return f"{self.serial:x}"
 
-    def lapse(self, now: datetime) -> str:
-        """Why it does not hold at this moment; empty when it does."""
+    def lapse(self, now: datetime, whose: str = "this machine") -> str:
+        """Why it does not hold at this moment, by whose clock; empty when it does."""
         if now >= self.not_after:
             return f"expired on {_day(self.not_after)}"
         if now < self.not_before:
-            return f"does not hold before {_day(self.not_before)}: one of the two clocks is wrong"
+            return f"does not hold before {_day(self.not_before)}, and {whose}'s clock says {_day(now)}"
         return ""
+
+    def remedy(self, now: datetime) -> str:
+        """What to do about lapse()."""
+        if now < self.not_before:
+            return "set the clock that is wrong, this one or that of the machine that made the keys"
+        return f"renew it (`dips keys renew KEYS {self.name}`) and bring it here"
 
 
 def security_of(knobs: SecurityKnobs, what: str) -> Security:
@@ -119,11 +125,9 @@ def load_identity(directory: Path, now: datetime | None = None) -> Identity:
             f"{directory / CERT_FILE} was signed by none of the authorities in {directory / CA_FILE}: it belongs to "
             "another set of keys; take the whole directory as `dips keys` made it"
         )
-    lapse = certificate.lapse(now or datetime.now(UTC))
-    if lapse:
-        raise ConfigError(
-            f"{directory / CERT_FILE} {lapse}: renew it (`dips keys renew KEYS {certificate.name}`) and bring it here"
-        )
+    now = now or datetime.now(UTC)
+    if lapse := certificate.lapse(now):
+        raise ConfigError(f"{directory / CERT_FILE} {lapse}: {certificate.remedy(now)}")
     return Identity(certificate.role, certificate.name, directory, ca_pem, cert_pem, key_pem)
 
 

@@ -19,6 +19,9 @@ from dips.core.security import Identity, Role, Security
 
 TRIES, PAUSE_S = 3, 0.1
 
+_OUT_OF_TIME = {9: "does not hold yet", 10: "has expired"}
+"""OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
+
 PROBE_S = 1.0
 """Time for the connection, and again for the handshake and the master's first bytes."""
 
@@ -66,6 +69,12 @@ def _with_keys(connection: socket.socket, address: str, identity: Identity) -> s
         with context.wrap_socket(connection, server_hostname=MASTER_DNS_NAME) as secure:
             return "" if _speaks(secure) else _turned_away(address, identity)
     except ssl.SSLCertVerificationError as error:
+        if error.verify_code in _OUT_OF_TIME:
+            return (
+                f"the certificate of the master at {address} {_OUT_OF_TIME[error.verify_code]} by the clock of this "
+                f"machine, which says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC: set it if it is wrong; else renew the "
+                "master's keys (`dips keys renew KEYS master`)"
+            )
         return (
             f"whoever listens at {address} shows a certificate that the authorities in {identity.directory / CA_FILE} "
             f"do not vouch for ({error.verify_message}): these keys belong to another run, or this is not the master"
@@ -92,7 +101,9 @@ def _speaks(secure: ssl.SSLSocket) -> bool:
 def _turned_away(address: str, identity: Identity) -> str:
     with contextlib.suppress(ConfigError):
         certificate = parse_certificate(identity.cert_pem, str(identity.directory / CERT_FILE))
-        lapse = certificate.lapse(datetime.now(UTC)) or "its authority is not in the master's ca.crt"
+        lapse = (
+            certificate.lapse(datetime.now(UTC)) or "its authority is not in the master's ca.crt, or a clock is wrong"
+        )
         if identity.role is Role.MASTER:
             lapse = "it is good for a master only"
         return (

@@ -165,9 +165,9 @@ class Access:
 
     def _check_holds(self, certificate: Certificate) -> None:
         """Raises Refused for a certificate that lapsed, was revoked, or whose authority is no longer trusted."""
-        lapse = certificate.lapse(self._now())
-        if lapse:
-            raise _refusal(certificate, lapse, f"renew it: dips keys renew KEYS {certificate.name}")
+        now = self._now()
+        if lapse := certificate.lapse(now, "the master"):
+            raise _refusal(certificate, lapse, certificate.remedy(now))
         if certificate.serial in self._revoked:
             why = self._revoked[certificate.serial]
             raise _refusal(certificate, f"was revoked{f' ({why})' if why else ''}", "ask the operator for new keys")

@@ -8,14 +8,15 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from dips.core.keys import load_identity
-from dips.core.security import Identity
+from dips.core.security import Identity, Role
 from dips.core.tls_probe import TRIES, why_not_let_in
-from dips.launch.authority import ensure_keys
+from dips.launch.authority import Authority, ensure_keys
 
 Behave = Callable[[int, socket.socket], None]
 """What a server does with its n-th connection, before it closes it."""
@@ -80,3 +81,19 @@ def test_a_master_that_hangs_up_after_every_handshake_does_not_accept_the_certif
 ) -> None:
     with server(hangs_up(keys, 1000)) as address:
         assert "does not accept the certificate of cluster a" in why_not_let_in(address, cluster)
+
+
+@pytest.mark.parametrize(("days", "words"), [(1, "does not hold yet"), (-1000, "has expired")])
+def test_a_master_whose_certificate_is_out_of_its_time_is_told_with_the_clock(
+    tmp_path: Path, days: int, words: str
+) -> None:
+    """The cluster's own certificate holds; the authority is older than both."""
+    now = datetime.now(UTC)
+    Authority.create(tmp_path / "keys", now - timedelta(days=1200))
+    for role, name, when in ((Role.CLUSTER, "a", now), (Role.MASTER, "master", now + timedelta(days=days))):
+        with Authority(tmp_path / "keys", when).locked() as authority:
+            authority.add(role, name)
+    with server(hangs_up(tmp_path / "keys", 0)) as address:
+        said = why_not_let_in(address, load_identity(tmp_path / "keys" / "a"))
+    assert f"the certificate of the master at {address} {words} by the clock of this machine" in said
+    assert "set it if it is wrong" in said
