@@ -129,6 +129,7 @@ class Round:
     names: tuple[str, ...]
     T: tuple[float, ...]
     H: tuple[int, ...]
+    made: tuple[int, ...]
     nonfinite: tuple[int, ...]
     gram: tuple[tuple[float, ...], ...]
     live: frozenset[str]
@@ -155,6 +156,7 @@ def round_of(participants: Sequence[Fields], inputs: Fields) -> Round:
         names,
         tuple(float(item["tokens"]) for item in participants),
         _ints(inputs["local_steps"], k),
+        tuple(int(item["steps"]) for item in participants),
         _ints(inputs["nonfinite_elems"], k),
         tuple(map(tuple, gram)),
         frozenset(map(str, inputs["live"])),
@@ -238,12 +240,20 @@ def _measured(given: Round, memory: Memory, j: int) -> Push:
         return Push(G, nan, nan, nan, "invalid", False)
     me = memory.of.get(given.names[j], Known())
     literal = given.settings["detector"] == "literal"
-    usual = literal or me.T is None or _other_steps(given, me, j)
-    Gn = G if usual or me.T is None else G / max(1.0, T / me.T)
+    usual_T = me.T
+    if usual_T is None or _other_steps(given, me, j):
+        usual_T = _T_of_H(given, j)
+    Gn = G if literal else G / max(1.0, T / usual_T)
     if me.n < given.number("warm_up_pushes"):
         return Push(G, Gn, nan, nan, "", False)
     dev = math.sqrt(me.V) if literal else max(math.sqrt(me.V), 0.05 * me.mu, 1e-12)
     return Push(G, Gn, (Gn - me.mu) / dev if dev else 0.0, dev, "", False)
+
+
+def _T_of_H(given: Round, j: int) -> float:
+    """The tokens of H of the steps that it made."""
+    T, H, made = given.T[j], given.H[j], given.made[j]
+    return T * H / made if 0 < H < made else T
 
 
 def _other_steps(given: Round, me: Known, j: int) -> bool:
@@ -360,7 +370,7 @@ def _learnt(given: Round, memory: Memory, push: Push, j: int) -> Known:
     mu = a * push.Gn + (1.0 - a) * me.mu
     V = (1.0 - a) * me.V + a * (push.Gn - mu) ** 2
     if me.T is None or _other_steps(given, me, j):
-        T, H = given.T[j], given.H[j]
+        T, H = _T_of_H(given, j), given.H[j]
     else:
         T, H = a * given.T[j] + (1.0 - a) * me.T, me.H or given.H[j]
     return replace(me, n=n, mu=mu, V=V, T=T, H=H)

@@ -119,9 +119,11 @@ def _fault(participant: Participant, norm: float) -> tuple[str, bool]:
 
 def _scaled_norm(config: PenaltyConfig, known: ClusterStatistics, participant: Participant, norm: float) -> float:
     """Gn_j = G_j / max(1, T_j / Tbar_j): more tokens than usual excuse a longer way."""
-    mean_tokens = known.mean_tokens
-    if config.detector == "literal" or mean_tokens is None or steps_changed(known, participant, config):
+    if config.detector == "literal":
         return norm
+    mean_tokens = known.mean_tokens
+    if mean_tokens is None or steps_changed(known, participant, config):
+        mean_tokens = participant.tokens_for_local_steps
     return norm / max(1.0, participant.tokens / mean_tokens)
 
 

@@ -18,13 +18,20 @@ INPUTS_FORMAT = 1
 
 @dataclass(frozen=True)
 class Participant:
-    """One sealed push. tokens: T_j; nonfinite_elems: over all slaves; local_steps: H_j of this push (0:
-    unknown)."""
+    """One sealed push. tokens: T_j; nonfinite_elems: over all slaves; local_steps: H_j, the steps that it was told to
+    make, and made_steps those that it made, as many or more (0: unknown)."""
 
     cluster: str
     tokens: float
     nonfinite_elems: int
     local_steps: int
+    made_steps: int = 0
+
+    @property
+    def tokens_for_local_steps(self) -> float:
+        """What it would have counted for H_j steps: its usual number of tokens before anything else is known."""
+        more = 0 < self.local_steps < self.made_steps
+        return self.tokens * self.local_steps / self.made_steps if more else self.tokens
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def _mean_tokens(config: PenaltyConfig, finding: Finding, known: ClusterStatisti
     """(Tbar_j, the local steps that it stands for)."""
     pushed = finding.participant
     if known.mean_tokens is None or steps_changed(known, pushed, config):
-        return pushed.tokens, pushed.local_steps
+        return pushed.tokens_for_local_steps, pushed.local_steps
     return a * pushed.tokens + (1.0 - a) * known.mean_tokens, known.steps or pushed.local_steps
 
 

@@ -188,7 +188,7 @@ class Rounds:
     def _judge(self, gram: list[list[float]], nonfinite: list[int], directions: list[list[float]] | None) -> None:
         world, state = self._world, self._world.round
         participants = [
-            Participant(push.cluster, float(push.request.tokens), bad, _local_steps(world, push))
+            Participant(push.cluster, float(push.request.tokens), bad, _local_steps(world, push), push.request.steps)
             for push, bad in zip(state.participants, nonfinite, strict=True)
         ]
         detector, config = world.ledger.detector, world.config.penalty

@@ -27,6 +27,12 @@ def cosine_with_the_others(ways: Mapping[str, Way], accepted: Sequence[str], nam
     return float(own @ way) / size if np.isfinite(size) and size > 0.0 else math.nan
 
 
+def share_of_steps(push: Mapping[str, Any]) -> float:
+    """H of the steps that were made; 1 where they were as many."""
+    made = push.get("made_steps", 0)
+    return float(push["local_steps"] / made) if made > push["local_steps"] > 0 else 1.0
+
+
 class Straightforward:
     """docs/algorithm.md as a person would type it in an afternoon; the defaults of the preset safe."""
 
@@ -53,7 +59,9 @@ class Straightforward:
             if push["nonfinite_elems"] or not np.isfinite(G[name]) or not np.isfinite(T) or T <= 0 or G[name] == 0:
                 why[name] = "invalid"
                 continue
-            T_bar = T if me["T"] is None or (me["H"] and abs(push["local_steps"] / me["H"] - 1) > 0.25) else me["T"]
+            T_bar = me["T"]
+            if T_bar is None or (me["H"] and abs(push["local_steps"] / me["H"] - 1) > 0.25):
+                T_bar = T * share_of_steps(push)
             Gn[name] = G[name] / max(1.0, T / T_bar)
         known = self.norms[-64:] + list(Gn.values())
         tau = 3.0 * float(np.clip(max(self.scores[-64:] or [1.0]), 1.0, 3.0))
@@ -112,7 +120,8 @@ class Straightforward:
             me["mu"] = a * Gn[name] + (1 - a) * me["mu"]
             me["V"] = (1 - a) * me["V"] + a * (Gn[name] - me["mu"]) ** 2
             if me["T"] is None or abs(push["local_steps"] / me["H"] - 1) > 0.25:
-                me["T"], me["H"] = push["tokens"], push["local_steps"]
+                me["T"] = push["tokens"] * share_of_steps(push)
+                me["H"] = push["local_steps"]
             else:
                 me["T"] = a * push["tokens"] + (1 - a) * me["T"]
             me["flags"], me["z_flags"], me["q"] = 0, 0, False

@@ -27,6 +27,7 @@ class Push:
     tokens: float = 1000.0
     nonfinite_elems: int = 0
     local_steps: int = 64
+    made_steps: int = 0
     since_base: Vector = ()
 
     @property
@@ -52,8 +53,8 @@ class Master:
     def judge(self, pushes: Mapping[str, Push]) -> Judgement:
         names = sorted(pushes)
         participants = [
-            Participant(name, pushes[name].tokens, pushes[name].nonfinite_elems, pushes[name].local_steps)
-            for name in names
+            Participant(name, push.tokens, push.nonfinite_elems, push.local_steps, push.made_steps)
+            for name, push in sorted(pushes.items())
         ]
         gram = gram_of([pushes[name].vector for name in names])
         directions = gram_of([*(pushes[name].way for name in names), *(pushes[name].moved for name in names)])

@@ -49,3 +49,43 @@ def test_the_same_way_with_the_usual_steps_is_one() -> None:
     bench.norms["a"] = 1.5
     bench.push("a", TOKENS, steps=STEPS)
     assert bench.verdict("a").kind is VerdictKind.EXCLUDED
+
+
+def with_single_steps() -> Bench:
+    """H is 1, and two clusters are well known."""
+    bench = Bench(settings=Settings(sync_every_steps=1), grace_s=0.1).running("a", "b")
+    bench.norms = {"a": 0.1, "b": 0.1}
+    for _ in range(WARM_UP):
+        for name in "ab":
+            bench.pull(name)
+        for name in "ab":
+            bench.push(name, TOKENS, steps=1)
+    return bench
+
+
+def late(bench: Bench, steps: int, norm: float) -> VerdictKind:
+    """The verdict of a push of a cluster that came later."""
+    bench.pull("c")
+    bench.norms["c"] = norm
+    bench.push("c", steps * TOKENS, steps=steps)
+    bench.advance(1.0)
+    return bench.verdict("c").kind
+
+
+def test_a_late_clusters_first_push_is_no_outlier_for_having_made_more_steps() -> None:
+    """With H = 1 it trains on while its first exchanges go slowly, and has no usual number of tokens yet."""
+    bench = with_single_steps()
+    bench.join("c")
+    assert late(bench, 20, 20 * 0.1) is VerdictKind.APPLIED
+    statistics = bench.state.world.ledger.detector.of("c")
+    assert statistics.mean == pytest.approx(0.1), "for its usual number of steps"
+    assert (statistics.mean_tokens, statistics.steps) == (TOKENS, 1)
+    assert late(bench, 1, 0.1) is VerdictKind.APPLIED
+    assert late(bench, 12, 12 * 0.1) is VerdictKind.APPLIED
+
+
+def test_but_for_going_too_far_with_each_step_it_is() -> None:
+    bench = with_single_steps()
+    bench.join("c")
+    assert late(bench, 20, 20 * 11 * 0.1) is VerdictKind.EXCLUDED
+    assert late(bench, 1, 11 * 0.1) is VerdictKind.EXCLUDED

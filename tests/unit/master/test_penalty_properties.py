@@ -21,6 +21,7 @@ PUSHES = st.builds(
     tokens=st.one_of(st.floats(1, 1e6), ANY_FLOAT),
     nonfinite_elems=st.sampled_from([0, 0, 0, 0, 2]),
     local_steps=st.sampled_from([0, 16, 64, 64, 64, 128]),
+    made_steps=st.sampled_from([0, 16, 64, 64, 64, 640]),
 )
 ROUNDS = st.lists(st.dictionaries(st.sampled_from("abcd"), PUSHES, min_size=1), min_size=1, max_size=25)
 CONFIGS = st.sampled_from(

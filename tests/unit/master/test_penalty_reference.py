@@ -22,7 +22,7 @@ from dips.master.state.penalty import Judgement
 
 CLUSTERS = "abcd"
 ROUND_TOKENS = 4000.0
-LEVELS = {"": 1.0, "times30": 30.0, "times3": 3.0, "small": 0.2, "tiny": 0.01}
+LEVELS = {"": 1.0, "times30": 30.0, "times3": 3.0, "small": 0.2, "tiny": 0.01, "more steps": 8.0}
 IMPOSSIBLE = ("nan", "inf", "still", "no tokens", "nan tokens", "counted")
 
 
@@ -40,7 +40,9 @@ class Both:
         pushes = {name: self._push(kind, level) for name, kind in sorted(kinds.items())}
         judgement = self.master.round(
             {
-                name: Push([float(x) for x in p["vector"]], p["tokens"], p["nonfinite_elems"])
+                name: Push(
+                    [float(x) for x in p["vector"]], p["tokens"], p["nonfinite_elems"], made_steps=p["made_steps"]
+                )
                 for name, p in pushes.items()
             }
         )
@@ -59,9 +61,10 @@ class Both:
             vector[1] = math.nan if kind == "nan" else math.inf
         if kind == "still":
             vector = [0.0] * 5
-        tokens = {"no tokens": 0.0, "nan tokens": math.nan, "double": 2000.0}.get(kind, 1000.0)
+        tokens = {"no tokens": 0.0, "nan tokens": math.nan, "double": 2000.0, "more steps": 1e4}.get(kind, 1000.0)
         bad = 3 if kind in ("nan", "inf", "counted") else 0
-        return {"vector": vector, "tokens": tokens, "nonfinite_elems": bad, "local_steps": 64}
+        made = {"more steps": 640, "fewer steps": 20}.get(kind, 64)
+        return {"vector": vector, "tokens": tokens, "nonfinite_elems": bad, "local_steps": 64, "made_steps": made}
 
     def _compare(self, judgement: Judgement, expected: dict[str, Any]) -> None:
         assert list(judgement.accepted) == expected["accepted"]
@@ -92,7 +95,7 @@ class Both:
         assert state.voids_in_a_row == self.plain.voids
 
 
-KINDS = st.sampled_from(["", "", "", "", *LEVELS, *IMPOSSIBLE, "double"])
+KINDS = st.sampled_from(["", "", "", "", *LEVELS, *IMPOSSIBLE, "double", "fewer steps"])
 HISTORIES = st.lists(st.dictionaries(st.sampled_from(CLUSTERS), KINDS, min_size=1), min_size=1, max_size=30)
 
 

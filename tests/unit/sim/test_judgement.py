@@ -79,6 +79,7 @@ class Run:
                 {
                     "push": [push.cluster, 1, 1, self.n],
                     "tokens": push.tokens,
+                    "steps": push.made_steps,
                     "verdict": "APPLIED" if push.cluster in applied else "EXCLUDED",
                 }
                 for push in pushes
@@ -91,7 +92,9 @@ class Run:
     def _participant(self, name: str) -> Participant:
         rng = self.rng
         tokens = rng.choice((1000, 1000, 1500, 640, 0 if rng.random() < 0.05 else 800))
-        return Participant(name, tokens, int(rng.random() < 0.02) * 5, rng.choice((16, 16, 17, 32)))
+        return Participant(
+            name, tokens, int(rng.random() < 0.02) * 5, rng.choice((16, 16, 17, 32)), rng.choice((16, 99))
+        )
 
     def _vector(self) -> list[float]:
         """Mostly of norm 1; some are outliers for the score, some for the hard gate, a few are nothing."""

@@ -121,6 +121,7 @@ class Recorded:
                         "base": [before.timeline, before.v] if before else None,
                         "fence": self._n,
                         "tokens": tokens[push.cluster],
+                        "steps": 16,
                         "ranges": [],
                     }
                     for push in ids
