@@ -15,6 +15,9 @@ TERMINATED = 128 + signal.SIGTERM
 """Exit codes, as shells have them, of a process that a signal ended before its work was done. 0 would say that the work
 is done, and no supervisor starts such a process again."""
 
+NAME_TAKEN_EXIT = 8
+"""Exit code of a process that has another one's name: started again it would only find the same."""
+
 
 class RefusalCode(IntEnum):
     """Why a request is refused; the numbers are those of RefusalCode in protos/common.proto."""
@@ -47,6 +50,7 @@ class RefusalCode(IntEnum):
     KEY = 25
     IDENTITY = 26
     FROZEN = 27
+    NAME_TAKEN = 29
 
 
 class DipsError(Exception):
@@ -64,13 +68,16 @@ class ConfigError(DipsError):
 class Refused(DipsError):
     """A request is refused; it changed nothing.
 
-    retry_after_s > 0 invites the same request again; 0 means that it will not be accepted unchanged.
+    retry_after_s > 0 invites the same request again; 0 means that it will not be accepted unchanged. NAME_TAKEN has an
+    exit code of its own.
     """
 
     exit_code = 3
 
     def __init__(self, code: RefusalCode, sentence: str, retry_after_s: float = 0.0) -> None:
         super().__init__(sentence)
+        if code is RefusalCode.NAME_TAKEN:
+            self.exit_code = NAME_TAKEN_EXIT
         self.code = code
         self.sentence = sentence
         self.retry_after_s = retry_after_s

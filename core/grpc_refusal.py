@@ -65,6 +65,7 @@ STATUS_OF_CODE: Mapping[RefusalCode, grpc.StatusCode] = {
     RefusalCode.KEY: grpc.StatusCode.PERMISSION_DENIED,
     RefusalCode.IDENTITY: grpc.StatusCode.PERMISSION_DENIED,
     RefusalCode.FROZEN: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalCode.NAME_TAKEN: grpc.StatusCode.ALREADY_EXISTS,
 }
 """The status that stands beside each code, for tools that know only gRPC; ours read the metadata."""
 

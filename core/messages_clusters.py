@@ -34,6 +34,8 @@ class JoinRequest:
     curve_key: bytes = b""
     frozen: tuple[TensorDigest, ...] = ()
     buffers: tuple[TensorDigest, ...] = ()
+    process_id: bytes = b""
+    host: str = ""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class SlaveHello:
     promised_epoch: int
     snapshots: tuple[SnapshotInfo, ...] = ()
     curve_key: bytes = b""
+    directory_id: bytes = b""
 
 
 @dataclass(frozen=True)

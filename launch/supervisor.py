@@ -20,7 +20,16 @@ from pathlib import Path
 from types import TracebackType
 
 from dips.core.clock import Clock
-from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError, FatalError
+from dips.core.errors import (
+    INTERRUPTED,
+    NAME_TAKEN_EXIT,
+    TERMINATED,
+    ConfigError,
+    DipsError,
+    FatalError,
+    RefusalCode,
+    Refused,
+)
 from dips.core.log_lines import LogFormat, LogLine, parse, rendered
 from dips.launch.child import wrapped
 from dips.launch.restart import FailureCount, RestartPolicy
@@ -136,8 +145,8 @@ class Supervisor:
     def poll(self) -> None:
         """Notice deaths, and start again what is due.
 
-        Raises ConfigError when a process found its own configuration wrong, and FatalError when one failed
-        too often in a row; both show the end of its log.
+        Raises ConfigError when a process found its own configuration wrong, Refused when another one has its name,
+        and FatalError when one failed too often in a row; each shows the end of its log.
         """
         for child in list(self._children.values()):
             if child.process is not None and child.process.poll() is not None:
@@ -217,6 +226,10 @@ class Supervisor:
         how = how_it_ended(code)
         if code == ConfigError.exit_code:
             self._refused(child, code)
+        if code == NAME_TAKEN_EXIT and (said := last_word(child.spec.log_path)):
+            # Two supervisors that start processes of the same names: the one that came later ends.
+            child.exit_code = code
+            raise Refused(RefusalCode.NAME_TAKEN, f"{child.spec.name}: {said} (its log is {child.spec.log_path})")
         delay_s = child.failures.failed(now_s - child.started_s)
         if delay_s is None:
             count = child.failures.quick

@@ -41,6 +41,7 @@ from dips.master.state.effects import (
     WriteJournal,
 )
 from dips.master.state.events import (
+    BeatsEnded,
     CallGone,
     ClusterCall,
     Event,
@@ -379,6 +380,8 @@ def _told(event: Event) -> tuple[str, str]:
             return message.caller.cause_id or "-", f"{kind} of {message.caller.name}, link {link}"
         case OperatorCall(token, action):
             return "-", f"{type(action).__name__}, call {token}"
+        case BeatsEnded(cluster, incarnation):
+            return str(incarnation), f"the beats of {cluster} ended"
         case Revoked(role, name, _):
             return "-", f"Revoked {role} {name}"
         case CallGone(number) | SlaveLinkDown(number) | JournalWritten(number):

@@ -47,19 +47,30 @@ def unary(executor: Executor, method: str, kind: type[T], ask: Ask[T]) -> grpc.R
     return grpc.unary_unary_rpc_method_handler(serve)
 
 
-def lockstep(executor: Executor, method: str, kind: type[T], ask: Ask[T]) -> grpc.RpcMethodHandler[Any, Any]:
-    """A method with a stream of requests of `kind`, each answered before the next is read."""
+def lockstep(
+    executor: Executor, method: str, kind: type[T], ask: Ask[T], ended: Callable[[T], None]
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """A method with a stream of requests of `kind`, each answered before the next is read.
+
+    `ended` is told, of each stream that had an answer, when it is over, with the last request that was answered.
+    """
 
     async def serve(requests: AsyncIterator[bytes], context: Context) -> None:
+        last: T | None = None
         try:
             async for data in requests:
                 failpoint(f"master.rpc.before_{method}")
-                answer = encode(await ask(understood(executor, method, data, kind)))
+                request = understood(executor, method, data, kind)
+                answer = encode(await ask(request))
+                last = request
                 if failpoint(f"master.rpc.after_{method}"):
                     await lose(context, method)
                 await context.write(answer)
         except Refused as refused:
             await refuse(executor, method, context, refused)
+        finally:
+            if last is not None:
+                ended(last)
 
     return grpc.stream_stream_rpc_method_handler(serve)
 

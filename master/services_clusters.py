@@ -10,7 +10,7 @@ from dips.core import messages
 from dips.core.messages import ClusterRequest
 from dips.master.executor import Executor, ReplyBody
 from dips.master.rpc import lockstep, service, unary
-from dips.master.state.events import ClusterCall
+from dips.master.state.events import BeatsEnded, ClusterCall
 
 CALLS: Mapping[str, type[ClusterRequest]] = {
     "Join": messages.JoinRequest,
@@ -32,6 +32,20 @@ def clusters_service(executor: Executor) -> grpc.GenericRpcHandler:
     async def ask(request: ClusterRequest) -> ReplyBody:
         return await executor.call(lambda token: ClusterCall(token, request))
 
+    # A cluster that dials again may open its next stream before this side knows that the one before is over.
+    newest: dict[str, messages.HeartbeatRequest] = {}
+
+    async def beat(request: messages.HeartbeatRequest) -> ReplyBody:
+        reply = await ask(request)
+        newest[request.caller.name] = request
+        return reply
+
+    def ended(last: messages.HeartbeatRequest) -> None:
+        name = last.caller.name
+        if newest.get(name) is last:
+            del newest[name]
+            executor.dispatch(BeatsEnded(name, last.caller.incarnation))
+
     methods = {name: unary(executor, name, kind, ask) for name, kind in CALLS.items()}
-    methods["Heartbeat"] = lockstep(executor, "Heartbeat", messages.HeartbeatRequest, ask)
+    methods["Heartbeat"] = lockstep(executor, "Heartbeat", messages.HeartbeatRequest, beat, ended)
     return service("Clusters", methods)

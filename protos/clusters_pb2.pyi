@@ -21,7 +21,7 @@ STALE_FENCE: StaleKind
 STALE_TIMELINE: StaleKind
 
 class JoinRequest(_message.Message):
-    __slots__ = ("caller", "hello", "layout", "layout_hash", "data_plan", "declared_tokens_per_s", "held_ranges", "curve_key", "frozen", "buffers")
+    __slots__ = ("caller", "hello", "layout", "layout_hash", "data_plan", "declared_tokens_per_s", "held_ranges", "curve_key", "frozen", "buffers", "process_id", "host")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,8 @@ class JoinRequest(_message.Message):
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     hello: _common_pb2.Hello
     layout: _common_pb2.Layout
@@ -42,7 +44,9 @@ class JoinRequest(_message.Message):
     curve_key: bytes
     frozen: _containers.RepeatedCompositeFieldContainer[TensorDigest]
     buffers: _containers.RepeatedCompositeFieldContainer[TensorDigest]
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., data_plan: _Optional[_Union[_common_pb2.DataPlan, _Mapping]] = ..., declared_tokens_per_s: _Optional[float] = ..., held_ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ..., curve_key: _Optional[bytes] = ..., frozen: _Optional[_Iterable[_Union[TensorDigest, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[TensorDigest, _Mapping]]] = ...) -> None: ...
+    process_id: bytes
+    host: str
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., data_plan: _Optional[_Union[_common_pb2.DataPlan, _Mapping]] = ..., declared_tokens_per_s: _Optional[float] = ..., held_ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ..., curve_key: _Optional[bytes] = ..., frozen: _Optional[_Iterable[_Union[TensorDigest, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[TensorDigest, _Mapping]]] = ..., process_id: _Optional[bytes] = ..., host: _Optional[str] = ...) -> None: ...
 
 class TensorDigest(_message.Message):
     __slots__ = ("name", "digest")

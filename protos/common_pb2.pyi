@@ -37,6 +37,7 @@ class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_KEY: _ClassVar[RefusalCode]
     REFUSAL_IDENTITY: _ClassVar[RefusalCode]
     REFUSAL_FROZEN: _ClassVar[RefusalCode]
+    REFUSAL_NAME_TAKEN: _ClassVar[RefusalCode]
 
 class DataMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -79,6 +80,7 @@ REFUSAL_BASE_GONE: RefusalCode
 REFUSAL_KEY: RefusalCode
 REFUSAL_IDENTITY: RefusalCode
 REFUSAL_FROZEN: RefusalCode
+REFUSAL_NAME_TAKEN: RefusalCode
 DATA_MODE_UNSPECIFIED: DataMode
 DATA_MODE_OWN: DataMode
 DATA_MODE_LEASED: DataMode

@@ -69,20 +69,22 @@ class SnapshotInfo(_message.Message):
     def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., placement_hash: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., committed: _Optional[bool] = ..., commit_hash: _Optional[bytes] = ...) -> None: ...
 
 class SlaveHello(_message.Message):
-    __slots__ = ("hello", "data_endpoint", "memory_bytes", "promised_epoch", "snapshots", "curve_key")
+    __slots__ = ("hello", "data_endpoint", "memory_bytes", "promised_epoch", "snapshots", "curve_key", "directory_id")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DATA_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROMISED_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_ID_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     data_endpoint: str
     memory_bytes: int
     promised_epoch: int
     snapshots: _containers.RepeatedCompositeFieldContainer[SnapshotInfo]
     curve_key: bytes
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., data_endpoint: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., promised_epoch: _Optional[int] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotInfo, _Mapping]]] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
+    directory_id: bytes
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., data_endpoint: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., promised_epoch: _Optional[int] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotInfo, _Mapping]]] = ..., curve_key: _Optional[bytes] = ..., directory_id: _Optional[bytes] = ...) -> None: ...
 
 class Promised(_message.Message):
     __slots__ = ("epoch",)

@@ -63,7 +63,10 @@ class ClusterHost(Process):
 
     def boot(self) -> None:
         self.begin_life()
-        self.session = Session(self.world.plan.session_config(self.name, curve_key=self.world.key_of(self)))
+        drawn = self.world.draw()
+        self.world.names.began(self, drawn)
+        config = self.world.plan.session_config(self.name, curve_key=self.world.key_of(self), process_id=drawn)
+        self.session = Session(config)
         plan = self.world.plan
         self.model = plan.arithmetic.model(self.name, self.life, plan.layout, plan.config.settings.chunk_bytes)
         self.finished = None
@@ -86,7 +89,11 @@ class ClusterHost(Process):
         self.end()
 
     def end(self) -> None:
-        """The process is no more, whatever ended it."""
+        """The process is no more, whatever ended it; its system resets the connection of its beats."""
+        if self.session is not None and not self.world.net.is_cut(self.name, "master"):
+            incarnation = self.session.core.terms.incarnation
+            for master in self.world.masters:
+                self.kernel.after(0.001, master, master.beats_ended, self.name, incarnation)
         self.end_life()
         self.session = None
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BytesIO
 from random import Random
 from typing import Any, BinaryIO, NoReturn
 
 from dips.slave.overwrite import Seen
+from dips.slave.owner import IDENTITY
 
 LOST_NAMES, LOST_DATA, TORN_DATA = "lost_unsynced_names", "lost_unsynced_data", "torn_unsynced_data"
 """What a crash can do to what was not synced."""
@@ -202,6 +204,14 @@ class SlaveDisk:
 
     def lose(self) -> None:
         self.put_back({})
+
+    def identity(self, draw: Callable[[], bytes]) -> bytes:
+        """As dips.slave.owner.claim: drawn once for this directory, and part of a copy of it."""
+        if IDENTITY not in self._names:
+            drawn = draw()
+            for names in (self._names, self._durable_names):
+                names[IDENTITY] = _File(drawn, drawn)
+        return self._names[IDENTITY].data
 
     def flip_a_bit(self, rng: Random, prefix: str) -> bool:
         """A file at rest changes; whether there was one."""

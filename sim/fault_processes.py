@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 DOWN_S = (0.2, 1.0, 4.0, 12.0)
 SLOW_FACTOR = 6.0
+TWIN_LIFE = 1000
+"""So that a second process under a slave's name has other data endpoints than the first."""
 
 
 def a_slave(world: World) -> SlaveHost | None:
@@ -251,6 +253,19 @@ def same_cluster_twice(world: World) -> bool:
     return True
 
 
+def same_slave_twice(world: World) -> bool:
+    """A second process under a living slave's name, with a directory of its own: as if it had been made elsewhere."""
+    slave = a_slave(world)
+    if slave is None or world.twins or not world.may_lose([slave.name]):
+        return False
+    twin = SlaveHost(world, slave.name)
+    twin.life = TWIN_LIFE
+    world.twins.append(twin)
+    twin.boot()
+    world.kernel.after(12.0, None, twin.end)
+    return True
+
+
 def two_masters(world: World) -> bool:
     """A second master on the same journal, and peers that find either."""
     if len(world.masters) > 1 or the_master(world) is None:
@@ -317,6 +332,7 @@ FAULTS: Mapping[str, Callable[[World], bool]] = {
     "cluster_leaves": cluster_leaves,
     "slow_cluster": slow_cluster,
     "same_cluster_twice": same_cluster_twice,
+    "same_slave_twice": same_slave_twice,
     "two_masters": two_masters,
     "overflow_in_prepare": overflow_in_prepare,
     **IN_STEP,

@@ -53,6 +53,7 @@ SIDE_EFFECTS: Mapping[str, str] = {
     LOST_DATA: "disks",
     TORN_DATA: "disks",
     "base_gone": "lost state",
+    "second_slave_took_over": "lost state",
     **dict.fromkeys(fault_operations.CHURNED, "operations"),
 }
 """Not planned by themselves, but what crashes, lost disks and rounds that go on without a slow cluster bring with them;

@@ -10,6 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from dips.core.errors import LocalProtocolError, RefusalCode
+from dips.core.ids import Incarnation
 from dips.core.messages import ClusterRequest, Refusal, SlaveCommand, SlaveMessage, Welcome
 from dips.master.state.coordinator import Coordinator
 from dips.master.state.effects import (
@@ -25,6 +26,7 @@ from dips.master.state.effects import (
     WriteJournal,
 )
 from dips.master.state.events import (
+    BeatsEnded,
     CallGone,
     ClusterCall,
     Event,
@@ -184,11 +186,15 @@ class MasterHost(Process):
     def called(self, asked: Asked) -> None:
         """A cluster's or reader's call arrives."""
         self._calls[asked.token] = asked
+        self.world.names.called(asked.request)
         self.dispatch(ClusterCall(asked.token, asked.request))
 
     def called_blindly(self, request: ClusterRequest) -> None:
         """A call whose sender does not listen: late, repeated or hostile."""
         self.dispatch(ClusterCall(self.world.next_token(), request))
+
+    def beats_ended(self, cluster: str, incarnation: Incarnation | None) -> None:
+        self.dispatch(BeatsEnded(cluster, incarnation))
 
     def hung_up(self, token: int) -> None:
         if self._calls.pop(token, None) is not None:

@@ -145,7 +145,9 @@ class Plan:
     def durability(self) -> str:
         return self.config.settings.durability
 
-    def session_config(self, name: str, run_id: str = "", curve_key: bytes = b"") -> SessionConfig:
+    def session_config(
+        self, name: str, run_id: str = "", curve_key: bytes = b"", process_id: bytes = b""
+    ) -> SessionConfig:
         return SessionConfig(
             ClusterId(name),
             self.layout,
@@ -159,6 +161,7 @@ class Plan:
             durable_pushes=self.checkpoints,
             wire=self.wires[self._number(name)] if self.wires else Codec.F32,
             curve_key=curve_key,
+            process_id=process_id,
         )
 
     def _most_tokens(self, name: str) -> int:

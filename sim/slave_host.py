@@ -35,7 +35,15 @@ if TYPE_CHECKING:
 DIAL_S = 0.3
 FIRST_COMMAND_S = 10.0
 
-FOR_GOOD = frozenset({RefusalCode.PROTOCOL_VERSION, RefusalCode.RUN_ID, RefusalCode.CONFIG, RefusalCode.UNKNOWN_NAME})
+FOR_GOOD = frozenset(
+    {
+        RefusalCode.PROTOCOL_VERSION,
+        RefusalCode.RUN_ID,
+        RefusalCode.CONFIG,
+        RefusalCode.UNKNOWN_NAME,
+        RefusalCode.NAME_TAKEN,
+    }
+)
 
 
 class SlaveHost(Process):
@@ -92,7 +100,9 @@ class SlaveHost(Process):
             self.promise.epoch,
             self.ring.infos(),
             self.world.key_of(self),
+            self.disk.identity(self.world.draw),
         )
+        self.world.names.began(self, self.disk.identity(self.world.draw))
         self._dial()
 
     def _new_ring(self) -> Ring:
@@ -152,11 +162,17 @@ class SlaveHost(Process):
 
     def _hear(self, command: SlaveCommand) -> None:
         self._heard = True
+        if self.world.slaves[self.name] is not self:
+            # Its name was free for long enough. Nothing more is to be seen of a second process: the operator ends it.
+            self.world.fired("second_slave_took_over")
+            self.world.lost_state(self.name, "a second process took over its name, with an empty directory")
+            self.end()
+            return
         self.handle(events.Commanded(command))
 
     def _hung_up(self, refusal: Refusal | None) -> None:
         self._stream = None
-        if refusal is not None and refusal.code in FOR_GOOD:
+        if refusal is not None and refusal.code in FOR_GOOD and not refusal.retry_after_s > 0:
             self.world.gave_up(self, Refused(refusal.code, refusal.sentence))
             return
         if refusal is not None and refusal.code is RefusalCode.FENCED:

@@ -35,6 +35,7 @@ from dips.sim.judge import Judge
 from dips.sim.kernel import Kernel, Process
 from dips.sim.links import Links
 from dips.sim.master_host import MasterHost
+from dips.sim.name_checks import NameChecks
 from dips.sim.network import Network, Weather
 from dips.sim.plan import Plan, make_plan
 from dips.sim.reader_host import ReaderHost
@@ -98,6 +99,7 @@ class World:
         self.judge = Judge(self)
         self.budgets = Budgets(self)
         self.waits = Waits(self)
+        self.names = NameChecks(self)
         self.churning = self.rolling = False
         """Whether clusters come and go all the time, and whether processes are being restarted in turn."""
         self.suspended_until_s = 0.0
@@ -133,7 +135,9 @@ class World:
         names = (*self.plan.clusters, *self.plan.spares)
         self.clusters = {name: ClusterHost(self, name, self.plan.step_s_of(name)) for name in names}
         self.reader = ReaderHost(self)
-        self.twins: list[ClusterHost] = []
+        self.twins: list[ClusterHost | SlaveHost] = []
+        """Second processes under a name that is another's."""
+        self._drawn = 0
         self.struck: Process | None = None
         self._planned = planned
         self.waits.judging = bool(self.plan.sabotaged) and set(planned or ()) <= set(faults.OF_ONE_CLUSTER)
@@ -349,7 +353,8 @@ class World:
             self.restart(slave, RESTART_S)
 
     def slave_died(self, slave: SlaveHost) -> None:
-        self.restart(slave, RESTART_S)
+        if self.slaves[slave.name] is slave:
+            self.restart(slave, RESTART_S)
 
     def cluster_died(self, cluster: ClusterHost) -> None:
         """Killed by a fault that waited for its moment; a twin stays dead."""
@@ -360,7 +365,8 @@ class World:
         """A refusal for good: the process ends; its launcher tries again."""
         self.kernel.note(slave.name, f"gives up: {why.sentence}")
         slave.end()
-        self.restart(slave, 2 * RESTART_S)
+        if self.slaves[slave.name] is slave:
+            self.restart(slave, 2 * RESTART_S)
 
     def cluster_ended(self, cluster: ClusterHost, finished: Finished) -> None:
         """One that failed is started again; one that was asked to leave stays away until everything is healed, but
@@ -396,6 +402,11 @@ class World:
     def next_token(self) -> int:
         self._tokens += 1
         return self._tokens
+
+    def draw(self) -> bytes:
+        """An identity that no one else has; not by chance, so that seeds keep their other choices."""
+        self._drawn += 1
+        return self._drawn.to_bytes(16)
 
     def some_master(self) -> MasterHost | None:
         """Who answers at the master's address; of two, either."""
@@ -452,6 +463,7 @@ class World:
         text = " ".join(f"{key}={value}" for key, value in fields.items())
         self.kernel.note(process.name, f"{kind} {text}")
         if role == "master":
+            self.names.said(kind, fields)
             self._master_said(kind, fields)
         elif role == "slave" and kind == "committed":
             committed = version_of(fields["version"])

@@ -48,9 +48,11 @@ FOR_GOOD = frozenset(
         RefusalCode.KEY,
         RefusalCode.CONFIG,
         RefusalCode.UNKNOWN_NAME,
+        RefusalCode.NAME_TAKEN,
     }
 )
-"""Refusals that no amount of dialling cures: the slave ends and the operator reads the sentence."""
+"""Refusals that no amount of dialling cures, unless they say when to come again: the slave ends and the operator reads
+the sentence."""
 
 log = logging.getLogger("dips.slave")
 
@@ -125,7 +127,7 @@ class Control:
             return str(meaning)
         if meaning.code is RefusalCode.IDENTITY and self._used.renewed:
             return f"{meaning.sentence} (they were renewed meanwhile)"
-        if meaning.code in FOR_GOOD:
+        if meaning.code in FOR_GOOD and not meaning.retry_after_s > 0:
             raise meaning
         if meaning.code is RefusalCode.FENCED:
             self._engine.handle(events.Fenced())

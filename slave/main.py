@@ -127,6 +127,7 @@ async def _serve(
             store.promised_epoch,
             store.ring.infos(),
             b"" if curve is None else curve.public,
+            store.directory_id,
         )
         engine = Engine(
             state,

@@ -1,17 +1,20 @@
-"""Whose directory it is: locked while a slave uses it, and named for the run and the slave that it belongs to."""
+"""Whose directory it is: locked while a slave uses it, named for the run and the slave that it belongs to, and told
+from every other directory by a number that was drawn for it once."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import secrets
 from pathlib import Path
 
 from dips.core.errors import ConfigError
-from dips.slave.durable import Disk, LocalDisk, replace_durably
+from dips.slave.durable import Disk, replace_durably
 from dips.slave.promise import read_small
 
 IDENTITY = "identity.json"
+DRAWN_BYTES = 16
 
 
 class Lock:
@@ -35,8 +38,11 @@ class Lock:
         os.close(self._handle)
 
 
-def claim(disk: LocalDisk, run_id: str, slave_id: str) -> None:
-    """Name the directory for this run and slave. Raises ConfigError when it is another's, or of an older release."""
+def claim(disk: Disk, run_id: str, slave_id: str) -> bytes:
+    """Name the directory for this run and slave; returns its own number, which is drawn with the name.
+
+    Raises ConfigError when it is another's, or of an older release.
+    """
     names = disk.names()
     old = next((name for name in names if name.startswith("v") and name.endswith(".safetensors")), None)
     if old is not None:
@@ -45,15 +51,20 @@ def claim(disk: LocalDisk, run_id: str, slave_id: str) -> None:
             "release that it began with (`dips export` keeps its model), or give another directory"
         )
     ours = {"run_id": run_id, "slave_id": slave_id}
-    if IDENTITY not in names:
-        _write(disk, ours)
-        return
-    theirs = read_small(disk, IDENTITY)
-    if theirs != ours:
+    theirs = read_small(disk, IDENTITY) if IDENTITY in names else dict[str, object](ours)
+    if {key: theirs.get(key) for key in ours} != ours:
         raise ConfigError(
             f"the directory {disk.where('')} belongs to slave {theirs.get('slave_id')!r} of run "
             f"{theirs.get('run_id')!r}, not to {slave_id!r} of {run_id!r}: give another directory"
         )
+    try:
+        drawn = bytes.fromhex(str(theirs["directory_id"]))
+    except (KeyError, ValueError):  # new, or of a release that drew none
+        drawn = b""
+    if len(drawn) != DRAWN_BYTES:
+        drawn = secrets.token_bytes(DRAWN_BYTES)
+        _write(disk, {**ours, "directory_id": drawn.hex()})
+    return drawn
 
 
 def _write(disk: Disk, body: dict[str, str]) -> None:

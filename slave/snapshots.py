@@ -23,7 +23,7 @@ class SnapshotStore:
         self._lock = owner.Lock(directory)
         try:
             self._disk = LocalDisk(directory)
-            owner.claim(self._disk, run_id, slave_id)
+            self.directory_id = owner.claim(self._disk, run_id, slave_id)
             self._promise = Promise(self._disk)
             self.ring = Ring(self._disk, run_id, slave_id, snapshots_kept)
         except BaseException:

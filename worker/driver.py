@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import queue
+import secrets
+import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -542,6 +545,8 @@ def _session_config(
         durable_pushes=config.checkpoint_dir is not None,
         wire=wire_of(config),
         curve_key=b"" if curve is None else curve.public,
+        process_id=secrets.token_bytes(16),
+        host=f"process {os.getpid()} on {socket.gethostname()[:64]}",
         expect_sync_every=config.sync_every,
         expect_outer_lr=config.outer_lr,
         expect_outer_momentum=config.outer_momentum,

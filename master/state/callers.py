@@ -22,6 +22,9 @@ def check_member(world: World, caller: Caller) -> Member:
     """The member that calls. Raises Refused: RUN_ID, STALE_EPOCH or FENCED (both: join again)."""
     check_run(world, caller.run_id, f"cluster {caller.name!r}")
     if caller.epoch != world.epoch:
+        entry = world.ledger.clusters.get(caller.name)
+        if entry is not None and caller.incarnation == entry.incarnation:
+            world.called_of_old_s[caller.name] = world.now_s
         restarted = "the master was restarted; join again, nothing is lost"
         newer = "a newer master serves this run, or this one's directory is an old copy; if two run, stop this one"
         raise Refused(

@@ -34,6 +34,7 @@ from dips.master.state.callers import check_run
 from dips.master.state.data import Data
 from dips.master.state.effects import Effect
 from dips.master.state.events import (
+    BeatsEnded,
     CallGone,
     ClusterCall,
     Event,
@@ -101,6 +102,8 @@ class Coordinator:
         """The first effects of this life of the master."""
         self.world.now_s = now_s
         self._last_tick_s = self._since_s = now_s
+        self._slaves.start()
+        self._members.start()
         version = self.world.ledger.version
         self.world.record(
             "epoch",
@@ -144,6 +147,8 @@ class Coordinator:
                 self.world.out.written(entry_id)
             case CallGone(token):
                 self._pushes.gone(token)
+            case BeatsEnded(cluster, incarnation):
+                self._members.beats_ended(cluster, incarnation)
             case Tick():
                 self._tick()
         self._settle()
@@ -309,7 +314,7 @@ class Coordinator:
         if gap_s > world.config.settings.heartbeat_s / 2:
             world.record("stood_still", "-", gap_s=gap_s)
             self._members.rearm(gap_s)
-            self._slaves.rearm()
+            self._slaves.rearm(gap_s)
             self._pushes.rearm(gap_s)
             self._pulls.rearm(gap_s)
             self._rounds.rearm(gap_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dips.core.ids import Incarnation
 from dips.core.messages import (
     ClusterRequest,
     DrainRequest,
@@ -50,6 +51,14 @@ class CallGone:
 
 
 @dataclass(frozen=True)
+class BeatsEnded:
+    """The stream of a cluster's beats broke, and no other of the same incarnation is open: its process may be dead."""
+
+    cluster: str
+    incarnation: Incarnation | None
+
+
+@dataclass(frozen=True)
 class OperatorCall:
     token: int
     action: OperatorAction
@@ -87,4 +96,4 @@ class Tick:
     """Time has passed."""
 
 
-Event = ClusterCall | CallGone | OperatorCall | SlaveSaid | SlaveLinkDown | Revoked | JournalWritten | Tick
+Event = ClusterCall | CallGone | BeatsEnded | OperatorCall | SlaveSaid | SlaveLinkDown | Revoked | JournalWritten | Tick

@@ -63,7 +63,10 @@ def same_as(commit: CommitInfo) -> tuple[Version, ...]:
 
 @dataclass
 class ClusterEntry:
-    """What is remembered of a cluster id, whether it is here or not. spoke: its newest incarnation that ever called."""
+    """What is remembered of a cluster id, whether it is here or not.
+
+    spoke: its newest incarnation that ever called. process_id: of the process that joined last, as it drew it.
+    """
 
     fence: int = 0
     incarnation: Incarnation | None = None
@@ -81,6 +84,7 @@ class ClusterEntry:
     steps_before: int = 0
     last_verdict: Verdict | None = None
     last_donation: Verdict | None = None
+    process_id: bytes = b""
 
     @property
     def rate_tokens_per_s(self) -> float:
@@ -96,13 +100,14 @@ class Ledger:
     asking. paused, draining (cluster -> reason): what the operator wants. origin: the snapshot that becomes `commit`
     under its new name, after a ROLLBACK and until the next COMMIT. given_up: (origin, new version) of each ROLLBACK;
     the versions between are no longer part of the run. applied_in: the pushes that the newest versions merged. reshard:
-    what slaves the operator wants, until blocks are placed so.
+    what slaves the operator wants, until blocks are placed so. directories: the identity of each slave's directory.
     """
 
     run_id: str
     layout: Layout | None = None
     data_plan: DataPlan | None = None
     slaves: dict[SlaveId, int] = field(default_factory=dict)
+    directories: dict[SlaveId, bytes] = field(default_factory=dict)
     placement: Placement | None = None
     commit: CommitInfo | None = None
     tokens: int = 0
@@ -155,6 +160,7 @@ class Ledger:
             "layout": self.layout.to_json() if self.layout else None,
             "data_plan": _plan_to_json(self.data_plan),
             "slaves": dict(self.slaves),
+            "directories": {name: drawn.hex() for name, drawn in self.directories.items()},
             "placement": list(self.placement.slave_of_block) if self.placement else None,
             "tokens": self.tokens,
             "round_n": self.round_n,
@@ -193,6 +199,7 @@ class Ledger:
             layout=layout_from_json(raw["layout"]) if raw["layout"] else None,
             data_plan=plan,
             slaves=slaves,
+            directories={SlaveId(name): bytes.fromhex(drawn) for name, drawn in raw.get("directories", {}).items()},
             placement=Placement(tuple(sorted(slaves)), tuple(placed)) if placed is not None else None,
             commit=_commit_from_json(raw.get("commit")),
             tokens=_whole(raw["tokens"]),
@@ -325,6 +332,7 @@ def _entry_to_json(entry: ClusterEntry) -> dict[str, Any]:
         "spoke": pair(entry.spoke),
         "last_verdict": verdict_to_json(entry.last_verdict),
         "last_donation": verdict_to_json(entry.last_donation),
+        "process_id": entry.process_id.hex(),
     }
 
 
@@ -334,6 +342,7 @@ def _entry_from_json(raw: Mapping[str, Any]) -> ClusterEntry:
     entry.spoke = _incarnation(raw["spoke"])
     entry.last_verdict = _verdict_from_json(raw["last_verdict"])
     entry.last_donation = _verdict_from_json(raw.get("last_donation"))
+    entry.process_id = bytes.fromhex(raw.get("process_id", ""))
     return entry
 
 

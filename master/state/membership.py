@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, Version, check_name
@@ -27,14 +28,16 @@ from dips.master.state import pacing
 from dips.master.state.callers import check_member, check_run
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE, LeaseTable
 from dips.master.state.ledger import ClusterEntry, pair
+from dips.master.state.name_claims import DIALS_AGAIN_BEATS, NameClaims
 from dips.master.state.push_checks import OWN_DATA_START_S
 from dips.master.state.records import Member, Push
-from dips.master.state.slave_desk import SlaveDesk
+from dips.master.state.slave_desk import MAX_DRAWN_BYTES, SlaveDesk
 from dips.master.state.verdicts import Verdicts
 from dips.master.state.world import World
 
 MAX_DECLARED_TOKENS_PER_S = 1e12
 MAX_TOTAL_TOKENS = 1 << 60
+MAX_HOST_CHARACTERS = 200
 MAX_CLUSTER_IDS = 1024
 """An id that took part once is never forgotten: its fence must never begin anew."""
 
@@ -52,6 +55,11 @@ class Membership:
         self._verdicts = verdicts
         self._slaves = slaves
         self._away_since_s: dict[str, float] = {}
+        self._claims = NameClaims()
+        self._since_s = 0.0
+
+    def start(self) -> None:
+        self._since_s = self._world.now_s
 
     # ---- join ----
 
@@ -70,15 +78,23 @@ class Membership:
         entry.incarnations += 1
         entry.incarnation = Incarnation(world.epoch, entry.incarnations)
         entry.member, entry.declared_tokens_per_s = True, request.declared_tokens_per_s
+        entry.process_id = request.process_id
         held = self._reattach(name, request.held_ranges, undecided)
         member = Member(name, entry.incarnation, slot, world.now_s, held_at_join=held, push=undecided)
+        member.process_id, member.host = request.process_id, request.host
         world.members[name] = member
         world.allowed.put(KeyRole.CLUSTER, name, request.curve_key)
         self._away_since_s.pop(name, None)
         if world.ledger.version is None and world.seed_cluster not in world.members:
             world.seed_cluster = name  # unless it is drained: see seeder()
         world.journal("JOIN", {"cluster": name, "incarnation": pair(entry.incarnation)})
-        world.record("join", request.caller.cause_id, cluster=name, incarnation=str(entry.incarnation))
+        world.record(
+            "join",
+            request.caller.cause_id,
+            cluster=name,
+            incarnation=str(entry.incarnation),
+            process=request.process_id.hex(),
+        )
         sentence = f"cluster {name} joined as incarnation {entry.incarnation}"
         world.log(f"cluster {name}", sentence, cause=request.caller.cause_id)
         self._answer_leave(before)
@@ -119,6 +135,7 @@ class Membership:
                 f"{len(world.ledger.clusters)} cluster ids have taken part in this run, and no more are remembered: "
                 "give a cluster that comes back the id that it had",
             )
+        self._check_process(name, request)
         # An incarnation that never spoke may be this very process's, whose Join was answered in vain.
         spoke = world.ledger.clusters[name].spoke if name in world.ledger.clusters else None
         if previous is not None and spoke is not None and previous < spoke:
@@ -134,6 +151,8 @@ class Membership:
                 f"{request.declared_tokens_per_s} tokens/s are declared: state 0 (unknown) to "
                 f"{MAX_DECLARED_TOKENS_PER_S:g}",
             )
+        if len(request.process_id) > MAX_DRAWN_BYTES or len(request.host) > MAX_HOST_CHARACTERS:
+            raise Refused(RefusalCode.MALFORMED, f"the process identity or the host of cluster {name!r} is too long")
         if len(request.held_ranges) > MAX_RANGES_IN_A_MESSAGE:
             raise Refused(
                 RefusalCode.RANGES,
@@ -145,6 +164,33 @@ class Membership:
                 RefusalCode.LAYOUT,
                 "the layout does not have the hash that came with it: both sides need one release",
             )
+
+    def _check_process(self, name: str, request: JoinRequest) -> None:
+        """A process that joins again is welcome at once. Another one under its name is a second process, or the next
+        after one that died: the name is free for it once the known one is gone, and that one trains on undisturbed.
+        """
+        world = self._world
+        member, entry = world.members.get(name), world.ledger.clusters.get(name)
+        beat_s, evict_after_s = world.config.settings.heartbeat_s, world.config.evict_after_s
+        if member is not None:
+            known, words = member.process_id, f"incarnation {member.incarnation}"
+            words += f", {member.host}" if member.host else ""
+            gone_s = (
+                member.silent_since_s + DIALS_AGAIN_BEATS * beat_s if member.silent_since_s is not None else math.inf
+            )
+            gone = world.now_s >= gone_s
+        elif entry is not None and entry.member:
+            # As the master before this one left it. Who lives dials within a beat, and joins when its step is over.
+            known, words = entry.process_id, f"incarnation {entry.incarnation}, before the master's restart"
+            called_s = world.called_of_old_s.get(name)
+            until_s = self._since_s + beat_s if called_s is None else called_s + evict_after_s
+            gone = world.now_s >= until_s
+        else:
+            return
+        if known in (b"", request.process_id) or gone:
+            return
+        remedy = "stop one of the two, or give each process a cluster id of its own"
+        raise self._claims.refuse("cluster", name, request.process_id, words, remedy, world.now_s, evict_after_s)
 
     def _slot(self, name: str) -> int:
         """The cluster's staging slot on every slave. Raises Refused(BUSY) when all are taken."""
@@ -245,6 +291,7 @@ class Membership:
         world = self._world
         member = check_member(world, request.caller)
         member.beat_s, member.beat = world.now_s, pacing.plausible(request)
+        member.silent_since_s = None
         if not member.local_steps:
             member.local_steps = pacing.local_steps(world, member)
         published = world.published.version if world.published else None
@@ -262,6 +309,12 @@ class Membership:
                 _wanted_copy(world, member),
             ),
         )
+
+    def beats_ended(self, cluster: str, incarnation: Incarnation | None) -> None:
+        """A sign of death, if the process does not dial again: its successor need not wait for the eviction."""
+        member = self._world.members.get(cluster)
+        if member is not None and member.incarnation == incarnation:
+            member.silent_since_s = self._world.now_s
 
     def leave(self, token: int, request: LeaveRequest) -> None:
         """Waits for the verdict of a sealed push, aborts any other."""
@@ -321,8 +374,12 @@ class Membership:
         self._expire_leases()
 
     def rearm(self, gap_s: float) -> None:
+        self._claims.rearm()
+        self._since_s += gap_s
         for member in self._world.members.values():
             member.beat_s = self._world.now_s
+            if member.silent_since_s is not None:
+                member.silent_since_s += gap_s
         self._away_since_s = {name: since_s + gap_s for name, since_s in self._away_since_s.items()}
 
     def _expire_leases(self) -> None:

@@ -90,11 +90,15 @@ class Member:
     last_lease: tuple[int, tuple[DataRange, ...]] = (0, ())
     base: Version | None = None
     wish: Codec = Codec.F32
+    process_id: bytes = b""
+    host: str = ""
+    silent_since_s: float | None = None
+    """When the stream of its beats broke, if it is broken."""
 
 
 @dataclass
 class Slave:
-    """A slave that this run has seen."""
+    """A slave that this run has seen. held_until_s: until then, while it is away, its name waits for its directory."""
 
     id: SlaveId
     memory_bytes: int
@@ -111,6 +115,8 @@ class Slave:
     durable: Version | None = None
     trouble: str = ""
     capabilities: frozenset[str] = frozenset()
+    directory_id: bytes = b""
+    held_until_s: float = 0.0
 
     @property
     def ready(self) -> bool:

@@ -268,6 +268,7 @@ class Reshard:
         self._abort_pushes("the model's blocks went to other slaves; nothing of this push is lost")
         ledger.placement, ledger.reshard, ledger.origin = after, None, None
         ledger.slaves = {name: world.slaves[name].memory_bytes for name in after.slaves}
+        ledger.directories = {name: world.slaves[name].directory_id for name in after.slaves}
         ledger.remember_applied(origin.version.next(), ())
         commit, record = self._record(before, after, origin, ledger)
         world.commits.clear()  # their digests are of other shards

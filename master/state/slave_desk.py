@@ -37,6 +37,7 @@ from dips.core.protocol import PROTOCOL_MIN, agree
 from dips.master.state.callers import check_run
 from dips.master.state.effects import BeginAgain
 from dips.master.state.ledger import MAX_WHOLE
+from dips.master.state.name_claims import NameClaims
 from dips.master.state.pushes import Pushes
 from dips.master.state.reasons import recovery_words
 from dips.master.state.records import Kept, Slave
@@ -52,6 +53,9 @@ NEWER_EPOCH_EXIT = 6
 
 MAX_EPOCH = MAX_WHOLE // LEASE_NUMBERS_OF_AN_EPOCH // 2
 """No run has so many starts or rollbacks; the lease numbers of a later epoch would fit into no message."""
+
+MAX_DRAWN_BYTES = 32
+"""Of an identity that a slave or cluster draws; it stands in every journal entry."""
 
 MAX_REASON_CHARACTERS = 400
 """Of what a slave says about refused connections, since it comes again with every beat."""
@@ -80,8 +84,15 @@ class SlaveDesk:
         self._reshard = reshard
         self._welcomed: set[SlaveId] = set()
         self._lives: dict[SlaveId, int] = {}
+        self._claims = NameClaims()
         for name, memory_bytes in world.ledger.slaves.items():
             world.slaves[name] = self._new(name, memory_bytes)
+            world.slaves[name].directory_id = world.ledger.directories.get(name, b"")
+
+    def start(self) -> None:
+        """Directories that the journal knows have an eviction's time to come back, before others get their names."""
+        for slave in self._world.slaves.values():
+            slave.held_until_s = self._world.now_s + self._world.config.evict_after_s
 
     def said(self, link: int, message: SlaveMessage) -> None:
         """One message of a slave. Raises Refused for a hello that is not accepted; the caller closes the link."""
@@ -114,9 +125,11 @@ class SlaveDesk:
                 world.close(slave.link, Refused(RefusalCode.FENCED, f"{sentence}: attach again"))
                 self._links.lose(slave, sentence)
 
-    def rearm(self) -> None:
+    def rearm(self, gap_s: float) -> None:
+        self._claims.rearm()
         for slave in self._world.slaves.values():
             slave.beat_s = self._world.now_s
+            slave.held_until_s += gap_s
 
     def stop_all(self, reason: str) -> None:
         for slave in self._world.slaves.values():
@@ -145,6 +158,7 @@ class SlaveDesk:
         check_measured(placement, slots, world.config.settings.max_message_bytes)
         world.ledger.layout, world.ledger.placement = layout, placement
         world.ledger.slaves = dict(memory)
+        world.ledger.directories = {slave.id: slave.directory_id for slave in promised if slave.directory_id}
         world.journal(
             "PLACE",
             {"layout_hash": layout.layout_hash.hex(), "placement_hash": placement.placement_hash.hex()},
@@ -160,6 +174,7 @@ class SlaveDesk:
             raise Refused(RefusalCode.MALFORMED, f"this stream attached before, now as {name!r}: one hello for each")
         self._check_hello(name, message, body)
         slave = world.slaves.get(name)
+        self._check_directory(slave, body)
         if slave is not None and slave.link is not None:
             taken = Refused(RefusalCode.FENCED, f"another process attached as slave {name}")
             world.close(slave.link, taken)
@@ -174,11 +189,19 @@ class SlaveDesk:
             body.data_endpoint,
             body.snapshots,
         )
-        slave.curve_key = body.curve_key
+        slave.curve_key, slave.directory_id = body.curve_key, body.directory_id
+        if name in world.ledger.slaves:
+            world.ledger.directories[name] = body.directory_id
         world.allowed.put(KeyRole.SLAVE, name, body.curve_key)
         slave.beat_s, slave.trouble = world.now_s, ""
         slave.phase.move("hello", SlavePhase.ATTACHED, world.now_s, message.caller.cause_id)
-        world.record("slave_attached", message.caller.cause_id, slave=name, incarnation=str(slave.incarnation))
+        world.record(
+            "slave_attached",
+            message.caller.cause_id,
+            slave=name,
+            incarnation=str(slave.incarnation),
+            directory=body.directory_id.hex(),
+        )
         agreement = agree(body.hello.protocol_min, body.hello.protocol_max, body.hello.capabilities, f"slave {name}")
         hello = Hello(PROTOCOL_MIN, agreement.version, tuple(sorted(agreement.capabilities)))
         slave.capabilities = agreement.capabilities
@@ -219,6 +242,26 @@ class SlaveDesk:
             )
             self._overtaken(body.promised_epoch, sentence)
             raise Refused(RefusalCode.STALE_EPOCH, sentence)
+
+    def _check_directory(self, slave: Slave | None, body: SlaveHello) -> None:
+        """A slave that starts again on its own directory is welcome at once, whatever is thought of its last process.
+
+        Another directory under its name is a second process, or a disk that was replaced: the name is free for it once
+        the known one is gone. What that one holds is not lost before.
+        """
+        world = self._world
+        if slave is None or slave.directory_id in (b"", body.directory_id):
+            return
+        if slave.link is None and world.now_s >= slave.held_until_s:
+            return
+        there = f" at {slave.endpoint}" if slave.link is not None else ""
+        known = f"attached{there} with the directory identity {slave.directory_id.hex()[:12]}"
+        remedy = "stop one of the two; to give a slave a new disk, stop its process first"
+        refused = self._claims.refuse(
+            "slave", slave.id, body.directory_id, known, remedy, world.now_s, world.config.evict_after_s
+        )
+        world.log(f"second slave {slave.id}", f"refused at {body.data_endpoint}: {refused}", logging.WARNING)
+        raise refused
 
     def _expected(self) -> list[SlaveId]:
         """Whose hello is accepted: who holds blocks, who shall, and whom a record names that is being recovered."""
@@ -351,6 +394,8 @@ class SlaveDesk:
 
 def _check_numbers(name: SlaveId, body: SlaveHello) -> None:
     """Refuse what no master ever gave out, before an epoch or a timeline is counted on from it."""
+    if len(body.directory_id) > MAX_DRAWN_BYTES:
+        raise Refused(RefusalCode.MALFORMED, f"the directory identity of slave {name!r} is too long")
     numbers = [body.promised_epoch, *(n for s in body.snapshots for n in (s.version.timeline, s.round.epoch))]
     counts = [n for s in body.snapshots for n in (s.version.v, s.round.n)]
     if max(numbers) > MAX_EPOCH or max(counts, default=0) >= MAX_WHOLE // 2:

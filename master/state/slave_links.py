@@ -6,6 +6,7 @@ import logging
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import Configure, KeyRole, StopSlave
+from dips.master.state.name_claims import DIALS_AGAIN_BEATS
 from dips.master.state.records import Slave
 from dips.master.state.rounds import Rounds
 from dips.master.state.tables import SlavePhase
@@ -49,6 +50,8 @@ class SlaveLinks:
         world = self._world
         slave.phase.move("lost", SlavePhase.ABSENT, world.now_s, str(slave.incarnation), reason)
         slave.link = None
+        # A process that lives dials again within this time, and keeps its name.
+        slave.held_until_s = world.now_s + DIALS_AGAIN_BEATS * world.config.settings.heartbeat_s
         world.allowed.remove(KeyRole.SLAVE, slave.id)
         world.record("slave_lost", str(slave.incarnation), slave=slave.id, reason=reason)
         world.log(f"slave {slave.id}", reason, logging.WARNING)

@@ -71,6 +71,8 @@ class World:
         self.recorded_detector: DetectorState | None = None
         """What follows from the records of this process; another state is written out with the next judgement."""
         self.leave_ready: list[str] = []
+        self.called_of_old_s: dict[str, float] = {}
+        """When a member of the master before this one last called, by its old incarnation."""
         self.stopped_s: float | None = None
         self.round = RoundState(Phase(ROUND_TABLE, self.story))
         self.recovery = RecoveryState(Phase(RECOVERY_TABLE, self.story))
@@ -145,6 +147,9 @@ class World:
         if ledger.placement != self.ledger.placement:
             self.commits.clear()  # their digests are of other shards
         self.ledger = ledger
+        ledger.directories |= {name: self.slaves[name].directory_id for name in ledger.slaves if name in self.slaves}
+        for member in self.members.values():
+            ledger.entry(member.cluster).process_id = member.process_id
         self.set_commit(commit)
         self.take_back_end()
         self.published, self.kept, self.pins = None, {}, {}

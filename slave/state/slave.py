@@ -54,7 +54,7 @@ MAX_WAITING = 1024
 class SlaveState:
     """One life of a slave process. memory_bytes and max_chunk_bytes are this slave's own limits.
 
-    curve_key: its data port's public key; empty when it uses none.
+    curve_key: its data port's public key; empty when it uses none. directory_id: drawn once for its directory.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class SlaveState:
         promised_epoch: int,
         snapshots: Sequence[SnapshotInfo],
         curve_key: bytes = b"",
+        directory_id: bytes = b"",
     ) -> None:
         self.story = Story()
         self.link = LinkState(run_id, promised_epoch, self.story)
@@ -76,6 +77,7 @@ class SlaveState:
         self._data_endpoint = data_endpoint
         self._memory_bytes = memory_bytes
         self._curve_key = curve_key
+        self._directory_id = directory_id
         self._waiting: deque[SlaveCommand] = deque()
         self._mute_job = 0
 
@@ -132,6 +134,7 @@ class SlaveState:
             self.link.promised_epoch,
             self.shard.offers(),
             self._curve_key,
+            self._directory_id,
         )
 
     def _commanded(self, command: SlaveCommand, now_s: float) -> list[Effect]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dips.core.clock import SystemClock
-from dips.core.errors import ConfigError, FatalError
+from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, Refused
 from dips.launch.child import wrapped
 from dips.launch.restart import RestartPolicy
 from dips.launch.supervisor import ChildEvent, ChildSpec, Stage, Supervisor, how_it_ended, log_tail
@@ -119,6 +119,17 @@ def test_a_process_that_refuses_its_settings_is_given_up_at_once(supervisor: Sup
     with pytest.raises(ConfigError, match="there is no such path"):
         until(polled(supervisor, lambda: False), "giving up")
     assert supervisor.lives("a") == 1
+
+
+def test_a_process_whose_name_is_taken_ends_its_supervisor_with_the_sentence(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    code = f"import sys; print('dips slave s0: another is s0', file=sys.stderr); sys.exit({NAME_TAKEN_EXIT})"
+    supervisor.start(spec("s0", code, tmp_path))
+    with pytest.raises(Refused, match="s0: another is s0") as caught:
+        until(polled(supervisor, lambda: False), "giving up")
+    assert caught.value.exit_code == NAME_TAKEN_EXIT
+    assert supervisor.lives("s0") == 1
 
 
 def test_without_restart_the_exit_code_is_kept(supervisor: Supervisor, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ from dips.master.server import MasterServer
 from dips.master.services_clusters import CALLS
 from dips.master.state.effects import BeginAgain, CloseLink, Effect, Refuse, Reply, ToSlave
 from dips.master.state.events import (
+    BeatsEnded,
     CallGone,
     ClusterCall,
     Event,
@@ -141,6 +142,21 @@ async def still_serves(served: Served) -> None:
     served.reacts(answering)
     await served.clusters.Leave(to_message(leave("after all that")), timeout=60)
     assert served.machine.of(ClusterCall)[-1].request == leave("after all that")
+
+
+async def test_the_end_of_a_clusters_beats_is_told_once_no_stream_of_it_is_open(served: Served) -> None:
+    served.reacts(answering)
+    beat = to_message(HeartbeatRequest(caller()))
+    first, second = served.clusters.Heartbeat(timeout=60), served.clusters.Heartbeat(timeout=60)
+    for stream in (first, second):
+        await stream.write(beat)
+        await stream.read()
+    first.cancel()
+    await served.clusters.Leave(to_message(leave("the cancelling has arrived before this")), timeout=60)
+    assert not served.machine.of(BeatsEnded)
+    second.cancel()
+    assert await served.machine.until(BeatsEnded) == BeatsEnded(caller().name, caller().incarnation)
+    assert len(served.machine.of(BeatsEnded)) == 1
 
 
 # ---- calls of clusters ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import threading
@@ -29,7 +30,7 @@ from support.slave_peers import (
 )
 
 from dips.core import kernels_numba
-from dips.core.errors import ConfigError, FatalError, RefusalCode, Refused
+from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, RefusalCode, Refused
 from dips.core.ids import RoundId, SlaveId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import (
@@ -55,6 +56,7 @@ from dips.slave import ring
 from dips.slave.config import SlaveConfig
 from dips.slave.main import serve
 from dips.slave.memory import ShardMemory
+from dips.slave.snapshots import SnapshotStore
 
 A, B = push_id("a"), push_id("b")
 V0, V1 = Version(1, 0), Version(1, 1)
@@ -352,6 +354,22 @@ async def test_only_a_stop_by_the_master_ends_the_process_with_zero(tmp_path: Pa
         process = await SlaveProcess.start(slave_config(tmp_path / "s0", master.address))
         await (await master.accept()).hello()
         assert (await process.end())[0] == 143, "a supervisor that did not send SIGTERM starts it again"
+
+
+async def test_a_second_slave_asks_again_while_told_to_and_then_ends_with_a_code_of_its_own(tmp_path: Path) -> None:
+    async with FakeMaster() as master:
+        config = slave_config(tmp_path / "s0", master.address)
+        process = await SlaveProcess.start(config)
+        drawn = []
+        for retry_after_s in (0.5, 0.0):
+            link = await master.accept()
+            drawn.append((await link.hello()).directory_id)
+            link.refuse(Refused(RefusalCode.NAME_TAKEN, "another process is slave 's0'", retry_after_s))
+        code, said = await process.wait()
+    assert code == NAME_TAKEN_EXIT
+    assert said.strip().endswith("dips slave s0: another process is slave 's0'")
+    with contextlib.closing(SnapshotStore(tmp_path / "s0", config.run_id, "s0", 1)) as store:
+        assert drawn == [store.directory_id] * 2
 
 
 async def test_a_slave_of_another_run_ends_with_three(tmp_path: Path) -> None:

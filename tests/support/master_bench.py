@@ -128,6 +128,7 @@ class BenchSlave:
     hold: set[type] = field(default_factory=set)
     refuse: dict[str, Refusal] = field(default_factory=dict)
     alive: bool = False
+    directory_id: bytes = b""
 
     def say(self, body: Any) -> None:
         caller = Caller(self.bench.run_id, self.bench.epoch, self.name, self.incarnation, f"{self.name}")
@@ -140,7 +141,7 @@ class BenchSlave:
         self.staging.clear()
         snapshots = tuple(self.snapshots.values())
         endpoint, key = f"tcp://127.0.0.1:{5000 + self.link}", self.bench.key_of(self.name)
-        self.say(SlaveHello(self.hello, endpoint, 1 << 30, self.promised, snapshots, key))
+        self.say(SlaveHello(self.hello, endpoint, 1 << 30, self.promised, snapshots, key, self.directory_id))
 
     def die(self) -> None:
         """kill -9: the stream breaks; the disk stays."""

@@ -487,6 +487,8 @@ class Session:
             config.curve_key,
             config.untrained.frozen,
             config.untrained.buffers,
+            config.process_id,
+            config.host,
         )
 
     def _run_stops(self) -> None:

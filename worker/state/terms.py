@@ -44,6 +44,10 @@ class SessionConfig:
     """This process's public key of the data flow; empty without keys."""
     untrained: Untrained = field(default_factory=Untrained)
     """What the model held at the start and the run does not train."""
+    process_id: bytes = b""
+    """Drawn for this process: by it the master tells a Join that is repeated from a second process of this name."""
+    host: str = ""
+    """Where this process is to be found, for people."""
 
 
 class Terms:

@@ -82,6 +82,22 @@ def store(tmp_path: Path) -> Iterator[SnapshotStore]:
         yield store
 
 
+def test_a_directory_keeps_the_number_that_was_drawn_for_it_and_another_one_has_another(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path / "s0")) as store:
+        drawn = store.directory_id
+    with closing(open_store(tmp_path / "elsewhere")) as store:
+        assert store.directory_id != drawn
+    with closing(open_store(tmp_path / "s0")) as store:
+        assert store.directory_id == drawn
+    older = {"run_id": "run", "slave_id": "s0"}
+    (tmp_path / "s0" / "identity.json").write_text(json.dumps(older))
+    with closing(open_store(tmp_path / "s0")) as store:
+        assert len(store.directory_id) == 16, "one that an older release made gets its number now"
+        drawn = store.directory_id
+    with closing(open_store(tmp_path / "s0")) as store:
+        assert store.directory_id == drawn
+
+
 def test_a_committed_snapshot_comes_back_to_the_bit(tmp_path: Path) -> None:
     with closing(made_store(tmp_path)) as store:
         committed = write(store, 0)

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 from support.cluster_life import LEASED, OWN, SETTINGS, TOKENS, Life, phase_of, session_config
 
-from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RemoteProtocolError, RetryLater
+from dips.core.errors import (
+    NAME_TAKEN_EXIT,
+    ConfigError,
+    LocalProtocolError,
+    RefusalCode,
+    Refused,
+    RemoteProtocolError,
+    RetryLater,
+)
 from dips.core.ids import Incarnation, Version
 from dips.core.messages import (
     AwaitVerdictReply,
@@ -360,6 +368,20 @@ def test_a_revoked_cluster_ends_with_the_masters_sentence_and_trains_no_further(
     finished = life.take(Finished)
     assert isinstance(finished.error, Refused)
     assert "revoked" in finished.error.sentence
+
+
+def test_a_second_process_of_a_name_waits_while_it_is_told_to_and_then_ends() -> None:
+    life = Life(session_config(process_id=b"mine", host="process 7 on here"))
+    life.say(Started())
+    request = life.refuse(JoinRequest, RefusalCode.NAME_TAKEN, retry_after_s=0.5)
+    assert (request.process_id, request.host) == (b"mine", "process 7 on here")
+    assert life.finished is None
+    life.pass_s(0.6)
+    assert life.refuse(JoinRequest, RefusalCode.NAME_TAKEN).process_id == b"mine"
+    finished = life.finished
+    assert finished is not None
+    assert isinstance(finished.error, Refused)
+    assert finished.error.exit_code == NAME_TAKEN_EXIT
 
 
 def test_another_refused_heartbeat_is_only_said(life: Life) -> None:

@@ -1,0 +1,221 @@
+"""A second process under a name that is another's: the one that beats goes on undisturbed, the other one ends."""
+
+from __future__ import annotations
+
+import pytest
+from support.master_bench import Bench, BenchSlave, refused_with
+
+from dips.core.errors import NAME_TAKEN_EXIT, RefusalCode, Refused
+from dips.core.ids import Version
+from dips.core.messages import Caller, HeartbeatRequest, Hello, SlaveHello, SlaveMessage, Welcome
+from dips.master.state.events import BeatsEnded, SlaveLinkDown, SlaveSaid
+
+NEWCOMER, HERE = b"newcomer", b"here"
+LINK = 99
+
+
+def run_of_one() -> Bench:
+    bench = Bench()
+    for slave in bench.slaves:
+        slave.directory_id = f"directory of {slave.name}".encode()
+    bench.attach_all()
+    bench.join("a", process_id=HERE, host="process 7 on here")
+    bench.seed("a")
+    bench.pull("a")
+    return bench
+
+
+def refusal_of_join(bench: Bench, process_id: bytes = NEWCOMER) -> Refused:
+    """The refusal of a Join under the name of a, which must leave the living one alone."""
+    here = bench.clusters["a"]
+    with refused_with(RefusalCode.NAME_TAKEN) as caught:
+        bench.join("a", process_id=process_id)
+    assert bench.clusters["a"] is here
+    error = caught.value
+    assert isinstance(error, Refused)
+    return error
+
+
+# ---- clusters ----
+
+
+def test_a_second_process_waits_for_an_eviction_in_vain_and_ends_while_the_first_trains_on() -> None:
+    bench = run_of_one()
+    incarnation = bench.clusters["a"].join.incarnation
+    waited_s = 0.0
+    while (refused := refusal_of_join(bench)).retry_after_s > 0:
+        assert "may be alive" in refused.sentence
+        bench.advance(refused.retry_after_s)
+        waited_s += refused.retry_after_s
+    assert waited_s == pytest.approx(bench.config.evict_after_s, abs=1.0)
+    assert "incarnation 1.1, process 7 on here" in refused.sentence
+    assert "a cluster id of its own" in refused.sentence
+    assert refused.exit_code == NAME_TAKEN_EXIT
+    bench.push("a")
+    assert bench.status().published == Version(1, 1)
+    assert bench.clusters["a"].join.incarnation == incarnation
+
+
+def test_a_process_that_joins_again_is_welcome_at_once() -> None:
+    bench = run_of_one()
+    again = bench.join("a", process_id=HERE, previous=bench.clusters["a"].join.incarnation)
+    assert again.incarnation.n == 2
+
+
+def test_after_a_kill_its_successor_waits_for_a_beat_and_not_for_the_eviction() -> None:
+    bench = run_of_one()
+    bench.silent.add("a")
+    bench.event(BeatsEnded("a", bench.clusters["a"].join.incarnation))
+    assert refusal_of_join(bench).retry_after_s > 0, "it may be dialling again"
+    bench.advance(bench.config.settings.heartbeat_s)
+    assert bench.join("a", process_id=NEWCOMER).incarnation.n == 2
+
+
+def test_a_process_that_dials_again_keeps_its_name() -> None:
+    bench = run_of_one()
+    bench.event(BeatsEnded("a", bench.clusters["a"].join.incarnation))
+    bench.advance(bench.config.settings.heartbeat_s)
+    refusal_of_join(bench)
+
+
+def test_the_end_of_an_older_incarnations_beats_means_nothing() -> None:
+    bench = run_of_one()
+    before = bench.clusters["a"].join.incarnation
+    bench.join("a", process_id=HERE, previous=before)
+    bench.silent.add("a")
+    bench.event(BeatsEnded("a", before))
+    bench.advance(bench.config.settings.heartbeat_s)
+    refusal_of_join(bench)
+
+
+def test_a_process_that_hangs_is_evicted_and_its_successor_has_waited_so_long() -> None:
+    bench = run_of_one()
+    bench.silent.add("a")
+    evict_after_s = bench.config.evict_after_s
+    assert refusal_of_join(bench).retry_after_s > 0
+    bench.advance(evict_after_s - 0.5)
+    assert refusal_of_join(bench).retry_after_s > 0
+    bench.advance(1.0)
+    bench.join("a", process_id=NEWCOMER)
+    del bench.clusters["a"]
+    with refused_with(RefusalCode.NAME_TAKEN):  # and the one that hung is now the second
+        bench.join("a", process_id=HERE)
+
+
+def test_who_asks_again_much_later_waits_from_the_start() -> None:
+    bench = run_of_one()
+    refusal_of_join(bench)
+    bench.advance(10 * bench.config.evict_after_s)
+    assert refusal_of_join(bench).retry_after_s > 0
+
+
+def test_a_master_that_stood_still_gives_everybody_time_to_beat() -> None:
+    bench = run_of_one()
+    refusal_of_join(bench)
+    bench.jump(2 * bench.config.evict_after_s)
+    assert refusal_of_join(bench).retry_after_s > 0
+
+
+def test_after_the_masters_restart_the_one_that_still_calls_keeps_its_name() -> None:
+    bench = run_of_one()
+    caller = bench.caller("a")
+    bench.start_master()
+    bench.attach_all()
+    assert refusal_of_join(bench).retry_after_s > 0
+    with refused_with(RefusalCode.STALE_EPOCH):
+        bench.ask(HeartbeatRequest(caller))
+    bench.silent.add("a")
+    bench.advance(2 * bench.config.settings.heartbeat_s)
+    assert refusal_of_join(bench).retry_after_s > 0
+    assert bench.join("a", process_id=HERE, previous=caller.incarnation).incarnation.epoch == 2
+
+
+def test_after_the_masters_restart_who_does_not_call_loses_it_after_a_beat() -> None:
+    bench = run_of_one()
+    bench.silent.add("a")
+    bench.start_master()
+    bench.attach_all()
+    assert refusal_of_join(bench).retry_after_s > 0
+    bench.advance(bench.config.settings.heartbeat_s)
+    bench.join("a", process_id=NEWCOMER)
+
+
+# ---- slaves ----
+
+
+def greets(bench: Bench, name: str, directory_id: bytes, link: int = LINK) -> Refused | None:
+    """A hello of a process with this directory; why it is refused, None if it is not."""
+    bench.closed.pop(link, None)
+    body = SlaveHello(Hello(1, 1, ()), "tcp://127.0.0.1:1", 1 << 30, 0, directory_id=directory_id)
+    bench.event(SlaveSaid(link, SlaveMessage(Caller(bench.run_id, 0, name), body)))
+    refusal = bench.closed.get(link)
+    return Refused(refusal.code, refusal.sentence, refusal.retry_after_s) if refusal is not None else None
+
+
+def attachments(slave: BenchSlave) -> int:
+    return sum(isinstance(body, Welcome) for body in slave.commands)
+
+
+def test_another_directory_under_a_slaves_name_is_refused_and_nothing_is_recovered() -> None:
+    bench = run_of_one()
+    before = attachments(bench.slaves[0])
+    waited_s = 0.0
+    while (refused := greets(bench, "s0", NEWCOMER)) is not None and refused.retry_after_s > 0:
+        bench.advance(refused.retry_after_s)
+        waited_s += refused.retry_after_s
+    assert refused is not None
+    assert refused.code is RefusalCode.NAME_TAKEN
+    assert refused.exit_code == NAME_TAKEN_EXIT
+    assert waited_s == pytest.approx(bench.config.evict_after_s, abs=1.0)
+    assert bench.slaves[0].directory_id.hex()[:12] in refused.sentence
+    assert "tcp://127.0.0.1:" in refused.sentence
+    assert attachments(bench.slaves[0]) == before
+    assert not bench.recorded("recovery")
+    assert not bench.recorded("slave_lost")
+    bench.push("a")
+    assert bench.status().published == Version(1, 1)
+
+
+def test_the_same_directory_takes_over_at_once() -> None:
+    bench = run_of_one()
+    slave = bench.slaves[0]
+    slave.reattaches = False
+    slave.attach()
+    assert attachments(slave) == 2
+    assert slave.link not in bench.closed
+
+
+def test_a_replaced_disk_is_taken_once_the_process_before_is_gone() -> None:
+    bench = run_of_one()
+    bench.slaves[0].die()
+    refused = greets(bench, "s0", NEWCOMER)
+    assert refused is not None
+    assert refused.retry_after_s > 0, "it may be dialling again"
+    bench.advance(bench.config.settings.heartbeat_s)
+    assert greets(bench, "s0", NEWCOMER, LINK + 1) is None
+    bench.event(SlaveLinkDown(LINK + 1))
+
+
+def test_after_the_masters_restart_the_known_directory_comes_first() -> None:
+    bench = run_of_one()
+    for slave in bench.slaves:
+        slave.alive = False
+    bench.start_master()
+    refused = greets(bench, "s0", NEWCOMER)
+    assert refused is not None
+    assert refused.code is RefusalCode.NAME_TAKEN
+    bench.attach_all()
+    bench.join("a", process_id=HERE, previous=bench.clusters["a"].join.incarnation)
+    assert bench.status().published == Version(1, 0)
+    refused = greets(bench, "s0", NEWCOMER)
+    assert refused is not None
+
+
+def test_a_directory_that_stays_away_after_the_masters_restart_is_given_up() -> None:
+    bench = run_of_one()
+    for slave in bench.slaves:
+        slave.alive = False
+    bench.start_master()
+    assert greets(bench, "s0", NEWCOMER) is not None
+    bench.advance(bench.config.evict_after_s)
+    assert greets(bench, "s0", NEWCOMER) is None

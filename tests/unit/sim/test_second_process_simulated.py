@@ -1,0 +1,33 @@
+"""Second processes under a name, simulated: the rule holds, and without it the simulator says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.master.state.membership import Membership
+from dips.master.state.slave_desk import SlaveDesk
+from dips.sim.world import World
+
+SEEDS = range(9100, 9104)
+
+
+@pytest.mark.parametrize("fault", ["same_slave_twice", "same_cluster_twice"])
+def test_a_second_process_displaces_none_that_beats(fault: str) -> None:
+    outcomes = [World(seed, planned=(fault,)).run() for seed in SEEDS]
+    assert [outcome.violations for outcome in outcomes] == [()] * len(outcomes)
+    assert any(outcome.fired.get(fault) for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("owner", "rule", "fault"),
+    [
+        (SlaveDesk, "_check_directory", "same_slave_twice"),
+        (Membership, "_check_process", "same_cluster_twice"),
+    ],
+)
+def test_without_the_rule_the_simulator_names_who_was_displaced(
+    monkeypatch: pytest.MonkeyPatch, owner: type, rule: str, fault: str
+) -> None:
+    monkeypatch.setattr(owner, rule, lambda *_: None)
+    violations = [sentence for seed in SEEDS for sentence in World(seed, planned=(fault,)).run().violations]
+    assert any("was taken over" in sentence and "from a process that beats" in sentence for sentence in violations)
