@@ -59,7 +59,7 @@ def walks() -> list[Path]:
 
 def test_there_is_something_to_check() -> None:
     assert len(SHELL_BLOCKS) >= 15
-    assert {block.language for block in BLOCKS} <= {*SHELL, "python", "yaml", "toml", "mermaid", ""}
+    assert {block.language for block in BLOCKS} <= {*SHELL, "python", "yaml", "toml", "ini", "mermaid", ""}
     assert RUNNING in walks()
 
 
