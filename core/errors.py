@@ -8,6 +8,8 @@ FatalError: the process cannot go on; a supervisor may restart it.
 from __future__ import annotations
 
 import signal
+import sys
+from collections.abc import Callable
 from enum import IntEnum
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -81,6 +83,27 @@ class Refused(DipsError):
         self.code = code
         self.sentence = sentence
         self.retry_after_s = retry_after_s
+        for watcher in _watchers:
+            watcher(code, str(sys._getframe(1).f_globals.get("__name__", "")))
+
+
+Watcher = Callable[[RefusalCode, str], None]
+"""Gets the code of a refusal that is made, and the name of the module that makes it."""
+
+_watchers: tuple[Watcher, ...] = ()
+
+
+def watch_refusals(watcher: Watcher) -> None:
+    """Call `watcher` for every Refused that this process makes, until forget_refusals(watcher)."""
+    global _watchers
+    if watcher not in _watchers:
+        _watchers = (*_watchers, watcher)
+
+
+def forget_refusals(watcher: Watcher) -> None:
+    """Stop calling `watcher`; nothing happens when it was not there."""
+    global _watchers
+    _watchers = tuple(known for known in _watchers if known != watcher)
 
 
 class RetryLater(DipsError):

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dips.core import machine
+from dips.core import machine, seen
 from dips.core.errors import ConfigError
 from dips.core.failpoint_spec import RETURNED, Action, Kind, Term, is_transition, parse, role_of, transition_name
 
@@ -103,9 +103,11 @@ def install(role: str, environment: Mapping[str, str] | None = None, *, enabled:
     the same words changes nothing, so that turns which are used up stay so. `enabled`: what --failpoints says; else
     DIPS_FAILPOINTS_ENABLED=1 does. Raises ConfigError when neither does, and for a name, an action or a seed that
     cannot be understood.
+    It is also where a process begins to note what tests see of it (seen.py).
     """
     global _installed
     environment = os.environ if environment is None else environment
+    seen.note(environment)
     text = environment.get(SPEC_VARIABLE, "").strip()
     if not text or _installed == (role, text):
         return

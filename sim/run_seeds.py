@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
+from dips.core.seen import note
 from dips.sim.totals import Totals, complaints, reasons_of, report
 from dips.sim.world import Outcome, World
 
@@ -26,6 +27,7 @@ PROGRESS_EVERY = 500
 
 def run_one(seed: int) -> tuple[Outcome, float]:
     """One seed, and the processor time that it took, in seconds."""
+    note()
     began_s = time.process_time()
     gc.disable()  # a run is short, and its garbage few megabytes: collecting within it costs a tenth of the time
     try:

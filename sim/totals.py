@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dips.core.machine import TransitionTable, tables
+from dips.core.seen import Arrow, Seen, arrows_of
+from dips.core.seen import report as seen_report
 from dips.master.state.tables import RoundPhase
 from dips.sim import faults
 from dips.sim.counts import NO_MASTER, RECOVERY, STARTING, Counts, by_phase
 from dips.sim.world import Outcome
-
-Arrow = tuple[str, str, str, str]
 
 SEEDS_FOR_FAULTS = 200
 SEEDS_FOR_PHASES = 2000
@@ -63,7 +63,7 @@ class Totals:
     counts: Counts = field(default_factory=Counts)
     shapes: Counter[str] = field(default_factory=Counter)
     facts: Counter[str] = field(default_factory=Counter)
-    arrows: set[Arrow] = field(default_factory=set)
+    seen: Seen = field(default_factory=Seen)
     published: int = 0
     rounds: int = 0
     virtual_s: float = 0.0
@@ -78,7 +78,7 @@ class Totals:
         self.counts.add(outcome.counts)
         self.shapes[outcome.shape] += 1
         self.facts.update(outcome.facts)
-        self.arrows |= outcome.arrows
+        self.seen.add(outcome.seen)
         self.published += outcome.published
         self.rounds += outcome.rounds
         self.virtual_s += outcome.virtual_s
@@ -95,12 +95,7 @@ def simulated_tables() -> list[TransitionTable]:  # type: ignore[type-arg]
 
 def never_taken(taken: set[Arrow]) -> list[Arrow]:
     """Arrows of all tables that no seed took and that UNREACHED does not explain."""
-    every = {
-        (table.name, start.value, name, end.value)
-        for table in simulated_tables()
-        for start, name, end in table.arrows()
-    }
-    return sorted(every - taken - set(UNREACHED))
+    return sorted(set(arrows_of(simulated_tables())) - taken - set(UNREACHED))
 
 
 # ---- for people ----
@@ -172,7 +167,8 @@ def _bounds(totals: Totals) -> list[str]:
         f"I15, at most: {worst or 'nothing was judged'}",
         f"I16, fullest: {full or 'nothing was judged'}",
         f"facts judged: {judged or 'none'}",
-        f"transitions taken: {len(totals.arrows)} of {total}, {len(UNREACHED)} are listed as out of reach",
+        *seen_report(totals.seen, simulated_tables()),
+        f"transitions taken: {len(totals.seen.arrows)} of {total}, {len(UNREACHED)} are listed as out of reach",
     ]
 
 
@@ -190,7 +186,8 @@ def complaints(totals: Totals) -> list[str]:
         killed_in = {phase for (_, phase), n in totals.counts.kills.items() if n}
         said += [f"nobody was killed in phase {phase} of the round" for phase in PHASES if phase not in killed_in]
     if totals.seeds >= SEEDS_FOR_ARROWS:
-        said += [f"never taken: {table}: {a} -> {b} upon {name}" for table, a, name, b in never_taken(totals.arrows)]
+        never = never_taken(set(totals.seen.arrows))
+        said += [f"never taken: {table}: {a} -> {b} upon {name}" for table, a, name, b in never]
     return said
 
 

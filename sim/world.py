@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dips.core import machine
 from dips.core.errors import Refused
 from dips.core.ids import Version
-from dips.core.machine import Move
 from dips.core.messages import ClusterRequest, OperatorRequest, SnapshotInfo
+from dips.core.seen import Arrow, Seen
 from dips.master.state.events import Resume, Stop
 from dips.master.state.run_config import RunConfig
 from dips.master.state.tables import RecoveryPhase, RoundPhase
@@ -63,7 +62,7 @@ class Outcome:
     seed: int
     violations: tuple[str, ...]
     fired: Mapping[str, int]
-    arrows: frozenset[tuple[str, str, str, str]]
+    seen: Seen
     published: int
     rounds: int
     virtual_s: float
@@ -73,6 +72,11 @@ class Outcome:
     story: tuple[str, ...] = ()
     shape: str = ""
     counts: Counts = field(default_factory=Counts)
+
+    @property
+    def arrows(self) -> frozenset[Arrow]:
+        """Transitions that were taken."""
+        return frozenset(self.seen.arrows)
 
 
 class World:
@@ -92,7 +96,7 @@ class World:
         self.run_id = self.plan.config.run_id
         self.counts = Counts()
         self._phase = STARTING
-        self.arrows: set[tuple[str, str, str, str]] = set()
+        self.seen = Seen()
         links = Links(self.kernel, self.plan.links) if self.plan.links is not None else None
         self.net = Network(self.kernel, self.fired, Weather(self.plan.delay_s), links=links)
         self.checks = ContentChecks(self) if self.plan.arithmetic.remembers else Checks(self)
@@ -146,8 +150,7 @@ class World:
 
     def run(self) -> Outcome:
         """The whole run; never raises for what the simulated processes do."""
-        machine.observe(self._moved)
-        try:
+        with self.seen.watching():
             self._boot()
             faults.plan_faults(self, self._planned)
             self._suffer()
@@ -157,8 +160,6 @@ class World:
                 self._stop()
             self.judge.finish()
             self.counts.close(faults.COUNTED_ELSEWHERE)
-        finally:
-            machine.forget(self._moved)
         return self._outcome()
 
     def _boot(self) -> None:
@@ -314,7 +315,7 @@ class World:
             self.seed,
             tuple(self.checks.violations),
             dict(sorted(self.counts.fired.items())),
-            frozenset(self.arrows),
+            self.seen,
             self.publishes,
             self.rounds,
             self.kernel.now_s,
@@ -528,9 +529,6 @@ class World:
         slaves = {str(name): slave.phase.now.value for name, slave in world.slaves.items()}
         troubles = [slave.trouble for slave in world.slaves.values() if slave.trouble]
         return f"round {world.round.phase.now.value}, slaves {slaves} {troubles}, clusters {phases}"
-
-    def _moved(self, move: Move[Any]) -> None:
-        self.arrows.add(move.arrow)
 
 
 def _traceback(error: Exception) -> list[str]:

@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from dips.core.machine import tables
+from dips.core.seen import Seen, report
 from dips.sim.search.explore import Result
 from dips.sim.search.running import run_all
 from dips.sim.search.searches import SEARCHES, Named, Size, by_name
@@ -83,6 +85,10 @@ def _conclude(found: Sequence[tuple[Named, Result]], seconds: float, stopped_by_
         f"{seconds:.0f} s ({cpu_s:.0f} s of processor time), at most {peak_mb} MiB a process"
     )
     print("steps that are faults: " + (", ".join(f"{name} {n}" for name, n in sorted(struck.items())) or "none"))
+    seen = Seen()
+    for result in results:
+        seen.add(result.seen)
+    print("\n".join(report(seen, tables())))
     wrong = [f"{named.name}: {result.violation}" for named, result in found if result.violation]
     wrong += [f"{named.name}: {fault} never struck" for named, result in found for fault in never_struck(named, result)]
     if not stopped_by_hand:

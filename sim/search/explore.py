@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dips.core.errors import LocalProtocolError
+from dips.core.seen import Seen
 from dips.sim.search.bounds import Bounds
 from dips.sim.search.state import State
 from dips.sim.search.system import System
@@ -30,8 +31,8 @@ FAULT = "FAULT "
 class Result:
     """What a search found. exhausted: every state within the bounds was seen. ends: states where all is done.
 
-    faults: how often each was struck, over all steps. peak_mb: the most memory that the process took, in MiB. cpu_s: of
-    the seconds, those of the processor.
+    faults, seen: how often each fault was struck, each transition taken and each refusal raised, over all steps.
+    peak_mb: the most memory that the process took, in MiB. cpu_s: of the seconds, those of the processor.
     """
 
     states: int = 0
@@ -46,6 +47,7 @@ class Result:
     faults: dict[str, int] = field(default_factory=dict)
     violation: Violation | None = None
     story: list[Label] = field(default_factory=list)
+    seen: Seen = field(default_factory=Seen)
 
     @property
     def words(self) -> str:
@@ -75,7 +77,8 @@ class Search:
         result = Result()
         began, cpu_began_s = time.perf_counter(), time.process_time()
         try:
-            self._explore(self._first(), result, began)
+            with result.seen.watching():
+                self._explore(self._first(), result, began)
             if result.exhausted and forward:
                 self._demand_a_way_out()
         except _Found as found:

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
+from dips.core.seen import note
 from dips.sim.search.explore import Result, Search
 from dips.sim.search.searches import Named
 
 
 def run(named: Named, max_states: int | None = None) -> Result:
     """One search, to its own limits or to max_states."""
+    note()
     return Search(named.bounds, max_states or named.max_states, named.max_seconds).run()
 
 

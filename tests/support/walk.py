@@ -30,6 +30,7 @@ from dips.core.messages import (
     SlaveHello,
     StatusRequest,
 )
+from dips.core.seen import Seen
 from dips.master.state.events import CallGone, ClusterCall, OperatorCall, Pause, Resume, Stop, Tick
 
 PLAN = DataPlan(DataMode.LEASED, b"corpus", 60, 10)
@@ -56,15 +57,19 @@ class Walk:
         self.disk_full_at: int | None = None
         self.checks = Checks(self)
         self.ticked_at_s = self.bench.now_s
-        for slave in self.slaves:
-            slave.attach()
+        self.seen = Seen()
+        """Transitions and refusals of all steps."""
+        with self.seen.watching():
+            for slave in self.slaves:
+                slave.attach()
 
     # ---- one step ----
 
     def step(self) -> None:
         kinds, weights = zip(*self._steps(), strict=True)
-        self.rng.choices(kinds, weights)[0]()
-        self.settle()
+        with self.seen.watching():
+            self.rng.choices(kinds, weights)[0]()
+            self.settle()
 
     def _steps(self) -> list[tuple[Callable[[], None], float]]:
         return [

@@ -328,3 +328,27 @@ def test_adoption_that_is_not_durable_is_made_again() -> None:
     bench.hold_journal = False
     bench.restart(kept)
     assert bench.status().published == V2
+
+
+def test_push_of_a_commit_that_another_history_overtook_is_aborted() -> None:
+    """The slaves' disks come back with another 1:2, in which a newer incarnation of the cluster pushed."""
+    bench, other = (Bench().running("a") for _ in range(2))
+    for run in (bench, other):
+        run.push("a")
+        run.pull("a")
+    other.restart(other.snapshot)
+    other.join("a")
+    other.pull("a")
+    other.push("a")
+    for slave in bench.slaves:
+        slave.hold.add(Commit)
+    lost = bench.push("a")
+    assert bench.state.world.round.phase.now.value == "COMMIT"
+    for slave, there in zip(bench.slaves, other.slaves, strict=True):
+        slave.die()
+        slave.hold.clear()
+        slave.snapshots, slave.records = dict(there.snapshots), dict(there.records)
+    bench.attach_all()
+    assert bench.status().published == V2
+    (said,) = [verdict for verdict in bench.recorded("verdict") if verdict["push"] == str(lost)]
+    assert (said["verdict"], said["reason"]) == ("ABORTED", "its round is not in the history that the slaves hold")

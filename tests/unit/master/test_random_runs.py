@@ -10,11 +10,27 @@ import os
 import pytest
 from support.walk import Walk
 
+from dips.core.seen import Seen, arrows_of, report
 from dips.master.state.effects import Halt
+from dips.master.state.tables import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
 
 N_WALKS = int(os.environ.get("DIPS_TEST_WALKS", "40"))
 STEPS = 1000
 ENTRIES = 14
+MASTER_TABLES = (PUSH_TABLE, SLAVE_TABLE, ROUND_TABLE, RECOVERY_TABLE, RESHARD_TABLE)
+SELDOM = {
+    ("push", "SEALED", "aborted", "DECIDED"),
+    ("push", "SEALED", "rolled back", "DECIDED"),
+    ("push", "STAGED", "new attempt", "TICKETED"),
+    ("round", "COMMIT", "recovery", "IDLE"),
+    ("round", "MEASURE", "abort", "IDLE"),
+    ("round", "PREPARE", "void", "IDLE"),
+    ("round", "SEALED", "nobody left", "IDLE"),
+    ("slave", "ATTACHED", "lost", "ABSENT"),
+    ("slave", "PROMISED", "lost", "ABSENT"),
+    ("slave", "READY", "configure", "CONFIGURING"),
+}
+"""Transitions of the master that five walks may miss: tests of their own take them, and simulated seeds."""
 
 
 def assert_publishes_again(walk: Walk) -> None:
@@ -51,6 +67,7 @@ def test_master_may_die_at_any_entry_of_its_journal(entry: int, written: int) ->
 def test_walks_go_everywhere() -> None:
     """A walk that never gets anywhere would prove nothing."""
     kinds: set[str] = set()
+    seen = Seen()
     for seed in range(5):
         walk = Walk(seed)
         for _ in range(STEPS):
@@ -58,6 +75,10 @@ def test_walks_go_everywhere() -> None:
         kinds |= {f"{r.fields['phase']} upon {r.fields['input']}" for r in walk.bench.records if r.kind == "round"}
         kinds |= {str(r.fields["verdict"]) for r in walk.bench.records if r.kind == "verdict"}
         kinds |= {r.kind for r in walk.bench.records}
+        seen.add(walk.seen)
         assert walk.newest_v >= 1
     assert {"APPLIED", "EXCLUDED", "ABORTED", "evict", "leave", "slave_lost", "stood_still", "refused"} <= kinds
     assert {"IDLE upon abort", "IDLE upon void", "PUBLISH upon all flipped", "MEASURE upon checks passed"} <= kinds
+    print("\n".join(report(seen, MASTER_TABLES)))
+    assert set(arrows_of([PUSH_TABLE, SLAVE_TABLE, ROUND_TABLE])) - set(seen.arrows) <= SELDOM
+    assert set(seen.refusals) >= {"BUSY", "FENCED", "STALE_EPOCH", "UNKNOWN_PUSH"}

@@ -1,0 +1,111 @@
+"""What the product does is counted, what a test makes itself is not; notes of many processes are read together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.dips_command import environment
+from support.master_bench import Bench
+from support.repository import ROOT
+
+from dips.core.data_header import DataHeader
+from dips.core.errors import RefusalCode, Refused
+from dips.core.machine import Phase, Story, tables
+from dips.core.seen import LOG_VARIABLE, Seen, arrows_of, codes, read_log, report
+from dips.master.state.tables import SLAVE_TABLE, SlavePhase
+
+HELLO = ("slave", "ABSENT", "hello", "ATTACHED")
+SCRIPT = """
+from support.master_bench import Bench
+from dips.core import failpoints
+from dips.core.data_header import DataHeader
+from dips.core.errors import RefusalCode, Refused
+from dips.core.machine import Phase, Story
+from dips.master.state.tables import PUSH_TABLE, PushPhase
+failpoints.install("master")
+failpoints.install("master")
+Bench().running("a")
+Phase(PUSH_TABLE, Story()).move("aborted", PushPhase.DECIDED, 0.0)
+for _ in range(2):
+    try:
+        DataHeader.decode(b"\\xff")
+    except Refused:
+        pass
+Refused(RefusalCode.KEY, "made here")
+"""
+
+
+def refuse() -> None:
+    with pytest.raises(Refused):
+        DataHeader.decode(b"\xff")
+
+
+def test_transitions_and_refusals_are_counted_while_watched() -> None:
+    seen = Seen()
+    with seen.watching():
+        Bench().running("a")
+        refuse()
+        Refused(RefusalCode.KEY, "a test made it")
+    refuse()
+    assert seen.arrows[HELLO] == 2, "two slaves"
+    assert dict(seen.refusals) == {"MALFORMED": 1}
+    twice = Seen()
+    twice.add(seen)
+    twice.add(seen)
+    assert (twice.arrows[HELLO], twice.refusals["MALFORMED"]) == (4, 2)
+
+
+def test_the_report_counts_what_was_seen_and_lists_what_never_was() -> None:
+    seen = Seen()
+    with seen.watching():
+        Phase(SLAVE_TABLE, Story()).move("hello", SlavePhase.ATTACHED, 0.0)
+        refuse()
+    _, row, never, refusals = report(seen, [SLAVE_TABLE])
+    assert row == "  slave: ABSENT > ATTACHED upon hello 1"
+    assert never.startswith(f"transitions never taken: {len(SLAVE_TABLE.arrows()) - 1} (slave ATTACHED > ABSENT upon ")
+    assert refusals.startswith("refusals raised: MALFORMED 1; never: PROTOCOL_VERSION, RUN_ID, ")
+    assert "UNSPECIFIED" not in refusals
+
+
+def test_processes_note_each_thing_once_in_one_file(tmp_path: Path) -> None:
+    log = tmp_path / "seen.log"
+    added = {LOG_VARIABLE: str(log), "PYTHONPATH": str(ROOT / "tests")}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", SCRIPT], env=environment(added), check=True, timeout=60)
+    lines = log.read_text().splitlines()
+    assert len(lines) == 2 * len(set(lines)), "each process wrote each line once"
+    seen = read_log(log.read_text())
+    assert seen.arrows[HELLO] == seen.refusals["MALFORMED"] == 2
+    assert ("push", "TICKETED", "aborted", "DECIDED") not in seen.arrows, "a test walked that by hand"
+    assert "KEY" not in seen.refusals, "a test made that"
+
+
+def everything() -> list[str]:
+    import dips.sim.world  # noqa: F401
+
+    known = [table for table in tables() if table.name != "door"]
+    return [*(json.dumps(("transition", *a)) for a in arrows_of(known)), *(json.dumps(("refusal", c)) for c in codes())]
+
+
+@pytest.mark.parametrize("missing", ["", '["refusal", "FROZEN"]', json.dumps(("transition", *HELLO))])
+def test_what_no_test_saw_fails_the_check_by_name(tmp_path: Path, missing: str) -> None:
+    log = tmp_path / "seen.log"
+    log.write_text("".join(f"{line}\n" for line in everything() if line != missing))
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "seen.py", log], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == (1 if missing else 0), done.stdout + done.stderr
+    unseen = [line for line in done.stdout.splitlines() if line.startswith("no test saw ")]
+    assert len(unseen) == bool(missing)
+    assert all(word in unseen[0] for word in json.loads(missing)) if missing else True
+
+
+def test_a_log_that_is_not_there_is_said(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "seen.py", tmp_path / "none"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, "run the tests with DIPS_SEEN_LOG=" in done.stderr) == (2, True)
