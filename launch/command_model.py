@@ -12,6 +12,7 @@ import typer
 
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.ids import Version, parse_version
+from dips.core.model_description import description_from_json
 from dips.core.net import parse_address
 from dips.core.security import Security
 from dips.core.units import format_count
@@ -30,6 +31,7 @@ from dips.worker.trainer.config import SECTION as TRAIN_SECTION
 from dips.worker.trainer.config import TrainConfig
 from dips.worker.trainer.evaluate import Evaluation, evaluate_file, evaluate_live, follow
 from dips.worker.trainer.export import Fetched, export_model
+from dips.worker.trainer.fill import fill
 
 FETCH_S = 10.0
 _LOOK_S = 2.0
@@ -77,6 +79,15 @@ def export(
     master: Master = None,
     run_dir: RunDir = None,
     version: AVersion = None,
+    fill_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--fill",
+            metavar="FILE",
+            help="The model's state, for what a run does not train (frozen weights, buffers): .safetensors, a folder "
+            "of them, or a state_dict of torch.save.",
+        ),
+    ] = None,
     wait_s: Annotated[
         float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="How long to wait for a first version.")
     ] = FETCH_S,
@@ -87,7 +98,8 @@ def export(
     """Write a published version, while training goes on or after it has ended: one safetensors file, or a folder.
 
     From a master, or from a run's directory: of a run that has ended, the slaves' snapshots are put together. What is
-    written is checked against the digests of its round. The folder has config.json and safetensors, as
+    written is checked against the digests of its round. What the run does not train, and no version holds, can be added
+    from a file, which must be the one that training began with. The folder has config.json and safetensors, as
     transformers' from_pretrained() opens it, for models of transformers and for the byte model of `dips train`.
     """
     wanted = parse_version(version) if version else None
@@ -95,10 +107,14 @@ def export(
     if form is Form.HUGGINGFACE:
         check_target(target, force)
     fetched = _fetch(master, run_dir, wanted, wait_s, lambda: asked_security(keys, insecure, run_dir))
+    described = description_from_json(fetched.layout.description)
+    filled = fill(fetched.layout, described, fill_from) if fill_from is not None else {}
     if form is Form.HUGGINGFACE:
-        write_folder(as_folder(fetched), target, force)
+        write_folder(as_folder(fetched, filled), target, force)
     else:
-        export_model(fetched, target)
+        prefix = described.prefix if described is not None else ""
+        export_model(fetched, target, filled={prefix + name: tensor for name, tensor in filled.items()})
+    lacking = described.n_absent - len(filled) if described is not None else 0
     told = {
         "file": str(target),
         "format": form.value,
@@ -107,8 +123,15 @@ def export(
         "version": fetched.version.v,
         "tokens": fetched.tokens,
         "elements": fetched.layout.n_elems,
+        "filled": len(filled),
+        "lacking": lacking,
     }
     sentence = f"{target}: version {fetched.version} of run {fetched.run_id}, {format_count(fetched.tokens)} tokens"
+    if described is not None and lacking:
+        sentence += (
+            f"\nIt lacks {lacking} tensors that the run does not train, such as {described.absent[0]!r}: load it over "
+            "the model that training began with, or add them with --fill FILE"
+        )
     print(json.dumps(told) if as_json else sentence)
     return 0
 

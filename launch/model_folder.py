@@ -15,15 +15,16 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save
 
 from dips.core.errors import ConfigError
 from dips.core.model_description import ModelDescription, description_from_json
-from dips.worker.trainer.export import Fetched, named_tensors, write_whole
+from dips.worker.checkpoint_file import RawTensor
+from dips.worker.trainer.export import Fetched, named_tensors, serialized, write_whole
 from dips.worker.trainer.llama import llama_config, llama_name
 from dips.worker.trainer.sizes import ModelConfig
 
@@ -32,7 +33,7 @@ SHARD_BYTES = 5_000_000_000
 """A larger model is written in several files; each is in memory twice while it is written."""
 
 _OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|config\.json|dips_version\.json")
-Tensors = Mapping[str, NDArray[np.float32]]
+Tensors = Mapping[str, NDArray[np.float32] | RawTensor]
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,10 @@ def check_target(folder: Path, force: bool) -> None:
         raise ConfigError(f"{folder} is not empty: give another folder, or --force to replace the model in it")
 
 
-def as_folder(fetched: Fetched) -> ModelFolder:
-    """Raises ConfigError when what was trained is not, or not all of, a model that transformers knows."""
+def as_folder(fetched: Fetched, filled: Mapping[str, RawTensor] = MappingProxyType({})) -> ModelFolder:
+    """filled: what the version lacks. Raises ConfigError when all together is not a whole model that transformers
+    knows.
+    """
     described = description_from_json(fetched.layout.description)
     tensors = named_tensors(fetched.layout, fetched.flat)
     about = {
@@ -62,14 +65,15 @@ def as_folder(fetched: Fetched) -> ModelFolder:
         "tokens": fetched.tokens,
         "layout_hash": fetched.layout.layout_hash.hex(),
     }
-    if described is None:
+    if described is None or not described.config:
         return ModelFolder(_byte_model(fetched), {llama_name(name): t for name, t in tensors.items()}, about)
-    if described.n_absent:
+    if described.n_absent and not filled:
         raise ConfigError(
             f"the run trains a part of its model only: {described.n_absent} tensors, such as {described.absent[0]!r}, "
-            "are not in it; export one file of tensors, and load it over the model that training began with"
+            "are not in it; give --fill FILE with the model that training began with, or export one file of tensors, "
+            "and load it over that model"
         )
-    return ModelFolder(_config(described), _without_prefix(tensors, described.prefix), about)
+    return ModelFolder(_config(described), {**_without_prefix(tensors, described.prefix), **filled}, about)
 
 
 def write_folder(model: ModelFolder, folder: Path, force: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
@@ -125,26 +129,30 @@ def _write_files(model: ModelFolder, folder: Path, shard_bytes: int) -> None:
     if len(shards) == 1:
         files = {"model.safetensors": shards[0]}
     else:
-        total = sum(tensor.nbytes for tensor in model.tensors.values())
+        total = sum(map(_n_bytes, model.tensors.values()))
         where = {name: file for file, shard in files.items() for name in shard}
         write_whole(folder / INDEX, _json({"metadata": {"total_size": total}, "weight_map": where}))
     for file, shard in files.items():
-        write_whole(folder / file, save(dict(shard), {"format": "pt"}))
+        write_whole(folder / file, serialized(shard, {"format": "pt"}))
     write_whole(folder / ABOUT, _json(model.about))
     write_whole(folder / CONFIG, _json(model.config))
 
 
 def _shards(tensors: Tensors, shard_bytes: int) -> list[Tensors]:
     """Neighbours together, each at most shard_bytes unless a single tensor is larger."""
-    shards: list[dict[str, NDArray[np.float32]]] = [{}]
+    shards: list[dict[str, NDArray[np.float32] | RawTensor]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
-        if shards[-1] and filled + tensor.nbytes > shard_bytes:
+        if shards[-1] and filled + _n_bytes(tensor) > shard_bytes:
             shards.append({})
             filled = 0
         shards[-1][name] = tensor
-        filled += tensor.nbytes
+        filled += _n_bytes(tensor)
     return list(shards)
+
+
+def _n_bytes(tensor: NDArray[np.float32] | RawTensor) -> int:
+    return tensor.data.nbytes
 
 
 def _put_in_place(beside: Path, folder: Path) -> None:

@@ -229,9 +229,7 @@ class DiLoCo:
         parameters: TorchParameters | Exception
         try:
             refuse_shards(self._model, self._optimizer)
-            parameters = TorchParameters(
-                self._model, self._optimizer, description=description_of(self._model), buffers=self._buffers
-            )
+            parameters = TorchParameters(self._model, self._optimizer, buffers=self._buffers)
         except Exception as error:
             parameters = error
         if ranks is not None:
@@ -266,6 +264,7 @@ class DiLoCo:
         inner = TorchState(self._model, self._optimizer, {"steps": _Steps(self), **_named(self._state)})
         plan = DataPlan(DataMode.OWN)
         untrained = untrained_of(self._model, parameters.ids)
+        parameters.describe(description_of(self._model, parameters.ids, untrained))
         if own := running_statistics(self._model, parameters.ids):
             _logger.warning(
                 "the model keeps running statistics (%r and %d more), which are no part of the run: an exported model "

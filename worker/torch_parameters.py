@@ -96,6 +96,10 @@ class TorchParameters:
     def layout(self) -> Layout:
         return self._layout
 
+    def describe(self, description: str) -> None:
+        """For exports, with the layout."""
+        self._layout = replace(self._layout, description=description)
+
     def empty(self, n_elems: int) -> F32:
         """For a model on CUDA devices pinned memory: other memory is reached at a fraction of the link's speed."""
         if not self._devices:

@@ -31,7 +31,7 @@ def untrained_of(model: torch.nn.Module, trained: Set[int]) -> Untrained:
     Contents of running statistics are left out, and so are those that cannot be read (on the meta device, say), which
     the log tells.
     """
-    moving = set(_moving(model))
+    moving = moving_buffers(model)
     frozen = [(name, p) for name, p in model.named_parameters() if id(p) not in trained]
     buffers = [(name, b) for name, b in model.named_buffers() if id(b) not in trained]
     return Untrained(
@@ -42,12 +42,13 @@ def untrained_of(model: torch.nn.Module, trained: Set[int]) -> Untrained:
 
 def running_statistics(model: torch.nn.Module, trained: Set[int]) -> list[str]:
     """Names of floating-point buffers that training moves, and that are not among `trained` (ids of tensors)."""
-    moving = set(_moving(model)) - trained
+    moving = moving_buffers(model) - trained
     return [name for name, buffer in model.named_buffers() if id(buffer) in moving and buffer.is_floating_point()]
 
 
-def _moving(model: torch.nn.Module) -> list[int]:
-    return [id(b) for m in model.modules() if isinstance(m, _MOVING) for b in m.buffers(recurse=False)]
+def moving_buffers(model: torch.nn.Module) -> set[int]:
+    """ids of the buffers that training moves by itself, in modules known to do so."""
+    return {id(b) for m in model.modules() if isinstance(m, _MOVING) for b in m.buffers(recurse=False)}
 
 
 def _digest(name: str, tensor: torch.Tensor, *, contents: bool) -> int:

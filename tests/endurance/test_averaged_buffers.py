@@ -101,6 +101,7 @@ def test_the_exported_model_in_eval_mode_is_as_good_as_while_training(
     replayed = replay_run(tmp_path, read_run(tmp_path))
     assert replayed.versions > 15
     assert replayed.wrong == replayed.skipped == []
+    assert told["lacking"] == (0 if is_usable else 4)
     model = network()
     tensors = load_file(tmp_path / "model.safetensors")
     missing, unexpected = model.load_state_dict(tensors, strict=is_usable)

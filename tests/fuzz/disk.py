@@ -24,6 +24,7 @@ from support.master_bench import Bench
 from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.messages import DataRange, SnapshotInfo, Verdict, VerdictKind
+from dips.core.model_description import Lacking, ModelDescription, description_from_json
 from dips.core.telemetry import Tape, read_tape
 from dips.core.untrained import TensorDigest, Untrained
 from dips.master.archive import FOLDER, JournalRecord, write_segment
@@ -40,6 +41,8 @@ from dips.worker.state.push_record import PushRecord
 from dips.worker.state.saved import SavedSession, SavedStateError, push_from_json
 from dips.worker.state.work import Work
 from dips.worker.state_tree import StateTreeError, flatten, unflatten
+from dips.worker.trainer.export import serialized
+from dips.worker.trainer.fill import read_state
 from fuzz.mutate import NESTED, as_json, mutated, nearly
 from fuzz.target import Broken, Target
 
@@ -378,7 +381,31 @@ def untrained_list() -> Target:
     return Target("untrained list", numbered(inputs), feed, (ValueError,))
 
 
+def fill_file() -> Target:
+    """What a person gives `dips export --fill`, in safetensors."""
+    state = serialized({"w": np.arange(N, dtype=np.float32), "b": np.zeros((2, 3), np.float32)}, {"format": "pt"})
+
+    def feed(data: bytes) -> str:
+        path = fresh("fill") / "state.safetensors"
+        path.write_bytes(data)
+        return f"{len(read_state(path))} tensors"
+
+    return Target("fill file", mutated(lambda: [state]), feed, (ConfigError,))
+
+
+def model_description() -> Target:
+    """What a layout, or an export's metadata, says of the model beside its parameters."""
+    lacks = (Lacking("base.w", (3, 4), "bfloat16", 7), Lacking("norm.mean", (4,), "float32"))
+    right = ModelDescription({"model_type": "llama"}, "model.", ("base.w", "norm.mean"), 2, lacks)
+
+    def feed(data: bytes) -> str:
+        found = description_from_json(data.decode("utf-8", "replace"))
+        return "empty" if found is None else "taken"
+
+    return Target("model description", json_inputs(lambda: right.to_json().encode()), feed, (ConfigError,))
+
+
 TARGETS: tuple[Callable[[], Target], ...] = (
     *(manifest, slave_directory, commit_record, ledger, journal, archive, tape, saved_session, checkpoint, state_tree),
-    untrained_list,
+    *(untrained_list, fill_file, model_description),
 )

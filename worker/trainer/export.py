@@ -5,22 +5,24 @@ Works for any layout, the user's own models too, and without torch. Never leaves
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from dips.core.errors import ConfigError, Refused
 from dips.core.failpoints import failpoint
 from dips.core.ids import Version, parse_version
-from dips.core.layout import Layout, layout_from_json
+from dips.core.layout import FLOAT32_BYTES, Layout, layout_from_json
+from dips.worker.checkpoint_file import ITEM_BYTES, RawTensor
 
 FORMAT = "dips-export-1"
 _SEQUENCE_TOKENS = "sequence_tokens"
@@ -54,8 +56,16 @@ class Exported:
     sequence_tokens: int | None = None
 
 
-def export_model(fetched: Fetched, path: Path, sequence_tokens: int | None = None) -> None:
-    """Write one safetensors file, complete or not at all. Raises ConfigError when `path` cannot be written."""
+def export_model(
+    fetched: Fetched,
+    path: Path,
+    sequence_tokens: int | None = None,
+    filled: Mapping[str, RawTensor] = MappingProxyType({}),
+) -> None:
+    """Write one safetensors file, complete or not at all; filled: what else goes into it, as it is.
+
+    Raises ConfigError when `path` cannot be written.
+    """
     metadata = {
         "format": FORMAT,
         "run_id": fetched.run_id,
@@ -66,7 +76,7 @@ def export_model(fetched: Fetched, path: Path, sequence_tokens: int | None = Non
     }
     if sequence_tokens is not None:
         metadata[_SEQUENCE_TOKENS] = str(sequence_tokens)
-    write_whole(path, save(named_tensors(fetched.layout, fetched.flat), metadata))
+    write_whole(path, serialized({**named_tensors(fetched.layout, fetched.flat), **filled}, metadata))
 
 
 def read_export(path: Path) -> Exported:
@@ -95,6 +105,28 @@ def named_tensors(layout: Layout, flat: NDArray[np.float32]) -> dict[str, NDArra
         span.parameter.name: vector[span.start_elem : span.stop_elem].reshape(span.parameter.shape)
         for span in layout.spans
     }
+
+
+def serialized(tensors: Mapping[str, NDArray[np.float32] | RawTensor], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file. Written by hand, because the library's numpy knows no bfloat16."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    parts: list[memoryview] = []
+    stop = 0
+    # The widest elements first, as the library has it: so each tensor begins at a multiple of its elements' size.
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item_bytes(item[1])):
+        data = tensor.data if isinstance(tensor, RawTensor) else np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+        dtype = tensor.dtype if isinstance(tensor, RawTensor) else "F32"
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [stop, stop + data.nbytes]}
+        parts.append(data.data)
+        stop += data.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-len(text) % 8 + len(text))
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+
+
+def item_bytes(tensor: NDArray[np.float32] | RawTensor) -> int:
+    """Of one element."""
+    return ITEM_BYTES[tensor.dtype] if isinstance(tensor, RawTensor) else FLOAT32_BYTES
 
 
 def _flat(path: Path, layout: Layout) -> NDArray[np.float32]:
