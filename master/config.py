@@ -22,6 +22,7 @@ from dips.core.messages import Settings
 from dips.core.metrics_knobs import MetricsKnobs
 from dips.core.security import checked_address
 from dips.core.units import Bytes, Count, Seconds
+from dips.master.state.pacing import SLIDES
 from dips.master.state.penalty_config import OUTER_LR, PenaltyConfig, dynamic_local_steps_of
 from dips.master.state.run_config import RunConfig
 
@@ -107,6 +108,11 @@ class MasterConfig(MetricsKnobs):
         "auto",
         description="How long a round waits for further clusters after the first; "
         "auto: 10 % of the fastest cluster's round, at least 1 s",
+    )
+    grace: Literal["fixed", "sliding"] = Field(
+        "fixed",
+        description="A round's window ends grace_s after the first push; sliding: after the last one, as the paper's "
+        "Algorithm 1 prints it, at most three times grace_s after the first",
     )
     round_timeout_s: Seconds = Field(30.0, description="Time for slaves to answer a step of a round")
     verdict_wait_s: Literal["auto"] | Seconds = Field(
@@ -219,7 +225,7 @@ class MasterConfig(MetricsKnobs):
     @model_validator(mode="after")
     def _check(self) -> Self:
         given = {**dict(iter(self)), **self.times()}
-        wrong = [*violations("master", given), *_uneven_chunk(self), *_wrong_penalty(self)]
+        wrong = [*violations("master", given), *_uneven_chunk(self), *_wrong_penalty(self), *_long_window(self)]
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
@@ -255,6 +261,7 @@ class MasterConfig(MetricsKnobs):
             async_lag_versions=self.async_lag_versions,
             encrypted=self.keys is not None,
             token_ratio_max=self.token_ratio_max,
+            grace_sliding=self.grace == "sliding",
         )
 
     def _settings(self) -> Settings:
@@ -290,6 +297,19 @@ class MasterConfig(MetricsKnobs):
 def _uneven_chunk(config: MasterConfig) -> Iterator[str]:
     if config.chunk_bytes % 4:
         yield f"chunk_bytes is {config.chunk_bytes}: use a multiple of 4, the size of a parameter, such as 1 MiB"
+
+
+def _long_window(config: MasterConfig) -> Iterator[str]:
+    """What core/assumptions.py says of grace_s holds for the longest window."""
+    if config.grace != "sliding" or config.grace_s == "auto" or config.grace_s >= config.round_timeout_s:
+        return
+    longest_s, verdict_wait_s = SLIDES * config.grace_s, config.times()["verdict_wait_s"]
+    for name, limit_s in (("round_timeout_s", config.round_timeout_s), ("verdict_wait_s", verdict_wait_s)):
+        if longest_s >= limit_s:
+            yield (
+                f"grace is 'sliding', so that a window may last {longest_s:g} s, {SLIDES:g} times grace_s, and {name} "
+                f"is {limit_s:g} s: lower grace_s below {limit_s / SLIDES:g} s, or raise {name}"
+            )
 
 
 def _wrong_penalty(config: MasterConfig) -> Iterator[str]:

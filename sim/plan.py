@@ -269,7 +269,7 @@ def _judged(rng: Random, config: RunConfig) -> RunConfig:
         momentum_scaling="tokens" if scaled else "off",
         outer_momentum=0.0 if optimizer == "averaging" else config.penalty.outer_momentum,
     )
-    return replace(config, penalty=penalty)
+    return replace(config, penalty=penalty, grace_sliding=own.random() < 0.3)
 
 
 def _settings(rng: Random, n_clusters: int, durability: str) -> Settings:

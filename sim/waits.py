@@ -1,7 +1,8 @@
 """I15 beside a bad cluster: how long the others wait for the verdicts of their pushes.
 
 Judged only in runs whose faults are all of one cluster: slow, dead, cut off or hostile. Nobody else may wait longer for
-it than the grace window and one round time-out, beside what two ordinary rounds take: the one under way, and their own.
+it than the longest grace window and one round time-out, beside what two ordinary rounds take: the one under way, and
+their own.
 """
 
 from __future__ import annotations
@@ -60,4 +61,4 @@ class Waits:
         if master is None or master.state is None or master.state.world.published is None:
             return None
         round_s = SLOWEST * (3 * plan.work_s + 4 * plan.flush_s + 12 * plan.delay_s)
-        return ROUNDS * round_s + pacing.grace_s(master.state.world) + plan.config.round_timeout_s
+        return ROUNDS * round_s + pacing.longest_window_s(master.state.world) + plan.config.round_timeout_s

@@ -16,10 +16,15 @@ from dips.master.state.local_steps import (
 from dips.master.state.penalty_scaling import momentum_warning
 from dips.master.state.records import Member
 from dips.master.state.schedule import Way, Wish
+from dips.master.state.tables import RoundPhase
 from dips.master.state.world import World
 
 GRACE_SHARE = 0.1
 GRACE_LEAST_S = 1.0
+
+SLIDES = 3.0
+"""A window that starts again with each arrival lasts at most so many times the grace. Each cluster arrives once, but
+one that is evicted and joins again could come for ever (I15)."""
 
 STRAGGLERS_SHARE = 0.25
 """A window that opens earlier than this share of a fastest round before the planned one is of stragglers only."""
@@ -57,6 +62,27 @@ def grace_s(world: World) -> float:
     if world.config.grace_s is not None:
         return world.config.grace_s
     return max(GRACE_LEAST_S, GRACE_SHARE * (_fastest_s(world) or 0.0))
+
+
+def longest_window_s(world: World) -> float:
+    """How long a window may last, from its first push on."""
+    return grace_s(world) * (SLIDES if world.config.grace_sliding else 1.0)
+
+
+def open_window(world: World) -> None:
+    """The window begins now: its first push is here."""
+    state = world.round
+    state.grace_s = grace_s(world)
+    state.window_closes_s, state.window_ends_s = world.now_s + state.grace_s, world.now_s + longest_window_s(world)
+    world.window_opened_s = world.now_s
+
+
+def arrived(world: World) -> None:
+    """A push was admitted: a sliding window that is open starts again, within its bound."""
+    state = world.round
+    if world.config.grace_sliding and state.phase.now is RoundPhase.WINDOW:
+        starts_again_s = min(world.now_s + state.grace_s, state.window_ends_s)
+        state.window_closes_s = max(state.window_closes_s, starts_again_s)
 
 
 def local_steps(world: World, member: Member, *, pulled: bool = False) -> int:

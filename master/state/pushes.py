@@ -231,6 +231,7 @@ class Pushes:
             world.reply(token, FinishPushReply(verdict))
             return
         push.phase.move("finish push", PushPhase.ADMITTED, world.now_s, push.request.caller.cause_id)
+        pacing.arrived(world)
         self._measure_pace(push)
         cause, tokens = push.request.caller.cause_id, push.request.tokens
         world.record("admitted", cause, push=str(push.id), attempt=push.attempt, tokens=tokens)

@@ -130,6 +130,8 @@ class RoundState:
     phase: Phase[RoundPhase]
     id: RoundId | None = None
     window_closes_s: float = 0.0
+    window_ends_s: float = 0.0  # however often it starts again
+    grace_s: float = 0.0
     deadline_s: float | None = None
     participants: list[Push] = field(default_factory=list)
     measured: dict[str, tuple[BlockGram, ...]] = field(default_factory=dict)

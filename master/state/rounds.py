@@ -92,6 +92,7 @@ class Rounds:
         """The master stood still for gap_s: that time is nobody's fault."""
         state = self._world.round
         state.window_closes_s += gap_s
+        state.window_ends_s += gap_s
         state.not_before_s += gap_s
         if state.deadline_s is not None:
             state.deadline_s += gap_s
@@ -111,8 +112,7 @@ class Rounds:
         world, state = self._world, self._world.round
         state.id = RoundId(world.epoch, world.ledger.round_n + 1)
         world.ledger.round_n += 1
-        state.window_closes_s = world.now_s + pacing.grace_s(world)
-        world.window_opened_s = world.now_s
+        pacing.open_window(world)
         self._move("push admitted", RoundPhase.WINDOW)
 
     def _may_go_on(self) -> bool:

@@ -17,6 +17,7 @@ class RunConfig:
     is overtaken. async_lag_versions: how many published versions a slave's disk may be behind (settings.durability
     "async" only). encrypted: slaves let in only peers whose data key they were told, so everybody brings one.
     token_ratio_max: a push that counts so many times the usual tokens for a step is refused.
+    grace_sliding: the window starts again with each push that is admitted to it, within pacing.longest_window_s().
     """
 
     run_id: str
@@ -35,6 +36,7 @@ class RunConfig:
     async_lag_versions: int = 4
     encrypted: bool = False
     token_ratio_max: float = 100.0
+    grace_sliding: bool = False
 
     def __post_init__(self) -> None:
         told = replace(self.settings, round_timeout_s=self.round_timeout_s, ticket_ttl_s=self.ticket_ttl_s)

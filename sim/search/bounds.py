@@ -67,6 +67,7 @@ class Bounds:
     twice: make every step twice and compare. chunks: of each block, on the wire; with more than one, transfers move
     chunk by chunk, and pulls slave by slave. late_answers: an answer may arrive after any number of other things.
     corpus: tokens of a pass of leased data, one to a chunk. add, remove: slaves, what the fault `reshard` asks for.
+    sliding: the window starts again with each push.
     """
 
     clusters: int = 2
@@ -87,6 +88,7 @@ class Bounds:
     corpus: int = 8
     add: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
+    sliding: bool = False
 
     def may(self, fault: str) -> bool:
         """Whether this fault is among those of the search."""
@@ -117,4 +119,12 @@ class Bounds:
         )
         # With --rebuild each of two masters would take the run from the other, for ever.
         rebuild = not self.may("second_master")
-        return RunConfig(RUN, self.slaves, settings, max_clusters=self.clusters, grace_s=5.0, rebuild=rebuild)
+        return RunConfig(
+            RUN,
+            self.slaves,
+            settings,
+            max_clusters=self.clusters,
+            grace_s=5.0,
+            rebuild=rebuild,
+            grace_sliding=self.sliding,
+        )

@@ -191,6 +191,11 @@ def test_infinity_switches_a_bound_off(tmp_path: Path, name: str) -> None:
         ({"ticket_ttl_s": 1}, ["ticket_ttl_s is 1 s", "uploads"]),
         ({"lease_ttl_s": 10}, ["lease_ttl_s is 10 s", "more than ticket_ttl_s = 1 min", "lent twice"]),
         ({"grace_s": 30}, ["grace_s is 30 s", "less than round_timeout_s = 30 s", "lower grace_s"]),
+        (
+            {"grace": "sliding", "grace_s": 12, "verdict_wait_s": 60},
+            ["a window may last 36 s", "round_timeout_s is 30 s", "lower grace_s below 10 s"],
+        ),
+        ({"grace": "sliding", "grace_s": 9, "verdict_wait_s": 20}, ["may last 27 s", "verdict_wait_s is 20 s"]),
         ({"grace_s": 20, "verdict_wait_s": 15}, ["verdict_wait_s is 15 s", "more than grace_s = 20 s"]),
         ({"chunk_bytes": 2048}, ["chunk_bytes is 2 KiB", "at least 4 KiB"]),
         ({"chunk_bytes": "65 MiB"}, ["chunk_bytes is 65 MiB", "at most 64 MiB"]),
@@ -229,6 +234,11 @@ def test_all_contradictions_are_named_at_once() -> None:
     sentence = refused(round_timeout_s=1, chunk_bytes=5, min_clusters=99)
     for name in ("round_timeout_s", "chunk_bytes", "min_clusters"):
         assert name in sentence
+
+
+def test_a_sliding_window_is_asked_for_by_name() -> None:
+    assert configured(grace="sliding", grace_s=9, verdict_wait_s=30).to_run_config().grace_sliding
+    assert not configured().to_run_config().grace_sliding
 
 
 def test_times_that_just_fit_are_accepted() -> None:
