@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.fake_services import LAYOUT, FakeRun, NumpyModel, Stop
 
+from dips.core import reach
 from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RemoteProtocolError, RetryLater
 from dips.core.ids import Incarnation, Version
@@ -217,6 +218,20 @@ def test_a_version_whose_bytes_contradict_its_digest_is_never_installed(run: Fak
     client.close()
     assert np.array_equal(first.theta, NumpyModel(1).theta)
     assert first.installs == 0
+
+
+def test_a_cluster_that_is_sent_to_its_own_loopback_ends_and_leaves(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "is_elsewhere", lambda address: address == run.address)
+    first = NumpyModel(1)
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError, match="which only its own machine reaches"), driver(run, first):
+        pass
+    assert time.monotonic() - began_s < 3.0
+    assert len(run.leaves) == 1
+    with pytest.raises(ConfigError, match="which only its own machine reaches"):
+        fetch_version(run.address, None, "reader", INSECURE, deadline_s=5.0)
 
 
 def test_refusals_on_the_data_port_are_waited_out(run: FakeRun) -> None:

@@ -382,13 +382,30 @@ def test_a_mistake_in_the_file_is_the_one_finding(
 
 
 @pytest.mark.parametrize(
-    "words", [["--params", "many"], ["--link", "0"], ["--round-trip", "-1s"], ["--link", "10GBps"]]
+    "words",
+    [
+        *(["--params", "many"], ["--link", "0"], ["--round-trip", "-1s"], ["--link", "10GBps"]),
+        ["--master", "127.0.0.1:1"],
+    ],
 )
 def test_options_that_cannot_be_meant_are_refused(
     run_file: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["doctor", str(run_file), *words]) == 2
     assert capsys.readouterr().err.startswith("dips: ")
+
+
+def test_a_master_is_looked_at_in_place_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.run(["doctor"]) == 2
+    assert "give a FILE.toml to look at a run, or --master HOST:PORT" in capsys.readouterr().err
+    assert cli.run(["doctor", "--master", "nowhere", "--insecure"]) == 2
+    assert "write HOST:PORT" in capsys.readouterr().err
+    assert cli.run(["doctor", "--master", "127.0.0.1:1", "--keys", str(tmp_path / "none")]) == 2
+    assert "ca.crt cannot be read" in capsys.readouterr().err
+    assert cli.run(["doctor", "--master", "127.0.0.1:1", "--insecure"]) == 1
+    said = capsys.readouterr().out
+    assert "FAIL  reach: the master at 127.0.0.1:1: nothing listens there" in said
+    assert "FAIL  slaves: the master at 127.0.0.1:1 does not answer" in said
 
 
 def test_the_last_line_counts() -> None:
