@@ -30,7 +30,8 @@ two, or from what is measured ([decision 0020](decisions/0020-recovery-times.md)
 | master `grace_s` | a tenth of the fastest cluster's round | 1 s at least |
 | cluster `call_deadline_s` | `evict_after_beats * heartbeat_s`, at least 6 s | 10 s |
 | cluster `retry_max_s` | `heartbeat_s / 2` | 1 s |
-| cluster `leave_wait_s`, `data_stall_s` | `round_timeout_s`, at least `evict_after_beats * heartbeat_s` | 30 s |
+| cluster `data_stall_s` | `round_timeout_s`, at least `evict_after_beats * heartbeat_s` | 30 s |
+| cluster `leave_wait_s` | the same, twice the last push and pull, and until the push's window closes | 30 s at least |
 | cluster `data_silence_s` | `heartbeat_s` | 2 s |
 
 Where one of them is set, those that must not be shorter or longer follow it."""

@@ -174,7 +174,7 @@ COMMANDS: tuple[Command, ...] = (
         "drain",
         "command_operator",
         "drain",
-        "Let a cluster finish its push and leave.",
+        "Let a cluster push its last steps and leave.",
         _ASK,
         ("dips drain b --run-dir runs/mine",),
     ),

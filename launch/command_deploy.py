@@ -166,7 +166,7 @@ def drain(
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; it stands in the log.")] = "asked to",
     master: Master = "",
 ) -> int:
-    """Let a cluster finish its push and leave the run, and wait until its job has ended."""
+    """Let a cluster push its last steps and leave the run, and wait until its job has ended."""
     deployment = read_deploy_file(file)
     _site(deployment, _known_contexts(), wait, master).drain(cluster, reason)
     return 0

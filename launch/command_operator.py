@@ -150,7 +150,7 @@ def drain(
     insecure: Insecure = False,
     reason: Reason = "asked to",
 ) -> int:
-    """Let a cluster finish its push and leave."""
+    """Let a cluster push its last steps and leave."""
     with _operator(master, run_dir, run_id, keys, insecure) as operator:
         print(operator.drain(cluster, reason))
     return 0

@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dips.core.log_lines import LOG_FORMAT_VARIABLE, LogFormat
+from dips.core.messages import Settings
 from dips.core.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
 from dips.launch.options import command_line, option_name
 from dips.launch.run_directory import RunDirectory
 from dips.launch.supervisor import ChildSpec, Stage
 from dips.launch.tapes import HELDOUT_TAPE, tape_path
+from dips.worker.config import ClientConfig, leaving_takes_s
 
 if TYPE_CHECKING:
     from dips.core.metrics_knobs import MetricsKnobs
     from dips.master.config import MasterConfig
     from dips.slave.config import SlaveConfig
-    from dips.worker.config import ClientConfig
     from dips.worker.trainer.config import TrainConfig
 
 MASTER = "master"
@@ -41,6 +42,10 @@ EVALUATION_KNOBS = frozenset(
 _SECTIONS = ("MASTER", "SLAVE", "WORKER", "TRAIN")
 _SECURITY = frozenset(SETTINGS)
 """Said for each process by the plan: who it is follows from its name."""
+
+
+STOP_MARGIN_S = 5.0
+"""For the step under way and for the program's own end."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,20 @@ def _cluster_spec(
     command = cluster.command(address, security_options(plan, directory, name))
     if isinstance(cluster, TrainedCluster):
         command += metrics_options(plan, directory, name, cluster.client)
-    return ChildSpec(name, tuple(command), directory.log(name), _environment(plan, own))
+    client = cluster.client if isinstance(cluster, TrainedCluster) else ClientConfig()
+    stop_s = leaving_s(client, plan.master) + STOP_MARGIN_S
+    return ChildSpec(name, tuple(command), directory.log(name), _environment(plan, own), stop_s=stop_s)
+
+
+def leaving_s(client: ClientConfig, master: MasterConfig) -> float:
+    """How long a cluster may take to leave after SIGTERM, with the push of its last steps."""
+    settings = Settings(
+        heartbeat_s=master.heartbeat_s,
+        evict_after_beats=master.evict_after_beats,
+        round_timeout_s=master.round_timeout_s,
+    )
+    grace_s = 0.0 if isinstance(master.grace_s, str) else master.grace_s
+    return leaving_takes_s(client, settings) + grace_s
 
 
 def _dips(*arguments: str) -> list[str]:

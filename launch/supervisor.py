@@ -55,7 +55,10 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """One process to keep alive. `environment` is the whole environment of the process; `niceness` as in nice(1)."""
+    """One process to keep alive. `environment` is the whole environment of the process; `niceness` as in nice(1).
+
+    stop_s: how long it may take to end upon SIGTERM before it is killed.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -64,6 +67,7 @@ class ChildSpec:
     stage: Stage = Stage.FIRST
     restart: bool = True
     niceness: int = 0
+    stop_s: float = _STOP_TERMINATE_S
 
 
 @dataclass(frozen=True)
@@ -171,13 +175,13 @@ class Supervisor:
         """End everything: stage by stage, politely first, then with SIGKILL. Bounded, and safe to repeat."""
         for stage in Stage:
             children = [child for child in self._children.values() if child.spec.stage is stage]
-            self._end(children, signal.SIGTERM, _STOP_TERMINATE_S)
+            self._end(children, signal.SIGTERM, max((child.spec.stop_s for child in children), default=0.0))
             self._end(children, signal.SIGKILL, _STOP_KILL_S)
 
     def stop_names(self, names: Iterable[str]) -> None:
         """End these processes for good, like stop()."""
         children = [self._children[name] for name in names]
-        self._end(children, signal.SIGTERM, _STOP_TERMINATE_S)
+        self._end(children, signal.SIGTERM, max((child.spec.stop_s for child in children), default=0.0))
         self._end(children, signal.SIGKILL, _STOP_KILL_S)
 
     # ---- how ----

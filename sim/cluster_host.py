@@ -77,6 +77,7 @@ class ClusterHost(Process):
         self._batch = ()
         self._stepping, self._waking_s = False, -1.0
         self._told, self._fenced = None, None
+        self._said_lost = False
         self.kernel.after(self.kernel.jitter(self._heartbeat_s()), self, self._beat)
         self._checkpoints.resume(self.session, self.model)
         self._handle(events.Started())
@@ -240,6 +241,7 @@ class ClusterHost(Process):
             case effects.Record(kind, cause, fields):
                 self.world.tape("worker", self, kind, cause, fields)
             case effects.Log(_, key, sentence):
+                self._said_lost |= key == "lost"
                 self.world.log(self.name, key, sentence)
             case effects.Finished():
                 self._finish(effect)
@@ -258,6 +260,8 @@ class ClusterHost(Process):
     def _finish(self, effect: effects.Finished) -> None:
         self.kernel.note(self.name, f"finished: {effect.reason}")
         self.finished = effect
+        if self.session is not None and self.session.unshared.steps and not self._said_lost:
+            self.world.checks.violated(f"{self.name} left without {self.session.unshared}, and did not say so")
         if isinstance(effect.error, RemoteProtocolError):
             self.world.bug(self.name, effect.error)
         if isinstance(effect.error, Refused) and effect.error.code is RefusalCode.TOKENS:

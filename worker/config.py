@@ -6,6 +6,7 @@ stand here they only say what this cluster expects, and a difference is refused 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -15,10 +16,12 @@ from dips.core.assumptions import violations
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.log_lines import LogFormat
+from dips.core.messages import Settings
 from dips.core.metrics_knobs import MetricsKnobs
 from dips.core.net import parse_address, require_loopback
 from dips.core.units import Seconds
 from dips.core.wire import WIRE_DTYPES, Codec
+from dips.worker.state.times import times_of
 
 SECTION = "worker"
 """The TOML table, and the middle of the environment names DIPS_WORKER_<FIELD>."""
@@ -57,7 +60,9 @@ class ClientConfig(MetricsKnobs):
     )
     leave_wait_s: AutoSeconds = Field(
         "auto",
-        description="How long leaving may take before it is given up; auto: the master's round_timeout_s (30 s).",
+        description="How long leaving may take, with the push of the last steps and its verdict, before it is given "
+        "up; auto: the master's round_timeout_s (30 s), twice the last push and pull, and as long as the push's "
+        "window is open.",
     )
     # A chunk of 1 MiB takes 0.8 s at 10 Mbit/s; the timer adapts upwards from here to the gaps that it measures.
     data_silence_s: AutoSeconds = Field(
@@ -114,6 +119,32 @@ class ClientConfig(MetricsKnobs):
 def given(seconds: float | str) -> float | None:
     """A time that somebody set; None for "auto"."""
     return None if isinstance(seconds, str) else seconds
+
+
+def leaving_takes_s(config: ClientConfig, settings: Settings) -> float:
+    """The longest that a cluster takes to leave such a master, with its last push, if that and its window do not take
+    longer than a round's time-out.
+    """
+    times = times_of(given_times(config), settings)
+    return times.leave_wait_s + times.call_deadline_s
+
+
+@dataclass(frozen=True)
+class TimesGiven:
+    """The times of a ClientConfig; None for "auto"."""
+
+    call_deadline_s: float | None
+    retry_max_s: float | None
+    leave_wait_s: float | None
+    data_silence_s: float | None
+    data_stall_s: float | None
+
+
+def given_times(config: ClientConfig) -> TimesGiven:
+    return TimesGiven(
+        given(config.call_deadline_s), given(config.retry_max_s), given(config.leave_wait_s),
+        given(config.data_silence_s), given(config.data_stall_s),
+    )  # fmt: skip
 
 
 def wire_of(config: ClientConfig) -> Codec:

@@ -16,6 +16,7 @@ import secrets
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from types import TracebackType
 
 from dips.core.clock import Clock, SystemClock
@@ -34,7 +35,7 @@ from dips.core.untrained import Untrained
 from dips.core.wire import DIFFERENCES
 from dips.worker.checkpointing import Checkpointing, InnerState
 from dips.worker.client import MasterClient
-from dips.worker.config import ClientConfig, check, given, wire_of
+from dips.worker.config import ClientConfig, check, given_times, wire_of
 from dips.worker.heartbeat import Facts, Heartbeat
 from dips.worker.metrics_counts import DATA, EXCHANGE
 from dips.worker.metrics_serving import Metrics
@@ -61,6 +62,7 @@ from dips.worker.state.events import Event, LeaseWanted, Started, Stepped, StopW
 from dips.worker.state.session import Session
 from dips.worker.state.terms import SessionConfig
 from dips.worker.state.times import Times
+from dips.worker.state.work import Work
 from dips.worker.transfers import Transfers
 from dips.worker.vectors import F32, Vectors, chunk_spans
 from dips.worker.wire import warm_up
@@ -233,16 +235,22 @@ class Driver:
         return taken
 
     def request_stop(self, reason: str = "asked to stop") -> None:
-        """Leave at the next step() or lease(). May be called from a signal handler or another thread."""
+        """Leave at the next step() or lease(), once what was trained is pushed and decided, or leave_wait_s is over.
+        May be called from a signal handler or another thread.
+        """
         self._events.put(StopWanted(reason))
 
-    def close(self, reason: str = "the training loop has ended") -> None:
-        """Leave the run, if that has not happened, and end all threads. May be called twice; raises nothing new."""
+    def close(self, reason: str = "the training loop has ended", *, push_pending: bool = True) -> None:
+        """Leave the run, if that has not happened, and end all threads. May be called twice; raises nothing new.
+
+        First the open push is decided, and steps that are not in it are pushed, unless `push_pending` says that the
+        parameters may be half-way: for at most leave_wait_s. What could not be pushed is logged as a warning.
+        """
         if self._closed:
             return
         self._closed = True
         try:
-            self._leave(reason)
+            self._leave(reason, push_pending)
         finally:
             self._heartbeat.close()
             self._transfers.close()
@@ -265,7 +273,7 @@ class Driver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(reason_of(kind, error))
+        self.close(reason_of(kind, error), push_pending=is_orderly(kind))
 
     # ---- what may be read ----
 
@@ -324,12 +332,6 @@ class Driver:
         return self._session.core.terms.local_steps
 
     @property
-    def push_follows(self) -> bool:
-        """Whether the step that is being made is the last one before a push is due."""
-        core = self._session.core
-        return core.steps_towards_push + 1 >= core.terms.local_steps
-
-    @property
     def incarnation(self) -> Incarnation | None:
         return self._session.core.terms.incarnation
 
@@ -357,6 +359,11 @@ class Driver:
     @property
     def phase(self) -> str:
         return self._session.phase.value
+
+    @property
+    def unshared(self) -> Work:
+        """Trained here, and counted for nothing if this process ended now."""
+        return self._session.unshared
 
     @property
     def cause(self) -> str:
@@ -401,12 +408,17 @@ class Driver:
         except queue.Empty:
             self._handle(Tick())
 
-    def _leave(self, reason: str) -> None:
-        if not self.done:
-            self._handle(StopWanted(reason))
-        give_up_s = self._clock.monotonic_s() + self._times.leave_wait_s
-        while not self.done and self._clock.monotonic_s() < give_up_s:
-            self._wait("wait")
+    def _leave(self, reason: str, push_pending: bool) -> None:
+        try:
+            with self._training_goes_on():
+                if not self.done:
+                    self._handle(StopWanted(reason, push_pending))
+                while not self.done and self._clock.monotonic_s() < self._session.gives_up_s:
+                    self._wait("wait")
+        except KeyboardInterrupt:
+            lost = self._session.unshared
+            self._log.report("lost", f"interrupted while leaving: {lost} may be lost", logging.WARNING)
+            raise
         if not self.done:
             self._finished = Finished(f"{reason} (leaving was not answered)")
 
@@ -527,6 +539,11 @@ def reason_of(kind: type[BaseException] | None, error: BaseException | None) -> 
     return f"{kind.__name__}: {error}" if str(error or "") else kind.__name__
 
 
+def is_orderly(kind: type[BaseException] | None) -> bool:
+    """Whether a `with` block was left with parameters that steps have made whole: a person's ctrl-C, sys.exit."""
+    return kind is None or issubclass(kind, (KeyboardInterrupt, SystemExit))
+
+
 def _session_config(
     config: ClientConfig, layout: Layout, data_plan: DataPlan, curve: CurvePair | None, untrained: Untrained
 ) -> SessionConfig:
@@ -537,11 +554,7 @@ def _session_config(
         run_id=config.run_id,
         declared_tokens_per_s=config.declared_tokens_per_s,
         connect_wait_s=config.connect_wait_s,
-        call_deadline_s=given(config.call_deadline_s),
-        retry_max_s=given(config.retry_max_s),
-        leave_wait_s=given(config.leave_wait_s),
-        data_silence_s=given(config.data_silence_s),
-        data_stall_s=given(config.data_stall_s),
+        **asdict(given_times(config)),
         durable_pushes=config.checkpoint_dir is not None,
         wire=wire_of(config),
         curve_key=b"" if curve is None else curve.public,

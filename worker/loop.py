@@ -28,7 +28,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.config import load
-from dips.core.errors import ConfigError
+from dips.core.errors import TERMINATED, ConfigError
 from dips.core.failpoints import install
 from dips.core.ids import Version
 from dips.core.messages import DataMode, DataPlan, Verdict
@@ -36,9 +36,10 @@ from dips.core.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
 from dips.worker.described import description_of
-from dips.worker.driver import Driver
+from dips.worker.driver import Driver, is_orderly, reason_of
 from dips.worker.losses import Losses
 from dips.worker.ranks import Ranks, Told, ranks_here
+from dips.worker.sigterm import Sigterm
 from dips.worker.token_check import TokenCheck
 from dips.worker.torch_parameters import TorchParameters
 from dips.worker.torch_state import HasState, TorchState
@@ -63,7 +64,10 @@ class DiLoCo:
     """Makes a training loop one cluster of a run (DiLoCo: many inner steps, then one outer step on the difference).
 
     It works from the beginning of its `with` block to its end. Steps before it, and `done` and count(), raise
-    ConfigError; steps after it are shared with no one.
+    ConfigError; steps after it are shared with no one. At the end of the block the last steps are pushed and their
+    verdict is awaited, for at most leave_wait_s; after an error, only the push that is open is waited for. What could
+    not be pushed is logged as a warning. SIGTERM, where the program does not handle it, does the same at the next step
+    or `done`, and then ends the process with exit code 143.
 
     model, optimizer: the loop's own, also as Accelerate prepared them; the optimizer is the inner one. tokens_per_step:
     tokens (or samples, if every cluster counts them alike) behind one optimizer.step() of this process; count()
@@ -136,8 +140,11 @@ class DiLoCo:
         self._was_used = False
         self._next_tokens: int | None = None
         self._losses = Losses()
-        self._hook: RemovableHandle | None = None
         self._token_check: TokenCheck | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._sigterm = Sigterm(self._heard_sigterm)
+        self._ends = False
+        self._in_step = self._asked = self._told_of_end = False
         self._driver: Driver | None = None
         self._config: ClientConfig | None = None
         self._parameters: TorchParameters | None = None
@@ -178,17 +185,20 @@ class DiLoCo:
         if self._config is None:
             _logger.info("DIPS_MASTER is not set: training alone, nothing is shared")
         else:
-            self._ranks = ranks_here()
+            self._sigterm.install()
             try:
+                self._ranks = ranks_here()
                 self._parameters = self._checked_parameters(self._ranks)
                 self._join(self._config, self._parameters)
             except BaseException:
                 self._close_ranks()
+                self._sigterm.give_back()
                 raise
             if self._config.check_tokens:
                 self._token_check = TokenCheck()
                 self._token_check.begin(self._model)
-        self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        self._hooks.append(self._optimizer.register_step_pre_hook(self._before_step))
+        self._hooks.append(self._optimizer.register_step_post_hook(self._after_step))
         self._use, self._was_used = _Use.ENTERED, False
         return self
 
@@ -196,28 +206,50 @@ class DiLoCo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._use = _Use.ENDED
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
         if self._token_check is not None:
             self._token_check.end()
+        while self._hooks:
+            self._hooks.pop().remove()
+        # Inside of a step parameters are half-way; ranks that do not leave together cannot compare theirs.
+        whole = is_orderly(kind) and not self._in_step and (kind is None or self._ranks is None)
         try:
             if kind is None:
-                self._leave_together()
+                self._compare_before_leaving()
         except BaseException as raised:
-            kind, error = type(raised), raised
+            kind, error, whole = type(raised), raised, False
             raise
         finally:
-            if self._driver is not None:
-                self._driver.__exit__(kind, error, trace)
-            self._close_ranks()
+            self._leave(reason_of(kind, error), whole, together=kind is None)
+        released = self._driver is not None and self._driver.released
+        if kind is None and (self._sigterm.caught or self._ends) and not released:
+            raise self._end_of_process()
 
-    def _leave_together(self) -> None:
+    def _compare_before_leaving(self) -> None:
         """What rank 0 may push as it leaves is compared as before any push."""
         if self._ranks is not None and self._parameters is not None:
             self._ranks.meet(0, False, leaves=True)
             if not self.run_ended and self.steps > self._steps_compared:
                 self._ranks.compare(self._parameters)
+
+    def _leave(self, reason: str, push_pending: bool, together: bool) -> None:
+        """together: all ranks do, and keep one model."""
+        try:
+            if self._driver is not None:
+                self._driver.close("SIGTERM" if self._sigterm.caught else reason, push_pending=push_pending)
+            if together and self._ranks is not None:
+                self._follow_the_first(self._ranks)
+        finally:
+            self._close_ranks()
+            self._sigterm.give_back()
+
+    def _heard_sigterm(self) -> None:
+        """In the handler. What waits goes on at once; with several ranks all of them hear of it at the next step."""
+        if self._driver is not None and self._ranks is None:
+            self._driver.request_stop("SIGTERM")
+
+    def _end_of_process(self) -> SystemExit:
+        _logger.warning("SIGTERM: this cluster has left the run, and this process ends with exit code %d", TERMINATED)
+        return SystemExit(TERMINATED)
 
     def _close_ranks(self) -> None:
         ranks, self._ranks = self._ranks, None
@@ -299,8 +331,8 @@ class DiLoCo:
 
     @property
     def done(self) -> bool:
-        """Whether the loop should end: the run has (the model is then its last version), or `steps` are made, or the
-        `with` block has ended. Raises ConfigError where no `with` block surrounds the loop.
+        """Whether the loop should end: the run has (the model is then its last version), or `steps` are made, or
+        SIGTERM came, or the `with` block has ended. Raises ConfigError where no `with` block surrounds the loop.
 
         Between two steps is also where a checkpoint is taken: asking is what says that one is over.
         """
@@ -311,6 +343,8 @@ class DiLoCo:
         self._asks_done = self._was_used = True
         if self._driver is not None:
             self._driver.checkpoint_if_due()
+        if self._sigterm.caught and self._ranks is None:
+            return True
         return self.run_ended or (self._steps_wanted is not None and self.steps >= self._steps_wanted)
 
     def _must_be_entered(self, what: str) -> None:
@@ -324,6 +358,7 @@ class DiLoCo:
     @property
     def run_ended(self) -> bool:
         """Whether the run has ended for this cluster: steps from now on are shared with nobody."""
+        self._asked = True
         if self._ranks is not None:
             return self._told.done  # the same on every rank
         return self._driver is not None and self._driver.done
@@ -356,25 +391,35 @@ class DiLoCo:
         """For everything else; None when training alone."""
         return self._driver
 
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._in_step = True
+
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         tokens = self._next_tokens or self._tokens_per_step
         self._next_tokens, self._was_used, loss = None, True, math.nan
+        near = self._driver is not None and self._driver.push_is_near
         if self._driver is not None:
-            loss = self._losses.take(time.monotonic(), self._driver.push_follows)
+            loss = self._losses.take(time.monotonic(), near)
         if self._token_check is not None:
             self._token_check.stepped(tokens)
         self.steps += 1
-        may_push = True
         if self._ranks is not None:
-            near = self._driver is not None and self._driver.push_is_near
-            tokens, may_push = self._ranks.meet(tokens, near)
+            tokens, near, self._ends = self._ranks.meet(tokens, near, wishes=self._sigterm.caught)
         self._own_tokens += tokens
         if self._ranks is not None:
-            self._step_together(self._ranks, tokens, loss, may_push)
+            self._step_together(self._ranks, tokens, loss, near or self._ends)
         elif self._driver is not None:
             self._driver.step(tokens, loss=loss)
         if self._driver is not None and self._keeps_own_checkpoints and not self._asks_done:
             self._driver.checkpoint_if_due()  # a loop that never asks whether it is done
+        self._in_step = False
+        asked, ended = self._asked, self.run_ended
+        self._asked = False
+        if (self._ends or (self._sigterm.caught and self._ranks is None)) and not asked:
+            raise self._end_of_process()  # a loop that does not ask would step on
+        if ended and not asked and not self._told_of_end:
+            self._told_of_end = True
+            _logger.warning("the run has ended for this cluster: ask `sync.done`; steps from now on are not shared")
 
     def _step_together(self, ranks: Ranks, tokens: int, loss: float, may_push: bool) -> None:
         """Rank 0 steps in the run; the others learn what came of it, and take its parameters if they were replaced.
@@ -382,16 +427,22 @@ class DiLoCo:
         may_push: the same on all ranks; a push begins at no other step, as the ranks are compared before it.
         """
         assert self._parameters is not None, "set with the ranks"
-        before = self._told
         if may_push:
             ranks.compare(self._parameters)
             self._steps_compared = self.steps
         try:
             if self._driver is not None:
+                if self._ends:
+                    self._driver.request_stop("SIGTERM")
                 self._driver.step(tokens, loss=loss, may_push=may_push)
         except BaseException:
             ranks.tell(Told(failed=True))
             raise
+        self._follow_the_first(ranks)
+
+    def _follow_the_first(self, ranks: Ranks) -> None:
+        assert self._parameters is not None, "set with the ranks"
+        before = self._told
         self._told = ranks.tell(self._facts())
         if self._told.installs != before.installs:
             ranks.spread(self._parameters.tensors)

@@ -135,21 +135,23 @@ class Ranks:
         dist.all_gather(rooms, padded, group=self._group)
         return [room[: int(n)].numpy().tobytes() for room, n in zip(rooms, sizes, strict=True)]
 
-    def meet(self, tokens: int, may_push: bool, *, leaves: bool = False) -> tuple[int, bool]:
+    def meet(
+        self, tokens: int, may_push: bool, *, leaves: bool = False, wishes: bool = False
+    ) -> tuple[int, bool, bool]:
         """All ranks are at the same step, or leave the loop together.
 
-        The sum of all ranks' tokens, and whether any rank, which is the first, may begin a push now. Raises ConfigError
-        on every rank when some leave and others step on.
+        The sum of all ranks' tokens, whether any rank, which is the first, may begin a push now, and whether any one
+        wishes to leave. Raises ConfigError on every rank when some leave and others step on.
         """
-        summed = torch.tensor([tokens, may_push, leaves], dtype=torch.int64)
+        summed = torch.tensor([tokens, may_push, leaves, wishes], dtype=torch.int64)
         dist.all_reduce(summed, group=self._group)
-        total, pushing, leaving = summed.tolist()
+        total, pushing, leaving, wishing = summed.tolist()
         if leaving not in (0, self.n_ranks):
             raise ConfigError(
                 f"{leaving} of the {self.n_ranks} ranks of this cluster left the training loop while the others make a "
                 "step: all ranks must make the same number of steps"
             )
-        return int(total), bool(pushing)
+        return int(total), bool(pushing), bool(wishing)
 
     def tell(self, told: Told | None) -> Told:
         """What rank 0 says; `told` counts on rank 0 alone. Raises FatalError on the others when rank 0 has failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from dips.launch.deploy.deploy_file import CONFIG, KEYS, METRICS_PORT, STATE, Deployment
@@ -39,7 +40,10 @@ CONFIG_ERROR = 2
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 END_S = 120
-"""For a last checkpoint."""
+"""For the push of the last steps and its verdict; more where the settings allow a cluster more."""
+
+END_MARGIN_S = 30
+"""For the step under way and for the program's own end."""
 
 
 def cluster_objects(deployment: Deployment, cluster: ClusterKnobs) -> list[Object]:
@@ -150,7 +154,7 @@ def _pod(deployment: Deployment, cluster: ClusterKnobs) -> Object:
     )
     if cluster.image:  # whatever its entry point does
         one["command"] = one.pop("args")
-    more: Object = {"restartPolicy": "Never", "terminationGracePeriodSeconds": END_S}
+    more: Object = {"restartPolicy": "Never", "terminationGracePeriodSeconds": end_s(deployment)}
     if alone:
         more["subdomain"] = name
     if cluster.node_selector:
@@ -158,6 +162,11 @@ def _pod(deployment: Deployment, cluster: ClusterKnobs) -> Object:
     if cluster.tolerate:
         more["tolerations"] = [{"key": key, "operator": "Exists"} for key in cluster.tolerate]
     return pod_spec(deployment, name, [one], volumes, **more)
+
+
+def end_s(deployment: Deployment) -> int:
+    """Seconds from SIGTERM to SIGKILL: no cluster is killed while it still waits for its last push."""
+    return max(END_S, math.ceil(deployment.leaving_s) + END_MARGIN_S)
 
 
 def _environment(deployment: Deployment, cluster: ClusterKnobs) -> list[Object]:

@@ -24,9 +24,11 @@ from dips.launch.deploy.deploy_knobs import (
     SiteKnobs,
 )
 from dips.launch.deploy.sizes import PodSizes, sizes_for
+from dips.launch.plan import leaving_s
 from dips.master.config import MasterConfig
 from dips.master.server_site import Sites
 from dips.slave.config import SlaveConfig
+from dips.worker.config import ClientConfig
 
 TABLES = ("deploy", "model", "sites", "clusters", "master", "slave", "worker", "train")
 AUTO = "auto"
@@ -55,7 +57,10 @@ K = TypeVar("K", bound=Knobs)
 
 @dataclass(frozen=True)
 class Deployment:
-    """A checked file. server_site: where the servers go, and why in a sentence; sizes: of pods and volumes."""
+    """A checked file. server_site: where the servers go, and why in a sentence; sizes: of pods and volumes.
+
+    leaving_s: how long a cluster may take to leave.
+    """
 
     file: Path
     run: DeployKnobs
@@ -66,6 +71,7 @@ class Deployment:
     server_site: SiteKnobs
     why_there: str
     sizes: PodSizes
+    leaving_s: float
 
     @property
     def name(self) -> str:
@@ -114,9 +120,10 @@ def read_deploy_file(file: Path) -> Deployment:
     _check_clusters(file, sites, clusters)
     master = _master(file, run, roles["master"], len(clusters))
     slave = _slave(file, run, roles["slave"])
-    _check_worker(file, roles)
+    client = _worker(file, roles)
     sizes = sizes_for(run, model, master, slave, len(clusters), f"{file} [deploy]")
-    return Deployment(file, run, model, roles, sites, clusters, server_site, why, sizes)
+    leaves_s = leaving_s(client, master)
+    return Deployment(file, run, model, roles, sites, clusters, server_site, why, sizes, leaves_s)
 
 
 def _table(file: Path, tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -309,11 +316,10 @@ def _slave(file: Path, run: DeployKnobs, table: Mapping[str, Any]) -> SlaveConfi
     return load_table(SlaveConfig, {**table, **ours}, f"{file} [slave]")
 
 
-def _check_worker(file: Path, roles: Mapping[str, Mapping[str, Any]]) -> None:
-    from dips.worker.config import ClientConfig
-
-    load_table(ClientConfig, {**roles["worker"]}, f"{file} [worker]")
+def _worker(file: Path, roles: Mapping[str, Mapping[str, Any]]) -> ClientConfig:
+    client = load_table(ClientConfig, {**roles["worker"]}, f"{file} [worker]")
     if roles["train"]:
         from dips.worker.trainer.config import TrainConfig
 
         load_table(TrainConfig, {**roles["train"]}, f"{file} [train]")
+    return client

@@ -208,7 +208,7 @@ class Site:
     # ---- drain and delete ----
 
     def drain(self, cluster: str, reason: str) -> None:
-        """Let a cluster finish its push and leave; its Job then ends well by itself. Raises DipsError."""
+        """Let a cluster push its last steps and leave; its Job then ends well by itself. Raises DipsError."""
         found = self._cluster(cluster)
         with self._operator() as operator:
             self._rollout.say(operator.drain(cluster, reason))

@@ -43,9 +43,11 @@ def slurm_script(deployment: Deployment, cluster: ClusterKnobs) -> str:
         "export first",
         f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(run)} &",
         "child=$!",
-        """trap 'kill -TERM "$child"' TERM  # time for a last checkpoint""",
+        """trap 'kill -TERM "$child"' TERM  # time to push the last steps""",
         'wait "$child"',
         "code=$?",
+        # A signal that is trapped ends the first wait, long before the cluster has left.
+        'if kill -0 "$child" 2> /dev/null; then wait "$child"; code=$?; fi',
         'case "$code" in 0 | 2) exit "$code" ;; esac  # ended well, or a setting is wrong',
         'scontrol requeue "$SLURM_JOB_ID"',
     ]

@@ -231,7 +231,7 @@ class Coordinator:
                 self._live(cluster)
                 world.ledger.draining[cluster] = reason or "by the operator"
                 world.journal("DRAIN", {"cluster": cluster, "reason": world.ledger.draining[cluster]})
-                self._done(token, "drain", f"cluster {cluster} finishes its push and leaves")
+                self._done(token, "drain", f"cluster {cluster} pushes its last steps and leaves")
 
             case ExtendRequest() as request:
                 check_run(world, request.run_id, "the request")

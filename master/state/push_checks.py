@@ -45,10 +45,8 @@ def stale(world: World, request: BeginPushRequest) -> Stale | None:
 
 def check(world: World, member: Member, request: BeginPushRequest) -> None:
     """Refuse what can never be accepted."""
-    draining = world.ledger.draining.get(member.cluster, "")
-    if (world.ledger.stopping or draining) and request.donates is None:
-        why = world.ledger.stopping or draining
-        raise Refused(RefusalCode.STOPPING, f"no more pushes: {why}; pull the last version and leave")
+    if world.ledger.stopping and request.donates is None:
+        raise Refused(RefusalCode.STOPPING, f"no more pushes: {world.ledger.stopping}; pull the last version and leave")
     if request.seq <= member.last_seq:
         raise Refused(
             RefusalCode.SEQ,

@@ -117,8 +117,8 @@ def test_steps_are_counted_with_the_tokens_of_all_their_batches_and_none_of_the_
     heard = Heard(callback)
     ours = trainer(tmp_path, callback, heard, eval_strategy="steps", eval_steps=3, logging_steps=1)
     ours.train()
-    assert applied_tokens(run) == [0, 4 * STEP_TOKENS, 4 * STEP_TOKENS]
-    assert [push.steps for push in run.pushes] == [0, 4, 4]
+    assert applied_tokens(run) == [0, 4 * STEP_TOKENS, 4 * STEP_TOKENS, 2 * STEP_TOKENS]
+    assert [push.steps for push in run.pushes] == [0, 4, 4, 2], "the last ones when it leaves"
     assert len(run.leaves) == 1, "the Trainer's own end leaves the run"
     assert callback.sync is None
     logged = [row["loss"] for row in ours.state.log_history if "loss" in row]
@@ -164,8 +164,8 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(
     if killed_at == 6:  # nothing was pushed between the checkpoint and the end: the very same training
         assert np.array_equal(models[0], models[1])
         assert tokens[0] == tokens[1]
-    else:  # steps 1 to 8 were applied and stay; of 6 to 18, made from there on, the last does not fill a push
-        assert tokens == [16 * STEP_TOKENS, (8 + 12) * STEP_TOKENS]
+    else:  # steps 1 to 8 were applied and stay; 6 to 18 were made from there on
+        assert tokens == [18 * STEP_TOKENS, (8 + 13) * STEP_TOKENS]
 
 
 def test_an_older_checkpoint_of_the_trainer_takes_none_of_ours_but_its_own(

@@ -181,8 +181,8 @@ def test_steps_are_counted_with_the_tokens_of_all_their_batches_and_none_of_the_
     ours.fit(module, Batches(), DataLoader(Rows(8), BATCH))
     first_four = sum(module.losses[: 2 * ACCUMULATED]) / (2 * ACCUMULATED)
     assert heard.loss == pytest.approx(first_four), "of steps 1 and 2, told with steps 2 and 3"
-    assert applied_tokens(run) == [0, 4 * STEP_TOKENS, 4 * STEP_TOKENS]
-    assert [push.steps for push in run.pushes] == [0, 4, 4]
+    assert applied_tokens(run) == [0, 4 * STEP_TOKENS, 4 * STEP_TOKENS, 2 * STEP_TOKENS]
+    assert [push.steps for push in run.pushes] == [0, 4, 4, 2], "the last ones when it leaves"
     assert len(run.leaves) == 1
 
 
@@ -230,8 +230,8 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(
     if killed_at == 6:  # nothing was pushed between the checkpoint and the end: the very same training
         assert np.array_equal(models[0], models[1])
         assert tokens[0] == tokens[1]
-    else:  # steps 1 to 8 were applied and stay; of 6 to 18, made from there on, the last does not fill a push
-        assert tokens == [16 * STEP_TOKENS, (8 + 12) * STEP_TOKENS]
+    else:  # steps 1 to 8 were applied and stay; 6 to 18 were made from there on
+        assert tokens == [18 * STEP_TOKENS, (8 + 13) * STEP_TOKENS]
 
 
 def test_an_error_in_the_training_leaves_the_run(run: FakeRun, tmp_path: Path) -> None:

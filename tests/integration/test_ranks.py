@@ -61,9 +61,9 @@ def both_ranks(run: FakeRun, folder: Path, *kinds: str) -> list[tuple[int, list[
 
 
 def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: FakeRun, tmp_path: Path) -> None:
-    (code, ours), (other_code, theirs) = both_ranks(run, tmp_path, "own", "ddp")
-    assert (code, other_code) == (0, 0), (ours, theirs)
-    for out, name, version in ((slice(0, 2), "layers.0.w", "1:2"), (slice(2, 4), "layers.4.w", "1:4")):
+    (code, ours), (other_code, theirs) = both_ranks(run, tmp_path, "own", "ddp", "sigterm")
+    assert (code, other_code) == (143, 143), (ours, theirs)
+    for out, name, version in ((slice(0, 2), "layers.0.w", "1:2"), (slice(2, 4), "layers.4.w", "1:5")):
         (line, words), (other_line, other_words) = ours[out], theirs[out]
         assert line == other_line
         assert line.startswith(f"parameter '{name}' has other values on rank 1 than on rank 0: these ranks are repl")
@@ -71,16 +71,20 @@ def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: FakeRun, tmp_pat
         assert (first.pop("driver"), second.pop("driver")) == (True, False)
         assert first == second, "parameters to the bit, steps, version and progress"
         assert (first["steps"], first["version"], first["active"]) == (STEPS, version, True)
-    assert applied_tokens(run) == [0, *[4 * 3 * LENGTH] * 4]
-    assert first["progress"] == (4 * 2 + STEPS) * 3 * LENGTH
-    assert len(run.joins) == 2
-    assert len(run.leaves) == 2
+    a_step, pushed = 3 * LENGTH, [4, 4, 2, 4, 4, 2, 4, 3]
+    assert applied_tokens(run) == [0, *(steps * a_step for steps in pushed)], "with the last steps of each cluster"
+    assert first["progress"] == 2 * STEPS * a_step
+    assert len(run.joins) == 3
+    assert [leave.reason for leave in run.leaves][1:] == ["the training loop has ended", "SIGTERM"]
+    last = "SIGTERM: this cluster has left the run, and this process ends with exit code 143"
+    assert (ours[-1], theirs[-1]) == (last, last), "one rank was signalled, at its seventh step all of them leave"
 
 
 def test_ranks_that_hold_shards_are_refused_on_every_rank_and_none_is_overwritten(run: FakeRun, tmp_path: Path) -> None:
     ended = both_ranks(run, tmp_path, "shards", "shapes", "group", "seed")
     assert [code for code, _ in ended] == [ConfigError.exit_code] * 2, ended
     said, other_said = (out for _, out in ended)
+    assert said.pop(3).startswith("leaving (ConfigError) without 3 steps with "), "rank 0, which talks to the master"
     assert said == other_said
     assert [line.partition(":")[0] for line in said[:3]] == [
         "parameter 'layers.0.w' has other values on rank 1 than on rank 0",
@@ -155,8 +159,10 @@ class SecondOfTwo(FirstOfTwo):
     def spread(self, parameters: Sequence[torch.Tensor]) -> None:
         """They are those of rank 0 already."""
 
-    def meet(self, tokens: int, may_push: bool, *, leaves: bool = False) -> tuple[int, bool]:
-        return 2 * tokens, True
+    def meet(
+        self, tokens: int, may_push: bool, *, leaves: bool = False, wishes: bool = False
+    ) -> tuple[int, bool, bool]:
+        return 2 * tokens, True, wishes
 
 
 def test_a_rank_forgets_its_momentum_where_the_first_did_so_as_it_entered(

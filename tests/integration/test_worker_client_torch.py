@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -94,6 +96,117 @@ def test_ctrl_c_leaves_with_its_reason(run: FakeRun) -> None:
     assert [leave.reason for leave in run.leaves] == ["KeyboardInterrupt"]
     step(model, optimizer)
     assert sync.steps == 0
+
+
+def test_the_last_steps_are_pushed_when_the_block_ends(run: FakeRun) -> None:
+    model = Model(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with dips.DiLoCo(model, optimizer, tokens_per_step=32, steps=7) as sync:
+        while not sync.done:
+            step(model, optimizer)
+    assert [push.steps for push in run.pushes] == [0, 4, 3]
+    assert run.tokens == 7 * 32
+    assert sync.done
+
+
+@pytest.mark.parametrize("interrupted", [KeyboardInterrupt, SystemExit])
+def test_the_last_steps_are_pushed_after_ctrl_c_between_two_steps(
+    run: FakeRun, interrupted: type[BaseException]
+) -> None:
+    model = Model(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def loop() -> None:
+        with dips.DiLoCo(model, optimizer, tokens_per_step=32):
+            for _ in range(6):
+                step(model, optimizer)
+            raise interrupted
+
+    with pytest.raises(interrupted):
+        loop()
+    assert [push.steps for push in run.pushes] == [0, 4, 2]
+
+
+def test_after_an_error_what_is_lost_is_said(run: FakeRun, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def loop() -> None:
+        with dips.DiLoCo(model, optimizer, tokens_per_step=32):
+            for _ in range(6):
+                step(model, optimizer)
+            _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    assert [push.steps for push in run.pushes] == [0, 4]
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [
+        "leaving (ZeroDivisionError) without 2 steps with 64 tokens: they were made since the last "
+        "push, and the parameters may be half-way"
+    ]
+
+
+def test_ctrl_c_inside_of_a_step_pushes_nothing_that_is_half_way(
+    run: FakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    def loop() -> None:
+        with dips.DiLoCo(model, optimizer, tokens_per_step=32):
+            step(model, optimizer)
+            optimizer.register_step_pre_hook(interrupt)
+            step(model, optimizer)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert [push.steps for push in run.pushes] == [0]
+    assert "without 1 step with 32 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_sigterm_pushes_the_last_steps_and_ends_the_process_in_order(
+    run: FakeRun, asks: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    sync = dips.DiLoCo(model, optimizer, tokens_per_step=32)
+
+    def loop() -> None:
+        with sync:
+            while not (asks and sync.done):
+                step(model, optimizer)
+                if sync.steps == 5:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    os.kill(os.getpid(), signal.SIGTERM)  # as launchers do, to a group and to each process
+                assert sync.steps < 8
+
+    with pytest.raises(SystemExit) as ended:
+        loop()
+    assert ended.value.code == 143
+    steps = 5 if asks else 6  # `done` says so before the next step; the hook, after it
+    assert (sync.steps, run.tokens) == (steps, steps * 32)
+    assert [leave.reason for leave in run.leaves] == ["SIGTERM"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert "this process ends with exit code 143" in caplog.text
+
+
+def test_a_users_own_handler_of_sigterm_stays(run: FakeRun) -> None:
+    model, heard = Model(1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    try:
+        with dips.DiLoCo(model, optimizer, tokens_per_step=32, steps=2) as sync:
+            while not sync.done:
+                step(model, optimizer)
+                os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (len(heard), sync.steps, run.tokens) == (2, 2, 64)
 
 
 def test_an_outer_lr_that_is_not_the_runs_is_refused_when_entering(run: FakeRun) -> None:

@@ -343,7 +343,7 @@ def step(model: Walk, optimizer: torch.optim.Optimizer) -> float:
 
 
 def loop(run: FakeRun, folder: Path, losses: list[float], steps: int) -> dips.DiLoCo:
-    """A loop with a scheduler and a place in its data; takes a checkpoint before each step."""
+    """A loop with a scheduler and a place in its data; takes a checkpoint before each step, and ends as if killed."""
     model = Walk()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -355,6 +355,8 @@ def loop(run: FakeRun, folder: Path, losses: list[float], steps: int) -> dips.Di
             losses.append(step(model, optimizer))
             scheduler.step()
             wait_for(run, lambda: sync.driver is not None and written(sync.driver))
+        assert sync.driver is not None
+        sync.driver._finished = Finished("killed")
     return sync
 
 

@@ -54,6 +54,7 @@ from dips.worker.state.events import (
     PushSent,
     Started,
     Stepped,
+    StopWanted,
     Tick,
 )
 from dips.worker.state.phases import SessionPhase
@@ -68,7 +69,8 @@ OWN = DataPlan(DataMode.OWN)
 LEASED = DataPlan(DataMode.LEASED, b"digest", 1 << 20, 1 << 10)
 TICKET = Ticket(1, PLACEMENT, (0, 1, 2, 3))
 DIGESTS = (("s0", b"0" * 16), ("s1", b"1" * 16))
-SETTINGS = Settings(sync_every_steps=4, verdict_wait_s=30.0)
+TK_MAX = 1_000_000
+SETTINGS = Settings(sync_every_steps=4, verdict_wait_s=30.0, tk_max_tokens=TK_MAX)
 TOKENS = 100
 
 K = TypeVar("K")
@@ -210,6 +212,11 @@ class Life:
         reply = HeartbeatReply(self.epoch, self.published, self.tokens, self.local_steps, False, "IDLE")
         self.say(Beat(incarnation, replace(reply, **changes)))
 
+    def run_ends(self) -> None:
+        """Its last token is counted: no push is taken any more, and the heartbeat says so."""
+        self.tokens = TK_MAX
+        self.beat(stop=True)
+
     def verdict(self, kind: VerdictKind, push: PushId | None = None, **changes: Any) -> Verdict:
         """The master decides: fence and version follow."""
         push = push or self.push_id
@@ -277,6 +284,11 @@ class Life:
         verdict = self.verdict(kind, **changes)
         self.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
         return verdict
+
+    def leaves_at_once(self) -> None:
+        """Asked to leave, and asked again by somebody who does not wait for a push."""
+        self.say(StopWanted("enough"))
+        self.say(StopWanted("enough", push_pending=False))
 
     def left(self) -> LeaveRequest:
         request = self.answer(LeaveRequest, LeaveReply())

@@ -248,11 +248,14 @@ def lease_and_return() -> Scribe:
 def drain() -> Scribe:
     bench = standing("a", "b")
     bench.push("a")
-    bench.say("a is drained: its open push is decided, no other begins, it is told to stop")
+    bench.say("a is drained: its open push is decided, it is told to stop, pushes the steps made since, and leaves")
     bench.operate(DrainRequest("", "a", "maintenance"))
     bench.push("b")
     bench.pull("a")
-    refused(lambda: bench.begin_push("a"))
+    bench.beat("a")
+    bench.push("a")
+    bench.advance(1.5)
+    bench.pull("a")
     bench.beat("a")
     bench.ask(LeaveRequest(bench.caller("a"), "drained"))
     return bench

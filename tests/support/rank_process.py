@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import sys
 
 import torch
@@ -38,7 +40,7 @@ def train(kind: str, rank: int) -> dict[str, object]:
     """ddp: replicas, whose ranks were given other values after they were wrapped. own: replicas with other values that
     are averaged by hand. The others are shards, each a rank's own part of a tensor-parallel model: `shards` with other
     values, `shapes` with other shapes, `group` under DistributedDataParallel over this rank alone, `seed` with values
-    that are equal as long as no step is made.
+    that are equal as long as no step is made. sigterm: replicas, of which rank 1 gets a SIGTERM after six steps.
     """
     model = Model(seed=0 if kind == "seed" else rank)
     if kind == "shapes" and rank == 1:
@@ -47,6 +49,8 @@ def train(kind: str, rank: int) -> dict[str, object]:
     if kind == "group":
         alone = [dist.new_group([each]) for each in range(2)][rank]
         trained = DistributedDataParallel(model, process_group=alone)
+    if kind == "sigterm":
+        trained = DistributedDataParallel(model)
     if kind == "ddp":
         trained = DistributedDataParallel(model)
         with torch.no_grad():
@@ -56,7 +60,9 @@ def train(kind: str, rank: int) -> dict[str, object]:
     with dips.DiLoCo(
         trained, optimizer, tokens_per_step=(rank + 1) * LENGTH, cluster_id=kind, replicas=kind == "own"
     ) as sync:
-        for _ in range(STEPS):
+        while sync.steps < STEPS and not sync.done:
+            if (kind, rank, sync.steps) == ("sigterm", 1, 6):
+                os.kill(os.getpid(), signal.SIGTERM)
             optimizer.zero_grad()
             trained(torch.randint(10, (rank + 1, LENGTH), generator=data))["loss"].backward()
             if kind == "own":

@@ -7,6 +7,7 @@ the session that goes with it, or none, and never another one.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -145,6 +146,7 @@ class Joined:
         self.end()
         loop.__enter__()
         self.loop = loop
+        atexit.register(self._say_what_is_lost)
         return loop
 
     def end(
@@ -155,8 +157,18 @@ class Joined:
     ) -> None:
         """Leave the run. May be called twice."""
         loop, self.loop = self.loop, None
+        atexit.unregister(self._say_what_is_lost)
         if loop is not None:
             loop.__exit__(kind, error, trace)
+
+    def _say_what_is_lost(self) -> None:
+        """A trainer that tells no callback of an exception: the process ends, and nothing can be pushed any more."""
+        driver = self.loop.driver if self.loop is not None else None
+        if driver is not None and not driver.done and driver.unshared.steps:
+            _logger.warning(
+                "the training ended by an exception, without %s: they were not pushed; callback.close() in a `finally` "
+                "waits for an open push", driver.unshared,
+            )  # fmt: skip
 
 
 def tokens_in(batch: Any) -> int:

@@ -47,6 +47,10 @@ class Core:
         self.patience = Patience()
         self.push_s = 0.0
         self.pull_s = 0.0
+        self.window_closes_s = -math.inf
+        """Of the round that the last push was admitted to, as was said then."""
+        self.leave_deadline_s = 0.0
+        """Of the call Leave."""
         self.note = ""
         self.donate: Version | None = None
         """The version that the master asks this cluster to give back."""
@@ -139,7 +143,7 @@ class Core:
 
     def _deadline_s(self, request: ClusterRequest) -> float:
         if isinstance(request, LeaveRequest):
-            return self.terms.times.leave_wait_s
+            return self.leave_deadline_s
         held_s = request.wait_s if isinstance(request, AwaitVerdictRequest) else 0.0
         return self.terms.times.call_deadline_s + held_s
 

@@ -121,9 +121,14 @@ class LeaseWanted:
 
 @dataclass(frozen=True)
 class StopWanted:
-    """This cluster is to leave now, whatever the run does."""
+    """This cluster is to leave, whatever the run does, once the push that is open is decided.
+
+    push_pending: steps that are not in it are pushed too; False: the parameters may be half-way. A second wish of that
+    kind waits for nothing.
+    """
 
     reason: str
+    push_pending: bool = True
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ outcome is unknown is repeated as it was.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -85,6 +86,8 @@ class Pushing:
         """What was awaited, and the push that was open, when a donation came between."""
         self.awaited: PushId | None = None
         self.last_verdict: Verdict | None = None
+        self.not_before_s = -math.inf
+        """When a push that came to nothing again may be followed by one that is not due."""
         self._aborts = 0
         """In a row. Only after the first one is the work pushed again at once: what fails again may fail for ever."""
         self.newest: PushRecord | None = None
@@ -203,6 +206,7 @@ class Pushing:
         core, push = self._core, self._must_be_open()
         match answer:
             case Admitted():
+                core.window_closes_s = core.now_s + answer.window_closes_in_s
                 core.move("admitted", SessionPhase.AWAITING)
                 if push.donates is None:
                     core.hold(Stage.VERDICT)
@@ -240,17 +244,17 @@ class Pushing:
         if core.work.lost:
             # Steps on data that is somebody else's, or whose theta_at_push is gone: worth nothing.
             if verdict.kind in (VerdictKind.APPLIED, VerdictKind.EXCLUDED):
-                self._close(core.work.decided)
+                self._close(lambda: core.work.decided(counts=verdict.kind is VerdictKind.APPLIED))
             self.drop(input_name, at_least=verdict.version, reset_inner=verdict.reset_inner_optimizer)
             return
         match verdict.kind:
             case VerdictKind.APPLIED:
                 core.applied_as(self.open.wire)
-                self._close(core.work.decided)
+                self._close(lambda: core.work.decided(counts=True))
                 self._pull(input_name, PullPlan(InstallMode.REBASE_FROM_PUSH, verdict.version))
             case VerdictKind.EXCLUDED:
                 core.log("verdict", f"push {verdict.push} was excluded: {verdict.reason}", logging.WARNING)
-                self._close(core.work.decided)
+                self._close(lambda: core.work.decided(counts=False))
                 self.drop(input_name, at_least=verdict.version, reset_inner=verdict.reset_inner_optimizer)
             case VerdictKind.ABORTED:
                 self._aborted(input_name)
@@ -292,7 +296,7 @@ class Pushing:
                 core.move("push refused", SessionPhase.TRAINING, refused.sentence)
             case _:
                 # The master knows these ranges as somebody else's (or as counted): they are not ours to return.
-                self._close(core.work.decided)
+                self._close(lambda: core.work.decided(counts=False))
                 self.drop("push refused")
 
     def abandon(self) -> None:
@@ -449,6 +453,8 @@ class Pushing:
             return
         if self._aborts == 1:
             self._due_again()
+        else:
+            self.not_before_s = core.now_s + core.terms.times.retry_max_s
         core.move(input_name, SessionPhase.TRAINING)
 
     def _due_again(self) -> None:

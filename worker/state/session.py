@@ -38,6 +38,7 @@ from dips.core.messages import (
     LeaveReply,
     LeaveRequest,
     ReturnDataReply,
+    VerdictKind,
 )
 from dips.core.protocol import CAPABILITIES, MAX_LEASED_CHUNKS, PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.core.release import VERSION
@@ -72,7 +73,7 @@ from dips.worker.state.rejoining import Rejoining
 from dips.worker.state.resuming import restore, save
 from dips.worker.state.saved import SavedSession
 from dips.worker.state.terms import SessionConfig
-from dips.worker.state.work import is_within
+from dips.worker.state.work import Work, is_within
 
 _GONE = (SessionPhase.LEAVING, SessionPhase.LEFT)
 _ABSENT = (SessionPhase.JOINING, *_GONE)
@@ -81,11 +82,18 @@ _PUSHING = (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING, SessionPhase
 
 @dataclass
 class _Ending:
-    """Why this cluster leaves, and by when the last version must be there."""
+    """Why this cluster leaves, and by when it gives up what it still waits for.
+
+    wanted: it leaves by its own wish (StopWanted), and push_pending is that wish's. dropped: what did not count before;
+    None: it stays.
+    """
 
     reason: str = ""
     error: DipsError | None = None
     by_s: float = math.inf
+    wanted: bool = False
+    push_pending: bool = True
+    dropped: Work | None = None
 
 
 class Session:
@@ -99,6 +107,7 @@ class Session:
         self._rejoining = Rejoining(self.core, self.pushing, self.pulling)
         self._ending = _Ending()
         self._give_up_joining_s = math.inf
+        self._gone_by_s = math.inf
         self._lease_tokens = 0
         self._leases_asked = 0
         self._fresh: list[DataRange] = []
@@ -126,7 +135,9 @@ class Session:
         """
         if self.phase in _GONE:
             return self.phase is SessionPhase.LEAVING
-        if self.core.base is None or self.core.terms.incarnation is None or self.core.terms.stop:
+        if self._ending.wanted or self.core.terms.stop:
+            return not self._needs_a_step
+        if self.core.base is None or self.core.terms.incarnation is None:
             return True
         if self.pulling.plan is not None and self.pulling.plan.drops:
             return True
@@ -139,7 +150,7 @@ class Session:
 
     def next_deadline_s(self) -> float:
         """When a Tick is due at the latest; inf: only an event moves the session."""
-        wakes_s = [self.core.wake_s(), self._ending.by_s]
+        wakes_s = [self.core.wake_s(), self._by_s]
         if self.core.patience.until_s > self.core.now_s:
             wakes_s.append(self.core.patience.until_s)
         return min(wakes_s)
@@ -153,8 +164,15 @@ class Session:
     def push_is_near(self) -> bool:
         """Whether the next step makes a push due."""
         core = self.core
-        steps = core.steps_towards_push + 1
-        return self.phase is SessionPhase.TRAINING and not core.terms.stop and steps >= core.terms.local_steps
+        due = not core.terms.stop and core.steps_towards_push + 1 >= core.terms.local_steps
+        return self.phase is SessionPhase.TRAINING and (due or self._needs_a_step)
+
+    @property
+    def _needs_a_step(self) -> bool:
+        """Whether a drained cluster has steps to push, and a push may begin only after the next one."""
+        core = self.core
+        drained = core.terms.stop and core.terms.takes_pushes and not self._ending.wanted
+        return drained and self.phase is SessionPhase.TRAINING and core.work.pending.tokens > 0 and not self._may_push
 
     @property
     def lease_pending(self) -> bool:
@@ -225,7 +243,7 @@ class Session:
                 # More is not lent at once; the training loop asks again when this is used up.
                 self._lease_tokens = min(event.tokens, MAX_LEASED_CHUNKS * self.config.data_plan.chunk_tokens)
             case StopWanted():
-                self._leave(event.reason)
+                self._want_to_leave(event)
             case Tick():
                 pass
 
@@ -243,11 +261,14 @@ class Session:
     def _decide(self) -> None:
         """What is due now that no event asked for."""
         core = self.core
-        if core.terms.stop and self.phase not in _GONE:
-            self._run_stops()
         if core.donate is not None and self._may_donate():
             self.pushing.donate(core.donate)
-        if self.phase is SessionPhase.TRAINING and not core.terms.stop and self._push_is_due():
+        if self._ending.wanted and self.phase not in _GONE:
+            self._finish_and_leave()
+        elif core.terms.stop and self.phase not in _GONE:
+            self._run_stops()
+        ending = core.terms.stop or self._ending.wanted
+        if self.phase is SessionPhase.TRAINING and not ending and self._push_is_due():
             self.pushing.begin("push due")
         if self._lease_tokens and core.data.idle and self.phase not in _ABSENT:
             self._ask_for_data(core.now_s)
@@ -356,6 +377,7 @@ class Session:
             return
         joining = self.phase is SessionPhase.JOINING
         pushing = lane is core.exchange and self.phase in _PUSHING
+        core.terms.no_more_pushes |= pushing and refused.code is RefusalCode.STOPPING
         remedy = remedy_for(refused, joining=joining, pushing=pushing)
         push = self.pushing.open
         if pushing and push is not None and push.donates is not None and refused.code is RefusalCode.VERSION_GONE:
@@ -426,7 +448,7 @@ class Session:
             self._rejoin(f"the run goes on from version {core.base}: which data is lent to whom must be settled anew")
             return
         if terms.stop and (terms.published is None or terms.published == self.core.base):
-            self._leave("the run has ended")
+            self._leave("the master ends this cluster's part" if terms.takes_pushes else "the run has ended")
 
     def _leases_are_doubtful(self) -> bool:
         """A rollback freed all leases: what this cluster holds from before is not its own."""
@@ -491,27 +513,90 @@ class Session:
             config.host,
         )
 
+    def _want_to_leave(self, wish: StopWanted) -> None:
+        """As soon as what was trained is pushed and decided; the training loop is held meanwhile."""
+        core, ending = self.core, self._ending
+        if self.phase in _GONE:
+            return
+        if ending.wanted:
+            if not wish.push_pending:
+                self._leave(wish.reason)  # whoever asks again does not wait
+            return
+        ending.wanted, ending.push_pending, ending.reason = True, wish.push_pending, wish.reason
+        if math.isinf(ending.by_s):
+            usual_s = 0.0 if self.config.leave_wait_s is not None else 2 * (core.push_s + core.pull_s)
+            ending.by_s, ending.dropped = core.now_s + core.terms.times.leave_wait_s + usual_s, core.work.dropped
+        if self._unfinished().tokens and self.phase is not SessionPhase.JOINING:
+            core.log(
+                "leave", f"leaving ({wish.reason}) once {self._unfinished()} are pushed and their verdict is known"
+            )
+
+    def _unfinished(self) -> Work:
+        """What leaving waits for."""
+        work = self.core.work
+        open_work = work.in_push or Work()
+        return open_work + work.pending if self._ending.push_pending and not work.lost else open_work
+
+    def _finish_and_leave(self) -> None:
+        """One step of the way: the open push is decided, the rest is pushed, then Leave."""
+        core, ending = self.core, self._ending
+        if not self._unfinished().tokens or core.now_s >= self._by_s:
+            self._leave(ending.reason)
+        elif not core.terms.takes_pushes and self.phase is not SessionPhase.AWAITING:
+            self._leave(ending.reason)  # the run has ended: what is not in its last round is not taken any more
+        elif self.phase is SessionPhase.TRAINING and core.now_s >= self.pushing.not_before_s:
+            self.pushing.begin("push due")
+
+    @property
+    def _by_s(self) -> float:
+        """When leaving waits no longer. The master's word on an open window counts, unless a bound was set by hand."""
+        by_s = self._ending.by_s
+        if math.isinf(by_s) or self.config.leave_wait_s is not None or self.phase is not SessionPhase.AWAITING:
+            return by_s
+        return max(by_s, self.core.window_closes_s + self.core.terms.times.leave_wait_s)
+
+    @property
+    def gives_up_s(self) -> float:
+        """When whoever waits for the end of leaving may stop to."""
+        return self._by_s + self.core.terms.times.call_deadline_s if self.phase not in _GONE else self._gone_by_s
+
     def _run_stops(self) -> None:
-        """The run is over: no new push; the open one is decided or given up; the last version; leave."""
-        core = self.core
-        if math.isinf(self._ending.by_s):
-            self._ending.by_s = core.now_s + core.terms.times.leave_wait_s
-            core.log("stop", "the run has ended: pulling its last version, then leaving")
-        if core.now_s >= self._ending.by_s:
+        """The run is over, or this cluster is drained: what is pending is pushed if that is welcome; then the last
+        version; leave.
+        """
+        core, ending, wait_s = self.core, self._ending, self.core.terms.times.leave_wait_s
+        if math.isinf(ending.by_s):
+            ending.by_s, ending.dropped = core.now_s + wait_s, core.work.dropped
+            core.log("stop", "the master ends this cluster's part: pulling the last version, then leaving")
+        pushing = self.phase in (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING)
+        donates = self.pushing.open is not None and self.pushing.open.donates is not None
+        # Half of the time is for the last version.
+        may_push = core.terms.takes_pushes and not donates and core.now_s < ending.by_s - wait_s / 2
+        if core.now_s >= ending.by_s:
             self._leave("the run has ended; its last version could not be pulled in time")
-        elif self.phase in (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING):
+        elif pushing and not may_push:
             self.pushing.abandon()
             self.pushing.drop("run stops", at_least=core.terms.published)
+        elif self.phase is SessionPhase.TRAINING and may_push and core.work.pending.tokens and not core.work.lost:
+            if core.now_s >= self.pushing.not_before_s and not self._needs_a_step:
+                self.pushing.begin("push due")
         elif self.phase is SessionPhase.TRAINING:
             self.pushing.drop("run stops", at_least=core.terms.published)
 
     def _leave(self, reason: str, error: DipsError | None = None) -> None:
         """Give up what is open, and say good-bye."""
-        core = self.core
+        core, ending = self.core, self._ending
         if self.phase in _GONE:
             return
-        self._ending = _Ending(reason, error)
-        core.record("leaving", reason=reason)
+        lost = self.unshared
+        core.record("leaving", reason=reason, lost_steps=lost.steps, lost_tokens=lost.tokens)
+        if lost.steps:
+            self._say_what_is_lost(lost, reason, error)
+        deadline_s = core.leave_deadline_s = (
+            core.terms.times.call_deadline_s if ending.wanted else core.terms.times.leave_wait_s
+        )
+        self._gone_by_s = core.now_s + deadline_s + 1.0
+        self._ending = _Ending(reason, error, dropped=core.work.dropped if ending.dropped is None else ending.dropped)
         self.pushing.cancel()
         self.pulling.cancel()
         core.exchange.cancel()
@@ -522,6 +607,36 @@ class Session:
             core.emit(Finished(reason, error))
             return
         core.move("leave", SessionPhase.LEAVING, reason)  # Leave frees whatever is leased and in no sealed push
+
+    @property
+    def unshared(self) -> Work:
+        """What was trained here and counts for nothing if this cluster leaves now: since the wish, or since the last
+        push that counts.
+        """
+        work = self.core.work
+        before = work.dropped if self._ending.dropped is None else self._ending.dropped
+        now = work.dropped + (work.in_push or Work()) + work.pending
+        return Work((), now.tokens - before.tokens, now.steps - before.steps)
+
+    def _say_what_is_lost(self, lost: Work, reason: str, error: DipsError | None) -> None:
+        core, ending, push = self.core, self._ending, self.pushing.open
+        verdict = self.pushing.last_verdict
+        level = logging.WARNING
+        if error is not None:
+            why = str(error)
+        elif not core.terms.takes_pushes:
+            why, level = "the run has ended", logging.INFO
+        elif (
+            verdict is not None and verdict.kind is not VerdictKind.APPLIED and lost.tokens > self._unfinished().tokens
+        ):
+            why = f"push {verdict.push} was {verdict.kind.name}: {verdict.reason}"
+        elif not ending.push_pending and push is None:
+            why = "they were made since the last push, and the parameters may be half-way"
+        elif self.phase is SessionPhase.AWAITING:
+            why = f"no verdict of push {self.pushing.awaited} came in time; it may come yet, and count them"
+        else:
+            why = core.note or "the time to push them was too short"
+        core.log("lost", f"leaving ({reason.partition(':')[0]}) without {lost}: {why}", level)
 
     def _left(self) -> None:
         self.core.move("left", SessionPhase.LEFT)

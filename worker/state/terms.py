@@ -68,6 +68,8 @@ class Terms:
         self.tokens = 0
         self.published: Version | None = None
         self.stop = False
+        self.no_more_pushes = False
+        """The master refused one because the run ends."""
 
     def caller(self, cause: str) -> Caller:
         return Caller(self.run_id, self.epoch, self._config.cluster_id, self.incarnation, cause)
@@ -96,6 +98,12 @@ class Terms:
     def granted(self, grant: PullGrant) -> None:
         self._progressed(grant.tokens, grant.version)
         self.take_steps(grant.local_steps)
+
+    @property
+    def takes_pushes(self) -> bool:
+        """Whether a push is welcome after `stop` was said: of a drained cluster it is, at the run's end it is not."""
+        ended = 0 < self.settings.tk_max_tokens <= self.tokens
+        return not (self.no_more_pushes or ended)
 
     def take_steps(self, local_steps: int) -> None:
         self.local_steps = local_steps or self.settings.sync_every_steps

@@ -37,6 +37,9 @@ class Work:
     def mean_loss(self) -> float:
         return self.loss_sum / self.n_losses if self.n_losses else math.nan
 
+    def __str__(self) -> str:
+        return f"{self.steps} {'step' if self.steps == 1 else 'steps'} with {self.tokens} tokens"
+
 
 class WorkBook:
     """Held ranges, and the work that is pending and in the push."""
@@ -49,6 +52,8 @@ class WorkBook:
         """Some pending work stands on data that is not this cluster's any more: it can only be dropped."""
         self.times_forgotten = 0
         """How often held ranges were taken back by the master."""
+        self.dropped = Work()
+        """All that was trained here and does not count."""
 
     @property
     def tokens(self) -> int:
@@ -76,13 +81,16 @@ class WorkBook:
         self.pending = (self.in_push or Work()) + self.pending
         self.in_push = None
 
-    def decided(self) -> None:
-        """The push's ranges are APPLIED or EXCLUDED; they are the master's business now."""
+    def decided(self, *, counts: bool) -> None:
+        """The push is APPLIED (it counts) or EXCLUDED; its ranges are the master's business now."""
+        if self.in_push is not None and not counts:
+            self.dropped += replace(self.in_push, ranges=())
         self.in_push = None
 
     def drop(self) -> tuple[DataRange, ...]:
         """Forget all work; the ranges it came from, to be given back FREE."""
         self.thaw()
+        self.dropped += replace(self.pending, ranges=())
         ranges, self.pending, self.lost = self.pending.ranges, Work(), False
         return ranges
 

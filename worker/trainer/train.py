@@ -69,7 +69,7 @@ class _ClusterLoop:
         self._forgotten = 0
 
     def run(self) -> int:
-        reason = "finished"
+        reason, whole = "finished", True
         try:
             self._signals.when_heard(self._driver.request_stop)
             self._driver.start()
@@ -77,10 +77,10 @@ class _ClusterLoop:
                 self._batches.resume(self._driver.take_unused())
             self._train_until_done()
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason, whole = f"{type(error).__name__}: {error}", False
             raise
         finally:
-            self._driver.close(reason)
+            self._driver.close(reason, push_pending=whole)
             self._tape.close()
         _logger.info("left the run: %s", self._driver.exit_reason)
         return 0 if self._driver.released else self._signals.exit_code

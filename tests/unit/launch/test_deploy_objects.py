@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.deploy_files import BASE, EXAMPLE, example, with_keys, written
+from support.deploy_files import BASE, EXAMPLE, SMALL, example, with_keys, written
 
 from dips.launch.deploy import identities, plan
 from dips.launch.deploy.compare import shown
@@ -42,6 +44,25 @@ def pods(deployment: Deployment) -> Iterator[tuple[str, Object]]:
 def named(deployment: Deployment, kind: str, name: str) -> Object:
     (found,) = [one for one in objects(deployment) if (one["kind"], one["metadata"]["name"]) == (kind, name)]
     return found
+
+
+def test_a_cluster_that_is_evicted_has_the_time_to_push_its_last_steps(tmp_path: Path) -> None:
+    text = SMALL + "[worker]\nleave_wait_s = 200.5\n[master]\ngrace_s = 9\n"
+    for said, seconds in ((SMALL, 120), (text, 211 + 9 + 30)):  # 200.5 s, 10 s for the answer to Leave
+        job = named(read_deploy_file(written(tmp_path, said)), "Job", "small-cluster-a")
+        assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == seconds
+
+
+def test_the_script_for_slurm_waits_for_its_cluster_after_a_signal() -> None:
+    deployment = DEPLOYMENTS["three-sites"]
+    _, text = script(deployment, next(one for one in deployment.clusters if one.starts == "slurm"))
+    body = text[text.index("srun ") :].replace("scontrol", "echo").splitlines()
+    body[0] = "bash -c 'trap \"sleep 0.3; echo pushed; exit 143\" TERM; echo ready; while :; do sleep 0.1; done' &"
+    ended = subprocess.Popen(["bash", "-c", "\n".join(body)], stdout=subprocess.PIPE, text=True)
+    assert ended.stdout is not None
+    assert ended.stdout.readline() == "ready\n"
+    ended.send_signal(signal.SIGTERM)
+    assert ended.communicate(timeout=20)[0].split()[0] == "pushed", "and only then is it queued again"
 
 
 @each_deployment

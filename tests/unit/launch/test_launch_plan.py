@@ -57,6 +57,13 @@ def test_every_process_is_this_python_and_this_dips(plan: RunPlan, directory: Ru
     assert [spec.stage for spec in specs] == [Stage.LAST, Stage.SECOND, Stage.SECOND, *[Stage.FIRST] * 4]
 
 
+def test_a_cluster_is_given_the_time_that_it_may_take_to_leave(plan: RunPlan, directory: RunDirectory) -> None:
+    master = plan.master.model_copy(update={"round_timeout_s": 100.0, "grace_s": 7.0})
+    for grown, stop_s in ((plan, 30 + 6 + 5), (replace(plan, master=master), 100 + 6 + 7 + 5)):
+        assert {spec.stop_s for spec in cluster_specs(grown, directory, ADDRESS)} == {stop_s}
+    assert master_spec(plan, directory).stop_s == 15.0
+
+
 def test_everybody_but_the_master_is_told_where_the_master_is(plan: RunPlan, directory: RunDirectory) -> None:
     evaluator = evaluator_spec(plan, directory, ADDRESS)
     assert evaluator is not None

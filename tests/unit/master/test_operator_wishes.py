@@ -46,8 +46,6 @@ def test_drain_survives_a_restart_until_the_cluster_left() -> None:
     bench.join("a")
     bench.pull("a")
     assert bench.beat("a").stop
-    with refused_with(RefusalCode.STOPPING):
-        bench.begin_push("a")
     assert bench.status().clusters[0].note == "draining: disk swap"
     bench.result(bench.leave("a"))
     bench.join("a")

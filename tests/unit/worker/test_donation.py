@@ -197,7 +197,7 @@ def test_a_new_join_while_donating_keeps_the_work_if_the_base_stands(life: Lease
 
 def test_the_end_of_the_run_ends_a_donation(life: LeasedLife) -> None:
     life.donate()
-    life.beat(stop=True)
+    life.run_ends()
     assert life.asks(BeginPullRequest)
 
 

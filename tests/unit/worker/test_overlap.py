@@ -24,7 +24,7 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.worker.state.effects import Call, InstallMode, Snapshot, StartPull, StartPush
-from dips.worker.state.events import CallFailed, PullFailed, PushFailed, Started, StopWanted
+from dips.worker.state.events import CallFailed, PullFailed, PushFailed, Started
 from dips.worker.state.patience import BRIEF_MOST_S, BRIEF_SHARE, RULES, Stage, Wait
 from dips.worker.state.phases import SessionPhase
 from dips.worker.state.saved import SavedSession
@@ -323,7 +323,7 @@ def test_a_run_that_ends_is_waited_for_and_steps_made_meanwhile_are_not_pushed(o
     life = living(overlap)
     sending(life)
     life.train(2)
-    life.beat(stop=True)
+    life.run_ends()
     assert phase_of(life) is SessionPhase.PULLING, "what is sent in part is given up"
     assert list(life.give_back_answered()) == [life.span(0, 600)]
     life.pass_s(1.0)
@@ -340,12 +340,12 @@ def test_at_the_run_s_end_everybody_leaves_with_its_last_version_to_the_bit(over
     awaiting(life)
     life.train(2)
     if heard == "before the verdict":
-        life.beat(stop=True)
+        life.run_ends()
         assert life.phase is SessionPhase.AWAITING
     life.decide(VerdictKind.APPLIED)
     if heard == "after it":
         life.train(1)
-        life.beat(stop=True)
+        life.run_ends()
     life.grant()
     assert life.waits
     assert life.pull_ends().mode is InstallMode.REPLACE
@@ -361,7 +361,7 @@ def test_leaving_in_the_middle_ends_everything(overlap: str, stage: Stage) -> No
     STAGES[stage](life)
     life.train(1)
     life.effects.clear()
-    life.say(StopWanted("enough"))
+    life.leaves_at_once()
     assert life.phase is SessionPhase.LEAVING
     assert life.waits
     life.pass_s(10.0)

@@ -22,7 +22,7 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.worker.state.effects import InstallMode, PersistPush
-from dips.worker.state.events import PushNotRecorded, PushRecorded, Started, StopWanted
+from dips.worker.state.events import PushNotRecorded, PushRecorded, Started
 from dips.worker.state.phases import SessionPhase
 from dips.worker.state.push_record import PushRecord
 from dips.worker.state.saved import SavedSession
@@ -55,7 +55,7 @@ def test_there_is_nothing_to_save_before_the_first_version_and_after_the_end(lif
     fresh.say(Started())
     fresh.join()
     assert fresh.session.saved() is None
-    life.say(StopWanted("enough"))
+    life.leaves_at_once()
     assert life.session.saved() is None
 
 
@@ -363,7 +363,7 @@ def _fenced(life: LeasedLife) -> None:
 
 
 def _stopped(life: LeasedLife) -> None:
-    life.say(StopWanted("enough"))
+    life.leaves_at_once()
 
 
 @pytest.mark.parametrize("meanwhile", [_fenced, _stopped])

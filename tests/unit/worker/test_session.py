@@ -16,12 +16,14 @@ from dips.core.errors import (
     RemoteProtocolError,
     RetryLater,
 )
-from dips.core.ids import Incarnation, Version
+from dips.core.ids import Incarnation, RoundId, Version
 from dips.core.messages import (
+    Admitted,
     AwaitVerdictReply,
     AwaitVerdictRequest,
     BeginPullReply,
     BeginPullRequest,
+    BeginPushReply,
     BeginPushRequest,
     Busy,
     DataMode,
@@ -35,6 +37,8 @@ from dips.core.messages import (
     LeaseDataReply,
     LeaseDataRequest,
     LeaveRequest,
+    Stale,
+    StaleKind,
     VerdictKind,
 )
 from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_VERSION
@@ -513,7 +517,7 @@ def test_progress_never_runs_back_on_one_timeline(life: Life) -> None:
 def test_the_runs_end_pulls_the_last_version_and_leaves(life: Life) -> None:
     life.train(2)
     life.published = Version(1, 9)
-    life.beat(stop=True)
+    life.run_ends()
     assert phase_of(life) is SessionPhase.PULLING
     assert life.waits
     assert life.asked(BeginPullRequest).at_least == Version(1, 9)
@@ -526,7 +530,7 @@ def test_the_runs_end_pulls_the_last_version_and_leaves(life: Life) -> None:
 
 def test_the_runs_end_waits_for_the_open_verdict(life: Life) -> None:
     life.awaiting()
-    life.beat(stop=True)
+    life.run_ends()
     assert life.phase is SessionPhase.AWAITING
     life.decide(VerdictKind.APPLIED)
     life.pulled()
@@ -536,17 +540,17 @@ def test_the_runs_end_waits_for_the_open_verdict(life: Life) -> None:
 def test_the_runs_end_gives_up_a_push_that_is_not_complete(life: Life) -> None:
     life.push_begun()
     start = life.ticket()
-    life.beat(stop=True)
+    life.run_ends()
     assert life.take(CancelTransfer).transfer_id == start.transfer_id
     life.pulled()
     life.left()
 
 
 def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: Life) -> None:
-    life.beat(stop=True)
+    life.run_ends()
     life.grant()
     life.published = Version(1, 6)
-    life.beat(stop=True)
+    life.run_ends()
     life.say(Pulled(life.take(StartPull).transfer_id, 0.1))
     assert life.asked(BeginPullRequest).at_least == Version(1, 6)
     life.pulled()
@@ -554,7 +558,7 @@ def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: Life) 
 
 
 def test_the_runs_end_is_left_in_time_even_when_no_version_can_be_pulled(life: Life) -> None:
-    life.beat(stop=True)
+    life.run_ends()
     life.answer(BeginPullRequest, BeginPullReply(Busy(0.5, "slave s0 is away")))
     life.pass_s(30.0)
     assert "could not be pulled" in life.left().reason
@@ -564,23 +568,20 @@ def test_a_push_refused_because_the_run_ends_waits_for_the_heartbeats_word(life:
     life.push_begun()
     life.refuse(BeginPushRequest, RefusalCode.STOPPING)
     assert phase_of(life) is SessionPhase.BEGINNING_PUSH
-    life.beat(stop=True)
+    life.run_ends()
     assert phase_of(life) is SessionPhase.PULLING
 
 
-@pytest.mark.parametrize("stretch", ["training", "pushing", "awaiting", "pulling"])
-def test_a_stop_from_outside_leaves_from_every_phase(life: Life, stretch: str) -> None:
-    if stretch == "pushing":
-        life.push_begun()
-        life.ticket()
-    elif stretch != "training":
-        life.awaiting()
+@pytest.mark.parametrize("stretch", ["training", "pulling"])
+def test_a_stop_from_outside_leaves_at_once_where_nothing_is_undecided(life: Life, stretch: str) -> None:
     if stretch == "pulling":
+        life.awaiting()
         life.decide(VerdictKind.APPLIED)
         life.grant()
     life.say(StopWanted("SIGTERM"))
     assert life.left().reason == "SIGTERM"
     assert life.finished is not None
+    assert "lost" not in said(life)
 
 
 def test_leaving_comes_after_the_small_calls(life: Life) -> None:
@@ -614,7 +615,7 @@ def test_nothing_moves_after_the_end(life: Life) -> None:
     life.left()
     n = len(life.every)
     life.say(Stepped(TOKENS))
-    life.beat(stop=True)
+    life.run_ends()
     life.pass_s(100)
     assert len(life.every) == n
 
@@ -635,3 +636,186 @@ def test_every_record_names_its_cause(life: Life) -> None:
     kinds = [record.kind for record in records]
     assert kinds == ["joined", "installed", "push_begun", "push_sent", "admitted", "verdict", "installed"]
     assert {record.cause for record in records[2:]} == {"a/1.1#1"}
+
+
+# ---- what leaving finishes first ----
+
+
+def said(life: Life) -> dict[str, str]:
+    """The newest sentence of each key."""
+    return {effect.key: effect.sentence for effect in life.every if isinstance(effect, Log)}
+
+
+def test_leaving_pushes_the_last_steps_and_waits_for_their_verdict(life: Life) -> None:
+    life.train(3)
+    life.say(StopWanted("the training loop has ended"))
+    assert life.waits
+    push = life.asked(BeginPushRequest)
+    assert (push.steps, push.tokens) == (3, 3 * TOKENS)
+    life.sent(life.ticket())
+    life.admitted()
+    assert not life.asks(LeaveRequest)
+    life.decide(VerdictKind.APPLIED)
+    life.left()
+    assert not life.asks(BeginPullRequest), "the model stays this cluster's own"
+    assert "once 3 steps with 300 tokens are pushed" in said(life)["leave"]
+    assert "lost" not in said(life)
+
+
+@pytest.mark.parametrize("stage", ["begun", "sending", "sent", "admitted"])
+def test_leaving_finishes_the_open_push_and_pushes_what_came_after_it(life: Life, stage: str) -> None:
+    life.push_begun()
+    life.train(2)
+    if stage == "begun":
+        life.say(StopWanted("enough"))
+    start = life.ticket()
+    if stage == "sending":
+        life.say(StopWanted("enough"))
+    life.sent(start)
+    if stage == "sent":
+        life.say(StopWanted("enough"))
+    life.admitted()
+    life.say(StopWanted("enough"))
+    life.decide(VerdictKind.APPLIED)
+    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
+    assert life.asked(BeginPushRequest).steps == 2
+    life.sent(life.ticket())
+    life.admitted()
+    life.decide(VerdictKind.APPLIED)
+    life.left()
+    assert "lost" not in said(life)
+
+
+def test_after_an_error_the_open_push_is_decided_and_later_steps_are_said_to_be_lost(life: Life) -> None:
+    life.awaiting()
+    life.train(2)
+    life.say(StopWanted("ValueError: no", push_pending=False))
+    assert not life.asks(LeaveRequest)
+    life.decide(VerdictKind.APPLIED)
+    life.left()
+    assert said(life)["lost"] == (
+        "leaving (ValueError) without 2 steps with 200 tokens: they were made since the last push, and the "
+        "parameters may be half-way"
+    )
+
+
+def test_what_cannot_be_pushed_in_time_is_said_with_the_reason(life: Life) -> None:
+    life.train(3)
+    life.say(StopWanted("enough"))
+    life.answer(BeginPushRequest, BeginPushReply(Busy(0.5, "slave s0 is away")))
+    life.pass_s(29.9)
+    assert not life.asks(LeaveRequest)
+    life.pass_s(0.2)
+    life.left()
+    assert said(life)["lost"] == "leaving (enough) without 3 steps with 300 tokens: slave s0 is away"
+
+
+def test_an_excluded_last_push_is_said_with_what_it_held(life: Life) -> None:
+    life.push_begun()
+    life.train(1)
+    life.say(StopWanted("enough"))
+    life.sent(life.ticket())
+    life.admitted()
+    life.decide(VerdictKind.EXCLUDED)
+    life.left()
+    assert "without 5 steps with 500 tokens: push a/1.1#1 was EXCLUDED: because EXCLUDED" in said(life)["lost"]
+
+
+def test_an_undecided_last_push_is_said_to_be_one(life: Life) -> None:
+    life.awaiting()
+    life.say(StopWanted("enough"))
+    life.pass_s(31.1)
+    life.left()
+    assert "4 steps with 400 tokens: no verdict of push a/1.1#1 came in time; it may come yet" in said(life)["lost"]
+
+
+def test_leaving_waits_for_the_window_that_the_master_named(life: Life) -> None:
+    """Unless a bound was set by hand."""
+    for config, waits_s in ((session_config(), 130.0), (session_config(leave_wait_s=5.0), 5.0)):
+        life = Life(config)
+        life.begin()
+        life.train(1)
+        life.say(StopWanted("enough"))
+        life.sent(life.ticket())
+        life.answer(FinishPushRequest, FinishPushReply(Admitted(RoundId(1, 1), 100.0)))
+        life.pass_s(waits_s - 0.1)
+        assert phase_of(life) is SessionPhase.AWAITING
+        life.pass_s(0.2)
+        assert phase_of(life) is SessionPhase.LEAVING
+
+
+def test_a_stale_last_push_is_rebased_and_pushed(life: Life) -> None:
+    life.train(2)
+    life.say(StopWanted("enough"))
+    life.answer(BeginPushRequest, BeginPushReply(Stale(StaleKind.VERSIONS, "too old")))
+    assert life.pulled().mode is InstallMode.REBASE_FROM_BASE
+    assert life.asked(BeginPushRequest).steps == 2
+
+
+def test_a_master_that_restarts_while_a_cluster_leaves_is_joined_again_for_the_last_push(life: Life) -> None:
+    life.train(2)
+    life.say(StopWanted("enough"))
+    life.beat(epoch=2)
+    life.epoch = 2
+    life.join()
+    assert life.asked(BeginPushRequest).steps == 2
+
+
+def test_a_push_that_is_aborted_again_and_again_is_not_begun_in_a_loop(life: Life) -> None:
+    life.train(2)
+    life.say(StopWanted("enough"))
+    for _ in range(2):
+        life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED)))
+    assert phase_of(life) is SessionPhase.TRAINING
+    assert not life.asks(BeginPushRequest)
+    life.pass_s(1.1)
+    assert life.asks(BeginPushRequest)
+
+
+def test_leaving_when_the_run_has_ended_says_what_is_not_part_of_it(life: Life) -> None:
+    life.train(2)
+    life.say(StopWanted("enough"))
+    life.refuse(BeginPushRequest, RefusalCode.STOPPING)
+    life.left()
+    assert said(life)["lost"] == "leaving (enough) without 2 steps with 200 tokens: the run has ended"
+
+
+def test_whoever_asks_again_in_a_hurry_does_not_wait(life: Life) -> None:
+    life.train(2)
+    life.say(StopWanted("SIGINT"))
+    life.say(StopWanted("KeyboardInterrupt", push_pending=False))
+    life.left()
+    assert "2 steps with 200 tokens" in said(life)["lost"]
+
+
+def test_a_drained_cluster_pushes_its_last_steps_and_pulls_the_last_version(life: Life) -> None:
+    life.train(3)
+    life.beat(stop=True)
+    assert life.waits
+    assert life.asked(BeginPushRequest).steps == 3
+    life.sent(life.ticket())
+    life.admitted()
+    life.decide(VerdictKind.APPLIED)
+    assert life.pulled().mode is InstallMode.REPLACE
+    life.left()
+    assert "lost" not in said(life)
+
+
+def test_a_run_that_was_stopped_takes_no_last_push_and_its_last_version_is_pulled(life: Life) -> None:
+    """Its master said so in the same way as to a cluster that is drained."""
+    life.train(3)
+    life.beat(stop=True)
+    life.refuse(BeginPushRequest, RefusalCode.STOPPING)
+    assert phase_of(life) is SessionPhase.PULLING
+    life.pulled()
+    assert life.left().reason == "the run has ended"
+    assert said(life)["lost"] == "leaving (the run has ended) without 3 steps with 300 tokens: the run has ended"
+
+
+def test_a_last_push_of_a_drained_cluster_that_takes_too_long_leaves_time_for_the_last_version(life: Life) -> None:
+    life.train(3)
+    life.beat(stop=True)
+    start = life.ticket()
+    life.pass_s(15.1)
+    assert life.take(CancelTransfer).transfer_id == start.transfer_id
+    assert phase_of(life) is SessionPhase.PULLING

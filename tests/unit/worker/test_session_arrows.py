@@ -88,7 +88,7 @@ def lives() -> list[Life]:
     made = [make() for make in PRESENT]
     for make in PRESENT:
         life = make()
-        life.say(StopWanted("enough"))
+        life.leaves_at_once()
         life.left()
         made.append(life)
         life = make()
@@ -123,7 +123,7 @@ def stopped_while_joining_again() -> Life:
 def pulled_to_the_end() -> Life:
     life = pulling()
     life.pulled()
-    life.beat(stop=True)
+    life.run_ends()
     return life
 
 
@@ -149,7 +149,7 @@ def pushes_answered() -> list[Life]:
             made.append(life)
     for make in (beginning, transferring):
         life = make()
-        life.beat(stop=True)
+        life.run_ends()
         made.append(life)
     life = beginning()
     life.say(PushFailed(life.ticket().transfer_id, "lost"))

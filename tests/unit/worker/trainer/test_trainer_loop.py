@@ -103,7 +103,8 @@ class ScriptedDriver:
         self.done = True
         self.exit_reason = "asked to stop"
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, *, push_pending: bool) -> None:
+        assert push_pending == (reason == "finished"), "after an error the parameters may be half-way"
         self.closed.append(reason)
 
 
