@@ -28,4 +28,7 @@ def test_rounds_of_ten_thousand_tensors_equal_diloco_to_the_last_bit(tmp_path: P
     for n, pushed in enumerate(trained(cluster)[:ROUNDS], start=1):
         theta, momentum = diloco(theta, momentum, [pushed])
         assert np.array_equal(theta, installed[n]), f"round {n}"
-    assert len(installed) == ROUNDS + 1
+    # The cluster learns of the run's end from a beat. If it has the last version by then and trains on, it drops what
+    # it made since, and installs the same version again.
+    assert len(installed) in (ROUNDS + 1, ROUNDS + 2)
+    assert all(np.array_equal(installed[ROUNDS], again) for again in installed[ROUNDS + 1 :])

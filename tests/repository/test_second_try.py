@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import run_all as script
 from support.repository import ROOT
 
 FAILS_ONCE = """
@@ -19,8 +20,15 @@ def test_it() -> None:
 """
 
 
+SECOND = "PASSED ONLY AT THE SECOND TRY, alone: find out why, a second try hides it"
+
 ALONE = "-n0"
 """Where it does not matter that files run side by side: each worker of xdist takes seconds to start."""
+
+
+@pytest.fixture(autouse=True)
+def _notes_nothing_for_the_run_that_this_is_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(script.NOTED, raising=False)
 
 
 def run_all(directory: Path, where: str, test: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -32,10 +40,36 @@ def run_all(directory: Path, where: str, test: str, *options: str) -> subprocess
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=100)
 
 
-def test_what_passes_alone_is_said_to_have_failed_once(tmp_path: Path) -> None:
+def test_what_passes_alone_is_said_loudly_and_noted_for_the_whole_of_all_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = tmp_path / "second-tries"
+    monkeypatch.setenv("DIPS_SECOND_TRIES", str(noted))
     done = run_all(tmp_path, "integration", FAILS_ONCE)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.endswith("failed once under load, passed alone: 1\n  tests/integration/test_x.py::test_it\n")
+    assert done.stdout.endswith(f"{SECOND}: 1\n  tests/integration/test_x.py::test_it\n")
+    assert noted.read_text() == "tests/integration/test_x.py::test_it\n"
+
+
+def test_a_second_try_fails_the_whole_unless_it_is_listed_with_a_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noted, known = tmp_path / "noted", tmp_path / "known"
+    known.write_text("# words\ntests/a.py::test_a  # two clocks\n")
+    assert script.judge_second_tries(noted, known) == 0, "nothing needed one"
+    noted.write_text("tests/a.py::test_a\n")
+    assert script.judge_second_tries(noted, known) == 0
+    assert "tests/a.py::test_a: two clocks" in capsys.readouterr().out
+    noted.write_text("tests/a.py::test_a\nmake page-test\n")
+    assert script.judge_second_tries(noted, known) == 1
+    assert capsys.readouterr().out.endswith("why, or list it with its reason: 1\n  make page-test\n")
+    known.write_text("tests/a.py::test_a\n")
+    with pytest.raises(ValueError, match="the reason"):
+        script.listed(known)
+
+
+def test_no_test_is_listed_as_in_need_of_a_second_try() -> None:
+    assert script.listed() == {}
 
 
 @pytest.mark.parametrize("kind", ["faults", "endurance"])
@@ -43,7 +77,7 @@ def test_tests_that_need_an_option_get_it_again(tmp_path: Path, kind: str) -> No
     marked = FAILS_ONCE.replace("def test_it", f"import pytest\n@pytest.mark.{kind}\ndef test_it")
     done = run_all(tmp_path, kind, marked, f"--{kind}")
     assert done.returncode == 0, done.stdout
-    assert done.stdout.endswith(f"failed once under load, passed alone: 1\n  tests/{kind}/test_x.py::test_it\n")
+    assert done.stdout.endswith(f"{SECOND}: 1\n  tests/{kind}/test_x.py::test_it\n")
 
 
 @pytest.mark.parametrize("kind", ["faults", "endurance"])
