@@ -31,13 +31,21 @@ def verify(
         bool,
         typer.Option("--replay", help="Also compute every version again from the pushes that slaves recorded."),
     ] = False,
+    allow_skipped: Annotated[
+        bool,
+        typer.Option("--allow-skipped", help="With --replay: versions whose pushes are not here are left out."),
+    ] = False,
+    without_tape: Annotated[
+        list[str] | None,
+        typer.Option("--without-tape", metavar="NAME", help="A process (master, or a name) that left no tape here."),
+    ] = None,
 ) -> int:
     """Check every promise about state against the journal, all tapes, and the slaves' snapshots of a run.
 
     Reads only, also while the run goes on. Exit code 0: all promises hold. 7: one is violated, or no record proves it.
     1: a record cannot be read. 2: there is no run.
     """
-    report = verify_run(run_dir, replay)
+    report = verify_run(run_dir, replay, allow_skipped=allow_skipped, without=without_tape or ())
     if as_json:
         print(json.dumps(report.to_json(), indent=2))
     else:

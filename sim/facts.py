@@ -253,7 +253,9 @@ class History:
     said: dict[Push, str] = field(default_factory=dict)
     """What this life of the master said; what it did not tell anybody may be decided otherwise in the next."""
     published: set[Pair] = field(default_factory=set)
-    unproven: list[Decision] = field(default_factory=list)
+    unproven: list[tuple[Decision, int]] = field(default_factory=list)
+    """Records that some tape does not cover, and how many times the run had gone back by then."""
+    went_back: int = 0
     leased: bool | None = None
     judging: Judging = field(default_factory=Judging)
 
@@ -308,6 +310,7 @@ class History:
         if made.kind == "ADOPT":
             self.lossy = True
         if made.kind in ("ADOPT", "ROLLBACK"):
+            self.went_back += 1
             self._forget_newer(made)
         for item in made.participants:
             self._decide(made, item)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -27,10 +28,13 @@ from dips.core.placement import Placement
 from dips.sim.facts import MERGES, Decision, Pair, decision_of, pair, say_round, say_version, short
 from dips.sim.judgement import near
 from dips.sim.verify_records import RunRecords
+from dips.slave.push_record import FORMAT, checksum
 
 F32 = NDArray[np.float32]
 
-FORMAT = "dips-round-2"
+WITHOUT_CHECKSUMS = "dips-round-2"
+"""What an older release wrote."""
+
 FOLDER = "pushes"
 
 
@@ -38,7 +42,7 @@ FOLDER = "pushes"
 class Replayed:
     """versions: computed again on every slave; shards: digests compared; wrong: sentences; skipped: why a version was
     not computed. judged: rounds whose norms were measured again; misjudged: sentences about norms, and about numbers of
-    the step that slaves recorded and the COMMIT record says otherwise."""
+    the step that slaves recorded and the COMMIT record says otherwise. unproven: what nothing vouches for."""
 
     versions: int = 0
     shards: int = 0
@@ -46,6 +50,7 @@ class Replayed:
     skipped: list[str] = field(default_factory=list)
     judged: int = 0
     misjudged: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -55,6 +60,7 @@ class Replayed:
             "skipped": self.skipped,
             "judged": self.judged,
             "misjudged": self.misjudged,
+            "unproven": self.unproven,
         }
 
 
@@ -72,6 +78,7 @@ def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
     places = _Places(records)
     made = [decision_of(record) for record in records.journal if record["kind"] in MERGES]
     result = Replayed()
+    staged = _Staged(records)
     kept: dict[str, dict[Pair, _State]] = {}
     for record in records.journal:
         decision = decision_of(record) if record["kind"] in MERGES else None
@@ -84,7 +91,7 @@ def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
         slaves = sorted(folders.keys() & decision.digests.keys())
         measured = _Measured(decision)
         done = [
-            _replay_one(decision, slave, folders, kept.setdefault(slave, {}), places.blocks(slave), result, measured)
+            _replay_one(decision, slave, folders, kept.setdefault(slave, {}), places.blocks(slave), staged, result, measured)
             for slave in slaves
         ]
         result.versions += bool(done) and all(done)
@@ -95,7 +102,7 @@ def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
     result.skipped += [f"slave {slave} recorded no pushes" for slave in missing]
     if result.shards == 0:
         reasons = "; ".join(result.skipped[:3]) or "the journal committed no version"
-        raise ConfigError(f"no version can be replayed: {reasons}")
+        result.unproven.append(f"no version can be computed again: {reasons}")
     return result
 
 
@@ -183,6 +190,7 @@ def _replay_one(
     folders: Mapping[str, Path],
     kept: dict[Pair, _State],
     blocks: Sequence[Block],
+    staged: _Staged,
     result: Replayed,
     measured: _Measured,
 ) -> bool:
@@ -207,13 +215,20 @@ def _replay_one(
         return False
     n_trained = sum(block.n_elems for block in blocks if not block.averaged)
     base = kept[before] if before is not None else None
-    rows = np.stack([_push(folders[slave] / str(item["file"])) for item in recorded["accepted"]])
+    rows = np.stack([_push(folders[slave] / str(item["file"]), item.get("xxh3_128")) for item in recorded["accepted"]])
     if base is not None and made.judgement is not None:
         measured.add(base.theta, rows, blocks)
     after = _step(rows, recorded, base, n_trained)
     kept[made.version] = after
     _forget_old(kept)
     _same_pushes(made, recorded, name, result)
+    if recorded["format"] == WITHOUT_CHECKSUMS:
+        result.unproven.append(f"{path} and its pushes have no checksums: an older release wrote them")
+    if recorded["slave_id"] != slave:
+        result.wrong.append(f"{name}: the recorded round is of slave {recorded['slave_id']}")
+    if recorded["digest"] != made.digests.get(slave):
+        result.wrong.append(f"{name} was recorded as {short(str(recorded['digest']))}, not as {made} says")
+    staged.compare(recorded, slave, rows, blocks, name, result)
     result.misjudged += _other_numbers(made, recorded, name, n_trained < rows.shape[1])
     return _compare(made, slave, after, blocks, int(recorded["chunk_bytes"]), name, result)
 
@@ -237,6 +252,37 @@ def _same_pushes(made: Decision, recorded: Mapping[str, Any], name: str, result:
     said = [str(item["push"]) for item in recorded["accepted"]]
     if merged != said:
         result.wrong.append(f"{name} was made of pushes {', '.join(said)}, but its record says {', '.join(merged)}")
+
+
+class _Staged:
+    """What slaves' tapes say of the pushes that they held, where a push is kept as it came: as full numbers."""
+
+    def __init__(self, records: RunRecords) -> None:
+        self._plain = {
+            str(line.fields["push"])
+            for line in records.lines["master"]
+            if line.kind == "ticket" and line.fields.get("wire") == "F32"
+        }
+        self._digests: dict[tuple[str, str], set[str]] = {}
+        for line in records.lines["slave"]:
+            if line.kind == "staged":
+                key = (line.name, str(line.fields["push"]))
+                self._digests.setdefault(key, set()).add(str(line.fields.get("digest")))
+
+    def compare(
+        self, recorded: Mapping[str, Any], slave: str, rows: F32, blocks: Sequence[Block], name: str, result: Replayed
+    ) -> None:
+        """The recorded pushes are those that were staged."""
+        for item, row in zip(recorded["accepted"], rows, strict=True):
+            said = self._digests.get((slave, str(item["push"])))
+            if said is None or str(item["push"]) not in self._plain:
+                continue
+            digest = digest_of_array(row, blocks, int(recorded["chunk_bytes"])).hex()
+            if digest not in said:
+                held = ", ".join(short(known) for known in sorted(said))
+                result.wrong.append(
+                    f"{name}: push {item['push']} is recorded as {short(digest)}, but the slave's tape says {held}"
+                )
 
 
 def _compare(
@@ -338,8 +384,10 @@ def _step(rows: F32, recorded: Mapping[str, Any], before: _State | None, n_train
     return _State(theta, momentum)
 
 
-def _push(path: Path) -> F32:
+def _push(path: Path, said: str | None) -> F32:
     try:
+        if said is not None and _sum_of(path) != said:
+            raise ConfigError(f"recorded push {path} is not what was written: its checksum differs; restore it")
         push = load_file(path)["push"]
     except (OSError, KeyError, SafetensorError) as error:
         raise ConfigError(
@@ -348,11 +396,21 @@ def _push(path: Path) -> F32:
     return np.ascontiguousarray(push, np.float32)
 
 
+def _sum_of(path: Path) -> str:
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            found.update(piece)
+    return found.hexdigest()
+
+
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         raw = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"recorded round {path} cannot be read: {error}") from error
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+    if not isinstance(raw, dict) or raw.get("format") not in (FORMAT, WITHOUT_CHECKSUMS):
         raise ConfigError(f"recorded round {path} is not of this release: it should say {FORMAT}")
+    if raw["format"] == FORMAT and raw.get("xxh3_128") != checksum(raw):
+        raise ConfigError(f"recorded round {path} is not what was written: its checksum differs; restore it")
     return raw

@@ -8,13 +8,13 @@ cannot see.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
 from dips.core.errors import DipsError
-from dips.sim.evidence import NAME, PROMISE, Evidence, judge_evidence, put_back
+from dips.sim.evidence import NAME, PROMISE, SPEAKS, Evidence, ended_without_a_word, judge_evidence, put_back
 from dips.sim.facts import REMEMBERED
 from dips.sim.invariants import INVARIANTS, Checker, Violation
 from dips.sim.judgement import Judging
@@ -105,17 +105,28 @@ class VerifyReport:
         }
 
 
-def verify_run(run_dir: Path, replay: bool = False) -> VerifyReport:
+def verify_run(
+    run_dir: Path, replay: bool = False, *, allow_skipped: bool = False, without: Collection[str] = ()
+) -> VerifyReport:
     """Check all that a run recorded; `replay` also computes every version again from the recorded pushes.
 
+    allow_skipped: versions that cannot be computed again, for want of a recorded push, are said and no more. without:
+    names of processes whose tapes were never in the directory.
     Raises ConfigError when there is no run or (with replay) no recorded push, FatalError when its journal is damaged.
     """
     records = read_run(run_dir, keep=_wanted)
     checker = check_records(records)
     replayed = replay_run(run_dir, records) if replay else None
-    evidence = judge_evidence(records)
+    evidence = judge_evidence(records, checker.history, without)
+    if replayed is not None:
+        evidence.unproven += replayed.unproven
+        if replayed.skipped and not allow_skipped:
+            evidence.unproven.append(
+                f"{len(replayed.skipped)} shards were not computed again, the first because: {replayed.skipped[0]} "
+                "(--allow-skipped takes the others for enough)"
+            )
     violations = [*checker.violations, *evidence.violations, *(_of_replay(replayed) if replayed is not None else ())]
-    notes = [*records.notes, *_missing_tapes(checker, records), *_not_recomputed(checker.history.judging)]
+    notes = [*records.notes, *_not_recomputed(checker.history.judging), *ended_without_a_word(records)]
     return VerifyReport(
         run_dir=run_dir,
         run_id=records.run_id,
@@ -166,7 +177,7 @@ def check_records(records: RunRecords) -> Checker:
     return checker
 
 
-_USED = REMEMBERED.union(*(item.listens for item in INVARIANTS), {("master", "epoch"), ("master", "journaled")})
+_USED = REMEMBERED.union(*(item.listens for item in INVARIANTS), {("master", "epoch")}, SPEAKS)
 
 
 def _wanted(role: str, kind: str) -> bool:
@@ -232,19 +243,6 @@ def _why_none(name: str, records: RunRecords) -> tuple[str, str]:
     if name == "I12" and ledger is not None and ledger.get("data_plan") and ledger.get("leases") is None:
         return NOT_APPLICABLE, _OWN_DATA
     return UNPROVEN, "no record speaks of it"
-
-
-def _missing_tapes(checker: Checker, records: RunRecords) -> list[str]:
-    """Processes that the journal names and that left no tape here."""
-    tapes, commits = records.tapes, checker.history.commits.values()
-    slaves = {slave for made in commits for slave in made.digests}
-    clusters = {item.push[0] for made in commits for item in made.participants}
-    named: list[tuple[str, str, str]] = [("slave", "slave", name) for name in sorted(slaves)]
-    named += [("worker", "cluster", name) for name in sorted(clusters)]
-    notes = [f"no tape of {what} {name} is here" for role, what, name in named if (role, name) not in tapes]
-    if not any(role == "master" for role, _ in tapes):
-        notes.insert(0, "no tape of the master is here")
-    return notes
 
 
 def _not_recomputed(judging: Judging) -> list[str]:

@@ -58,8 +58,9 @@ class RunRecords:
     """Everything that was recorded of a run.
 
     journal: the records' content; rows: the same records as the journal's file has them. tapes: role and name of the
-    processes that left one. problems: what is there and cannot be used. unproven: what nothing vouches for. notes: what
-    is not there.
+    processes that left one; gaps: of those that lost lines to a full disk; tape_names: whose tape a file is;
+    last_kinds: the kind of each tape's last line. problems: what is there and cannot be used. unproven: what nothing
+    vouches for. notes: what is not there.
     """
 
     run_dir: Path
@@ -74,6 +75,9 @@ class RunRecords:
     unproven: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     tapes: set[tuple[str, str]] = field(default_factory=set)
+    gaps: set[tuple[str, str]] = field(default_factory=set)
+    tape_names: dict[Path, str] = field(default_factory=dict)
+    last_kinds: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, files: bool = True) -> RunRecords:
@@ -87,11 +91,18 @@ def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, file
     _read_tapes(records, tapes, ("master", "worker", "launch"), keep)
     _read_journal(records, master_directory(run_dir))
     _read_tapes(records, tapes, ("slave",), keep)
-    for path in sorted(run_dir.rglob("manifest-*.json")):
-        found = _stored(records, path, files)
-        if found is not None:
-            records.manifests.append(found)
+    _read_manifests(records, files)
     return records
+
+
+def _read_manifests(records: RunRecords, files: bool) -> None:
+    """All of them. A live slave may give the place of one that was listed to another: then they are listed again."""
+    for _ in range(TRIES):
+        paths = sorted(records.run_dir.rglob("manifest-*.json"))
+        found = [(path, _stored(records, path, files)) for path in paths]
+        records.manifests = [item for _, item in found if item is not None]
+        if len(records.manifests) == len(found) or records.problems:
+            return
 
 
 # ---- tapes ----
@@ -134,7 +145,10 @@ def _read_tapes(
             line = _line(event, path)
             bare += not vouched
             records.tapes.add((line.role, line.name))
+            records.tape_names[path] = line.name
+            records.last_kinds[line.role, line.name] = line.kind
             if line.kind == "gap":
+                records.gaps.add((line.role, line.name))
                 lost = line.fields.get("lost")
                 records.notes.append(f"the tape of {line.role} {line.name} lost {lost} events: its disk was full")
             if keep is None or keep(line.role, line.kind):
@@ -234,7 +248,8 @@ def _stored(records: RunRecords, path: Path, files: bool) -> StoredManifest | No
             return StoredManifest(found.slave_id, path, json.loads(data)["body"], counts)
         except (SnapshotError, OSError) as error:
             if attempt == TRIES - 1 or _unchanged(path, data):
-                records.problems.append(str(error))
+                said = f"{error.filename} cannot be read: {error.strerror}" if isinstance(error, OSError) else error
+                records.problems.append(str(said))
                 return None
     return None
 

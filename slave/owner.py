@@ -4,16 +4,16 @@ from every other directory by a number that was drawn for it once."""
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import secrets
 from pathlib import Path
 
 from dips.core.errors import ConfigError
-from dips.slave.durable import Disk, replace_durably
-from dips.slave.promise import read_small
+from dips.slave.durable import Disk
+from dips.slave.promise import read_small, write_small
 
 IDENTITY = "identity.json"
+KEYS = frozenset({"run_id", "slave_id", "directory_id"})
 DRAWN_BYTES = 16
 
 
@@ -51,7 +51,7 @@ def claim(disk: Disk, run_id: str, slave_id: str) -> bytes:
             "release that it began with (`dips export` keeps its model), or give another directory"
         )
     ours = {"run_id": run_id, "slave_id": slave_id}
-    theirs = read_small(disk, IDENTITY) if IDENTITY in names else dict[str, object](ours)
+    theirs = read_small(disk, IDENTITY, KEYS) if IDENTITY in names else dict[str, object](ours)
     if {key: theirs.get(key) for key in ours} != ours:
         raise ConfigError(
             f"the directory {disk.where('')} belongs to slave {theirs.get('slave_id')!r} of run "
@@ -69,6 +69,6 @@ def claim(disk: Disk, run_id: str, slave_id: str) -> bytes:
 
 def _write(disk: Disk, body: dict[str, str]) -> None:
     try:
-        replace_durably(disk, IDENTITY, json.dumps(body).encode())
+        write_small(disk, IDENTITY, body)
     except OSError as error:
         raise ConfigError(f"{disk.where(IDENTITY)} cannot be written: {error.strerror}") from error

@@ -6,6 +6,9 @@ Must never sink, and must never be guessed: a promise that cannot be read ends t
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+
+import xxhash
 
 from dips.core.errors import ConfigError
 from dips.slave.durable import Disk, replace_durably
@@ -18,18 +21,20 @@ class Promise:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self.epoch = _read(disk) if NAME in disk.names() else 0
+        self.epoch = read_promise(disk) if NAME in disk.names() else 0
 
     def save(self, epoch: int) -> None:
         """Durable when this returns. A smaller epoch than the one promised changes nothing. Raises OSError."""
         if epoch > self.epoch:
-            replace_durably(self._disk, NAME, json.dumps({"promised_epoch": epoch}).encode())
+            write_small(self._disk, NAME, {"promised_epoch": epoch})
             self.epoch = epoch
 
 
-def _read(disk: Disk) -> int:
-    epoch = read_small(disk, NAME).get("promised_epoch")
-    if not isinstance(epoch, int) or epoch < 0:
+def read_promise(disk: Disk) -> int:
+    """The epoch in the file. Raises ConfigError when it is damaged."""
+    body = read_small(disk, NAME)
+    epoch = body.get("promised_epoch")
+    if not isinstance(epoch, int) or epoch < 0 or len(body) > 1:
         raise ConfigError(f"{disk.where(NAME)} holds no epoch: this slave must not guess what it promised; {_REMEDY}")
     return epoch
 
@@ -40,11 +45,25 @@ def read_small(disk: Disk, name: str) -> dict[str, object]:
     try:
         with disk.open(name) as file:
             body = json.loads(file.read())
+        # A release before this one wrote no checksum.
+        if not isinstance(body, dict) or body.pop(_CHECKSUM, _sum(body)) != _sum(body):
+            raise ConfigError(f"{where} is not what a slave wrote; {_REMEDY}")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where} cannot be read: {error}; {_REMEDY}") from error
-    if not isinstance(body, dict):
-        raise ConfigError(f"{where} is not what a slave wrote; {_REMEDY}")
     return body
+
+
+def write_small(disk: Disk, name: str, body: Mapping[str, object]) -> None:
+    """Replace a small JSON file, with its checksum. Raises OSError."""
+    replace_durably(disk, name, json.dumps({**body, _CHECKSUM: _sum(body)}).encode())
+
+
+def _sum(body: Mapping[str, object]) -> str:
+    said = {key: value for key, value in body.items() if key != _CHECKSUM}
+    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True).encode())
+
+
+_CHECKSUM = "xxh3_128"
 
 
 _REMEDY = "restore it from a copy, or begin anew in an empty directory"

@@ -3,7 +3,8 @@
 Off by default, because it costs 4 bytes of disk for each parameter and push, for ever. For round r1.7 the directory
 `pushes/` has one safetensors file for each accepted push (`r1.7-0.safetensors`: the tensor "push", float32, this
 slave's blocks in block-id order) and, once all of them are durable, `round-r1.7.json` with every scalar of the outer
-step (docs/storage.md). Rounds that were given up leave theirs, too: the COMMIT records say which ones count.
+step, the checksum of each file, and one of itself (docs/storage.md). Rounds that were given up leave theirs, too: the
+COMMIT records say which ones count.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from dips.core.failpoints import failpoint
 from dips.core.messages import Prepare, SnapshotInfo
 from dips.slave.durable import LocalDisk, replace_durably
 from dips.slave.memory import F32, bytes_of
 from dips.slave.overwrite import PIECE_BYTES, begin_writing
 
-FORMAT = "dips-round-2"
+FORMAT = "dips-round-3"
 DIRECTORY = "pushes"
 
 
@@ -43,10 +46,11 @@ class PushRecord:
         pushes = [self._push(body, index) for index in range(len(rows))]
         for name, said, row in zip(names, pushes, rows, strict=True):
             metadata = self._owner | {"round": round_id, **{key: str(value) for key, value in said.items()}}
-            _write_push(self._directory / name, row, metadata)
+            said["xxh3_128"] = _write_push(self._directory / name, row, metadata)
         self._disk.sync_names()
         accepted = [said | {"file": name} for name, said in zip(names, pushes, strict=True)]
-        text = json.dumps(self._owner | _scalars(body, shadow, chunk_bytes) | {"accepted": accepted}, indent=1)
+        told = self._owner | _scalars(body, shadow, chunk_bytes) | {"accepted": accepted}
+        text = json.dumps(told | {"xxh3_128": checksum(told)}, indent=1)
         replace_durably(self._disk, f"round-{round_id}.json", text.encode())
 
     def _push(self, body: Prepare, index: int) -> dict[str, Any]:
@@ -54,18 +58,31 @@ class PushRecord:
         return {"push": str(staged.push), "attempt": staged.attempt, "weight": body.weights[index]}
 
 
-def _write_push(path: Path, row: F32, metadata: Mapping[str, str]) -> None:
-    """A safetensors file of one tensor, flushed; by hand, because the library makes two copies of the tensor."""
+def checksum(told: Mapping[str, Any]) -> str:
+    """Of all that a round's file says, its own checksum left out."""
+    body = {key: value for key, value in told.items() if key != "xxh3_128"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _write_push(path: Path, row: F32, metadata: Mapping[str, str]) -> str:
+    """A safetensors file of one tensor, flushed; by hand, because the library makes two copies of the tensor.
+
+    Returns xxh3-128 of all its bytes.
+    """
     place = {"dtype": "F32", "shape": [row.size], "data_offsets": [0, row.nbytes]}
     text = json.dumps({"__metadata__": metadata, "push": place}, separators=(",", ":")).encode()
     text = text.ljust(-len(text) % 8 + len(text))
+    head = len(text).to_bytes(8, "little") + text
+    sum_of_bytes = xxhash.xxh3_128(head)
+    sum_of_bytes.update(bytes_of(row))
     failpoint("slave.pushes.before_write")
     with path.open("wb", buffering=0) as file:
-        _write_all(file.fileno(), 0, memoryview(len(text).to_bytes(8, "little") + text))
+        _write_all(file.fileno(), 0, memoryview(head))
         _write_all(file.fileno(), 8 + len(text), bytes_of(row))
         failpoint("slave.pushes.before_fsync")
         os.fsync(file.fileno())
         failpoint("slave.pushes.after_fsync")
+    return sum_of_bytes.hexdigest()
 
 
 def _write_all(handle: int, at: int, data: memoryview) -> None:

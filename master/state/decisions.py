@@ -63,6 +63,7 @@ class Decisions:
         }
         commit = CommitInfo(state.id, version, digests, canonical(record).encode())
         world.set_commit(commit)
+        world.record("commit", state.cause, round=str(state.id), version=str(version), s_max=s_max)
         world.journal("COMMIT", {**record, "ledger": "in the snapshot"})
         sentence = f"version {version}: {_names(accepted)} merged, {ledger.tokens} tokens"
         world.log("version", sentence, cause=state.cause)

@@ -101,7 +101,7 @@ def all_finite(history: History, fact: Fact) -> Sentences:
             return [f"{n} elements of {fact.fields['what']} in {fact.fields['file']} are not finite"] if n else []
     finite = fact.fields.get("finite")
     if finite is None:
-        return None
+        return [f"slave {fact.who} does not say whether version {say_version(fact.version())}, as prepared, is finite"]
     return [] if finite is True else [f"slave {fact.who} prepared version {say_version(fact.version())}, not finite"]
 
 

@@ -64,8 +64,8 @@ def completable(history: History, fact: Fact) -> Sentences:
     """A logged COMMIT can always be completed.
 
     Evidence: when the COMMIT was written, every slave had prepared the version in that round, with the digest that the
-    record names and, in sync mode, on disk. A ROLLBACK names the digests of its origin. A record that a slave's tape
-    does not cover is proven by what stands on that slave afterwards.
+    record names and, in sync mode, on disk. A ROLLBACK names the digests of its origin. When a slave's disk was lost,
+    with its tape, so that the run went back, records before are proven by what stands on that slave afterwards.
     """
     if fact.source == "end":
         return _left_over(history)
@@ -92,7 +92,7 @@ def completable(history: History, fact: Fact) -> Sentences:
         names = names_of(s for s in made.digests if (s, made.round) not in history.prepared)
         wrong.append(f"{made} was written before slaves {names} had prepared it")
     elif missing:
-        history.unproven.append(made)
+        history.unproven.append((made, history.went_back))
     return wrong if wrong or judged else None
 
 
@@ -110,20 +110,22 @@ def _as_origin(history: History, made: Decision) -> Sentences:
 def _left_over(history: History) -> Sentences:
     """Records without a `prepared` on some tape: did the version stand there later?"""
     wrong = []
-    for made in history.unproven:
+    for made, went_back in history.unproven:
+        excused = history.lossy or history.went_back > went_back
         version, round_id = made.version, made.round
         assert version is not None, "only decisions with a version wait here"
         assert round_id is not None, "and with a round"
         wrong += [
-            f"{made} was written, but nothing says that slave {slave} prepared or committed it (round "
-            f"{say_round(round_id)})"
+            f"{made} was written, but nothing says that slave {slave} prepared it (round {say_round(round_id)})"
             for slave in made.digests
-            if not _proven(history, slave, version, round_id) and history.has_tape("slave", slave)
+            if not _proven(history, slave, version, round_id, excused) and history.has_tape("slave", slave)
         ]
     history.unproven.clear()
     return wrong or None
 
 
-def _proven(history: History, slave: str, version: Pair, round_id: Pair) -> bool:
+def _proven(history: History, slave: str, version: Pair, round_id: Pair, excused: bool) -> bool:
+    if not excused:
+        return (slave, round_id) in history.prepared
     stands = (slave, version) in history.stands or (slave, version) in history.on_disk
     return stands or (slave, round_id) in history.prepared

@@ -14,15 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dips.core.ids import Version
+import numpy as np
+
+from dips.core.ids import Version, parse_version
+from dips.core.messages import SnapshotInfo
 from dips.core.telemetry import Tape
 from dips.master.journal import Journal
 from dips.master.state.decisions import judgement_to_json
 from dips.master.state.outer_optimizer import outer_step_of
 from dips.master.state.penalty import DetectorState, JudgeInputs, Participant, PenaltyConfig, judge, round_tokens
 from dips.sim.invariants import Checker, Violation
+from dips.slave.durable import LocalDisk
+from dips.slave.ring import Ring
+from dips.slave.snapshot_file import parse_round
 
 SLAVES = ("s0", "s1")
+N_ELEMS = 8
 TOTAL_TOKENS = 10_000
 CHUNK_TOKENS = 100
 
@@ -336,7 +343,7 @@ def check(steps: list[Step], **options: Any) -> Checker:
 
 
 def write_run(directory: Path, script: Script, steps: list[Step] | None = None) -> Path:
-    """The facts as a run's directory has them, without snapshots: a journal, and a tape for each process."""
+    """The facts as a run's directory has them: a journal, a tape for each process, and each slave's newest snapshot."""
     steps = script.steps if steps is None else steps
     (directory / "master").mkdir(parents=True)
     ledger = json.dumps(script.ledger())
@@ -356,6 +363,20 @@ def write_run(directory: Path, script: Script, steps: list[Step] | None = None) 
         with Tape(folder / f"{name}.tape.jsonl", role, name) as tape:
             for step in (step for step in steps if (step.source, step.who) == (role, name)):
                 tape.write(step.kind, "-", **step.fields)
-            for number, digest in grown if role == "master" else ():
-                tape.write("journaled", "-", number=number, digest=digest)
+            for number, said in grown if role == "master" else ():
+                tape.write("journaled", "-", number=number, digest=said)
+    newest = {step.who: step for step in steps if step.source == "manifest"}
+    for slave, step in newest.items():
+        _write_snapshot(directory / "slaves" / slave, slave, step.fields)
     return directory
+
+
+def _write_snapshot(directory: Path, slave: str, said: dict[str, Any]) -> None:
+    """A ring of two files, one of them committed; the shard is all zeros, whatever its digest says."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ring = Ring(LocalDisk(directory), "test", slave, 1)
+    ring.make(N_ELEMS)
+    version, round_id = parse_version(said["version"]), parse_round(said["round"])
+    info = SnapshotInfo(version, round_id, b"l" * 16, b"p" * 16, bytes.fromhex(said["digest"]), committed=False)
+    ring.write_shadow(info, np.zeros(N_ELEMS, np.float32), np.zeros(N_ELEMS, np.float32))
+    ring.commit(info, bytes.fromhex(said["commit_hash"]), said["commit_record"].encode())

@@ -109,11 +109,11 @@ def test_a_run_that_never_published_is_unproven(tmp_path: Path) -> None:
     assert rows["I8"].result == "ok"
 
 
-def test_own_data_rules_the_lease_table_out(tmp_path: Path) -> None:
+def test_own_data_rules_the_lease_table_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leased = Script.ledger
+    own = {"leases": None, "data_plan": ["OWN", "", 0, 0]}
+    monkeypatch.setattr(Script, "ledger", lambda script: {**leased(script), **own})
     script = usual_run()
-    ledger = script.ledger()
-    ledger["leases"], ledger["data_plan"] = None, ["OWN", "", 0, 0]
-    script.ledger = lambda: ledger  # type: ignore[method-assign]
     report = verify_run(write_run(tmp_path / "run", script))
     (row,) = [row for row in report.rows if row.invariant == "I12"]
     assert (row.result, row.records) == ("not applicable", 0)
@@ -154,9 +154,19 @@ def test_missing_tapes_are_said(run: Path, remove: str, note: str, result: dict[
     for path in [run / remove] if (run / remove).is_file() else list((run / remove).iterdir()):
         path.unlink()
     report = verify_run(run)
-    assert note in report.notes
+    assert any(sentence.startswith(note) for sentence in report.unproven)
     assert not report.violations
+    assert report.exit_code == EXIT_BROKEN
     assert result.items() <= {row.invariant: row.result for row in report.rows}.items()
+
+
+def test_a_tape_that_never_was_here_is_named_by_who_asks(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "tapes" / "a.tape.jsonl").unlink()
+    code, out, _ = told(capsys, "verify", run)
+    assert code == EXIT_BROKEN
+    assert "unproven: no tape of cluster a is here: put it into the directory" in out
+    assert told(capsys, "verify", run, "--without-tape", "a")[0] == 0
+    assert told(capsys, "verify", run, "--without-tape", "b")[0] == EXIT_BROKEN
 
 
 def test_a_torn_last_line_is_left_out(run: Path) -> None:
