@@ -6,7 +6,7 @@ Must never sink, and must never be guessed: a promise that cannot be read ends t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import xxhash
 
@@ -32,21 +32,20 @@ class Promise:
 
 def read_promise(disk: Disk) -> int:
     """The epoch in the file. Raises ConfigError when it is damaged."""
-    body = read_small(disk, NAME)
-    epoch = body.get("promised_epoch")
-    if not isinstance(epoch, int) or epoch < 0 or len(body) > 1:
+    epoch = read_small(disk, NAME, {"promised_epoch"}).get("promised_epoch")
+    if not isinstance(epoch, int) or epoch < 0:
         raise ConfigError(f"{disk.where(NAME)} holds no epoch: this slave must not guess what it promised; {_REMEDY}")
     return epoch
 
 
-def read_small(disk: Disk, name: str) -> dict[str, object]:
-    """A small JSON file that this slave wrote. Raises ConfigError, with what to do."""
+def read_small(disk: Disk, name: str, keys: Collection[str]) -> dict[str, object]:
+    """A small JSON file that this slave wrote, with no others than these keys. Raises ConfigError, with what to do."""
     where = disk.where(name)
     try:
         with disk.open(name) as file:
             body = json.loads(file.read())
         # A release before this one wrote no checksum.
-        if not isinstance(body, dict) or body.pop(_CHECKSUM, _sum(body)) != _sum(body):
+        if not isinstance(body, dict) or body.pop(_CHECKSUM, _sum(body)) != _sum(body) or not body.keys() <= {*keys}:
             raise ConfigError(f"{where} is not what a slave wrote; {_REMEDY}")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where} cannot be read: {error}; {_REMEDY}") from error

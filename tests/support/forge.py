@@ -11,12 +11,14 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dips.core.telemetry import CHAIN, next_chain
-from dips.master import journal_file
-from dips.master.archive import JournalRecord, first_digest
+from dips.master import archive, journal_file
+from dips.master.archive import JournalRecord, first_digest, segments
+from dips.master.journal import read_records
 from dips.master.journal_file import EPOCH, FILE_NAME
 
 Record = dict[str, Any]
@@ -30,26 +32,40 @@ def journal_sql(master: Path) -> Iterator[sqlite3.Cursor]:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def rechain_journal(master: Path) -> None:
-    """Compute every digest in the journal's file again, from the record before the first."""
-    with journal_sql(master) as cursor:
-        number, digest = journal_file.base(cursor)
-        assert number or digest == first_digest(str(journal_file.get_meta(cursor, "run_id"))), "a chain begins here"
-        decided = JournalRecord(0, 0, "", "", 0, digest)
-        for row in cursor.execute(journal_file.RECORDS, (None, 0)).fetchall():
-            record = JournalRecord(*row).after(digest)
-            digest = record.digest
-            decided = record if record.kind != EPOCH else decided
-            cursor.execute("UPDATE records SET digest = ? WHERE number = ?", (digest, record.number))
-        for (text,) in cursor.execute("SELECT snapshot_json FROM snapshot").fetchall():
-            journal_file.put_snapshot(cursor, decided.epoch, decided.entry_id, text, decided.digest)
-        journal_file.set_meta(cursor, "epoch", str(journal_file.get_meta(cursor, "epoch")))
+def _rows(cursor: sqlite3.Cursor, master: Path) -> dict[Path | None, list[JournalRecord]]:
+    """All records, by the archive's file that holds them; None: the journal's own file."""
+    rows: dict[Path | None, list[JournalRecord]] = {item.path: list(item.records()) for item in segments(master)}
+    rows[None] = [JournalRecord(*row) for row in cursor.execute(journal_file.RECORDS, (None, 0))]
+    return rows
+
+
+def rechain_journal(master: Path, cursor: sqlite3.Cursor, rows: dict[Path | None, list[JournalRecord]]) -> None:
+    """Write the records back, every digest computed again from the first one on."""
+    run_id = str(journal_file.get_meta(cursor, "run_id"))
+    digest, number = first_digest(run_id), 0
+    decided = JournalRecord(0, 0, "", "", 0, digest)
+    for path, records in rows.items():
+        written = []
+        for record in records:
+            written.append(record.after(digest))
+            digest, number = written[-1].digest, record.number
+            decided = written[-1] if record.kind != EPOCH else decided
+        if path is not None:
+            archive._write(path, written)
+            journal_file.set_base(cursor, number, digest)
+        else:
+            cursor.execute("DELETE FROM records")
+            for record in written:
+                journal_file.insert_record(cursor, record)
+    for (text,) in cursor.execute("SELECT snapshot_json FROM snapshot").fetchall():
+        journal_file.put_snapshot(cursor, decided.epoch, decided.entry_id, text, decided.digest)
+    newest = rows[None][-1].epoch if rows[None] else 0
+    journal_file.set_meta(cursor, "epoch", str(newest))
 
 
 def retell_journal(master: Path) -> None:
     """Let the master's tape say the digests that the journal has now, of as many records as it has."""
-    with journal_sql(master) as cursor:
-        digests = dict(cursor.execute("SELECT number, digest FROM records").fetchall())
+    digests = {record.number: record.digest for record in read_records(master)}
 
     def change(lines: list[Record]) -> None:
         lines[:] = [line for line in lines if line["kind"] != "journaled" or line["number"] in digests]
@@ -69,24 +85,30 @@ def edit_journal(
     rechain: with digests that fit. retell: on the master's tape as well, which says how the journal grew.
     """
     with journal_sql(master) as cursor:
-        rows = cursor.execute("SELECT number, record_json FROM records ORDER BY number").fetchall()
-        before = {number: json.loads(text) for number, text in rows}
+        rows = _rows(cursor, master)
+        before = {record.number: json.loads(record.record_json) for part in rows.values() for record in part}
         parsed = copy.deepcopy(before)
         kept = list(parsed.values())
         change(kept)
         left = {id(record) for record in kept}
-        for number, record in parsed.items():
-            if id(record) not in left:
-                cursor.execute("DELETE FROM records WHERE number = ?", (number,))
-            elif record != before[number]:
-                text = json.dumps(record, sort_keys=True, separators=(",", ":"))
-                cursor.execute(
-                    "UPDATE records SET record_json = ?, kind = ? WHERE number = ?", (text, record["kind"], number)
-                )
-    if rechain:
-        rechain_journal(master)
+        for path, part in rows.items():
+            rows[path] = [_edited(record, before, parsed) for record in part if id(parsed[record.number]) in left]
+        if rechain:
+            rechain_journal(master, cursor, rows)
+        else:
+            cursor.execute("DELETE FROM records")
+            for record in rows[None]:
+                journal_file.insert_record(cursor, record)
     if rechain and retell:
         retell_journal(master)
+
+
+def _edited(record: JournalRecord, before: dict[int, Record], after: dict[int, Record]) -> JournalRecord:
+    said = after[record.number]
+    if said == before[record.number]:
+        return record
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    return replace(record, kind=str(said["kind"]), record_json=text)
 
 
 def as_of_schema_2(master: Path) -> None:

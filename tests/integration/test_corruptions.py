@@ -1,0 +1,116 @@
+"""A finished run, recorded once by real processes: whatever is changed in its files afterwards, `dips verify` says."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.corruptions import CORRUPTIONS, FLIPS, Corruption, Flips, content, flip, judged
+from support.dips_command import dips
+from support.whole_run import LEASED, WholeRun, wait_until
+
+from dips.core.security import INSECURE
+from dips.launch.operator_client import OperatorClient
+from dips.master.journal_file import FILE_NAME
+
+N_FLIPS = 200
+"""Of each kind of file, that changed what the file says."""
+
+BY_COMMAND = 2
+"""Of each kind through the command; all others in this process."""
+
+_firsts = {
+    kind: [item for item in CORRUPTIONS if item.kind == kind][:BY_COMMAND] for kind in {c.kind for c in CORRUPTIONS}
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two slaves that record pushes, two clusters, lent data, an archive; the master is killed at last, so that a -wal
+    file stays."""
+    directory = tmp_path_factory.mktemp("corruptions") / "run"
+    run = WholeRun(directory, plan=LEASED, journal_records=64)
+    run.slave = {"record_pushes": True, "snapshots_kept": 2}
+    with run:
+        clusters = [run.cluster(name, seed, step_s=0.01) for seed, name in enumerate("ab")]
+        run.wait_for_version(4)
+        run.kill("master")
+        run.start_master()
+        version = run.version()
+        wait_until(lambda: run.version() >= max(version, 5) + 3, "the restarted master publishes")
+        with OperatorClient(run.address, security=INSECURE) as client:
+            client.stop("enough")
+        for cluster in clusters:
+            cluster.join()
+        run.kill("master")
+    return directory
+
+
+@pytest.fixture
+def run(recorded: Path, tmp_path: Path) -> Iterator[Path]:
+    yield copied(recorded, tmp_path)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+
+def copied(recorded: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(recorded, folder / "run"))
+
+
+def test_the_run_itself_is_proven(run: Path) -> None:
+    assert (run / "master" / f"{FILE_NAME}-wal").stat().st_size > 0
+    assert judged(run)[0] == 0, judged(run)[1]
+    assert dips("verify", run, "--replay").returncode == 0
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda item: f"{item.kind}: {item.name}")
+def test_each_corruption_is_said_by_name(run: Path, corruption: Corruption) -> None:
+    corruption.apply(run)
+    code, said = judged(run)
+    assert code != 0
+    assert corruption.finds in said
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(CORRUPTIONS) >= 60
+    assert len({(item.kind, item.name) for item in CORRUPTIONS}) == len(CORRUPTIONS)
+
+
+@pytest.mark.parametrize("kind", sorted(_firsts))
+def test_the_command_says_so_too(recorded: Path, tmp_path: Path, kind: str) -> None:
+    for corruption in _firsts[kind]:
+        run = copied(recorded, tmp_path / corruption.name)
+        corruption.apply(run)
+        told = dips("verify", run, "--replay")
+        assert told.returncode not in (0, None), corruption.name
+        assert corruption.finds in " ".join((told.stdout + told.stderr).split())
+        assert "Traceback" not in told.stderr
+
+
+@pytest.mark.parametrize("flips", FLIPS, ids=lambda item: item.kind)
+def test_every_single_bit_that_changed_a_file_is_found(recorded: Path, tmp_path: Path, flips: Flips) -> None:
+    """Each in the file as it was recorded; most are judged here, the first two by the command."""
+    rng, found, missed = random.Random(flips.kind), 0, []
+    run = copied(recorded, tmp_path)
+    flips.prepare(run)
+    path = flips.path(run)
+    whole, meant = path.read_bytes(), content(path)
+    for _ in range(20 * N_FLIPS):
+        if found == N_FLIPS:
+            break
+        place = flip(path, rng)
+        if content(path) != meant:
+            found += 1
+            code, said = judged(run)
+            if code == 0:
+                missed.append(place)
+            assert said, "a sentence"
+            if found <= BY_COMMAND:
+                told = dips("verify", run, "--replay")
+                assert told.returncode == code
+                assert "Traceback" not in told.stderr
+        path.write_bytes(whole)
+        (run / "master" / f"{FILE_NAME}-shm").unlink(missing_ok=True)
+    assert (found, missed) == (N_FLIPS, [])
