@@ -91,7 +91,9 @@ def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
         slaves = sorted(folders.keys() & decision.digests.keys())
         measured = _Measured(decision)
         done = [
-            _replay_one(decision, slave, folders, kept.setdefault(slave, {}), places.blocks(slave), staged, result, measured)
+            _replay_one(
+                decision, slave, folders, kept.setdefault(slave, {}), places.blocks(slave), staged, result, measured
+            )
             for slave in slaves
         ]
         result.versions += bool(done) and all(done)

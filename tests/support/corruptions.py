@@ -318,7 +318,7 @@ CORRUPTIONS = (
     Corruption("from_version", "journal", in_commit(lambda r: r.update(from_version=[1, 0]), 2), "I7"),
     Corruption("round", "journal", in_commit(lambda r: r.update(round=[1, 99]), -1), "r1.99"),
     Corruption("gram", "journal", in_commit(lambda r: r["judgement"]["inputs"].update(gram=["1.0"] * 3), -1), "I18"),
-    Corruption("live clusters", "journal", in_commit(lambda r: r["judgement"]["inputs"].update(live=[]), -1), "judgement"),
+    Corruption("live", "journal", in_commit(lambda r: r["judgement"]["inputs"].update(live=[]), -1), "judgement"),
     Corruption("a COMMIT is gone", "journal", without_record("COMMIT", 2), "I7"),
     Corruption("the newest COMMIT is gone", "journal", without_record("COMMIT"), "no record in the journal made it"),
     Corruption("wall clock of the newest", "journal", in_commit(lambda r: r.update(wall_s=1.0), -1), "says wall_s"),
@@ -413,7 +413,7 @@ CORRUPTIONS = (
     Corruption("another push, unsummed", "recorded push", in_push(resum=False), "its checksum differs"),
     Corruption("another weight", "recorded push", in_round(
         lambda told: told["accepted"][0].update(weight=0.125)), "weights"),
-    Corruption("another outer_lr", "recorded push", in_round(lambda told: told.update(outer_lr=0.6)), "outer_lr = 0.6"),
+    Corruption("another outer_lr", "recorded push", in_round(lambda told: told.update(outer_lr=0.6)), "outer_lr 0.6"),
     Corruption("another scale, unsummed", "recorded push", in_round(
         lambda told: told.update(scale=0.123), resum=False), "its checksum differs"),
     Corruption("rounds of the other slave", "recorded push", swap("pushes/round-*"), "is not what was written"),

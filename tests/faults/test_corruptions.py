@@ -1,4 +1,7 @@
-"""A finished run, recorded once by real processes: whatever is changed in its files afterwards, `dips verify` says."""
+"""A finished run, recorded once by real processes: whatever is changed in its files afterwards, `dips verify` says.
+
+All corruptions and all single bits with `--faults`; a short selection always.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,9 @@ N_FLIPS = 200
 
 BY_COMMAND = 2
 """Of each kind through the command; all others in this process."""
+
+ALWAYS = 10
+"""One corruption of so many is part of `make test`."""
 
 _firsts = {
     kind: [item for item in CORRUPTIONS if item.kind == kind][:BY_COMMAND] for kind in {c.kind for c in CORRUPTIONS}
@@ -65,7 +71,13 @@ def test_the_run_itself_is_proven(run: Path) -> None:
     assert dips("verify", run, "--replay").returncode == 0
 
 
-@pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda item: f"{item.kind}: {item.name}")
+@pytest.mark.parametrize(
+    "corruption",
+    [
+        pytest.param(item, id=f"{item.kind}: {item.name}", marks=[pytest.mark.faults] if index % ALWAYS else [])
+        for index, item in enumerate(CORRUPTIONS)
+    ],
+)
 def test_each_corruption_is_said_by_name(run: Path, corruption: Corruption) -> None:
     corruption.apply(run)
     code, said = judged(run)
@@ -78,6 +90,7 @@ def test_there_are_enough_of_them() -> None:
     assert len({(item.kind, item.name) for item in CORRUPTIONS}) == len(CORRUPTIONS)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("kind", sorted(_firsts))
 def test_the_command_says_so_too(recorded: Path, tmp_path: Path, kind: str) -> None:
     for corruption in _firsts[kind]:
@@ -89,6 +102,7 @@ def test_the_command_says_so_too(recorded: Path, tmp_path: Path, kind: str) -> N
         assert "Traceback" not in told.stderr
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("flips", FLIPS, ids=lambda item: item.kind)
 def test_every_single_bit_that_changed_a_file_is_found(recorded: Path, tmp_path: Path, flips: Flips) -> None:
     """Each in the file as it was recorded; most are judged here, the first two by the command."""
