@@ -42,12 +42,15 @@ FOLDER = "pushes"
 class Replayed:
     """versions: computed again on every slave; shards: digests compared; wrong: sentences; skipped: why a version was
     not computed. judged: rounds whose norms were measured again; misjudged: sentences about norms, and about numbers of
-    the step that slaves recorded and the COMMIT record says otherwise. unproven: what nothing vouches for."""
+    the step that slaves recorded and the COMMIT record says otherwise. missing: those of
+    skipped that nothing explains; the others follow a version of which the journal that is here knows nothing, because
+    it was lost once or its beginning was deleted. unproven: what nothing vouches for."""
 
     versions: int = 0
     shards: int = 0
     wrong: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     judged: int = 0
     misjudged: list[str] = field(default_factory=list)
     unproven: list[str] = field(default_factory=list)
@@ -58,10 +61,22 @@ class Replayed:
             "shards": self.shards,
             "wrong": self.wrong,
             "skipped": self.skipped,
+            "missing": self.missing,
             "judged": self.judged,
             "misjudged": self.misjudged,
             "unproven": self.unproven,
         }
+
+    made: set[Pair] = field(default_factory=set, repr=False)
+    unknown: set[Pair] = field(default_factory=set, repr=False)
+
+    def skip(self, version: Pair, before: Pair | None, sentence: str) -> None:
+        """The version is not computed. before: what it would be computed from."""
+        self.skipped.append(sentence)
+        if before is not None and (before in self.unknown or before not in self.made):
+            self.unknown.add(version)
+        else:
+            self.missing.append(sentence)
 
 
 @dataclass(frozen=True)
@@ -82,11 +97,15 @@ def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
     kept: dict[str, dict[Pair, _State]] = {}
     for record in records.journal:
         decision = decision_of(record) if record["kind"] in MERGES else None
-        if decision is None or decision.version is None or decision.kind == "ADOPT":
+        if decision is None or decision.version is None:
+            continue
+        if decision.kind == "ADOPT":
+            result.unknown.add(decision.version)
             continue
         places.take(decision, record)
         if decision.kind == "RESHARD":
             result.versions += _move_all(decision, places, kept, _chunk_bytes(folders), result)
+            result.made.add(decision.version)
             continue
         slaves = sorted(folders.keys() & decision.digests.keys())
         measured = _Measured(decision)
@@ -97,11 +116,13 @@ def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
             for slave in slaves
         ]
         result.versions += bool(done) and all(done)
+        result.made.add(decision.version)
         if decision.judgement is not None and bool(done) and all(done) and len(slaves) == len(decision.digests):
             result.judged += 1
             result.misjudged += measured.compare()
     missing = sorted({slave for decision in made for slave in decision.digests} - folders.keys())
-    result.skipped += [f"slave {slave} recorded no pushes" for slave in missing]
+    for slave in missing:
+        result.skip((0, 0), None, f"slave {slave} recorded no pushes")
     if result.shards == 0:
         reasons = "; ".join(result.skipped[:3]) or "the journal committed no version"
         result.unproven.append(f"no version can be computed again: {reasons}")
@@ -170,7 +191,8 @@ def _move_all(
     for slave in places.before.slaves:
         state = kept.get(slave, {}).get(made.from_version) if made.from_version is not None else None
         if state is None:
-            result.skipped.append(f"{made}: version {say_version(made.from_version)} was not computed on slave {slave}")
+            sentence = f"{made}: version {say_version(made.from_version)} was not computed on slave {slave}"
+            result.skip(made.version, made.from_version, sentence)
             return False
         start = 0
         for block in places.before.blocks_of(slave, places.layout):
@@ -202,18 +224,18 @@ def _replay_one(
     if made.kind == "ROLLBACK" and made.donor is None:
         origin = kept.get(made.origin) if made.origin is not None else None
         if origin is None:
-            result.skipped.append(f"{name}: its origin {say_version(made.origin)} was not computed")
+            result.skip(made.version, made.origin, f"{name}: its origin {say_version(made.origin)} was not computed")
             return False
         kept[made.version] = origin
         return _compare(made, slave, origin, blocks, _chunk_bytes({slave: folders[slave]}), name, result)
     path = folders[slave] / f"round-{say_round(made.round)}.json"
     if not path.is_file():
-        result.skipped.append(f"{name}: {path.name} is not there")
+        result.skip(made.version, made.from_version, f"{name}: {path.name} is not there")
         return False
     recorded = _read_json(path)
     before = pair(recorded["from_version"])
     if before is not None and before not in kept:
-        result.skipped.append(f"{name}: version {say_version(before)} was not computed")
+        result.skip(made.version, before, f"{name}: version {say_version(before)} was not computed")
         return False
     n_trained = sum(block.n_elems for block in blocks if not block.averaged)
     base = kept[before] if before is not None else None

@@ -120,9 +120,9 @@ def verify_run(
     evidence = judge_evidence(records, checker.history, without)
     if replayed is not None:
         evidence.unproven += replayed.unproven
-        if replayed.skipped and not allow_skipped:
+        if replayed.missing and not allow_skipped:
             evidence.unproven.append(
-                f"{len(replayed.skipped)} shards were not computed again, the first because: {replayed.skipped[0]} "
+                f"{len(replayed.missing)} shards were not computed again, the first because: {replayed.missing[0]} "
                 "(--allow-skipped takes the others for enough)"
             )
     violations = [*checker.violations, *evidence.violations, *(_of_replay(replayed) if replayed is not None else ())]

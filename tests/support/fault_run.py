@@ -391,7 +391,7 @@ class FaultRun:
         """`dips verify --replay`, on the run as it is: every promise holds, and every version made anew from its seed
         and the pushes has the same bits. Returns how many versions were. may_skip: the journal was put back, so that
         there are versions that it cannot lead to."""
-        report = verify_run(self.directory, replay=True, allow_skipped=may_skip)
+        report = verify_run(self.directory, replay=True)
         said = "; ".join(str(violation) for violation in report.violations)
         assert report.ok, f"dips verify: {report.verdict}; {said}; {report.unproven}"
         assert report.replayed is not None
