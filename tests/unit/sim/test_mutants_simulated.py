@@ -48,3 +48,22 @@ def test_a_torn_pull_is_noticed_when_nothing_checks_what_arrives() -> None:
     print(f"seed {seed}: {sentence}")
     assert sentence.endswith("(I3)"), sentence
     assert World(seed).run().violations == (), "the same seed is clean without the bugs"
+
+
+WHOLE_SHARE = Mutant(
+    "averaged buffers move the whole way in a partial round",
+    "master.state.rounds:Rounds._prepare",
+    "averaged_share=rho",
+    "averaged_share=1.0",
+    ("I18",),
+    Bounds(),
+)
+
+
+def test_a_wrong_share_of_averaged_buffers_is_noticed() -> None:
+    with planted(WHOLE_SHARE):
+        found = _first_violation()
+    assert found is not None
+    seed, sentence = found
+    assert sentence.endswith("than what was merged"), sentence
+    assert World(seed).run().violations == (), "the same seed is clean without the bug"
