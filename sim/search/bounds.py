@@ -39,6 +39,8 @@ FAULTS = (
     "lease_ttl",
     "reshard",
     "cancel_reshard",
+    "second_cluster",
+    "second_slave",
 )
 """lose_call: a request or an answer is lost. late_call: the caller gives up, its request arrives all the same.
 repeat_word: a slave's word arrives twice. break_link: a slave's stream breaks. evict_cluster: a live cluster's beats do
@@ -50,7 +52,8 @@ some streams of slaves stay with the old one, and clusters call either until the
 call of a cluster that has joined the new one reaches the old one. late_verdict: a cluster waits no longer for an answer
 or a version, and trains on. late_chunk: a copy of a chunk arrives at any later time. drop_transfer: a push is given up
 half sent, and tried again. lease_ttl: an absent cluster's leases run out. reshard: the operator asks for other slaves
-as `add` and `remove` say, and starts what is to be added. cancel_reshard: the operator takes that back."""
+as `add` and `remove` say, and starts what is to be added. cancel_reshard: the operator takes that back.
+second_cluster, second_slave: a second process comes under the name of a cluster or slave that is here."""
 
 MESSAGES_AND_CRASHES = FAULTS[:9]
 """What happens to any run, without a disk that forgets."""

@@ -68,7 +68,11 @@ class ClusterPart:
         self._new_life()
 
     def _new_life(self) -> None:
-        config = SessionConfig(ClusterId(self.name), LAYOUT, self.bounds.plan, connect_wait_s=math.inf)
+        # Every process of a name has its one identity: whoever comes back has waited for as long as it must.
+        drawn = self.name.encode()
+        config = SessionConfig(
+            ClusterId(self.name), LAYOUT, self.bounds.plan, connect_wait_s=math.inf, process_id=drawn
+        )
         self.session = Session(config)
         keep_no_story(self.session.core.story)
         self.base: Content = ()

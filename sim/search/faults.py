@@ -15,6 +15,7 @@ from dips.sim.search.bounds import FAULTS, RUN
 from dips.sim.search.cluster_part import ClusterPart, Transfer
 from dips.sim.search.slave_part import Content, SlavePart, blocks_of, put_chunk
 from dips.sim.search.state import ANSWER, BROKEN, HELD, NEWEST, NOBODY, OLD, REQUEST, WHOLE, Call, Draft, State
+from dips.sim.search.violation import Violation
 from dips.sim.search.wiring import Label, Wiring, brief
 
 Next = tuple[Label, State]
@@ -245,6 +246,29 @@ class Faults(Wiring):
             request = ReshardRequest(RUN, cancel=True)
             self._master(draft, ("operator", request), lambda part: part.operator(request))
             yield "the operator takes the RESHARD back", draft
+
+    # ---- second processes ----
+
+    def _do_second_cluster(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for name in self.bounds.cluster_names:
+            before = self.masters[state.master].incarnation(name)
+            if before is not None:
+                draft = Draft(state)
+                plan = self.bounds.plan
+                self._master(draft, ("second cluster", name), methodcaller("second_joins", name, plan))
+                if self.masters[draft.master].incarnation(name) != before:
+                    raise Violation("names", f"a second process took over cluster {name} from the one that is here")
+                yield f"another process asks to be cluster {name}", draft
+
+    def _do_second_slave(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for name in self.names:
+            before = self.masters[state.master].slave_incarnation(name)
+            if before is not None:
+                draft = Draft(state)
+                self._master(draft, ("second slave", name), methodcaller("second_greets", name))
+                if self.masters[draft.master].slave_incarnation(name) != before:
+                    raise Violation("names", f"a second process took over slave {name} from the one that is here")
+                yield f"another directory comes under the name of {name}", draft
 
     # ---- calls that may go astray ----
 

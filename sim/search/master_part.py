@@ -10,8 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dips.core.ids import Incarnation
+from dips.core.ids import Incarnation, SlaveId
 from dips.core.machine import Story
+from dips.core.messages import Caller, DataPlan, Hello, JoinRequest, SlaveHello, SlaveMessage
 from dips.master.state.coordinator import Coordinator
 from dips.master.state.effects import (
     BeginAgain,
@@ -38,7 +39,11 @@ from dips.master.state.events import (
 from dips.master.state.records import Member
 from dips.master.state.tables import ReshardPhase, RoundPhase
 from dips.sim.search.arena import Out
-from dips.sim.search.bounds import T0_S, Bounds
+from dips.sim.search.bounds import LAYOUT, RUN, T0_S, Bounds
+
+SECOND_HELLO = Hello(1, 1, ())
+SECOND_LINK = 9
+"""The stream of a second process; slaves' own numbers are from 10 on."""
 
 OPERATOR = 2
 """The token of an operator's call."""
@@ -77,6 +82,18 @@ class MasterPart:
     def call(self, token: int, request: Any) -> list[Out]:
         self.state._pulls._next_pin = token // 100  # one pin for each cluster: equal states have equal numbers
         return self._handle(ClusterCall(token, request))
+
+    def second_joins(self, cluster: str, plan: DataPlan) -> list[Out]:
+        """Another process than the one that is here asks to be this cluster; the answer goes nowhere."""
+        caller = Caller(RUN, 0, cluster, None, "second")
+        request = JoinRequest(caller, SECOND_HELLO, LAYOUT, LAYOUT.layout_hash, plan, process_id=b"second")
+        return self._handle(ClusterCall(OPERATOR, request))
+
+    def second_greets(self, slave: str) -> list[Out]:
+        """A process with another directory than that of the one that is here greets under its name."""
+        hello = SlaveHello(SECOND_HELLO, "tcp://elsewhere:1", 1 << 30, 0, directory_id=b"second")
+        message = SlaveMessage(Caller(RUN, 0, slave, None, "second"), hello)
+        return [*self._handle(SlaveSaid(SECOND_LINK, message)), *self._handle(SlaveLinkDown(SECOND_LINK))]
 
     def hung_up(self, token: int) -> list[Out]:
         return self._handle(CallGone(token))
@@ -227,6 +244,11 @@ class MasterPart:
     def member(self, cluster: str) -> Member | None:
         return self.state.world.members.get(cluster)
 
+    def slave_incarnation(self, slave: str) -> Incarnation | None:
+        """Of a slave whose stream is here."""
+        found = self.state.world.slaves.get(SlaveId(slave))
+        return found.incarnation if found is not None and found.link is not None else None
+
     def incarnation(self, cluster: str) -> Incarnation | None:
         member = self.member(cluster)
         return member.incarnation if member else None
@@ -247,6 +269,8 @@ def keep_no_story(story: Story) -> None:
 def canonical(part: MasterPart) -> None:
     """Numbers that are spent begin anew, so that equal states are equal whatever the way to them."""
     part.state._pulls._next_pin = 1
+    part.state._members._claims.rearm()  # how long a second process has waited makes no difference where time stands
+    part.state._slaves._claims.rearm()
     part.state.world.reshard.pause_s = 0.0
     if part.state.world.reshard.not_before_s > T0_S:
         part.state.world.reshard.not_before_s = T0_S + 1.0

@@ -64,6 +64,8 @@ def _plain() -> list[Named]:
         Named("bad-push", "one of two pushes is not finite", Bounds(slaves=1, bad_pushes=("a",), twice=True)),
         _middle("one-lost-seed", "the seed, with one call lost", _with(_ALONE, "lose_call", from_start=True), 6_000),
     ]
+    second = _with(_ALONE, "second_cluster", "second_slave")
+    found.append(Named("second-processes", "second processes under names that are taken", second, states=4_000))
     for fault in MESSAGES_AND_CRASHES:
         bounds = _with(_ALONE, fault, slow_journal=fault == "kill_master")
         found.append(Named(_name(fault), f"one cluster pushes once, {fault} once", bounds, states=5_000))

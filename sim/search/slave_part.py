@@ -129,7 +129,11 @@ class SlavePart:
         self.blocks: tuple[int, ...] = ()
         self.stopped = False
         self.move: tuple[int, MoveBlocks] | None = None
-        self.state = SlaveState(RUN, self.name, f"tcp://{self.name}:1", 1 << 30, 1 << 20, self.promised, self._infos())
+        # Every process of a name has its one identity: whoever comes back has waited for as long as it must.
+        self.state = SlaveState(
+            RUN, self.name, f"tcp://{self.name}:1", 1 << 30, 1 << 20, self.promised, self._infos(),
+            directory_id=self.name.encode(),
+        )  # fmt: skip
         keep_no_story(self.state.story)
 
     # ---- what can happen ----

@@ -6,6 +6,8 @@ import pytest
 
 from dips.master.state.membership import Membership
 from dips.master.state.slave_desk import SlaveDesk
+from dips.sim.search.explore import Search
+from dips.sim.search.searches import by_name
 from dips.sim.world import World
 
 SEEDS = range(9100, 9104)
@@ -31,3 +33,15 @@ def test_without_the_rule_the_simulator_names_who_was_displaced(
     monkeypatch.setattr(owner, rule, lambda *_: None)
     violations = [sentence for seed in SEEDS for sentence in World(seed, planned=(fault,)).run().violations]
     assert any("was taken over" in sentence and "from a process that beats" in sentence for sentence in violations)
+
+
+@pytest.mark.parametrize(
+    ("owner", "rule", "who"), [(SlaveDesk, "_check_directory", "slave s"), (Membership, "_check_process", "cluster a")]
+)
+def test_without_the_rule_the_search_finds_who_was_displaced(
+    monkeypatch: pytest.MonkeyPatch, owner: type, rule: str, who: str
+) -> None:
+    monkeypatch.setattr(owner, rule, lambda *_: None)
+    found = Search(by_name("second-processes").bounds).run().violation
+    assert found is not None
+    assert f"took over {who}" in str(found)
