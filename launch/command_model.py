@@ -84,8 +84,8 @@ def export(
         typer.Option(
             "--fill",
             metavar="FILE",
-            help="The model's state, for what a run does not train (frozen weights, buffers): .safetensors, a folder "
-            "of them, or a state_dict of torch.save.",
+            help="The model's state, for what a run does not train (frozen weights, buffers): a .safetensors "
+            "file, or a folder of them.",
         ),
     ] = None,
     wait_s: Annotated[

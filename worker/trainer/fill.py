@@ -2,7 +2,8 @@
 
 A version holds what is trained. The run's description of its model (core/model_description.py) says which tensors there
 are besides, of what shape, and a digest of those that training does not change: so a file of another base is refused.
-Reads safetensors without torch, and torch's own files with it, tensors only. Never converts a tensor.
+Reads safetensors alone: torch's own files are pickles, which a stranger's file may use to run code. Never converts a
+tensor.
 """
 
 from __future__ import annotations
@@ -62,10 +63,7 @@ def fill(layout: Layout, described: ModelDescription | None, path: Path) -> dict
 
 
 def read_state(path: Path) -> dict[str, RawTensor]:
-    """All tensors of a .safetensors file, of a folder of them, or of a file that torch.save wrote (a state_dict).
-
-    Raises ConfigError for anything else.
-    """
+    """All tensors of a .safetensors file, or of a folder of them. Raises ConfigError for anything else."""
     if path.is_dir():
         files = sorted(path.glob("*.safetensors"))
         if not files:
@@ -73,7 +71,12 @@ def read_state(path: Path) -> dict[str, RawTensor]:
         return {name: tensor for file in files for name, tensor in _of_safetensors(file).items()}
     if not path.is_file():
         raise ConfigError(f"there is no file {path} to fill in from: give the file that holds the model's state")
-    return _of_safetensors(path) if path.suffix == ".safetensors" else _of_torch(path)
+    if path.suffix != ".safetensors":
+        raise ConfigError(
+            f"{path} is no .safetensors file, and no other kind is read: write one of the model's state with "
+            "safetensors.torch.save_model(model, 'model.safetensors')"
+        )
+    return _of_safetensors(path)
 
 
 def _of_safetensors(path: Path) -> dict[str, RawTensor]:
@@ -97,33 +100,6 @@ def _of_safetensors(path: Path) -> dict[str, RawTensor]:
         return found
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as a safetensors file: {error}") from error
-
-
-def _of_torch(path: Path) -> dict[str, RawTensor]:
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{path} is no .safetensors file, and to read others torch is needed") from error
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever unpickling another kind of file comes upon
-        raise ConfigError(
-            f"{path} cannot be read as a file of tensors that torch.save wrote: {error!s:.200}"
-        ) from error
-    while isinstance(state, dict) and not any(isinstance(value, torch.Tensor) for value in state.values()):
-        inner = [state[key] for key in ("state_dict", "model", "module") if isinstance(state.get(key), dict)]
-        if not inner:
-            raise ConfigError(f"{path} holds no state_dict: save model.state_dict()")
-        state = inner[0]
-    if not isinstance(state, dict):
-        raise ConfigError(f"{path} holds a {type(state).__name__}, no state_dict: save model.state_dict()")
-    found = {}
-    for name, tensor in state.items():
-        dtype = _OF_TORCH.get(str(getattr(tensor, "dtype", "")).removeprefix("torch."))
-        if dtype is not None:
-            plain = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            found[str(name)] = RawTensor(dtype, tuple(tensor.shape), plain)
-    return found
 
 
 def _check(lacking: Lacking, tensor: RawTensor, path: Path) -> None:

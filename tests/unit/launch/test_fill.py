@@ -61,16 +61,13 @@ def fetched(model: torch.nn.Module, buffers: str = "own") -> Fetched:
 
 def written(state: dict[str, torch.Tensor], form: str, folder: Path) -> Path:
     """A file, or a folder, with this state."""
-    if form == "torch":
-        torch.save({"state_dict": state, "epoch": 3}, folder / "state.pt")
-        return folder / "state.pt"
     path = folder / ("base.safetensors" if form == "file" else "base/one.safetensors")
     path.parent.mkdir(exist_ok=True)
     save_file(state, path)
     return path if form == "file" else path.parent
 
 
-@pytest.mark.parametrize("form", ["torch", "file", "folder"])
+@pytest.mark.parametrize("form", ["file", "folder"])
 @pytest.mark.parametrize("buffers", ["own", "average"])
 def test_a_filled_export_is_the_whole_model(form: str, buffers: str, tmp_path: Path) -> None:
     model = Adapted()
@@ -91,9 +88,8 @@ def test_a_filled_export_is_the_whole_model(form: str, buffers: str, tmp_path: P
 def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
     found = fetched(Adapted())
     described = description_from_json(found.layout.description)
-    for form in ("torch", "file"):
-        with pytest.raises(ConfigError, match=r"'table' of .* has other values than the one that the clusters trained"):
-            fill(found.layout, described, written(Adapted(seed=1).state_dict(), form, tmp_path))
+    with pytest.raises(ConfigError, match=r"'table' of .* has other values than the one that the clusters trained"):
+        fill(found.layout, described, written(Adapted(seed=1).state_dict(), "file", tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -118,21 +114,25 @@ def test_a_file_that_does_not_fit_is_refused(
 def test_what_is_no_file_of_tensors_is_refused(tmp_path: Path) -> None:
     found = fetched(Adapted())
     described = description_from_json(found.layout.description)
-    for name, content in {"a.pt": b"no", "b.safetensors": b"\x08\0\0\0\0\0\0\0{}      ", "c.safetensors": b""}.items():
+    for name, content in {
+        "a.safetensors": b"no",
+        "b.safetensors": b"\x08\0\0\0\0\0\0\0{}      ",
+        "c.safetensors": b"",
+    }.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=r"cannot be read|has no tensor"):
             fill(found.layout, described, tmp_path / name)
     torch.save({"epoch": 3}, tmp_path / "d.pt")
-    with pytest.raises(ConfigError, match="holds no state_dict"):
+    with pytest.raises(ConfigError, match="no other kind is read"):
         fill(found.layout, described, tmp_path / "d.pt")
     with pytest.raises(ConfigError, match="there is no file"):
-        fill(found.layout, described, tmp_path / "e.pt")
+        fill(found.layout, described, tmp_path / "e.safetensors")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"has no \.safetensors file"):
         fill(found.layout, described, tmp_path / "empty")
     whole = fetched(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="lacks nothing"):
-        fill(whole.layout, description_from_json(whole.layout.description), tmp_path / "a.pt")
+        fill(whole.layout, description_from_json(whole.layout.description), tmp_path / "a.safetensors")
 
 
 def test_more_tensors_than_a_description_holds_are_counted(tmp_path: Path) -> None:
