@@ -161,7 +161,8 @@ def replayed_join(scene: Scene) -> None:
     """The honest cluster's Join, letter by letter, in a row: it must find its way back each time."""
     steps = scene.cluster.steps_made
     caller = Caller("test", 0, "a", None, "attack")
-    join = JoinRequest(caller, _hello(), LAYOUT, LAYOUT.layout_hash, scene.run.plan)
+    drawn = scene.cluster.driver._session.config.process_id  # of another process it would be refused
+    join = JoinRequest(caller, _hello(), LAYOUT, LAYOUT.layout_hash, scene.run.plan, process_id=drawn)
     with _channel(scene) as channel:
         for _ in range(3):
             scene.tried("replayed join", scene.call(channel, "Clusters", "Join", encode(join)))
