@@ -48,7 +48,7 @@ def slurm_script(deployment: Deployment, cluster: ClusterKnobs) -> str:
         "code=$?",
         # A signal that is trapped ends the first wait, long before the cluster has left.
         'if kill -0 "$child" 2> /dev/null; then wait "$child"; code=$?; fi',
-        'case "$code" in 0 | 2) exit "$code" ;; esac  # ended well, or a setting is wrong',
+        'case "$code" in 0 | 2 | 8) exit "$code" ;; esac  # ended well, a setting is wrong, or its name is taken',
         'scontrol requeue "$SLURM_JOB_ID"',
     ]
     return _text([f"#SBATCH {one}" for one in wanted], deployment, cluster, body)
@@ -61,7 +61,7 @@ def plain_script(deployment: Deployment, cluster: ClusterKnobs) -> str:
         "while true; do",
         f"  {run} && exit 0",
         "  code=$?",
-        '  if [ "$code" = 2 ]; then exit 2; fi  # a setting is wrong: starting anew helps nothing',
+        '  case "$code" in 2 | 8) exit "$code" ;; esac  # a setting is wrong, or its name is taken: a person must act',
         '  echo "cluster ended with $code; again in 10 s" >&2',
         "  sleep 10",
         "done",

@@ -15,7 +15,7 @@ SETTINGS
 while true; do
   dips train --config dips-shell.toml && exit 0
   code=$?
-  if [ "$code" = 2 ]; then exit 2; fi  # a setting is wrong: starting anew helps nothing
+  case "$code" in 2 | 8) exit "$code" ;; esac  # a setting is wrong, or its name is taken: a person must act
   echo "cluster ended with $code; again in 10 s" >&2
   sleep 10
 done
