@@ -188,11 +188,14 @@ def parse_certificate(data: bytes, where: str) -> Certificate:
 
 
 def parse_authorities(pem: bytes, where: str) -> list[x509.Certificate]:
-    """The CA certificates of a ca.crt. Raises ConfigError when there is none."""
+    """The CA certificates of a ca.crt. Raises ConfigError when there is none, or one was changed since it was made."""
     try:
         found = x509.load_pem_x509_certificates(pem)
+        damaged = any(not is_signed_by(item, found) for item in found)
     except SENSELESS as error:
         raise ConfigError(f"{where} holds no CA certificate ({error}): take the one that `dips keys` made") from error
+    if damaged:  # TLS takes an authority as it is, and never looks at what it signed of itself
+        raise ConfigError(f"{where} is not what was signed, so it was changed: take the one that `dips keys` made")
     return found
 
 

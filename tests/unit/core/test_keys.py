@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509 import load_pem_x509_certificate
 
 from dips.core import keys
@@ -172,7 +174,7 @@ def test_a_certificate_of_an_unknown_version_is_refused(identity: Path, name: st
     assert "is not a valid X509 version" in refused(identity)
 
 
-@pytest.mark.parametrize(("name", "why"), [("tls.crt", "Invalid key"), ("ca.crt", "was signed by none")])
+@pytest.mark.parametrize(("name", "why"), [("tls.crt", "Invalid key"), ("ca.crt", "is not what was signed")])
 def test_a_certificate_whose_key_is_no_point_of_its_curve_is_refused(identity: Path, name: str, why: str) -> None:
     """cryptography reads the key only when it is asked for it."""
     uncompressed = b"\x03\x42\x00\x04"
@@ -186,3 +188,29 @@ def spoil(file: Path, old: bytes, new: bytes) -> None:
     assert old in der
     wrong = base64.encodebytes(der.replace(old, new, 1))
     file.write_bytes(b"-----BEGIN CERTIFICATE-----\n" + wrong + b"-----END CERTIFICATE-----\n")
+
+
+def meaning(name: str, data: bytes) -> object:
+    """What was signed, and the signature; a key's own bytes. None when it is no certificate, or no key."""
+    try:
+        if name == "tls.key":
+            key = load_pem_private_key(data, None)
+            return key.private_bytes(Encoding.DER, PrivateFormat.PKCS8, NoEncryption())
+        found = load_pem_x509_certificate(data)
+    except (ValueError, UnsupportedAlgorithm):
+        return None
+    return found.tbs_certificate_bytes, found.signature
+
+
+@pytest.mark.filterwarnings("ignore::cryptography.utils.CryptographyDeprecationWarning")
+@pytest.mark.parametrize("name", ["ca.crt", "tls.crt", "tls.key"])
+def test_a_single_bit_that_changed_is_refused(identity: Path, name: str) -> None:
+    whole, rng = (identity / name).read_bytes(), random.Random(name)
+    for _ in range(200):
+        data = bytearray(whole)
+        at, bit = rng.randrange(len(whole)), rng.randrange(8)
+        data[at] ^= 1 << bit
+        if meaning(name, bytes(data)) == meaning(name, whole):
+            continue
+        (identity / name).write_bytes(data)
+        refused(identity)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -91,6 +92,21 @@ def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+def test_a_single_bit_that_changed_is_found(store: CheckpointStore, kind: str) -> None:
+    write(store, 1)
+    path, rng = store.directory / f"checkpoint-00000001.{kind}", random.Random(kind)
+    whole = path.read_bytes()
+    for _ in range(200):
+        data = bytearray(whole)
+        at, bit = rng.randrange(len(whole)), rng.randrange(8)
+        data[at] ^= 1 << bit
+        path.write_bytes(data)
+        found, sentences = store.newest()
+        assert found is None, (at, bit)
+        assert "cannot be used" in sentences[0]
 
 
 def _tear(path: Path) -> None:
