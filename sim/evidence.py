@@ -199,7 +199,7 @@ def _decisions_against_master(records: RunRecords, history: History, found: Evid
     """What was judged, and what was committed with which bound, stands on the master's tape as well."""
     judged: dict[Pair | None, list[Fields]] = {}
     committed: dict[Pair | None, list[Fields]] = {}
-    for line in records.lines["master"]:
+    for line in (*records.lines["master"], *_later(records, "master")):
         kinds = {"judged": judged, "commit": committed}
         if line.kind in kinds:
             kinds[line.kind].setdefault(pair(line.fields.get("round")), []).append(line.fields)
@@ -229,9 +229,14 @@ def _decisions_against_master(records: RunRecords, history: History, found: Evid
 
 def _since_commits_are_told(records: RunRecords, record: Fields) -> bool:
     """Releases before this one did not write the line: only what came after the first one can lack it."""
-    first = next(line for line in records.lines["master"] if line.kind == "commit")
+    first = next(line for line in (*records.lines["master"], *_later(records, "master")) if line.kind == "commit")
     told, asked = pair(first.fields.get("round")), pair(record["round"])
     return told is not None and asked is not None and asked >= told
+
+
+def _later(records: RunRecords, role: str) -> list[Line]:
+    """What a live process said while the journal was read."""
+    return [line for line in records.later if line.role == role]
 
 
 def _judgement_differs(judgement: Fields, said: Fields) -> str:
@@ -256,9 +261,9 @@ def _pushes_against_tapes(records: RunRecords, history: History, found: Evidence
     """Tokens, steps, base, fence and ranges of each decided push: as its cluster sent it, as the master's ticket has
     it, and as its record says."""
     begun, sent, tickets = (
-        _by_push(records.lines["worker"], "push_begun"),
-        _by_push(records.lines["worker"], "push_sent"),
-        _by_push(records.lines["master"], "ticket"),
+        _by_push((*records.lines["worker"], *_later(records, "worker")), "push_begun"),
+        _by_push((*records.lines["worker"], *_later(records, "worker")), "push_sent"),
+        _by_push((*records.lines["master"], *_later(records, "master")), "ticket"),
     )
     for record in records.journal:
         if record["kind"] not in ("COMMIT", "VOID"):
@@ -339,6 +344,7 @@ def _push_differs(told: Fields, said: Fields) -> list[tuple[str, object, object]
 def _directories(records: RunRecords, history: History, found: Evidence) -> None:
     """What lies in a slave's directory is that slave's, and its promise is the one of its tape."""
     epochs = [int(record["epoch"]) for record in records.journal if record["kind"] == EPOCH]
+    epochs += [int(line.fields["epoch"]) for line in _later(records, "master") if line.kind == "epoch"]
     for folder in sorted({path.parent for path in records.run_dir.rglob(IDENTITY)}):
         disk = LocalDisk(folder)
         try:

@@ -1,11 +1,13 @@
 """Finds and reads what a run's processes recorded: journal, tapes, manifests, snapshots. It must never write.
 
 A run may be going on: tapes of the master and of clusters are read first, then the journal, then the slaves' tapes, so
-that whatever the first ones say is covered by what is read after them.
+that whatever the first ones say is covered by what is read after them. What was added to the first ones meanwhile is
+read at the end: it covers what the journal says.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -59,7 +61,8 @@ class RunRecords:
 
     journal: the records' content; rows: the same records as the journal's file has them. tapes: role and name of the
     processes that left one; gaps: of those that lost lines to a full disk; tape_names: whose tape a file is;
-    last_kinds: the kind of each tape's last line. problems: what is there and cannot be used. unproven: what nothing
+    last_kinds: the kind of each tape's last line; later: lines of masters and clusters that were written while the rest
+    was read. problems: what is there and cannot be used. unproven: what nothing
     vouches for. notes: what is not there.
     """
 
@@ -78,6 +81,8 @@ class RunRecords:
     gaps: set[tuple[str, str]] = field(default_factory=set)
     tape_names: dict[Path, str] = field(default_factory=dict)
     last_kinds: dict[tuple[str, str], str] = field(default_factory=dict)
+    later: list[Line] = field(default_factory=list)
+    n_lines: dict[Path, int] = field(default_factory=dict)
 
 
 def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, files: bool = True) -> RunRecords:
@@ -88,11 +93,26 @@ def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, file
     """
     records = RunRecords(run_dir)
     tapes = find_tapes(run_dir)
+    sizes_bytes = {path: path.stat().st_size for path in tapes}
     _read_tapes(records, tapes, ("master", "worker", "launch"), keep)
     _read_journal(records, master_directory(run_dir))
     _read_tapes(records, tapes, ("slave",), keep)
+    _read_later(records, sizes_bytes, keep)
     _read_manifests(records, files)
     return records
+
+
+def _read_later(records: RunRecords, sizes_bytes: Mapping[Path, int], keep: Callable[[str, str], bool] | None) -> None:
+    """What a live run's master and clusters wrote on their tapes since these were read."""
+    for path, role in find_tapes(records.run_dir).items():
+        if role not in ("master", "worker") or path.stat().st_size == sizes_bytes.get(path):
+            continue
+        seen = records.n_lines.get(path, 0)
+        for event, _ in itertools.islice(read_chained(path), seen, None):
+            line = _line(event, path)
+            records.tapes.add((line.role, line.name))
+            if keep is None or keep(line.role, line.kind):
+                records.later.append(line)
 
 
 def _read_manifests(records: RunRecords, files: bool) -> None:
@@ -146,6 +166,7 @@ def _read_tapes(
             bare += not vouched
             records.tapes.add((line.role, line.name))
             records.tape_names[path] = line.name
+            records.n_lines[path] = records.n_lines.get(path, 0) + 1
             records.last_kinds[line.role, line.name] = line.kind
             if line.kind == "gap":
                 records.gaps.add((line.role, line.name))

@@ -16,6 +16,7 @@ from dips.core.errors import ConfigError, FatalError
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
 from dips.launch import cli
+from dips.master.journal import JournalContent, read_content
 from dips.master.journal_file import FILE_NAME, set_base, set_meta
 from dips.sim.replay import replay_run
 from dips.sim.verify import EXIT_BROKEN, EXIT_UNREADABLE, check_records, verify_or_say, verify_run
@@ -167,6 +168,23 @@ def test_a_tape_that_never_was_here_is_named_by_who_asks(run: Path, capsys: pyte
     assert "unproven: no tape of cluster a is here: put it into the directory" in out
     assert told(capsys, "verify", run, "--without-tape", "a")[0] == 0
     assert told(capsys, "verify", run, "--without-tape", "b")[0] == EXIT_BROKEN
+
+
+def test_what_a_live_run_writes_while_it_is_read_is_not_missing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push is begun and decided between the reading of its cluster's tape and that of the journal."""
+    tapes = [run / "tapes" / "a.tape.jsonl", run / "master" / "test.tape.jsonl"]
+    whole = {tape: tape.read_bytes() for tape in tapes}
+    for tape, count in zip(tapes, (3, 12), strict=True):
+        tape.write_bytes(b"".join(whole[tape].splitlines(keepends=True)[:-count]))
+    assert any("lines are missing" in str(violation) for violation in verify_run(run).violations)
+
+    def goes_on(directory: Path) -> JournalContent:
+        for tape, data in whole.items():
+            tape.write_bytes(data)
+        return read_content(directory)
+
+    monkeypatch.setattr("dips.sim.verify_records.read_content", goes_on)
+    assert [str(violation) for violation in verify_run(run).violations] == []
 
 
 def test_a_torn_last_line_is_left_out(run: Path) -> None:
