@@ -196,8 +196,10 @@ class LocalRun:
     def _refuse_ended_run(self, status: StatusReply) -> None:
         if status.stopping or status.stopped:
             where = self.directory.path
+            reached = 0 < status.tk_max_tokens <= status.tokens
+            more = f"raise tk_max ({status.tk_max_tokens}) above that to go on, or " if reached else ""
             raise ConfigError(
-                f"run {status.run_id} in {where} has ended after {status.tokens} tokens: take its model with "
+                f"run {status.run_id} in {where} has ended after {status.tokens} tokens: {more}take its model with "
                 f"`dips export model.safetensors --run-dir {where}`; for a new run choose another id and "
                 "directory, or remove this directory"
             )
