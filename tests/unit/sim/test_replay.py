@@ -24,7 +24,7 @@ from dips.master.state.penalty import DetectorState, JudgeInputs, Participant, P
 from dips.sim.replay import replay_run
 from dips.sim.verify import check_records
 from dips.sim.verify_records import RunRecords
-from dips.slave.push_record import PushRecord
+from dips.slave.push_record import PushRecord, checksum
 
 F32 = NDArray[np.float32]
 
@@ -177,7 +177,7 @@ def on_slave(change: Change) -> Callable[[Recorded], None]:
         path = run.directory / "s1" / "pushes" / "round-r1.2.json"
         recorded = json.loads(path.read_text())
         change(recorded)
-        path.write_text(json.dumps(recorded))
+        path.write_text(json.dumps(recorded | {"xxh3_128": checksum(recorded)}))
 
     return write
 
@@ -219,7 +219,7 @@ def test_pushes_and_journal_changed_alike_are_said_by_the_norms(run: Recorded) -
         path = run.directory / slave / "pushes" / "round-r1.2.json"
         recorded = json.loads(path.read_text())
         reweigh([recorded])
-        path.write_text(json.dumps(recorded))
+        path.write_text(json.dumps(recorded | {"xxh3_128": checksum(recorded)}))
     in_journal(numbers("weights", "0.5", "0.5"))(run)
     replayed = replay_run(run.directory, run.records)
     assert "weights and pushes make it" in replayed.misjudged[0]
