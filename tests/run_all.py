@@ -6,8 +6,9 @@ Not with --faults and --endurance, which want the machine for themselves, nor wh
 
 A machine that runs everything at once may starve a process of time, and a second try tells that from a broken test; but
 it also hides what is wrong with the test, or with the program. So a test that needs one is named at the end, and noted
-in the file that DIPS_SECOND_TRIES names, if it does. `python tests/run_all.py --second-tries FILE` judges such a file:
-each test in it must be listed in tests/second_tries.txt with the reason. .ci/run ends with that.
+in the file that DIPS_SECOND_TRIES names, if it does. `python tests/run_all.py --second-tries FILE` judges such a file,
+and .ci/run ends with that: tests/second_tries.txt lists what may need a second try with the reason, and more than
+BY_CHANCE others are no chance.
 Unit, simulation and repository tests get no second try: they have no excuse. The names of what failed stand at the very
 end, so that the end of a log tells. Arguments are pytest's.
 """
@@ -37,6 +38,9 @@ LISTED = Path(__file__).with_name("second_tries.txt")
 readers."""
 
 NOTED = "DIPS_SECOND_TRIES"
+
+BY_CHANCE = 3
+"""Of more than a thousand tests of real processes, so many may once be starved on a machine that others use as well."""
 
 LONGEST = 15
 """Files that are told with their seconds."""
@@ -124,7 +128,7 @@ def listed(path: Path = LISTED) -> dict[str, str]:
 
 
 def judge_second_tries(noted: Path, known: Path = LISTED) -> int:
-    """Say which tests needed a second try; 1 if one of them is not listed with its reason."""
+    """Say which tests needed a second try; 1 if more than BY_CHANCE of them are not listed with a reason."""
     names = noted.read_text(encoding="utf-8").splitlines() if noted.exists() else []
     reasons = listed(known)
     wrong = sorted({name for name in names if name not in reasons})
@@ -133,10 +137,10 @@ def judge_second_tries(noted: Path, known: Path = LISTED) -> int:
         print(f"  {name}: {reasons[name]}")
     if wrong:
         say(
-            f"passed only at the second try, and not listed in {known.name}: find out why, or list it with its reason",
+            f"passed only at the second try, and not listed in {known.name} (more than {BY_CHANCE} fail): find out why",
             wrong,
         )
-    return 1 if wrong else 0
+    return 1 if len(wrong) > BY_CHANCE else 0
 
 
 def say(what: str, names: Sequence[str]) -> None:
