@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +185,28 @@ def test_steps_are_counted_with_the_tokens_of_all_their_batches_and_none_of_the_
     assert heard.loss == pytest.approx(first_four), "of steps 1 and 2, told with steps 2 and 3"
     assert applied_tokens(run) == [0, 4 * STEP_TOKENS, 4 * STEP_TOKENS, 2 * STEP_TOKENS]
     assert [push.steps for push in run.pushes] == [0, 4, 4, 2], "the last ones when it leaves"
+    assert len(run.leaves) == 1
+
+
+class TermAt(Callback):
+    """SIGTERM after a batch."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **given: Any) -> None:
+        if args[2] == self._index:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_which_lightning_handles_itself_pushes_the_last_steps_and_is_told_in_the_exit_code(
+    run: FakeRun, tmp_path: Path
+) -> None:
+    ours = trainer(tmp_path, dips.LightningCallback(), TermAt(2 * ACCUMULATED))
+    with pytest.raises(SystemExit) as ended:
+        ours.fit(Module(1), Batches())
+    assert ended.value.code == 143
+    assert [push.steps for push in run.pushes] == [0, 2]
     assert len(run.leaves) == 1
 
 

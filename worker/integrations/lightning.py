@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from dips.core.errors import ConfigError
+from dips.core.errors import TERMINATED, ConfigError
 from dips.core.release import how_to_install
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 except ModuleNotFoundError as error:
     raise ConfigError(f"the callback for Lightning needs {error.name}: {how_to_install('lightning')}") from error
 
@@ -106,7 +107,11 @@ class LightningCallback(Callback):
         self.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        sync = self.sync
         self._joined.end(type(exception), exception, exception.__traceback__)
+        released = sync is None or (sync.driver is not None and sync.driver.released)
+        if isinstance(exception, SIGTERMException) and not released:
+            exception.code = TERMINATED  # Lightning's own is 0, which says that the work is done
 
     def close(self) -> None:
         """Leave the run. May be called twice."""
