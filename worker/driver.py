@@ -447,7 +447,11 @@ class Driver:
                 self._client.start(effect)
             case Snapshot():
                 self._transfers.settle()
-                self._vectors.snapshot(self._parameters, may_stay_live=self._waits_for_pushes())
+                try:
+                    self._vectors.snapshot(self._parameters, may_stay_live=self._waits_for_pushes())
+                except ConfigError:
+                    self._session.pushing.abandon()  # of parameters that cannot be read nothing is ever sent
+                    raise
             case Install():
                 self._install(effect)
             case CopyBase():
