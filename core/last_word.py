@@ -1,4 +1,4 @@
-"""An error of ours that nobody catches ends a person's own program as it ends our commands: a sentence, no stack trace.
+"""An error of ours that is not caught ends a person's own program as it ends our commands: a sentence, no stack trace.
 
 Errors stay ordinary exceptions for who catches them. docs/decisions/0033-one-sentence-in-a-users-own-program.md has the
 reasons.

@@ -1,8 +1,8 @@
 """The name under which this software is published, and its version.
 
-`pip install dips` brings an astronomy package: that name belongs to somebody else, and the index takes `di-ps` for the
-same. So the distribution is called `dips-training`; the import name and the command are `dips`. pyproject.toml takes
-the version from here, so that it is known without reading the records of installed packages.
+`pip install dips` brings an astronomy package: that name belongs to another project, and the index takes `di-ps` for
+the same. So the distribution is called `dips-training`; the import name and the command are `dips`. pyproject.toml
+takes the version from here, so that it is known without reading the records of installed packages.
 """
 
 from __future__ import annotations

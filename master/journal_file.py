@@ -290,7 +290,7 @@ def _assert_archived_alike(path: Path, held: list[JournalRecord]) -> None:
 def foreign(path: Path) -> str:
     """What is wrong when archive and journal hold different records under one number."""
     return (
-        f"the archive beside {path} holds other decisions under the same numbers, so one of the two "
+        f"the archive next to {path} holds other decisions under the same numbers, so one of the two "
         "came from elsewhere: put back the two that belong together, or move the archive away"
     )
 

@@ -352,7 +352,7 @@ class DiLoCo:
             raise ConfigError(f"{what} before the `with` block: no step is shared; write `{_WITH}` around the loop")
         if self._use is _Use.ENDED:
             raise ConfigError(
-                f"{what} after the `with` block: no step is shared any more; indent the loop under `{_WITH}`"
+                f"{what} after the `with` block: no step is shared; indent the loop under `{_WITH}`"
             )
 
     @property

@@ -2,7 +2,7 @@
 
 `dips.DiLoCo` is the way into a training loop, `dips.HuggingFaceCallback` and `dips.LightningCallback` into trainers
 that people have. Each is imported when it is first asked for, because `import dips` must not import torch: a slave, the
-master and the command line do without it. From that first use on, an error of ours that nobody catches ends the program
+master and the command line do without it. From that first use on, an error of ours that is not caught ends the program
 with one sentence (core/last_word.py).
 """
 
