@@ -19,7 +19,7 @@ from dips.core.messages import StatusReply
 from dips.core.units import format_seconds
 from dips.launch.faults import Fault
 from dips.launch.tapes import HeldoutPoint
-from dips.launch.view import plain_line, status_view
+from dips.launch.view import alarm_sentence, plain_line, status_view
 
 PLAIN_EVERY_S = 5.0
 _RATE_OVER_S = 30.0
@@ -96,6 +96,8 @@ class PlainProgress:
         self._begin_s = clock.monotonic_s()
         self._next_s = self._begin_s
         self._rate = TokenRate()
+        self._alarms: set[tuple[str, tuple[str, ...]]] = set()
+        """Kind and clusters of those whose sentences were printed; the numbers in a sentence change all the time."""
 
     def __enter__(self) -> PlainProgress:
         return self
@@ -112,6 +114,10 @@ class PlainProgress:
     def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
         now_s = self._clock.monotonic_s()
         self._rate.add(now_s, status.tokens)
+        for alarm in status.alarms:
+            if (alarm.kind, alarm.clusters) not in self._alarms:
+                self.say(alarm_sentence(alarm))
+        self._alarms = {(alarm.kind, alarm.clusters) for alarm in status.alarms}
         if now_s < self._next_s:
             return
         self._next_s = now_s + self._every_s

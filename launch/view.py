@@ -248,7 +248,7 @@ def _table(title: str, columns: Sequence[str], right: set[str], least: Mapping[s
 
 
 def plain_line(status: StatusReply) -> str:
-    """One line for a log: what a person wants to see every few seconds without a terminal."""
+    """One line for a log: what a person wants to see every few seconds without a terminal. Alarms by kind alone."""
     clusters = " ".join(_plain_cluster(cluster) for cluster in status.clusters)
     run = (
         f"version {status.published or '-'}{_on_disk(status)} tokens {format_count(status.tokens)}{_of_goal(status)} "
@@ -256,7 +256,7 @@ def plain_line(status: StatusReply) -> str:
     )
     why = (
         direction_sentence(status),
-        *map(alarm_sentence, status.alarms),
+        *(f"alarm {alarm.kind}: {' '.join(alarm.clusters) or 'the run'}" for alarm in status.alarms),
         recovery_sentence(status),
         reshard_sentence(status),
         waiting_sentence(status),

@@ -75,8 +75,8 @@ def _why_not(world: World, request: BeginPushRequest, per_step: float, usual: li
     for other in usual:
         if per_step > limit * other.per_step:
             return (
-                f"{request.tokens} tokens in {request.steps} steps, {per_step:.4g} a step, are "
-                f"{per_step / other.per_step:.3g} times what {other.whose}: {REMEDY}; or start the master with a "
+                f"{request.tokens} tokens in {request.steps} steps, {_short(per_step)} a step, are "
+                f"{_short(per_step / other.per_step)} times what {other.whose}: {REMEDY}; or start the master with a "
                 f"larger token_ratio_max (it is {limit:g}) if this is meant"
             )
     if not usual and 0 < tk_max < request.tokens:
@@ -93,13 +93,13 @@ def _usual(world: World, cluster: str) -> list[_Usual]:
     entry = world.ledger.entry(cluster)
     if entry.pushes_applied >= OWN_PUSHES and entry.steps_applied >= LEAST_STEPS:
         own = entry.tokens_applied / entry.steps_applied
-        known.append(_Usual(own, f"its accepted pushes counted, {own:.4g}"))
+        known.append(_Usual(own, f"its accepted pushes counted, {_short(own)}"))
     names = [other.cluster for other in world.live() if other.cluster != cluster]
     others = {name: per_step for name in names if (per_step := usual_per_step(world, name)) > 0}
     if others:
         median = statistics.median(others.values())
         who = "the other clusters count" if len(others) > 1 else f"cluster {next(iter(others))} counts"
-        known.append(_Usual(median, f"{who}, {median:.4g}"))
+        known.append(_Usual(median, f"{who}, {_short(median)}"))
     return known
 
 
@@ -111,15 +111,20 @@ def _why_doubtful(world: World, cluster: str, request: BeginPushRequest, per_ste
         ratio = per_step / other.per_step
         if ratio > DOUBTFUL_RATIO:
             return (
-                f"cluster {cluster} counts {per_step:.4g} tokens a step, {ratio:.3g} times what {other.whose}; its "
-                f"weight is as much larger: {REMEDY}; nothing to do if its batches are so much larger"
+                f"cluster {cluster} counts {_short(per_step)} tokens a step, {_short(ratio)} times what {other.whose}; "
+                f"its weight is as much larger: {REMEDY}; nothing to do if its batches are so much larger"
             )
         if max(lately / other.per_step, ratio) < 1.0 / DOUBTFUL_RATIO:
             return (
-                f"cluster {cluster} counts {per_step:.4g} tokens a step, 1/{1 / ratio:.3g} of what {other.whose}; its "
-                f"work hardly counts: {REMEDY}; nothing to do if its batches are so much smaller"
+                f"cluster {cluster} counts {_short(per_step)} tokens a step, 1/{_short(1 / ratio)} of what "
+                f"{other.whose}; its work hardly counts: {REMEDY}; nothing to do if its batches are so much smaller"
             )
     return ""
+
+
+def _short(number: float) -> str:
+    """Whole from 100 on, else three digits; never with an exponent."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _doubt(world: World, cluster: str, sentence: str) -> None:

@@ -10,6 +10,7 @@ from support.run_status import run_status
 
 from dips.core.clock import ManualClock
 from dips.core.ids import Version
+from dips.core.messages_operator import Alarm
 from dips.launch.faults import CLUSTER, Fault, Moment, PlannedFault
 from dips.launch.progress import (
     LiveProgress,
@@ -36,6 +37,22 @@ def test_lines_come_at_once_and_then_every_few_seconds() -> None:
     assert len(lines) == 3
     assert lines[1].startswith("   5.0 s  version 1:12 ")
     assert "held-out loss 2.750 at version 1:11" in lines[0]
+
+
+def test_an_alarm_is_said_in_full_when_it_begins_and_by_its_kind_after_that() -> None:
+    out, clock = io.StringIO(), ManualClock()
+    progress = PlainProgress(Console(file=out, width=60), clock, every_s=1.0)
+    for norm in (0.31, 0.32, None, 0.33):
+        standing = () if norm is None else (Alarm("same_data", ("a", "b"), f"a and b push the same, norm {norm}"),)
+        progress.show(run_status(alarms=standing), None, ())
+        clock.advance(1.0)
+    said = [line.split("  ")[-1] for line in out.getvalue().splitlines()]
+    assert [line for line in said if line.startswith("alarm")] == [
+        "alarm: a and b push the same, norm 0.31",
+        "alarm: a and b push the same, norm 0.33",
+    ]
+    lines = [line for line in said if not line.startswith("alarm")]
+    assert ["alarm same_data: a b" in line for line in lines] == [True, True, False, True]
 
 
 def test_what_happens_is_said_at_once_in_one_line() -> None:
