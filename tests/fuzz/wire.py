@@ -15,7 +15,7 @@ from support.wire_values import values_of
 from dips.core.chunks import checksum, chunks_of
 from dips.core.codec_protobuf import decode, encode
 from dips.core.data_header import DataHeader, DataOp
-from dips.core.errors import Refused
+from dips.core.errors import RefusalCode, Refused
 from dips.core.grpc_refusal import to_refusal
 from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout
@@ -94,7 +94,7 @@ def headers() -> list[bytes]:
         DataHeader(RUN, 1, DataOp.QUERY_MISSING, 2, push=push_id("a"), attempt=1),
         DataHeader(RUN, 1, DataOp.GET_CHUNK, 3, version=V0, block=1, length_bytes=1024, codec=Codec.F32),
         DataHeader(RUN, 1, DataOp.ACK, 4, push=push_id("a"), attempt=1, credit=4),
-        DataHeader(RUN, 1, DataOp.REFUSED, 5, refusal=to_refusal(Refused(1, "no"))),  # type: ignore[arg-type]
+        DataHeader(RUN, 1, DataOp.REFUSED, 5, refusal=to_refusal(Refused(RefusalCode.CHUNK, "no"))),
     ]
     return [header.encode()[:-10] for header in made]
 

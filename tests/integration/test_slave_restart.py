@@ -23,7 +23,7 @@ from support.slave_peers import (
     slave_config,
 )
 
-from dips.core.errors import RefusalCode
+from dips.core.errors import TERMINATED, RefusalCode
 from dips.core.ids import RoundId, Version
 from dips.core.messages import (
     Commit,
@@ -116,7 +116,7 @@ async def test_killed_it_comes_back_with_its_committed_version(master: FakeMaste
     link.send(configure_for(PLACEMENT, **load(info)))
     assert await link.expect(Ready) == Ready(V0, info.digest)
     np.testing.assert_array_equal(await pulled(hello.data_endpoint, V0), VALUES)
-    assert (await process.end())[0] == 0
+    assert (await process.end())[0] == TERMINATED
 
 
 async def test_killed_between_prepare_and_commit_the_shadow_is_promoted(
@@ -149,7 +149,7 @@ async def test_killed_between_prepare_and_commit_the_shadow_is_promoted(
     link.send(prepare_of(RoundId(3, 1), Version(1, 2), [push_id("a", 3)], V1))
     resumed = await link.expect(Prepared)
     assert await _uninterrupted(config.directory.parent) == resumed.digest
-    assert (await process.end())[0] == 0
+    assert (await process.end())[0] == TERMINATED
 
 
 async def _uninterrupted(directory: Path) -> bytes:
@@ -209,7 +209,7 @@ async def test_a_damaged_newest_snapshot_is_skipped_and_said(master: FakeMaster,
     link.send(configure_for(PLACEMENT, **load(hello.snapshots[0])))
     await link.expect(Ready)
     code, said = await process.end()
-    assert code == 0
+    assert code == TERMINATED
     assert f"snapshot skipped: {newest}" in said
     assert config.tape is not None
     assert any(line["kind"] == "snapshot_skipped" for line in read_tape(config.tape))
@@ -258,7 +258,7 @@ async def test_a_second_slave_on_the_same_directory_ends_with_one_sentence(
     assert code == 2
     assert "another slave uses" in said
     assert "Traceback" not in said
-    assert (await process.end())[0] == 0
+    assert (await process.end())[0] == TERMINATED
 
 
 async def test_a_port_in_use_ends_it_with_one_sentence(config: SlaveConfig) -> None:

@@ -129,6 +129,8 @@ def test_the_launchers_own_settings_are_not_inherited(
     for name in ("DIPS_MASTER", "DIPS_MASTER_TK_MAX", "DIPS_SLAVE_MEMORY_BYTES", "DIPS_TRAIN_LR", "DIPS_KEYS"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("NUMBA_CACHE_DIR", "/somewhere")
+    for name in ("DIPS_SEEN_LOG", "DIPS_SECOND_TRIES"):  # of the test run, where it is noted what all tests see
+        monkeypatch.delenv(name, raising=False)
     environment = master_spec(plan, directory).environment
     assert {k: v for k, v in environment.items() if k.startswith("DIPS_")} == {"DIPS_LOG_FORMAT": "human"}
     assert environment["NUMBA_CACHE_DIR"] == "/somewhere"
