@@ -25,7 +25,7 @@ METRICS: tuple[Spec, ...] = (
          "none, with first_push and min_clusters at the beginning", ("reason",)),
     Spec("alarms_total", "counter", "Alarms of the master: sentences that somebody should read", "no increase"),
     Spec("alarm", "gauge", "1 for each alarm that stands, by kind and by each cluster that it is about (none: the run)",
-         "nothing", ("kind", "cluster"), "", "an alarm stands"),
+         "0 for each kind", ("kind", "cluster")),
     Spec("stalls_total", "counter", "Times that the master itself stood still for more than half a heartbeat",
          "no increase"),
     Spec("heartbeat_seconds", "gauge", "The run's heartbeat_s", "as configured (2)", unit="s"),

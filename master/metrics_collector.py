@@ -24,6 +24,7 @@ from dips.master.journal import FILE_NAME
 from dips.master.metrics import METRICS, PREFIX
 from dips.master.metrics_counts import Counted, Counts
 from dips.master.metrics_reasons import REASONS, WAITING, waiting_word
+from dips.master.state.alarms import KINDS as ALARMS
 from dips.master.state.leases import TokenState
 from dips.master.state.penalty_detect import threshold
 from dips.master.state.run_view import RunView, look
@@ -155,9 +156,11 @@ def _run(families: Families, now: Snapshot, shown: Iterable[ClusterStatus]) -> N
     families.set("alarms_total", events.get("alarm", 0))
     names = {cluster.cluster_id for cluster in shown} | {"none"}
     about = {(alarm.kind, name) for alarm in status.alarms for name in alarm.clusters or ("none",)}
-    for kind, name in sorted(about):
-        if name in names:
-            families.set("alarm", 1, kind, name)
+    standing = sorted((kind, name) for kind, name in about if name in names)
+    for kind, name in standing:
+        families.set("alarm", 1, kind, name)
+    for kind in set(ALARMS) - {kind for kind, _ in standing}:
+        families.set("alarm", 0, kind, "none")  # a series that is there shows a rule that it looks at the right place
     families.set("stalls_total", events.get("stood_still", 0))
     families.set("heartbeat_seconds", settings.heartbeat_s)
     families.set("evict_after_seconds", now.view.evict_after_s)

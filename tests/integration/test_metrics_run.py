@@ -32,7 +32,6 @@ ABSENT = {
     "dips_worker_refused_calls_total",
     "dips_slave_refused_messages_total",  # nobody need be refused
     "dips_master_push_landed_bytes",  # while a push is open
-    "dips_master_alarm",  # while an alarm stands
 }
 """What need not have a series in this run; the families are there all the same."""
 
