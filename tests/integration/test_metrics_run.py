@@ -166,7 +166,7 @@ def _check(scrape: Scrape, name: str, spec: Spec) -> None:
 
 def test_no_label_holds_anything_but_names_of_the_run_and_fixed_words(run: Run) -> None:
     run.whole.wait_for_version(1)
-    names = {"a", "b", "s0", "s1", "test"}
+    names = {"a", "b", "s0", "s1", "test", "none"}  # none: an alarm that is about the run
     for scrape in run.scrape().values():
         for (name, _), labels in ((key, dict(key[1])) for key in scrape.series if key[0].startswith("dips_")):
             assert {labels.get("cluster", "a"), labels.get("slave", "s0"), labels.get("run", "test")} <= names, name
