@@ -16,6 +16,7 @@ from support.whole_run import LEASED, WholeRun, wait_until
 
 from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import RefusalCode
+from dips.core.failpoints import armed, fired
 from dips.core.ids import Version
 from dips.core.messages import DataMode, DataPlan, Refusal, VerdictKind
 from dips.core.security import INSECURE
@@ -222,3 +223,26 @@ def test_data_is_not_handed_out_for_a_step_on_parameters_that_are_to_be_dropped(
         assert client.last_verdict.kind is VerdictKind.EXCLUDED
         assert np.array_equal(model.theta, FlatModel(7).theta), "the version was pulled before"
         assert client.progress == 0
+
+
+@pytest.mark.parametrize("fails", ["before", "after"])
+def test_data_of_steps_that_are_dropped_goes_back_also_where_the_call_fails(fake: FakeRun, fails: str) -> None:
+    """Steps after a push that is excluded: their data is free again, and another cluster may train on it."""
+    fake.settings = replace(fake.settings, overlap="full", verdict_wait_s=1000.0)
+    judged = threading.Event()
+    fake.decide = lambda push: VerdictKind.EXCLUDED if judged.is_set() else None
+    model = FlatModel(1)
+    client = driver(fake, model, DataPlan(DataMode.LEASED, b"d", 100_000, 1000))
+    made = []
+    with client, armed(f"worker.rpc.{fails}_ReturnData=1*error"):
+        for _ in range(6):
+            (lent,) = client.lease(TOKENS)
+            model.theta += 1
+            client.step(lent.tokens, [lent])
+            made.append(lent)
+        judged.set()
+        settle(client, lambda: bool(fake.returned))
+        assert fired() == {f"worker.rpc.{fails}_ReturnData": {"error": 1}}
+    later = {(item.chunk, token) for item in made[4:] for token in range(item.begin_tokens, item.end_tokens)}
+    back = {(item.chunk, token) for item in fake.returned for token in range(item.begin_tokens, item.end_tokens)}
+    assert back == later

@@ -272,7 +272,16 @@ def in_archive(change: Callable[[list[str]], object], index: int = 0) -> Apply:
 
 
 def remove_segment(index: int) -> Apply:
-    return lambda run: sorted((run / "master" / FOLDER).iterdir())[index].unlink()
+    """Of those whose records the journal itself has no more: a master that is killed may leave a file that is being
+    written, or one whose records stand in both places."""
+
+    def apply(run: Path) -> None:
+        with journal_sql(run / "master") as cursor:
+            first = int(cursor.execute("SELECT min(number) FROM records").fetchone()[0])
+        files = sorted((run / "master" / FOLDER).glob("*.jsonl"))
+        [file for file in files if int(file.stem.partition("-")[2]) < first][index].unlink()
+
+    return apply
 
 
 def other_tokens(lines: list[str]) -> None:
@@ -463,10 +472,22 @@ def content(path: Path) -> object:
     return _json_content(path) if path.suffix == ".json" else path.read_bytes()
 
 
+def live_bytes(path: Path) -> int:
+    """How much of a file holds content. A -wal is written from its beginning again and again, and keeps its size: its
+    frames are those that carry the salt of its header (https://www.sqlite.org/fileformat.html, section 4)."""
+    data = path.read_bytes()
+    if not path.name.endswith("-wal"):
+        return len(data)
+    frame_bytes, end = 24 + int.from_bytes(data[8:12]), 32
+    while data[end + 8 : end + 16] == data[16:24]:
+        end += frame_bytes
+    return end
+
+
 def flip(path: Path, rng: random.Random) -> tuple[int, int]:
     """Change one bit; returns which."""
     data = bytearray(path.read_bytes())
-    at, bit = rng.randrange(len(data)), rng.randrange(8)
+    at, bit = rng.randrange(live_bytes(path)), rng.randrange(8)
     data[at] ^= 1 << bit
     path.write_bytes(data)
     return at, bit

@@ -38,8 +38,13 @@ ELSEWHERE: Mapping[str, str] = {
     "worker.export.before_directory_fsync": "tests/unit/worker/trainer/test_trainer_export.py",
     "worker.status.before_call": "tests/unit/worker/trainer/test_trainer_follower.py",
     "worker.status.after_call": "tests/unit/worker/trainer/test_trainer_follower.py",
+    "master.rpc.before_ReturnData": "tests/integration/test_master_server.py",
+    "master.rpc.after_ReturnData": "tests/integration/test_master_server.py",
+    "worker.rpc.before_ReturnData": "tests/integration/test_overlap.py",
+    "worker.rpc.after_ReturnData": "tests/integration/test_overlap.py",
 }
-"""Not reached by clusters without torch, or only with megabytes of journal: the test that runs through it."""
+"""Not reached by clusters without torch that wait for their verdicts, or only with megabytes of journal: the test that
+runs through it."""
 
 AT_BIRTH: Mapping[str, tuple[str, ...]] = {
     "master": (
@@ -129,7 +134,7 @@ def _end_cluster(run: FaultRun, fault: Fault) -> None:
 
 
 def _drain(run: FaultRun, fault: Fault) -> None:
-    """It leaves after its last push, returns the data of steps that no push will carry, and comes back anew."""
+    """It leaves after its last push, and comes back as a new process."""
     name = _cluster_of(fault)
     run.may_die.add(name)
     with run.operator() as client:
@@ -167,7 +172,6 @@ def _restart_slave(run: FaultRun, fault: Fault) -> None:
 OF_METHOD: Mapping[str, Trigger] = {
     "Join": _evict,
     "Leave": _end_cluster,
-    "ReturnData": _drain,
     "Status": _wish(lambda client: client.status()),
     "Watch": _wish(_watch),
     "Pause": _wish(lambda client: client.pause("a test")),
