@@ -23,6 +23,9 @@ STEP_TOKENS = RANKS * 2 * 2 * LENGTH
 TRAIN_S = 60.0
 KINDS = ["hugging_face", "lightning", "accelerate"]
 
+PUSHED_STEPS = (0, *(4,) * (STEPS // 4), STEPS % 4)
+"""Of each push: the seed, every four steps, and what is left when the loop ends."""
+
 
 @pytest.fixture
 def run() -> Iterator[FakeRun]:
@@ -59,8 +62,8 @@ def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: FakeRun, tmp_pat
     code, said = train(run, kind, tmp_path)
     assert code == 0, said[-3000:]
     assert_one_cluster(tmp_path)
-    assert applied_tokens(run) == [0, *[4 * STEP_TOKENS] * (STEPS // 4)]
-    assert [push.steps for push in run.pushes] == [0, *[4] * (STEPS // 4)]
+    assert applied_tokens(run) == [steps * STEP_TOKENS for steps in PUSHED_STEPS]
+    assert tuple(push.steps for push in run.pushes) == PUSHED_STEPS
     assert (len(run.joins), len(run.leaves)) == (1, 1)
 
 
@@ -78,4 +81,4 @@ def test_a_rank_is_killed_and_both_go_on_from_the_checkpoints_of_both(
     assert code == 0, said[-3000:]
     assert "resumed from checkpoint" in said, said[-3000:]
     assert_one_cluster(tmp_path)
-    assert applied_tokens(run) == [0, *[4 * STEP_TOKENS] * (STEPS // 4)], "no step is lost, none counted twice"
+    assert applied_tokens(run) == [steps * STEP_TOKENS for steps in PUSHED_STEPS], "none is lost, none counted twice"
