@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from support.fault_run import BRIEFLY_S, CLUSTERS, SLAVES, STOPPED_S, FaultRun, Recovery
-from support.kill_run import PHASE_OF_FAILPOINT, TK_MAX
+from support.kill_run import PHASE_OF_FAILPOINT
 
 from dips.core.codec_protobuf import to_message
 from dips.core.errors import Refused, RetryLater
@@ -179,7 +179,7 @@ OF_METHOD: Mapping[str, Trigger] = {
     "Evict": _evict,
     "Drain": _drain,
     "Reshard": _ask_for_a_slave,
-    "Extend": _wish(lambda client: client.extend(TK_MAX, False, "a test")),
+    "Extend": _wish(lambda client: client.extend(0, True, "a test")),
 }
 OF_POINT: Mapping[str, Trigger] = {
     "slave.link.before_attach": _restart_master,
