@@ -11,6 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from dips.core.errors import Refused
@@ -119,7 +120,7 @@ class World:
         """Whose disks were lost since the last publish; with all of them, nothing would be left to recover from."""
 
         self._published_since_heal = False
-        self.healed = False
+        self.healed = self._ends = False
         self.ended = ""
         self.requests: deque[ClusterRequest] = deque(maxlen=60)
         self.rounds = 0
@@ -288,19 +289,22 @@ class World:
             master.operate(Resume(OperatorRequest("", "well again")))
         self.kernel.after(LOOKS_EVERY_S, None, self._operator_watches)
 
-    def operate_until_answered(self, action: Callable[[], Any], token: int = 0) -> None:
-        """As `dips stop` does: what was not answered, because that master died, is asked of the next one."""
+    def operate_until_answered(self, action: Callable[[], Any], token: int = 0, *, last: bool = False) -> None:
+        """As `dips stop` does: what was not answered, because that master died, is asked of the next one.
+
+        last: the stop that is meant, after which the operator asks for nothing else that was to come."""
         master = master_of(self)
-        if self.ended or any(token in host.told for host in self.masters):
+        self._ends |= last
+        if self.ended or (self._ends and not last) or any(token in host.told for host in self.masters):
             return
         if master is not None and not master.paused:
             token = master.operate(action())
-        self.kernel.after(LOOKS_EVERY_S, None, self.operate_until_answered, action, token)
+        self.kernel.after(LOOKS_EVERY_S, None, partial(self.operate_until_answered, last=last), action, token)
 
     def _stop(self) -> None:
         """The operator stops the run: everyone pulls the last version and leaves, the master ends with exit code 0."""
         self.kernel.note("world", "the operator stops the run")
-        self.operate_until_answered(lambda: Stop(OperatorRequest("", "enough")))
+        self.operate_until_answered(lambda: Stop(OperatorRequest("", "enough")), last=True)
         ended = self._until(lambda: bool(self.ended), ENDS_WITHIN_S)
         if not ended and self._says_what_is_lost():
             self._bring_disks_back()

@@ -125,3 +125,23 @@ def test_a_version_that_was_published_and_lost_with_the_journal_gives_its_name_t
     outcomes = [lost_beside_the_journal(seed) for seed in range(8600, 8608)]
     assert {outcome.seed: outcome.violations for outcome in outcomes if outcome.violations} == {}
     assert sum(("recovery", "GATHERING", "rolled back", "NONE") in outcome.arrows for outcome in outcomes) > 3
+
+
+def test_the_last_stop_is_not_taken_back_by_a_wish_that_was_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Obedient:
+        paused = False
+
+        def operate(self, action: str) -> int:
+            asked.append(action)
+            return len(asked)
+
+    monkeypatch.setattr("dips.sim.world.master_of", lambda world: Obedient())
+    world = World(0)
+    world.operate_until_answered(lambda: "extend")
+    world.operate_until_answered(lambda: "stop", last=True)
+    world.operate_until_answered(lambda: "extend")
+    while len(asked) < 5 and world.kernel.step():
+        pass
+    assert asked == ["extend", "stop", "stop", "stop", "stop"]
