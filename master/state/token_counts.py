@@ -57,20 +57,24 @@ def check(world: World, cluster: str, request: BeginPushRequest) -> None:
 
     Raises Refused(TOKENS). Only for a push of training where clusters bring their own data.
     """
-    usual, per_step = _usual(world, cluster), _per_step(world, cluster, request)
-    if why := _why_not(world, request, per_step, usual):
+    usual, round_steps = _usual(world, cluster), _round_steps(world, cluster)
+    per_step = request.tokens / (request.steps or round_steps)
+    if why := _why_not(world, request, per_step, usual, round_steps):
         _doubt(world, cluster, f"a push of cluster {cluster} is refused: {why}")
         raise Refused(RefusalCode.TOKENS, why)
     _doubt(world, cluster, _why_doubtful(world, cluster, request, per_step, usual))
 
 
-def _per_step(world: World, cluster: str, request: BeginPushRequest) -> float:
+def _round_steps(world: World, cluster: str) -> int:
+    """The steps that the cluster is to take between two pushes."""
     member = world.members.get(cluster)
     told = member.local_steps if member is not None else 0
-    return request.tokens / (request.steps or told or world.config.settings.sync_every_steps)
+    return told or world.config.settings.sync_every_steps
 
 
-def _why_not(world: World, request: BeginPushRequest, per_step: float, usual: list[_Usual]) -> str:
+def _why_not(
+    world: World, request: BeginPushRequest, per_step: float, usual: list[_Usual], round_steps: int
+) -> str:
     limit, tk_max = world.config.token_ratio_max, world.settings().tk_max_tokens
     for other in usual:
         if per_step > limit * other.per_step:
@@ -79,10 +83,11 @@ def _why_not(world: World, request: BeginPushRequest, per_step: float, usual: li
                 f"{_short(per_step / other.per_step)} times what {other.whose}: {REMEDY}; or start the master with a "
                 f"larger token_ratio_max (it is {limit:g}) if this is meant"
             )
-    if not usual and 0 < tk_max < request.tokens:
+    counted = min(request.tokens, per_step * round_steps)  # after an outage a push has more steps than a round
+    if not usual and 0 < tk_max < counted:
         return (
-            f"{request.tokens} tokens in one push are more than the whole run is to train on (tk_max is {tk_max}), and "
-            f"nothing is known yet to compare them with: {REMEDY}; or raise tk_max, or lower sync_every"
+            f"{_short(counted)} tokens in one round are more than the whole run is to train on (tk_max is {tk_max}), "
+            f"and nothing is known yet to compare them with: {REMEDY}; or raise tk_max, or lower sync_every"
         )
     return ""
 

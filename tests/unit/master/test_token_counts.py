@@ -91,6 +91,14 @@ def test_a_first_push_that_alone_exceeds_the_whole_run_is_refused() -> None:
     bench.push("a", 1600)
 
 
+def test_a_push_of_many_rounds_steps_after_an_outage_is_no_wrong_count() -> None:
+    """A restarted master may know too little to compare with, while the clusters trained on for longer than a run."""
+    bench = Bench(settings=Settings(tk_max_tokens=60_000)).running("a")
+    bench.push("a", 120 * 800, steps=120)  # 64 steps are a round here: 51,200 tokens
+    assert bench.status().tokens == 120 * 800
+    assert not standing(bench)
+
+
 def test_a_larger_ratio_may_be_meant() -> None:
     bench = Bench(token_ratio_max=float("inf")).running("a", "b")
     rounds(bench, 1, b=16)
