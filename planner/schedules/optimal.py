@@ -53,7 +53,8 @@ def optimal(
     """memory[d]: limit of device d in the units of costs. hint: a schedule (split, and of as many parts) to begin with,
     that must fit that memory; the answer is never longer. parts: pieces that every block is cut into.
 
-    workers: threads of the solver; 0: one for each processor. Raises PlanError when no schedule was found in the time.
+    workers: threads of the solver; 0: one for each processor. Raises PlanError when none was found in the time, and no
+    hint was given.
     """
     if hint is not None and hint.parts != parts:
         raise PlanError(
@@ -67,19 +68,22 @@ def optimal(
     solver.parameters.num_workers = workers
     solver.parameters.random_seed = 1
     status = solver.solve(problem.model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    if not solved and (hint is None or status == cp_model.INFEASIBLE):
         why = (
             "there is none: give each device memory for one microbatch"
             if status == cp_model.INFEASIBLE
             else (f"none was found in {time_limit_s:g} s: allow more time")
         )
         raise PlanError(f"{name}: no schedule within the memory; {why}")
-    found = problem.schedule(name, solver)
-    span_ns = simulate(found, costs).makespan_ns
-    if hint is not None and (hint_ns := simulate(hint, costs).makespan_ns) < span_ns:
-        found, span_ns = replace(hint, name=name), hint_ns
-    bound_ns = math.ceil(solver.best_objective_bound) * problem.unit_ns
-    return Optimum(found, bound_ns, status == cp_model.OPTIMAL and span_ns <= bound_ns, solver.wall_time)
+    candidates = [problem.schedule(name, solver)] if solved else []
+    if hint is not None:
+        candidates.append(replace(hint, name=name))
+    spans_ns = [simulate(schedule, costs).makespan_ns for schedule in candidates]
+    span_ns = min(spans_ns)
+    bound_ns = math.ceil(max(solver.best_objective_bound, 0.0)) * problem.unit_ns  # -inf where nothing is known
+    proved = status == cp_model.OPTIMAL and span_ns <= bound_ns
+    return Optimum(candidates[spans_ns.index(span_ns)], bound_ns, proved, solver.wall_time)
 
 
 class _Problem:

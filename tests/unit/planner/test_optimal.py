@@ -63,3 +63,15 @@ def test_memory_for_no_microbatch_has_no_schedule() -> None:
     case = Case(2, 2, 2, 0, 0, 1)
     with pytest.raises(PlanError, match="best: no schedule within the memory; there is none"):
         optimal("best", straight(2), 2, case.costs(), [1, 1])
+
+
+def test_a_solver_without_time_gives_back_the_schedule_that_it_began_with() -> None:
+    """A busy machine may leave it too little time to find even that one."""
+    case = Case(8, 16, 2, 0.25, 0, 1)
+    hint = cross_ud(case.n_pp, case.n_mb, case.costs(), case.limits())
+    found = optimal("best", straight(8), 16, case.costs(), case.limits(), hint, time_limit_s=1e-3)
+    assert (found.schedule.name, found.proved) == ("best", False)
+    timeline = validate(found.schedule, case.costs(), case.limits())
+    assert timeline.makespan_ns == validate(hint, case.costs(), case.limits()).makespan_ns
+    with pytest.raises(PlanError, match="allow more time"):
+        optimal("best", straight(8), 16, case.costs(), case.limits(), time_limit_s=1e-3)
