@@ -90,6 +90,11 @@ def is_slow(prometheus: Prometheus, begun_s: float, slow_begun_s: float) -> bool
     )
 
 
+def has_changed(prometheus: Prometheus, expr: str, begun_s: float) -> bool:
+    series = prometheus.range(expr, begun_s, time.time(), 1.0)
+    return any(len({value for _, value in one["values"]}) > 1 for one in series)
+
+
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
@@ -120,6 +125,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             lap("links are cut", functools.partial(run.cut, 1.5))
             lap("the master is killed and comes back", run.lose_master)
             lap("versions afterwards", functools.partial(run.versions, 4))
+            lap(
+                "the new master was scraped",
+                lambda: run.until(lambda _: has_changed(prometheus, "dips_master_epoch", begun_s), "a second epoch"),
+            )
             yield Watched(prometheus, begun_s, time.time(), slow_begun_s, slow_ended_s, laps)
     shutil.rmtree(folder, ignore_errors=True)
 
