@@ -69,7 +69,7 @@ def optimal(
     solver.parameters.random_seed = 1
     status = solver.solve(problem.model)
     solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    if not solved and (hint is None or status == cp_model.INFEASIBLE):
+    if not solved and (hint is None or status != cp_model.UNKNOWN):
         why = (
             "there is none: give each device memory for one microbatch"
             if status == cp_model.INFEASIBLE
