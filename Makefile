@@ -29,12 +29,12 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check sim model-check faults fuzz soak endurance protos bench docs clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
+.PHONY: help demo test check sim frozen model-check faults fuzz soak endurance protos bench docs clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
 	@echo
-	@echo '  ARGS="..."       more arguments, for demo, test, faults and endurance (pytest), sim, model-check and bench'
+	@echo '  ARGS="..."       more arguments, for demo, test, faults and endurance (pytest), sim, frozen, model-check and bench'
 	@echo '  MINUTES=5        how long `make fuzz` goes on, and `make soak` (10), about'
 	@echo '  SEEDS=2000       how many runs `make sim` simulates'
 	@echo '  TORCH_INDEX=URL  package index that PyTorch alone is taken from, such as the one of its CPU builds'
@@ -55,6 +55,9 @@ check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 
 sim: $(DEV_STAMP)  ## simulate SEEDS runs with every fault, all invariants checked after every step
 	$(BIN)/python -m dips.sim.run_seeds --seeds $(SEEDS) $(ARGS)
+
+frozen: $(DEV_STAMP)  ## compare what 500 simulated runs did with tests/frozen/seeds.txt, in a minute or two
+	$(BIN)/python -m dips.sim.canonical_records --check tests/frozen/seeds.txt $(ARGS)
 
 model-check: $(DEV_STAMP)  ## see every state of small runs, breadth first, in two minutes; ARGS=--short or ARGS=--long
 	$(BIN)/python -m dips.sim.search $(ARGS)

@@ -20,7 +20,7 @@ import dips
 from dips.core.release import DISTRIBUTION, VERSION, how_to_install
 
 TARGETS = (
-    *("demo", "test", "check", "sim", "model-check", "faults", "fuzz"),
+    *("demo", "test", "check", "sim", "frozen", "model-check", "faults", "fuzz"),
     *("soak", "dashboards-test", "page-test", "endurance", "protos", "bench", "docs", "clean", "help"),
     *("manifests", "manifests-test", "e2e-kubernetes", "compose", "compose-test"),
 )
