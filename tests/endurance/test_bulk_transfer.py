@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zmq
 from support.bulk import EPOCH, PUSH, RUN, SLAVE, Bulk
-from support.data_process import VERSION, DataProcess
+from support.data_port_process import VERSION, BulkPort
 
 from dips.core import allocator
 from dips.core.chunks import digest_of_array
@@ -65,7 +65,7 @@ def test_what_is_pushed_is_there_once_and_comes_back(
     order = tuple(block.block_id for block in bulk.layout.blocks)
     common = Common(RUN, EPOCH, "bulk", bulk.layout, bulk.settings())
     clock, took_s = SystemClock(), {}
-    with DataProcess(bulk) as slave:
+    with BulkPort(bulk) as slave:
         began_s = time.perf_counter()
         slave.send_plain(bytes_of(flat))
         took_s["TCP"] = time.perf_counter() - began_s

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import statistics
 import subprocess
-import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import TESTS
+from support.cluster_process import command
+from support.repository import TESTS
 from support.whole_run import WholeRun, wait_until
 
 from dips.slave.data_server import PAGE_BYTES
 
 N_ELEMS = 1 << 18
-"""A model of 1 MiB: one vector of it forgotten in each round would be seen within a few rounds."""
+"""A model of about 1 MiB: one vector of it forgotten in each round would be seen within a few rounds."""
 
 MIB = 1 << 20
 CLUSTERS = ("a", "b")
@@ -33,7 +33,7 @@ def clusters(run: WholeRun) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
         for name in CLUSTERS:
             with (run.directory / f"{name}.log").open("ab") as log:
                 started[name] = subprocess.Popen(
-                    [sys.executable, "-m", "support.steady_cluster", name, run.address, str(N_ELEMS)],
+                    command(name, run.address, elems=N_ELEMS, own_data=True),
                     stdout=log,
                     stderr=log,
                     env={**environment, "PYTHONPATH": str(TESTS)},

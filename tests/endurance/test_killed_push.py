@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 import time
 
 import pytest
 from support.bulk import Bulk
-from support.data_process import DataProcess
-from support.processes import START_S, TESTS
+from support.data_port_process import BulkPort, push_command
+from support.master_process import START_S
+from support.repository import TESTS
 
 from dips.core.failpoints import ENABLED_VARIABLE, SPEC_VARIABLE
 
@@ -23,7 +23,7 @@ KILLS = 10
 def push(endpoint: str, spec: str = "") -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
     return subprocess.run(
-        [sys.executable, "-m", "support.push_process", BULK.to_json(), endpoint, str(WINDOW_CHUNKS)],
+        push_command(BULK, endpoint, WINDOW_CHUNKS),
         env={**environment, "PYTHONPATH": str(TESTS), SPEC_VARIABLE: spec, ENABLED_VARIABLE: "1"},
         capture_output=True,
         text=True,
@@ -32,7 +32,7 @@ def push(endpoint: str, spec: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def settled(slave: DataProcess) -> int:
+def settled(slave: BulkPort) -> int:
     """What has arrived, once what a dead sender left in the sockets has been read."""
     received, same_since_s = -1, time.monotonic()
     while time.monotonic() - same_since_s < 1.0:
@@ -48,7 +48,7 @@ def settled(slave: DataProcess) -> int:
 def test_what_has_arrived_is_never_sent_again(kills: int) -> None:
     rng = random.Random(kills)
     arrived: list[int] = []
-    with DataProcess(BULK) as slave:
+    with BulkPort(BULK) as slave:
         for _ in range(kills):
             chunks_before_death = rng.randrange(WINDOW_CHUNKS, BULK.n_chunks // kills)
             died = push(slave.endpoint, f"worker.push.before_chunk={chunks_before_death}*off->1*kill")

@@ -1,21 +1,21 @@
-"""One nursery of processes for all tests with faults, and the counts at the end."""
+"""One server that forks processes for all tests with faults, and the counts at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from support.fault_nursery import Nursery
 from support.fault_tally import TALLY
+from support.fork_server import ForkServer
 
 WHOLE_MATRIX_FAULTS = 300
 """So many faults are the whole matrix: some fell in every phase of the round, or something is wrong with it."""
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer() as fork_server:
+        yield fork_server
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 from support.dips_command import dips
-from support.fault_nursery import Nursery
 from support.fault_run import CLUSTERS, SLAVES, FaultRun
 from support.fault_tally import TALLY
+from support.fork_server import ForkServer
 
 from dips.master.directory import ADDRESS_NAME, LOCK_NAME, TAPE_NAME
 from dips.slave.push_record import DIRECTORY
@@ -101,13 +101,13 @@ NO_ROOM = ("No space left", "make room", "is full")
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount the small disk that is to be filled")
-def test_a_run_survives_full_disks_of_every_role(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_run_survives_full_disks_of_every_role(fork_server: ForkServer, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     places = {"s0": directory / "slaves" / "s0", "master": directory / "master", "a": directory / "checkpoints" / "a"}
     with ExitStack() as stack:
         for place in places.values():
             stack.enter_context(small_disk(place))
-        with FaultRun(directory, nursery) as run:
+        with FaultRun(directory, fork_server) as run:
             run.began()
             for name, place in places.items():
                 ear, began_s = Ear(run, name), time.time()
@@ -161,9 +161,9 @@ def felt(run: FaultRun, process: str) -> bool:
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_a_run_survives_disks_that_fail_or_are_slow_for_a_while(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_run_survives_disks_that_fail_or_are_slow_for_a_while(fork_server: ForkServer, tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    with FaultRun(directory, nursery) as run:
+    with FaultRun(directory, fork_server) as run:
         run.began()
         for bad in BAD:
             run.may_die.add(bad.process)
@@ -255,9 +255,9 @@ LIES: tuple[tuple[str, str, Harm], ...] = (
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_a_run_survives_disks_that_lie_or_are_lost(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_run_survives_disks_that_lie_or_are_lost(fork_server: ForkServer, tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    with FaultRun(directory, nursery) as run:
+    with FaultRun(directory, fork_server) as run:
         run.began()
         for kind, name, harm in LIES:
             run.until_versions(3)
@@ -312,10 +312,10 @@ BACKUPS: Mapping[str, tuple[str, ...]] = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "names"), BACKUPS.items(), ids=lambda value: str(value).replace(" ", "-"))
 def test_a_run_survives_disks_put_back_from_an_old_backup(
-    kind: str, names: tuple[str, ...], nursery: Nursery, tmp_path: Path
+    kind: str, names: tuple[str, ...], fork_server: ForkServer, tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
-    with FaultRun(directory, nursery) as run:
+    with FaultRun(directory, fork_server) as run:
         run.began()
         run.until_versions(2)
         backup(run, names, tmp_path / "backup")
@@ -331,11 +331,11 @@ def test_a_run_survives_disks_put_back_from_an_old_backup(
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_master_and_slave_put_back_at_once_wait_and_say_so_until_the_slave_has_its_own_disk(
-    nursery: Nursery, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
     """More than the promise covers: no version is on every slave, and the journal knows the digest of none that is."""
     directory, names = tmp_path / "run", ("master", "s0")
-    with FaultRun(directory, nursery) as run:
+    with FaultRun(directory, fork_server) as run:
         run.began()
         run.until_versions(2)
         backup(run, names, tmp_path / "backup")

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 from support.dips_command import dips
-from support.fault_nursery import Nursery
 from support.fault_plan import (
     ARROW_HARMS,
     ARROWS,
@@ -32,6 +31,7 @@ from support.fault_plan import (
 )
 from support.fault_run import FaultRun
 from support.fault_tally import TALLY
+from support.fork_server import ForkServer
 
 from dips.core.failpoint_names import all_names
 
@@ -82,10 +82,10 @@ def test_what_is_reached_elsewhere_exists(name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lanes", LANES, ids=lambda lanes: "+".join(segment.name for segment in lanes))
 def test_a_run_survives_every_harm_at_every_failpoint(
-    lanes: tuple[Segment, ...], nursery: Nursery, tmp_path: Path
+    lanes: tuple[Segment, ...], fork_server: ForkServer, tmp_path: Path
 ) -> None:
     with ThreadPoolExecutor(len(lanes)) as pool:
-        runs = [pool.submit(play, tmp_path / segment.name, nursery, segment) for segment in lanes]
+        runs = [pool.submit(play, tmp_path / segment.name, fork_server, segment) for segment in lanes]
     errors = [error for error in (run.exception() for run in runs) if error is not None]
     for error in errors[1:]:
         print(error)
@@ -93,8 +93,8 @@ def test_a_run_survives_every_harm_at_every_failpoint(
         raise errors[0]
 
 
-def play(directory: Path, nursery: Nursery, segment: Segment) -> None:
-    with FaultRun(directory, nursery, births=births(segment.births) if segment.births else None) as run:
+def play(directory: Path, fork_server: ForkServer, segment: Segment) -> None:
+    with FaultRun(directory, fork_server, births=births(segment.births) if segment.births else None) as run:
         if segment.births:
             be_born(run, segment.births)
         run.began()

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 from support.dips_command import dips
-from support.fault_nursery import Nursery
 from support.fault_plan import Fault, endured
 from support.fault_proxy import Harm, NetFault, Proxies, Way
 from support.fault_run import CLUSTERS, SLAVES, FaultRun
 from support.fault_tally import TALLY
+from support.fork_server import ForkServer
 
 from dips.launch.authority import ensure_keys
 
@@ -117,14 +117,14 @@ def touched(run: FaultRun, proxies: Proxies, case: Case) -> None:
     TALLY.judged(run.judged())
 
 
-def fault_run(directory: Path, nursery: Nursery, proxies: Proxies, keys: Path | None = None) -> FaultRun:
+def fault_run(directory: Path, fork_server: ForkServer, proxies: Proxies, keys: Path | None = None) -> FaultRun:
     return FaultRun(
-        directory, nursery, n_elems=N_ELEMS, step_s=0.1, proxies=proxies, chunk_bytes=CHUNK_BYTES, keys=keys
+        directory, fork_server, n_elems=N_ELEMS, step_s=0.1, proxies=proxies, chunk_bytes=CHUNK_BYTES, keys=keys
     )
 
 
-def play(directory: Path, nursery: Nursery, cases: Sequence[Case], keys: Path | None = None) -> None:
-    with Proxies() as proxies, fault_run(directory, nursery, proxies, keys) as run:
+def play(directory: Path, fork_server: ForkServer, cases: Sequence[Case], keys: Path | None = None) -> None:
+    with Proxies() as proxies, fault_run(directory, fork_server, proxies, keys) as run:
         run.began()
         for case in cases:
             touched(run, proxies, case)
@@ -144,15 +144,17 @@ def keys(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_a_run_survives_every_harm_on_the_data_path(keys: Path | None, nursery: Nursery, tmp_path: Path) -> None:
-    play(tmp_path / "run", nursery, ON_DATA, keys)
+def test_a_run_survives_every_harm_on_the_data_path(keys: Path | None, fork_server: ForkServer, tmp_path: Path) -> None:
+    play(tmp_path / "run", fork_server, ON_DATA, keys)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_a_run_survives_every_harm_on_the_control_path(keys: Path | None, nursery: Nursery, tmp_path: Path) -> None:
+def test_a_run_survives_every_harm_on_the_control_path(
+    keys: Path | None, fork_server: ForkServer, tmp_path: Path
+) -> None:
     """Flipped bits need keys: without them TCP's checksum is all there is (docs/security.md)."""
-    play(tmp_path / "run", nursery, ON_CONTROL + (FLIPS_ON_CONTROL if keys else ()), keys)
+    play(tmp_path / "run", fork_server, ON_CONTROL + (FLIPS_ON_CONTROL if keys else ()), keys)
 
 
 def test_both_paths_see_every_harm() -> None:
@@ -161,7 +163,7 @@ def test_both_paths_see_every_harm() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_short_run_survives_one_harm_of_each_kind(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_short_run_survives_one_harm_of_each_kind(fork_server: ForkServer, tmp_path: Path) -> None:
     """What always runs; `make faults` plays all of them."""
     cases = (
         Case(("s0.data",), NetFault(Harm.RESET, frozenset({Way.UP}), least_bytes=4096)),
@@ -174,7 +176,7 @@ def test_a_short_run_survives_one_harm_of_each_kind(nursery: Nursery, tmp_path: 
         Fault("master", "master.journal.before_commit", "crash"),
         Fault("s0", "slave.link.after_receive", "stop"),
     )
-    with Proxies() as proxies, fault_run(tmp_path / "run", nursery, proxies) as run:
+    with Proxies() as proxies, fault_run(tmp_path / "run", fork_server, proxies) as run:
         run.began()
         for case in cases:
             touched(run, proxies, case)

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from support.master_process import AGAIN
-from support.processes import START_S, MasterProcess
-from support.scripted_master import ScriptedMachine, caller, leave
+from support.master_process import START_S, MasterProcess
+from support.scripted_master import AGAIN, ScriptedMachine, caller, leave
 
 from dips.core.codec_protobuf import to_message
 from dips.core.errors import TERMINATED, ConfigError, FatalError, Refused, RetryLater
@@ -48,7 +47,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def start_one(
         *knobs: str, directory: Path = tmp_path / "run", variables: Mapping[str, str] | None = None
     ) -> MasterProcess:
-        processes.append(MasterProcess(directory, *knobs, variables=variables))
+        processes.append(MasterProcess(directory, "state=leaves", *knobs, variables=variables))
         return processes[-1]
 
     yield start_one

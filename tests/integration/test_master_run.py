@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from support.processes import START_S, MasterProcess
+from support.master_process import START_S, MasterProcess
 from support.scripted_master import HELLO
 
 from dips.core.codec_protobuf import decode, encode, from_message, to_message
@@ -44,7 +44,7 @@ LAYOUT = Layout((Parameter("w", (8, 4), "float32", "l0"),), 16)
 
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[MasterProcess]:
-    process = MasterProcess(tmp_path / "run", "slaves=1", "linger_s=2", "sync_every=16", module="support.real_master")
+    process = MasterProcess(tmp_path / "run", "slaves=1", "linger_s=2", "sync_every=16")
     yield process
     process.popen.kill()
     process.popen.wait(START_S)
@@ -137,7 +137,7 @@ def test_an_operators_stop_ends_the_process_with_0(master: MasterProcess, client
 def test_a_second_life_remembers_the_cluster_of_the_first(master: MasterProcess, client: Client) -> None:
     first = client.join("a")
     master.signal(signal.SIGKILL)
-    again = MasterProcess(master.directory, "slaves=1", module="support.real_master")
+    again = MasterProcess(master.directory, "slaves=1")
     try:
         address = again.started().address
         with attached(address), grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
@@ -161,7 +161,7 @@ def test_the_settings_are_logged_with_their_sources(master: MasterProcess) -> No
 def test_a_master_that_was_paused_evicts_nobody_for_its_own_silence(tmp_path: Path) -> None:
     beat_s, pause_s = 0.6, 3.5
     knobs = ("slaves=1", f"heartbeat_s={beat_s}", "evict_after_beats=5")
-    master = MasterProcess(tmp_path / "run", *knobs, module="support.real_master")
+    master = MasterProcess(tmp_path / "run", *knobs)
     try:
         address = master.started().address
         with attached(address), grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:

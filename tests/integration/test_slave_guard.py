@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support import hostile
-from support.guarded_port import WAIT_S, GuardedPort
+from support.data_port_process import WAIT_S, GuardedPort
 from support.slave_peers import LAYOUT, DataClient, push_id
 
 from dips.core.chunks import digest_of_array

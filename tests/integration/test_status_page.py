@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import MasterProcess
+from support.master_process import MasterProcess
 from support.whole_run import WholeRun, wait_until
 
 from dips.core.errors import TERMINATED
@@ -29,7 +29,6 @@ from dips.launch.operator_client import OperatorClient
 from dips.master.page.bounds import MAX_CONNECTIONS, MAX_STREAMS
 from dips.master.page.gate import read_page_url
 
-REAL = "support.real_master"
 ANSWER_S = 20.0
 
 
@@ -252,7 +251,7 @@ def _open_until_full(browser: Browser, stack: contextlib.ExitStack) -> int:
 
 
 def test_a_page_that_may_steer_is_asked_by_its_own_scripts_only(tmp_path: Path) -> None:
-    master = MasterProcess(tmp_path / "master", "page_listen=127.0.0.1:0", "page_steer=true", "slaves=1", module=REAL)
+    master = MasterProcess(tmp_path / "master", "page_listen=127.0.0.1:0", "page_steer=true", "slaves=1")
     try:
         address = master.started().address
         browser = Browser(address_of(page_of(tmp_path / "master")))
@@ -298,7 +297,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Mast
     """The folder of keys, and a master with a page that uses them."""
     folder = tmp_path_factory.mktemp("keyed")
     ensure_keys(folder / "keys", ["a"], ["s0"], ["me", "gone"])
-    master = MasterProcess(folder / "master", *keyed_knobs(folder), module=REAL)
+    master = MasterProcess(folder / "master", *keyed_knobs(folder))
     master.started()
     yield folder, master
     if master.popen.poll() is None:
@@ -361,7 +360,7 @@ def test_link_and_port_survive_a_restart_and_the_stream_says_good_bye(keyed: tup
         assert master.signal(signal.SIGTERM) == TERMINATED
         assert list(events)[-1] == ("ended", "the master has ended")
     assert read_page_url(folder / "master") is None
-    again = MasterProcess(folder / "master", *keyed_knobs(folder), module=REAL)
+    again = MasterProcess(folder / "master", *keyed_knobs(folder))
     try:
         again.started()
         assert page_of(folder / "master") == url

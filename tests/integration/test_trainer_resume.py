@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import START_S, MasterProcess
+from support.master_process import START_S, MasterProcess
 from support.trainer_run import TRAIN, Processes
 
 EVERY_STEP = TRAIN.model_copy(update={"log_every_steps": 1})
@@ -27,7 +27,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 def address(tmp_path: Path) -> Iterator[str]:
     # So many steps in a round that nothing is merged while this test runs.
     knobs = ("slaves=1", "min_clusters=1", "sync_every=500", "grace_s=0.2", "linger_s=600")
-    master = MasterProcess(tmp_path / "run", *knobs, module="support.real_master")
+    master = MasterProcess(tmp_path / "run", *knobs)
     yield master.started().address
     master.popen.kill()
     master.popen.wait(START_S)

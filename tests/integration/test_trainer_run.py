@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.processes import START_S, MasterProcess
+from support.master_process import START_S, MasterProcess
 from support.trainer_run import TRAIN, Processes, records
 
 from dips.core.errors import RefusalCode, Refused
@@ -38,7 +38,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
     knobs = ("slaves=2", "min_clusters=2", "sync_every=8", f"tk_max={TOKENS}", "grace_s=0.2", "linger_s=600")
-    master = MasterProcess(tmp_path / "run", *knobs, module="support.real_master")
+    master = MasterProcess(tmp_path / "run", *knobs)
     yield master.started().address
     master.popen.kill()
     master.popen.wait(START_S)

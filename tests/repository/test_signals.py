@@ -18,7 +18,7 @@ print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 
 TEST_OF_A_CHILD = f"""
 from pathlib import Path
-from support.processes import MasterProcess
+from support.master_process import MasterProcess
 
 def test_child(tmp_path: Path) -> None:
     (tmp_path / "hears.py").write_text({HEARS!r})

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from support.fault_nursery import Child, Nursery
 from support.fault_proxy import Proxies
+from support.fork_server import ForkedProcess, ForkServer
 from support.tape_tail import TapeTail
+from support.whole_run import option_words
 
 from dips.core.errors import Refused, RetryLater
 from dips.core.ids import Incarnation
@@ -40,6 +41,7 @@ STOPPED_S, BRIEFLY_S = 2.2, 0.7
 """How long a stopped process stays so: longer than it takes to be evicted, or shorter."""
 
 STEP_S = 0.05
+CHECKPOINT_EVERY_S = 0.2
 POLL_S = 0.02
 HEAL_S = 60.0
 """For everything to be back after a harm, on a machine that is busy with other things."""
@@ -89,7 +91,7 @@ class FaultRun:
     def __init__(
         self,
         directory: Path,
-        nursery: Nursery,
+        fork_server: ForkServer,
         *,
         n_elems: int = 600,
         step_s: float = STEP_S,
@@ -105,7 +107,7 @@ class FaultRun:
         self.directory = directory
         self.ports = {name: free_port() for name in ("master", *SLAVES)}
         self.address = f"127.0.0.1:{self.ports['master']}"
-        self.children: dict[str, Child] = {}
+        self.children: dict[str, ForkedProcess] = {}
         self.lives: dict[str, int] = dict.fromkeys(NAMES, 0)
         self.may_die: set[str] = set()
         self.ending: dict[str, int] = {}
@@ -113,7 +115,7 @@ class FaultRun:
         self.ends_with_run = False
         self.stopped_s = STOPPED_S
         """How long a stopped process stays so, from now on."""
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._n_elems, self._step_s = n_elems, step_s
         self._proxies = proxies
         self._keys = keys
@@ -170,7 +172,7 @@ class FaultRun:
             environment["DIPS_FAILPOINTS_ENABLED"] = "1"
             environment["DIPS_FAILPOINT_LOG"] = str(self.fired_log(name))
         arguments = [*self._arguments(name), *self._more.pop(name, [])]
-        self.children[name] = self._nursery.start(name, arguments, self.log_path(name), environment)
+        self.children[name] = self._fork_server.start(name, arguments, self.log_path(name), environment)
 
     def _security_of(self, name: str) -> dict[str, str]:
         """What the environment says of keys."""
@@ -179,7 +181,7 @@ class FaultRun:
     def _arguments(self, name: str) -> list[str]:
         if name == "master":
             knobs = {"run_id": "test", "directory": self.place(name), "slaves": len(SLAVES), "listen": self.address}
-            return ["master", *_options({**knobs, **self._master_knobs})]
+            return ["master", *option_words({**knobs, **self._master_knobs})]
         control = self._dialled(f"{name}.control", self.address)
         if name in SLAVES:
             knobs = {
@@ -187,9 +189,12 @@ class FaultRun:
                 "data_port": self.ports[name], "advertise": self._dialled(f"{name}.data", self._bound(name)),
                 "tape": tape_path(self.directory, name), "record_pushes": True, "compute_threads": 1, "data_threads": 1,
             }  # fmt: skip
-            return ["slave", *_options({**knobs, **self._slave_knobs})]
-        where = str(self.place(name))
-        return ["cluster", name, control, str(self.directory), str(self._n_elems), str(self._step_s), where]
+            return ["slave", *option_words({**knobs, **self._slave_knobs})]
+        cluster = {
+            "tape": tape_path(self.directory, name), "checkpoints": self.place(name),
+            "checkpoint_every_s": CHECKPOINT_EVERY_S, "elems": self._n_elems, "step_s": self._step_s,
+        }  # fmt: skip
+        return ["cluster", name, control, *option_words(cluster)]
 
     def _bound(self, name: str) -> str:
         return f"127.0.0.1:{self.ports[name]}"
@@ -238,7 +243,7 @@ class FaultRun:
         deadline_s = time.monotonic() + HEAL_S
         while True:
             self.tend()
-            why_not = self._nursery.arm(self.children[name], spec, self.fired_log(name))
+            why_not = self._fork_server.arm(self.children[name], spec, self.fired_log(name))
             if not why_not:
                 return
             assert time.monotonic() < deadline_s, f"{name} cannot be armed with {spec!r}: {why_not}"
@@ -281,7 +286,7 @@ class FaultRun:
         assert quick < MAX_QUICK_DEATHS, f"{name} dies again and again: {self.log(name)}"
         self.start(name)
 
-    def _wake(self, name: str, child: Child) -> None:
+    def _wake(self, name: str, child: ForkedProcess) -> None:
         if child.returncode is not None:
             return
         since_s = self._stopped.get(child.pid)
@@ -426,15 +431,6 @@ def _state_of(pid: int) -> str:
         return str(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
     except (OSError, IndexError):
         return ""
-
-
-def _options(knobs: Mapping[str, object]) -> list[str]:
-    words: list[str] = []
-    for name, value in knobs.items():
-        option = "--" + name.replace("_", "-")
-        no = option.replace("--", "--no-", 1)
-        words += [option if value else no] if isinstance(value, bool) else [option, str(value)]
-    return words
 
 
 def records(master: Path) -> list[dict[str, object]]:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.cluster_process import command as cluster_command
 from support.repository import ROOT
-from support.whole_run import LEASED, WholeRun, wait_until
+from support.whole_run import LEASED, WholeRun, option_words, wait_until
 
 from dips.core.errors import Refused, RetryLater
 from dips.core.security import INSECURE
@@ -41,6 +42,7 @@ TK_MAX = 120_000
 LAST_KILL = 5
 """Kills at random moments come up to this version, long before the end: a run may be faster than a process's start."""
 
+STEP_S = 0.005
 STOPPED_S = 5.0
 """How long a stopped process stays so: longer than evict_after_beats heartbeats."""
 
@@ -105,10 +107,9 @@ class KillRun(WholeRun):
     def start_master(self) -> None:
         """Start it until it serves; a failpoint may end its first life before that."""
         knobs = {"run_id": "test", "directory": self.directory / "master", "slaves": self.n_slaves, **self._master}
-        words = [word for name, value in knobs.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         where = self.directory / "master" / "master.json"
         while True:
-            self._spawn("master", ["master", "--insecure", *words])
+            self._spawn("master", ["master", "--insecure", *option_words(knobs)])
             process = self.processes["master"]
             wait_until(functools.partial(self._up_or_dead, where, process), "no master came up", RUN_WAIT_S)
             if process.poll() is None:
@@ -125,15 +126,15 @@ class KillRun(WholeRun):
         return serves or process.poll() is not None
 
     def start_slave(self, name: str, **more: object) -> None:
-        knobs = {"run-id": "test", "slave-id": name, "directory": self.directory / "slaves" / name,
-                 "tape": tape_path(self.directory, name),
-                 **{option.replace("_", "-"): value for option, value in more.items()}}  # fmt: skip
-        options = [word for option, value in knobs.items() for word in (f"--{option}", str(value))]
-        self._spawn(name, ["slave", "--insecure", *options, "--record-pushes", "--master", self.address])
+        knobs = {
+            "run_id": "test", "slave_id": name, "directory": self.directory / "slaves" / name, "master": self.address,
+            "tape": tape_path(self.directory, name), "record_pushes": True, "insecure": True, **more,
+        }  # fmt: skip
+        self._spawn(name, ["slave", *option_words(knobs)])
 
     def start_cluster(self, name: str) -> None:
-        command = [sys.executable, "-m", "support.kill_cluster", name, self.address, str(self.directory)]
-        self._popen(name, command)
+        tape, checkpoints = tape_path(self.directory, name), self.directory / "checkpoints" / name
+        self._popen(name, cluster_command(name, self.address, tape=tape, checkpoints=checkpoints, step_s=STEP_S))
 
     def log(self, name: str) -> str:
         return self._log_path(name).read_text()[-3000:]

@@ -1,72 +1,90 @@
-"""A master in a process of its own, with a state that journals every Leave before it answers.
+"""A master in a process of its own, with its log: the real one, or one whose state is support.scripted_master's Leaves.
 
-A Leave whose reason is "begin again at N" begins an epoch that is at least N instead.
-
-Run as `python -m support.master_process DIRECTORY [KNOB=VALUE ...]`; errors end it as they end the real one.
+`MasterProcess` is what a test sees. The process: python -m support.master_process DIRECTORY [KNOB=VALUE ...], with
+`state=leaves` for the other state; errors end it as they end the real one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import logging
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from support.repository import TESTS
+from support.scripted_master import Leaves
 
 from dips.core.config import load
 from dips.core.errors import DipsError
 from dips.core.failpoints import install
-from dips.core.messages import LeaveReply, LeaveRequest
 from dips.core.telemetry import configure_logging
 from dips.master.config import MasterConfig
+from dips.master.directory import MasterAddress, read_address
+from dips.master.main import run
 from dips.master.process import serve
-from dips.master.state.effects import BeginAgain, Effect, Reply, WriteJournal
-from dips.master.state.events import ClusterCall, Event, JournalWritten
-from dips.master.state.run_config import RunConfig
 
-AGAIN = "begin again at "
+START_S = 90.0
+"""Python starts and imports gRPC; two busy cores may need many times the usual second."""
 
 
-class LeaveCounter:
-    """The reasons of all Leaves are its whole state; each is durable before its caller hears of it."""
+class MasterProcess:
+    """The process; its log is `directory`.log. module: what runs instead of this one."""
 
-    def __init__(self, config: RunConfig, epoch: int, snapshot_json: str | None, wall_offset_s: float) -> None:
-        self._reasons: list[str] = json.loads(snapshot_json or "[]")
-        self._entry_ids = itertools.count(1)
-        self._token_of_entry: dict[int, int] = {}
+    def __init__(
+        self,
+        directory: Path,
+        *knobs: str,
+        module: str = "support.master_process",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.log_path = directory.with_suffix(".log")
+        environment = {**os.environ, "PYTHONPATH": str(TESTS), **(variables or {})}
+        with self.log_path.open("ab") as log:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", module, str(directory), *knobs],
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
 
-    def start(self, now_s: float) -> Sequence[Effect]:
-        return ()
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
 
-    def next_deadline_s(self) -> float | None:
-        return None
+    def started(self) -> MasterAddress:
+        """Wait until this very process has said where it serves."""
+        end_s = time.monotonic() + START_S
+        while time.monotonic() < end_s:
+            address = read_address(self.directory) if self.directory.is_dir() else None
+            if address is not None and address.pid == self.popen.pid:
+                return address
+            assert self.popen.poll() is None, self.log
+            time.sleep(0.02)
+        raise AssertionError(f"the master did not start: {self.log}")
 
-    def run_is_over(self) -> bool:
-        return False
-
-    def handle(self, event: Event, now_s: float) -> Sequence[Effect]:
-        match event:
-            case ClusterCall(_, LeaveRequest(_, reason)) if reason.startswith(AGAIN):
-                return [BeginAgain(int(reason.removeprefix(AGAIN)), reason)]
-            case ClusterCall(token, LeaveRequest(_, reason)):
-                entry_id = next(self._entry_ids)
-                self._token_of_entry[entry_id] = token
-                self._reasons.append(reason)
-                return [WriteJournal(entry_id, "LEAVE", json.dumps(reason), json.dumps(self._reasons))]
-            case JournalWritten(entry_id):
-                return [Reply(self._token_of_entry.pop(entry_id), LeaveReply())]
-        return ()
+    def signal(self, number: signal.Signals) -> int:
+        self.popen.send_signal(number)
+        return self.popen.wait(START_S)
 
 
 def main(directory: str, *knobs: str) -> int:
-    configure_logging("master", "demo")
     given = dict(knob.split("=", 1) for knob in knobs)
+    leaves = given.pop("state", "") == "leaves"
     overrides = {"run_id": "demo", "directory": directory, "insecure": True, **given}
+    if leaves:
+        configure_logging("master", "demo")
     try:
+        loaded = load(MasterConfig, "master", environment={}, overrides=overrides)
+        if not leaves:
+            return run(loaded.value, loaded)
         install("master")
-        config = load(MasterConfig, "master", environment={}, overrides=overrides).value
-        return asyncio.run(serve(config, LeaveCounter)).exit_code
+        return asyncio.run(serve(loaded.value, Leaves)).exit_code
     except DipsError as error:
         logging.critical("%s", error)
         return error.exit_code

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
 PACKAGES = sorted(link.name for link in (ROOT / "src" / "dips").iterdir() if link.is_symlink())
 
 

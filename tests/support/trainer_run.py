@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.processes import START_S
+from support.master_process import START_S
 
 from dips.core.telemetry import read_tape
 from dips.launch.options import command_line

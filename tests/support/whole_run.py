@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -181,7 +181,7 @@ class WholeRun:
     def start_master(self) -> None:
         knobs = {"run_id": "test", "directory": self.directory / "master", "slaves": self.n_slaves}
         knobs = {**knobs, **self.of("master"), **self._master}
-        self._spawn("master", ["master", *_options(knobs)])
+        self._spawn("master", ["master", *option_words(knobs)])
         where = self.directory / "master" / "master.json"
 
         def told() -> bool:
@@ -193,7 +193,7 @@ class WholeRun:
     def start_slave(self, name: str, **more: object) -> None:
         directory = self.directory / name
         knobs = {"run_id": "test", "slave_id": name, "directory": directory, "master": self.address, **self.of(name)}
-        self._spawn(name, ["slave", *_options({**knobs, "tape": directory / "tape.jsonl", **self.slave, **more})])
+        self._spawn(name, ["slave", *option_words({**knobs, "tape": directory / "tape.jsonl", **self.slave, **more})])
 
     def kill(self, name: str) -> None:
         """SIGKILL: at whatever line it is."""
@@ -236,7 +236,8 @@ class WholeRun:
             )
 
 
-def _options(knobs: dict[str, object]) -> list[str]:
+def option_words(knobs: Mapping[str, object]) -> list[str]:
+    """A command's options: `some_knob` becomes `--some-knob VALUE`, a switch `--some-knob` or `--no-some-knob`."""
     words: list[str] = []
     for name, value in knobs.items():
         option = "--" + name.replace("_", "-")

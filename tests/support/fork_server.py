@@ -1,8 +1,8 @@
-"""Real processes that start in a tenth of a second, forked from one that has imported everything, and armed alive.
+"""Starts real processes in a tenth of a second: forks them from one that has imported everything.
 
-`Nursery` starts that one (python -m support.fault_nursery) and asks it for children; each has its own memory, files,
-threads and pid, and dies alone. A child hears on a socket of its own what its failpoints are to do from now on, so that
-one life can see many faults. Linux only (abstract socket names).
+`ForkServer` starts that one (python -m support.fork_server) and asks it for children; each has its own memory, files,
+threads and pid, and dies alone. A child takes orders for its failpoints on a socket of its own while it runs, so that
+one process can see many faults. Linux only (abstract socket names).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ARM_S = 20.0
 MAX_WORDS = 1 << 16
 
 
-class Child:
-    """A process of a nursery, like subprocess.Popen. returncode: as there; None while it runs."""
+class ForkedProcess:
+    """A process of a fork server, like subprocess.Popen. returncode: as there; None while it runs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -64,30 +64,30 @@ class Child:
         self._ended.set()
 
 
-class Nursery:
+class ForkServer:
     """Use as a context manager; its children end with it. Safe for several threads."""
 
     def __init__(self) -> None:
         self._key = secrets.token_hex(8)
-        self._children: dict[int, Child] = {}
-        self._born: list[int] = []
-        self._news = threading.Condition()
+        self._children: dict[int, ForkedProcess] = {}
+        self._started: list[int] = []
+        self._changed = threading.Condition()
         self._ordering = threading.Lock()
-        self._ear: socket.socket | None = None
+        self._control: socket.socket | None = None
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
         environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests"), environment.get("PYTHONPATH", "")))
         self._parent = subprocess.Popen(
-            [sys.executable, "-m", "support.fault_nursery", self._key],
+            [sys.executable, "-m", "support.fork_server", self._key],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
             text=True,
         )
         assert self._parent.stdout is not None
-        assert self._parent.stdout.readline() == "ready\n", "the nursery did not start: see its error above"
-        self._thread = threading.Thread(target=self._listen, name="nursery", daemon=True)
+        assert self._parent.stdout.readline() == "ready\n", "the fork server did not start: see its error above"
+        self._thread = threading.Thread(target=self._listen, name="fork server", daemon=True)
         self._thread.start()
         return self
 
@@ -102,33 +102,33 @@ class Nursery:
         self._thread.join(30)
         assert self._parent.stdout is not None
         self._parent.stdout.close()
-        if self._ear is not None:
-            self._ear.close()
+        if self._control is not None:
+            self._control.close()
 
-    def start(self, name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
-        """arguments: of `dips`, or ["cluster", ...] for a cluster of support.fault_cluster."""
+    def start(self, name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> ForkedProcess:
+        """arguments: of `dips`, or ["cluster", ...] for a cluster of support.cluster_process."""
         assert self._parent.stdin is not None
         order = {"name": name, "arguments": list(arguments), "log": str(log), "environment": dict(environment)}
-        with self._ordering, self._news:
+        with self._ordering, self._changed:
             self._parent.stdin.write(json.dumps(order) + "\n")
             self._parent.stdin.flush()
-            assert self._news.wait_for(lambda: self._born, START_S), "the nursery does not answer"
-            return self._children[self._born.pop()]
+            assert self._changed.wait_for(lambda: self._started, START_S), "the fork server does not answer"
+            return self._children[self._started.pop()]
 
-    def arm(self, child: Child, spec: str, log: Path) -> str:
-        """Tell a living child what its failpoints do from now on; "" for nothing. Returns "" or why it could not."""
+    def arm(self, child: ForkedProcess, spec: str, log: Path) -> str:
+        """Set what the failpoints of a running child do from now on; "" for nothing. Returns "" or why it could not."""
         with self._ordering:
             return self._arm(child, spec, log)
 
-    def _arm(self, child: Child, spec: str, log: Path) -> str:
-        if self._ear is None:
-            self._ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._ear.bind(f"\0dips-{self._key}")
-        self._ear.settimeout(ARM_S)
+    def _arm(self, child: ForkedProcess, spec: str, log: Path) -> str:
+        if self._control is None:
+            self._control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._control.bind(f"\0dips-{self._key}")
+        self._control.settimeout(ARM_S)
         words = json.dumps({"spec": spec, "log": str(log)}).encode()
         try:
-            self._ear.sendto(words, _ear_of(self._key, child.pid))
-            answer, _ = self._ear.recvfrom(MAX_WORDS)
+            self._control.sendto(words, _control_address(self._key, child.pid))
+            answer, _ = self._control.recvfrom(MAX_WORDS)
         except OSError as error:  # it died, or is not so far yet
             return f"process {child.pid} does not listen: {error}"
         return answer.decode()
@@ -137,16 +137,16 @@ class Nursery:
         assert self._parent.stdout is not None
         for line in self._parent.stdout:
             word, pid, code, *_ = (*line.split(), "0")
-            with self._news:
-                if word == "born":
-                    self._children[int(pid)] = Child(int(pid))
-                    self._born.append(int(pid))
+            with self._changed:
+                if word == "started":
+                    self._children[int(pid)] = ForkedProcess(int(pid))
+                    self._started.append(int(pid))
                 else:
                     self._children[int(pid)].ended(int(code))
-                self._news.notify_all()
+                self._changed.notify_all()
 
 
-def _ear_of(key: str, pid: int) -> str:
+def _control_address(key: str, pid: int) -> str:
     return f"\0dips-{key}-{pid}"
 
 
@@ -154,24 +154,24 @@ def _ear_of(key: str, pid: int) -> str:
 
 
 def main(key: str) -> None:
-    """Fork a child for each line on stdin, and tell of births and deaths on stdout. Ends with its input."""
+    """Fork a child for each line on stdin, and report starts and ends on stdout. Ends with its input."""
     _import_everything()
-    hear, wake = os.pipe()
+    wake_reader, wake = os.pipe()
     os.set_blocking(wake, False)
-    os.set_blocking(hear, False)
+    os.set_blocking(wake_reader, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     _say("ready")
     chosen = selectors.DefaultSelector()
     chosen.register(sys.stdin.fileno(), selectors.EVENT_READ)
-    chosen.register(hear, selectors.EVENT_READ)
+    chosen.register(wake_reader, selectors.EVENT_READ)
     pids: set[int] = set()
     unread = b""
     while True:
         ready = {found.fd for found, _ in chosen.select()}
-        if hear in ready:
-            os.read(hear, 4096)
-            _bury(pids)
+        if wake_reader in ready:
+            os.read(wake_reader, 4096)
+            _collect(pids)
         if sys.stdin.fileno() in ready:
             words = os.read(sys.stdin.fileno(), MAX_WORDS)
             if not words:
@@ -180,15 +180,15 @@ def main(key: str) -> None:
             for line in lines:
                 pid = os.fork()
                 if pid == 0:
-                    _live(key, json.loads(line))
+                    _run_child(key, json.loads(line))
                 pids.add(pid)
-                _say(f"born {pid}")
+                _say(f"started {pid}")
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _bury(pids: set[int]) -> None:
+def _collect(pids: set[int]) -> None:
     for pid in list(pids):
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
@@ -201,8 +201,8 @@ def _say(line: str) -> None:
 
 
 def _import_everything() -> None:
-    """What children need, so that they have it at birth: imports only, no thread, no socket, no channel."""
-    import support.fault_cluster
+    """What children need, so that they have it from the start: imports only, no thread, no socket, no channel."""
+    import support.cluster_process
 
     import dips.launch.cli
     import dips.master.main
@@ -214,7 +214,7 @@ def _import_everything() -> None:
     kernels_wire.warm_up()
 
 
-def _live(key: str, order: dict[str, Any]) -> None:
+def _run_child(key: str, order: dict[str, Any]) -> None:
     """The child. Does not return."""
     code = 1
     try:
@@ -225,7 +225,7 @@ def _live(key: str, order: dict[str, Any]) -> None:
             os.dup2(log, number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.update(order["environment"])
-        threading.Thread(target=_obey, args=(key,), name="failpoints", daemon=True).start()
+        threading.Thread(target=_take_orders, args=(key,), name="failpoints", daemon=True).start()
         code = _work(order["arguments"])
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1
@@ -240,9 +240,9 @@ def _live(key: str, order: dict[str, Any]) -> None:
 
 def _work(arguments: list[str]) -> int:
     if arguments[0] == "cluster":
-        from support.fault_cluster import main as cluster
+        from support.cluster_process import main as cluster
 
-        return cluster(*arguments[1:])
+        return cluster(arguments[1:])
     from dips.launch.cli import main as command
 
     sys.argv = ["dips", *arguments]
@@ -250,15 +250,15 @@ def _work(arguments: list[str]) -> int:
     return 0
 
 
-def _obey(key: str) -> None:
-    """Arm failpoints as told, for as long as the process lives."""
+def _take_orders(key: str) -> None:
+    """Arm failpoints as ordered, for as long as the process runs."""
     from dips.core.errors import DipsError
     from dips.core.failpoints import clear, set_failpoints
 
-    ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    ear.bind(_ear_of(key, os.getpid()))
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    control.bind(_control_address(key, os.getpid()))
     while True:
-        words, sender = ear.recvfrom(MAX_WORDS)
+        words, sender = control.recvfrom(MAX_WORDS)
         order = json.loads(words)
         answer = ""
         try:
@@ -269,7 +269,7 @@ def _obey(key: str) -> None:
         except DipsError as error:
             answer = str(error)
         with contextlib.suppress(OSError):
-            ear.sendto(answer.encode(), sender)
+            control.sendto(answer.encode(), sender)
 
 
 if __name__ == "__main__":

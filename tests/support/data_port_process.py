@@ -1,0 +1,267 @@
+"""Processes at both ends of a data port, without a master: python -m support.data_port_process ROLE ARGUMENTS.
+
+`bulk BULK`: a slave's port with one open push, for what support.bulk sends. `guarded ROOM_BYTES FILES`: a port with its
+connection guard and a limit on open files. Both say their endpoint, then answer each line of their input with a line of
+JSON, and end with their input; `BulkPort` and `GuardedPort` are what a test sees. `push BULK ENDPOINT WINDOW`: the
+cluster's side; it pushes all of BULK and prints the digest of what the slave holds then. DIPS_FAILPOINTS may kill it on
+the way; its successor goes on from where the slave stands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+from support import slave_peers
+from support.bulk import EPOCH, PUSH, RUN, Bulk
+from support.repository import TESTS
+
+from dips.core import allocator, kernels_numba
+from dips.core.chunks import checksum, chunks_of, shard_digest
+from dips.core.clock import SystemClock
+from dips.core.failpoints import install
+from dips.core.ids import Version
+from dips.core.messages import Ticket
+from dips.slave.connections import ConnectionGuard
+from dips.slave.data_port import Answer, DataPort
+from dips.slave.data_server import DataServer
+from dips.slave.landing import Job
+from dips.slave.memory import Buffer, bytes_of
+from dips.slave.state.events import PushStaged
+from dips.slave.state.staging import ShardMap
+from dips.worker.transfer_zmq import Common, carry_push
+
+VERSION = Version(1, 0)
+PLAIN_PIECE_BYTES = 4 << 20
+WAIT_S = 120.0
+GUARDED_CHUNK_BYTES = 1024
+GUARDED_SLOTS = 2
+
+
+def push_command(bulk: Bulk, endpoint: str, window_chunks: int) -> list[str]:
+    """The command line of the cluster's side."""
+    return [sys.executable, "-m", "support.data_port_process", "push", bulk.to_json(), endpoint, str(window_chunks)]
+
+
+# ---- as a test sees them ----
+
+
+class _PortProcess:
+    """A process that answers lines. `with` ends it."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "support.data_port_process", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(TESTS)},
+        )
+        self.pid = self._popen.pid
+        self._first = self._answer()
+        self.endpoint: str = self._first["endpoint"]
+
+    def ask(self, word: str) -> Any:
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(word + "\n")
+        self._popen.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._popen.stdout is not None
+        line = self._popen.stdout.readline()
+        assert line, "the data port's process ended: see its error above"
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._popen.communicate(timeout=WAIT_S)
+        finally:
+            self._popen.kill()
+            self._popen.wait()
+
+
+class BulkPort(_PortProcess):
+    """ask("count"): what it has received; ask("serve"): what was pushed can be pulled as VERSION from then on."""
+
+    def __init__(self, bulk: Bulk) -> None:
+        super().__init__("bulk", bulk.to_json())
+
+    def send_plain(self, data: memoryview) -> None:
+        """As many bytes by a TCP connection, for comparison; returns when all has landed there."""
+        with socket.create_connection(("127.0.0.1", self.ask("plain")["port"])) as connection:
+            for begin in range(0, len(data), PLAIN_PIECE_BYTES):
+                connection.sendall(data[begin : begin + PLAIN_PIECE_BYTES])
+            self._answer()
+
+
+class GuardedPort(_PortProcess):
+    """Push "a" of support.slave_peers is open in it. limit_bytes: the guard's budget."""
+
+    def __init__(self, room_bytes: int, n_files: int = 1024) -> None:
+        super().__init__("guarded", str(room_bytes), str(n_files))
+        self.limit_bytes: int = self._first["limit_bytes"]
+
+    def count(self) -> dict[str, Any]:
+        """chunks, connections: refused so far; why: what the guard said, and the last sentence of the port; looks: of
+        the guard, so far."""
+        told: dict[str, Any] = self.ask("count")
+        return told
+
+    def wait_for_looks(self, n_looks: int = 2) -> None:
+        """Until the guard has looked so many times more, however busy this machine is."""
+        first, end_s = self.count()["looks"], time.monotonic() + WAIT_S
+        while (now := self.count()["looks"]) < first + n_looks:
+            assert time.monotonic() < end_s, f"the guard looked {now - first} times in {WAIT_S} s"
+            time.sleep(0.01)
+
+
+# ---- the processes ----
+
+
+class _BulkSlave:
+    """A data server for one push, with the payload bytes of all messages that came, whatever became of them."""
+
+    def __init__(self, bulk: Bulk) -> None:
+        self._bulk = bulk
+        self._blocks = bulk.layout.blocks
+        self._rows = allocator.zeros(1, bulk.n_elems)
+        self._staged: queue.SimpleQueue[PushStaged] = queue.SimpleQueue()
+        self._digest = ""
+        self._received_bytes = 0
+        self._count_messages()
+        self.server = DataServer("127.0.0.1", 0, RUN, bulk.chunk_bytes, self._staged.put, _crashed)
+        self.server.start()
+        self.server.set_epoch(EPOCH)
+        self.server.set_memory(ShardMap(self._blocks, bulk.chunk_bytes), self._rows, lambda: None)
+        self.server.open(PUSH, 1, 0, 1)
+
+    def _count_messages(self) -> None:
+        slave, real = self, DataPort.begin
+
+        def begin(
+            self: DataPort, frames: Sequence[memoryview], peer: bytes = b"", user: str = ""
+        ) -> Answer | Job | None:
+            slave._received_bytes += sum(len(frame) for frame in frames[1:])
+            return real(self, frames, peer, user)
+
+        DataPort.begin = begin  # type: ignore[method-assign]
+
+    def count(self) -> dict[str, Any]:
+        while not self._staged.empty():
+            self._digest = self._staged.get().digest.hex()
+        return {"received": self._received_bytes, "refusal": self.server.last_refusal, "staged": self._digest}
+
+    def serve(self) -> dict[str, Any]:
+        data, sums = bytes_of(self._rows[0]), []
+        for chunk in chunks_of(self._blocks, self._bulk.chunk_bytes):
+            begin = 4 * self._blocks[chunk.block_id].start_elem + chunk.offset_bytes
+            sums.append(checksum(data[begin : begin + chunk.length_bytes]))
+        served = threading.Event()
+        self.server.set_readable({VERSION: Buffer(self._rows[0], None, sums)}, served.set)
+        assert served.wait(WAIT_S)
+        return {"digest": shard_digest(sums).hex()}
+
+    def plain(self) -> dict[str, Any]:
+        data = bytes_of(self._rows[0])
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            _say(port=server.getsockname()[1])
+            with server.accept()[0] as connection:
+                while data:
+                    data = data[connection.recv_into(data[:PLAIN_PIECE_BYTES]) :]
+        return {}
+
+
+def _bulk(bulk: str) -> int:
+    kernels_numba.warm_up()
+    slave = _BulkSlave(Bulk.from_json(bulk))
+    _say(endpoint=slave.server.endpoint)
+    for line in sys.stdin:
+        _say(**{"count": slave.count, "serve": slave.serve, "plain": slave.plain}[line.strip()]())
+    slave.server.stop()
+    return 0
+
+
+class _Remembering(DataServer):
+    """Keeps why the guard cut connections; the port's last sentence may be of another connection a moment later."""
+
+    cuts = ""
+
+    def refuse_connection(self, sentence: str) -> None:
+        self.cuts += f"{sentence}\n"
+        super().refuse_connection(sentence)
+
+
+def _guarded(room_bytes: str, n_files: str) -> int:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(n_files), int(n_files)))
+    allocator.keep_freed_memory()
+    kernels_numba.warm_up()
+    layout = slave_peers.LAYOUT
+    server = _Remembering("127.0.0.1", 0, slave_peers.RUN, GUARDED_CHUNK_BYTES, lambda staged: None, _crashed)
+    ready = threading.Event()
+    rows = allocator.zeros(GUARDED_SLOTS, layout.n_elems)
+    server.start()
+    server.set_epoch(1)
+    server.set_memory(ShardMap(layout.blocks, GUARDED_CHUNK_BYTES), rows, ready.set)
+    server.open(slave_peers.push_id("a"), 1, 0, 1)
+    assert ready.wait(WAIT_S)
+    guard = ConnectionGuard(server, rows.nbytes, int(room_bytes))
+    guard.start()
+    _say(endpoint=server.endpoint, limit_bytes=guard.limit_bytes)
+    for _ in sys.stdin:
+        beat = server.beat()
+        why = f"{server.cuts}{beat.refused_connection}"
+        _say(chunks=beat.refused_chunks, connections=beat.refused_connections, why=why, looks=guard._looks)
+    guard.stop()
+    server.stop()
+    return 0
+
+
+def _push(text: str, endpoint: str, window_chunks: str) -> int:
+    install("worker")
+    bulk = Bulk.from_json(text)
+    flat = allocator.zeros(bulk.n_elems)
+    bulk.fill(flat)
+    blocks = tuple(block.block_id for block in bulk.layout.blocks)
+    ticket = Ticket(1, bulk.placement(endpoint), blocks)
+    common = Common(RUN, EPOCH, "bulk", bulk.layout, bulk.settings(int(window_chunks)))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    transfer, digests = carry_push(context, common, flat, PUSH, ticket, SystemClock(), threading.Event())
+    context.destroy(linger=0)
+    if not transfer.done:
+        print(transfer.failure, file=sys.stderr)
+        return 1
+    print(dict(digests)["s0"].hex())
+    return 0
+
+
+def _crashed(error: BaseException) -> None:
+    traceback.print_exception(error)
+    os._exit(1)
+
+
+def _say(**told: object) -> None:
+    print(json.dumps(told), flush=True)
+
+
+ROLES: dict[str, Callable[..., int]] = {"bulk": _bulk, "guarded": _guarded, "push": _push}
+
+if __name__ == "__main__":
+    sys.exit(ROLES[sys.argv[1]](*sys.argv[2:]))
