@@ -60,7 +60,7 @@ frozen: $(DEV_STAMP)  ## compare what 500 simulated runs did with tests/frozen/s
 	$(BIN)/python -m dips.sim.canonical_records --check tests/frozen/seeds.txt $(ARGS)
 
 model-check: $(DEV_STAMP)  ## see every state of small runs, breadth first, in two minutes; ARGS=--short or ARGS=--long
-	$(BIN)/python -m dips.sim.search $(ARGS)
+	$(BIN)/python -m dips.sim.search --counts tests/frozen/searches.txt $(ARGS)
 
 faults: $(DEV_STAMP)  ## harm real processes, their links and their disks in every planned way, for 20 minutes
 	$(BIN)/python -m pytest --require-passed --faults tests/faults $(ARGS)

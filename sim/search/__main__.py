@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from dips.core.machine import tables
 from dips.core.seen import Seen, report
@@ -22,10 +23,15 @@ from dips.sim.search.wiring import Label
 MAX_STORY = 400
 """Lines of a way that are printed; breadth first finds short ones."""
 
+HEADER = """\
+# What each exhausted search saw: name, states, steps, depth, ends. They change only with behaviour.
+# `make model-check` compares; `make model-check ARGS=--write-counts` writes them again (docs/search.md).
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: all is clean. 1: an invariant was violated, a planned fault never struck, or a search that ends by
-    itself was stopped. 2: no such search.
+    """Exit code 0: all is clean. 1: an invariant was violated, a planned fault never struck, a search that ends by
+    itself was stopped, or its counts are not those of the file. 2: no such search.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -42,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for named, result in run_all(chosen, options.max_states, options.jobs):
         found.append((named, result))
         _print(named, result)
-    return _conclude(found, time.perf_counter() - began, stopped_by_hand=options.max_states is not None)
+    code = _conclude(found, time.perf_counter() - began, stopped_by_hand=options.max_states is not None)
+    if options.counts is None:
+        return code
+    return _hold_counts(options.counts, counts_of(found), options.write_counts) or code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="name the searches, run none")
     parser.add_argument("--name", action="append", default=[], help="run this one (may be given again)")
     parser.add_argument("--max-states", type=int, help="stop each search there instead of at its own limit")
+    parser.add_argument("--counts", type=Path, metavar="FILE", help="compare the counts of exhausted searches with it")
+    parser.add_argument("--write-counts", action="store_true", help="write them to the file of --counts instead")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="searches at once (default: all cores)")
     return parser
 
@@ -99,6 +110,40 @@ def _conclude(found: Sequence[tuple[Named, Result]], seconds: float, stopped_by_
         ]
     for line in wrong:
         print(f"FAILED {line}")
+    return 1 if wrong else 0
+
+
+Counts = dict[str, tuple[int, int, int, int]]
+"""Of a search by its name: states, steps, depth, ends."""
+
+
+def counts_of(found: Sequence[tuple[Named, Result]]) -> Counts:
+    """Of all that were exhausted: only these do not depend on a limit."""
+    return {named.name: (r.states, r.steps, r.depth, r.ends) for named, r in found if r.exhausted}
+
+
+def read_counts(path: Path) -> Counts:
+    """The lines of a file of counts. Raises ValueError for a line that is none."""
+    found: Counts = {}
+    for line in path.read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, states, steps, depth, ends = line.split()
+            found[name] = (int(states), int(steps), int(depth), int(ends))
+    return found
+
+
+def _hold_counts(path: Path, counts: Counts, write: bool) -> int:
+    """Compare with the file, or write it; lines of searches that did not run stay. Returns the exit code."""
+    known = read_counts(path) if path.exists() else {}
+    if write:
+        lines = [f"{name} {' '.join(map(str, numbers))}\n" for name, numbers in sorted((known | counts).items())]
+        path.write_text(HEADER + "".join(lines))
+        return 0
+    wrong = [name for name, numbers in sorted(counts.items()) if known.get(name) != numbers]
+    for name in wrong:
+        before = known.get(name, "not there")
+        print(f"FAILED {name}: states, steps, depth, ends are {counts[name]}; in {path} they are {before}")
+    print(f"{len(counts)} counts compared with {path}: {len(wrong)} differ")
     return 1 if wrong else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from support.mutants import MUTANTS
@@ -11,7 +12,7 @@ from support.repository import ROOT
 
 from dips.core.errors import LocalProtocolError
 from dips.core.ids import ClusterId, Incarnation, PushId
-from dips.sim.search.__main__ import main, never_struck, story
+from dips.sim.search.__main__ import main, never_struck, read_counts, story
 from dips.sim.search.arena import BLIND, Arena
 from dips.sim.search.bounds import BLOCK_BYTES, FAULTS, Bounds
 from dips.sim.search.copying import Fingerprints, clone
@@ -28,6 +29,9 @@ from dips.sim.search.violation import Violation
 from dips.slave.state.staging import StagingTable
 
 SHORT = [named.name for named in SEARCHES if named.size is Size.SHORT]
+FROZEN_COUNTS = ROOT / "tests" / "frozen" / "searches.txt"
+COUNTS = read_counts(FROZEN_COUNTS)
+
 PATHS = 12
 """Histories of each search that the checker judges too."""
 
@@ -38,6 +42,7 @@ def test_a_short_search_sees_every_state_and_finds_nothing_wrong(name: str) -> N
     result = search.run()
     assert result.violation is None, "\n".join([str(result.violation), *story(result.story)])
     assert result.exhausted
+    assert (result.states, result.steps, result.depth, result.ends) == COUNTS[name]
     assert result.ends > 0
     assert never_struck(by_name(name), result) == []
     assert judge_ends(search, search.ends, PATHS) == []
@@ -248,6 +253,22 @@ def test_the_command_says_what_it_saw(capsys: pytest.CaptureFixture[str]) -> Non
     assert out.count("EXHAUSTED") == 2
     assert "2 searches, 2 exhausted" in out
     assert "steps that are faults: lose_version" in out
+
+
+def test_the_counts_of_searches_are_the_frozen_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = COUNTS
+    assert sorted(known) == sorted(named.name for named in SEARCHES if named.size is not Size.LONG)
+    arguments = ["--name", "two-rounds", "--name", "lose-version", "--jobs", "1", "--counts"]
+    assert main([*arguments, str(FROZEN_COUNTS)]) == 0
+    file = tmp_path / "searches.txt"
+    file.write_text("pair 1 2 3 4\ntwo-rounds 1 2 3 4\n")
+    capsys.readouterr()
+    assert main([*arguments, str(file)]) == 1
+    told = capsys.readouterr().out
+    assert f"FAILED two-rounds: states, steps, depth, ends are {known['two-rounds']}; in {file} they are (1, 2" in told
+    assert f"in {file} they are not there" in told
+    assert main([*arguments, str(file), "--write-counts"]) == 0
+    assert read_counts(file) == {name: known[name] for name in ("two-rounds", "lose-version")} | {"pair": (1, 2, 3, 4)}
 
 
 def test_searches_run_side_by_side() -> None:
