@@ -29,12 +29,12 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check sim frozen model-check faults fuzz soak endurance protos bench docs clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
+.PHONY: help demo test test-slow check sim frozen model-check faults fuzz soak endurance protos bench docs clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
 	@echo
-	@echo '  ARGS="..."       more arguments, for demo, test, faults and endurance (pytest), sim, frozen, model-check and bench'
+	@echo '  ARGS="..."       more arguments, for demo, test, test-slow, faults and endurance (pytest), sim, frozen, model-check and bench'
 	@echo '  MINUTES=5        how long `make fuzz` goes on, and `make soak` (10), about'
 	@echo '  SEEDS=2000       how many runs `make sim` simulates'
 	@echo '  TORCH_INDEX=URL  package index that PyTorch alone is taken from, such as the one of its CPU builds'
@@ -43,8 +43,11 @@ help:  ## this list
 demo: $(DEMO_STAMP)  ## train a small model on four clusters here, and lose a cluster and a slave on the way
 	$(BIN)/dips demo $(ARGS)
 
-test: check  ## all checks and all tests
-	$(BIN)/python tests/run_all.py $(ARGS)
+test: check  ## all checks, unit tests, and the integration tests of the main path; under four minutes
+	$(BIN)/python tests/run_all.py tests/unit tests/integration tests/repository $(ARGS)
+
+test-slow: $(DEV_STAMP)  ## the other tests: demo, documents, trainers, benchmarks, deployment, short faults and endurance
+	$(BIN)/python tests/run_all.py tests/slow tests/faults tests/endurance $(ARGS)
 
 check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 	$(BIN)/ruff check .
@@ -72,19 +75,19 @@ soak: $(DEV_STAMP)  ## train twice, in calm and under a storm of kills, for MINU
 	$(BIN)/python tests/soak.py --minutes $(if $(filter file,$(origin MINUTES)),10,$(MINUTES)) $(ARGS)
 
 dashboards-test: $(DEV_STAMP)  ## watch a real run with a real Prometheus: each panel and rule must have data; two minutes
-	$(BIN)/python -m pytest --require-passed --dashboards tests/dashboards $(ARGS)
+	$(BIN)/python -m pytest --require-passed tests/e2e/dashboards $(ARGS)
 
 page-test: $(DEV_STAMP)  ## look at the status page of a real run with a real browser, for two minutes; pictures in runs/page
 	@if ! command -v $(CHROMIUM) >/dev/null; then \
 	  echo "make page-test: skipped: there is no $(CHROMIUM) here (Debian, Ubuntu: apt-get install chromium)"; \
 	else DIPS_TEST_CHROMIUM="$$(command -v $(CHROMIUM))" \
-	  $(BIN)/python -m pytest --require-passed --page -rs tests/page $(ARGS); fi
+	  $(BIN)/python -m pytest --require-passed -rs tests/e2e/page $(ARGS); fi
 
 compose:  ## start the run of docker-compose.yml in the background, once this machine has what it needs
 	@$(or $(PYTHON),python3) deploy/compose/up.py --build --detach $(ARGS)
 
 compose-test: $(DEV_STAMP)  ## train in containers, kill each of them, cut a network, verify, remove everything; needs Docker
-	$(BIN)/python tests/compose/run.py $(ARGS)
+	$(BIN)/python tests/e2e/compose/run.py $(ARGS)
 
 endurance: $(DEV_STAMP)  ## move gigabytes and ten thousand tensors, play a thousand rounds, run the trainers; needs 10 GB
 	$(BIN)/python tests/run_all.py --endurance tests/endurance $(ARGS)
@@ -94,11 +97,11 @@ manifests: $(DEV_STAMP)  ## write deploy/kubernetes/base anew from deploy/kubern
 	$(BIN)/dips deploy render deploy/kubernetes/base.toml --output deploy/kubernetes/base
 
 manifests-test: $(DEV_STAMP)  ## check every object for Kubernetes against the published schemas of three versions
-	$(BIN)/python -m pytest --require-passed -rs -s tests/integration/test_manifests.py $(ARGS)
+	$(BIN)/python -m pytest --require-passed -rs -s tests/slow/test_manifests.py $(ARGS)
 
 e2e-kubernetes: $(DEV_STAMP)  ## deploy to the cluster that KUBECONFIG names; skipped without one
 	@if [ -z "$${KUBECONFIG:-}" ]; then echo "make e2e-kubernetes: skipped: KUBECONFIG names no cluster"; \
-	else $(BIN)/python -m pytest --require-passed --kubernetes -rs -s tests/e2e $(ARGS); fi
+	else $(BIN)/python -m pytest --require-passed -rs -s tests/e2e/kubernetes $(ARGS); fi
 
 protos: $(DEV_STAMP)  ## write the stubs beside protos/*.proto anew
 	cd src && $(abspath $(BIN))/python -m grpc_tools.protoc -I . \

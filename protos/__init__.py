@@ -1,0 +1,1 @@
+"""The messages on the wire: `.proto` files, and the stubs that `make protos` writes of them."""

@@ -35,17 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail when not a single test passed, so that a run that skipped everything is not a success",
     )
     parser.addoption("--faults", action="store_true", help="also kill real processes for minutes (`make faults`)")
-    parser.addoption("--dashboards", action="store_true", help="also watch a real run with Prometheus, for minutes")
-    parser.addoption("--kubernetes", action="store_true", help="also deploy to the cluster that KUBECONFIG names")
-    parser.addoption("--page", action="store_true", help="also look at the status page of a real run with a browser")
     parser.addoption("--endurance", action="store_true", help="also move gigabytes and play 1,000 rounds, for minutes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "faults: takes minutes of killing real processes; runs with --faults only")
-    config.addinivalue_line("markers", "dashboards: watches a run for minutes; runs with --dashboards only")
-    config.addinivalue_line("markers", "kubernetes: deploys to a real cluster; runs with --kubernetes only")
-    config.addinivalue_line("markers", "page: looks at a real run with a browser; runs with --page only")
     config.addinivalue_line("markers", "endurance: takes minutes, or gigabytes of memory; runs with --endurance only")
 
 
@@ -61,19 +55,11 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     longest_first(items)
-    reasons = {
-        "faults": "kills real processes for minutes: run it with --faults, or `make faults`",
-        "dashboards": "watches a real run for minutes: run it with --dashboards, or `make dashboards-test`",
-        "kubernetes": "needs a cluster of Kubernetes: run it with --kubernetes, or `make e2e-kubernetes`",
-        "page": "looks at a real run with a browser: run it with --page, or `make page-test`",
-        "endurance": "takes minutes, or gigabytes of memory: run it with --endurance",
-    }
-    for name, reason in reasons.items():
-        if config.getoption(f"--{name}"):
-            continue
-        for item in items:
-            if item.get_closest_marker(name):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    left_out = [name for name in ("faults", "endurance") if not config.getoption(f"--{name}")]
+    deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.hookimpl(trylast=True)

@@ -27,7 +27,7 @@ import pytest
 
 from dips.core.threads import usable_processors
 
-OF_PROCESSES = ("tests/integration/", "tests/faults/", "tests/endurance/")
+OF_PROCESSES = ("tests/integration/", "tests/slow/", "tests/faults/", "tests/endurance/")
 WISHES = ("--faults", "--endurance")
 
 WARM_UP = "from dips.core import kernels_numba, kernels_wire; kernels_numba.warm_up(); kernels_wire.warm_up()"
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str], of_processes: Sequence[str] = OF_PROCESSES) -
         return code
     if names and all(name.startswith(tuple(of_processes)) for name in names):
         say("failed; now once more, alone", names)
-        wish = [option for option in WISHES if option in arguments]  # without it they would be skipped
+        wish = [option for option in WISHES if option in arguments]  # without it they would be left out
         code = subprocess.call([sys.executable, "-m", "pytest", "--require-passed", *wish, *names])
         if code == 0:
             note_second_tries(names)

@@ -1,0 +1,1 @@
+"""The benchmark of storms: processes that come, beat and go by the hundred."""

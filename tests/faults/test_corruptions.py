@@ -26,7 +26,7 @@ BY_COMMAND = 2
 """Of each kind through the command; all others in this process."""
 
 ALWAYS = 10
-"""One corruption of so many is part of `make test`."""
+"""One corruption of so many is part of `make test-slow`."""
 
 _firsts = {
     kind: [item for item in CORRUPTIONS if item.kind == kind][:BY_COMMAND] for kind in {c.kind for c in CORRUPTIONS}

@@ -6,7 +6,6 @@ is among them, and an exported version has the very loss that was reported for i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from dips.worker.reader import fetch_version
 from dips.worker.trainer import evaluate as evaluation
 from dips.worker.trainer.evaluate import evaluate_file, evaluate_live, follow
 from dips.worker.trainer.export import export_model
-from dips.worker.trainer.run_watch import RunWatch
 
 TOKENS = 40_000
 
@@ -50,14 +48,6 @@ def _keep_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-
-
-def wait_for_cluster(address: str) -> None:
-    end_s = time.monotonic() + START_S
-    with RunWatch(address, "demo", 5.0, INSECURE) as watch:
-        while not watch.status().clusters:
-            assert time.monotonic() < end_s, "no cluster joined"
-            time.sleep(0.05)
 
 
 def test_a_run_from_the_seed_to_an_exported_model(processes: Processes, address: str, tmp_path: Path) -> None:
@@ -93,14 +83,3 @@ def test_a_run_from_the_seed_to_an_exported_model(processes: Processes, address:
     with pytest.raises(Refused) as gone:
         fetch_version(address, "demo", "test", INSECURE, version=parse_version("1:0"), deadline_s=10.0)
     assert gone.value.code is RefusalCode.VERSION_GONE
-
-
-def test_a_cluster_with_another_text_is_refused_with_a_sentence(processes: Processes, address: str) -> None:
-    # The first cluster's text is the run's; a run of two cannot end before the second one comes.
-    processes.start_slaves(address, ("s0", "s1"))
-    processes.start_cluster(address, "a")
-    wait_for_cluster(address)
-    processes.start_cluster(address, "b", TRAIN.model_copy(update={"data_seed": 1}))
-    assert processes.exit_code("b") == Refused.exit_code, processes.log("b")
-    assert processes.log("b").strip().splitlines()[-1].startswith("dips: ")
-    assert "Traceback" not in processes.log("b")

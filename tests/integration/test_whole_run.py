@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from support.diloco import diloco, trained
 from support.whole_run import LAYOUT, LEASED, NumpyCluster, WholeRun, wait_until
 
-from dips.core.errors import NAME_TAKEN_EXIT, RefusalCode, Refused
-from dips.core.layout import Layout, Parameter
 from dips.core.messages import VerdictKind
 from dips.core.security import INSECURE
 from dips.worker.reader import fetch_version
@@ -84,46 +81,6 @@ def test_master_killed_in_the_middle_comes_back_and_nothing_is_lost(tmp_path: Pa
         assert status.tokens >= 60_000
         assert status.tokens == sum(c.tokens_applied for c in status.clusters)
         assert all(c.incarnations >= 2 for c in status.clusters)
-
-
-def test_bad_joiners_are_refused_and_the_run_goes_on(tmp_path: Path) -> None:
-    with WholeRun(tmp_path) as run:
-        good = run.cluster("a", 1, step_s=0.01)
-        run.wait_for_version(1)
-        other = Layout((*LAYOUT.parameters, Parameter("head.w", (3,), "float32", "head")), LAYOUT.block_elems)
-        bad = run.cluster("b", 2, layout=other)
-        with pytest.raises(Refused, match=r"'head\.w'") as refused:
-            bad.join()
-        assert refused.value.code is RefusalCode.LAYOUT
-        run.wait_for_version(run.version() + 2)
-        assert good.error is None
-        assert [c.cluster_id for c in run.status().clusters] == ["a"]
-        good.driver.request_stop()
-        good.join()
-
-
-def test_second_processes_of_a_slave_and_a_cluster_end_while_the_first_ones_go_on(tmp_path: Path) -> None:
-    with WholeRun(tmp_path) as run:
-        first = run.cluster("a", 1, step_s=0.01)
-        run.wait_for_version(1)
-        before, slave = run.status(), run.processes["s0"]
-        run.start_slave("s0", directory=tmp_path / "elsewhere")
-        second_slave, run.processes["s0"] = run.processes["s0"], slave
-        second = run.cluster("a", 2, step_s=0.01)
-        with pytest.raises(Refused, match="another process is cluster 'a' and beats") as refused:
-            second.join()
-        assert refused.value.exit_code == NAME_TAKEN_EXIT
-        assert second_slave.wait(60) == NAME_TAKEN_EXIT, run.log("s0")
-        assert "another process is slave 's0' and beats" in run.log("s0")
-        run.wait_for_version(run.version() + 2)
-        after = run.status()
-        assert slave.poll() is None
-        assert first.error is None
-        assert [c.incarnation for c in after.clusters] == [c.incarnation for c in before.clusters]
-        assert [s.incarnation for s in after.slaves] == [s.incarnation for s in before.slaves]
-        assert after.rounds_aborted == before.rounds_aborted
-        first.driver.request_stop()
-        first.join()
 
 
 def test_cluster_that_diverges_is_excluded_and_dropped_back_to_the_published_model(tmp_path: Path) -> None:

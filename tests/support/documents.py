@@ -11,6 +11,7 @@ from pathlib import Path
 from support.repository import ROOT
 
 SHELL = ("sh", "bash", "console")
+RUNNING = ROOT / "docs" / "running.md"
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".toml"))
 
 _FENCE = re.compile(r"^```(\w*)$(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -113,3 +114,22 @@ def table(file: Path, heading: str) -> list[list[str]]:
     rows = re.search(r"(?:^\|.*\|$\n?)+", below, re.MULTILINE)
     assert rows, f"{file.name} has no table below {heading!r}"
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[0].splitlines()[2:]]
+
+
+def mistakes() -> list[list[str]]:
+    """The rows of the table of mistakes: command, exit code, what it says, remedy."""
+    return table(RUNNING, "When a command says no")
+
+
+def walks() -> list[Path]:
+    """The documents with shell blocks that run."""
+    return sorted({block.file for file in documents() for block in blocks(file) if _runs(block)})
+
+
+def _runs(block: Block) -> bool:
+    return block.language in SHELL and not block.not_run
+
+
+def loop_of_the_readme() -> str:
+    (block,) = [block for block in blocks(ROOT / "README.md") if block.language == "python" and not block.not_run]
+    return block.text

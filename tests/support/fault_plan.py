@@ -40,8 +40,8 @@ ELSEWHERE: Mapping[str, str] = {
     "worker.status.after_call": "tests/unit/worker/trainer/test_trainer_follower.py",
     "master.rpc.before_ReturnData": "tests/integration/test_master_server.py",
     "master.rpc.after_ReturnData": "tests/integration/test_master_server.py",
-    "worker.rpc.before_ReturnData": "tests/integration/test_overlap.py",
-    "worker.rpc.after_ReturnData": "tests/integration/test_overlap.py",
+    "worker.rpc.before_ReturnData": "tests/slow/test_overlap.py",
+    "worker.rpc.after_ReturnData": "tests/slow/test_overlap.py",
 }
 """Not reached by clusters without torch that wait for their verdicts, or only with megabytes of journal: the test that
 runs through it."""

@@ -206,7 +206,7 @@ def test_an_image_is_built_in_one_place() -> None:
 
 
 def test_the_stand_in_replaces_services_that_exist() -> None:
-    stand_in = yaml.safe_load((ROOT / "tests" / "compose" / "stand-in.yml").read_text())["services"]
+    stand_in = yaml.safe_load((ROOT / "tests" / "e2e" / "compose" / "stand-in.yml").read_text())["services"]
     assert set(stand_in) == {"prometheus", "grafana"}
     assert (ROOT / stand_in["prometheus"]["build"]["context"] / "Dockerfile.prometheus").is_file()
 
@@ -215,5 +215,5 @@ def test_published_images_are_pinned_to_a_version() -> None:
     foreign = [service["image"] for service in SERVICES.values() if not service["image"].startswith("dips-")]
     assert sorted(image.split(":")[0] for image in foreign) == ["grafana/grafana", "prom/prometheus"]
     assert all(image.split(":")[1].lstrip("v")[0].isdigit() for image in foreign)
-    script = (Path(ROOT) / "tests" / "compose" / "run.py").read_text()
+    script = (Path(ROOT) / "tests" / "e2e" / "compose" / "run.py").read_text()
     assert all(image in script for image in foreign)

@@ -1,6 +1,6 @@
 """`dips plan run`: what it takes, what it predicts, what it tells, and what it says to a person's mistake.
 
-Ranks run in tests/integration/test_plan_run.py; here their reports are made from clocks that only waiting moves.
+Ranks run in tests/slow/test_plan_run.py; here their reports are made from clocks that only waiting moves.
 """
 
 from __future__ import annotations

@@ -12,14 +12,14 @@ from support.repository import ROOT
 
 from dips.core.errors import LocalProtocolError
 from dips.core.ids import ClusterId, Incarnation, PushId
-from dips.sim.search.__main__ import main, never_struck, read_counts, story
+from dips.sim.search.__main__ import main, never_struck, read_counts
 from dips.sim.search.arena import BLIND, Arena
 from dips.sim.search.bounds import BLOCK_BYTES, FAULTS, Bounds
 from dips.sim.search.copying import Fingerprints, clone
 from dips.sim.search.explore import Result, Search
 from dips.sim.search.ghost import Ghost
 from dips.sim.search.master_part import MasterPart
-from dips.sim.search.paths import facts_of, judge, judge_ends
+from dips.sim.search.paths import facts_of, judge
 from dips.sim.search.running import run_all
 from dips.sim.search.searches import SEARCHES, Named, Size, by_name
 from dips.sim.search.slave_part import TORN, SlavePart, put_chunk
@@ -28,24 +28,8 @@ from dips.sim.search.system import System
 from dips.sim.search.violation import Violation
 from dips.slave.state.staging import StagingTable
 
-SHORT = [named.name for named in SEARCHES if named.size is Size.SHORT]
 FROZEN_COUNTS = ROOT / "tests" / "frozen" / "searches.txt"
 COUNTS = read_counts(FROZEN_COUNTS)
-
-PATHS = 12
-"""Histories of each search that the checker judges too."""
-
-
-@pytest.mark.parametrize("name", SHORT)
-def test_a_short_search_sees_every_state_and_finds_nothing_wrong(name: str) -> None:
-    search = Search(by_name(name).bounds)
-    result = search.run()
-    assert result.violation is None, "\n".join([str(result.violation), *story(result.story)])
-    assert result.exhausted
-    assert (result.states, result.steps, result.depth, result.ends) == COUNTS[name]
-    assert result.ends > 0
-    assert never_struck(by_name(name), result) == []
-    assert judge_ends(search, search.ends, PATHS) == []
 
 
 def test_every_fault_is_searched() -> None:
@@ -244,7 +228,9 @@ def test_a_violation_comes_home_from_another_process() -> None:
 
 def test_the_command_names_its_searches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--short"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == SHORT
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        named.name for named in SEARCHES if named.size is Size.SHORT
+    ]
 
 
 def test_the_command_says_what_it_saw(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Bugs that the simulator found (docs/bugs.md), each as small as it can be told."""
+"""Bugs that the simulator found (tests/BUGS.md), each as small as it can be told."""
 
 from __future__ import annotations
 

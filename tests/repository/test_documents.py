@@ -1,4 +1,4 @@
-"""The documents are true: what they tell to type works, and what they name exists."""
+"""What the documents name exists: files, links, commands with their options, exit codes, refusals, defaults."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import functools
 import importlib
 import re
 import shlex
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
-from support.dips_command import dips_started, ended, master_file, started, until
-from support.document_walk import NOTES, WRITTEN_ADDRESS, Walk
+from support.document_walk import NOTES, WRITTEN_ADDRESS
 from support.documents import (
     EXAMPLES,
+    RUNNING,
     SHELL,
     Block,
     anchors,
@@ -24,9 +23,12 @@ from support.documents import (
     documents,
     header_commands,
     links,
+    loop_of_the_readme,
+    mistakes,
     shell_lines,
     spans,
     table,
+    walks,
     without_environment,
 )
 from support.repository import PACKAGES, ROOT, texts
@@ -43,18 +45,12 @@ from dips.master.config import MasterConfig
 DOCUMENTS = documents()
 BLOCKS = [block for file in DOCUMENTS for block in blocks(file)]
 SHELL_BLOCKS = [block for block in BLOCKS if block.language in SHELL]
-RUNNING = ROOT / "docs" / "running.md"
-MISTAKES = table(RUNNING, "When a command says no")
+MISTAKES = mistakes()
 
 each_document = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
 
 
 # ---- what is told to be typed ----
-
-
-def walks() -> list[Path]:
-    """The documents with shell blocks that run."""
-    return sorted({block.file for block in SHELL_BLOCKS if not block.not_run})
 
 
 def test_there_is_something_to_check() -> None:
@@ -81,32 +77,6 @@ def test_reasons_name_tests_that_exist(file: Path) -> None:
     for block in blocks(file):
         for name in re.findall(r"tests/[\w/]+\.py|\.ci/\w+", block.not_run):
             assert (ROOT / name).is_file(), f"{block}: {name}"
-
-
-@pytest.mark.parametrize("file", walks(), ids=lambda file: file.name)
-def test_a_documents_shell_blocks_run_in_their_order(file: Path, tmp_path: Path) -> None:
-    with Walk(tmp_path) as walk:
-        for block in blocks(file):
-            if block.language in SHELL and not block.not_run:
-                walk.type(block)
-        walk.wait_for_background()
-    if file == RUNNING:
-        assert_running_shows_what_it_tells(walk)
-
-
-def assert_running_shows_what_it_tells(walk: Walk) -> None:
-    said = "\n".join(walk.said.values())
-    assert "paused by the operator: a look at the slave" in said
-    assert "embedding.weight" in said
-    assert re.search(r"held-out loss \d\.\d+ nats per byte: version \S+ of run mine", said)
-    for name in ("a", "b"):
-        (loop,) = [out for text, out in walk.said.items() if f"DIPS_CLUSTER={name} " in text]
-        assert re.search(r"version 1:\d", loop)
-    run = walk.folder / "runs" / "own-loop"
-    assert (run / "logs" / "s0.log").is_file()
-    assert (run / "tapes" / "s0.tape.jsonl").is_file()
-    assert (run / "master" / "master.tape.jsonl").is_file()
-    assert (run / "slaves" / "s0").is_dir()
 
 
 def test_the_examples_address_is_that_of_the_documents() -> None:
@@ -156,14 +126,6 @@ def parse(command: str) -> None:
         command_named(words[0]).make_context(words[0], words[1:])
 
 
-def test_an_unknown_option_would_be_found() -> None:
-    parse("dips status --run-dir runs/x --watch")
-    with pytest.raises(Exception, match="nonsense"):
-        parse("dips status --nonsense")
-    with pytest.raises(AssertionError, match="'begin'"):
-        parse("dips begin")
-
-
 @each_document
 def test_every_command_exists_with_these_options(file: Path) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -189,27 +151,6 @@ def test_the_documents_name_every_command() -> None:
 
 
 # ---- mistakes, exit codes, refusals ----
-
-
-@pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row[0].strip("`"))
-def test_a_mistake_is_answered_as_the_document_says(
-    row: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command, code, says, remedy = row
-    (tmp_path / "examples").mkdir()
-    for example in EXAMPLES:
-        (tmp_path / "examples" / example.name).write_bytes(example.read_bytes())
-    monkeypatch.chdir(tmp_path)
-    for name in ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER", "DIPS_KEYS", "DIPS_INSECURE"):
-        monkeypatch.delenv(name, raising=False)
-    words = shlex.split(command.strip("`"))
-    while "=" in words[0]:
-        monkeypatch.setenv(*words.pop(0).split("=", 1))
-    assert cli.run(words[1:]) == int(code)
-    told = capsys.readouterr().err
-    assert says in told
-    assert "Traceback" not in told
-    assert remedy
 
 
 def kinds(base: type[DipsError] = DipsError) -> list[type[DipsError]]:
@@ -252,9 +193,14 @@ def test_the_readme_leads_to_every_document() -> None:
         assert file == readme or file in reached or file.parent in reached, file
 
 
+@functools.cache
+def names_of_texts() -> frozenset[str]:
+    return frozenset(path.name for path in texts())
+
+
 @each_document
 def test_files_that_are_named_exist(file: Path) -> None:
-    names = {path.name for path in texts()}
+    names = names_of_texts()
     for span in spans(file):
         if not re.fullmatch(r"[\w./*-]+", span) or span == ".proto":  # a kind of file, not a file
             continue
@@ -304,81 +250,3 @@ def test_the_demo_that_the_readme_tells() -> None:
     assert "about three minutes: one master, two slaves, and four clusters" in readme
     assert f"`{wish.run_dir}/loss.png` and `{wish.run_dir}/report.json`" in readme
     assert {fault.kind for fault in planned_faults(wish)} == {CLUSTER, SLAVE}
-
-
-def loop_of_the_readme() -> str:
-    (block,) = [block for block in blocks(ROOT / "README.md") if block.language == "python" and not block.not_run]
-    return block.text
-
-
-SUBSTITUTES = """
-import itertools, logging
-import torch
-
-logging.basicConfig(level=logging.INFO, format="%(message)s")
-torch.set_num_threads(1)
-torch.manual_seed({seed})
-batch_size, sequence_length = 16, 64
-
-
-class MyModel(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def forward(self, batch):
-        return (self.layer(batch) - 3.0) ** 2
-
-
-batches = (torch.ones(16, 4) for _ in itertools.count())
-"""
-
-AFTERWARDS = """
-import hashlib
-parameters = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-digest = hashlib.sha256(parameters).hexdigest()
-print("loss", loss.item(), "steps", sync.steps, "version", sync.version, "model", digest)
-"""
-
-
-def written_loop(folder: Path, name: str, seed: int) -> Path:
-    file = folder / f"loop_{name}.py"
-    file.write_text(SUBSTITUTES.format(seed=seed) + loop_of_the_readme() + AFTERWARDS)
-    return file
-
-
-def last_words(log: Path) -> dict[str, str]:
-    words = log.read_text().splitlines()[-1].split()
-    return dict(zip(words[::2], words[1::2], strict=True))
-
-
-def test_the_readmes_loop_without_a_master_is_ordinary_training(tmp_path: Path) -> None:
-    log = tmp_path / "loop.log"
-    with started(sys.executable, written_loop(tmp_path, "alone", 0), log=log, cwd=tmp_path) as loop:
-        assert ended(loop, 60, log) == 0, log.read_text()
-    told = last_words(log)
-    assert (told["steps"], told["version"]) == ("10000", "None")
-    assert float(told["loss"]) < 0.1
-
-
-def test_the_readmes_loop_as_two_clusters_of_the_readmes_servers(tmp_path: Path) -> None:
-    logs = {name: tmp_path / f"{name}.log" for name in ("up", "a", "b")}
-    file, run_dir = tmp_path / "server.toml", tmp_path / "run"
-    text = (ROOT / "examples" / "server.toml").read_text()
-    file.write_text(text.replace('"runs/own-loop"', f'"{run_dir}"'))
-    with dips_started("up", file, log=logs["up"], DIPS_MASTER_LISTEN="127.0.0.1:0") as up:
-        until(lambda: "address" in master_file(run_dir), "the master's address", log=logs["up"])
-        there = {"DIPS_MASTER": master_file(run_dir)["address"]}
-        loops = {name: written_loop(tmp_path, name, seed) for seed, name in enumerate("ab")}
-        of = {name: {**there, "DIPS_CLUSTER": name, "DIPS_KEYS": str(run_dir / "keys" / name)} for name in "ab"}
-        with (
-            started(sys.executable, loops["a"], log=logs["a"], cwd=tmp_path, **of["a"]) as a,
-            started(sys.executable, loops["b"], log=logs["b"], cwd=tmp_path, **of["b"]) as b,
-        ):
-            assert ended(a, 60, logs["a"]) == 0, logs["a"].read_text()
-            assert ended(b, 60, logs["b"]) == 0, logs["b"].read_text()
-        assert ended(up, 30, logs["up"]) == 0, logs["up"].read_text()
-    told = [last_words(logs[name]) for name in "ab"]
-    assert told[0]["version"] == told[1]["version"] != "None"
-    assert told[0]["model"] == told[1]["model"]  # both hold the run's last version
-    assert int(told[0]["steps"]) + int(told[1]["steps"]) >= 200_000 / (16 * 64)

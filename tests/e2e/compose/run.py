@@ -1,4 +1,4 @@
-"""python tests/compose/run.py: builds the images, trains in containers, harms each of them, and leaves nothing.
+"""python tests/e2e/compose/run.py: builds the images, trains in containers, harms each of them, and leaves nothing.
 
 One line for each step, with the published version before and after. Ends with 0 when every check held, or when there is
 no docker to be had at all, which is said; with 1 otherwise.
@@ -123,7 +123,7 @@ def _stand_in() -> list[str]:
         "the published one, in its service; Grafana is NOT part of this run",
         flush=True,
     )
-    return ["tests/compose/stand-in.yml"]
+    return ["tests/e2e/compose/stand-in.yml"]
 
 
 def _can_be_had(image: str) -> bool:

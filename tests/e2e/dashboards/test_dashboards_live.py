@@ -21,7 +21,6 @@ from support.prometheus_server import WHY_NOT, Prometheus, is_installed
 from support.watched_run import RUN, WatchedRun, targets_of
 
 pytestmark = [
-    pytest.mark.dashboards,
     pytest.mark.skipif(not is_installed(), reason=WHY_NOT),
     pytest.mark.xdist_group("dashboards"),
 ]

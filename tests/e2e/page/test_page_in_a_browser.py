@@ -17,7 +17,7 @@ import pytest
 from support.page_run import PageRun
 from support.repository import ROOT
 
-pytestmark = [pytest.mark.page, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 CHROMIUM = os.environ.get("DIPS_TEST_CHROMIUM") or shutil.which("chromium") or ""
 ARGUMENTS = [

@@ -23,7 +23,6 @@ from support.deploy_files import with_keys
 from support.dips_command import dips, until
 
 pytestmark = [
-    pytest.mark.kubernetes,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(not os.environ.get("KUBECONFIG"), reason="KUBECONFIG names no cluster"),
 ]

@@ -45,7 +45,7 @@ def test_what_passes_alone_is_said_loudly_and_noted_for_the_whole_of_all_runs(
 ) -> None:
     noted = tmp_path / "second-tries"
     monkeypatch.setenv("DIPS_SECOND_TRIES", str(noted))
-    done = run_all(tmp_path, "integration", FAILS_ONCE)
+    done = run_all(tmp_path, "integration", FAILS_ONCE, ALONE)
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith(f"{SECOND}: 1\n  tests/integration/test_x.py::test_it\n")
     assert noted.read_text() == "tests/integration/test_x.py::test_it\n"
@@ -72,21 +72,18 @@ def test_many_second_tries_without_a_listed_reason_fail_the_whole(
         script.listed(known)
 
 
-@pytest.mark.parametrize("kind", ["faults", "endurance"])
-def test_tests_that_need_an_option_get_it_again(tmp_path: Path, kind: str) -> None:
-    marked = FAILS_ONCE.replace("def test_it", f"import pytest\n@pytest.mark.{kind}\ndef test_it")
-    done = run_all(tmp_path, kind, marked, f"--{kind}")
+def test_tests_that_need_an_option_get_it_again(tmp_path: Path) -> None:
+    marked = FAILS_ONCE.replace("def test_it", "import pytest\n@pytest.mark.faults\ndef test_it")
+    done = run_all(tmp_path, "faults", marked, "--faults")
     assert done.returncode == 0, done.stdout
-    assert done.stdout.endswith(f"{SECOND}: 1\n  tests/{kind}/test_x.py::test_it\n")
+    assert done.stdout.endswith(f"{SECOND}: 1\n  tests/faults/test_x.py::test_it\n")
 
 
-@pytest.mark.parametrize("kind", ["faults", "endurance"])
-def test_without_the_option_they_are_skipped(tmp_path: Path, kind: str) -> None:
-    test = f"import pytest\n@pytest.mark.{kind}\ndef test_it() -> None:\n    assert False\n"
-    marked = test + "def test_other() -> None:\n    assert True\n"
-    done = run_all(tmp_path, kind, marked, ALONE)
+def test_without_the_option_they_are_left_out(tmp_path: Path) -> None:
+    marked = "import pytest\n@pytest.mark.faults\ndef test_it() -> None:\n    assert False\n"
+    done = run_all(tmp_path, "faults", marked + "def test_other() -> None:\n    assert True\n", ALONE)
     assert done.returncode == 0, done.stdout
-    assert "1 passed, 1 skipped" in done.stdout
+    assert "1 passed, 1 deselected" in done.stdout
 
 
 def test_what_fails_twice_is_a_failure(tmp_path: Path) -> None:
@@ -99,11 +96,6 @@ def test_a_unit_test_gets_no_second_try(tmp_path: Path) -> None:
     done = run_all(tmp_path, "unit", FAILS_ONCE, ALONE)
     assert done.returncode == 1
     assert done.stdout.endswith("failed: 1\n  tests/unit/test_x.py::test_it\n")
-
-
-@pytest.mark.parametrize("test", ["", "import nowhere\n"], ids=["none passed", "cannot be read"])
-def test_a_run_that_shows_nothing_is_no_success(tmp_path: Path, test: str) -> None:
-    assert run_all(tmp_path, "unit", test).returncode != 0
 
 
 def test_the_longest_files_come_first_and_are_told(tmp_path: Path) -> None:
@@ -121,10 +113,3 @@ def test_the_longest_files_come_first_and_are_told(tmp_path: Path) -> None:
     assert ran == [f"tests/unit/test_{name}.py" for name in ("c", "b", "a")]
     told = done.stdout.partition("longest files, in seconds")[2]
     assert all(f"tests/unit/test_{name}.py" in told for name in ("a", "b", "c"))
-
-
-def test_what_is_to_come_first_is_there() -> None:
-    names = (ROOT / "tests" / "longest_first.txt").read_text().splitlines()
-    assert names
-    assert [name for name in names if not (ROOT / name).is_file()] == []
-    assert len(set(names)) == len(names)

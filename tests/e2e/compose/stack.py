@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROJECT = "dips-compose-test"
 ROLES = ("master", "slave-0", "slave-1", "cluster-a", "cluster-b", "cluster-c")
 CLUSTERS = ROLES[3:]

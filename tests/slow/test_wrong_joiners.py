@@ -1,0 +1,51 @@
+"""Who joins a real run with another model, or under a name that is taken, is refused; the run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.whole_run import LAYOUT, WholeRun
+
+from dips.core.errors import NAME_TAKEN_EXIT, RefusalCode, Refused
+from dips.core.layout import Layout, Parameter
+
+
+def test_bad_joiners_are_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+    with WholeRun(tmp_path) as run:
+        good = run.cluster("a", 1, step_s=0.01)
+        run.wait_for_version(1)
+        other = Layout((*LAYOUT.parameters, Parameter("head.w", (3,), "float32", "head")), LAYOUT.block_elems)
+        bad = run.cluster("b", 2, layout=other)
+        with pytest.raises(Refused, match=r"'head\.w'") as refused:
+            bad.join()
+        assert refused.value.code is RefusalCode.LAYOUT
+        run.wait_for_version(run.version() + 2)
+        assert good.error is None
+        assert [c.cluster_id for c in run.status().clusters] == ["a"]
+        good.driver.request_stop()
+        good.join()
+
+
+def test_second_processes_of_a_slave_and_a_cluster_end_while_the_first_ones_go_on(tmp_path: Path) -> None:
+    with WholeRun(tmp_path) as run:
+        first = run.cluster("a", 1, step_s=0.01)
+        run.wait_for_version(1)
+        before, slave = run.status(), run.processes["s0"]
+        run.start_slave("s0", directory=tmp_path / "elsewhere")
+        second_slave, run.processes["s0"] = run.processes["s0"], slave
+        second = run.cluster("a", 2, step_s=0.01)
+        with pytest.raises(Refused, match="another process is cluster 'a' and beats") as refused:
+            second.join()
+        assert refused.value.exit_code == NAME_TAKEN_EXIT
+        assert second_slave.wait(60) == NAME_TAKEN_EXIT, run.log("s0")
+        assert "another process is slave 's0' and beats" in run.log("s0")
+        run.wait_for_version(run.version() + 2)
+        after = run.status()
+        assert slave.poll() is None
+        assert first.error is None
+        assert [c.incarnation for c in after.clusters] == [c.incarnation for c in before.clusters]
+        assert [s.incarnation for s in after.slaves] == [s.incarnation for s in before.slaves]
+        assert after.rounds_aborted == before.rounds_aborted
+        first.driver.request_stop()
+        first.join()
