@@ -25,7 +25,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
     knobs = ("slaves=2", "min_clusters=2", "sync_every=8", "tk_max=40000", "grace_s=0.2", "linger_s=600")
-    master = MasterProcess(tmp_path / "run", *knobs, module="support.real_master")
+    master = MasterProcess(tmp_path / "run", *knobs)
     yield master.started().address
     master.popen.kill()
     master.popen.wait(START_S)
