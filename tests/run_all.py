@@ -28,6 +28,7 @@ import pytest
 from dips.core.threads import usable_processors
 
 OF_PROCESSES = ("tests/integration/", "tests/slow/", "tests/faults/", "tests/endurance/")
+WITHOUT_PROCESSES = ("tests/slow/unit/",)
 WISHES = ("--faults", "--endurance")
 
 WARM_UP = "from dips.core import kernels_numba, kernels_wire; kernels_numba.warm_up(); kernels_wire.warm_up()"
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str], of_processes: Sequence[str] = OF_PROCESSES) -
     names = notes.names
     if code != pytest.ExitCode.TESTS_FAILED:
         return code
-    if names and all(name.startswith(tuple(of_processes)) for name in names):
+    if names and all(_may_be_starved(name, of_processes) for name in names):
         say("failed; now once more, alone", names)
         wish = [option for option in WISHES if option in arguments]  # without it they would be left out
         code = subprocess.call([sys.executable, "-m", "pytest", "--require-passed", *wish, *names])
@@ -87,6 +88,10 @@ def main(arguments: Sequence[str], of_processes: Sequence[str] = OF_PROCESSES) -
     else:
         say("failed", names)
     return code
+
+
+def _may_be_starved(name: str, of_processes: Sequence[str]) -> bool:
+    return name.startswith(tuple(of_processes)) and not name.startswith(WITHOUT_PROCESSES)
 
 
 def _beside_each_other(arguments: Sequence[str]) -> list[str]:

@@ -92,10 +92,11 @@ def test_what_fails_twice_is_a_failure(tmp_path: Path) -> None:
     assert done.stdout.endswith("failed, and failed again alone: 1\n  tests/integration/test_x.py::test_it\n")
 
 
-def test_a_unit_test_gets_no_second_try(tmp_path: Path) -> None:
-    done = run_all(tmp_path, "unit", FAILS_ONCE, ALONE)
+@pytest.mark.parametrize("folder", ["unit", "slow/unit"])
+def test_a_unit_test_gets_no_second_try(tmp_path: Path, folder: str) -> None:
+    done = run_all(tmp_path, folder, FAILS_ONCE, ALONE)
     assert done.returncode == 1
-    assert done.stdout.endswith("failed: 1\n  tests/unit/test_x.py::test_it\n")
+    assert done.stdout.endswith(f"failed: 1\n  tests/{folder}/test_x.py::test_it\n")
 
 
 def test_the_longest_files_come_first_and_are_told(tmp_path: Path) -> None:
@@ -113,3 +114,27 @@ def test_the_longest_files_come_first_and_are_told(tmp_path: Path) -> None:
     assert ran == [f"tests/unit/test_{name}.py" for name in ("c", "b", "a")]
     told = done.stdout.partition("longest files, in seconds")[2]
     assert all(f"tests/unit/test_{name}.py" in told for name in ("a", "b", "c"))
+
+
+def test_a_run_in_which_no_test_passed_is_no_success(tmp_path: Path) -> None:
+    conftest = (ROOT / "tests" / "conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(conftest)
+    (tmp_path / "test_x.py").write_text("import pytest\n\n@pytest.mark.skip\ndef test_a(): ...\n")
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path), "--rootdir", str(tmp_path)]
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *command, *options],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    assert run().returncode == 0
+    refused = run("--require-passed")
+    assert refused.returncode == 5
+    assert "no test passed" in refused.stdout
+    (tmp_path / "test_x.py").write_text("def test_a(): ...\n")
+    assert run("--require-passed").returncode == 0

@@ -1,4 +1,4 @@
-"""Throughput: the baselines' formulas against the paper's own ratios. (Our methods: tests/slow/test_throughput.py.)
+"""Throughput: the baselines' formulas against the paper's ratios. (Our methods: tests/slow/unit/test_throughput.py.)
 
 The shipped set-ups `real` and `weak-scaling` have step times that were fitted to the paper's ratios; what is tested
 here is that the fit is one.

@@ -1,7 +1,7 @@
 """Whole runs under a virtual clock: nothing that was promised breaks, whatever the seed lets happen.
 
-Some seeds; tests/slow/test_many_seeds.py and `make sim` play more. A failing seed always fails the same way; its story:
-python -m dips.sim.run_seeds --seed N --trace.
+Some seeds; tests/slow/unit/test_many_seeds.py and `make sim` play more. A failing seed always fails the same way; its
+story: python -m dips.sim.run_seeds --seed N --trace.
 """
 
 from __future__ import annotations
