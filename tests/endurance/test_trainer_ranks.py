@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.dips_command import ROOT, ended, started
-from support.fake_services import FakeRun
+from support.run_for_workers import RunForWorkers
 from support.trainer_models import LENGTH, applied_tokens
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.endurance]
@@ -28,13 +28,13 @@ PUSHED_STEPS = (0, *(4,) * (STEPS // 4), STEPS % 4)
 
 
 @pytest.fixture
-def run() -> Iterator[FakeRun]:
-    run = FakeRun()
+def run() -> Iterator[RunForWorkers]:
+    run = RunForWorkers()
     yield run
     run.close()
 
 
-def train(run: FakeRun, kind: str, folder: Path, *killed: int) -> tuple[int, str]:
+def train(run: RunForWorkers, kind: str, folder: Path, *killed: int) -> tuple[int, str]:
     """The exit code of torchrun, and all that was said."""
     of_run = {"DIPS_MASTER": run.address, "DIPS_INSECURE": "1", "DIPS_CLUSTER": "a"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", RANKS]
@@ -58,7 +58,7 @@ def assert_one_cluster(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: FakeRun, tmp_path: Path, kind: str) -> None:
+def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: RunForWorkers, tmp_path: Path, kind: str) -> None:
     code, said = train(run, kind, tmp_path)
     assert code == 0, said[-3000:]
     assert_one_cluster(tmp_path)
@@ -69,7 +69,7 @@ def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: FakeRun, tmp_pat
 
 @pytest.mark.parametrize(("kind", "killed"), [("hugging_face", 0), ("lightning", 1)])
 def test_a_rank_is_killed_and_both_go_on_from_the_checkpoints_of_both(
-    run: FakeRun, tmp_path: Path, kind: str, killed: int
+    run: RunForWorkers, tmp_path: Path, kind: str, killed: int
 ) -> None:
     """After step 7, in mid-round: a push of 4 steps was applied, the checkpoints are of step 5."""
     code, said = train(run, kind, tmp_path, killed, 7)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from support.slave_peers import LAYOUT, RUN, push_id
+from support.slave_wire import LAYOUT, RUN, push_id
 from support.wire_values import values_of
 
 from dips.core.chunks import checksum, chunks_of

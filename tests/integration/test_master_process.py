@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 import pytest
 from support.master_process import START_S, MasterProcess
-from support.scripted_master import AGAIN, ScriptedMachine, caller, leave
+from support.scripted_master_state import AGAIN, ScriptedMachine, caller, leave
 
 from dips.core.codec_protobuf import to_message
 from dips.core.errors import TERMINATED, ConfigError, FatalError, Refused, RetryLater

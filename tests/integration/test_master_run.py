@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from support.master_process import START_S, MasterProcess
-from support.scripted_master import HELLO
+from support.scripted_master_state import HELLO
 
 from dips.core.codec_protobuf import decode, encode, from_message, to_message
 from dips.core.errors import TERMINATED, RefusalCode, Refused

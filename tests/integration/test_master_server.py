@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 from support.run_status import run_status
-from support.scripted_master import (
+from support.scripted_master_state import (
     HELLO,
     MemoryJournal,
     ScriptedMachine,

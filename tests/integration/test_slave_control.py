@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_master import FakeMaster, SlaveLink
-from support.slave_peers import (
+from support.master_for_slaves import MasterForSlaves, SlaveLink
+from support.slave_wire import (
     LAYOUT,
     WAIT_S,
     DataClient,
@@ -78,7 +78,7 @@ async def seed(link: SlaveLink, client: DataClient, values: np.ndarray = SEED) -
 
 
 async def test_it_dials_until_there_is_a_master_and_again_when_it_is_back(tmp_path: Path) -> None:
-    first = FakeMaster()
+    first = MasterForSlaves()
     await first.start()
     port = int(first.address.split(":")[1])
     async with slave_here(slave_config(tmp_path / "s0", first.address)):
@@ -89,7 +89,7 @@ async def test_it_dials_until_there_is_a_master_and_again_when_it_is_back(tmp_pa
         await link.expect(Ready)
         await first.stop()
 
-        second = FakeMaster()
+        second = MasterForSlaves()
         await asyncio.sleep(0.3)
         await second.start(port)
         link = await second.accept()
@@ -102,7 +102,7 @@ async def test_it_dials_until_there_is_a_master_and_again_when_it_is_back(tmp_pa
 
 
 async def test_the_same_incarnation_goes_on_where_the_stream_broke(tmp_path: Path) -> None:
-    async with FakeMaster() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
+    async with MasterForSlaves() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
         link = await master.accept()
         hello = await link.hello()
         await link.welcome()
@@ -123,7 +123,7 @@ async def test_the_same_incarnation_goes_on_where_the_stream_broke(tmp_path: Pat
 
 
 async def test_a_master_of_an_older_epoch_is_never_obeyed(tmp_path: Path) -> None:
-    async with FakeMaster() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
+    async with MasterForSlaves() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
         link = await master.accept()
         await link.hello()
         await link.welcome(5)
@@ -137,7 +137,7 @@ async def test_a_master_of_an_older_epoch_is_never_obeyed(tmp_path: Path) -> Non
         await again.welcome(5, 2)
 
 
-async def ended_by(master: FakeMaster, config: SlaveConfig, play: Callable[[SlaveLink], Awaitable[None]]) -> Any:
+async def ended_by(master: MasterForSlaves, config: SlaveConfig, play: Callable[[SlaveLink], Awaitable[None]]) -> Any:
     """What ends a slave in this process when its master plays this; None when it ends in peace."""
     slave = asyncio.create_task(serve(config, asyncio.Event()))
     link = await master.accept()
@@ -153,7 +153,7 @@ async def test_a_refusal_for_good_ends_the_slave_with_its_sentence(tmp_path: Pat
         await link.hello()
         link.refuse(Refused(code, "this is why"))
 
-    async with FakeMaster() as master:
+    async with MasterForSlaves() as master:
         error = await ended_by(master, slave_config(tmp_path / "s0", master.address), refuse)
     assert isinstance(error, Refused)
     assert (error.code, error.sentence) == (code, "this is why")
@@ -164,7 +164,7 @@ async def test_a_master_that_speaks_another_protocol_ends_the_slave(tmp_path: Pa
         await link.hello()
         link.send(Welcome(Hello(8, 9), Settings()), epoch=1, incarnation=A.incarnation)
 
-    async with FakeMaster() as master:
+    async with MasterForSlaves() as master:
         error = await ended_by(master, slave_config(tmp_path / "s0", master.address), welcome)
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.PROTOCOL_VERSION
@@ -180,14 +180,14 @@ async def test_a_promise_that_cannot_be_written_ends_the_slave(tmp_path: Path, m
         monkeypatch.setattr(os, "fsync", broken)
         link.send(Welcome(Hello(1, 1), Settings()), epoch=1, incarnation=A.incarnation)
 
-    async with FakeMaster() as master:
+    async with MasterForSlaves() as master:
         error = await ended_by(master, slave_config(tmp_path / "s0", master.address), welcome)
     assert isinstance(error, FatalError)
     assert "epoch 1 cannot be promised" in str(error)
 
 
 async def test_a_fenced_slave_comes_back_as_nobody(tmp_path: Path) -> None:
-    async with FakeMaster() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
+    async with MasterForSlaves() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
         link = await master.accept()
         await link.hello()
         await link.welcome()
@@ -199,7 +199,7 @@ async def test_a_fenced_slave_comes_back_as_nobody(tmp_path: Path) -> None:
 
 
 async def test_any_other_refusal_is_dialled_through(tmp_path: Path) -> None:
-    async with FakeMaster() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
+    async with MasterForSlaves() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
         for _ in range(2):
             link = await master.accept()
             await link.hello()
@@ -218,7 +218,7 @@ async def test_beats_go_on_while_a_round_is_computed(tmp_path: Path, monkeypatch
         return real(*args)
 
     settings = Settings(heartbeat_s=0.05, chunk_bytes=1024)
-    async with FakeMaster(settings=settings) as master, slave_here(slave_config(tmp_path / "s0", master.address)):
+    async with MasterForSlaves(settings=settings) as master, slave_here(slave_config(tmp_path / "s0", master.address)):
         link = await master.accept()
         hello = await link.hello()
         await link.welcome()
@@ -244,7 +244,7 @@ async def test_a_full_disk_refuses_the_round_and_the_run_goes_on(
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    async with FakeMaster() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
+    async with MasterForSlaves() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
         link = await master.accept()
         hello = await link.hello()
         await link.welcome()
@@ -273,7 +273,7 @@ async def test_a_disk_that_fails_at_commit_is_tried_until_it_takes_the_manifest(
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    async with FakeMaster() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
+    async with MasterForSlaves() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
         link = await master.accept()
         hello = await link.hello()
         await link.welcome()
@@ -299,7 +299,7 @@ async def test_a_disk_that_fails_at_commit_is_tried_until_it_takes_the_manifest(
 async def test_a_push_that_would_give_nan_is_refused_at_prepare(tmp_path: Path) -> None:
     bad = SEED.copy()
     bad[40] = np.nan
-    async with FakeMaster() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
+    async with MasterForSlaves() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
         link = await master.accept()
         hello = await link.hello()
         await link.welcome()
@@ -321,7 +321,7 @@ async def test_a_push_that_would_give_nan_is_refused_at_prepare(tmp_path: Path) 
 
 
 async def test_a_model_too_big_for_the_stated_memory_is_refused_and_the_slave_stays(tmp_path: Path) -> None:
-    async with FakeMaster() as master:
+    async with MasterForSlaves() as master:
         config = slave_config(tmp_path / "s0", master.address, memory_bytes=1577 * 36 - 1)
         async with slave_here(config):
             link = await master.accept()
@@ -342,7 +342,7 @@ async def test_a_master_and_a_data_host_elsewhere_are_refused(tmp_path: Path) ->
 
 
 async def test_only_a_stop_by_the_master_ends_the_process_with_zero(tmp_path: Path) -> None:
-    async with FakeMaster() as master:
+    async with MasterForSlaves() as master:
         process = await SlaveProcess.start(slave_config(tmp_path / "s0", master.address))
         link = await master.accept()
         await link.hello()
@@ -357,7 +357,7 @@ async def test_only_a_stop_by_the_master_ends_the_process_with_zero(tmp_path: Pa
 
 
 async def test_a_second_slave_asks_again_while_told_to_and_then_ends_with_a_code_of_its_own(tmp_path: Path) -> None:
-    async with FakeMaster() as master:
+    async with MasterForSlaves() as master:
         config = slave_config(tmp_path / "s0", master.address)
         process = await SlaveProcess.start(config)
         drawn = []
@@ -373,7 +373,7 @@ async def test_a_second_slave_asks_again_while_told_to_and_then_ends_with_a_code
 
 
 async def test_a_slave_of_another_run_ends_with_three(tmp_path: Path) -> None:
-    async with FakeMaster() as master:
+    async with MasterForSlaves() as master:
         process = await SlaveProcess.start(slave_config(tmp_path / "s0", master.address))
         link = await master.accept()
         await link.hello()
@@ -401,7 +401,7 @@ async def test_a_bug_in_a_job_ends_the_slave_and_is_not_swallowed(
         monkeypatch.setattr(ShardMemory, "spans", broken)
         link.send(Measure(R2, V0, (StagedPush(A, 1),)))
 
-    async with FakeMaster() as master:
+    async with MasterForSlaves() as master:
         error = await ended_by(master, slave_config(tmp_path / "s0", master.address), measure)
     assert isinstance(error, ZeroDivisionError)
 
@@ -410,7 +410,7 @@ async def rounds_on(tmp_path: Path, slaves: tuple[str, ...]) -> tuple[np.ndarray
     """Three rounds over real sockets on these slaves: the last model and the first round's Gram matrices by block."""
     placement = placement_over(*slaves)
     grams: dict[int, Any] = {}
-    async with asyncio.timeout(60), FakeMaster() as master:
+    async with asyncio.timeout(60), MasterForSlaves() as master:
         stops, links, clients = [], {}, {}
         for slave in slaves:
             stop = slave_here(slave_config(tmp_path / f"{len(slaves)}-{slave}", master.address, slave))
@@ -466,7 +466,7 @@ async def test_a_promise_is_on_disk_before_it_is_said(tmp_path: Path, monkeypatc
         order.append("fsync")
         real(handle)
 
-    async with FakeMaster() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
+    async with MasterForSlaves() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
         link = await master.accept()
         await link.hello()
         monkeypatch.setattr(os, "fsync", seen)
@@ -481,7 +481,7 @@ async def test_a_large_configure_passes_the_stream(tmp_path: Path) -> None:
     """A layout of 20,000 parameters is megabytes of control message; grpc's own limit of 4 MB must not stop it."""
     names = [f"layers.{i}.{'x' * 200}" for i in range(20_000)]
     layout = Layout(tuple(Parameter(name, (1,), "float32", "all") for name in names))
-    async with FakeMaster() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
+    async with MasterForSlaves() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
         link = await master.accept()
         await link.hello()
         await link.welcome()

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-from support.fake_master import FakeMaster, SlaveLink
-from support.slave_peers import (
+from support.master_for_slaves import MasterForSlaves, SlaveLink
+from support.slave_wire import (
     LAYOUT,
     DataClient,
     configure_for,
@@ -67,7 +67,7 @@ class Scene:
 
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    async with FakeMaster() as master:
+    async with MasterForSlaves() as master:
         config = slave_config(tmp_path / "s0", master.address, max_chunk_bytes=MAX_CHUNK_BYTES, tape=tmp_path / "tape")
         async with slave_here(config):
             link = await master.accept()
@@ -241,7 +241,7 @@ async def test_a_reader_that_asks_and_never_reads_stops_no_round(tmp_path: Path)
     values = np.random.default_rng(8).standard_normal(layout.n_elems).astype(np.float32)
     memory_bytes = shard_bytes_needed([layout.n_elems], 1 << 20, 1, 0)
     config = slave_config(tmp_path / "s0", "127.0.0.1:1", memory_bytes=memory_bytes)
-    master = FakeMaster(settings=Settings(heartbeat_s=0.1))
+    master = MasterForSlaves(settings=Settings(heartbeat_s=0.1))
     async with master, slave_here(config.model_copy(update={"master": master.address})):
         link = await master.accept()
         hello = await link.hello()
@@ -276,7 +276,7 @@ async def test_large_chunks_arrive_whole_while_rounds_go_on(tmp_path: Path) -> N
     """What is read while the next version is made is never torn (I3 of docs/architecture.md)."""
     layout = Layout((Parameter("w", (700_001,), "float32", "w"),), block_elems=500_000)
     values = np.random.default_rng(8).standard_normal(layout.n_elems).astype(np.float32)
-    master = FakeMaster(settings=Settings(heartbeat_s=0.1))
+    master = MasterForSlaves(settings=Settings(heartbeat_s=0.1))
     async with master, slave_here(slave_config(tmp_path / "s0", master.address)):
         link = await master.accept()
         hello = await link.hello()

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.fake_master import FakeMaster, SlaveLink
-from support.slave_peers import (
+from support.master_for_slaves import MasterForSlaves, SlaveLink
+from support.slave_wire import (
     LAYOUT,
     WAIT_S,
     DataClient,
@@ -98,14 +98,14 @@ class Attached:
                 pass
 
 
-async def meet(master: FakeMaster, epoch: int = 1) -> Attached:
+async def meet(master: MasterForSlaves, epoch: int = 1) -> Attached:
     link = await master.accept()
     hello = await link.hello()
     await link.welcome(epoch)
     return Attached(link, hello, DataClient(hello.data_endpoint, BLOCKS), epoch)
 
 
-async def seeded(master: FakeMaster, versions: int) -> Attached:
+async def seeded(master: MasterForSlaves, versions: int) -> Attached:
     slave = await meet(master)
     slave.link.send(configure_for(PLACEMENT))
     await slave.link.expect(Ready)
@@ -115,15 +115,15 @@ async def seeded(master: FakeMaster, versions: int) -> Attached:
 
 
 @pytest.fixture
-async def master() -> AsyncIterator[FakeMaster]:
-    async with FakeMaster(settings=Settings(heartbeat_s=0.05, chunk_bytes=CHUNK_BYTES)) as master:
+async def master() -> AsyncIterator[MasterForSlaves]:
+    async with MasterForSlaves(settings=Settings(heartbeat_s=0.05, chunk_bytes=CHUNK_BYTES)) as master:
         yield master
 
 
 @pytest.fixture
-async def late_master() -> AsyncIterator[FakeMaster]:
+async def late_master() -> AsyncIterator[MasterForSlaves]:
     settings = Settings(heartbeat_s=0.05, chunk_bytes=CHUNK_BYTES, durability="async")
-    async with FakeMaster(settings=settings) as master:
+    async with MasterForSlaves(settings=settings) as master:
         yield master
 
 
@@ -132,7 +132,7 @@ def config(tmp_path: Path) -> SlaveConfig:
     return slave_config(tmp_path / "s0", "127.0.0.1:1", tape=tmp_path / "tape.jsonl")
 
 
-def serving(config: SlaveConfig, master: FakeMaster) -> SlaveConfig:
+def serving(config: SlaveConfig, master: MasterForSlaves) -> SlaveConfig:
     return config.model_copy(update={"master": master.address})
 
 
@@ -146,7 +146,7 @@ def committed(infos: Sequence[SnapshotInfo]) -> list[str]:
 
 
 async def test_it_goes_back_to_a_version_under_a_new_name_and_stays_there(
-    master: FakeMaster, config: SlaveConfig
+    master: MasterForSlaves, config: SlaveConfig
 ) -> None:
     here = serving(config, master)
     async with slave_here(here):
@@ -183,7 +183,7 @@ async def test_it_goes_back_to_a_version_under_a_new_name_and_stays_there(
     assert told[0]["origin"] == "1:1"
 
 
-async def test_it_begins_empty_and_takes_donated_parameters(master: FakeMaster, config: SlaveConfig) -> None:
+async def test_it_begins_empty_and_takes_donated_parameters(master: MasterForSlaves, config: SlaveConfig) -> None:
     async with slave_here(serving(config, master)):
         slave = await seeded(master, 2)
         slave.link.send(configure_for(PLACEMENT, empty=True))
@@ -198,7 +198,9 @@ async def test_it_begins_empty_and_takes_donated_parameters(master: FakeMaster, 
         slave.client.close()
 
 
-async def test_it_hands_out_the_record_of_a_commit_or_says_why_not(master: FakeMaster, config: SlaveConfig) -> None:
+async def test_it_hands_out_the_record_of_a_commit_or_says_why_not(
+    master: MasterForSlaves, config: SlaveConfig
+) -> None:
     async with slave_here(serving(config, master)):
         slave = await seeded(master, 2)
         slave.link.send(SendCommitRecord(Version(1, 1), RoundId(1, 2)))
@@ -220,7 +222,7 @@ async def test_it_hands_out_the_record_of_a_commit_or_says_why_not(master: FakeM
 
 
 async def test_a_snapshot_that_breaks_after_hello_is_missing_from_the_next_one(
-    master: FakeMaster, config: SlaveConfig
+    master: MasterForSlaves, config: SlaveConfig
 ) -> None:
     here = serving(config, master)
     async with slave_here(here):
@@ -241,7 +243,7 @@ async def test_a_snapshot_that_breaks_after_hello_is_missing_from_the_next_one(
 
 
 async def test_a_full_disk_shows_at_configure_and_ends_when_there_is_room(
-    master: FakeMaster, config: SlaveConfig, monkeypatch: pytest.MonkeyPatch
+    master: MasterForSlaves, config: SlaveConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring, "DISK_RETRY_S", 0.05)
 
@@ -278,7 +280,7 @@ class SlowDisk:
 
 
 async def test_async_rounds_run_ahead_of_the_disk_by_one_and_never_write_what_is_being_saved(
-    late_master: FakeMaster, config: SlaveConfig, monkeypatch: pytest.MonkeyPatch
+    late_master: MasterForSlaves, config: SlaveConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = serving(config, late_master)
     disk = SlowDisk(monkeypatch)
@@ -315,7 +317,7 @@ async def test_async_rounds_run_ahead_of_the_disk_by_one_and_never_write_what_is
 
 
 async def test_an_async_version_and_a_sync_one_have_the_same_bits(
-    master: FakeMaster, late_master: FakeMaster, tmp_path: Path
+    master: MasterForSlaves, late_master: MasterForSlaves, tmp_path: Path
 ) -> None:
     digests = []
     for name, fake in (("a", master), ("b", late_master)):
@@ -326,7 +328,9 @@ async def test_an_async_version_and_a_sync_one_have_the_same_bits(
     assert digests[0] == digests[1]
 
 
-async def test_recorded_pushes_compute_every_version_again_to_the_bit(master: FakeMaster, config: SlaveConfig) -> None:
+async def test_recorded_pushes_compute_every_version_again_to_the_bit(
+    master: MasterForSlaves, config: SlaveConfig
+) -> None:
     here = serving(config, master).model_copy(update={"record_pushes": True})
     async with slave_here(here):
         slave = await seeded(master, 3)

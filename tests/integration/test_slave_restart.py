@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_master import FakeMaster, SlaveLink
-from support.slave_peers import (
+from support.master_for_slaves import MasterForSlaves, SlaveLink
+from support.slave_wire import (
     LAYOUT,
     DataClient,
     SlaveProcess,
@@ -49,17 +49,17 @@ R1, R2 = RoundId(1, 1), RoundId(1, 2)
 
 
 @pytest.fixture
-async def master() -> AsyncIterator[FakeMaster]:
-    async with FakeMaster() as master:
+async def master() -> AsyncIterator[MasterForSlaves]:
+    async with MasterForSlaves() as master:
         yield master
 
 
 @pytest.fixture
-def config(tmp_path: Path, master: FakeMaster) -> SlaveConfig:
+def config(tmp_path: Path, master: MasterForSlaves) -> SlaveConfig:
     return slave_config(tmp_path / "s0", master.address, tape=tmp_path / "tape.jsonl")
 
 
-async def meet(master: FakeMaster, epoch: int) -> tuple[SlaveLink, SlaveHello]:
+async def meet(master: MasterForSlaves, epoch: int) -> tuple[SlaveLink, SlaveHello]:
     link = await master.accept()
     hello = await link.hello()
     await link.welcome(epoch)
@@ -74,7 +74,7 @@ async def stage(link: SlaveLink, endpoint: str, values: np.ndarray, seq: int, ep
     client.close()
 
 
-async def seeded(master: FakeMaster, config: SlaveConfig) -> tuple[SlaveProcess, SlaveLink, str]:
+async def seeded(master: MasterForSlaves, config: SlaveConfig) -> tuple[SlaveProcess, SlaveLink, str]:
     """A new slave process that has committed version 0."""
     process = await SlaveProcess.start(config)
     link, hello = await meet(master, 1)
@@ -105,7 +105,7 @@ async def pulled(endpoint: str, version: Version) -> np.ndarray:
     return values
 
 
-async def test_killed_it_comes_back_with_its_committed_version(master: FakeMaster, config: SlaveConfig) -> None:
+async def test_killed_it_comes_back_with_its_committed_version(master: MasterForSlaves, config: SlaveConfig) -> None:
     process, _, _ = await seeded(master, config)
     await process.kill()
     process = await SlaveProcess.start(config)
@@ -120,7 +120,7 @@ async def test_killed_it_comes_back_with_its_committed_version(master: FakeMaste
 
 
 async def test_killed_between_prepare_and_commit_the_shadow_is_promoted(
-    master: FakeMaster, config: SlaveConfig
+    master: MasterForSlaves, config: SlaveConfig
 ) -> None:
     process, link, endpoint = await seeded(master, config)
     await stage(link, endpoint, OTHER, 2)
@@ -154,7 +154,7 @@ async def test_killed_between_prepare_and_commit_the_shadow_is_promoted(
 
 async def _uninterrupted(directory: Path) -> bytes:
     """The digest of the third version when nobody is killed: momentum must have come back to the bit too."""
-    async with FakeMaster() as master:
+    async with MasterForSlaves() as master:
         config = slave_config(directory / "unkilled", master.address)
         process, link, endpoint = await seeded(master, config)
         await stage(link, endpoint, OTHER, 2)
@@ -170,7 +170,7 @@ async def _uninterrupted(directory: Path) -> bytes:
 
 
 async def test_a_shadow_that_was_not_committed_gives_way_to_the_older_version(
-    master: FakeMaster, config: SlaveConfig
+    master: MasterForSlaves, config: SlaveConfig
 ) -> None:
     process, link, endpoint = await seeded(master, config)
     await stage(link, endpoint, OTHER, 2)
@@ -186,7 +186,7 @@ async def test_a_shadow_that_was_not_committed_gives_way_to_the_older_version(
     await process.end()
 
 
-async def test_a_damaged_newest_snapshot_is_skipped_and_said(master: FakeMaster, config: SlaveConfig) -> None:
+async def test_a_damaged_newest_snapshot_is_skipped_and_said(master: MasterForSlaves, config: SlaveConfig) -> None:
     process, link, endpoint = await seeded(master, config)
     await stage(link, endpoint, OTHER, 2)
     link.send(prepare_of(R2, V1, [push_id("a", 2)], V0))
@@ -216,7 +216,7 @@ async def test_a_damaged_newest_snapshot_is_skipped_and_said(master: FakeMaster,
 
 
 async def test_a_master_without_its_journal_cannot_seed_over_what_a_slave_holds(
-    master: FakeMaster, config: SlaveConfig
+    master: MasterForSlaves, config: SlaveConfig
 ) -> None:
     process, _, _ = await seeded(master, config)
     await process.kill()
@@ -228,7 +228,7 @@ async def test_a_master_without_its_journal_cannot_seed_over_what_a_slave_holds(
     await process.end()
 
 
-async def test_the_tape_tells_the_life_of_a_version(master: FakeMaster, config: SlaveConfig) -> None:
+async def test_the_tape_tells_the_life_of_a_version(master: MasterForSlaves, config: SlaveConfig) -> None:
     process, link, _ = await seeded(master, config)
     link.send(StopSlave("the run has reached its end"))
     assert (await process.wait())[0] == 0
@@ -240,7 +240,9 @@ async def test_the_tape_tells_the_life_of_a_version(master: FakeMaster, config: 
     assert kinds.index("staged") < kinds.index("prepared") < kinds.index("committed")
 
 
-async def test_a_directory_of_another_run_ends_it_with_one_sentence(master: FakeMaster, config: SlaveConfig) -> None:
+async def test_a_directory_of_another_run_ends_it_with_one_sentence(
+    master: MasterForSlaves, config: SlaveConfig
+) -> None:
     process, _, _ = await seeded(master, config)
     await process.kill()
     process = await SlaveProcess.start(config.model_copy(update={"run_id": "other"}))
@@ -251,7 +253,7 @@ async def test_a_directory_of_another_run_ends_it_with_one_sentence(master: Fake
 
 
 async def test_a_second_slave_on_the_same_directory_ends_with_one_sentence(
-    master: FakeMaster, config: SlaveConfig
+    master: MasterForSlaves, config: SlaveConfig
 ) -> None:
     process, _, _ = await seeded(master, config)
     code, said = await (await SlaveProcess.start(config)).wait()

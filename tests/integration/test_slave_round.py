@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from support.fake_master import FakeMaster
-from support.slave_peers import (
+from support.master_for_slaves import MasterForSlaves
+from support.slave_wire import (
     LAYOUT,
     DataClient,
     configure_for,
@@ -40,7 +40,7 @@ async def test_a_seed_and_a_round_of_two_pushes(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     seed = rng.standard_normal(LAYOUT.n_elems).astype(np.float32)
     ours = [seed + rng.standard_normal(LAYOUT.n_elems).astype(np.float32) / np.float32(50) for _ in range(2)]
-    async with FakeMaster() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
+    async with MasterForSlaves() as master, slave_here(slave_config(tmp_path / "s0", master.address)):
         link = await master.accept()
         hello = await link.hello()
         assert hello.promised_epoch == 0

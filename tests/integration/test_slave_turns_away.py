@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import zmq
-from support.fake_master import FakeMaster
 from support.keyed_port import fresh_context
-from support.slave_peers import slave_config, slave_here
+from support.master_for_slaves import MasterForSlaves
+from support.slave_wire import slave_config, slave_here
 
 from dips.core.curve import CurvePair, as_client
 from dips.core.messages import Settings
@@ -19,7 +19,7 @@ HEARTBEAT_S = 30.0
 
 async def test_a_refused_connection_is_told_without_waiting_for_the_next_beat(tmp_path: Path) -> None:
     tape = tmp_path / "tape"
-    async with FakeMaster() as master:
+    async with MasterForSlaves() as master:
         master.settings = Settings(heartbeat_s=HEARTBEAT_S)
         async with slave_here(slave_config(tmp_path / "s0", master.address, tape=tape)):
             link = await master.accept()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.fake_services import LAYOUT, FakeRun, NumpyModel, Stop
+from support.run_for_workers import LAYOUT, FlatModel, RefuseCall, RunForWorkers
 
 from dips.core import reach
 from dips.core.data_header import DataHeader, DataOp
@@ -28,13 +28,13 @@ TOKENS = 100
 
 
 @pytest.fixture
-def run() -> Iterator[FakeRun]:
-    run = FakeRun(theta=NumpyModel(7).theta)
+def run() -> Iterator[RunForWorkers]:
+    run = RunForWorkers(theta=FlatModel(7).theta)
     yield run
     run.close()
 
 
-def driver(run: FakeRun, model: NumpyModel, plan: DataPlan = OWN, **knobs: object) -> Driver:
+def driver(run: RunForWorkers, model: FlatModel, plan: DataPlan = OWN, **knobs: object) -> Driver:
     given: dict[str, object] = {
         "master": run.address, "cluster_id": "a", "data_silence_s": 0.3, "call_deadline_s": 2.0, "retry_max_s": 0.3,
         "connect_wait_s": 10.0, "leave_wait_s": 5.0,
@@ -43,17 +43,17 @@ def driver(run: FakeRun, model: NumpyModel, plan: DataPlan = OWN, **knobs: objec
     return Driver(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
 
 
-def train(driver: Driver, model: NumpyModel, steps: int) -> None:
+def train(driver: Driver, model: FlatModel, steps: int) -> None:
     """Each step adds 1 to every parameter, so that rebasing can be checked by counting."""
     for _ in range(steps):
         model.theta += 1
         driver.step(TOKENS, loss=2.0)
 
 
-def test_the_first_version_is_installed_bit_for_bit(run: FakeRun) -> None:
-    model = NumpyModel(1)
+def test_the_first_version_is_installed_bit_for_bit(run: RunForWorkers) -> None:
+    model = FlatModel(1)
     with driver(run, model) as client:
-        assert np.array_equal(model.theta, NumpyModel(7).theta)
+        assert np.array_equal(model.theta, FlatModel(7).theta)
         assert (client.version, client.incarnation) == (Version(1, 0), Incarnation(1, 1))
         assert client.run_id == "run"
         assert client.settings == run.settings
@@ -62,20 +62,20 @@ def test_the_first_version_is_installed_bit_for_bit(run: FakeRun) -> None:
 
 
 def test_the_first_cluster_seeds_its_own_parameters() -> None:
-    run = FakeRun()
+    run = RunForWorkers()
     try:
-        model = NumpyModel(3)
+        model = FlatModel(3)
         with driver(run, model) as client:
-            assert np.array_equal(model.theta, NumpyModel(3).theta)
+            assert np.array_equal(model.theta, FlatModel(3).theta)
             assert client.version == Version(1, 0)
             assert (run.pushes[0].base, run.pushes[0].tokens) == (None, 0)
-        assert np.array_equal(run.theta_of(next(iter(run.verdicts))), NumpyModel(3).theta)
+        assert np.array_equal(run.theta_of(next(iter(run.verdicts))), FlatModel(3).theta)
     finally:
         run.close()
 
 
-def test_pushed_bytes_arrive_bit_exact_and_come_back(run: FakeRun) -> None:
-    model = NumpyModel(1)
+def test_pushed_bytes_arrive_bit_exact_and_come_back(run: RunForWorkers) -> None:
+    model = FlatModel(1)
     with driver(run, model) as client:
         model.theta[:5] = [np.nan, np.inf, -0.0, 1e-45, 3.4e38]
         before = model.theta.copy()
@@ -91,11 +91,11 @@ def test_pushed_bytes_arrive_bit_exact_and_come_back(run: FakeRun) -> None:
         assert (client.tokens_global, client.progress) == (400, 400)
 
 
-def test_steps_made_while_the_verdict_is_out_are_kept(run: FakeRun) -> None:
+def test_steps_made_while_the_verdict_is_out_are_kept(run: RunForWorkers) -> None:
     run.settings = replace(run.settings, verdict_wait_s=0.0)
     released = threading.Event()
     run.decide = lambda push: VerdictKind.APPLIED if released.is_set() else None
-    model = NumpyModel(1)
+    model = FlatModel(1)
     with driver(run, model) as client:
         train(client, model, 4)
         pushed = model.theta.copy()
@@ -108,24 +108,24 @@ def test_steps_made_while_the_verdict_is_out_are_kept(run: FakeRun) -> None:
         assert client.progress > client.tokens_global
 
 
-def test_excluded_drops_steps_and_resets_the_inner_optimizer(run: FakeRun) -> None:
+def test_excluded_drops_steps_and_resets_the_inner_optimizer(run: RunForWorkers) -> None:
     run.decide = lambda push: VerdictKind.EXCLUDED
-    model = NumpyModel(1)
+    model = FlatModel(1)
     with driver(run, model) as client:
         train(client, model, 4)
-        assert np.array_equal(model.theta, NumpyModel(7).theta)
+        assert np.array_equal(model.theta, FlatModel(7).theta)
         assert model.resets == 1
         assert client.progress == 0
 
 
-def test_aborted_keeps_parameters_and_the_work_is_pushed_again_at_once(run: FakeRun) -> None:
+def test_aborted_keeps_parameters_and_the_work_is_pushed_again_at_once(run: RunForWorkers) -> None:
     kinds = iter([VerdictKind.ABORTED, VerdictKind.APPLIED])
     decided: dict[object, VerdictKind] = {}
     run.decide = lambda push: decided.setdefault(push, next(kinds)) if push not in decided else decided[push]
-    model = NumpyModel(1)
+    model = FlatModel(1)
     with driver(run, model) as client:
         train(client, model, 4)
-        assert np.array_equal(model.theta, NumpyModel(7).theta + 1 + 1 + 1 + 1)
+        assert np.array_equal(model.theta, FlatModel(7).theta + 1 + 1 + 1 + 1)
         train(client, model, 4)
         assert [(push.seq, push.tokens, push.steps) for push in run.pushes] == [
             (1, 400, 4),
@@ -137,7 +137,7 @@ def test_aborted_keeps_parameters_and_the_work_is_pushed_again_at_once(run: Fake
 # ---- the data flow fails ----
 
 
-def test_a_push_survives_a_data_socket_that_is_cut_in_the_middle(run: FakeRun) -> None:
+def test_a_push_survives_a_data_socket_that_is_cut_in_the_middle(run: RunForWorkers) -> None:
     slave = run.slaves[1]
     cut = threading.Event()
 
@@ -156,7 +156,7 @@ def test_a_push_survives_a_data_socket_that_is_cut_in_the_middle(run: FakeRun) -
 
     helper = threading.Thread(target=reconnect)
     helper.start()
-    model = NumpyModel(1)
+    model = FlatModel(1)
     with driver(run, model) as client:
         train(client, model, 4)
         push = next(iter(run.verdicts))
@@ -167,9 +167,9 @@ def test_a_push_survives_a_data_socket_that_is_cut_in_the_middle(run: FakeRun) -
     assert len(puts) - len(set(puts)) <= run.settings.window_chunks, "only what was in flight is sent again"
 
 
-def test_a_slave_that_comes_back_on_another_port_is_found_through_the_master(run: FakeRun) -> None:
+def test_a_slave_that_comes_back_on_another_port_is_found_through_the_master(run: RunForWorkers) -> None:
     slave = run.slaves[0]
-    model = NumpyModel(1)
+    model = FlatModel(1)
     with driver(run, model) as client:
         train(client, model, 3)
         slave.hang_up()
@@ -190,7 +190,7 @@ def test_a_slave_that_comes_back_on_another_port_is_found_through_the_master(run
         assert slave.endpoint != old
 
 
-def test_damaged_chunks_are_asked_for_again(run: FakeRun) -> None:
+def test_damaged_chunks_are_asked_for_again(run: RunForWorkers) -> None:
     slave = run.slaves[0]
     genuine = slave._chunk
     damaged: list[DataHeader] = []
@@ -203,28 +203,28 @@ def test_damaged_chunks_are_asked_for_again(run: FakeRun) -> None:
         return answer
 
     slave._chunk = chunk  # type: ignore[method-assign]
-    model = NumpyModel(1)
+    model = FlatModel(1)
     with driver(run, model):
-        assert np.array_equal(model.theta, NumpyModel(7).theta)
+        assert np.array_equal(model.theta, FlatModel(7).theta)
     assert len(damaged) == 3
 
 
-def test_a_version_whose_bytes_contradict_its_digest_is_never_installed(run: FakeRun) -> None:
+def test_a_version_whose_bytes_contradict_its_digest_is_never_installed(run: RunForWorkers) -> None:
     run.false_digests = True
-    first = NumpyModel(1)
+    first = FlatModel(1)
     client = driver(run, first)
     with pytest.raises(RemoteProtocolError, match="digest"):
         client.start()
     client.close()
-    assert np.array_equal(first.theta, NumpyModel(1).theta)
+    assert np.array_equal(first.theta, FlatModel(1).theta)
     assert first.installs == 0
 
 
 def test_a_cluster_that_is_sent_to_its_own_loopback_ends_and_leaves(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+    run: RunForWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reach, "is_elsewhere", lambda address: address == run.address)
-    first = NumpyModel(1)
+    first = FlatModel(1)
     began_s = time.monotonic()
     with pytest.raises(ConfigError, match="which only its own machine reaches"), driver(run, first):
         pass
@@ -234,10 +234,10 @@ def test_a_cluster_that_is_sent_to_its_own_loopback_ends_and_leaves(
         fetch_version(run.address, None, "reader", INSECURE, deadline_s=5.0)
 
 
-def test_refusals_on_the_data_port_are_waited_out(run: FakeRun) -> None:
+def test_refusals_on_the_data_port_are_waited_out(run: RunForWorkers) -> None:
     began_s = time.monotonic()
     refusal = Refusal(RefusalCode.UNKNOWN_PUSH, "no staging is open", 0.2)
-    model = NumpyModel(1)
+    model = FlatModel(1)
     with driver(run, model) as client:
         run.slaves[0].hook = lambda header: refusal if time.monotonic() < began_s + 0.5 else None
         train(client, model, 4)
@@ -247,9 +247,9 @@ def test_refusals_on_the_data_port_are_waited_out(run: FakeRun) -> None:
 # ---- the control flow fails ----
 
 
-def test_training_goes_on_while_the_master_is_down(run: FakeRun) -> None:
+def test_training_goes_on_while_the_master_is_down(run: RunForWorkers) -> None:
     run.settings = replace(run.settings, verdict_wait_s=60.0)
-    model = NumpyModel(1)
+    model = FlatModel(1)
     with driver(run, model) as client:
         run.down()
         longest_s = 0.0
@@ -267,7 +267,7 @@ def test_training_goes_on_while_the_master_is_down(run: FakeRun) -> None:
         assert run.pushes[0].steps == 4, "the push is the one that was frozen"
 
 
-def rejoined(client: Driver, model: NumpyModel) -> None:
+def rejoined(client: Driver, model: FlatModel) -> None:
     """Train until the cluster has become another incarnation."""
     before = client.incarnation
     end_s = time.monotonic() + 120
@@ -277,9 +277,9 @@ def rejoined(client: Driver, model: NumpyModel) -> None:
         time.sleep(0.01)
 
 
-def test_a_restarted_master_is_joined_again_and_nothing_is_lost(run: FakeRun) -> None:
+def test_a_restarted_master_is_joined_again_and_nothing_is_lost(run: RunForWorkers) -> None:
     run.settings = replace(run.settings, sync_every_steps=100_000)
-    model = NumpyModel(1)
+    model = FlatModel(1)
     with driver(run, model) as client:
         train(client, model, 2)
         run.restart()
@@ -287,13 +287,13 @@ def test_a_restarted_master_is_joined_again_and_nothing_is_lost(run: FakeRun) ->
         assert client.incarnation == Incarnation(2, 2)
         assert run.joins[1].caller.incarnation == Incarnation(1, 1)
         assert client.progress == client.steps * TOKENS
-        assert np.allclose(model.theta, NumpyModel(7).theta + client.steps, atol=1e-2)
+        assert np.allclose(model.theta, FlatModel(7).theta + client.steps, atol=1e-2)
         assert model.installs == 1
 
 
-def test_an_evicted_cluster_joins_again_and_beats_under_its_new_name(run: FakeRun) -> None:
+def test_an_evicted_cluster_joins_again_and_beats_under_its_new_name(run: RunForWorkers) -> None:
     run.settings = replace(run.settings, sync_every_steps=100_000)
-    model = NumpyModel(1)
+    model = FlatModel(1)
     with driver(run, model) as client:
         run.n += 1  # only the heartbeat can notice: there is nothing to push
         rejoined(client, model)
@@ -302,8 +302,8 @@ def test_an_evicted_cluster_joins_again_and_beats_under_its_new_name(run: FakeRu
         assert len(run.joins) == 2
 
 
-def test_heartbeats_flow_while_the_training_thread_is_busy(run: FakeRun) -> None:
-    model = NumpyModel(1)
+def test_heartbeats_flow_while_the_training_thread_is_busy(run: RunForWorkers) -> None:
+    model = FlatModel(1)
     with driver(run, model) as client:
         train(client, model, 5)
         before = len(run.beats)
@@ -318,7 +318,7 @@ def test_heartbeats_flow_while_the_training_thread_is_busy(run: FakeRun) -> None
         assert beat.pull_s > 0
 
 
-def test_a_master_that_hangs_is_hung_up_on_and_beaten_again(run: FakeRun) -> None:
+def test_a_master_that_hangs_is_hung_up_on_and_beaten_again(run: RunForWorkers) -> None:
     hung, release = threading.Event(), threading.Event()
 
     def hook(method: str, request: object) -> None:
@@ -326,7 +326,7 @@ def test_a_master_that_hangs_is_hung_up_on_and_beaten_again(run: FakeRun) -> Non
             hung.set()
             release.wait(20)
 
-    with driver(run, NumpyModel(1)):
+    with driver(run, FlatModel(1)):
         run.hook = hook
         run.wait_for(hung.is_set)
         beats = len(run.beats)
@@ -335,8 +335,8 @@ def test_a_master_that_hangs_is_hung_up_on_and_beaten_again(run: FakeRun) -> Non
         release.set()
 
 
-def test_the_measured_speed_is_of_computing_alone(run: FakeRun) -> None:
-    model = NumpyModel(1)
+def test_the_measured_speed_is_of_computing_alone(run: RunForWorkers) -> None:
+    model = FlatModel(1)
 
     def hook(method: str, request: object) -> None:
         if method == "AwaitVerdict":
@@ -352,11 +352,11 @@ def test_the_measured_speed_is_of_computing_alone(run: FakeRun) -> None:
         assert client.steps_per_s > 5, "with the waits it would be 4 at most"
 
 
-def test_the_masters_stop_ends_the_loop_with_the_last_version(run: FakeRun) -> None:
-    model = NumpyModel(1)
+def test_the_masters_stop_ends_the_loop_with_the_last_version(run: RunForWorkers) -> None:
+    model = FlatModel(1)
     with driver(run, model) as client:
         train(client, model, 2)
-        last = NumpyModel(11).theta
+        last = FlatModel(11).theta
         run.publish(last)
         run.stop = True
         while not client.done:
@@ -370,8 +370,8 @@ def test_the_masters_stop_ends_the_loop_with_the_last_version(run: FakeRun) -> N
     assert len(run.leaves) == 1
 
 
-def test_a_stop_from_a_signal_handler_leaves_at_the_next_step(run: FakeRun) -> None:
-    model = NumpyModel(1)
+def test_a_stop_from_a_signal_handler_leaves_at_the_next_step(run: RunForWorkers) -> None:
+    model = FlatModel(1)
     with driver(run, model) as client:
         client.request_stop("SIGTERM")
         train(client, model, 1)
@@ -380,13 +380,15 @@ def test_a_stop_from_a_signal_handler_leaves_at_the_next_step(run: FakeRun) -> N
     assert [leave.reason for leave in run.leaves] == ["SIGTERM"]
 
 
-def test_an_exception_in_the_loop_is_the_reason_for_leaving(run: FakeRun) -> None:
-    with pytest.raises(ZeroDivisionError), driver(run, NumpyModel(1)):
+def test_an_exception_in_the_loop_is_the_reason_for_leaving(run: RunForWorkers) -> None:
+    with pytest.raises(ZeroDivisionError), driver(run, FlatModel(1)):
         raise ZeroDivisionError("oops")
     assert [leave.reason for leave in run.leaves] == ["ZeroDivisionError: oops"]
 
 
-def test_when_an_install_fails_the_cluster_still_says_good_bye(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_an_install_fails_the_cluster_still_says_good_bye(
+    run: RunForWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the session asks beside the install, which frees the version's memory, is answered before Leave is sent."""
 
     def fails(*_: object) -> None:
@@ -396,15 +398,15 @@ def test_when_an_install_fails_the_cluster_still_says_good_bye(run: FakeRun, mon
         monkeypatch.setattr(client, "_install", fails)
         train(client, model, 1000)
 
-    model = NumpyModel(1)
+    model = FlatModel(1)
     client = driver(run, model)
     with pytest.raises(OSError, match="the accelerator is lost"), client:
         train_until_it_fails(client)
     assert [leave.reason for leave in run.leaves] == ["OSError: the accelerator is lost"]
 
 
-def test_close_without_a_master_is_quick(run: FakeRun) -> None:
-    client = driver(run, NumpyModel(1), leave_wait_s=90.0)
+def test_close_without_a_master_is_quick(run: RunForWorkers) -> None:
+    client = driver(run, FlatModel(1), leave_wait_s=90.0)
     client.start()
     run.down()
     began_s = time.monotonic()
@@ -416,31 +418,31 @@ def test_close_without_a_master_is_quick(run: FakeRun) -> None:
 # ---- refusals ----
 
 
-def test_a_refused_join_raises_the_masters_sentence(run: FakeRun) -> None:
+def test_a_refused_join_raises_the_masters_sentence(run: RunForWorkers) -> None:
     def hook(method: str, request: object) -> None:
         if method == "Join":
-            raise Stop(RefusalCode.LAYOUT, "parameter 'x' has another shape")
+            raise RefuseCall(RefusalCode.LAYOUT, "parameter 'x' has another shape")
 
     run.hook = hook
     before = set(threading.enumerate())
     with pytest.raises(Refused, match="another shape") as caught:
-        driver(run, NumpyModel(1)).__enter__()
+        driver(run, FlatModel(1)).__enter__()
     assert caught.value.code is RefusalCode.LAYOUT
     left = [t.name for t in set(threading.enumerate()) - before if t.name.startswith("dips-")]
     assert not left, "a start that fails leaves no thread behind"
 
 
 def test_no_master_at_all_is_said_after_a_bounded_wait() -> None:
-    run = FakeRun()
+    run = RunForWorkers()
     run.close()
-    client = driver(run, NumpyModel(1), connect_wait_s=0.5)
+    client = driver(run, FlatModel(1), connect_wait_s=0.5)
     with pytest.raises(RetryLater, match=r"0\.5 s"):
         client.start()
     client.close()
 
 
-def test_an_expectation_that_the_run_does_not_meet_is_a_config_error(run: FakeRun) -> None:
-    client = driver(run, NumpyModel(1), outer_lr=0.123)
+def test_an_expectation_that_the_run_does_not_meet_is_a_config_error(run: RunForWorkers) -> None:
+    client = driver(run, FlatModel(1), outer_lr=0.123)
     with pytest.raises(ConfigError, match="outer_lr"):
         client.start()
     client.close()
@@ -458,22 +460,22 @@ def test_an_expectation_that_the_run_does_not_meet_is_a_config_error(run: FakeRu
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_starts(
-    run: FakeRun, knobs: dict[str, object], sentence: str
+    run: RunForWorkers, knobs: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        driver(run, NumpyModel(1), OWN, **knobs)
+        driver(run, FlatModel(1), OWN, **knobs)
 
 
-def test_counts_below_one_are_refused(run: FakeRun) -> None:
-    with driver(run, NumpyModel(1)) as client, pytest.raises(ConfigError, match="at least 1"):
+def test_counts_below_one_are_refused(run: RunForWorkers) -> None:
+    with driver(run, FlatModel(1)) as client, pytest.raises(ConfigError, match="at least 1"):
         client.step(0)
 
 
 # ---- data, tape, reader ----
 
 
-def test_leased_data_is_lent_counted_and_pushed_by_name(run: FakeRun) -> None:
-    model = NumpyModel(1)
+def test_leased_data_is_lent_counted_and_pushed_by_name(run: RunForWorkers) -> None:
+    model = FlatModel(1)
     plan = DataPlan(DataMode.LEASED, b"d", 1000, 1000)
     with driver(run, model, plan) as client:
         (lent,) = client.lease(400)
@@ -485,14 +487,14 @@ def test_leased_data_is_lent_counted_and_pushed_by_name(run: FakeRun) -> None:
         assert run.pushes[0].tokens == 400
 
 
-def test_lease_needs_a_leased_plan(run: FakeRun) -> None:
-    with driver(run, NumpyModel(1)) as client, pytest.raises(LocalProtocolError, match="leased"):
+def test_lease_needs_a_leased_plan(run: RunForWorkers) -> None:
+    with driver(run, FlatModel(1)) as client, pytest.raises(LocalProtocolError, match="leased"):
         client.lease(10)
 
 
-def test_the_tape_tells_the_story_of_a_round(run: FakeRun, tmp_path: Path) -> None:
+def test_the_tape_tells_the_story_of_a_round(run: RunForWorkers, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    model = NumpyModel(1)
+    model = FlatModel(1)
     with driver(run, model, tape=path) as client:
         train(client, model, 4)
     kinds = [event["kind"] for event in read_tape(path)]
@@ -502,37 +504,37 @@ def test_the_tape_tells_the_story_of_a_round(run: FakeRun, tmp_path: Path) -> No
     assert {event["name"] for event in read_tape(path)} == {"a"}
 
 
-def test_a_reader_fetches_the_newest_or_a_named_version(run: FakeRun) -> None:
-    run.publish(NumpyModel(8).theta)
+def test_a_reader_fetches_the_newest_or_a_named_version(run: RunForWorkers) -> None:
+    run.publish(FlatModel(8).theta)
     newest = fetch_version(run.address, "run", "eval", INSECURE, deadline_s=10)
     assert newest.version == Version(1, 1)
     assert newest.layout == LAYOUT
-    assert newest.flat.tobytes() == NumpyModel(8).theta.tobytes()
+    assert newest.flat.tobytes() == FlatModel(8).theta.tobytes()
     named = fetch_version(run.address, None, "eval", INSECURE, version=Version(1, 0), deadline_s=10)
-    assert named.flat.tobytes() == NumpyModel(7).theta.tobytes()
+    assert named.flat.tobytes() == FlatModel(7).theta.tobytes()
     run.wait_for(lambda: len(run.released) == 2)
     assert all(request.reader for request in run.released)
 
 
-def test_a_reader_waits_for_a_version_and_says_what_it_waited_for(run: FakeRun) -> None:
+def test_a_reader_waits_for_a_version_and_says_what_it_waited_for(run: RunForWorkers) -> None:
     with pytest.raises(RetryLater, match="no such version is published yet"):
         fetch_version(run.address, "run", "eval", INSECURE, at_least=Version(1, 5), deadline_s=0.4)
-    publisher = threading.Timer(0.3, lambda: run.publish(NumpyModel(9).theta))
+    publisher = threading.Timer(0.3, lambda: run.publish(FlatModel(9).theta))
     publisher.start()
     fetched = fetch_version(run.address, "run", "eval", INSECURE, at_least=Version(1, 1), deadline_s=10)
-    assert np.array_equal(fetched.flat, NumpyModel(9).theta)
+    assert np.array_equal(fetched.flat, FlatModel(9).theta)
     publisher.join()
 
 
-def test_a_reader_is_told_when_a_version_is_gone(run: FakeRun) -> None:
-    run.publish(NumpyModel(8).theta)
+def test_a_reader_is_told_when_a_version_is_gone(run: RunForWorkers) -> None:
+    run.publish(FlatModel(8).theta)
     del run.slaves[0].versions[Version(1, 0)]
     with pytest.raises(Refused, match="not kept"):
         fetch_version(run.address, "run", "eval", INSECURE, version=Version(1, 0), deadline_s=5)
 
 
 def test_a_reader_without_a_master_says_so() -> None:
-    run = FakeRun()
+    run = RunForWorkers()
     run.close()
     with pytest.raises(RetryLater, match="does not answer"):
         fetch_version(run.address, "run", "eval", INSECURE, deadline_s=0.3)

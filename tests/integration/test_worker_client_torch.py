@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from support.fake_services import FakeRun
+from support.run_for_workers import LAYOUT, RunForWorkers
 
 import dips
 from dips.core.errors import ConfigError
@@ -18,7 +18,7 @@ from dips.core.layout import Layout
 
 
 class Model(torch.nn.Module):
-    """Has the very layout of support.fake_services."""
+    """Has the very layout of support.run_for_workers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -34,19 +34,18 @@ class Model(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def _same_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake run cuts layers into smaller blocks than the default."""
-    from support import fake_services
 
     from dips.worker import torch_parameters
 
     def cut(parameters: object, block_elems: int) -> Layout:
-        return Layout(parameters, fake_services.LAYOUT.block_elems)  # type: ignore[arg-type]
+        return Layout(parameters, LAYOUT.block_elems)  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch_parameters, "Layout", cut)
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRun]:
-    run = FakeRun()
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunForWorkers]:
+    run = RunForWorkers()
     monkeypatch.setenv("DIPS_MASTER", run.address)
     monkeypatch.setenv("DIPS_INSECURE", "1")
     monkeypatch.setenv("DIPS_CLUSTER", "a")
@@ -60,7 +59,7 @@ def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_a_user_loop_seeds_pushes_and_ends_with_the_last_version(run: FakeRun) -> None:
+def test_a_user_loop_seeds_pushes_and_ends_with_the_last_version(run: RunForWorkers) -> None:
     model = Model(1)
     seed = model.flat()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -87,7 +86,7 @@ def test_a_user_loop_seeds_pushes_and_ends_with_the_last_version(run: FakeRun) -
     assert len(run.leaves) == 1
 
 
-def test_ctrl_c_leaves_with_its_reason(run: FakeRun) -> None:
+def test_ctrl_c_leaves_with_its_reason(run: RunForWorkers) -> None:
     model = Model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     sync = dips.DiLoCo(model, optimizer, tokens_per_step=32)
@@ -98,7 +97,7 @@ def test_ctrl_c_leaves_with_its_reason(run: FakeRun) -> None:
     assert sync.steps == 0
 
 
-def test_the_last_steps_are_pushed_when_the_block_ends(run: FakeRun) -> None:
+def test_the_last_steps_are_pushed_when_the_block_ends(run: RunForWorkers) -> None:
     model = Model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with dips.DiLoCo(model, optimizer, tokens_per_step=32, steps=7) as sync:
@@ -111,7 +110,7 @@ def test_the_last_steps_are_pushed_when_the_block_ends(run: FakeRun) -> None:
 
 @pytest.mark.parametrize("interrupted", [KeyboardInterrupt, SystemExit])
 def test_the_last_steps_are_pushed_after_ctrl_c_between_two_steps(
-    run: FakeRun, interrupted: type[BaseException]
+    run: RunForWorkers, interrupted: type[BaseException]
 ) -> None:
     model = Model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -127,7 +126,7 @@ def test_the_last_steps_are_pushed_after_ctrl_c_between_two_steps(
     assert [push.steps for push in run.pushes] == [0, 4, 2]
 
 
-def test_after_an_error_what_is_lost_is_said(run: FakeRun, caplog: pytest.LogCaptureFixture) -> None:
+def test_after_an_error_what_is_lost_is_said(run: RunForWorkers, caplog: pytest.LogCaptureFixture) -> None:
     model = Model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -148,7 +147,7 @@ def test_after_an_error_what_is_lost_is_said(run: FakeRun, caplog: pytest.LogCap
 
 
 def test_ctrl_c_inside_of_a_step_pushes_nothing_that_is_half_way(
-    run: FakeRun, caplog: pytest.LogCaptureFixture
+    run: RunForWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -170,7 +169,7 @@ def test_ctrl_c_inside_of_a_step_pushes_nothing_that_is_half_way(
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_sigterm_pushes_the_last_steps_and_ends_the_process_in_order(
-    run: FakeRun, asks: bool, caplog: pytest.LogCaptureFixture
+    run: RunForWorkers, asks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -195,7 +194,7 @@ def test_sigterm_pushes_the_last_steps_and_ends_the_process_in_order(
     assert "this process ends with exit code 143" in caplog.text
 
 
-def test_a_users_own_handler_of_sigterm_stays(run: FakeRun) -> None:
+def test_a_users_own_handler_of_sigterm_stays(run: RunForWorkers) -> None:
     model, heard = Model(1), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
@@ -209,7 +208,7 @@ def test_a_users_own_handler_of_sigterm_stays(run: FakeRun) -> None:
     assert (len(heard), sync.steps, run.tokens) == (2, 2, 64)
 
 
-def test_an_outer_lr_that_is_not_the_runs_is_refused_when_entering(run: FakeRun) -> None:
+def test_an_outer_lr_that_is_not_the_runs_is_refused_when_entering(run: RunForWorkers) -> None:
     model = Model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with pytest.raises(ConfigError, match=r"outer_lr = 0\.5, the run's is 0\.7"):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.fake_services import F32, FakeRun, NumpyModel
+from support.run_for_workers import F32, FlatModel, RunForWorkers
 from support.trainer_models import Model, same_cut
 
 import dips
@@ -35,13 +35,13 @@ TOKENS = 100
 
 
 @pytest.fixture
-def run() -> Iterator[FakeRun]:
-    run = FakeRun(theta=NumpyModel(7).theta)
+def run() -> Iterator[RunForWorkers]:
+    run = RunForWorkers(theta=FlatModel(7).theta)
     yield run
     run.close()
 
 
-def driver(run: FakeRun, model: ParameterStore, folder: Path, plan: DataPlan = OWN, **knobs: object) -> Driver:
+def driver(run: RunForWorkers, model: ParameterStore, folder: Path, plan: DataPlan = OWN, **knobs: object) -> Driver:
     given: dict[str, object] = {
         "master": run.address, "cluster_id": "a", "checkpoint_dir": folder / "checkpoints", "checkpoint_every_s": 0.0,
         "resume": True, "tape": folder / "tape", "retry_max_s": 0.3, "connect_wait_s": 60.0,
@@ -50,17 +50,17 @@ def driver(run: FakeRun, model: ParameterStore, folder: Path, plan: DataPlan = O
     return Driver(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
 
 
-def wait_for(run: FakeRun, what: Callable[[], bool]) -> None:
+def wait_for(run: RunForWorkers, what: Callable[[], bool]) -> None:
     run.wait_for(what, within_s=90.0)
 
 
-def train(client: Driver, model: NumpyModel, steps: int) -> None:
+def train(client: Driver, model: FlatModel, steps: int) -> None:
     for _ in range(steps):
         model.theta += 1
         client.step(TOKENS, loss=2.0)
 
 
-def checkpoint(run: FakeRun, client: Driver, folder: Path) -> None:
+def checkpoint(run: RunForWorkers, client: Driver, folder: Path) -> None:
     """Take one, of now, and wait until it is on disk."""
     before = len(records(folder, "checkpoint"))
     wait_for(run, lambda: written(client))
@@ -84,8 +84,8 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_tape(folder / "tape") if event["kind"] == kind]
 
 
-def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(run: FakeRun, tmp_path: Path) -> None:
-    model = NumpyModel(1)
+def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(run: RunForWorkers, tmp_path: Path) -> None:
+    model = FlatModel(1)
     client = driver(run, model, tmp_path)
     client.start()
     assert not client.resumed
@@ -99,7 +99,7 @@ def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(run: FakeRun, 
     run.verdicts.clear()
     run.fence = 0  # the push that was made after the checkpoint came to nothing
     run.version = Version(1, 0)
-    again = NumpyModel(2)
+    again = FlatModel(2)
     with driver(run, again, tmp_path) as client:
         assert client.resumed
         assert again.theta.tobytes() == saved.tobytes()
@@ -113,11 +113,13 @@ def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(run: FakeRun, 
     assert (resumed["base"], resumed["seq"], resumed["incarnation"]) == ("1:0", 0, "1.1")
 
 
-def test_a_push_that_was_applied_meanwhile_is_rebased_from_its_saved_parameters(run: FakeRun, tmp_path: Path) -> None:
+def test_a_push_that_was_applied_meanwhile_is_rebased_from_its_saved_parameters(
+    run: RunForWorkers, tmp_path: Path
+) -> None:
     run.settings = replace(run.settings, verdict_wait_s=0.0)
     known = threading.Event()
     run.decide = lambda push: VerdictKind.APPLIED if known.is_set() else None
-    model = NumpyModel(1)
+    model = FlatModel(1)
     client = driver(run, model, tmp_path)
     client.start()
     train(client, model, 4)
@@ -133,10 +135,10 @@ def test_a_push_that_was_applied_meanwhile_is_rebased_from_its_saved_parameters(
     die(client)
 
     known.set()
-    other = NumpyModel(9).theta  # what the round made of it
+    other = FlatModel(9).theta  # what the round made of it
     run._apply(push.id, VerdictKind.APPLIED)
     run.publish(other)
-    again = NumpyModel(2)
+    again = FlatModel(2)
     with driver(run, again, tmp_path) as client:
         wait_for(run, lambda: client.version == run.version or _settled(client))
         assert np.array_equal(again.theta, other + (later - pushed))
@@ -149,7 +151,7 @@ def _settled(client: Driver) -> bool:
 
 
 def test_a_bfloat16_model_pushes_its_steps_alone_also_after_a_rebase_and_a_restart(
-    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunForWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What installing a version rounds is as large as what many steps change."""
     monkeypatch.setattr(torch_parameters, "Layout", same_cut)
@@ -179,7 +181,7 @@ def test_a_bfloat16_model_pushes_its_steps_alone_also_after_a_rebase_and_a_resta
         return flat(store) - before
 
     client, store = enter()
-    base = NumpyModel(7).theta
+    base = FlatModel(7).theta
     assert not np.array_equal(flat(store), base)
     steps(4)
     wait_for(run, lambda: client.version == Version(1, 1) or _settled(client))
@@ -202,15 +204,15 @@ def test_a_bfloat16_model_pushes_its_steps_alone_also_after_a_rebase_and_a_resta
     client.close()
 
 
-def test_leases_are_kept_as_far_as_the_master_lets_them(run: FakeRun, tmp_path: Path) -> None:
-    model = NumpyModel(1)
+def test_leases_are_kept_as_far_as_the_master_lets_them(run: RunForWorkers, tmp_path: Path) -> None:
+    model = FlatModel(1)
     client = driver(run, model, tmp_path, LEASED)
     client.start()
     (lent,) = client.lease(400)
     client.step(100, [replace(lent, end_tokens=100)])
     checkpoint(run, client, tmp_path)
     die(client)
-    with driver(run, NumpyModel(2), tmp_path, LEASED) as client:
+    with driver(run, FlatModel(2), tmp_path, LEASED) as client:
         rest = replace(lent, begin_tokens=100)
         assert run.joins[-1].held_ranges == (replace(lent, end_tokens=100), rest)
         assert client.lease(50) == [rest], "what is left of the lease comes first"
@@ -218,7 +220,7 @@ def test_leases_are_kept_as_far_as_the_master_lets_them(run: FakeRun, tmp_path: 
         assert client.progress == 400
 
 
-def test_a_push_begins_only_when_its_record_is_on_disk(run: FakeRun, tmp_path: Path) -> None:
+def test_a_push_begins_only_when_its_record_is_on_disk(run: RunForWorkers, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
 
     def hook(method: str, request: object) -> None:
@@ -227,14 +229,14 @@ def test_a_push_begins_only_when_its_record_is_on_disk(run: FakeRun, tmp_path: P
             seen.append((request.seq, push["id"][2]))
 
     run.hook = hook
-    model = NumpyModel(1)
+    model = FlatModel(1)
     with driver(run, model, tmp_path) as client:
         train(client, model, 8)
     assert seen == [(1, 1), (2, 2)]
 
 
-def test_a_disk_that_fails_delays_the_push_and_not_the_training(run: FakeRun, tmp_path: Path) -> None:
-    model = NumpyModel(1)
+def test_a_disk_that_fails_delays_the_push_and_not_the_training(run: RunForWorkers, tmp_path: Path) -> None:
+    model = FlatModel(1)
     with failpoints.armed("worker.push_record.before_write=2*error(no space)"), driver(run, model, tmp_path) as client:
         train(client, model, 4)
         wait_for(run, lambda: bool(run.pushes) or _settled(client))
@@ -243,9 +245,9 @@ def test_a_disk_that_fails_delays_the_push_and_not_the_training(run: FakeRun, tm
 
 
 def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
-    run: FakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: RunForWorkers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = NumpyModel(1)
+    model = FlatModel(1)
     with (
         failpoints.armed("worker.checkpoint.before_manifest=error(no space left)"),
         caplog.at_level(logging.WARNING),
@@ -259,9 +261,9 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
 
 
 def test_a_damaged_checkpoint_falls_back_with_a_sentence(
-    run: FakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: RunForWorkers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = NumpyModel(1)
+    model = FlatModel(1)
     client = driver(run, model, tmp_path)
     client.start()
     train(client, model, 1)
@@ -272,39 +274,39 @@ def test_a_damaged_checkpoint_falls_back_with_a_sentence(
     die(client)
     newest = max((tmp_path / "checkpoints").glob("*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-7])
-    again = NumpyModel(2)
+    again = FlatModel(2)
     with caplog.at_level(logging.WARNING), driver(run, again, tmp_path):
         assert again.theta.tobytes() == first.tobytes()
     assert "it is torn; the one before it is tried" in caplog.text
 
 
-def test_without_a_checkpoint_resuming_starts_anew_unless_one_is_required(run: FakeRun, tmp_path: Path) -> None:
-    with driver(run, NumpyModel(1), tmp_path) as client:
+def test_without_a_checkpoint_resuming_starts_anew_unless_one_is_required(run: RunForWorkers, tmp_path: Path) -> None:
+    with driver(run, FlatModel(1), tmp_path) as client:
         assert not client.resumed
-    client = driver(run, NumpyModel(1), tmp_path, resume_required=True)
+    client = driver(run, FlatModel(1), tmp_path, resume_required=True)
     with pytest.raises(ConfigError, match="one is required"):
         client.start()
     client.close()
     assert len(run.joins) == 1, "nobody was asked"
 
 
-def test_a_checkpoint_of_another_cluster_is_refused_before_anybody_is_asked(run: FakeRun, tmp_path: Path) -> None:
-    model = NumpyModel(1)
+def test_a_checkpoint_of_another_cluster_is_refused_before_anybody_is_asked(run: RunForWorkers, tmp_path: Path) -> None:
+    model = FlatModel(1)
     client = driver(run, model, tmp_path)
     client.start()
     checkpoint(run, client, tmp_path)
     die(client)
-    again = NumpyModel(2)
+    again = FlatModel(2)
     client = driver(run, again, tmp_path, cluster_id="b")
     with pytest.raises(ConfigError, match="of cluster a, this is cluster b"):
         client.start()
     client.close()
     assert len(run.joins) == 1
-    assert np.array_equal(again.theta, NumpyModel(2).theta)
+    assert np.array_equal(again.theta, FlatModel(2).theta)
 
 
-def test_a_lost_version_is_given_back_to_the_bit(run: FakeRun, tmp_path: Path) -> None:
-    model = NumpyModel(1)
+def test_a_lost_version_is_given_back_to_the_bit(run: RunForWorkers, tmp_path: Path) -> None:
+    model = FlatModel(1)
     with driver(run, model, tmp_path) as client:
         train(client, model, 2)
         run.donate = Version(1, 0)
@@ -312,10 +314,10 @@ def test_a_lost_version_is_given_back_to_the_bit(run: FakeRun, tmp_path: Path) -
         run.donate = None
         wait_for(run, lambda: bool(run.verdicts) or _settled(client))
         donated = next(iter(run.verdicts))
-        assert run.theta_of(donated).tobytes() == NumpyModel(7).theta.tobytes()
+        assert run.theta_of(donated).tobytes() == FlatModel(7).theta.tobytes()
         assert run.pushes[0].donates == Version(1, 0)
         wait_for(run, lambda: client.version == run.version or _settled(client))
-        assert model.theta.tobytes() == NumpyModel(7).theta.tobytes(), "its own steps are dropped"
+        assert model.theta.tobytes() == FlatModel(7).theta.tobytes(), "its own steps are dropped"
     assert [record["version"] for record in records(tmp_path, "donated")] == ["1:0"]
 
 
@@ -323,7 +325,7 @@ def test_a_lost_version_is_given_back_to_the_bit(run: FakeRun, tmp_path: Path) -
 
 
 class Walk(torch.nn.Module):
-    """Has the very layout of support.fake_services."""
+    """Has the very layout of support.run_for_workers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +344,7 @@ def step(model: Walk, optimizer: torch.optim.Optimizer) -> float:
     return loss.item()
 
 
-def loop(run: FakeRun, folder: Path, losses: list[float], steps: int) -> dips.DiLoCo:
+def loop(run: RunForWorkers, folder: Path, losses: list[float], steps: int) -> dips.DiLoCo:
     """A loop with a scheduler and a place in its data; takes a checkpoint before each step, and ends as if killed."""
     model = Walk()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -361,7 +363,7 @@ def loop(run: FakeRun, folder: Path, losses: list[float], steps: int) -> dips.Di
 
 
 def test_a_users_loop_goes_on_with_its_scheduler_and_random_numbers(
-    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunForWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIPS_MASTER", run.address)
     monkeypatch.setenv("DIPS_INSECURE", "1")
@@ -382,7 +384,7 @@ def test_a_users_loop_goes_on_with_its_scheduler_and_random_numbers(
     assert parts == whole
 
 
-def test_a_state_without_the_two_methods_is_refused(run: FakeRun, tmp_path: Path) -> None:
+def test_a_state_without_the_two_methods_is_refused(run: RunForWorkers, tmp_path: Path) -> None:
     model = Walk()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     sync = dips.DiLoCo(
@@ -393,7 +395,7 @@ def test_a_state_without_the_two_methods_is_refused(run: FakeRun, tmp_path: Path
         sync.__enter__()
 
 
-def test_resuming_needs_a_directory(run: FakeRun) -> None:
+def test_resuming_needs_a_directory(run: RunForWorkers) -> None:
     config = ClientConfig(master=run.address, cluster_id="a", resume=True, insecure=True)
     with pytest.raises(ConfigError, match="give --checkpoint-dir"):
-        Driver(config, NumpyModel(1), NumpyModel(1).layout(), OWN)
+        Driver(config, FlatModel(1), FlatModel(1).layout(), OWN)

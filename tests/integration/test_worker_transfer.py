@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import zmq
-from support.fake_services import CHUNK_BYTES, RUN, FakeRun, FakeSlave, NumpyModel
+from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave, FlatModel, RunForWorkers
 
 from dips.core.chunks import digest_of_array
 from dips.core.clock import SystemClock
@@ -32,8 +32,8 @@ PATIENT = TransferSettings(CHUNK_BYTES, 64, silence_s=60.0, stall_s=120.0)
 
 
 @pytest.fixture
-def slave() -> Iterator[FakeSlave]:
-    slave = FakeSlave("s0", list(LAYOUT.blocks))
+def slave() -> Iterator[DataSlave]:
+    slave = DataSlave("s0", list(LAYOUT.blocks))
     yield slave
     slave.close()
 
@@ -49,7 +49,7 @@ def common() -> Common:
     return Common(RUN, 1, "a/1", LAYOUT, PATIENT)
 
 
-def placement(slave: FakeSlave) -> PlacementSpec:
+def placement(slave: DataSlave) -> PlacementSpec:
     return PlacementSpec((SlaveAddress("s0", slave.endpoint),), (0,) * len(LAYOUT.blocks), b"")
 
 
@@ -57,7 +57,7 @@ def theta() -> np.ndarray:
     return np.random.default_rng(1).normal(size=LAYOUT.n_elems).astype(np.float32)
 
 
-def test_a_push_of_many_chunks_sends_each_once(slave: FakeSlave, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_a_push_of_many_chunks_sends_each_once(slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """Found by measuring: with a queue just above the window some sends were refused, and cost a silence each."""
     flat = theta()
     ticket = Ticket(1, placement(slave), ORDER)
@@ -71,7 +71,7 @@ def test_a_push_of_many_chunks_sends_each_once(slave: FakeSlave, context: zmq.Co
 
 
 def test_a_later_attempt_reads_no_chunk_that_the_slave_has(
-    slave: FakeSlave, context: zmq.Context[zmq.Socket[bytes]]
+    slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     flat, known = theta(), dict[object, int]()
     stop = threading.Event()
@@ -97,7 +97,7 @@ def test_a_later_attempt_reads_no_chunk_that_the_slave_has(
     assert dict(digests) == {"s0": digest_of_array(flat, LAYOUT.blocks, CHUNK_BYTES)}
 
 
-def test_a_pull_of_many_chunks_asks_for_each_once(slave: FakeSlave, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_a_pull_of_many_chunks_asks_for_each_once(slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     flat, version = theta(), Version(1, 3)
     slave.versions[version] = flat
     digest = digest_of_array(flat, LAYOUT.blocks, CHUNK_BYTES)
@@ -123,7 +123,7 @@ class Gate:
 
 
 def test_a_chunk_is_sent_only_once_its_part_of_the_snapshot_is_there(
-    slave: FakeSlave, context: zmq.Context[zmq.Socket[bytes]]
+    slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     gate = Gate()
     ticket = Ticket(1, placement(slave), ORDER)
@@ -133,7 +133,7 @@ def test_a_chunk_is_sent_only_once_its_part_of_the_snapshot_is_there(
     assert gate.waited == [(i * n, (i + 1) * n) for i in range(N_CHUNKS)]
 
 
-class LiveModel(NumpyModel):
+class LiveModel(FlatModel):
     """Its parameters can be read where they are, in two pieces that meet within a chunk."""
 
     def __init__(self, seed: int) -> None:
@@ -151,18 +151,18 @@ class LiveModel(NumpyModel):
         return [self.theta[:777], self.theta[777:]]
 
 
-def config(run: FakeRun) -> ClientConfig:
+def config(run: RunForWorkers) -> ClientConfig:
     return ClientConfig(master=run.address, cluster_id="a", data_silence_s=5.0, data_stall_s=60.0, insecure=True)
 
 
 @pytest.fixture
-def run() -> Iterator[FakeRun]:
-    run = FakeRun(theta=NumpyModel(7).theta)
+def run() -> Iterator[RunForWorkers]:
+    run = RunForWorkers(theta=FlatModel(7).theta)
     yield run
     run.close()
 
 
-def test_no_copy_is_made_for_a_push_while_training_waits(run: FakeRun) -> None:
+def test_no_copy_is_made_for_a_push_while_training_waits(run: RunForWorkers) -> None:
     run.settings = replace(run.settings, verdict_wait_s=60.0)
     model = LiveModel(1)
     with Driver(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
@@ -178,7 +178,7 @@ def test_no_copy_is_made_for_a_push_while_training_waits(run: FakeRun) -> None:
     assert model.copies == 0
 
 
-def test_a_push_that_training_does_not_wait_for_any_more_goes_on_from_a_copy(run: FakeRun) -> None:
+def test_a_push_that_training_does_not_wait_for_any_more_goes_on_from_a_copy(run: RunForWorkers) -> None:
     run.settings = replace(run.settings, verdict_wait_s=0.5)
     released = threading.Event()
     busy = Refusal(RefusalCode.BUSY, "not now", 0.05)
@@ -210,7 +210,7 @@ def test_a_push_that_training_does_not_wait_for_any_more_goes_on_from_a_copy(run
 
 
 def test_a_loop_that_interrupts_its_wait_and_goes_on_changes_nothing_of_its_push(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+    run: RunForWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in the middle of the wait, caught by the user's loop."""
     run.settings = replace(run.settings, verdict_wait_s=60.0)
@@ -242,8 +242,8 @@ def test_a_loop_that_interrupts_its_wait_and_goes_on_changes_nothing_of_its_push
         assert model.theta.tobytes() == (pushed + (moved - pushed)).tobytes()
 
 
-@pytest.mark.parametrize("kind", [NumpyModel, LiveModel])
-def test_training_that_goes_on_while_a_version_lands_keeps_its_steps(run: FakeRun, kind: type[NumpyModel]) -> None:
+@pytest.mark.parametrize("kind", [FlatModel, LiveModel])
+def test_training_that_goes_on_while_a_version_lands_keeps_its_steps(run: RunForWorkers, kind: type[FlatModel]) -> None:
     """In the waiting mode a pull lands where theta_at_push was; when the wait is over first, that is saved in time."""
     run.settings = replace(run.settings, verdict_wait_s=0.5)
     released = threading.Event()

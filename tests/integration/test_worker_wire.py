@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.fake_services import CHUNK_BYTES, LAYOUT, FakeRun, NumpyModel
+from support.run_for_workers import CHUNK_BYTES, LAYOUT, FlatModel, RunForWorkers
 
 from dips.core import wire_numpy
 from dips.core.errors import RefusalCode
@@ -25,14 +25,14 @@ SPANS = chunk_spans(LAYOUT, CHUNK_BYTES)
 
 
 @pytest.fixture
-def run() -> Iterator[FakeRun]:
-    run = FakeRun(theta=NumpyModel(7).theta)
+def run() -> Iterator[RunForWorkers]:
+    run = RunForWorkers(theta=FlatModel(7).theta)
     run.settings = replace(run.settings, verdict_wait_s=60.0)
     yield run
     run.close()
 
 
-def driver(run: FakeRun, model: NumpyModel, wire_dtype: str, **knobs: object) -> Driver:
+def driver(run: RunForWorkers, model: FlatModel, wire_dtype: str, **knobs: object) -> Driver:
     given: dict[str, object] = {
         "insecure": True, "master": run.address, "cluster_id": "a", "data_silence_s": 5.0, "data_stall_s": 60.0,
         "wire_dtype": wire_dtype,
@@ -40,7 +40,7 @@ def driver(run: FakeRun, model: NumpyModel, wire_dtype: str, **knobs: object) ->
     return Driver(ClientConfig.model_validate(given | knobs), model, model.layout(), DataPlan(DataMode.OWN))
 
 
-def train(client: Driver, model: NumpyModel, seed: int) -> F32:
+def train(client: Driver, model: FlatModel, seed: int) -> F32:
     """One round; what the model held when it was pushed."""
     rng = np.random.default_rng(seed)
     for _ in range(4):
@@ -67,8 +67,8 @@ def keep(codec: Codec, now: F32, base: F32, residual: F32) -> None:
 
 
 @pytest.mark.parametrize("wire_dtype", DTYPES)
-def test_rounds_in_fewer_bits_with_error_feedback(run: FakeRun, wire_dtype: str) -> None:
-    codec, model = WIRE_DTYPES[wire_dtype], NumpyModel(1)
+def test_rounds_in_fewer_bits_with_error_feedback(run: RunForWorkers, wire_dtype: str) -> None:
+    codec, model = WIRE_DTYPES[wire_dtype], FlatModel(1)
     residual: F32 | None = None
     with driver(run, model, wire_dtype) as client:
         for number in (1, 2, 3):
@@ -87,25 +87,25 @@ def test_rounds_in_fewer_bits_with_error_feedback(run: FakeRun, wire_dtype: str)
     assert payload_bytes == sum(encoded_bytes(codec, stop - start) for start, stop in SPANS)
 
 
-def test_a_residual_outlives_the_process(run: FakeRun, tmp_path: Path) -> None:
-    model = NumpyModel(1)
+def test_a_residual_outlives_the_process(run: RunForWorkers, tmp_path: Path) -> None:
+    model = FlatModel(1)
     knobs = {"checkpoint_dir": tmp_path, "checkpoint_every_s": 0.0}
     with driver(run, model, "int8", **knobs) as client:
         train(client, model, 1)
         client.checkpoint_if_due()
         assert client._vectors.residual is not None
         residual = client._vectors.residual.copy()
-    again = NumpyModel(2)
+    again = FlatModel(2)
     with driver(run, again, "int8", resume_required=True, **knobs) as client:
         assert client.resumed
         assert client._vectors.residual is not None
         assert client._vectors.residual.tobytes() == residual.tobytes()
 
 
-def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: FakeRun) -> None:
+def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunForWorkers) -> None:
     gone = Refusal(RefusalCode.BASE_GONE, "that version is not here any more")
     run.slaves[1].hook = lambda header: gone if header.codec is Codec.INT8 else None
-    model = NumpyModel(1)
+    model = FlatModel(1)
     real = run._BeginPush
 
     def begin(request: object) -> object:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.fake_services import FakeRun
+from support.run_for_workers import RunForWorkers
 from support.trainer_models import LENGTH, Model, Rows, applied_tokens, same_cut
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -57,12 +57,12 @@ def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FakeRun]]:
+def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], RunForWorkers]]:
     """Another run at each call, which trainings from then on take part in."""
-    runs: list[FakeRun] = []
+    runs: list[RunForWorkers] = []
 
-    def made() -> FakeRun:
-        runs.append(FakeRun())
+    def made() -> RunForWorkers:
+        runs.append(RunForWorkers())
         for name, value in (("MASTER", runs[-1].address), ("INSECURE", "1"), ("CLUSTER", "a")):
             monkeypatch.setenv(f"DIPS_{name}", value)
         return runs[-1]
@@ -73,7 +73,7 @@ def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FakeRun]]:
 
 
 @pytest.fixture
-def run(new_run: Callable[[], FakeRun]) -> FakeRun:
+def run(new_run: Callable[[], RunForWorkers]) -> RunForWorkers:
     return new_run()
 
 
@@ -111,7 +111,7 @@ def test_without_a_master_nothing_changes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_steps_are_counted_with_the_tokens_of_all_their_batches_and_none_of_the_evaluation(
-    run: FakeRun, tmp_path: Path
+    run: RunForWorkers, tmp_path: Path
 ) -> None:
     callback = dips.HuggingFaceCallback()
     heard = Heard(callback)
@@ -125,7 +125,7 @@ def test_steps_are_counted_with_the_tokens_of_all_their_batches_and_none_of_the_
     assert heard.losses[3] == pytest.approx((logged[1] + logged[2]) / 2), "each step's, but the first one's"
 
 
-def test_the_trainer_ends_with_the_run_and_has_its_last_version(run: FakeRun, tmp_path: Path) -> None:
+def test_the_trainer_ends_with_the_run_and_has_its_last_version(run: RunForWorkers, tmp_path: Path) -> None:
     def end(method: str, request: object) -> None:
         run.stop = run.stop or (method == "FinishPull" and len(run.pushes) > 2)
 
@@ -140,7 +140,7 @@ def test_the_trainer_ends_with_the_run_and_has_its_last_version(run: FakeRun, tm
 
 @pytest.mark.parametrize("killed_at", [6, 9])
 def test_a_killed_training_goes_on_as_if_it_had_not_been(
-    tmp_path: Path, new_run: Callable[[], FakeRun], killed_at: int
+    tmp_path: Path, new_run: Callable[[], RunForWorkers], killed_at: int
 ) -> None:
     """At 6 inside of a round; at 9 a round further than the checkpoint (of 5): what was not saved is made again."""
     models, tokens = [], []
@@ -169,7 +169,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(
 
 
 def test_an_older_checkpoint_of_the_trainer_takes_none_of_ours_but_its_own(
-    run: FakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: RunForWorkers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = trainer(tmp_path, dips.HuggingFaceCallback(checkpoints_kept=1), save_strategy="steps", save_steps=2)
     ours.train()
@@ -207,7 +207,7 @@ class Look(TrainerCallback):
         self.equal = bool(np.array_equal(given["model"].flat(), self._wanted))
 
 
-def test_an_excluded_push_is_dropped_and_training_goes_on(run: FakeRun, tmp_path: Path) -> None:
+def test_an_excluded_push_is_dropped_and_training_goes_on(run: RunForWorkers, tmp_path: Path) -> None:
     run.decide = lambda push: VerdictKind.EXCLUDED if len(run.pushes) == 2 else VerdictKind.APPLIED
     ours = trainer(tmp_path, dips.HuggingFaceCallback(), max_steps=8)
     ours.train()
@@ -223,7 +223,9 @@ def test_an_excluded_push_is_dropped_and_training_goes_on(run: FakeRun, tmp_path
         ({"fsdp": "full_shard"}, "FSDP cuts the model"),
     ],
 )
-def test_what_cannot_be_a_cluster_is_refused(run: FakeRun, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_a_cluster_is_refused(
+    run: RunForWorkers, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
     ours = trainer(tmp_path, dips.HuggingFaceCallback())
     for name, value in changes.items():
         setattr(ours.args, name, value)  # after the Trainer was made, which would want their packages

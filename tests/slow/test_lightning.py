@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.fake_services import FakeRun
+from support.run_for_workers import RunForWorkers
 from support.trainer_models import LENGTH, Model, Rows, applied_tokens, same_cut
 from torch.utils.data import DataLoader
 
@@ -126,12 +126,12 @@ def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FakeRun]]:
+def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], RunForWorkers]]:
     """Another run at each call, which trainings from then on take part in."""
-    runs: list[FakeRun] = []
+    runs: list[RunForWorkers] = []
 
-    def made() -> FakeRun:
-        runs.append(FakeRun())
+    def made() -> RunForWorkers:
+        runs.append(RunForWorkers())
         for name, value in (("MASTER", runs[-1].address), ("INSECURE", "1"), ("CLUSTER", "a")):
             monkeypatch.setenv(f"DIPS_{name}", value)
         return runs[-1]
@@ -142,7 +142,7 @@ def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FakeRun]]:
 
 
 @pytest.fixture
-def run(new_run: Callable[[], FakeRun]) -> FakeRun:
+def run(new_run: Callable[[], RunForWorkers]) -> RunForWorkers:
     return new_run()
 
 
@@ -175,7 +175,7 @@ def test_without_a_master_nothing_changes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_steps_are_counted_with_the_tokens_of_all_their_batches_and_none_of_the_validation(
-    run: FakeRun, tmp_path: Path
+    run: RunForWorkers, tmp_path: Path
 ) -> None:
     callback, module = dips.LightningCallback(), Module(1)
     heard = Heard(callback)
@@ -200,7 +200,7 @@ class TermAt(Callback):
 
 
 def test_sigterm_which_lightning_handles_itself_pushes_the_last_steps_and_is_told_in_the_exit_code(
-    run: FakeRun, tmp_path: Path
+    run: RunForWorkers, tmp_path: Path
 ) -> None:
     ours = trainer(tmp_path, dips.LightningCallback(), TermAt(2 * ACCUMULATED))
     with pytest.raises(SystemExit) as ended:
@@ -210,13 +210,13 @@ def test_sigterm_which_lightning_handles_itself_pushes_the_last_steps_and_is_tol
     assert len(run.leaves) == 1
 
 
-def test_batches_of_another_kind_are_counted_as_the_user_says(run: FakeRun, tmp_path: Path) -> None:
+def test_batches_of_another_kind_are_counted_as_the_user_says(run: RunForWorkers, tmp_path: Path) -> None:
     callback = dips.LightningCallback(tokens_of=lambda batch: 5)
     trainer(tmp_path, callback, max_steps=4).fit(Module(1), Batches())
     assert applied_tokens(run) == [0, 4 * ACCUMULATED * 5]
 
 
-def test_the_trainer_ends_with_the_run_and_has_its_last_version(run: FakeRun, tmp_path: Path) -> None:
+def test_the_trainer_ends_with_the_run_and_has_its_last_version(run: RunForWorkers, tmp_path: Path) -> None:
     def end(method: str, request: object) -> None:
         run.stop = run.stop or (method == "FinishPull" and len(run.pushes) > 2)
 
@@ -231,7 +231,7 @@ def test_the_trainer_ends_with_the_run_and_has_its_last_version(run: FakeRun, tm
 
 @pytest.mark.parametrize("killed_at", [6, 9])
 def test_a_killed_training_goes_on_as_if_it_had_not_been(
-    tmp_path: Path, new_run: Callable[[], FakeRun], killed_at: int
+    tmp_path: Path, new_run: Callable[[], RunForWorkers], killed_at: int
 ) -> None:
     """At 6 inside of a round; at 9 a round further than the checkpoint (of 5): what was not saved is made again."""
     models, tokens = [], []
@@ -258,7 +258,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(
         assert tokens == [18 * STEP_TOKENS, (8 + 13) * STEP_TOKENS]
 
 
-def test_an_error_in_the_training_leaves_the_run(run: FakeRun, tmp_path: Path) -> None:
+def test_an_error_in_the_training_leaves_the_run(run: RunForWorkers, tmp_path: Path) -> None:
     class Fails(Callback):
         def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *given: Any) -> None:
             raise ValueError("a bug of the user's")
@@ -268,7 +268,7 @@ def test_an_error_in_the_training_leaves_the_run(run: FakeRun, tmp_path: Path) -
     assert len(run.leaves) == 1
 
 
-def test_what_cannot_be_a_cluster_is_refused(run: FakeRun, tmp_path: Path) -> None:
+def test_what_cannot_be_a_cluster_is_refused(run: RunForWorkers, tmp_path: Path) -> None:
     class Two(Module):
         def configure_optimizers(self) -> Any:
             self.automatic_optimization = False
@@ -281,7 +281,7 @@ def test_what_cannot_be_a_cluster_is_refused(run: FakeRun, tmp_path: Path) -> No
     assert run.joins == []
 
 
-def test_a_strategy_that_shards_is_refused(run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_that_shards_is_refused(run: RunForWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_callback, "SingleDeviceStrategy", type("Another", (), {}))
     with pytest.raises(ConfigError, match="the strategy SingleDeviceStrategy may shard"):
         trainer(tmp_path, dips.LightningCallback()).fit(Module(1), Batches())

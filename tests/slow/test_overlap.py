@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.fake_services import FakeRun
-from support.fake_services import NumpyModel as FlatModel
+from support.run_for_workers import FlatModel, RunForWorkers
 from support.whole_run import LEASED, WholeRun, wait_until
 
 from dips.core.data_header import DataHeader, DataOp
@@ -62,13 +61,13 @@ TOKENS = 100
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeRun]:
-    run = FakeRun(theta=FlatModel(7).theta)
+def fake() -> Iterator[RunForWorkers]:
+    run = RunForWorkers(theta=FlatModel(7).theta)
     yield run
     run.close()
 
 
-def driver(run: FakeRun, model: FlatModel, plan: DataPlan = OWN, **knobs: object) -> Driver:
+def driver(run: RunForWorkers, model: FlatModel, plan: DataPlan = OWN, **knobs: object) -> Driver:
     given: dict[str, object] = {
         "master": run.address, "cluster_id": "a", "data_silence_s": 0.3, "call_deadline_s": 5.0, "retry_max_s": 0.3,
         "connect_wait_s": 60.0, "leave_wait_s": 30.0,
@@ -94,7 +93,7 @@ def settle(client: Driver, done: Callable[[], bool]) -> None:
     wait_until(look, "the exchange does not end", wait_s=90.0)
 
 
-def test_a_pull_is_rebased_by_the_steps_made_while_it_was_under_way(fake: FakeRun) -> None:
+def test_a_pull_is_rebased_by_the_steps_made_while_it_was_under_way(fake: RunForWorkers) -> None:
     """The push and the pull are each held up until three more steps are made."""
     fake.settings = replace(fake.settings, overlap="full", verdict_wait_s=1000.0)
     held = threading.Event()
@@ -138,7 +137,7 @@ def checkpoints(directory: Path) -> int:
 
 @pytest.mark.parametrize("stage", [DataOp.PUT_CHUNK, DataOp.GET_CHUNK], ids=["pushing", "pulling"])
 def test_a_checkpoint_in_the_middle_of_an_exchange_goes_on_in_another_process(
-    fake: FakeRun, tmp_path: Path, stage: DataOp
+    fake: RunForWorkers, tmp_path: Path, stage: DataOp
 ) -> None:
     fake.settings = replace(fake.settings, overlap="full", verdict_wait_s=1000.0)
     held, release = threading.Event(), threading.Event()
@@ -187,7 +186,7 @@ def test_a_checkpoint_in_the_middle_of_an_exchange_goes_on_in_another_process(
             assert client.progress == client.tokens_global + 3 * TOKENS
 
 
-def test_data_is_not_handed_out_for_a_step_on_parameters_that_are_to_be_dropped(fake: FakeRun) -> None:
+def test_data_is_not_handed_out_for_a_step_on_parameters_that_are_to_be_dropped(fake: RunForWorkers) -> None:
     """The verdict comes while the loop waits for data: it goes on only once its parameters are replaced."""
     fake.settings = replace(fake.settings, overlap="full", verdict_wait_s=1000.0)
     asked, pulls, calls = threading.Event(), threading.Event(), Counter[str]()
@@ -226,7 +225,7 @@ def test_data_is_not_handed_out_for_a_step_on_parameters_that_are_to_be_dropped(
 
 
 @pytest.mark.parametrize("fails", ["before", "after"])
-def test_data_of_steps_that_are_dropped_goes_back_also_where_the_call_fails(fake: FakeRun, fails: str) -> None:
+def test_data_of_steps_that_are_dropped_goes_back_also_where_the_call_fails(fake: RunForWorkers, fails: str) -> None:
     """Steps after a push that is excluded: their data is free again, and another cluster may train on it."""
     fake.settings = replace(fake.settings, overlap="full", verdict_wait_s=1000.0)
     judged = threading.Event()

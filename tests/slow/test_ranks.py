@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from support.dips_command import ROOT, environment
-from support.fake_services import FakeRun
+from support.run_for_workers import RunForWorkers
 from support.trainer_models import LENGTH, Model, Rows, applied_tokens, same_cut
 from torch.utils.data import DataLoader
 
@@ -30,24 +30,24 @@ CHILD = ROOT / "tests" / "support" / "rank_process.py"
 
 
 @pytest.fixture
-def run() -> Iterator[FakeRun]:
-    run = FakeRun()
+def run() -> Iterator[RunForWorkers]:
+    run = RunForWorkers()
     yield run
     run.close()
 
 
-def of(run: FakeRun) -> dict[str, str]:
+def of(run: RunForWorkers) -> dict[str, str]:
     return {"DIPS_MASTER": run.address, "DIPS_INSECURE": "1", "DIPS_CLUSTER": "a"}
 
 
-def enter(monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> None:
+def enter(monkeypatch: pytest.MonkeyPatch, run: RunForWorkers) -> None:
     """Loops of this process take part in the run."""
     monkeypatch.setattr(torch_parameters, "Layout", same_cut)
     for name, value in of(run).items():
         monkeypatch.setenv(name, value)
 
 
-def both_ranks(run: FakeRun, folder: Path, *kinds: str) -> list[tuple[int, list[str]]]:
+def both_ranks(run: RunForWorkers, folder: Path, *kinds: str) -> list[tuple[int, list[str]]]:
     """Exit code and output of each rank of these clusters."""
     started = [
         subprocess.Popen(
@@ -60,7 +60,7 @@ def both_ranks(run: FakeRun, folder: Path, *kinds: str) -> list[tuple[int, list[
     return [(rank.returncode, out) for rank, out in zip(started, said, strict=True)]
 
 
-def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: FakeRun, tmp_path: Path) -> None:
+def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: RunForWorkers, tmp_path: Path) -> None:
     (code, ours), (other_code, theirs) = both_ranks(run, tmp_path, "own", "ddp", "sigterm")
     assert (code, other_code) == (143, 143), (ours, theirs)
     for out, name, version in ((slice(0, 2), "layers.0.w", "1:2"), (slice(2, 4), "layers.4.w", "1:5")):
@@ -80,7 +80,9 @@ def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: FakeRun, tmp_pat
     assert (ours[-1], theirs[-1]) == (last, last), "one rank was signalled, at its seventh step all of them leave"
 
 
-def test_ranks_that_hold_shards_are_refused_on_every_rank_and_none_is_overwritten(run: FakeRun, tmp_path: Path) -> None:
+def test_ranks_that_hold_shards_are_refused_on_every_rank_and_none_is_overwritten(
+    run: RunForWorkers, tmp_path: Path
+) -> None:
     ended = both_ranks(run, tmp_path, "shards", "shapes", "group", "seed")
     assert [code for code, _ in ended] == [ConfigError.exit_code] * 2, ended
     said, other_said = (out for _, out in ended)
@@ -123,7 +125,7 @@ class FirstOfTwo:
 
 
 def test_the_other_ranks_are_told_when_the_first_cannot_take_part(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+    run: RunForWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = FirstOfTwo()
     monkeypatch.setattr(loop, "ranks_here", lambda: first)
@@ -166,7 +168,7 @@ class SecondOfTwo(FirstOfTwo):
 
 
 def test_a_rank_forgets_its_momentum_where_the_first_did_so_as_it_entered(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+    run: RunForWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replicas whose optimizers differ are no longer replicas after the next step."""
     monkeypatch.setattr(loop, "ranks_here", SecondOfTwo)
@@ -184,7 +186,7 @@ def test_a_rank_forgets_its_momentum_where_the_first_did_so_as_it_entered(
 
 
 def test_several_ranks_keep_their_checkpoints_with_a_trainer(
-    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunForWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "ranks_here", FirstOfTwo)
     enter(monkeypatch, run)
@@ -195,7 +197,7 @@ def test_several_ranks_keep_their_checkpoints_with_a_trainer(
     assert run.joins == []
 
 
-def test_a_loop_that_accelerate_prepared(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_accelerate_prepared(run: RunForWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop of docs/integrations.md."""
     enter(monkeypatch, run)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -217,7 +219,7 @@ def test_a_loop_that_accelerate_prepared(run: FakeRun, monkeypatch: pytest.Monke
     assert np.array_equal(model.flat(), run.theta_of(next(reversed(run.verdicts))))
 
 
-def test_a_sharded_optimizer_is_refused(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sharded_optimizer_is_refused(run: RunForWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     class ZeroRedundancyOptimizer(torch.optim.SGD):
         """Has its name alone."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import hostile
 from support.data_port_process import WAIT_S, GuardedPort
-from support.slave_peers import LAYOUT, DataClient, push_id
+from support.slave_wire import LAYOUT, DataClient, push_id
 
 from dips.core.chunks import digest_of_array
 

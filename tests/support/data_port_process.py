@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import zmq
-from support import slave_peers
+from support import slave_wire
 from support.bulk import EPOCH, PUSH, RUN, Bulk
 from support.repository import TESTS
 
@@ -113,7 +113,7 @@ class BulkPort(_PortProcess):
 
 
 class GuardedPort(_PortProcess):
-    """Push "a" of support.slave_peers is open in it. limit_bytes: the guard's budget."""
+    """Push "a" of support.slave_wire is open in it. limit_bytes: the guard's budget."""
 
     def __init__(self, room_bytes: int, n_files: int = 1024) -> None:
         super().__init__("guarded", str(room_bytes), str(n_files))
@@ -213,14 +213,14 @@ def _guarded(room_bytes: str, n_files: str) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(n_files), int(n_files)))
     allocator.keep_freed_memory()
     kernels_numba.warm_up()
-    layout = slave_peers.LAYOUT
-    server = _Remembering("127.0.0.1", 0, slave_peers.RUN, GUARDED_CHUNK_BYTES, lambda staged: None, _crashed)
+    layout = slave_wire.LAYOUT
+    server = _Remembering("127.0.0.1", 0, slave_wire.RUN, GUARDED_CHUNK_BYTES, lambda staged: None, _crashed)
     ready = threading.Event()
     rows = allocator.zeros(GUARDED_SLOTS, layout.n_elems)
     server.start()
     server.set_epoch(1)
     server.set_memory(ShardMap(layout.blocks, GUARDED_CHUNK_BYTES), rows, ready.set)
-    server.open(slave_peers.push_id("a"), 1, 0, 1)
+    server.open(slave_wire.push_id("a"), 1, 0, 1)
     assert ready.wait(WAIT_S)
     guard = ConnectionGuard(server, rows.nbytes, int(room_bytes))
     guard.start()

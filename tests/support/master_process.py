@@ -1,7 +1,7 @@
-"""A master in a process of its own, with its log: the real one, or one whose state is support.scripted_master's Leaves.
+"""A master in a process of its own, with its log: the real one, or one that only journals Leaves.
 
 `MasterProcess` is what a test sees. The process: python -m support.master_process DIRECTORY [KNOB=VALUE ...], with
-`state=leaves` for the other state; errors end it as they end the real one.
+`state=leaves` for support.scripted_master_state's; errors end it as they end the real one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from support.repository import TESTS
-from support.scripted_master import Leaves
+from support.scripted_master_state import Leaves
 
 from dips.core.config import load
 from dips.core.errors import DipsError

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from dips.core.ids import Version
-from dips.core.messages import VerdictKind
+from dips.core.ids import PushId, Version
+from dips.core.messages import ClusterRequest, JoinRequest, Refusal, SnapshotInfo, Verdict, VerdictKind
+from dips.master.state.events import ClusterCall
 from dips.master.state.leases import TokenState
 from dips.master.state.pulls import MAX_READERS
 from dips.master.state.tables import PushPhase, RoundPhase
 from dips.sim import fault_reshard, faults, shapes
-from dips.sim.disk import JournalEntry
+from dips.sim.checks import push_of
+from dips.sim.disk import JournalDisk, JournalEntry
 from dips.sim.kernel import Process
 from dips.sim.master_host import MasterHost
 from dips.sim.plan import make_plan
+from dips.sim.slave_host import SlaveHost
 from dips.sim.world import World
 
 SHAPE = replace(shapes.SMALL, clusters=(3,), slaves=(2,))
@@ -40,13 +43,17 @@ NEVER = frozenset(
         *("operator_stops_early", "operator_takes_an_end_back"),
     }
 )
-"""With another journal under it the master's memory is rightly another; without any disk nothing can publish again; a
-run that is stopped walks no further."""
+"""With another journal under it the master's memory is rightly another; a version may be gone for good
+without any disk; a run that is stopped walks no further."""
 
 RARE = frozenset({*faults.GROUPS["lost state"], "suspend_all", "power_failure", "isolate_master", "two_masters"})
-RARE_WEIGHT = 0.1
-KINDS = {
-    name: RARE_WEIGHT if name in RARE else 1.0
+RARE_WEIGHT = 0.2
+REPEATED = frozenset({"replayed_request", "replayed_word_of_slave", "old_incarnation", "late_replies", "lost_replies"})
+REPEATED_WEIGHT = 6.0
+EARLIER = "call_of_an_earlier_process"
+CALLS_KEPT = 400
+KINDS = {EARLIER: REPEATED_WEIGHT} | {
+    name: RARE_WEIGHT if name in RARE else REPEATED_WEIGHT if name in REPEATED else 1.0
     for name in sorted(faults.FAULTS)
     if name not in NEVER and name not in fault_reshard.FAULTS
 }
@@ -64,8 +71,10 @@ class Walk(World):
         self.records: list[tuple[str, Mapping[str, Any]]] = []
         """Of the master's tape: kind and fields."""
         self._memory = _Memory()
+        self._durable = _Memory()
+        self._asked: deque[Any] = deque(maxlen=CALLS_KEPT)
         self._backups: dict[str, dict[str, bytes]] = {}
-        """Of each slave's disk after its last commit, for an operator whom the master asks to restore it."""
+        """Of each slave's disk after its last durable manifest, for an operator whom the master asks to restore it."""
 
     @property
     def master(self) -> WalkMaster:
@@ -108,20 +117,43 @@ class Walk(World):
         if self.healed or self.ended:
             return
         kind = self.kernel.rng.choices(list(KINDS), list(KINDS.values()))[0]
-        if faults.FAULTS[kind](self):
+        strike = faults.FAULTS.get(kind)
+        if self._call_of_an_earlier_process() if strike is None else strike(self):
             self.kernel.note("world", f"fault {kind}")
             self.struck_kinds[kind] += 1
         self.kernel.after(self.kernel.rng.expovariate(1 / FAULT_EVERY_S), None, self._strike)
 
+    def _call_of_an_earlier_process(self) -> bool:
+        """Any call of a cluster's earlier incarnation arrives late, or once more, also its Leave."""
+        master = self.master
+        if not master.running or master.state is None:
+            return False
+        members = master.state.world.members
+        newest = {name: member.incarnation for name, member in members.items()}
+        late = [r for r in self._asked if r.caller.incarnation and r.caller.incarnation != newest.get(r.caller.name)]
+        if not late:
+            return False
+        request, token = self.kernel.rng.choice(late), self.next_token()
+        if not isinstance(request, JoinRequest) and not getattr(request, "reader", False):
+            master.must_refuse[token] = type(request).__name__
+        master.dispatch(ClusterCall(token, request))
+        return True
+
     # ---- what happened ----
+
+    def remember_request(self, request: ClusterRequest) -> None:
+        super().remember_request(request)
+        self._asked.append(request)
 
     def tape(self, role: str, process: Process, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
         if role == "master":
             self.records.append((kind, fields))
-        slave = self.slaves.get(process.name)
-        if kind == "committed" and slave is process:
-            self._backups[slave.name] = slave.disk.copy()
         super().tape(role, process, kind, cause, fields)
+
+    def manifest(self, slave: SlaveHost, info: SnapshotInfo, record: bytes) -> None:
+        super().manifest(slave, info, record)
+        if self.slaves[slave.name] is slave:
+            self._backups[slave.name] = slave.disk.copy()
 
     def _bring_disks_back(self) -> None:
         self.attic.update(self._backups)
@@ -133,6 +165,13 @@ class Walk(World):
         if master is self.masters[0] and master.state is not None and master.epoch == self.disk.epoch:
             assert isinstance(master, WalkMaster)
             self._check(master)
+
+    def told(self, verdict: Verdict) -> None:
+        """Anybody, in an answer of the master's: what the durable journal says, and nothing else."""
+        self._durable.follow(self.disk.entries)
+        known = self._durable.verdicts.get(verdict.push)
+        if known != verdict.kind and (known is not None or verdict.kind is not VerdictKind.ABORTED):
+            self.checks.violated(f"{verdict.kind.name} of push {verdict.push} is told, the journal says {known}")
 
     def _check(self, master: WalkMaster) -> None:
         self._memory.follow([*self.disk.entries, *master.pending])
@@ -166,6 +205,11 @@ class WalkMaster(MasterHost):
 
     stops_writing_at: int | None = None
 
+    def __init__(self, world: World, name: str, disk: JournalDisk) -> None:
+        super().__init__(world, name, disk)
+        self.must_refuse: dict[int, str] = {}
+        """Calls that must not succeed: what each is, by its token."""
+
     @property
     def pending(self) -> list[JournalEntry]:
         """Handed to the disk, not yet confirmed."""
@@ -190,6 +234,14 @@ class WalkMaster(MasterHost):
     def waiting(self) -> set[int]:
         """The tokens of the calls that are not answered yet."""
         return set(self._calls)
+
+    def _answer(self, token: int, body: Any) -> None:
+        verdict = getattr(body, "last_push", getattr(body, "answer", None))
+        if isinstance(verdict, Verdict) and self.epoch == self.disk.epoch and isinstance(self.world, Walk):
+            self.world.told(verdict)
+        if token in self.must_refuse and not isinstance(body, Refusal):
+            self.world.checks.violated(f"a {self.must_refuse[token]} of an earlier incarnation is taken (I8)")
+        super()._answer(token, body)
 
     def _flush(self) -> None:
         if len(self.disk.entries) != self.stops_writing_at:
@@ -222,6 +274,7 @@ class _Memory:
         self.now = _State()
         self.version: Version | None = None
         self.fences: dict[str, int] = {}
+        self.verdicts: dict[PushId, VerdictKind] = {}
 
     def follow(self, entries: list[JournalEntry]) -> None:
         """The whole journal, as it is now; a master that died has left less of it."""
@@ -230,7 +283,7 @@ class _Memory:
             self._begin()
         for entry in entries[len(self._entries) :]:
             self._add(json.loads(entry.record_json))
-        self._entries = entries
+        self._entries = list(entries)
 
     def _add(self, record: Mapping[str, Any]) -> None:
         match record["kind"]:
@@ -239,6 +292,8 @@ class _Memory:
             case "ROLLBACK":
                 self.now = self._states[Version(*record["origin"])]
                 self.fences = {name: self.fences.get(name, 0) + 1 for name in self._joined}
+                self.verdicts |= {push_of(push): VerdictKind.ROLLED_BACK for push in record["rolled_back"]}
+                self.verdicts |= {push_of(push["push"]): VerdictKind.APPLIED for push in record["participants"]}
             case "COMMIT" | "VOID":
                 for push in record["participants"]:
                     self._decided(push)
@@ -251,7 +306,8 @@ class _Memory:
     def _decided(self, push: Mapping[str, Any]) -> None:
         cluster = push["push"][0]
         self.fences[cluster] = self.fences.get(cluster, 0) + 1
-        applied = VerdictKind[push["verdict"]] is VerdictKind.APPLIED
+        kind = self.verdicts[push_of(push["push"])] = VerdictKind[push["verdict"]]
+        applied = kind is VerdictKind.APPLIED
         state = TokenState.APPLIED if applied else TokenState.EXCLUDED
         n = sum(end - begin for *_, begin, end in push["ranges"])
         taken = {**self.now.taken, state: self.now.taken[state] + n}

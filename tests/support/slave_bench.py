@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from support.slave_peers import LAYOUT, RUN, configure_for, open_staging, placement_over, prepare_of, push_id
+from support.slave_wire import LAYOUT, RUN, configure_for, open_staging, placement_over, prepare_of, push_id
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation, PushId, RoundId, Version

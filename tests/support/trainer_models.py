@@ -1,4 +1,4 @@
-"""A module with the very layout of support.fake_services, that trainers can train on batches of `input_ids`."""
+"""A module with the very layout of support.run_for_workers, that trainers can train on batches of `input_ids`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.fake_services import LAYOUT, FakeRun
+from support.run_for_workers import LAYOUT, RunForWorkers
 from torch.utils.data import Dataset
 
 from dips.core.layout import Layout
@@ -52,6 +52,6 @@ def same_cut(parameters: Any, block_elems: int) -> Layout:
     return Layout(parameters, LAYOUT.block_elems)
 
 
-def applied_tokens(run: FakeRun) -> list[int]:
+def applied_tokens(run: RunForWorkers) -> list[int]:
     """Of each push that the run has seen, the seed first."""
     return [push.tokens for push in run.pushes]

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from support.diverging_trainer import VARIABLE
 from support.fault_proxy import Harm, NetFault, Proxies
 from support.fault_run import free_port
 from support.repository import ROOT
-from support.wayward_trainer import VARIABLE
 
 from dips.core.errors import DipsError
 from dips.core.keys import load_identity
@@ -116,7 +116,7 @@ class WatchedRun:
         words = [*TRAIN, *own, *metrics, *keys]
         if name == WAYWARD:
             address = self._proxies["control"].address
-            return [sys.executable, "-m", "support.wayward_trainer", *words, "--master", address]
+            return [sys.executable, "-m", "support.diverging_trainer", *words, "--master", address]
         return [*_dips("train", *words), "--master", master]
 
     def _log(self, name: str) -> Path:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
-from support.scripted_master import MemoryJournal, ScriptedMachine, command, leave, refusal, slave_message
+from support.scripted_master_state import MemoryJournal, ScriptedMachine, command, leave, refusal, slave_message
 
 from dips.core import telemetry
 from dips.core.clock import ManualClock

@@ -32,7 +32,7 @@ SELDOM = {
     ("slave", "PROMISED", "lost", "ABSENT"),
     ("slave", "READY", "configure", "CONFIGURING"),
 }
-"""Transitions of the master that five walks may miss: tests of their own take them, and simulated seeds."""
+"""Transitions of the master that ten walks may miss: tests of their own take them, and simulated seeds."""
 
 
 def assert_publishes_again(walk: Walk) -> None:
@@ -66,7 +66,7 @@ def test_walks_go_everywhere() -> None:
     kinds: set[str] = set()
     struck: Counter[str] = Counter()
     seen = Seen()
-    for seed in range(5):
+    for seed in range(10):
         walk = Walk(seed)
         walk.walk(EVENTS)
         kinds |= {f"{fields['phase']} upon {fields['input']}" for kind, fields in walk.records if kind == "round"}
@@ -80,4 +80,4 @@ def test_walks_go_everywhere() -> None:
     print("\n".join(report(seen, MASTER_TABLES)))
     assert set(arrows_of([PUSH_TABLE, SLAVE_TABLE, ROUND_TABLE])) - set(seen.arrows) <= SELDOM
     assert set(seen.refusals) >= {"BUSY", "FENCED", "STALE_EPOCH", "UNKNOWN_PUSH"}
-    assert len(struck) >= 0.8 * len(KINDS), "most kinds of fault struck these five walks"
+    assert len(struck) >= 0.8 * len(KINDS), "most kinds of fault struck these walks"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.slave_bench import SlaveBench, configure, only, said
-from support.slave_peers import push_id
+from support.slave_wire import push_id
 
 from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import RefusalCode, Refused

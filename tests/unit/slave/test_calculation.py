@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.slave_bench import R2, V0, V1
-from support.slave_peers import LAYOUT, placement_over, prepare_of, push_id, shard_of
+from support.slave_wire import LAYOUT, placement_over, prepare_of, push_id, shard_of
 
 from dips.core import kernels_numba
 from dips.core.chunks import chunks_of, digest_of_array, shard_digest

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.slave_peers import LAYOUT, push_id
+from support.slave_wire import LAYOUT, push_id
 
 from dips.core import wire_numpy
 from dips.core.chunks import Chunk, checksum, chunks_of, digest_of_array, shard_digest

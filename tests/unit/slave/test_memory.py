@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.slave_peers import LAYOUT
+from support.slave_wire import LAYOUT
 
 from dips.core.errors import LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import RoundId, Version

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.slave_bench import PLACEMENT, R2, V0, V1
-from support.slave_peers import LAYOUT, placement_over
+from support.slave_wire import LAYOUT, placement_over
 
 from dips.core.clock import SystemClock
 from dips.core.errors import RefusalCode, Refused

@@ -26,7 +26,7 @@ from support.slave_bench import (
     said,
     snapshot,
 )
-from support.slave_peers import open_staging
+from support.slave_wire import open_staging
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation, RoundId, Version

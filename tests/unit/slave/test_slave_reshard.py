@@ -21,7 +21,7 @@ from support.slave_bench import (
     only,
     said,
 )
-from support.slave_peers import LAYOUT, configure_for, placement_over
+from support.slave_wire import LAYOUT, configure_for, placement_over
 
 from dips.core.errors import RefusalCode
 from dips.core.messages import (

@@ -31,7 +31,7 @@ from support.slave_bench import (
     said,
     snapshot,
 )
-from support.slave_peers import LAYOUT, configure_for, open_staging, placement_over
+from support.slave_wire import LAYOUT, configure_for, open_staging, placement_over
 
 from dips.core.errors import LocalProtocolError, RefusalCode
 from dips.core.ids import Incarnation, RoundId

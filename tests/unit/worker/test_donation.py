@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cluster_life import DIGESTS, LeasedLife, Life, phase_of
+from support.cluster_bench import DIGESTS, ClusterBench, LeasedClusterBench, phase_of
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import PushId, Version
@@ -30,21 +30,21 @@ NEW = Version(3, 5)
 
 
 @pytest.fixture
-def life() -> LeasedLife:
-    life = LeasedLife()
+def life() -> LeasedClusterBench:
+    life = LeasedClusterBench()
     life.begin()
     life.effects.clear()
     return life
 
 
-def taken(life: Life, push: PushId) -> None:
+def taken(life: ClusterBench, push: PushId) -> None:
     """The donated version is the run's again, on a new timeline; the rollback raised every fence."""
     life.published = NEW
     life.fence += 1
     life.answer(AwaitVerdictRequest, AwaitVerdictReply(Verdict(push, VerdictKind.APPLIED, NEW)))
 
 
-def test_the_base_is_pushed_unchanged_and_without_work(life: LeasedLife) -> None:
+def test_the_base_is_pushed_unchanged_and_without_work(life: LeasedClusterBench) -> None:
     life.train(2)
     push = life.donate()
     assert life.take(CopyBase) == CopyBase()
@@ -62,7 +62,7 @@ def test_the_base_is_pushed_unchanged_and_without_work(life: LeasedLife) -> None
     assert [record.fields for record in donated] == [{"version": "1:5", "push": str(push)}]
 
 
-def test_once_taken_the_work_is_dropped_and_the_leases_are_settled_anew(life: LeasedLife) -> None:
+def test_once_taken_the_work_is_dropped_and_the_leases_are_settled_anew(life: LeasedClusterBench) -> None:
     life.train(2)
     push = life.donate()
     life.sent(life.ticket())
@@ -84,20 +84,22 @@ def test_once_taken_the_work_is_dropped_and_the_leases_are_settled_anew(life: Le
     assert life.asks(LeaseDataRequest)
 
 
-def test_another_version_than_the_base_is_not_donated(life: LeasedLife) -> None:
+def test_another_version_than_the_base_is_not_donated(life: LeasedClusterBench) -> None:
     life.beat(donate=Version(1, 4))
     assert life.phase is SessionPhase.TRAINING
     assert not life.has(CopyBase)
 
 
-def test_it_is_not_donated_twice_at_once(life: LeasedLife) -> None:
+def test_it_is_not_donated_twice_at_once(life: LeasedClusterBench) -> None:
     first = life.donate()
     life.beat(donate=Version(1, 5))
     assert life.push_id == first
 
 
 @pytest.mark.parametrize("how", ["aborted", "refused"])
-def test_a_donation_that_is_not_taken_changes_nothing_and_is_tried_again_later(life: LeasedLife, how: str) -> None:
+def test_a_donation_that_is_not_taken_changes_nothing_and_is_tried_again_later(
+    life: LeasedClusterBench, how: str
+) -> None:
     life.train(2)
     push = life.donate()
     if how == "aborted":
@@ -113,7 +115,7 @@ def test_a_donation_that_is_not_taken_changes_nothing_and_is_tried_again_later(l
     assert life.asked(BeginPushRequest).seq == 2
 
 
-def test_a_donation_that_is_not_wanted_any_more_is_forgotten(life: LeasedLife) -> None:
+def test_a_donation_that_is_not_wanted_any_more_is_forgotten(life: LeasedClusterBench) -> None:
     life.donate()
     life.refuse(BeginPushRequest, RefusalCode.VERSION_GONE)
     life.pass_s(60)
@@ -121,14 +123,14 @@ def test_a_donation_that_is_not_wanted_any_more_is_forgotten(life: LeasedLife) -
     assert not life.asks(BeginPushRequest)
 
 
-def test_busy_repeats_the_donation(life: LeasedLife) -> None:
+def test_busy_repeats_the_donation(life: LeasedClusterBench) -> None:
     life.donate()
     life.answer(BeginPushRequest, BeginPushReply(Busy(1.0, "the slaves are not ready")))
     life.pass_s(1.0)
     assert life.asked(BeginPushRequest).donates == Version(1, 5)
 
 
-def test_a_pull_of_what_is_lost_is_given_up_and_made_after_all_if_the_donation_fails(life: LeasedLife) -> None:
+def test_a_pull_of_what_is_lost_is_given_up_and_made_after_all_if_the_donation_fails(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.train(1)
     life.decide(VerdictKind.APPLIED)
@@ -144,7 +146,7 @@ def test_a_pull_of_what_is_lost_is_given_up_and_made_after_all_if_the_donation_f
     assert life.pulled().mode is InstallMode.REPLACE
 
 
-def test_a_push_that_is_sealed_for_ever_is_set_aside(life: LeasedLife) -> None:
+def test_a_push_that_is_sealed_for_ever_is_set_aside(life: LeasedClusterBench) -> None:
     life.awaiting()
     sealed = life.push_id
     life.train(1)
@@ -159,7 +161,7 @@ def test_a_push_that_is_sealed_for_ever_is_set_aside(life: LeasedLife) -> None:
 
 
 @pytest.mark.parametrize("kind", [VerdictKind.APPLIED, VerdictKind.ABORTED])
-def test_a_sealed_push_is_awaited_again_when_the_donation_fails(life: LeasedLife, kind: VerdictKind) -> None:
+def test_a_sealed_push_is_awaited_again_when_the_donation_fails(life: LeasedClusterBench, kind: VerdictKind) -> None:
     life.awaiting()
     sealed = life.push_id
     life.train(1)
@@ -175,7 +177,7 @@ def test_a_sealed_push_is_awaited_again_when_the_donation_fails(life: LeasedLife
     assert life.pulled().mode is InstallMode.REPLACE
 
 
-def test_a_new_join_ends_the_donation_and_the_sealed_push_is_open_again(life: LeasedLife) -> None:
+def test_a_new_join_ends_the_donation_and_the_sealed_push_is_open_again(life: LeasedClusterBench) -> None:
     life.awaiting()
     sealed = life.push_id
     life.donate()
@@ -185,7 +187,7 @@ def test_a_new_join_ends_the_donation_and_the_sealed_push_is_open_again(life: Le
     assert life.push_id == sealed
 
 
-def test_a_new_join_while_donating_keeps_the_work_if_the_base_stands(life: LeasedLife) -> None:
+def test_a_new_join_while_donating_keeps_the_work_if_the_base_stands(life: LeasedClusterBench) -> None:
     life.train(2)
     life.donate()
     life.refuse(BeginPushRequest, RefusalCode.FENCED)
@@ -195,13 +197,13 @@ def test_a_new_join_while_donating_keeps_the_work_if_the_base_stands(life: Lease
     assert life.session.pushing.open is None
 
 
-def test_the_end_of_the_run_ends_a_donation(life: LeasedLife) -> None:
+def test_the_end_of_the_run_ends_a_donation(life: LeasedClusterBench) -> None:
     life.donate()
     life.run_ends()
     assert life.asks(BeginPullRequest)
 
 
-def test_a_rollback_noticed_at_a_pull_drops_what_a_rebase_would_have_kept(life: LeasedLife) -> None:
+def test_a_rollback_noticed_at_a_pull_drops_what_a_rebase_would_have_kept(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.train(1)
     life.decide(VerdictKind.APPLIED)
@@ -215,7 +217,7 @@ def test_a_rollback_noticed_at_a_pull_drops_what_a_rebase_would_have_kept(life: 
 
 
 def test_own_data_needs_no_second_join_after_a_rollback() -> None:
-    life = Life()
+    life = ClusterBench()
     life.begin()
     life.say(Stepped(10))
     push = life.donate()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.cluster_life import SETTINGS, LeasedLife, Life, phase_of
+from support.cluster_bench import SETTINGS, ClusterBench, LeasedClusterBench, phase_of
 
 from dips.core.errors import RemoteProtocolError
 from dips.core.ids import Version
@@ -35,15 +35,15 @@ ROUND_S = 20.0
 BRIEF_S = BRIEF_SHARE * ROUND_S
 
 
-def living(overlap: str, dynamic: bool = False) -> LeasedLife:
+def living(overlap: str, dynamic: bool = False) -> LeasedClusterBench:
     """A cluster that trains, in a run with this overlap."""
-    life = LeasedLife()
+    life = LeasedClusterBench()
     life.settings = replace(SETTINGS, overlap=overlap, dynamic_local_steps=dynamic)
     life.begin()
     return life
 
 
-def ripe(overlap: str) -> LeasedLife:
+def ripe(overlap: str) -> LeasedClusterBench:
     """The same after a round that took ROUND_S, so that there is something to take a share of."""
     life = living(overlap)
     whole_round(life)
@@ -51,42 +51,42 @@ def ripe(overlap: str) -> LeasedLife:
     return life
 
 
-def whole_round(life: LeasedLife) -> None:
+def whole_round(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
     life.pulled()
     assert life.phase is SessionPhase.TRAINING
 
 
-def beginning(life: LeasedLife) -> None:
+def beginning(life: LeasedClusterBench) -> None:
     life.push_begun()
 
 
-def sending(life: LeasedLife) -> None:
+def sending(life: LeasedClusterBench) -> None:
     life.push_begun()
     life.ticket()
 
 
-def finishing(life: LeasedLife) -> None:
+def finishing(life: LeasedClusterBench) -> None:
     life.push_begun()
     life.sent(life.ticket())
 
 
-def awaiting(life: LeasedLife) -> None:
+def awaiting(life: LeasedClusterBench) -> None:
     life.awaiting()
 
 
-def asking_to_pull(life: LeasedLife) -> None:
+def asking_to_pull(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
 
 
-def fetching(life: LeasedLife) -> None:
+def fetching(life: LeasedClusterBench) -> None:
     asking_to_pull(life)
     life.grant()
 
 
-STAGES: dict[Stage, Callable[[LeasedLife], None]] = {
+STAGES: dict[Stage, Callable[[LeasedClusterBench], None]] = {
     Stage.BEGIN: beginning,
     Stage.SEND: sending,
     Stage.FINISH: finishing,
@@ -193,7 +193,7 @@ def test_rules_have_a_word_for_every_stage() -> None:
 
 @each_overlap
 def test_without_parameters_everybody_waits(overlap: str) -> None:
-    life = LeasedLife()
+    life = LeasedClusterBench()
     life.settings = replace(SETTINGS, overlap=overlap)
     life.say(Started())
     life.join()
@@ -216,7 +216,7 @@ def test_a_donation_is_never_waited_for(overlap: str) -> None:
 
 
 def test_an_overlap_that_this_release_does_not_know_is_an_error_with_a_remedy() -> None:
-    life = Life(settings=replace(SETTINGS, overlap="half"))
+    life = ClusterBench(settings=replace(SETTINGS, overlap="half"))
     life.say(Started())
     life.join()
     life.left()
@@ -229,7 +229,7 @@ def test_an_overlap_that_this_release_does_not_know_is_an_error_with_a_remedy() 
 # ---- what becomes of the steps made meanwhile ----
 
 
-def through(life: LeasedLife, kind: VerdictKind, steps: int = 2) -> StartPush:
+def through(life: LeasedClusterBench, kind: VerdictKind, steps: int = 2) -> StartPush:
     """A push and its verdict, with `steps` steps in each stage up to it."""
     life.push_begun()
     life.train(steps)
@@ -393,7 +393,7 @@ def test_dynamic_steps_count_from_the_pull(overlap: str) -> None:
 # ---- another process goes on ----
 
 
-def reborn(life: LeasedLife) -> None:
+def reborn(life: LeasedClusterBench) -> None:
     """The process is killed; the next one has its checkpoint, and has asked to join."""
     saved = life.session.saved()
     assert saved is not None
@@ -466,7 +466,7 @@ def test_a_master_that_comes_back_with_another_overlap_is_obeyed(overlap: str) -
 
 
 def test_data_of_its_own_is_counted_through_an_exchange_alike() -> None:
-    life = Life(settings=replace(SETTINGS, overlap="full"))
+    life = ClusterBench(settings=replace(SETTINGS, overlap="full"))
     life.begin()
     life.push_begun()
     life.train(2)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from support.cluster_life import session_config
+from support.cluster_bench import session_config
 
 from dips.core.config import load
 from dips.core.errors import ConfigError, RefusalCode, Refused

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.cluster_life import LEASED, TICKET, LeasedLife, session_config
+from support.cluster_bench import LEASED, TICKET, LeasedClusterBench, session_config
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
@@ -39,7 +39,7 @@ from dips.worker.state.events import Pulled, PushFailed, Started
 from dips.worker.state.phases import SessionPhase
 
 
-class WireLife(LeasedLife):
+class WireLife(LeasedClusterBench):
     """A cluster that would like to send differences, before a master that lets it unless told otherwise."""
 
     def __init__(self, wire: Codec = Codec.INT8) -> None:

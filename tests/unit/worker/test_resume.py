@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.cluster_life import LEASED, LeasedLife, Life, session_config
+from support.cluster_bench import LEASED, ClusterBench, LeasedClusterBench, session_config
 
 from dips.core.errors import ConfigError, RefusalCode, RetryLater
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
@@ -30,7 +30,9 @@ from dips.worker.state.session import Session
 from dips.worker.state.terms import SessionConfig
 
 
-def next_life(life: LeasedLife, saved: SavedSession | None = None, newest: PushRecord | None = None) -> LeasedLife:
+def next_life(
+    life: LeasedClusterBench, saved: SavedSession | None = None, newest: PushRecord | None = None
+) -> LeasedClusterBench:
     """The same master and cluster after the process was killed; it has sent its Join."""
     before = saved or life.session.saved()
     assert before is not None
@@ -43,14 +45,14 @@ def next_life(life: LeasedLife, saved: SavedSession | None = None, newest: PushR
 
 
 @pytest.fixture
-def life() -> LeasedLife:
-    life = LeasedLife()
+def life() -> LeasedClusterBench:
+    life = LeasedClusterBench()
     life.begin()
     return life
 
 
-def test_there_is_nothing_to_save_before_the_first_version_and_after_the_end(life: LeasedLife) -> None:
-    fresh = Life()
+def test_there_is_nothing_to_save_before_the_first_version_and_after_the_end(life: LeasedClusterBench) -> None:
+    fresh = ClusterBench()
     assert fresh.session.saved() is None
     fresh.say(Started())
     fresh.join()
@@ -59,7 +61,7 @@ def test_there_is_nothing_to_save_before_the_first_version_and_after_the_end(lif
     assert life.session.saved() is None
 
 
-def test_the_next_life_joins_as_the_old_one_and_goes_on_in_mid_round(life: LeasedLife) -> None:
+def test_the_next_life_joins_as_the_old_one_and_goes_on_in_mid_round(life: LeasedClusterBench) -> None:
     life.train(3)
     next_life(life)
     request = life.join()
@@ -76,9 +78,9 @@ def test_the_next_life_joins_as_the_old_one_and_goes_on_in_mid_round(life: Lease
     assert push.caller.incarnation == Incarnation(1, 2)
 
 
-def test_row_none_and_row_aborted_keep_everything(life: LeasedLife) -> None:
+def test_row_none_and_row_aborted_keep_everything(life: LeasedClusterBench) -> None:
     for known in (False, True):
-        life = LeasedLife()
+        life = LeasedClusterBench()
         life.begin()
         life.awaiting()
         life.train(1)
@@ -88,7 +90,7 @@ def test_row_none_and_row_aborted_keep_everything(life: LeasedLife) -> None:
         assert life.asked(BeginPushRequest).seq == 2
 
 
-def test_row_undecided_waits_and_then_acts(life: LeasedLife) -> None:
+def test_row_undecided_waits_and_then_acts(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.train(1)
     push = life.push_id
@@ -99,7 +101,7 @@ def test_row_undecided_waits_and_then_acts(life: LeasedLife) -> None:
     assert life.session.core.work.pending.ranges == (life.span(400, 500),)
 
 
-def test_row_applied_rebases_from_the_saved_push(life: LeasedLife) -> None:
+def test_row_applied_rebases_from_the_saved_push(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.train(2)
     verdict = life.verdict(VerdictKind.APPLIED)
@@ -110,7 +112,7 @@ def test_row_applied_rebases_from_the_saved_push(life: LeasedLife) -> None:
     assert life.asked(BeginPushRequest).ranges == (life.span(400, 800),)
 
 
-def test_row_excluded_drops_and_may_reset_the_optimizer(life: LeasedLife) -> None:
+def test_row_excluded_drops_and_may_reset_the_optimizer(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.train(1)
     verdict = life.verdict(VerdictKind.EXCLUDED, reset_inner_optimizer=True)
@@ -119,7 +121,7 @@ def test_row_excluded_drops_and_may_reset_the_optimizer(life: LeasedLife) -> Non
     assert life.pulled().reset_inner
 
 
-def test_row_rolled_back_drops_everything(life: LeasedLife) -> None:
+def test_row_rolled_back_drops_everything(life: LeasedClusterBench) -> None:
     life.awaiting()
     verdict = replace(life.verdict(VerdictKind.ROLLED_BACK), version=Version(4, 5))
     life.published = Version(4, 5)
@@ -130,7 +132,7 @@ def test_row_rolled_back_drops_everything(life: LeasedLife) -> None:
 
 
 @pytest.mark.parametrize("what", ["fence", "timeline"])
-def test_a_fence_or_timeline_that_moved_on_drops_the_work(life: LeasedLife, what: str) -> None:
+def test_a_fence_or_timeline_that_moved_on_drops_the_work(life: LeasedClusterBench, what: str) -> None:
     life.train(2)
     if what == "fence":
         life.fence += 1
@@ -142,7 +144,7 @@ def test_a_fence_or_timeline_that_moved_on_drops_the_work(life: LeasedLife, what
     assert life.session.held == (life.span(200, 100_000),)
 
 
-def test_a_checkpoint_older_than_an_applied_push_is_dropped_by_its_fence(life: LeasedLife) -> None:
+def test_a_checkpoint_older_than_an_applied_push_is_dropped_by_its_fence(life: LeasedClusterBench) -> None:
     life.train(2)
     old = life.session.saved()
     life.train(2)
@@ -159,7 +161,7 @@ def test_a_checkpoint_older_than_an_applied_push_is_dropped_by_its_fence(life: L
     assert life.session.pushing.seq == 1, "the written number is not used again"
 
 
-def test_a_checkpoint_older_than_an_undecided_push_never_trains_on_its_data_again(life: LeasedLife) -> None:
+def test_a_checkpoint_older_than_an_undecided_push_never_trains_on_its_data_again(life: LeasedClusterBench) -> None:
     """Found by reading: Join names ranges of the sealed push as held, and they were trained on again once applied."""
     life.train(2)
     old = life.session.saved()
@@ -178,7 +180,7 @@ def test_a_checkpoint_older_than_an_undecided_push_never_trains_on_its_data_agai
     assert life.session.core.work.tokens == 0
 
 
-def test_a_checkpoint_older_than_an_aborted_push_keeps_its_own_work(life: LeasedLife) -> None:
+def test_a_checkpoint_older_than_an_aborted_push_keeps_its_own_work(life: LeasedClusterBench) -> None:
     life.train(2)
     old = life.session.saved()
     life.train(2)
@@ -190,7 +192,7 @@ def test_a_checkpoint_older_than_an_aborted_push_keeps_its_own_work(life: Leased
     assert life.asked(BeginPushRequest).ranges == (life.span(0, 400),)
 
 
-def test_trained_ranges_that_are_not_lent_any_more_count_as_stale(life: LeasedLife) -> None:
+def test_trained_ranges_that_are_not_lent_any_more_count_as_stale(life: LeasedClusterBench) -> None:
     life.train(2)
     next_life(life).join(kept=(life.span(200, 100_000),))
     assert life.phase is SessionPhase.PULLING
@@ -201,7 +203,7 @@ def test_trained_ranges_that_are_not_lent_any_more_count_as_stale(life: LeasedLi
     assert life.session.held == (life.span(200, 100_000),)
 
 
-def test_unused_ranges_that_are_not_lent_any_more_are_forgotten(life: LeasedLife) -> None:
+def test_unused_ranges_that_are_not_lent_any_more_are_forgotten(life: LeasedClusterBench) -> None:
     life.train(2)
     next_life(life).join(kept=(life.span(0, 200),))
     assert life.phase is SessionPhase.TRAINING
@@ -210,7 +212,7 @@ def test_unused_ranges_that_are_not_lent_any_more_are_forgotten(life: LeasedLife
     assert life.session.core.work.pending.tokens == 200
 
 
-def test_what_a_second_join_takes_back_is_not_handed_out(life: LeasedLife) -> None:
+def test_what_a_second_join_takes_back_is_not_handed_out(life: LeasedClusterBench) -> None:
     """Found by reading: a resumed loop that met a restarted master was handed ranges that it held no more."""
     next_life(life).join()
     life.epoch = 2
@@ -221,7 +223,9 @@ def test_what_a_second_join_takes_back_is_not_handed_out(life: LeasedLife) -> No
 
 
 @pytest.mark.parametrize("kind", [VerdictKind.APPLIED, VerdictKind.ABORTED])
-def test_later_steps_on_lost_ranges_are_dropped_whatever_the_push_became(life: LeasedLife, kind: VerdictKind) -> None:
+def test_later_steps_on_lost_ranges_are_dropped_whatever_the_push_became(
+    life: LeasedClusterBench, kind: VerdictKind
+) -> None:
     life.awaiting()
     life.train(1)
     push = life.push_id
@@ -235,7 +239,7 @@ def test_later_steps_on_lost_ranges_are_dropped_whatever_the_push_became(life: L
     assert life.pulled().mode is InstallMode.REPLACE
 
 
-def test_an_open_pull_goes_on_with_the_saved_push_buffer(life: LeasedLife) -> None:
+def test_an_open_pull_goes_on_with_the_saved_push_buffer(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.train(1)
     verdict = life.decide(VerdictKind.APPLIED)
@@ -245,7 +249,7 @@ def test_an_open_pull_goes_on_with_the_saved_push_buffer(life: LeasedLife) -> No
     assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
 
 
-def test_a_later_life_that_left_no_checkpoint_does_not_lock_this_one_out(life: LeasedLife) -> None:
+def test_a_later_life_that_left_no_checkpoint_does_not_lock_this_one_out(life: LeasedClusterBench) -> None:
     life.train(2)
     next_life(life)
     assert life.refuse(JoinRequest, RefusalCode.FENCED).caller.incarnation == Incarnation(1, 1)
@@ -256,7 +260,7 @@ def test_a_later_life_that_left_no_checkpoint_does_not_lock_this_one_out(life: L
     assert life.session.take_leased() == [life.span(200, 100_000)]
 
 
-def test_the_record_of_a_push_may_know_a_later_life_than_the_checkpoint(life: LeasedLife) -> None:
+def test_the_record_of_a_push_may_know_a_later_life_than_the_checkpoint(life: LeasedClusterBench) -> None:
     saved = life.session.saved()
     assert saved is not None
     push = PushId(ClusterId("a"), Incarnation(2, 4), 9)
@@ -266,7 +270,7 @@ def test_the_record_of_a_push_may_know_a_later_life_than_the_checkpoint(life: Le
     assert life.asked(BeginPushRequest).seq == 10
 
 
-def test_no_master_is_given_up_on_as_at_any_start(life: LeasedLife) -> None:
+def test_no_master_is_given_up_on_as_at_any_start(life: LeasedClusterBench) -> None:
     next_life(life)
     life.now_s += 1000
     life.fail(JoinRequest)
@@ -277,7 +281,7 @@ def test_no_master_is_given_up_on_as_at_any_start(life: LeasedLife) -> None:
 # ---- checkpoints of something else ----
 
 
-def test_another_run_is_refused_with_the_remedy(life: LeasedLife) -> None:
+def test_another_run_is_refused_with_the_remedy(life: LeasedClusterBench) -> None:
     next_life(life)
     life.refuse(JoinRequest, RefusalCode.RUN_ID)
     assert life.finished is not None
@@ -286,7 +290,7 @@ def test_another_run_is_refused_with_the_remedy(life: LeasedLife) -> None:
     assert "--checkpoint-dir" in str(life.finished.error)
 
 
-def test_a_new_run_of_the_same_name_is_not_seeded_from_a_checkpoint(life: LeasedLife) -> None:
+def test_a_new_run_of_the_same_name_is_not_seeded_from_a_checkpoint(life: LeasedClusterBench) -> None:
     next_life(life)
     life.published = None
     life.join(seed=True)
@@ -309,7 +313,9 @@ OTHER_LAYOUT = Layout((Parameter("w", (3,), "float32", "w"),))
         ({"data_plan": replace(LEASED, corpus_digest=b"x")}, "other data"),
     ],
 )
-def test_what_is_not_this_clusters_is_refused(life: LeasedLife, change: dict[str, object], sentence: str) -> None:
+def test_what_is_not_this_clusters_is_refused(
+    life: LeasedClusterBench, change: dict[str, object], sentence: str
+) -> None:
     saved = life.session.saved()
     assert saved is not None
     config: SessionConfig = replace(session_config(data_plan=LEASED), **change)  # type: ignore[arg-type]
@@ -322,20 +328,20 @@ def test_what_is_not_this_clusters_is_refused(life: LeasedLife, change: dict[str
 
 
 @pytest.fixture
-def durable() -> LeasedLife:
-    life = LeasedLife(session_config(data_plan=LEASED, durable_pushes=True))
+def durable() -> LeasedClusterBench:
+    life = LeasedClusterBench(session_config(data_plan=LEASED, durable_pushes=True))
     life.begin()
     return life
 
 
-def begun(life: LeasedLife) -> PushRecord:
+def begun(life: LeasedClusterBench) -> PushRecord:
     life.train(4)
     assert life.phase is SessionPhase.BEGINNING_PUSH
     assert not life.asks(BeginPushRequest), "the number is not used before it is on disk"
     return life.take(PersistPush).record
 
 
-def test_a_push_begins_once_its_record_is_durable(durable: LeasedLife) -> None:
+def test_a_push_begins_once_its_record_is_durable(durable: LeasedClusterBench) -> None:
     life = durable
     record = begun(life)
     assert (record.base, record.fence, record.work.ranges) == (Version(1, 5), 0, (life.span(0, 400),))
@@ -345,7 +351,7 @@ def test_a_push_begins_once_its_record_is_durable(durable: LeasedLife) -> None:
     assert sum(1 for e in life.effects if isinstance(getattr(e, "request", None), BeginPushRequest)) == 1
 
 
-def test_a_disk_that_fails_is_said_and_training_goes_on(durable: LeasedLife) -> None:
+def test_a_disk_that_fails_is_said_and_training_goes_on(durable: LeasedClusterBench) -> None:
     life = durable
     record = begun(life)
     assert life.waits
@@ -358,17 +364,17 @@ def test_a_disk_that_fails_is_said_and_training_goes_on(durable: LeasedLife) -> 
     assert life.asked(BeginPushRequest).tokens == 400
 
 
-def _fenced(life: LeasedLife) -> None:
+def _fenced(life: LeasedClusterBench) -> None:
     life.beat(epoch=2)
 
 
-def _stopped(life: LeasedLife) -> None:
+def _stopped(life: LeasedClusterBench) -> None:
     life.leaves_at_once()
 
 
 @pytest.mark.parametrize("meanwhile", [_fenced, _stopped])
 def test_a_record_that_comes_too_late_begins_nothing(
-    durable: LeasedLife, meanwhile: Callable[[LeasedLife], None]
+    durable: LeasedClusterBench, meanwhile: Callable[[LeasedClusterBench], None]
 ) -> None:
     life = durable
     record = begun(life)
@@ -377,14 +383,14 @@ def test_a_record_that_comes_too_late_begins_nothing(
     assert not life.asks(BeginPushRequest)
 
 
-def test_a_donation_is_written_down_too(durable: LeasedLife) -> None:
+def test_a_donation_is_written_down_too(durable: LeasedClusterBench) -> None:
     push = durable.donate()
     record = durable.take(PersistPush).record
     assert (record.id, record.donates, record.base) == (push, Version(1, 5), None)
 
 
 def test_a_seed_is_written_down_too() -> None:
-    life = Life(session_config(durable_pushes=True))
+    life = ClusterBench(session_config(durable_pushes=True))
     life.published = None
     life.say(Started())
     life.join(seed=True)
@@ -394,7 +400,7 @@ def test_a_seed_is_written_down_too() -> None:
     assert life.asked(BeginPushRequest).base is None
 
 
-def test_an_earlier_verdict_is_remembered_so_that_it_is_not_acted_on_twice(life: LeasedLife) -> None:
+def test_an_earlier_verdict_is_remembered_so_that_it_is_not_acted_on_twice(life: LeasedClusterBench) -> None:
     life.awaiting()
     applied = life.decide(VerdictKind.APPLIED)
     life.pulled()

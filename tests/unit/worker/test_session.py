@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.cluster_life import LEASED, OWN, SETTINGS, TOKENS, Life, phase_of, session_config
+from support.cluster_bench import LEASED, OWN, SETTINGS, TOKENS, ClusterBench, phase_of, session_config
 
 from dips.core.errors import (
     NAME_TAKEN_EXIT,
@@ -69,8 +69,8 @@ from dips.worker.state.phases import SessionPhase
 
 
 @pytest.fixture
-def life() -> Life:
-    life = Life()
+def life() -> ClusterBench:
+    life = ClusterBench()
     life.begin()
     return life
 
@@ -79,7 +79,7 @@ def life() -> Life:
 
 
 def test_a_new_cluster_joins_pulls_and_may_train() -> None:
-    life = Life()
+    life = ClusterBench()
     life.say(Started())
     assert life.waits
     request = life.join()
@@ -93,7 +93,7 @@ def test_a_new_cluster_joins_pulls_and_may_train() -> None:
 
 
 def test_the_first_cluster_seeds_with_no_work_and_pulls_what_became_of_it() -> None:
-    life = Life()
+    life = ClusterBench()
     life.published = None
     life.say(Started())
     life.join(seed=True)
@@ -112,7 +112,7 @@ def test_the_first_cluster_seeds_with_no_work_and_pulls_what_became_of_it() -> N
 
 
 def test_an_aborted_seed_is_pushed_again_under_a_new_number() -> None:
-    life = Life()
+    life = ClusterBench()
     life.published = None
     life.say(Started())
     life.join(seed=True)
@@ -124,7 +124,7 @@ def test_an_aborted_seed_is_pushed_again_under_a_new_number() -> None:
 
 
 def test_nobody_seeds_over_a_version() -> None:
-    life = Life()
+    life = ClusterBench()
     life.published = None
     life.say(Started())
     life.join(seed=True)
@@ -134,7 +134,7 @@ def test_nobody_seeds_over_a_version() -> None:
 
 
 def test_busy_pull_is_repeated_until_a_version_is_there() -> None:
-    life = Life()
+    life = ClusterBench()
     life.say(Started())
     life.join()
     life.answer(BeginPullRequest, BeginPullReply(Busy(0.5, "no version is published yet")))
@@ -145,7 +145,7 @@ def test_busy_pull_is_repeated_until_a_version_is_there() -> None:
 
 
 def test_a_cluster_that_waits_may_be_told_to_join_again_as_seed() -> None:
-    life = Life()
+    life = ClusterBench()
     life.published = None
     life.say(Started())
     life.join()
@@ -155,7 +155,7 @@ def test_a_cluster_that_waits_may_be_told_to_join_again_as_seed() -> None:
 
 
 def test_an_unknown_master_is_tried_for_a_bounded_time() -> None:
-    life = Life(session_config(connect_wait_s=5.0))
+    life = ClusterBench(session_config(connect_wait_s=5.0))
     life.say(Started())
     while not life.finished:
         life.fail(JoinRequest)
@@ -170,7 +170,7 @@ def test_an_unknown_master_is_tried_for_a_bounded_time() -> None:
     [RefusalCode.LAYOUT, RefusalCode.RUN_ID, RefusalCode.PROTOCOL_VERSION, RefusalCode.DATA_PLAN, RefusalCode.FENCED],
 )
 def test_a_refused_join_ends_with_the_masters_sentence(code: RefusalCode) -> None:
-    life = Life()
+    life = ClusterBench()
     life.say(Started())
     life.refuse(JoinRequest, code)
     assert life.finished is not None
@@ -179,7 +179,7 @@ def test_a_refused_join_ends_with_the_masters_sentence(code: RefusalCode) -> Non
 
 
 def test_a_join_that_is_put_off_is_repeated() -> None:
-    life = Life()
+    life = ClusterBench()
     life.say(Started())
     life.refuse(JoinRequest, RefusalCode.BUSY, retry_after_s=5.0)
     life.pass_s(4.9)
@@ -189,7 +189,7 @@ def test_a_join_that_is_put_off_is_repeated() -> None:
 
 
 def test_joining_a_run_that_has_ended_is_no_failure() -> None:
-    life = Life()
+    life = ClusterBench()
     life.say(Started())
     life.refuse(JoinRequest, RefusalCode.STOPPING)
     assert life.finished is not None
@@ -205,7 +205,7 @@ def test_joining_a_run_that_has_ended_is_no_failure() -> None:
     ],
 )
 def test_settings_that_differ_from_the_runs_are_refused_at_join(expectation: dict[str, float], sentence: str) -> None:
-    life = Life(session_config(**expectation))
+    life = ClusterBench(session_config(**expectation))
     life.say(Started())
     life.join()
     life.left()
@@ -215,12 +215,12 @@ def test_settings_that_differ_from_the_runs_are_refused_at_join(expectation: dic
 
 
 def test_settings_that_agree_are_accepted() -> None:
-    life = Life(session_config(expect_outer_lr=0.7, expect_outer_momentum=0.8, expect_sync_every=4))
+    life = ClusterBench(session_config(expect_outer_lr=0.7, expect_outer_momentum=0.8, expect_sync_every=4))
     life.begin()
 
 
 def test_a_master_of_another_protocol_is_left() -> None:
-    life = Life()
+    life = ClusterBench()
     life.say(Started())
     life.answer(JoinRequest, replace(life.join_reply(), hello=Hello(90, 91)))
     life.left()
@@ -232,7 +232,7 @@ def test_a_master_of_another_protocol_is_left() -> None:
 # ---- waiting, bounded ----
 
 
-def test_the_wait_for_an_exchange_is_bounded(life: Life) -> None:
+def test_the_wait_for_an_exchange_is_bounded(life: ClusterBench) -> None:
     life.awaiting()
     assert life.waits
     life.pass_s(29.9)
@@ -249,13 +249,13 @@ def test_the_wait_for_an_exchange_is_bounded(life: Life) -> None:
 
 
 def test_no_wait_at_all_when_the_master_says_so() -> None:
-    life = Life(settings=replace(SETTINGS, verdict_wait_s=0.0))
+    life = ClusterBench(settings=replace(SETTINGS, verdict_wait_s=0.0))
     life.begin()
     life.awaiting()
     assert not life.waits
 
 
-def test_an_absent_master_ends_the_wait_and_is_asked_again_with_growing_pauses(life: Life) -> None:
+def test_an_absent_master_ends_the_wait_and_is_asked_again_with_growing_pauses(life: ClusterBench) -> None:
     first = life.push_begun()
     pauses = []
     for _ in range(8):
@@ -271,7 +271,7 @@ def test_an_absent_master_ends_the_wait_and_is_asked_again_with_growing_pauses(l
 
 
 @pytest.mark.parametrize("kind", [FinishPushRequest, AwaitVerdictRequest])
-def test_an_unanswered_call_is_repeated_as_it_was(life: Life, kind: type) -> None:
+def test_an_unanswered_call_is_repeated_as_it_was(life: ClusterBench, kind: type) -> None:
     life.push_begun()
     life.sent(life.ticket())
     if kind is AwaitVerdictRequest:
@@ -281,7 +281,7 @@ def test_an_unanswered_call_is_repeated_as_it_was(life: Life, kind: type) -> Non
     assert life.asked(kind) == request
 
 
-def test_a_late_answer_of_an_old_call_is_ignored(life: Life) -> None:
+def test_a_late_answer_of_an_old_call_is_ignored(life: ClusterBench) -> None:
     life.awaiting()
     call_id, _ = life.call(AwaitVerdictRequest)
     life.beat(epoch=2)
@@ -293,7 +293,7 @@ def test_a_late_answer_of_an_old_call_is_ignored(life: Life) -> None:
 # ---- transfers ----
 
 
-def test_a_failed_push_transfer_takes_a_new_attempt_of_the_same_push(life: Life) -> None:
+def test_a_failed_push_transfer_takes_a_new_attempt_of_the_same_push(life: ClusterBench) -> None:
     first = life.push_begun()
     start = life.ticket()
     life.say(PushFailed(start.transfer_id, "slave s0 answers nothing"))
@@ -305,7 +305,7 @@ def test_a_failed_push_transfer_takes_a_new_attempt_of_the_same_push(life: Life)
     assert sum(isinstance(effect, Snapshot) for effect in life.every) == 1
 
 
-def test_an_incomplete_push_is_completed_with_the_same_ticket(life: Life) -> None:
+def test_an_incomplete_push_is_completed_with_the_same_ticket(life: ClusterBench) -> None:
     life.push_begun()
     start = life.ticket()
     life.sent(start)
@@ -321,7 +321,7 @@ def test_an_incomplete_push_is_completed_with_the_same_ticket(life: Life) -> Non
     life.admitted()
 
 
-def test_a_failed_pull_is_asked_for_again_and_its_pin_released(life: Life) -> None:
+def test_a_failed_pull_is_asked_for_again_and_its_pin_released(life: ClusterBench) -> None:
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
     life.grant()
@@ -331,7 +331,7 @@ def test_a_failed_pull_is_asked_for_again_and_its_pin_released(life: Life) -> No
     assert life.pulled().mode is InstallMode.REPLACE
 
 
-def test_bytes_that_are_wrong_again_and_again_end_the_session(life: Life) -> None:
+def test_bytes_that_are_wrong_again_and_again_end_the_session(life: ClusterBench) -> None:
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
     for _ in range(3):
@@ -342,7 +342,7 @@ def test_bytes_that_are_wrong_again_and_again_end_the_session(life: Life) -> Non
     assert isinstance(life.session._ending.error, RemoteProtocolError)
 
 
-def test_a_version_that_is_gone_is_replaced_by_the_newest(life: Life) -> None:
+def test_a_version_that_is_gone_is_replaced_by_the_newest(life: ClusterBench) -> None:
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
     life.refuse(BeginPullRequest, RefusalCode.VERSION_GONE)
@@ -350,7 +350,7 @@ def test_a_version_that_is_gone_is_replaced_by_the_newest(life: Life) -> None:
     assert life.asked(BeginPullRequest).at_least is None
 
 
-def test_fencing_cancels_the_transfer(life: Life) -> None:
+def test_fencing_cancels_the_transfer(life: ClusterBench) -> None:
     life.push_begun()
     start = life.ticket()
     life.say(BeatRefused(Incarnation(1, 1), Refused(RefusalCode.FENCED, "evicted")))
@@ -359,12 +359,12 @@ def test_fencing_cancels_the_transfer(life: Life) -> None:
     assert life.phase is SessionPhase.JOINING
 
 
-def test_a_fence_of_an_older_incarnation_is_ignored(life: Life) -> None:
+def test_a_fence_of_an_older_incarnation_is_ignored(life: ClusterBench) -> None:
     life.say(BeatRefused(Incarnation(1, 0), Refused(RefusalCode.FENCED, "evicted")))
     assert life.phase is SessionPhase.TRAINING
 
 
-def test_a_revoked_cluster_ends_with_the_masters_sentence_and_trains_no_further(life: Life) -> None:
+def test_a_revoked_cluster_ends_with_the_masters_sentence_and_trains_no_further(life: ClusterBench) -> None:
     life.say(BeatRefused(Incarnation(1, 1), Refused(RefusalCode.IDENTITY, "your certificate was revoked")))
     assert phase_of(life) is SessionPhase.LEAVING
     life.refuse(LeaveRequest, RefusalCode.IDENTITY)
@@ -375,7 +375,7 @@ def test_a_revoked_cluster_ends_with_the_masters_sentence_and_trains_no_further(
 
 
 def test_a_second_process_of_a_name_waits_while_it_is_told_to_and_then_ends() -> None:
-    life = Life(session_config(process_id=b"mine", host="process 7 on here"))
+    life = ClusterBench(session_config(process_id=b"mine", host="process 7 on here"))
     life.say(Started())
     request = life.refuse(JoinRequest, RefusalCode.NAME_TAKEN, retry_after_s=0.5)
     assert (request.process_id, request.host) == (b"mine", "process 7 on here")
@@ -388,7 +388,7 @@ def test_a_second_process_of_a_name_waits_while_it_is_told_to_and_then_ends() ->
     assert finished.error.exit_code == NAME_TAKEN_EXIT
 
 
-def test_another_refused_heartbeat_is_only_said(life: Life) -> None:
+def test_another_refused_heartbeat_is_only_said(life: ClusterBench) -> None:
     life.say(BeatRefused(Incarnation(1, 1), Refused(RefusalCode.MALFORMED, "strange")))
     assert life.phase is SessionPhase.TRAINING
     assert any(isinstance(effect, Log) and "strange" in effect.sentence for effect in life.effects)
@@ -398,7 +398,7 @@ def test_another_refused_heartbeat_is_only_said(life: Life) -> None:
 
 
 def test_leases_are_handed_out_once_and_survive_an_absent_master() -> None:
-    life = Life(session_config(data_plan=LEASED))
+    life = ClusterBench(session_config(data_plan=LEASED))
     life.begin()
     life.say(LeaseWanted(500))
     life.fail(LeaseDataRequest)
@@ -414,7 +414,7 @@ def test_leases_are_handed_out_once_and_survive_an_absent_master() -> None:
 
 
 def test_what_is_used_up_is_not_kept_for_a_loop_that_goes_by_what_it_holds() -> None:
-    life = Life(session_config(data_plan=LEASED), replace(SETTINGS, sync_every_steps=1000))
+    life = ClusterBench(session_config(data_plan=LEASED), replace(SETTINGS, sync_every_steps=1000))
     life.begin()
     for chunk in range(50):
         lent = DataRange(chunk, 0, chunk, 0, 100)
@@ -429,14 +429,14 @@ def test_what_is_used_up_is_not_kept_for_a_loop_that_goes_by_what_it_holds() -> 
 
 def test_no_more_is_asked_for_at_once_than_is_lent() -> None:
     """H 64 with steps of 32 Ki tokens is two million, more than one call may have of chunks of a thousand."""
-    life = Life(session_config(data_plan=LEASED))
+    life = ClusterBench(session_config(data_plan=LEASED))
     life.begin()
     life.say(LeaseWanted(1 << 21))
     assert life.asked(LeaseDataRequest).want_tokens == MAX_LEASED_CHUNKS * LEASED.chunk_tokens < 1 << 21
 
 
 def test_a_lease_that_is_not_there_yet_is_asked_for_again() -> None:
-    life = Life(session_config(data_plan=LEASED))
+    life = ClusterBench(session_config(data_plan=LEASED))
     life.begin()
     life.say(LeaseWanted(500))
     life.answer(LeaseDataRequest, LeaseDataReply(()))
@@ -446,7 +446,7 @@ def test_a_lease_that_is_not_there_yet_is_asked_for_again() -> None:
 
 
 def test_a_lease_asked_for_while_joining_again_is_asked_after_it() -> None:
-    life = Life(session_config(data_plan=LEASED))
+    life = ClusterBench(session_config(data_plan=LEASED))
     life.begin()
     life.say(LeaseWanted(500))
     life.refuse(LeaseDataRequest, RefusalCode.STALE_EPOCH)
@@ -456,7 +456,7 @@ def test_a_lease_asked_for_while_joining_again_is_asked_after_it() -> None:
 
 
 def test_a_step_must_account_for_its_tokens() -> None:
-    life = Life(session_config(data_plan=LEASED))
+    life = ClusterBench(session_config(data_plan=LEASED))
     life.begin()
     with pytest.raises(LocalProtocolError, match="hold 0"):
         life.say(Stepped(100))
@@ -465,7 +465,7 @@ def test_a_step_must_account_for_its_tokens() -> None:
     assert life.session.core.work.tokens == 0
 
 
-def test_a_push_begins_only_at_a_step_where_it_may(life: Life) -> None:
+def test_a_push_begins_only_at_a_step_where_it_may(life: ClusterBench) -> None:
     """Between steps whose ranks were not compared nothing is pushed, whatever arrives."""
     life.train(life.local_steps - 2)
     assert not life.session.push_is_near
@@ -480,7 +480,7 @@ def test_a_push_begins_only_at_a_step_where_it_may(life: Life) -> None:
     assert not life.session.push_is_near
 
 
-def test_a_push_that_was_aborted_later_waits_for_a_step_where_it_may_begin(life: Life) -> None:
+def test_a_push_that_was_aborted_later_waits_for_a_step_where_it_may_begin(life: ClusterBench) -> None:
     life.awaiting()
     life.say(Stepped(TOKENS, may_push=False))
     life.decide(VerdictKind.ABORTED)
@@ -490,20 +490,20 @@ def test_a_push_that_was_aborted_later_waits_for_a_step_where_it_may_begin(life:
     assert life.asked(BeginPushRequest).steps == life.local_steps + 2
 
 
-def test_own_data_pushes_name_no_ranges(life: Life) -> None:
+def test_own_data_pushes_name_no_ranges(life: ClusterBench) -> None:
     request = life.push_begun()
     assert life.session.config.data_plan.mode is DataMode.OWN
     assert OWN.mode is DataMode.OWN
     assert (request.ranges, request.tokens) == ((), 4 * TOKENS)
 
 
-def test_local_steps_follow_the_masters_word(life: Life) -> None:
+def test_local_steps_follow_the_masters_word(life: ClusterBench) -> None:
     life.beat(local_steps=2)
     life.train(2)
     assert life.phase is SessionPhase.BEGINNING_PUSH
 
 
-def test_progress_never_runs_back_on_one_timeline(life: Life) -> None:
+def test_progress_never_runs_back_on_one_timeline(life: ClusterBench) -> None:
     life.beat(tokens=12_000)
     life.beat(tokens=11_000)
     assert life.session.core.terms.tokens == 12_000
@@ -514,7 +514,7 @@ def test_progress_never_runs_back_on_one_timeline(life: Life) -> None:
 # ---- the end ----
 
 
-def test_the_runs_end_pulls_the_last_version_and_leaves(life: Life) -> None:
+def test_the_runs_end_pulls_the_last_version_and_leaves(life: ClusterBench) -> None:
     life.train(2)
     life.published = Version(1, 9)
     life.run_ends()
@@ -528,7 +528,7 @@ def test_the_runs_end_pulls_the_last_version_and_leaves(life: Life) -> None:
     assert phase_of(life) is SessionPhase.LEFT
 
 
-def test_the_runs_end_waits_for_the_open_verdict(life: Life) -> None:
+def test_the_runs_end_waits_for_the_open_verdict(life: ClusterBench) -> None:
     life.awaiting()
     life.run_ends()
     assert life.phase is SessionPhase.AWAITING
@@ -537,7 +537,7 @@ def test_the_runs_end_waits_for_the_open_verdict(life: Life) -> None:
     life.left()
 
 
-def test_the_runs_end_gives_up_a_push_that_is_not_complete(life: Life) -> None:
+def test_the_runs_end_gives_up_a_push_that_is_not_complete(life: ClusterBench) -> None:
     life.push_begun()
     start = life.ticket()
     life.run_ends()
@@ -546,7 +546,7 @@ def test_the_runs_end_gives_up_a_push_that_is_not_complete(life: Life) -> None:
     life.left()
 
 
-def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: Life) -> None:
+def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: ClusterBench) -> None:
     life.run_ends()
     life.grant()
     life.published = Version(1, 6)
@@ -557,14 +557,14 @@ def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: Life) 
     assert life.asks(LeaveRequest) or life.asks(FinishPullRequest)
 
 
-def test_the_runs_end_is_left_in_time_even_when_no_version_can_be_pulled(life: Life) -> None:
+def test_the_runs_end_is_left_in_time_even_when_no_version_can_be_pulled(life: ClusterBench) -> None:
     life.run_ends()
     life.answer(BeginPullRequest, BeginPullReply(Busy(0.5, "slave s0 is away")))
     life.pass_s(30.0)
     assert "could not be pulled" in life.left().reason
 
 
-def test_a_push_refused_because_the_run_ends_waits_for_the_heartbeats_word(life: Life) -> None:
+def test_a_push_refused_because_the_run_ends_waits_for_the_heartbeats_word(life: ClusterBench) -> None:
     life.push_begun()
     life.refuse(BeginPushRequest, RefusalCode.STOPPING)
     assert phase_of(life) is SessionPhase.BEGINNING_PUSH
@@ -573,7 +573,7 @@ def test_a_push_refused_because_the_run_ends_waits_for_the_heartbeats_word(life:
 
 
 @pytest.mark.parametrize("stretch", ["training", "pulling"])
-def test_a_stop_from_outside_leaves_at_once_where_nothing_is_undecided(life: Life, stretch: str) -> None:
+def test_a_stop_from_outside_leaves_at_once_where_nothing_is_undecided(life: ClusterBench, stretch: str) -> None:
     if stretch == "pulling":
         life.awaiting()
         life.decide(VerdictKind.APPLIED)
@@ -584,7 +584,7 @@ def test_a_stop_from_outside_leaves_at_once_where_nothing_is_undecided(life: Lif
     assert "lost" not in said(life)
 
 
-def test_leaving_comes_after_the_small_calls(life: Life) -> None:
+def test_leaving_comes_after_the_small_calls(life: ClusterBench) -> None:
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
     life.grant()
@@ -595,7 +595,7 @@ def test_leaving_comes_after_the_small_calls(life: Life) -> None:
     life.left()
 
 
-def test_leaving_an_absent_master_does_not_wait(life: Life) -> None:
+def test_leaving_an_absent_master_does_not_wait(life: ClusterBench) -> None:
     life.say(StopWanted("enough"))
     life.fail(LeaveRequest)
     assert life.finished is not None
@@ -603,14 +603,14 @@ def test_leaving_an_absent_master_does_not_wait(life: Life) -> None:
 
 
 def test_a_stop_before_the_join_is_answered_leaves_at_once() -> None:
-    life = Life()
+    life = ClusterBench()
     life.say(Started())
     life.say(StopWanted("ctrl-C"))
     assert life.finished is not None
     assert life.phase is SessionPhase.LEFT
 
 
-def test_nothing_moves_after_the_end(life: Life) -> None:
+def test_nothing_moves_after_the_end(life: ClusterBench) -> None:
     life.say(StopWanted("enough"))
     life.left()
     n = len(life.every)
@@ -620,7 +620,7 @@ def test_nothing_moves_after_the_end(life: Life) -> None:
     assert len(life.every) == n
 
 
-def test_a_push_that_can_never_be_accepted_ends_the_session_with_the_sentence(life: Life) -> None:
+def test_a_push_that_can_never_be_accepted_ends_the_session_with_the_sentence(life: ClusterBench) -> None:
     life.push_begun()
     life.refuse(BeginPushRequest, RefusalCode.TOKENS)
     life.left()
@@ -628,7 +628,7 @@ def test_a_push_that_can_never_be_accepted_ends_the_session_with_the_sentence(li
     assert isinstance(life.finished.error, Refused)
 
 
-def test_every_record_names_its_cause(life: Life) -> None:
+def test_every_record_names_its_cause(life: ClusterBench) -> None:
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
     life.pulled()
@@ -641,12 +641,12 @@ def test_every_record_names_its_cause(life: Life) -> None:
 # ---- what leaving finishes first ----
 
 
-def said(life: Life) -> dict[str, str]:
+def said(life: ClusterBench) -> dict[str, str]:
     """The newest sentence of each key."""
     return {effect.key: effect.sentence for effect in life.every if isinstance(effect, Log)}
 
 
-def test_leaving_pushes_the_last_steps_and_waits_for_their_verdict(life: Life) -> None:
+def test_leaving_pushes_the_last_steps_and_waits_for_their_verdict(life: ClusterBench) -> None:
     life.train(3)
     life.say(StopWanted("the training loop has ended"))
     assert life.waits
@@ -663,7 +663,7 @@ def test_leaving_pushes_the_last_steps_and_waits_for_their_verdict(life: Life) -
 
 
 @pytest.mark.parametrize("stage", ["begun", "sending", "sent", "admitted"])
-def test_leaving_finishes_the_open_push_and_pushes_what_came_after_it(life: Life, stage: str) -> None:
+def test_leaving_finishes_the_open_push_and_pushes_what_came_after_it(life: ClusterBench, stage: str) -> None:
     life.push_begun()
     life.train(2)
     if stage == "begun":
@@ -686,7 +686,7 @@ def test_leaving_finishes_the_open_push_and_pushes_what_came_after_it(life: Life
     assert "lost" not in said(life)
 
 
-def test_after_an_error_the_open_push_is_decided_and_later_steps_are_said_to_be_lost(life: Life) -> None:
+def test_after_an_error_the_open_push_is_decided_and_later_steps_are_said_to_be_lost(life: ClusterBench) -> None:
     life.awaiting()
     life.train(2)
     life.say(StopWanted("ValueError: no", push_pending=False))
@@ -699,7 +699,7 @@ def test_after_an_error_the_open_push_is_decided_and_later_steps_are_said_to_be_
     )
 
 
-def test_what_cannot_be_pushed_in_time_is_said_with_the_reason(life: Life) -> None:
+def test_what_cannot_be_pushed_in_time_is_said_with_the_reason(life: ClusterBench) -> None:
     life.train(3)
     life.say(StopWanted("enough"))
     life.answer(BeginPushRequest, BeginPushReply(Busy(0.5, "slave s0 is away")))
@@ -710,7 +710,7 @@ def test_what_cannot_be_pushed_in_time_is_said_with_the_reason(life: Life) -> No
     assert said(life)["lost"] == "leaving (enough) without 3 steps with 300 tokens: slave s0 is away"
 
 
-def test_an_excluded_last_push_is_said_with_what_it_held(life: Life) -> None:
+def test_an_excluded_last_push_is_said_with_what_it_held(life: ClusterBench) -> None:
     life.push_begun()
     life.train(1)
     life.say(StopWanted("enough"))
@@ -721,7 +721,7 @@ def test_an_excluded_last_push_is_said_with_what_it_held(life: Life) -> None:
     assert "without 5 steps with 500 tokens: push a/1.1#1 was EXCLUDED: because EXCLUDED" in said(life)["lost"]
 
 
-def test_an_undecided_last_push_is_said_to_be_one(life: Life) -> None:
+def test_an_undecided_last_push_is_said_to_be_one(life: ClusterBench) -> None:
     life.awaiting()
     life.say(StopWanted("enough"))
     life.pass_s(31.1)
@@ -729,10 +729,10 @@ def test_an_undecided_last_push_is_said_to_be_one(life: Life) -> None:
     assert "4 steps with 400 tokens: no verdict of push a/1.1#1 came in time; it may come yet" in said(life)["lost"]
 
 
-def test_leaving_waits_for_the_window_that_the_master_named(life: Life) -> None:
+def test_leaving_waits_for_the_window_that_the_master_named(life: ClusterBench) -> None:
     """Unless a bound was set by hand."""
     for config, waits_s in ((session_config(), 130.0), (session_config(leave_wait_s=5.0), 5.0)):
-        life = Life(config)
+        life = ClusterBench(config)
         life.begin()
         life.train(1)
         life.say(StopWanted("enough"))
@@ -744,7 +744,7 @@ def test_leaving_waits_for_the_window_that_the_master_named(life: Life) -> None:
         assert phase_of(life) is SessionPhase.LEAVING
 
 
-def test_a_stale_last_push_is_rebased_and_pushed(life: Life) -> None:
+def test_a_stale_last_push_is_rebased_and_pushed(life: ClusterBench) -> None:
     life.train(2)
     life.say(StopWanted("enough"))
     life.answer(BeginPushRequest, BeginPushReply(Stale(StaleKind.VERSIONS, "too old")))
@@ -752,7 +752,7 @@ def test_a_stale_last_push_is_rebased_and_pushed(life: Life) -> None:
     assert life.asked(BeginPushRequest).steps == 2
 
 
-def test_a_master_that_restarts_while_a_cluster_leaves_is_joined_again_for_the_last_push(life: Life) -> None:
+def test_a_master_that_restarts_while_a_cluster_leaves_is_joined_again_for_the_last_push(life: ClusterBench) -> None:
     life.train(2)
     life.say(StopWanted("enough"))
     life.beat(epoch=2)
@@ -761,7 +761,7 @@ def test_a_master_that_restarts_while_a_cluster_leaves_is_joined_again_for_the_l
     assert life.asked(BeginPushRequest).steps == 2
 
 
-def test_a_push_that_is_aborted_again_and_again_is_not_begun_in_a_loop(life: Life) -> None:
+def test_a_push_that_is_aborted_again_and_again_is_not_begun_in_a_loop(life: ClusterBench) -> None:
     life.train(2)
     life.say(StopWanted("enough"))
     for _ in range(2):
@@ -772,7 +772,7 @@ def test_a_push_that_is_aborted_again_and_again_is_not_begun_in_a_loop(life: Lif
     assert life.asks(BeginPushRequest)
 
 
-def test_leaving_when_the_run_has_ended_says_what_is_not_part_of_it(life: Life) -> None:
+def test_leaving_when_the_run_has_ended_says_what_is_not_part_of_it(life: ClusterBench) -> None:
     life.train(2)
     life.say(StopWanted("enough"))
     life.refuse(BeginPushRequest, RefusalCode.STOPPING)
@@ -780,7 +780,7 @@ def test_leaving_when_the_run_has_ended_says_what_is_not_part_of_it(life: Life) 
     assert said(life)["lost"] == "leaving (enough) without 2 steps with 200 tokens: the run has ended"
 
 
-def test_whoever_asks_again_in_a_hurry_does_not_wait(life: Life) -> None:
+def test_whoever_asks_again_in_a_hurry_does_not_wait(life: ClusterBench) -> None:
     life.train(2)
     life.say(StopWanted("SIGINT"))
     life.say(StopWanted("KeyboardInterrupt", push_pending=False))
@@ -788,7 +788,7 @@ def test_whoever_asks_again_in_a_hurry_does_not_wait(life: Life) -> None:
     assert "2 steps with 200 tokens" in said(life)["lost"]
 
 
-def test_a_drained_cluster_pushes_its_last_steps_and_pulls_the_last_version(life: Life) -> None:
+def test_a_drained_cluster_pushes_its_last_steps_and_pulls_the_last_version(life: ClusterBench) -> None:
     life.train(3)
     life.beat(stop=True)
     assert life.waits
@@ -801,7 +801,7 @@ def test_a_drained_cluster_pushes_its_last_steps_and_pulls_the_last_version(life
     assert "lost" not in said(life)
 
 
-def test_a_run_that_was_stopped_takes_no_last_push_and_its_last_version_is_pulled(life: Life) -> None:
+def test_a_run_that_was_stopped_takes_no_last_push_and_its_last_version_is_pulled(life: ClusterBench) -> None:
     """Its master said so in the same way as to a cluster that is drained."""
     life.train(3)
     life.beat(stop=True)
@@ -812,7 +812,9 @@ def test_a_run_that_was_stopped_takes_no_last_push_and_its_last_version_is_pulle
     assert said(life)["lost"] == "leaving (the run has ended) without 3 steps with 300 tokens: the run has ended"
 
 
-def test_a_last_push_of_a_drained_cluster_that_takes_too_long_leaves_time_for_the_last_version(life: Life) -> None:
+def test_a_last_push_of_a_drained_cluster_that_takes_too_long_leaves_time_for_the_last_version(
+    life: ClusterBench,
+) -> None:
     life.train(3)
     life.beat(stop=True)
     start = life.ticket()

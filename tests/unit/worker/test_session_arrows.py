@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from support.cluster_life import LEASED, Life, session_config
+from support.cluster_bench import LEASED, ClusterBench, session_config
 
 from dips.core.errors import LocalProtocolError, RefusalCode
 from dips.core.ids import Incarnation, PushId, Version
@@ -29,44 +29,44 @@ Arrow = tuple[SessionPhase, str, SessionPhase]
 _MOVE = re.compile(r"(\w+) -> (\w+) upon ([a-z ]+)")
 
 
-def training() -> Life:
-    life = Life()
+def training() -> ClusterBench:
+    life = ClusterBench()
     life.begin()
     return life
 
 
-def beginning() -> Life:
+def beginning() -> ClusterBench:
     life = training()
     life.push_begun()
     return life
 
 
-def transferring() -> Life:
+def transferring() -> ClusterBench:
     life = beginning()
     life.ticket()
     return life
 
 
-def finishing() -> Life:
+def finishing() -> ClusterBench:
     life = beginning()
     life.sent(life.ticket())
     return life
 
 
-def awaiting() -> Life:
+def awaiting() -> ClusterBench:
     life = training()
     life.awaiting()
     return life
 
 
-def pulling() -> Life:
+def pulling() -> ClusterBench:
     life = awaiting()
     life.decide(VerdictKind.APPLIED)
     return life
 
 
-def seeding(to: Callable[[Life], None]) -> Life:
-    life = Life()
+def seeding(to: Callable[[ClusterBench], None]) -> ClusterBench:
+    life = ClusterBench()
     life.published = None
     life.say(Started())
     life.join(seed=True)
@@ -74,8 +74,8 @@ def seeding(to: Callable[[Life], None]) -> Life:
     return life
 
 
-def joining() -> Life:
-    life = Life()
+def joining() -> ClusterBench:
+    life = ClusterBench()
     life.say(Started())
     return life
 
@@ -83,7 +83,7 @@ def joining() -> Life:
 PRESENT = (training, beginning, transferring, finishing, awaiting, pulling)
 
 
-def lives() -> list[Life]:
+def lives() -> list[ClusterBench]:
     """A life for every arrow; many take more than one."""
     made = [make() for make in PRESENT]
     for make in PRESENT:
@@ -100,34 +100,34 @@ def lives() -> list[Life]:
     return made
 
 
-def joined_undecided() -> Life:
+def joined_undecided() -> ClusterBench:
     life = awaiting()
     life.refuse(AwaitVerdictRequest, RefusalCode.FENCED)
     life.join(life.push_id)
     return life
 
 
-def stopped_before_join() -> Life:
+def stopped_before_join() -> ClusterBench:
     life = joining()
     life.say(StopWanted("enough"))
     return life
 
 
-def stopped_while_joining_again() -> Life:
+def stopped_while_joining_again() -> ClusterBench:
     life = training()
     life.beat(epoch=2)
     life.say(StopWanted("enough"))
     return life
 
 
-def pulled_to_the_end() -> Life:
+def pulled_to_the_end() -> ClusterBench:
     life = pulling()
     life.pulled()
     life.run_ends()
     return life
 
 
-def pushes_answered() -> list[Life]:
+def pushes_answered() -> list[ClusterBench]:
     made = []
     answers = [
         BeginPushReply(Stale(StaleKind.FENCE, "stale")),
@@ -166,15 +166,15 @@ def pushes_answered() -> list[Life]:
     return made
 
 
-def seeds() -> list[Life]:
-    def aborted_at_begin(life: Life) -> None:
+def seeds() -> list[ClusterBench]:
+    def aborted_at_begin(life: ClusterBench) -> None:
         life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED)))
 
-    def aborted_at_finish(life: Life) -> None:
+    def aborted_at_finish(life: ClusterBench) -> None:
         life.sent(life.ticket())
         life.answer(FinishPushRequest, FinishPushReply(life.verdict(VerdictKind.ABORTED)))
 
-    def aborted_in_the_round(life: Life) -> None:
+    def aborted_in_the_round(life: ClusterBench) -> None:
         life.sent(life.ticket())
         life.admitted()
         life.decide(VerdictKind.ABORTED)
@@ -182,17 +182,17 @@ def seeds() -> list[Life]:
     return [seeding(aborted_at_begin), seeding(aborted_at_finish), seeding(aborted_in_the_round)]
 
 
-def donations() -> list[Life]:
+def donations() -> list[ClusterBench]:
     """A donation comes to nothing in each of the phases of a push, whatever it interrupted."""
 
-    def at_begin(life: Life, push: PushId) -> None:
+    def at_begin(life: ClusterBench, push: PushId) -> None:
         life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED, push)))
 
-    def at_finish(life: Life, push: PushId) -> None:
+    def at_finish(life: ClusterBench, push: PushId) -> None:
         life.sent(life.ticket())
         life.answer(FinishPushRequest, FinishPushReply(life.verdict(VerdictKind.ABORTED, push)))
 
-    def in_the_round(life: Life, push: PushId) -> None:
+    def in_the_round(life: ClusterBench, push: PushId) -> None:
         life.sent(life.ticket())
         life.admitted()
         life.decide(VerdictKind.ABORTED)
@@ -206,7 +206,7 @@ def donations() -> list[Life]:
     return made
 
 
-def arrows_of(life: Life) -> set[Arrow]:
+def arrows_of(life: ClusterBench) -> set[Arrow]:
     moves = [_MOVE.search(line.text) for line in life.session.core.story.lines()]
     return {(SessionPhase(m[1]), m[3].strip(), SessionPhase(m[2])) for m in moves if m}
 
@@ -232,7 +232,7 @@ def test_every_phase_can_be_left() -> None:
 def test_versions_of_another_life_do_not_confuse_a_new_process() -> None:
     """A new process under an old name: the verdict of its predecessor says nothing about its parameters."""
     for kind in VerdictKind:
-        life = Life(session_config(data_plan=LEASED))
+        life = ClusterBench(session_config(data_plan=LEASED))
         life.published = Version(1, 8)
         life.say(Started())
         life.join(life.verdict(kind, PushId(session_config().cluster_id, Incarnation(1, 7), 3)))

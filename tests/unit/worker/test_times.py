@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.cluster_life import SETTINGS, Life, session_config
+from support.cluster_bench import SETTINGS, ClusterBench, session_config
 
 from dips.core.assumptions import violations
 from dips.core.messages import Settings, VerdictKind
@@ -127,7 +127,7 @@ def test_push_and_pull_are_one_wait() -> None:
     assert max(patience._waits_s) == pytest.approx(20.5)
 
 
-def exchange(life: Life, takes_s: float) -> None:
+def exchange(life: ClusterBench, takes_s: float) -> None:
     """H steps and a push whose version is installed after takes_s."""
     life.train(4)
     life.sent(life.ticket())
@@ -138,7 +138,7 @@ def exchange(life: Life, takes_s: float) -> None:
 
 
 def test_a_cluster_waits_for_a_dead_run_no_longer_than_it_waited_for_a_live_one() -> None:
-    life = Life(settings=MEASURED)
+    life = ClusterBench(settings=MEASURED)
     life.begin()
     for _ in range(3):
         exchange(life, 2.0)
@@ -158,7 +158,7 @@ def test_a_cluster_waits_for_a_dead_run_no_longer_than_it_waited_for_a_live_one(
 
 
 def test_a_push_that_fails_ends_the_wait_and_is_not_taken_for_the_usual_time() -> None:
-    life = Life(settings=MEASURED)
+    life = ClusterBench(settings=MEASURED)
     life.begin()
     exchange(life, 1.0)
     life.train(4)

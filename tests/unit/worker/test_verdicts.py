@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.cluster_life import SETTINGS, TICKET, TOKENS, LeasedLife, Life, phase_of
+from support.cluster_bench import SETTINGS, TICKET, TOKENS, ClusterBench, LeasedClusterBench, phase_of
 
 from dips.core.errors import RefusalCode, RemoteProtocolError
 from dips.core.ids import Incarnation, PushId, Version
@@ -30,13 +30,13 @@ from dips.worker.state.phases import SessionPhase
 
 
 @pytest.fixture
-def life() -> LeasedLife:
-    life = LeasedLife()
+def life() -> LeasedClusterBench:
+    life = LeasedClusterBench()
     life.begin()
     return life
 
 
-def test_applied_rebases_later_steps_and_forgets_the_ranges(life: LeasedLife) -> None:
+def test_applied_rebases_later_steps_and_forgets_the_ranges(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.train(2)
     verdict = life.decide(VerdictKind.APPLIED)
@@ -53,7 +53,7 @@ def test_applied_rebases_later_steps_and_forgets_the_ranges(life: LeasedLife) ->
     assert (request.base, request.fence) == (verdict.version, 1)
 
 
-def test_applied_without_later_steps_installs_the_pulled_bits(life: LeasedLife) -> None:
+def test_applied_without_later_steps_installs_the_pulled_bits(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
     install = life.pulled()
@@ -62,7 +62,7 @@ def test_applied_without_later_steps_installs_the_pulled_bits(life: LeasedLife) 
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_excluded_drops_later_steps_and_returns_only_later_ranges(life: LeasedLife, reset: bool) -> None:
+def test_excluded_drops_later_steps_and_returns_only_later_ranges(life: LeasedClusterBench, reset: bool) -> None:
     life.awaiting()
     life.train(3)
     verdict = life.decide(VerdictKind.EXCLUDED, reset_inner_optimizer=reset)
@@ -75,7 +75,7 @@ def test_excluded_drops_later_steps_and_returns_only_later_ranges(life: LeasedLi
     assert life.phase is SessionPhase.TRAINING
 
 
-def test_aborted_keeps_everything_and_the_next_push_carries_both(life: LeasedLife) -> None:
+def test_aborted_keeps_everything_and_the_next_push_carries_both(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.train(4)
     life.decide(VerdictKind.ABORTED)
@@ -86,7 +86,7 @@ def test_aborted_keeps_everything_and_the_next_push_carries_both(life: LeasedLif
     assert request.mean_loss == pytest.approx(2.0)
 
 
-def test_what_is_aborted_again_and_again_is_pushed_at_once_only_the_first_time(life: LeasedLife) -> None:
+def test_what_is_aborted_again_and_again_is_pushed_at_once_only_the_first_time(life: LeasedClusterBench) -> None:
     life.awaiting()
     for aborts in (1, 2, 3):
         life.decide(VerdictKind.ABORTED)
@@ -104,7 +104,7 @@ def test_what_is_aborted_again_and_again_is_pushed_at_once_only_the_first_time(l
     assert life.asks(BeginPushRequest), "a push that was decided ends the row"
 
 
-def test_stale_versions_rebases_from_base_and_keeps_all_ranges(life: LeasedLife) -> None:
+def test_stale_versions_rebases_from_base_and_keeps_all_ranges(life: LeasedClusterBench) -> None:
     life.push_begun()
     life.answer(BeginPushRequest, BeginPushReply(Stale(StaleKind.VERSIONS, "too old")))
     assert life.phase is SessionPhase.PULLING
@@ -115,7 +115,7 @@ def test_stale_versions_rebases_from_base_and_keeps_all_ranges(life: LeasedLife)
 
 
 @pytest.mark.parametrize("kind", [StaleKind.FENCE, StaleKind.TIMELINE])
-def test_stale_fence_and_timeline_drop_and_return_everything(life: LeasedLife, kind: StaleKind) -> None:
+def test_stale_fence_and_timeline_drop_and_return_everything(life: LeasedClusterBench, kind: StaleKind) -> None:
     life.push_begun()
     life.train(1)
     life.answer(BeginPushRequest, BeginPushReply(Stale(kind, "not your base")))
@@ -125,7 +125,7 @@ def test_stale_fence_and_timeline_drop_and_return_everything(life: LeasedLife, k
     assert life.session.core.work.tokens == 0
 
 
-def test_rolled_back_drops_and_returns_everything(life: LeasedLife) -> None:
+def test_rolled_back_drops_and_returns_everything(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.train(1)
     life.decide(VerdictKind.ROLLED_BACK)
@@ -133,7 +133,7 @@ def test_rolled_back_drops_and_returns_everything(life: LeasedLife) -> None:
     assert life.pulled().mode is InstallMode.REPLACE
 
 
-def test_a_verdict_may_answer_begin_push_and_finish_push(life: LeasedLife) -> None:
+def test_a_verdict_may_answer_begin_push_and_finish_push(life: LeasedClusterBench) -> None:
     life.push_begun()
     life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED)))
     assert life.asked(BeginPushRequest).seq == 2
@@ -145,13 +145,13 @@ def test_a_verdict_may_answer_begin_push_and_finish_push(life: LeasedLife) -> No
 # ---- FENCED: join again ----
 
 
-def fenced(life: LeasedLife) -> None:
+def fenced(life: LeasedClusterBench) -> None:
     life.refuse(AwaitVerdictRequest, RefusalCode.FENCED)
     assert life.phase is SessionPhase.JOINING
     assert not life.waits, "training goes on while joining again"
 
 
-def test_fenced_join_names_the_old_life_and_every_range(life: LeasedLife) -> None:
+def test_fenced_join_names_the_old_life_and_every_range(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.train(1)
     fenced(life)
@@ -162,7 +162,7 @@ def test_fenced_join_names_the_old_life_and_every_range(life: LeasedLife) -> Non
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_fenced_with_verdict_aborted_or_none_keeps_everything(life: LeasedLife, known: bool) -> None:
+def test_fenced_with_verdict_aborted_or_none_keeps_everything(life: LeasedClusterBench, known: bool) -> None:
     life.awaiting()
     fenced(life)
     life.train(1)
@@ -173,7 +173,7 @@ def test_fenced_with_verdict_aborted_or_none_keeps_everything(life: LeasedLife, 
 
 
 @pytest.mark.parametrize("what", ["fence", "timeline"])
-def test_fenced_with_another_fence_or_timeline_is_as_stale_fence(life: LeasedLife, what: str) -> None:
+def test_fenced_with_another_fence_or_timeline_is_as_stale_fence(life: LeasedClusterBench, what: str) -> None:
     life.awaiting()
     fenced(life)
     aborted = life.verdict(VerdictKind.ABORTED)
@@ -187,7 +187,7 @@ def test_fenced_with_another_fence_or_timeline_is_as_stale_fence(life: LeasedLif
     assert life.pulled().mode is InstallMode.REPLACE
 
 
-def test_fenced_with_verdict_applied_acts_on_that_row(life: LeasedLife) -> None:
+def test_fenced_with_verdict_applied_acts_on_that_row(life: LeasedClusterBench) -> None:
     life.awaiting()
     fenced(life)
     life.train(2)
@@ -197,7 +197,7 @@ def test_fenced_with_verdict_applied_acts_on_that_row(life: LeasedLife) -> None:
     assert not life.asks(ReturnDataRequest)
 
 
-def test_fenced_with_verdict_excluded_acts_on_that_row(life: LeasedLife) -> None:
+def test_fenced_with_verdict_excluded_acts_on_that_row(life: LeasedClusterBench) -> None:
     life.awaiting()
     fenced(life)
     life.train(2)
@@ -206,7 +206,7 @@ def test_fenced_with_verdict_excluded_acts_on_that_row(life: LeasedLife) -> None
     assert life.pulled().reset_inner
 
 
-def test_fenced_and_undecided_waits_then_acts(life: LeasedLife) -> None:
+def test_fenced_and_undecided_waits_then_acts(life: LeasedClusterBench) -> None:
     life.awaiting()
     push = life.push_id
     fenced(life)
@@ -218,7 +218,7 @@ def test_fenced_and_undecided_waits_then_acts(life: LeasedLife) -> None:
     assert life.session.core.work.tokens == 0
 
 
-def test_fenced_between_verdict_and_pull_goes_on_with_the_pull(life: LeasedLife) -> None:
+def test_fenced_between_verdict_and_pull_goes_on_with_the_pull(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.train(1)
     verdict = life.decide(VerdictKind.APPLIED)
@@ -229,7 +229,7 @@ def test_fenced_between_verdict_and_pull_goes_on_with_the_pull(life: LeasedLife)
     assert life.session.core.work.pending.steps == 1
 
 
-def test_fenced_while_idle_keeps_training(life: LeasedLife) -> None:
+def test_fenced_while_idle_keeps_training(life: LeasedClusterBench) -> None:
     life.train(2)
     life.beat(epoch=2)
     life.epoch = 2
@@ -243,7 +243,7 @@ def test_fenced_while_idle_keeps_training(life: LeasedLife) -> None:
 
 @pytest.mark.parametrize(("tokens", "fence_moved", "kept"), [(10_000, 0, True), (10_000, 1, False), (0, 0, False)])
 def test_a_master_that_has_not_published_again_yet_leaves_it_to_the_fence(
-    life: LeasedLife, tokens: int, fence_moved: int, kept: bool
+    life: LeasedClusterBench, tokens: int, fence_moved: int, kept: bool
 ) -> None:
     """A master that knows no token is of another run, whatever its name and fence."""
     life.train(2)
@@ -254,7 +254,7 @@ def test_a_master_that_has_not_published_again_yet_leaves_it_to_the_fence(
     assert life.phase is (SessionPhase.TRAINING if kept else SessionPhase.PULLING)
 
 
-def test_rolled_back_after_applied_is_learnt_at_join(life: LeasedLife) -> None:
+def test_rolled_back_after_applied_is_learnt_at_join(life: LeasedClusterBench) -> None:
     life.awaiting()
     applied = life.decide(VerdictKind.APPLIED)
     life.pulled()
@@ -270,7 +270,7 @@ def test_rolled_back_after_applied_is_learnt_at_join(life: LeasedLife) -> None:
 # ---- other answers ----
 
 
-def test_busy_repeats_the_very_same_push(life: LeasedLife) -> None:
+def test_busy_repeats_the_very_same_push(life: LeasedClusterBench) -> None:
     first = life.push_begun()
     life.answer(BeginPushRequest, BeginPushReply(Busy(2.0, "slaves are away")))
     assert life.session.waiting_for() == "slaves are away"
@@ -283,7 +283,7 @@ def test_busy_repeats_the_very_same_push(life: LeasedLife) -> None:
 
 
 def test_undecided_push_of_an_earlier_life_is_awaited_first() -> None:
-    life = Life()
+    life = ClusterBench()
     life.say(Started())
     earlier = PushId(life.session.config.cluster_id, Incarnation(1, 9), 4)
     life.join(earlier)
@@ -294,7 +294,7 @@ def test_undecided_push_of_an_earlier_life_is_awaited_first() -> None:
     assert request.at_least == verdict.version
 
 
-def test_undecided_answer_for_our_own_push_awaits_it(life: LeasedLife) -> None:
+def test_undecided_answer_for_our_own_push_awaits_it(life: LeasedClusterBench) -> None:
     life.push_begun()
     life.answer(BeginPushRequest, BeginPushReply(life.push_id))  # the admission's answer was lost
     assert phase_of(life) is SessionPhase.AWAITING
@@ -302,7 +302,7 @@ def test_undecided_answer_for_our_own_push_awaits_it(life: LeasedLife) -> None:
     assert phase_of(life) is SessionPhase.PULLING
 
 
-def test_undecided_answer_for_another_push_keeps_the_work(life: LeasedLife) -> None:
+def test_undecided_answer_for_another_push_keeps_the_work(life: LeasedClusterBench) -> None:
     life.push_begun()
     other = PushId(life.session.config.cluster_id, Incarnation(1, 1), 99)
     life.answer(BeginPushRequest, BeginPushReply(other))
@@ -311,7 +311,7 @@ def test_undecided_answer_for_another_push_keeps_the_work(life: LeasedLife) -> N
     assert life.call(BeginPushRequest)[1].ranges == (life.span(0, 400),)
 
 
-def test_ranges_that_are_not_ours_are_dropped_and_not_returned(life: LeasedLife) -> None:
+def test_ranges_that_are_not_ours_are_dropped_and_not_returned(life: LeasedClusterBench) -> None:
     life.push_begun()
     life.train(1)
     life.refuse(BeginPushRequest, RefusalCode.RANGES)
@@ -319,7 +319,7 @@ def test_ranges_that_are_not_ours_are_dropped_and_not_returned(life: LeasedLife)
     assert life.pulled().mode is InstallMode.REPLACE
 
 
-def test_a_used_number_is_replaced_by_the_next(life: LeasedLife) -> None:
+def test_a_used_number_is_replaced_by_the_next(life: LeasedClusterBench) -> None:
     life.push_begun()
     life.refuse(BeginPushRequest, RefusalCode.SEQ)
     request = life.call(BeginPushRequest)[1]
@@ -327,7 +327,7 @@ def test_a_used_number_is_replaced_by_the_next(life: LeasedLife) -> None:
 
 
 @pytest.mark.parametrize("code", [RefusalCode.DIGEST, RefusalCode.UNKNOWN_PUSH])
-def test_a_lost_attempt_is_begun_again(life: LeasedLife, code: RefusalCode) -> None:
+def test_a_lost_attempt_is_begun_again(life: LeasedClusterBench, code: RefusalCode) -> None:
     first = life.push_begun()
     life.sent(life.ticket())
     life.refuse(FinishPushRequest, code)
@@ -336,7 +336,7 @@ def test_a_lost_attempt_is_begun_again(life: LeasedLife, code: RefusalCode) -> N
     assert life.call(BeginPushRequest)[1] == first
 
 
-def test_tickets_that_do_not_fit_the_layout_end_the_session(life: LeasedLife) -> None:
+def test_tickets_that_do_not_fit_the_layout_end_the_session(life: LeasedClusterBench) -> None:
     life.push_begun()
     broken = replace(TICKET, placement=replace(TICKET.placement, slave_of_block=(0, 1)))
     life.answer(BeginPushRequest, BeginPushReply(broken))
@@ -348,7 +348,7 @@ def test_tickets_that_do_not_fit_the_layout_end_the_session(life: LeasedLife) ->
 
 def test_fixed_h_counts_from_the_push_and_dynamic_h_from_the_pull() -> None:
     for dynamic, more in ((False, 2), (True, 4)):
-        life = Life(settings=replace(SETTINGS, dynamic_local_steps=dynamic))
+        life = ClusterBench(settings=replace(SETTINGS, dynamic_local_steps=dynamic))
         life.begin()
         life.awaiting()
         life.train(2)

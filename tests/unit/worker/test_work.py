@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cluster_life import LEASED, TICKET, TOKENS, Life, session_config
+from support.cluster_bench import LEASED, TICKET, TOKENS, ClusterBench, session_config
 
 from dips.core.errors import LocalProtocolError, RefusalCode
 from dips.core.ids import Version
@@ -95,7 +95,7 @@ def test_joined_keeps_every_token(items: list[tuple[int, int, int]]) -> None:
     assert len(result) <= len(once)
 
 
-class RandomLife(Life):
+class RandomLife(ClusterBench):
     """A leased cluster whose every token's fate is followed: lent, and then exactly one of the places below."""
 
     def __init__(self) -> None:

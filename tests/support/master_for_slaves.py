@@ -40,7 +40,7 @@ WAIT_S = 60.0
 class SlaveLink:
     """One stream of one slave, from its hello on."""
 
-    def __init__(self, master: FakeMaster) -> None:
+    def __init__(self, master: MasterForSlaves) -> None:
         self._master = master
         self._in: asyncio.Queue[SlaveMessage | None] = asyncio.Queue()
         self._out: asyncio.Queue[SlaveCommand | Refused | None] = asyncio.Queue()
@@ -135,8 +135,8 @@ class SlaveLink:
             self._in.put_nowait(message)
 
 
-class FakeMaster(slaves_pb2_grpc.SlavesServicer):
-    """`async with FakeMaster() as master: link = await master.accept()`."""
+class MasterForSlaves(slaves_pb2_grpc.SlavesServicer):
+    """`async with MasterForSlaves() as master: link = await master.accept()`."""
 
     def __init__(self, run_id: str = "run", settings: Settings | None = None) -> None:
         self.run_id = run_id
@@ -145,7 +145,7 @@ class FakeMaster(slaves_pb2_grpc.SlavesServicer):
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
-    async def __aenter__(self) -> FakeMaster:
+    async def __aenter__(self) -> MasterForSlaves:
         await self.start()
         return self
 

@@ -81,7 +81,7 @@ def session_config(**changes: Any) -> SessionConfig:
     return replace(SessionConfig(ClusterId("a"), LAYOUT, OWN, run_id="run"), **changes)
 
 
-class Life:
+class ClusterBench:
     """One session, and what a master would remember of it."""
 
     def __init__(self, config: SessionConfig | None = None, settings: Settings = SETTINGS, epoch: int = 1) -> None:
@@ -302,7 +302,7 @@ class Life:
         return request.ranges
 
 
-class LeasedLife(Life):
+class LeasedClusterBench(ClusterBench):
     """A cluster that trains on leased data: every step takes TOKENS tokens of its one lease."""
 
     def __init__(self, config: SessionConfig | None = None) -> None:
@@ -327,6 +327,6 @@ class LeasedLife(Life):
         return DataRange(1, 0, 0, begin, end)
 
 
-def phase_of(life: Life) -> SessionPhase:
+def phase_of(life: ClusterBench) -> SessionPhase:
     """life.phase, in tests that ask twice: mypy takes an attribute for what it was when it was compared last."""
     return life.phase

@@ -70,7 +70,7 @@ LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (N_ELEMS,), "float32", f"layers
 """5 layers of 2 blocks of 4 and 2 chunks."""
 
 
-class NumpyModel:
+class FlatModel:
     """A ParameterStore; `training` is set while a step is made, and installing then is an error."""
 
     def __init__(self, seed: int, layout: Layout = LAYOUT) -> None:
@@ -109,7 +109,7 @@ def bind_again(router: zmq.Socket[bytes], endpoint: str) -> None:
             time.sleep(0.01)
 
 
-class FakeSlave:
+class DataSlave:
     """One ROUTER on one thread. `mute`: hears nothing. `hook(header)` may return a Refusal, or raise to say nothing."""
 
     def __init__(self, slave_id: str, blocks: list[Block]) -> None:
@@ -221,7 +221,7 @@ class FakeSlave:
         return [answer.encode(), payload]
 
 
-class Stop(Exception):
+class RefuseCall(Exception):
     """Ends a call with a refusal."""
 
     def __init__(self, code: RefusalCode, sentence: str, retry_after_s: float = 0.0) -> None:
@@ -229,13 +229,13 @@ class Stop(Exception):
         self.refusal = Refusal(code, sentence, retry_after_s)
 
 
-class FakeRun:
+class RunForWorkers:
     """Master and two slaves. `decide(push_id)` gives each push its verdict's kind; None: not decided yet."""
 
     def __init__(self, settings: Settings | None = None, theta: F32 | None = None) -> None:
         half = len(LAYOUT.blocks) // 2
         indices = tuple(0 if block.block_id < half else 1 for block in LAYOUT.blocks)
-        self.slaves = [FakeSlave(f"s{i}", [b for b in LAYOUT.blocks if indices[b.block_id] == i]) for i in range(2)]
+        self.slaves = [DataSlave(f"s{i}", [b for b in LAYOUT.blocks if indices[b.block_id] == i]) for i in range(2)]
         self._indices = indices
         self.settings = settings or Settings(
             sync_every_steps=4, heartbeat_s=0.05, verdict_wait_s=5.0, chunk_bytes=CHUNK_BYTES, window_chunks=4
@@ -329,9 +329,9 @@ class FakeRun:
             caller = request.caller
             if method != "Join" and not getattr(request, "reader", False):
                 if caller.epoch != self.epoch:
-                    raise Stop(RefusalCode.STALE_EPOCH, f"epoch {caller.epoch} is over: join again")
+                    raise RefuseCall(RefusalCode.STALE_EPOCH, f"epoch {caller.epoch} is over: join again")
                 if caller.incarnation != Incarnation(self.epoch, self.n):
-                    raise Stop(RefusalCode.FENCED, f"incarnation {caller.incarnation} is over: join again")
+                    raise RefuseCall(RefusalCode.FENCED, f"incarnation {caller.incarnation} is over: join again")
             return getattr(self, f"_{method}")(request)
 
     def _Join(self, request: JoinRequest) -> JoinReply:
@@ -353,7 +353,7 @@ class FakeRun:
         if push in self.verdicts:
             return BeginPushReply(self.verdicts[push])
         if push not in self.attempts and self.stop:
-            raise Stop(RefusalCode.STOPPING, "no more pushes: the run has reached its end")
+            raise RefuseCall(RefusalCode.STOPPING, "no more pushes: the run has reached its end")
         if push not in self.attempts:
             self.pushes.append(request)
         self.attempts[push] = self.attempts.get(push, 0) + 1
@@ -394,7 +394,7 @@ class FakeRun:
             return BeginPullReply(Busy(0.05, "no such version is published yet"))
         version = wanted if request.exact and wanted is not None else self.version
         if version not in self.slaves[0].versions:
-            raise Stop(RefusalCode.VERSION_GONE, f"version {version} is not kept")
+            raise RefuseCall(RefusalCode.VERSION_GONE, f"version {version} is not kept")
         blocks = [(s, s.blocks[:1] if self.false_digests else s.blocks) for s in self.slaves]
         digests = tuple((s.slave_id, digest_of_array(s.versions[version], b, CHUNK_BYTES)) for s, b in blocks)
         return BeginPullReply(
@@ -428,7 +428,7 @@ class FakeRun:
 
 
 class _Servicer(clusters_pb2_grpc.ClustersServicer):
-    def __init__(self, run: FakeRun) -> None:
+    def __init__(self, run: RunForWorkers) -> None:
         self._run = run
 
     def Heartbeat(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
@@ -438,7 +438,7 @@ class _Servicer(clusters_pb2_grpc.ClustersServicer):
     def _answer(self, method: str, kind: type[Any], message: Any, context: grpc.ServicerContext) -> Any:
         try:
             return to_message(self._run.call(method, from_message(message, kind)))
-        except Stop as stop:
+        except RefuseCall as stop:
             context.set_trailing_metadata(((REFUSAL_KEY, encode(stop.refusal)),))
             context.abort(grpc.StatusCode.ABORTED, stop.refusal.sentence)
 

@@ -1,4 +1,4 @@
-"""`dips train` as a cluster that goes astray: python -m support.wayward_trainer, with the options of `dips train`.
+"""`dips train` as a cluster that goes astray: python -m support.diverging_trainer, with the options of `dips train`.
 
 It does what stands in the file that WAYWARD names: `up` climbs the loss instead of descending it, for as long as the
 file is there (pushes of the usual norm that point the wrong way); `far` doubles all parameters every few steps (pushes
