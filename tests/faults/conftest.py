@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.fault_tally import TALLY
+from support.fault_run import TALLY
 from support.fork_server import ForkServer
 
 WHOLE_MATRIX_FAULTS = 300

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import pytest
 from support.dips_command import dips
-from support.fault_run import CLUSTERS, SLAVES, FaultRun
-from support.fault_tally import TALLY
+from support.fault_run import CLUSTERS, SLAVES, TALLY, FaultRun
 from support.fork_server import ForkServer
 
 from dips.master.directory import ADDRESS_NAME, LOCK_NAME, TAPE_NAME

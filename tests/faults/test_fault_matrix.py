@@ -29,8 +29,7 @@ from support.fault_plan import (
     in_a_run,
     planned,
 )
-from support.fault_run import FaultRun
-from support.fault_tally import TALLY
+from support.fault_run import TALLY, FaultRun
 from support.fork_server import ForkServer
 
 from dips.core.failpoint_names import all_names

@@ -17,8 +17,7 @@ import pytest
 from support.dips_command import dips
 from support.fault_plan import Fault, endured
 from support.fault_proxy import Harm, NetFault, Proxies, Way
-from support.fault_run import CLUSTERS, SLAVES, FaultRun
-from support.fault_tally import TALLY
+from support.fault_run import CLUSTERS, SLAVES, TALLY, FaultRun
 from support.fork_server import ForkServer
 
 from dips.launch.authority import ensure_keys

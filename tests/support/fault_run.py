@@ -11,15 +11,18 @@ import itertools
 import json
 import signal
 import socket
+import statistics
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from support.fault_proxy import Proxies
 from support.fork_server import ForkedProcess, ForkServer
-from support.tape_tail import TapeTail
 from support.whole_run import option_words
 
 from dips.core.errors import Refused, RetryLater
@@ -30,6 +33,7 @@ from dips.core.security import INSECURE, INSECURE_VARIABLE, KEYS_VARIABLE, Secur
 from dips.launch.operator_client import OperatorClient
 from dips.launch.tapes import tape_path
 from dips.master.directory import TAPE_NAME
+from dips.master.state.tables import RoundPhase
 from dips.sim.verify import verify_run
 
 SLAVES = ("s0", "s1")
@@ -438,3 +442,145 @@ def records(master: Path) -> list[dict[str, object]]:
     from dips.master.journal import read_records
 
     return [json.loads(record.record_json) for record in read_records(master)]
+
+
+BEGINS = frozenset({RoundPhase.WINDOW.value, RoundPhase.SEALED.value})
+
+
+class TapeTail:
+    """Reads what was added since the last look. Times are the master's wall clock."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_bytes = 0
+        self._phases: list[tuple[float, str]] = [(0.0, RoundPhase.IDLE.value)]
+        self._published: list[float] = []
+        self._versions: set[str] = set()
+        """A master that starts again publishes once more what stands: that is no new version."""
+        self._rounds: list[tuple[float, str]] = []
+        """When a round left IDLE, and its name."""
+
+    def phase_at(self, wall_s: float) -> str:
+        self._look()
+        at = bisect_right(self._phases, (wall_s, "~"))
+        return self._phases[at - 1][1]
+
+    def published_since(self, wall_s: float) -> bool:
+        self._look()
+        return bool(self._published) and self._published[-1] >= wall_s
+
+    def first_published(self, since_s: float) -> float:
+        """When the first version after this was published. To be called once there is one."""
+        self._look()
+        return next(at_s for at_s in self._published if at_s >= since_s)
+
+    def rounds_until_published(self, since_s: float) -> int:
+        """How many rounds began from here to the next published version, the one that made it among them; one that was
+        under way already is no new one."""
+        end_s = self.first_published(since_s)
+        return len({name for at_s, name in self._rounds if since_s <= at_s <= end_s})
+
+    def _look(self) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            added = file.read()
+        whole = added[: added.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        for line in whole.splitlines():
+            self._take(json.loads(line))
+
+    def _take(self, event: dict[str, object]) -> None:
+        at_s = event["wall_s"]
+        assert isinstance(at_s, float)
+        if event["kind"] == "epoch":
+            self._phases.append((at_s, RoundPhase.IDLE.value))
+        elif event["kind"] == "round":
+            phase = str(event["phase"])
+            if phase in BEGINS and self._phases[-1][1] == RoundPhase.IDLE.value:
+                self._rounds.append((at_s, str(event["round"])))
+            self._phases.append((at_s, phase))
+        elif event["kind"] == "publish" and str(event["version"]) not in self._versions:
+            self._versions.add(str(event["version"]))
+            self._published.append(at_s)
+
+
+SLOWEST = 5
+PHASES = tuple(phase.value for phase in RoundPhase)
+
+
+class Tally:
+    """Faults that happened and were judged. Safe for several threads."""
+
+    def __init__(self) -> None:
+        self.recoveries: list[tuple[str, Recovery]] = []
+        self.others: Counter[str] = Counter()
+        """Faults before the first round or at the end of a run, by kind."""
+        self._lock = threading.Lock()
+        self._slowest: list[tuple[float, str]] = []
+        self.judgements = 0
+        self.versions = 0
+
+    def add(self, kind: str, recovery: Recovery, what: str) -> None:
+        with self._lock:
+            self.recoveries.append((kind, recovery))
+            self._slowest = sorted([*self._slowest, (recovery.healed_after_s, what)], reverse=True)[:SLOWEST]
+
+    def judged(self, versions: int) -> None:
+        """One `dips verify --replay`, which made so many versions anew."""
+        with self._lock:
+            self.judgements += 1
+            self.versions += versions
+
+    def born(self, kind: str, count: int) -> None:
+        with self._lock:
+            self.others[kind] += count
+
+    def ended(self, kind: str) -> None:
+        with self._lock:
+            self.others[kind] += 1
+
+    @property
+    def fired(self) -> int:
+        return len(self.recoveries) + self.others.total()
+
+    def missing_phases(self) -> list[str]:
+        fell = {recovery.phase for _, recovery in self.recoveries}
+        return [phase for phase in PHASES if phase not in fell]
+
+    def table(self) -> Iterator[str]:
+        """Lines for people."""
+        kinds = sorted({kind for kind, _ in self.recoveries} | set(self.others))
+        width = max(map(len, kinds), default=4)
+        yield f"{self.fired} faults fired and survived; {self.judgements} times judged by dips verify --replay, which "
+        yield f"made {self.versions} versions anew, bit for bit"
+        yield ""
+        yield f"{'fault':<{width}} {'fired':>6} {'outside':>8} " + " ".join(f"{phase:>8}" for phase in PHASES)
+        for kind in kinds:
+            fell = Counter(recovery.phase for name, recovery in self.recoveries if name == kind)
+            others = self.others[kind]
+            row = " ".join(f"{fell[phase]:>8}" for phase in PHASES)
+            yield f"{kind:<{width}} {fell.total() + others:>6} {others:>8} {row}"
+        yield ""
+        back, published = "all back: median", "published: median"
+        yield f"{'seconds to':<{width}} {back:>17} {'max':>6}   {published:>17} {'max':>6}   rounds"
+        for kind in kinds:
+            mine = [recovery for name, recovery in self.recoveries if name == kind]
+            if mine:
+                yield f"{kind:<{width}} {_times(mine)}"
+        yield ""
+        yield "slowest: " + "; ".join(f"{what}: {after_s:.1f} s" for after_s, what in self._slowest)
+
+
+def _times(recoveries: list[Recovery]) -> str:
+    healed = [recovery.healed_after_s for recovery in recoveries]
+    published = [recovery.published_after_s for recovery in recoveries]
+    return (
+        f"{statistics.median(healed):>17.1f} {max(healed):>6.1f}   {statistics.median(published):>17.1f} "
+        f"{max(published):>6.1f}   {max(recovery.rounds for recovery in recoveries)}"
+    )
+
+
+TALLY = Tally()
+"""Of this test run."""

@@ -1,29 +1,211 @@
-"""The scenarios whose transcripts stand in tests/golden: each a short run of the real master among scripted peers."""
+"""Transcripts of short runs of the real master among scripted peers, as they stand in tests/golden.
+
+A transcript has every event that reaches the master's state and every effect that leaves it, as text. Hashes of records
+and texts of layouts are left out, so that it changes only when the protocol does.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
 
-from support.master_bench import LEASED
-from support.scribe import Scribe
+from support.master_bench import LEASED, Bench
 
 from dips.core.errors import Refused
-from dips.core.ids import Version
+from dips.core.ids import Incarnation, PushId, RoundId, Version
+from dips.core.layout import Layout
 from dips.core.messages import (
+    Caller,
     Commit,
     DrainRequest,
     EvictRequest,
+    Hello,
     LeaveRequest,
     OperatorRequest,
+    PlacementSpec,
     Prepare,
     ReturnDataRequest,
     Settings,
     SlaveBeat,
+    SnapshotInfo,
+    StatusReply,
 )
+from dips.master.state import effects as out
+from dips.master.state import events
+from dips.master.state.effects import Effect
 from dips.master.state.events import Pause, Resume, Stop
 
-Scenario = Callable[[], Scribe]
+LEFT_OUT = {
+    "layout", "layout_hash", "placement", "placement_hash", "hello", "settings", "commit_hash", "commit_record",
+    "record", "block_order", "data_endpoint", "memory_bytes", "caller", "data_plan", "chunk_bytes", "blocks", "run_id",
+}  # fmt: skip
+QUIET = (SlaveBeat, StatusReply)
+
+
+class Transcript(Bench):
+    """A bench that writes down what it sees."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.lines: list[str] = []
+        self._numbers: dict[int, int] = {}
+        self._entries: dict[int, str] = {}
+        super().__init__(*args, **kwargs)
+
+    def say(self, sentence: str) -> None:
+        """What the scenario does next, in words."""
+        self.lines += ["", f"# {sentence}"]
+
+    def verdict_is_out(self, cluster: str) -> bool:
+        """Whether its last push is decided."""
+        member = self.state.world.members.get(cluster)
+        return member is None or member.push is None
+
+    def text(self) -> str:
+        return "\n".join(self.lines).strip() + "\n"
+
+    def start_master(self) -> None:
+        self.lines.append(f"master starts: epoch {self.epoch + 1}")
+        super().start_master()
+        handle = self.state.handle
+
+        def written(event: events.Event, now_s: float) -> list[Effect]:
+            effects = handle(event, now_s)
+            self._write(event, effects)
+            return effects
+
+        self.state.handle = written  # type: ignore[method-assign]
+
+    def _write(self, event: events.Event, effects: Sequence[Effect]) -> None:
+        head = self._event(event)
+        lines = _together([line for effect in effects if (line := self._effect(effect))])
+        if head or lines:
+            self.lines += [head or "time passes", *(f"    {line}" for line in lines)]
+
+    def _call(self, token: int) -> int:
+        """Calls are numbered as they are shown: those that are left out take no number."""
+        return self._numbers.setdefault(token, len(self._numbers) + 1)
+
+    def _event(self, event: events.Event) -> str:
+        match event:
+            case events.ClusterCall(token, request):
+                name = type(request).__name__.removesuffix("Request")
+                if name == "Heartbeat":
+                    return ""
+                return f"{request.caller.name} > {name}({_fields(request)}) [{self._call(token)}]"
+            case events.OperatorCall(_, action):
+                return f"operator > {type(action).__name__}" if "Status" not in type(action).__name__ else ""
+            case events.SlaveSaid(_, message):
+                quiet = isinstance(message.body, QUIET)
+                return "" if quiet else f"{message.caller.name} > {_brief(message.body)}"
+            case events.JournalWritten(entry_id):
+                return f"durable: {self._entries[entry_id]}"
+            case events.SlaveLinkDown(link):
+                return f"the stream of {self.by_link[link].name} breaks"
+            case _:
+                return ""
+
+    def _effect(self, effect: Effect) -> str:
+        match effect:
+            case out.Reply(token, body):
+                quiet = isinstance(body, QUIET) or (type(body).__name__ == "HeartbeatReply" and not _stops(body))
+                return "" if quiet else f"[{self._call(token)}] < {_brief(body)}"
+            case out.Refuse(token, refusal):
+                return f"[{self._call(token)}] < refused {refusal.code.name}: {refusal.sentence}"
+            case out.ToSlave(link, command):
+                return f"{self.by_link[link].name if link in self.by_link else link} < {_brief(command.body)}"
+            case out.CloseLink(link, refusal):
+                slave = self.by_link[link].name if link in self.by_link else link
+                return f"{slave} < stream closed, {refusal.code.name}: {refusal.sentence}"
+            case out.WriteJournal(entry_id, kind, record, _):
+                self._entries[entry_id] = kind
+                return f"journal {kind} {_journal(json.loads(record))}".rstrip()
+            case out.Halt(code, sentence):
+                return f"HALT {code}: {sentence}"
+            case out.BeginAgain(at_least):
+                return f"BEGIN AGAIN at epoch {at_least} or later"
+            case out.Record("round", _, told):
+                return f"round {told['round']}: {told['input']} -> {told['phase']}"
+            case out.Record("publish" | "alarm" | "rolled_back" | "adopted" | "recovery" as kind, _, told):
+                return f"tape {kind} {', '.join(f'{k}={_value(v)}' for k, v in told.items())}"
+            case _:
+                return ""
+
+
+def _together(lines: list[str]) -> list[str]:
+    """One line for what all slaves are told one after the other."""
+    merged: list[str] = []
+    for line in lines:
+        names, arrow, words = line.partition(" < ")
+        before, _, same = merged[-1].partition(" < ") if merged else ("", "", "")
+        if arrow and words == same and "[" not in names:
+            merged[-1] = f"{before}, {names} < {words}"
+        else:
+            merged.append(line)
+    return merged
+
+
+def _stops(body: Any) -> bool:
+    return bool(body.stop or body.donate)
+
+
+def _journal(record: dict[str, Any]) -> str:
+    words = []
+    for item in record.get("participants", ()):
+        cluster, epoch, n, seq = item["push"]
+        words.append(f"{cluster}/{epoch}.{n}#{seq} {item['verdict']}")
+    for key in ("cluster", "version", "from_version", "origin", "donor", "tokens", "lost_tokens", "reason"):
+        if record.get(key) not in (None, ""):
+            value = record[key]
+            words.append(f"{key}={':'.join(map(str, value)) if isinstance(value, list) else value}")
+    return ", ".join(words)
+
+
+def _brief(body: Any) -> str:
+    told = _fields(body)
+    return type(body).__name__ + (f"({told})" if told else "")
+
+
+def _fields(body: Any) -> str:
+    told = []
+    for field in fields(body):
+        value = getattr(body, field.name)
+        if field.name in LEFT_OUT or value != value or value == field.default or value in (None, (), b"", 0, ""):
+            continue
+        told.append(f"{field.name}={_value(value)}")
+    return ", ".join(told)
+
+
+def _value(value: Any) -> str:
+    match value:
+        case Enum():
+            return value.name
+        case PushId() | Version() | RoundId() | Incarnation():
+            return str(value)
+        case bytes():
+            return value.hex() if len(value) <= 4 else f"<{_ascii(value)}>"
+        case float():
+            return f"{value:g}"
+        case tuple() | list():
+            return "[" + ", ".join(_value(item) for item in value) + "]"
+        case SnapshotInfo():
+            return f"{value.version}{'' if value.committed else ' (shadow)'}"
+        case Layout() | Caller() | Hello() | PlacementSpec() | Settings():
+            return type(value).__name__
+        case _ if is_dataclass(value):
+            return _brief(value)
+        case _:
+            return str(value)
+
+
+def _ascii(value: bytes) -> str:
+    return value.decode() if value.isascii() else value[:4].hex()
+
+
+Scenario = Callable[[], Transcript]
 
 V0, V1, V2 = (Version(1, v) for v in range(3))
 SCENARIOS: dict[str, Scenario] = {}
@@ -34,9 +216,9 @@ def scenario(play: Scenario) -> Scenario:
     return play
 
 
-def standing(*names: str, **config: object) -> Scribe:
+def standing(*names: str, **config: object) -> Transcript:
     """The seed is published and pulled; its transcript is that of `seed` and left out."""
-    bench = Scribe(**config)
+    bench = Transcript(**config)
     bench.running(*names)
     for name in names:
         bench.beat(name)
@@ -51,15 +233,15 @@ def refused(call: Callable[[], object]) -> None:
 
 
 @scenario
-def seed() -> Scribe:
-    bench = Scribe()
+def seed() -> Transcript:
+    bench = Transcript()
     bench.say("two slaves attach; the first cluster seeds the run, the second pulls")
     bench.running("a", "b")
     return bench
 
 
 @scenario
-def round_of_two() -> Scribe:
+def round_of_two() -> Transcript:
     bench = standing("a", "b")
     bench.say("both clusters push; the window closes when both are in")
     for name in ("a", "b"):
@@ -71,7 +253,7 @@ def round_of_two() -> Scribe:
 
 
 @scenario
-def late_push_joins_the_next_window() -> Scribe:
+def late_push_joins_the_next_window() -> Transcript:
     bench = standing("a", "b", "c")
     bench.slaves[0].hold.add(Prepare)
     bench.say("a and b push, c does not; the grace ends; c's push comes while the round is prepared")
@@ -86,7 +268,7 @@ def late_push_joins_the_next_window() -> Scribe:
 
 
 @scenario
-def excluded_push() -> Scribe:
+def excluded_push() -> Transcript:
     bench = standing("a", "b")
     bench.nonfinite["b"] = 3
     bench.say("b's push is not finite: it is excluded, a's is merged")
@@ -97,7 +279,7 @@ def excluded_push() -> Scribe:
 
 
 @scenario
-def void_round() -> Scribe:
+def void_round() -> Transcript:
     bench = standing("a")
     bench.nonfinite["a"] = 1
     bench.say("the only push is excluded: no version changes, the fence does")
@@ -109,7 +291,7 @@ def void_round() -> Scribe:
 
 
 @scenario
-def abort_by_slave_loss() -> Scribe:
+def abort_by_slave_loss() -> Transcript:
     bench = standing("a")
     bench.slaves[1].hold.add(Prepare)
     bench.push("a")
@@ -125,7 +307,7 @@ def abort_by_slave_loss() -> Scribe:
 
 
 @scenario
-def commit_driven_forward_after_restart() -> Scribe:
+def commit_driven_forward_after_restart() -> Transcript:
     bench = standing("a")
     for slave in bench.slaves:
         slave.hold.add(Commit)
@@ -140,7 +322,7 @@ def commit_driven_forward_after_restart() -> Scribe:
 
 
 @scenario
-def stale_fence() -> Scribe:
+def stale_fence() -> Transcript:
     bench = standing("a", "b")
     bench.push("a")
     bench.advance(3.0)
@@ -150,7 +332,7 @@ def stale_fence() -> Scribe:
 
 
 @scenario
-def undecided() -> Scribe:
+def undecided() -> Transcript:
     bench = standing("a", "b")
     bench.push("a")
     bench.say("a begins another push while one is undecided")
@@ -159,7 +341,7 @@ def undecided() -> Scribe:
 
 
 @scenario
-def rejoin_keeps_work() -> Scribe:
+def rejoin_keeps_work() -> Transcript:
     bench = standing("a", plan=LEASED)
     ranges = bench.lease("a", 100)
     bench.begin_push("a", 100, ranges)
@@ -174,7 +356,7 @@ def rejoin_keeps_work() -> Scribe:
 
 
 @scenario
-def rollback() -> Scribe:
+def rollback() -> Transcript:
     bench = standing("a")
     bench.push("a")
     bench.pull("a")
@@ -186,7 +368,7 @@ def rollback() -> Scribe:
 
 
 @scenario
-def donation() -> Scribe:
+def donation() -> Transcript:
     bench = standing("a")
     bench.say("a slave's disk comes back empty: no version is left on all; a is asked for its copy")
     bench.slaves[0].come_back_without()
@@ -196,7 +378,7 @@ def donation() -> Scribe:
 
 
 @scenario
-def adopt() -> Scribe:
+def adopt() -> Transcript:
     bench = standing("a")
     old = bench.snapshot
     bench.push("a")
@@ -206,7 +388,7 @@ def adopt() -> Scribe:
 
 
 @scenario
-def rebuild() -> Scribe:
+def rebuild() -> Transcript:
     bench = standing("a", rebuild=True)
     bench.push("a")
     bench.say("the master comes back with no journal, told to rebuild; the epoch was used before")
@@ -224,7 +406,7 @@ def rebuild() -> Scribe:
 
 
 @scenario
-def eviction() -> Scribe:
+def eviction() -> Transcript:
     bench = standing("a", "b")
     bench.push("a")
     bench.say("b falls silent: after five beats it is evicted, and the window waits no longer for it")
@@ -234,7 +416,7 @@ def eviction() -> Scribe:
 
 
 @scenario
-def lease_and_return() -> Scribe:
+def lease_and_return() -> Transcript:
     bench = standing("a", plan=LEASED)
     ranges = bench.lease("a", 200)
     bench.say("a gives back one of two ranges, and may not push it any more")
@@ -245,7 +427,7 @@ def lease_and_return() -> Scribe:
 
 
 @scenario
-def drain() -> Scribe:
+def drain() -> Transcript:
     bench = standing("a", "b")
     bench.push("a")
     bench.say("a is drained: its open push is decided, it is told to stop, pushes the steps made since, and leaves")
@@ -262,7 +444,7 @@ def drain() -> Scribe:
 
 
 @scenario
-def pause_outlives_the_master() -> Scribe:
+def pause_outlives_the_master() -> Transcript:
     bench = standing("a")
     bench.say("paused: a push is admitted, no round begins, not even after a restart")
     bench.operate(Pause(OperatorRequest("", "the operator looks")))
@@ -279,7 +461,7 @@ def pause_outlives_the_master() -> Scribe:
 
 
 @scenario
-def stop() -> Scribe:
+def stop() -> Transcript:
     bench = standing("a")
     bench.push("a")
     bench.say("the operator stops the run: the last version is pulled, the cluster leaves, everybody ends")
@@ -293,7 +475,7 @@ def stop() -> Scribe:
 
 
 @scenario
-def async_lag() -> Scribe:
+def async_lag() -> Transcript:
     bench = standing("a", settings=Settings(durability="async"), async_lag_versions=1)
     bench.say("in async mode slaves write versions later: rounds wait when a disk is too far behind")
     for _ in range(3):
@@ -308,7 +490,7 @@ def async_lag() -> Scribe:
 
 
 @scenario
-def newer_epoch_halts() -> Scribe:
+def newer_epoch_halts() -> Transcript:
     bench = standing("a")
     bench.say("a slave has promised a newer epoch: another master serves this run")
     bench.slaves[0].die()
