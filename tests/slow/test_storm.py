@@ -7,7 +7,6 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
 from support.repository import ROOT
 
 WAIT_S = 300
@@ -41,7 +40,6 @@ def test_garbage_connections_are_dropped_and_counted() -> None:
     assert row["slave_counted"] > 0
 
 
-@pytest.mark.faults
 def test_a_link_at_one_percent_costs_no_beat() -> None:
     row = storm("link")
     assert row["incarnations"] == 1
