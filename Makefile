@@ -57,7 +57,7 @@ check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 	$(BIN)/lint-imports --no-cache
 
 sim: $(DEV_STAMP)  ## simulate SEEDS runs with every fault, all invariants checked after every step
-	$(BIN)/python -m dips.sim.run_seeds --seeds $(SEEDS) $(ARGS)
+	$(BIN)/python -m dips.sim.seeds --seeds $(SEEDS) $(ARGS)
 
 frozen: $(DEV_STAMP)  ## compare what 500 simulated runs did with tests/frozen/seeds.txt, in a minute or two
 	$(BIN)/python -m dips.sim.canonical_records --check tests/frozen/seeds.txt $(ARGS)
@@ -115,9 +115,9 @@ bench: $(DEV_STAMP)  ## run the benchmarks, or one: BENCH=sync runs benchmarks/b
 	if [ "$${#failed[@]}" != 0 ]; then echo "make bench: not done: $${failed[*]}" >&2; exit 1; fi
 
 docs: $(DEV_STAMP)  ## write the generated parts of docs/ anew
-	$(BIN)/python -m dips.launch.protocol_doc --write docs/protocol.md
-	$(BIN)/python -m dips.launch.assumptions_doc --write docs/assumptions.md
-	$(BIN)/python -m dips.launch.metrics_doc --write docs/metrics.md
+	$(BIN)/python -m dips.cli.protocol_doc --write docs/protocol.md
+	$(BIN)/python -m dips.cli.assumptions_doc --write docs/assumptions.md
+	$(BIN)/python -m dips.cli.metrics_doc --write docs/metrics.md
 
 clean:  ## remove the environment and everything that tools left behind; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

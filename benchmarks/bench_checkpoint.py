@@ -26,7 +26,7 @@ import torch
 
 from dips.core.clock import SystemClock
 from dips.core.ids import Incarnation, Version
-from dips.core.telemetry import Tape, read_tape
+from dips.core.observe.telemetry import Tape, read_tape
 from dips.worker.checkpointing import Checkpointing
 from dips.worker.config import ClientConfig
 from dips.worker.state.saved import SavedSession

@@ -36,7 +36,7 @@ RATIOS = [0, 0.25, 0.5, 1, 2]
 WANTED = {"simulate_ops_per_s": 300_000, "greedy_s": 2.0, "plan_s": 10.0, "proof_s": 3.0, "greedy_over_bound": 1.05}
 """The simulator's at least, all others at most."""
 
-COMMAND = (sys.executable, "-c", "from dips.launch.cli import main; main()", "plan")
+COMMAND = (sys.executable, "-c", "from dips.cli.main import main; main()", "plan")
 
 
 def seconds(work: Callable[[], Any], repeats: int) -> dict[str, float]:

@@ -62,9 +62,9 @@ from dips.core.messages import (
     StagedPush,
     Welcome,
 )
+from dips.core.observe.telemetry import Tape
 from dips.core.placement import Placement, shard_bytes_needed
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
-from dips.core.telemetry import Tape
 from dips.slave.data_server import DataServer
 from dips.slave.engine import Engine
 from dips.slave.ring import Ring

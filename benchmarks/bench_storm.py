@@ -36,11 +36,11 @@ import numpy as np
 from storm.link import SharedLink
 from storm.servers import Servers
 
-from dips.core.codec_protobuf import decode, encode
 from dips.core.file_limit import raise_file_limit
-from dips.core.grpc_channel import open_channel_aio
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import Caller, DataMode, DataPlan, HeartbeatRequest, Hello, JoinReply, JoinRequest
+from dips.core.net.codec_protobuf import decode, encode
+from dips.core.net.grpc_channel import open_channel_aio
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.worker.config import ClientConfig
 from dips.worker.driver import Driver

@@ -33,10 +33,11 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.core import allocator, kernels_numba, kernels_wire
+from dips.core import allocator
 from dips.core.chunks import checksum
-from dips.core.outer_numpy import n_pieces
-from dips.core.simd_numba import compiled, load, splat, store
+from dips.core.math import outer_numba, wire_numba
+from dips.core.math.outer_numpy import n_pieces
+from dips.core.math.simd_numba import compiled, load, splat, store
 from dips.core.threads import usable_processors
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 
@@ -120,7 +121,7 @@ class Bench:
             ("floor_copy", 0): (2 * size, lambda p: np.copyto(out[p[0] : p[1]], theta[p[0] : p[1]])),
             ("seed_step", 1): (
                 3 * size,
-                lambda p: kernels_numba.seed_step(self.staging, 0, *self.outputs, p[0], p[1]),
+                lambda p: outer_numba.seed_step(self.staging, 0, *self.outputs, p[0], p[1]),
             ),
             ("checksum", 1): (size, lambda p: [checksum(theta[a:b]) for a, b in _chunks(p)]),
         }
@@ -133,13 +134,13 @@ class Bench:
         slots, weights = np.arange(k), np.full(k, 1 / k, np.float32)
         theta, momentum, staging = self.theta, self.momentum, self.staging
         out_theta, out_momentum = self.outputs
-        return lambda part: kernels_numba.outer_step(
+        return lambda part: outer_numba.outer_step(
             theta, momentum, staging, slots, weights, 0.5, 0.7, 0.8, 0.8, 1.0, out_theta, out_momentum, part[0], part[1]
         )
 
     def _gram(self, k: int) -> Work:
         slots = np.arange(k)
-        return lambda part: kernels_numba.gram(self.theta, self.staging, slots, *part)
+        return lambda part: outer_numba.gram(self.theta, self.staging, slots, *part)
 
     def _receipt(self, size: int) -> Works:
         """What is done with a chunk that stands in the cache; theta and the staging row are in memory."""
@@ -155,15 +156,15 @@ class Bench:
             return work
 
         return {
-            ("land", 1): (size, each(lambda x, at, _: kernels_numba.land(out[at], x))),
-            ("measure_landed", 1): (size, each(lambda x, at, sums: kernels_numba.measure_landed(x, theta[at], sums))),
+            ("land", 1): (size, each(lambda x, at, _: outer_numba.land(out[at], x))),
+            ("measure_landed", 1): (size, each(lambda x, at, sums: outer_numba.measure_landed(x, theta[at], sums))),
             ("land_measured", 1): (
                 2 * size,
-                each(lambda x, at, sums: kernels_numba.land_measured(out[at], x, theta[at], sums)),
+                each(lambda x, at, sums: outer_numba.land_measured(out[at], x, theta[at], sums)),
             ),
             ("products", 2): (
                 2 * size,
-                each(lambda x, at, sums: kernels_numba.products(theta[at], x, other[at], sums)),
+                each(lambda x, at, sums: outer_numba.products(theta[at], x, other[at], sums)),
             ),
         }
 
@@ -185,11 +186,11 @@ class Bench:
             for start, stop in _chunks(part):
                 at, payload = slice(start, stop), buffer[: encoded_bytes(codec, stop - start)]
                 if name == "encode":
-                    kernels_wire.encode(codec, now[at], base[at], None, payload)
+                    wire_numba.encode(codec, now[at], base[at], None, payload)
                 elif name == "decode":
-                    kernels_wire.decode(codec, base[at], payload, out[at])
+                    wire_numba.decode(codec, base[at], payload, out[at])
                 else:
-                    kernels_wire.keep_residual(codec, now[at], base[at], out[at])
+                    wire_numba.keep_residual(codec, now[at], base[at], out[at])
 
         return work
 
@@ -207,8 +208,8 @@ def _chunks(part: Part) -> list[Part]:
 def measure(n_elems: int, threads: int, repeats: int) -> list[Result]:
     """Every work once in each repeat, so that a slow spell of the machine hits all of them; one more to warm
     up."""
-    kernels_numba.warm_up()
-    kernels_wire.warm_up()
+    outer_numba.warm_up()
+    wire_numba.warm_up()
     bench = Bench(n_elems, threads)
     works = bench.works()
     times: dict[tuple[str, int], list[float]] = {key: [] for key in works}

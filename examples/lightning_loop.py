@@ -130,7 +130,7 @@ def two_clusters() -> None:
         id = "b"
         command = {json.dumps(command)}
         """
-    dips_command = [sys.executable, "-m", "dips.launch"]
+    dips_command = [sys.executable, "-m", "dips.cli"]
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(textwrap.dedent(run_file))
         file.flush()

@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from dips.core import seen
+from dips.core.observe import seen
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts its background jobs so, and every child of a process inherits it: no test could send ctrl-C.

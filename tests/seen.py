@@ -1,8 +1,8 @@
 """python tests/seen.py LOG: which refusals and transitions no test saw, of all that `.ci/run` noted in LOG.
 
-DIPS_SEEN_LOG=LOG makes every process of the tests note what it sees (dips.core.seen). A refusal that no test raises in
-any tier is one that nobody knows to be right: it gets a test, or it goes, its number reserved. The same holds for
-transitions, of which every table says that they happen. Exit code 1 names them.
+DIPS_SEEN_LOG=LOG makes every process of the tests note what it sees (dips.core.observe.seen). A refusal that no test
+raises in any tier is one that nobody knows to be right: it gets a test, or it goes, its number reserved. The same
+holds for transitions, of which every table says that they happen. Exit code 1 names them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import dips.sim.world  # imports every state machine, and so every table  # noqa: F401
 from dips.core.machine import tables
-from dips.core.seen import arrows_of, codes, read_log, report
+from dips.core.observe.seen import arrows_of, codes, read_log, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,8 +21,9 @@ from support.storm import Kill, Storm, compared, planned, play, table, worse_tha
 
 from dips.core.clock import SystemClock
 from dips.core.errors import DipsError
-from dips.launch.calibration import measure_tokens_per_s
-from dips.launch.demo_plan import (
+from dips.judge.verify import verify_or_say
+from dips.local.calibration import measure_tokens_per_s
+from dips.local.demo_plan import (
     RUN_ID,
     DemoWish,
     cluster_names,
@@ -31,12 +32,11 @@ from dips.launch.demo_plan import (
     tokens_to_train,
     train_settings,
 )
-from dips.launch.local_run import LocalRun
-from dips.launch.options import command_line
-from dips.launch.run_directory import DEMO, Mark, claim
-from dips.launch.tapes import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
+from dips.local.local_run import LocalRun
+from dips.local.options import command_line
+from dips.local.run_directory import DEMO, Mark, claim
+from dips.local.tapes import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
 from dips.master.state.tables import RoundPhase
-from dips.sim.verify import verify_or_say
 
 CALIBRATION_S = 3.0
 CALM_SHARE = 0.35

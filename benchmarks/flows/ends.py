@@ -14,15 +14,15 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from dips.core import kernels_numba
 from dips.core.allocator import keep_freed_memory, zeros
 from dips.core.chunks import Buffer as Bytes
 from dips.core.chunks import checksum, shard_digest
 from dips.core.clock import SystemClock
-from dips.core.curve import CurvePair
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout, Parameter
+from dips.core.math import outer_numba
 from dips.core.messages import AllowedKey, KeyRole, PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
+from dips.core.net.curve import CurvePair
 from dips.core.placement import shard_bytes_needed
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
@@ -74,7 +74,7 @@ class SlaveEnd:
     def __init__(self, layout: Layout, chunk_bytes: int, data_threads: int) -> None:
         keep_freed_memory()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        kernels_numba.warm_up()
+        outer_numba.warm_up()
         room = shard_bytes_needed((block.n_elems for block in layout.blocks), chunk_bytes, 1, pins=0)
         self._memory = ShardMemory(layout.blocks, chunk_bytes, 1, room)
         theta = self._memory.take().theta
@@ -170,7 +170,7 @@ class SlaveEnd:
         began_s, parts = time.perf_counter(), 0
         while not self._computing.is_set():
             start = parts % 3 * PART_ELEMS
-            kernels_numba.outer_step(
+            outer_numba.outer_step(
                 *(theta, momentum, staged.reshape(1, -1), slots, weights, *scalars, out_theta, out_momentum),
                 *(start, start + PART_ELEMS),
             )

@@ -15,11 +15,11 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from dips.core import kernels_numba
 from dips.core.chunks import shard_digest
 from dips.core.clock import SystemClock
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId
 from dips.core.layout import Layout, Parameter
+from dips.core.math import outer_numba
 from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
 from dips.core.placement import Placement
 from dips.sim.transfers import CAP_CHUNKS, FLOWS, Method
@@ -61,7 +61,7 @@ class SlaveSite:
     """A slave's data port, with one staging slot for each cluster and one version to pull."""
 
     def __init__(self, host: str, index: int, n_elems: int, n_slaves: int, n_clusters: int) -> None:
-        kernels_numba.warm_up()
+        outer_numba.warm_up()
         layout = layout_of(n_elems, n_slaves)
         blocks = [layout.blocks[index]]
         theta = parameters(blocks[0].n_elems, index)

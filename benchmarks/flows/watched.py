@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 
 from dips.core.clock import SystemClock
-from dips.core.metrics import Families
-from dips.core.metrics_server import PATH, LoopSnapshots, MetricsServer
-from dips.core.security import INSECURE
+from dips.core.net.security import INSECURE
+from dips.core.observe.metrics import Families
+from dips.core.observe.metrics_server import PATH, LoopSnapshots, MetricsServer
 from dips.slave.connections import ConnectionGuard
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ShardMemory

@@ -61,7 +61,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 if __name__ == "__main__":
     switch_off(sys.argv[1])
-    from dips.launch.cli import main
+    from dips.cli.main import main
 
     del sys.argv[1]
     main()

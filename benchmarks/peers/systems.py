@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dips.core.telemetry import read_tape
+from dips.core.observe.telemetry import read_tape
 from peers.environments import interpreter
 from peers.party import HERE, START_S, Failed, Party, python
 from peers.work import OUTER_LR, OUTER_MOMENTUM
@@ -41,7 +41,7 @@ class Dips(Party):
             "min-clusters": self.clusters, "max-clusters": self.clusters, "outer-lr": OUTER_LR,
             "outer-momentum": OUTER_MOMENTUM, "durability": self.durability,
         }  # fmt: skip
-        role = [python(), "-m", "dips.launch", "master", "--insecure"]
+        role = [python(), "-m", "dips.cli", "master", "--insecure"]
         self.spawn("master", [*role, *_options({**knobs, **self.master})])
         where = self.directory / "master" / "master.json"
         self._until(where.exists, "master")
@@ -54,7 +54,7 @@ class Dips(Party):
                 "memory-bytes": share * (BUFFERS + 2 * self.clusters) + (64 << 20),
                 "tape": self.directory / f"{name}.jsonl",
             }  # fmt: skip
-            dips = [HERE / "switches.py", self.without] if self.without else ["-m", "dips.launch"]
+            dips = [HERE / "switches.py", self.without] if self.without else ["-m", "dips.cli"]
             self.spawn(name, [python(), *dips, "slave", "--insecure", *_options({**own, **self.slave})])
         for number in range(self.clusters):
             self.start_cluster(number, address)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from dips.core.errors import DipsError
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan
-from dips.core.telemetry import configure_logging
-from dips.launch.settings import role_settings
+from dips.core.observe.telemetry import configure_logging
+from dips.local.settings import role_settings
 from dips.worker.config import SECTION, ClientConfig
 from dips.worker.driver import Driver
 

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from dips.core.clock import SystemClock
 from dips.core.config import load
-from dips.launch.local_run import LocalRun
-from dips.launch.plan import OwnCluster, RunPlan
-from dips.launch.run_directory import UP, Mark, claim
-from dips.launch.run_file import make_slaves
-from dips.launch.supervisor import POLL_S
-from dips.launch.tapes import tape_path
+from dips.local.local_run import LocalRun
+from dips.local.processes import OwnCluster, RunPlan
+from dips.local.run_directory import UP, Mark, claim
+from dips.local.run_file import make_slaves
+from dips.local.supervisor import POLL_S
+from dips.local.tapes import tape_path
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME
 

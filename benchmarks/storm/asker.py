@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 from dips.core.errors import Refused, RetryLater
-from dips.core.keys import load_identity
-from dips.core.security import INSECURE, Security
-from dips.launch.operator_client import OperatorClient
+from dips.core.net.keys import load_identity
+from dips.core.net.security import INSECURE, Security
+from dips.local.operator_client import OperatorClient
 
 PAUSE_S = 0.02
 CALL_S = 30.0

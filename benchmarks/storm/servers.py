@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from dips.core.keys import load_identity
 from dips.core.messages import StatusReply
-from dips.core.security import INSECURE, Security
-from dips.launch.authority import ensure_keys
-from dips.launch.operator_client import OperatorClient
+from dips.core.net.keys import load_identity
+from dips.core.net.security import INSECURE, Security
+from dips.local.authority import ensure_keys
+from dips.local.operator_client import OperatorClient
 from dips.master.directory import read_address
 
 START_S = 120.0
@@ -101,7 +101,7 @@ class Servers:
         return (self._folder / f"{name}.log").read_text(errors="replace")
 
     def _start(self, name: str, command: str, knobs: Mapping[str, object]) -> None:
-        words = [sys.executable, "-m", "dips.launch", command]
+        words = [sys.executable, "-m", "dips.cli", command]
         for knob, value in {"run_id": "storm", **self.who(name), **knobs}.items():
             option = "--" + knob.replace("_", "-")
             words += [option] if value is True else [option, str(value)]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dips.core.errors import ConfigError
-from dips.launch.authority import ensure_keys
+from dips.local.authority import ensure_keys
 
 KEYS = Path("/keys")
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from support.whole_run import WholeRun
 
 import dips
-from dips.sim.replay import replay_run
-from dips.sim.verify_records import read_run
+from dips.judge.records import read_run
+from dips.judge.replay import replay_run
 
 CLASSES, PIXELS, BATCH = 4, 12, 64
 LAST_STEPS = 32
@@ -95,7 +95,7 @@ def test_the_exported_model_in_eval_mode_is_as_good_as_while_training(
             assert not cluster.is_alive()
         command = ["export", "model.safetensors", "--master", run.address, "--insecure", "--json"]
         done = subprocess.run(
-            [sys.executable, "-m", "dips.launch", *command], cwd=tmp_path, check=True, capture_output=True, text=True
+            [sys.executable, "-m", "dips.cli", *command], cwd=tmp_path, check=True, capture_output=True, text=True
         )
     told = json.loads(done.stdout)
     replayed = replay_run(tmp_path, read_run(tmp_path))

@@ -13,7 +13,7 @@ from support.data_port_process import BulkPort, push_command
 from support.master_process import START_S
 from support.repository import TESTS
 
-from dips.core.failpoints import ENABLED_VARIABLE, SPEC_VARIABLE
+from dips.core.observe.failpoints import ENABLED_VARIABLE, SPEC_VARIABLE
 
 BULK = Bulk(3, 700_000, block_elems=300_000, chunk_bytes=16 << 10)
 WINDOW_CHUNKS = 8

@@ -7,7 +7,7 @@ import json
 import pytest
 from support.planner_grid import by_point, check_grid
 
-from dips.launch import cli
+from dips.cli import main
 from dips.planner.ir import straight
 from dips.planner.schedules.cross_ud import cross_ud
 from dips.planner.schedules.optimal import optimal
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.endurance
 
 @pytest.mark.timeout(600)
 def test_the_whole_grid_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(COMMAND.split()) == 0
+    assert main.run(COMMAND.split()) == 0
     rows = [Row(**row) for row in json.loads(capsys.readouterr().out)]
     assert len(by_point(rows)) == 2 * 2 * 2 * 5 * 5 * 2
     assert len(rows) == 400 * 8

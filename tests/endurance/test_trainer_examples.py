@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from support.dips_command import ROOT, dips, ended, master_file, started, until
 
-from dips.core.keys import load_identity
-from dips.launch.operator_client import OperatorClient
+from dips.core.net.keys import load_identity
+from dips.local.operator_client import OperatorClient
 
 EXAMPLE_S = 100.0
 """For a quiet machine, on which each takes 20 to 30 s; support.dips_command has more patience with a busy one."""

@@ -57,7 +57,7 @@ def on(machine: str, line: str) -> list[str]:
     words = shlex.split(line)
     variables = [word for word in words if "=" in word.split("/")[0] and not word.startswith("-")]
     command = [word for word in words if word not in variables]
-    programs = {"dips": [sys.executable, "-m", "dips.launch"], "python": [sys.executable]}
+    programs = {"dips": [sys.executable, "-m", "dips.cli"], "python": [sys.executable]}
     command = [*programs.get(command[0], [command[0]]), *command[1:]]
     return ["ip", "netns", "exec", machine, "env", *variables, *command]
 

@@ -15,8 +15,8 @@ from support.corruptions import CORRUPTIONS, FLIPS, Corruption, Flips, content, 
 from support.dips_command import dips
 from support.whole_run import LEASED, WholeRun, wait_until
 
-from dips.core.security import INSECURE
-from dips.launch.operator_client import OperatorClient
+from dips.core.net.security import INSECURE
+from dips.local.operator_client import OperatorClient
 from dips.master.journal_file import FILE_NAME
 
 N_FLIPS = 200

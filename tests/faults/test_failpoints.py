@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from support.kill_run import CLUSTERS, SLAVES, KillRun, Order
 
-from dips.core.failpoint_names import all_names
-from dips.core.failpoint_spec import role_of
-from dips.core.failpoints import armed, hits
-from dips.launch.operator_client import OperatorClient
+from dips.core.observe.failpoint_names import all_names
+from dips.core.observe.failpoint_spec import role_of
+from dips.core.observe.failpoints import armed, hits
+from dips.local.operator_client import OperatorClient
 
 ELSEWHERE: Mapping[str, str] = {
     "master.archive.before_prune": "tests/unit/master/test_archive.py",

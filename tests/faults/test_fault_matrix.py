@@ -32,7 +32,7 @@ from support.fault_plan import (
 from support.fault_run import TALLY, FaultRun
 from support.fork_server import ForkServer
 
-from dips.core.failpoint_names import all_names
+from dips.core.observe.failpoint_names import all_names
 
 RUN_FAULTS = 24
 """Faults of one run at most: a longer one takes ever longer to judge."""

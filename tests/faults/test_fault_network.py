@@ -20,7 +20,7 @@ from support.fault_proxy import Harm, NetFault, Proxies, Way
 from support.fault_run import CLUSTERS, SLAVES, TALLY, FaultRun
 from support.fork_server import ForkServer
 
-from dips.launch.authority import ensure_keys
+from dips.local.authority import ensure_keys
 
 N_ELEMS = 60_000
 CHUNK_BYTES = 16 << 10

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.whole_run import WholeRun, wait_until
 
-from dips.launch.authority import ensure_keys
+from dips.local.authority import ensure_keys
 
 
 @pytest.mark.faults

@@ -10,7 +10,7 @@ import pytest
 from support.repository import ROOT
 from support.storm import Kill, play
 
-from dips.sim.verify import verify_or_say
+from dips.judge.verify import verify_or_say
 
 TK_MAX = 400_000
 KILLS = [Kill(0.1, victim) for victim in ("s0", "b", "master")]

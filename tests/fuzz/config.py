@@ -12,11 +12,11 @@ from support.repository import ROOT
 from dips.core import units
 from dips.core.config import Knobs, load
 from dips.core.errors import ConfigError
-from dips.core.failpoint_spec import parse
-from dips.core.keys import load_identity
-from dips.core.net import parse_address
-from dips.launch.authority import ensure_keys
-from dips.launch.run_file import read_run_file
+from dips.core.net.addresses import parse_address
+from dips.core.net.keys import load_identity
+from dips.core.observe.failpoint_spec import parse
+from dips.local.authority import ensure_keys
+from dips.local.run_file import read_run_file
 from dips.master.config import MasterConfig
 from dips.master.server_site import from_toml
 from dips.sim.scale.scenario import load_scenario
@@ -41,7 +41,7 @@ _VALUES = st.one_of(
 @lru_cache(maxsize=1)
 def examples() -> list[bytes]:
     """The settings files that we ship."""
-    shipped = sorted([*(ROOT / "examples").glob("*.toml"), *(ROOT / "sim").rglob("*.toml")])
+    shipped = sorted([*(ROOT / "examples").glob("*.toml"), *(ROOT / "src").rglob("*.toml")])
     return [path.read_bytes() for path in shipped]
 
 

@@ -31,7 +31,7 @@ TRACED = [
     *(f"dips.master.{name}" for name in ("archive", "journal", "journal_file", "server_site", "state.ledger")),
     *(f"dips.master.state.{name}" for name in ("leases", "penalty_statistics")),
     *(f"dips.worker.{name}" for name in ("checkpoint_file", "checkpoint_store", "state.saved", "state_tree")),
-    *("dips.launch.run_file", "dips.sim.scale.scenario"),
+    *("dips.local.run_file", "dips.sim.scale.scenario"),
 ]
 """What reads bytes. Tracing everything would take half a minute at each start, and compiled kernels cannot be."""
 

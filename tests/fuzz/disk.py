@@ -25,7 +25,7 @@ from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.messages import DataRange, SnapshotInfo, Verdict, VerdictKind
 from dips.core.model_description import Lacking, ModelDescription, description_from_json
-from dips.core.telemetry import Tape, read_tape
+from dips.core.observe.telemetry import Tape, read_tape
 from dips.core.untrained import TensorDigest, Untrained
 from dips.master.archive import FOLDER, JournalRecord, write_segment
 from dips.master.journal import FILE_NAME, Entry, Journal, read_records
@@ -35,14 +35,14 @@ from dips.slave import manifest as manifests
 from dips.slave.manifest import Manifest
 from dips.slave.snapshot_file import SnapshotError, build_header
 from dips.slave.snapshots import SnapshotStore
+from dips.trainer.export import serialized
+from dips.trainer.fill import read_state
 from dips.worker.checkpoint_file import CheckpointError, RawTensor
 from dips.worker.checkpoint_store import CheckpointStore
 from dips.worker.state.push_record import PushRecord
 from dips.worker.state.saved import SavedSession, SavedStateError, push_from_json
 from dips.worker.state.work import Work
 from dips.worker.state_tree import StateTreeError, flatten, unflatten
-from dips.worker.trainer.export import serialized
-from dips.worker.trainer.fill import read_state
 from fuzz.mutate import NESTED, as_json, mutated, nearly
 from fuzz.target import Broken, Target
 

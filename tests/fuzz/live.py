@@ -20,16 +20,16 @@ import zmq
 from support import hostile
 from support.whole_run import LAYOUT, NumpyCluster, WholeRun
 
-from dips.core.codec_protobuf import encode
-from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import Refused, RetryLater
-from dips.core.grpc_refusal import refused_from
 from dips.core.ids import Incarnation
 from dips.core.messages import Caller, HeartbeatRequest, Hello, JoinRequest, SlaveHello, SlaveMessage
+from dips.core.net.codec_protobuf import encode
+from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.net.grpc_refusal import refused_from
+from dips.core.net.security import INSECURE
+from dips.core.observe.telemetry import read_tape
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
-from dips.core.security import INSECURE
-from dips.core.telemetry import read_tape
-from dips.launch.operator_client import OperatorClient
+from dips.local.operator_client import OperatorClient
 from dips.master.directory import TAPE_NAME
 from fuzz.wire import headers, put_headers, sealed
 

@@ -13,10 +13,7 @@ from support.slave_wire import LAYOUT, RUN, push_id
 from support.wire_values import values_of
 
 from dips.core.chunks import checksum, chunks_of
-from dips.core.codec_protobuf import decode, encode
-from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import RefusalCode, Refused
-from dips.core.grpc_refusal import to_refusal
 from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout
 from dips.core.messages import (
@@ -35,6 +32,9 @@ from dips.core.messages import (
     StatusRequest,
     WatchRequest,
 )
+from dips.core.net.codec_protobuf import decode, encode
+from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.net.grpc_refusal import to_refusal
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_port import DataPort

@@ -28,10 +28,10 @@ from support.keyed_port import (
     pushed,
 )
 
-from dips.core import handshakes_zmq
-from dips.core.curve import CurvePair, as_client
-from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import ConfigError
+from dips.core.net import handshakes_zmq
+from dips.core.net.curve import CurvePair, as_client
+from dips.core.net.data_header import DataHeader, DataOp
 from dips.slave import data_server
 from dips.slave.data_server import DataServer
 

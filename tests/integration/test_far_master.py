@@ -7,9 +7,9 @@ from pathlib import Path
 from support.fault_proxy import Harm, NetFault, Proxies
 from support.whole_run import WholeRun
 
-from dips.core.net import parse_address
-from dips.core.security import INSECURE
-from dips.launch.operator_client import OperatorClient
+from dips.core.net.addresses import parse_address
+from dips.core.net.security import INSECURE
+from dips.local.operator_client import OperatorClient
 
 
 def test_status_over_a_way_of_300_ms_is_answered_at_the_first_attempt(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 import zmq
 
-from dips.core.frames_zmq import Outgoing
+from dips.core.net.frames_zmq import Outgoing
 
 WAIT_S = 10.0
 

@@ -19,13 +19,13 @@ import pytest
 from support.master_process import START_S, MasterProcess
 from support.scripted_master_state import AGAIN, ScriptedMachine, caller, leave
 
-from dips.core.codec_protobuf import to_message
 from dips.core.errors import TERMINATED, ConfigError, FatalError, Refused, RetryLater
-from dips.core.failpoint_spec import CRASH_EXIT_CODE
-from dips.core.failpoints import armed, read_log
-from dips.core.grpc_refusal import channel_options, refused_from
 from dips.core.messages import HeartbeatRequest
-from dips.core.telemetry import read_tape
+from dips.core.net.codec_protobuf import to_message
+from dips.core.net.grpc_refusal import channel_options, refused_from
+from dips.core.observe.failpoint_spec import CRASH_EXIT_CODE
+from dips.core.observe.failpoints import armed, read_log
+from dips.core.observe.telemetry import read_tape
 from dips.master.archive import segments
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, read_address

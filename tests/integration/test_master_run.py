@@ -15,9 +15,7 @@ import pytest
 from support.master_process import START_S, MasterProcess
 from support.scripted_master_state import HELLO
 
-from dips.core.codec_protobuf import decode, encode, from_message, to_message
 from dips.core.errors import TERMINATED, RefusalCode, Refused
-from dips.core.grpc_refusal import channel_options, refused_from
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import (
     Caller,
@@ -35,7 +33,9 @@ from dips.core.messages import (
     StatusRequest,
     Welcome,
 )
-from dips.core.telemetry import read_tape
+from dips.core.net.codec_protobuf import decode, encode, from_message, to_message
+from dips.core.net.grpc_refusal import channel_options, refused_from
+from dips.core.observe.telemetry import read_tape
 from dips.master.directory import TAPE_NAME
 from dips.protos import clusters_pb2_grpc, operator_pb2_grpc
 

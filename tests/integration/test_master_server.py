@@ -26,10 +26,7 @@ from support.scripted_master_state import (
 )
 
 from dips.core.clock import SystemClock
-from dips.core.codec_protobuf import decode, encode, from_message, to_message
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
-from dips.core.failpoints import armed, hits
-from dips.core.grpc_refusal import channel_options, refused_from
 from dips.core.ids import ClusterId, Incarnation, PushId
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import (
@@ -52,8 +49,11 @@ from dips.core.messages import (
     StatusRequest,
     WatchRequest,
 )
-from dips.core.security import INSECURE
-from dips.core.telemetry import Tape, read_tape
+from dips.core.net.codec_protobuf import decode, encode, from_message, to_message
+from dips.core.net.grpc_refusal import channel_options, refused_from
+from dips.core.net.security import INSECURE
+from dips.core.observe.failpoints import armed, hits
+from dips.core.observe.telemetry import Tape, read_tape
 from dips.master.access import Access
 from dips.master.executor import Executor, Outcome
 from dips.master.server import MasterServer

@@ -19,11 +19,11 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from dips.core.errors import ConfigError
-from dips.core.keys import CA_FILE, CERT_FILE, KEY_FILE, REVOKED_FILE, load_identity
-from dips.core.metrics_server import MOST_CONNECTIONS, LoopSnapshots, MetricsServer, NotNow
-from dips.core.net import parse_address
-from dips.core.security import INSECURE
-from dips.launch.authority import Authority, ensure_keys
+from dips.core.net.addresses import parse_address
+from dips.core.net.keys import CA_FILE, CERT_FILE, KEY_FILE, REVOKED_FILE, load_identity
+from dips.core.net.security import INSECURE
+from dips.core.observe.metrics_server import MOST_CONNECTIONS, LoopSnapshots, MetricsServer, NotNow
+from dips.local.authority import Authority, ensure_keys
 
 LOOPBACK = "127.0.0.1:0"
 EVERYWHERE = "0.0.0.0:0"

@@ -29,10 +29,10 @@ from support.slave_wire import (
     slave_here,
 )
 
-from dips.core import kernels_numba
 from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, RefusalCode, Refused
 from dips.core.ids import RoundId, SlaveId, Version
 from dips.core.layout import Layout, Parameter
+from dips.core.math import outer_numba
 from dips.core.messages import (
     AbortRound,
     Commit,
@@ -211,7 +211,7 @@ async def test_any_other_refusal_is_dialled_through(tmp_path: Path) -> None:
 
 async def test_beats_go_on_while_a_round_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A measurement that does not end delays no beat and no other command."""
-    real, go_on = kernels_numba.measure_pieces, threading.Event()
+    real, go_on = outer_numba.measure_pieces, threading.Event()
 
     def slow(*args: Any) -> Any:
         assert go_on.wait(WAIT_S)
@@ -227,7 +227,7 @@ async def test_beats_go_on_while_a_round_is_computed(tmp_path: Path, monkeypatch
         client = DataClient(hello.data_endpoint, BLOCKS)
         await seed(link, client)
         before = len(link.beats)
-        monkeypatch.setattr(kernels_numba, "measure_pieces", slow)
+        monkeypatch.setattr(outer_numba, "measure_pieces", slow)
         link.send(Measure(R2, V0, (StagedPush(A, 1),)))
         link.send(open_staging(B, 1))
         chunk = client.chunks()[0]

@@ -26,13 +26,13 @@ from support.slave_wire import (
 )
 
 from dips.core.chunks import digest_of_array
-from dips.core.data_header import DataOp
 from dips.core.errors import RefusalCode
 from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import CloseStaging, Commit, Flipped, Prepared, Ready, Retain, Settings, Staged
+from dips.core.net.data_header import DataOp
+from dips.core.observe.telemetry import read_tape
 from dips.core.placement import shard_bytes_needed
-from dips.core.telemetry import read_tape
 
 A = push_id("a")
 BLOCKS = list(LAYOUT.blocks)

@@ -20,11 +20,11 @@ import zmq
 
 from dips.core.chunks import Buffer as Bytes
 from dips.core.chunks import checksum, chunks_of, digest_of_array, shard_digest
-from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import SnapshotInfo
+from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import RECEIVE_BATCH, DataServer

@@ -33,6 +33,7 @@ from support.slave_wire import (
 from dips.core.chunks import digest_of_array
 from dips.core.errors import RefusalCode
 from dips.core.ids import PushId, RoundId, Version
+from dips.core.math.outer_numpy import outer_step
 from dips.core.messages import (
     Commit,
     CommitRecord,
@@ -46,8 +47,7 @@ from dips.core.messages import (
     SnapshotInfo,
     Staged,
 )
-from dips.core.outer_numpy import outer_step
-from dips.core.telemetry import read_tape
+from dips.core.observe.telemetry import read_tape
 from dips.slave import ring
 from dips.slave.config import SlaveConfig
 from dips.slave.durable import LocalDisk

@@ -20,6 +20,7 @@ from support.slave_wire import (
 
 from dips.core.chunks import digest_of_array
 from dips.core.ids import RoundId, Version
+from dips.core.math.outer_numpy import gram, outer_step
 from dips.core.messages import (
     Commit,
     Flipped,
@@ -30,7 +31,6 @@ from dips.core.messages import (
     Staged,
     StagedPush,
 )
-from dips.core.outer_numpy import gram, outer_step
 
 PLACEMENT = placement_over("s0")
 BLOCKS = list(LAYOUT.blocks)

@@ -10,9 +10,9 @@ from support.keyed_port import fresh_context
 from support.master_for_slaves import MasterForSlaves
 from support.slave_wire import slave_config, slave_here
 
-from dips.core.curve import CurvePair, as_client
 from dips.core.messages import Settings
-from dips.core.telemetry import read_tape
+from dips.core.net.curve import CurvePair, as_client
+from dips.core.observe.telemetry import read_tape
 
 HEARTBEAT_S = 30.0
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from dips.core.keys import load_identity
-from dips.core.security import Identity, Role
-from dips.core.tls_probe import TRIES, why_not_let_in
-from dips.launch.authority import Authority, ensure_keys
+from dips.core.net.keys import load_identity
+from dips.core.net.security import Identity, Role
+from dips.core.net.tls_probe import TRIES, why_not_let_in
+from dips.local.authority import Authority, ensure_keys
 
 Behave = Callable[[int, socket.socket], None]
 """What a server does with its n-th connection, before it closes it."""

@@ -16,12 +16,12 @@ from support.trainer_run import TRAIN, Processes, records
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import parse_version
-from dips.core.security import INSECURE
+from dips.core.net.security import INSECURE
+from dips.trainer import evaluate as evaluation
+from dips.trainer.evaluate import evaluate_file, evaluate_live, follow
+from dips.trainer.export import export_model
 from dips.worker.config import ClientConfig
 from dips.worker.reader import fetch_version
-from dips.worker.trainer import evaluate as evaluation
-from dips.worker.trainer.evaluate import evaluate_file, evaluate_live, follow
-from dips.worker.trainer.export import export_model
 
 TOKENS = 40_000
 

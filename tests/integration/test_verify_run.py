@@ -11,9 +11,9 @@ from support.dips_command import dips
 from support.forge import Record, edit_tape
 from support.whole_run import LEASED, WholeRun, wait_until
 
-from dips.core.security import INSECURE
-from dips.sim.verify import verify_run
-from dips.sim.verify_records import read_run
+from dips.core.net.security import INSECURE
+from dips.judge.records import read_run
+from dips.judge.verify import verify_run
 
 JUDGED = [*(f"I{number}" for number in range(1, 15)), "I18", "records"]
 
@@ -43,7 +43,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_operator(run: WholeRun) -> None:
-    from dips.launch.operator_client import OperatorClient
+    from dips.local.operator_client import OperatorClient
 
     with OperatorClient(run.address, security=INSECURE) as client:
         client.stop("enough")

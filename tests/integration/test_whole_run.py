@@ -9,7 +9,7 @@ from support.diloco import diloco, trained
 from support.whole_run import LAYOUT, LEASED, NumpyCluster, WholeRun, wait_until
 
 from dips.core.messages import VerdictKind
-from dips.core.security import INSECURE
+from dips.core.net.security import INSECURE
 from dips.worker.reader import fetch_version
 
 TOKENS = 10 * 4  # of one push: sync_every steps of 10 tokens

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from support.run_for_workers import LAYOUT, FlatModel, RefuseCall, RunForWorkers
 
-from dips.core import reach
-from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RemoteProtocolError, RetryLater
 from dips.core.ids import Incarnation, Version
 from dips.core.messages import DataMode, DataPlan, DataRange, Refusal, VerdictKind
-from dips.core.security import INSECURE
-from dips.core.telemetry import read_tape
+from dips.core.net import reach
+from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.net.security import INSECURE
+from dips.core.observe.telemetry import read_tape
 from dips.worker.config import ClientConfig
 from dips.worker.driver import Driver
 from dips.worker.reader import fetch_version

@@ -16,12 +16,12 @@ from support.run_for_workers import F32, FlatModel, RunForWorkers
 from support.trainer_models import Model, same_cut
 
 import dips
-from dips.core import failpoints
 from dips.core.errors import ConfigError
 from dips.core.ids import Incarnation, Version
 from dips.core.layout import Layout
 from dips.core.messages import BeginPushRequest, DataMode, DataPlan, VerdictKind
-from dips.core.telemetry import read_tape
+from dips.core.observe import failpoints
+from dips.core.observe.telemetry import read_tape
 from dips.worker import torch_parameters
 from dips.worker.checkpoint_file import read_record
 from dips.worker.config import ClientConfig

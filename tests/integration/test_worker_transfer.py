@@ -14,11 +14,11 @@ from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave, FlatModel, RunF
 
 from dips.core.chunks import digest_of_array
 from dips.core.clock import SystemClock
-from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, PlacementSpec, PullGrant, Refusal, SlaveAddress, Ticket
+from dips.core.net.data_header import DataHeader, DataOp
 from dips.worker.config import ClientConfig
 from dips.worker.driver import Driver
 from dips.worker.transfer import TransferSettings

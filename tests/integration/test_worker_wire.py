@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from support.run_for_workers import CHUNK_BYTES, LAYOUT, FlatModel, RunForWorkers
 
-from dips.core import wire_numpy
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
+from dips.core.math import wire_numpy
 from dips.core.messages import DataMode, DataPlan, Refusal
 from dips.core.wire import WIRE_DTYPES, Codec, encoded_bytes
 from dips.worker.config import ClientConfig

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.repository import ROOT, modules
+from support.repository import SOURCE, modules
 
-from dips.core import failpoint_names
-from dips.core.failpoint_names import OBEYS, PLACEHOLDERS, TABLES, all_names, expand
+from dips.core.observe import failpoint_names
+from dips.core.observe.failpoint_names import OBEYS, PLACEHOLDERS, TABLES, all_names, expand
 from dips.protos import clusters_pb2, operator_pb2
 
 ROLES = ("core", "master", "slave", "worker")
 SECTIONS = {role: getattr(failpoint_names, role.upper()) for role in ROLES}
 PATTERNS = {pattern for section in SECTIONS.values() for pattern in section}
-MACHINERY = ROOT / "core" / "failpoints.py"
-MODULES = [path for path in modules() if path.relative_to(ROOT).parts[0] in ROLES and path != MACHINERY]
+MACHINERY = SOURCE / "core" / "observe" / "failpoints.py"
+MODULES = [path for path in modules() if path.relative_to(SOURCE).parts[0] in ROLES and path != MACHINERY]
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -39,7 +39,7 @@ class Use:
 
     @property
     def role(self) -> str:
-        return self.path.relative_to(ROOT).parts[0]
+        return self.path.relative_to(SOURCE).parts[0]
 
 
 def functions(tree: ast.Module) -> Iterator[FunctionNode]:
@@ -130,10 +130,10 @@ def uses() -> list[Use]:
 USES = uses()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_a_failpoint_stands_wherever_something_can_be_half_done(path: Path) -> None:
     bare = [
-        f"{path.relative_to(ROOT)}:{function.lineno} {function.name}"
+        f"{path.relative_to(SOURCE)}:{function.lineno} {function.name}"
         for function in edges(ast.parse(path.read_text()))
         if not any(map(is_failpoint, own_nodes(function)))
     ]
@@ -141,7 +141,7 @@ def test_a_failpoint_stands_wherever_something_can_be_half_done(path: Path) -> N
 
 
 def test_places_of_every_kind_were_found() -> None:
-    found = {path.relative_to(ROOT).as_posix() for path in MODULES if edges(ast.parse(path.read_text()))}
+    found = {path.relative_to(SOURCE).as_posix() for path in MODULES if edges(ast.parse(path.read_text()))}
     assert found >= {"master/journal.py", "master/directory.py", "master/rpc.py", "slave/control.py"}
     assert found >= {"slave/durable.py", "worker/client.py", "worker/heartbeat.py"}
 
@@ -152,10 +152,10 @@ def test_each_name_is_registered_once_with_a_sentence() -> None:
     assert all(name.startswith(f"{role}.") for role, section in SECTIONS.items() for name in section)
 
 
-@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.path.relative_to(ROOT)}-{use.pattern}")
+@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.path.relative_to(SOURCE)}-{use.pattern}")
 def test_a_name_that_is_used_is_registered_in_its_role_and_obeyed_as_said(use: Use) -> None:
     names = expand(use.pattern)
-    assert set(names) <= set(all_names()), f"register {use.pattern} in core/failpoint_names.py"
+    assert set(names) <= set(all_names()), f"register {use.pattern} in core/observe/failpoint_names.py"
     assert use.pattern.startswith((f"{use.role}.", "core."))
     obeyed = {name for pattern in OBEYS for name in expand(pattern)}
     assert {name in obeyed for name in names} == {use.obeyed}, "OBEYS says which call sites use the result"
@@ -176,7 +176,7 @@ def test_a_word_in_braces_stands_for_the_calls_that_the_services_have() -> None:
 
 
 def test_state_machines_have_no_failpoints_but_their_arrows() -> None:
-    pure = [use for use in USES if "state" in use.path.relative_to(ROOT).parts]
+    pure = [use for use in USES if "state" in use.path.relative_to(SOURCE).parts]
     assert not pure
 
 
@@ -187,7 +187,7 @@ def test_every_table_is_known_with_the_role_that_walks_it() -> None:
             if isinstance(node, ast.Call) and called(node) == "TransitionTable":
                 [name, *_] = node.args
                 assert isinstance(name, ast.Constant)
-                found[str(name.value).replace(" ", "_")] = path.relative_to(ROOT).parts[0]
+                found[str(name.value).replace(" ", "_")] = path.relative_to(SOURCE).parts[0]
     assert found == TABLES
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support.repository import PACKAGES, ROOT
+from support.repository import ROOT
 
 _LIST_IMPORTS = """
 import importlib, json, pkgutil, sys
@@ -41,15 +41,8 @@ def test_a_role_does_not_bring_what_it_does_not_need(package: str, heavy: set[st
     assert not names & heavy
 
 
-def test_the_package_is_made_of_links_to_the_folders_at_the_top() -> None:
-    assert {"core", "launch", "master", "protos", "slave", "worker"} <= set(PACKAGES)
-    for name in PACKAGES:
-        link = ROOT / "src" / "dips" / name
-        assert str(link.readlink()) == f"../../{name}"
-        assert link.resolve() == ROOT / name
-
-
-@pytest.mark.parametrize("role", sorted(set(PACKAGES) - {"protos"}))
+@pytest.mark.skipif(not (ROOT / "master").is_symlink(), reason="a checkout without links: nothing depends on them")
+@pytest.mark.parametrize("role", ["master", "slave", "worker"])
 def test_a_role_cannot_be_imported_under_a_second_name(role: str) -> None:
     command = [sys.executable, "-c", f"import {role}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)

@@ -85,7 +85,7 @@ def test_nothing_advises_to_install_what_is_not_ours() -> None:
     extras = "|".join(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     wrong = re.compile(rf"pip install\s+(?:-\S+\s+)*['\"]?(?:dips|di-ps)(?![\w-])|\bdips\[(?:\w+,)*(?:{extras})[],]")
     said = {
-        ROOT / "core" / "release.py",
+        ROOT / "src" / "dips" / "core" / "release.py",
         ROOT / "CHANGELOG.md",
         ROOT / "tests" / "BUGS.md",
         Path(__file__),

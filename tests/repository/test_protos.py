@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.repository import ROOT
+from support.repository import ROOT, SOURCE
 
-PROTOS = sorted((ROOT / "protos").glob("*.proto"))
+PROTOS = sorted((SOURCE / "protos").glob("*.proto"))
 each_proto = pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.name)
 
 
@@ -30,12 +30,12 @@ def regenerated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("ending", ["_pb2.py", "_pb2.pyi", "_pb2_grpc.py"])
 def test_stubs_are_current(regenerated: Path, path: Path, ending: str) -> None:
     name = path.stem + ending
-    assert (ROOT / "protos" / name).read_bytes() == (regenerated / name).read_bytes(), "run `make protos`"
+    assert (SOURCE / "protos" / name).read_bytes() == (regenerated / name).read_bytes(), "run `make protos`"
 
 
 def test_no_stub_is_left_of_a_proto_that_is_gone() -> None:
     stems = {path.stem for path in PROTOS}
-    assert {path.name.partition("_pb2")[0] for path in (ROOT / "protos").glob("*_pb2*")} == stems
+    assert {path.name.partition("_pb2")[0] for path in (SOURCE / "protos").glob("*_pb2*")} == stems
 
 
 @each_proto

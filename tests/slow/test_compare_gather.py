@@ -10,11 +10,11 @@ from rich.console import Console
 from support.compare_records import record
 from support.pool_work import fail_for_seed_two, made_up, stumble_for_seed_two
 
+from dips.compare.gather import gather
+from dips.compare.jobs import Job, Results
+from dips.compare.setup import load_setup
 from dips.core.clock import ManualClock
 from dips.core.errors import DipsError
-from dips.launch.compare_gather import gather
-from dips.launch.compare_jobs import Job, Results
-from dips.sim.compare.setup import load_setup
 
 JOBS = [Job("dips", seed, load_setup("small"), text="t") for seed in (1, 2, 3)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.pool_work import die, double, fail_at_two, hang, stumble, threads
 
-from dips.launch.compare_pool import JobFailed, run_jobs
+from dips.compare.pool import JobFailed, run_jobs
 
 
 class Told:

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from support.plain_diloco import Step, plain_diloco
 
+from dips.compare.engine import run_on_servers
+from dips.compare.learner import F32
+from dips.compare.methods import find_method
+from dips.compare.setup import Setup, load_setup
 from dips.core.messages import DataRange
-from dips.sim.compare.engine import run_on_servers
-from dips.sim.compare.learner import F32
-from dips.sim.compare.methods import find_method
-from dips.sim.compare.setup import Setup, load_setup
+from dips.trainer.config import TrainConfig
+from dips.trainer.learner import ByteLearner, SharedText, read_text
+from dips.trainer.model import ByteModel
+from dips.trainer.sizes import SIZES
 from dips.worker.state.work import joined
-from dips.worker.trainer.config import TrainConfig
-from dips.worker.trainer.learner import ByteLearner, SharedText, read_text
-from dips.worker.trainer.model import ByteModel
-from dips.worker.trainer.sizes import SIZES
 
 H, ROUNDS = 2, 4
 BATCH, SEQUENCE = 2, 32

@@ -17,14 +17,14 @@ import pytest
 from support.api_stand_in import StandIn, write_kubeconfig
 from support.deploy_files import example, with_keys, written
 
+from dips.cli.main import run
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
-from dips.launch.cli import run
-from dips.launch.deploy import plan
-from dips.launch.deploy.contexts import open_context
-from dips.launch.deploy.deploy_file import read_deploy_file
-from dips.launch.deploy.operate import Site
-from dips.launch.deploy.rollout import Rollout
+from dips.deploy import plan
+from dips.deploy.contexts import open_context
+from dips.deploy.deploy_file import read_deploy_file
+from dips.deploy.operate import Site
+from dips.deploy.rollout import Rollout
 
 APPLY = ("--yes", "--no-reach")
 

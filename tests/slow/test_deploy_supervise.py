@@ -10,7 +10,7 @@ from support.api_stand_in import StandIn, write_kubeconfig
 from support.dips_command import dips
 from support.whole_run import WholeRun, wait_until
 
-from dips.launch.authority import ensure_keys
+from dips.local.authority import ensure_keys
 
 LONG_READY = datetime(2026, 1, 1, tzinfo=UTC).isoformat()
 

@@ -11,10 +11,10 @@ import pytest
 from support.api_stand_in import StandIn, write_kubeconfig
 from support.deploy_files import with_keys, written
 
-from dips.launch import cli
-from dips.launch.deploy import contexts
-from dips.launch.doctor import deployment as doctored
-from dips.launch.doctor import network
+from dips.cli import main
+from dips.deploy import contexts
+from dips.doctor import deployment as doctored
+from dips.doctor import network
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def small(tmp_path: Path) -> Path:
 
 def findings(file: Path, capsys: pytest.CaptureFixture[str], code: int) -> dict[str, list[tuple[str, str]]]:
     """(grade, sentence and remedy) by check."""
-    assert cli.run(["doctor", str(file), "--json"]) == code
+    assert main.run(["doctor", str(file), "--json"]) == code
     found: dict[str, list[tuple[str, str]]] = {}
     for one in json.loads(capsys.readouterr().out)["findings"]:
         found.setdefault(one["check"], []).append((one["grade"], f"{one['sentence']}: {one['remedy']}"))

@@ -13,7 +13,7 @@ from support.document_walk import Walk
 from support.documents import EXAMPLES, RUNNING, SHELL, blocks, loop_of_the_readme, mistakes, walks
 from support.repository import ROOT
 
-from dips.launch import cli
+from dips.cli import main
 
 
 @pytest.mark.parametrize("file", walks(), ids=lambda file: file.name)
@@ -56,7 +56,7 @@ def test_a_mistake_is_answered_as_the_document_says(
     words = shlex.split(command.strip("`"))
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))
-    assert cli.run(words[1:]) == int(code)
+    assert main.run(words[1:]) == int(code)
     told = capsys.readouterr().err
     assert says in told
     assert "Traceback" not in told

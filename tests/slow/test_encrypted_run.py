@@ -13,11 +13,11 @@ import zmq
 from support.byte_tap import ByteTap
 from support.whole_run import LAYOUT, NumpyCluster, WholeRun, wait_until
 
-from dips.core.curve import CurvePair, as_client
 from dips.core.errors import DipsError
-from dips.core.handshakes_zmq import Failure, Handshakes
 from dips.core.messages import BeginPullReply, BeginPullRequest, Caller, PullGrant, SlaveAddress
-from dips.launch.authority import Authority, ensure_keys
+from dips.core.net.curve import CurvePair, as_client
+from dips.core.net.handshakes_zmq import Failure, Handshakes
+from dips.local.authority import Authority, ensure_keys
 from dips.worker.client import MasterStubs, channel_to
 from dips.worker.reader import FetchedModel, fetch_version
 

@@ -13,14 +13,14 @@ import pytest
 from support.dips_command import dips
 from support.whole_run import LAYOUT, NumpyModel, WholeRun, wait_until
 
+from dips.cli import main
 from dips.core.errors import RefusalCode, Refused
-from dips.core.keys import MASTER_DNS_NAME, load_identity
 from dips.core.messages import DataMode, DataPlan
-from dips.core.security import INSECURE, Identity, Role
-from dips.core.tls_probe import why_not_let_in
-from dips.launch import cli
-from dips.launch.authority import Authority, ensure_keys
-from dips.launch.operator_client import OperatorClient
+from dips.core.net.keys import MASTER_DNS_NAME, load_identity
+from dips.core.net.security import INSECURE, Identity, Role
+from dips.core.net.tls_probe import why_not_let_in
+from dips.local.authority import Authority, ensure_keys
+from dips.local.operator_client import OperatorClient
 from dips.protos import operator_pb2, operator_pb2_grpc
 from dips.worker.config import ClientConfig
 from dips.worker.driver import Driver
@@ -65,7 +65,7 @@ def log_of_master(run: WholeRun) -> str:
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
     """Exit code and the one line on standard error of a command."""
     begin_s = time.monotonic()
-    code = cli.run([str(word) for word in words])
+    code = main.run([str(word) for word in words])
     assert time.monotonic() - begin_s < WITHIN_S
     error = capsys.readouterr().err.strip()
     assert "Traceback" not in error

@@ -15,9 +15,9 @@ import pytest
 
 from dips.core.clock import SystemClock
 from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, Refused
-from dips.launch.child import wrapped
-from dips.launch.restart import RestartPolicy
-from dips.launch.supervisor import ChildEvent, ChildSpec, Stage, Supervisor, how_it_ended, log_tail
+from dips.local.child import wrapped
+from dips.local.restart import RestartPolicy
+from dips.local.supervisor import ChildEvent, ChildSpec, Stage, Supervisor, how_it_ended, log_tail
 
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.02, quick_s=10.0, quick_failures_max=3)
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
@@ -148,7 +148,7 @@ def test_a_command_that_does_not_exist_is_told(supervisor: Supervisor, tmp_path:
 def test_stop_ends_stages_in_order_and_kills_who_does_not_listen(
     supervisor: Supervisor, events: list[ChildEvent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dips.launch.supervisor._STOP_TERMINATE_S", 0.5)
+    monkeypatch.setattr("dips.local.supervisor._STOP_TERMINATE_S", 0.5)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
     pids = {
         "master": supervisor.start(spec("master", SLEEP, tmp_path, Stage.LAST)),
@@ -181,7 +181,7 @@ def test_no_child_outlives_a_supervisor_that_is_itself_killed(tmp_path: Path) ->
     code = f"""
 import subprocess, sys, time
 from pathlib import Path
-from dips.launch.child import wrapped
+from dips.local.child import wrapped
 children = [subprocess.Popen(wrapped([sys.executable, "-c", {SLEEP!r}]), stdout=subprocess.PIPE) for _ in range(2)]
 for child in children:
     assert child.stdout.readline() == b"up\\n"

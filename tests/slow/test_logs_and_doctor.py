@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from support.dips_command import ROOT, dips, dips_started, ended, environment, master_file, until
 
-from dips.core.log_lines import parse
-from dips.launch.doctor.findings import Grade
-from dips.launch.doctor.network import Door, check_doors, check_free, check_name_found, dialled, judge_reached
-from dips.launch.log_files import find_logs
+from dips.core.observe.log_lines import parse
+from dips.doctor.findings import Grade
+from dips.doctor.network import Door, check_doors, check_free, check_name_found, dialled, judge_reached
+from dips.local.log_files import find_logs
 
 RUN = """
 [run]
@@ -37,7 +37,7 @@ data = ["{text}"]
 [[clusters]]
 id = "a"
 """
-TEXT = ROOT / "launch"
+TEXT = ROOT / "src" / "dips" / "cli"
 
 
 def write(folder: Path, port: int = 0, more: str = "") -> Path:
@@ -66,7 +66,7 @@ def told_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     with dips_started("up", file, "--log-format", "json", log=log) as up:
         until(lambda: "address" in master_file(run_dir), "the master's address", log=log)
         follower = subprocess.Popen(
-            [sys.executable, "-m", "dips.launch", "logs", str(run_dir), "--follow", "--role", "master"],
+            [sys.executable, "-m", "dips.cli", "logs", str(run_dir), "--follow", "--role", "master"],
             stdout=subprocess.PIPE, env=environment(), cwd=ROOT,
         )  # fmt: skip
         doctored = dips("doctor", file, "--json")

@@ -21,8 +21,8 @@ from support.dips_command import dips
 from support.published_schemas import Unfit, check
 from support.repository import ROOT
 
-from dips.launch.deploy.deploy_file import read_deploy_file
-from dips.launch.deploy.render import write_folders
+from dips.deploy.deploy_file import read_deploy_file
+from dips.deploy.render import write_folders
 
 Object = dict[str, Any]
 VERSIONS = ("1.29", "1.32", "1.35")

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.dips_command import dips
 from support.whole_run import LEASED, NumpyCluster, Stuck, WholeRun, wait_until
 
-from dips.core.metrics import Spec
-from dips.core.security import INSECURE
-from dips.launch.operator_client import OperatorClient
+from dips.core.net.security import INSECURE
+from dips.core.observe.metrics import Spec
+from dips.local.operator_client import OperatorClient
 from dips.master import metrics as master
 from dips.slave import metrics as slave
 from dips.worker import metrics as worker

@@ -13,14 +13,14 @@ import pytest
 from support.run_for_workers import FlatModel, RunForWorkers
 from support.whole_run import LEASED, WholeRun, wait_until
 
-from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import RefusalCode
-from dips.core.failpoints import armed, fired
 from dips.core.ids import Version
 from dips.core.messages import DataMode, DataPlan, Refusal, VerdictKind
-from dips.core.security import INSECURE
-from dips.core.telemetry import read_tape
-from dips.sim.verify import verify_run
+from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.net.security import INSECURE
+from dips.core.observe.failpoints import armed, fired
+from dips.core.observe.telemetry import read_tape
+from dips.judge.verify import verify_run
 from dips.worker.config import ClientConfig
 from dips.worker.driver import Driver
 from dips.worker.reader import fetch_version

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.dips_command import environment
 
-from dips.core.security import Role
-from dips.launch.authority import Authority
+from dips.core.net.security import Role
+from dips.local.authority import Authority
 
 LOOP = """
 import atexit, torch, dips

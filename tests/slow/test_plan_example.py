@@ -9,7 +9,7 @@ import pytest
 from support.documents import blocks
 from support.repository import ROOT
 
-from dips.launch import cli
+from dips.cli import main
 
 README = ROOT / "examples" / "04-plan-a-schedule" / "README.md"
 
@@ -24,7 +24,7 @@ def test_the_readmes_commands(
     assert [line.split()[:2] for line in lines] == [["dips", "plan"]] * 4
     told = []
     for line in lines:
-        assert cli.run(tuple(shlex.split(line)[1:])) == 0, line
+        assert main.run(tuple(shlex.split(line)[1:])) == 0, line
         told.append(capsys.readouterr().out)
     first, second, third, fourth = told
     for word in ("chosen: ", "iteration: ", "amsterdam to stockholm: ", "what would help", "1f1b"):

@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader
 
 import dips
 from dips.core.errors import ConfigError, FatalError
-from dips.worker import loop, ranks, torch_parameters
-from dips.worker.ranks import Told
+from dips.worker import loop, torch_parameters
+from dips.worker.parallel import ranks
+from dips.worker.parallel.ranks import Told
 from dips.worker.torch_parameters import TorchParameters
 from dips.worker.wrapped import plain_model, plain_optimizer
 
@@ -244,7 +245,7 @@ for name in ("HuggingFaceCallback", "LightningCallback"):
 
 LAZY = """
 import sys
-import dips.worker.loop, dips.launch.model_folder
+import dips.worker.loop, dips.local.model_folder
 heavy = {"transformers", "accelerate", "lightning", "pytorch_lightning"} & set(sys.modules)
 print(sorted(heavy))
 import dips

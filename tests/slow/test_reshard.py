@@ -10,10 +10,10 @@ import pytest
 from support.whole_run import LEASED, NumpyCluster, WholeRun, wait_until
 
 from dips.core.errors import Refused, RetryLater
-from dips.core.security import INSECURE
-from dips.launch.authority import ensure_keys
-from dips.launch.operator_client import OperatorClient
-from dips.sim.verify import verify_run
+from dips.core.net.security import INSECURE
+from dips.judge.verify import verify_run
+from dips.local.authority import ensure_keys
+from dips.local.operator_client import OperatorClient
 from dips.worker.reader import fetch_version
 
 

@@ -19,13 +19,13 @@ import pytest
 from support.master_process import MasterProcess
 from support.whole_run import WholeRun, wait_until
 
+from dips.cli import main
 from dips.core.errors import TERMINATED
-from dips.core.keys import MASTER_DNS_NAME
-from dips.core.net import parse_address
-from dips.core.security import INSECURE
-from dips.launch import cli
-from dips.launch.authority import Authority, ensure_keys
-from dips.launch.operator_client import OperatorClient
+from dips.core.net.addresses import parse_address
+from dips.core.net.keys import MASTER_DNS_NAME
+from dips.core.net.security import INSECURE
+from dips.local.authority import Authority, ensure_keys
+from dips.local.operator_client import OperatorClient
 from dips.master.page.bounds import MAX_CONNECTIONS, MAX_STREAMS
 from dips.master.page.gate import read_page_url
 
@@ -402,7 +402,7 @@ def test_a_port_that_is_taken_is_one_sentence_and_nothing_is_served(
 
 def _master(folder: Path, listen: str, capsys: pytest.CaptureFixture[str]) -> str:
     words = ["--run-id", "x", "--directory", str(folder / "master"), "--insecure", "--page-listen", listen]
-    assert cli.run(["master", *words]) == 2
+    assert main.run(["master", *words]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
     return error.strip().splitlines()[-1]

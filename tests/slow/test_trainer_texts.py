@@ -11,8 +11,8 @@ from support.master_process import START_S, MasterProcess
 from support.trainer_run import TRAIN, Processes
 
 from dips.core.errors import Refused
-from dips.core.security import INSECURE
-from dips.worker.trainer.run_watch import RunWatch
+from dips.core.net.security import INSECURE
+from dips.trainer.run_watch import RunWatch
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from support.whole_run import WholeRun
 
-from dips.core.security import INSECURE
-from dips.launch.operator_client import OperatorClient
-from dips.sim.replay import replay_run
-from dips.sim.verify_records import read_run
+from dips.core.net.security import INSECURE
+from dips.judge.records import read_run
+from dips.judge.replay import replay_run
+from dips.local.operator_client import OperatorClient
 
 
 def test_a_run_with_another_outer_optimizer_is_computed_again_too(tmp_path: Path) -> None:

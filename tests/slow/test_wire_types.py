@@ -10,8 +10,8 @@ import pytest
 from support.diloco import diloco, trained
 from support.whole_run import F32, LAYOUT, LEASED, NumpyCluster, WholeRun, wait_until
 
-from dips.core import wire_numpy as reference
-from dips.core.security import INSECURE
+from dips.core.math import wire_numpy as reference
+from dips.core.net.security import INSECURE
 from dips.core.wire import WIRE_DTYPES, Codec, encoded_bytes
 from dips.worker.reader import fetch_version
 from dips.worker.vectors import chunk_spans

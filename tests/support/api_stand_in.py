@@ -23,8 +23,8 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 from support.published_schemas import Unfit, check
 
-from dips.launch.deploy.kubernetes_api import PLURALS
-from dips.launch.deploy.objects import API_VERSIONS
+from dips.deploy.kubernetes_api import PLURALS
+from dips.deploy.objects import API_VERSIONS
 
 Object = dict[str, Any]
 TOKEN = "a-token-of-the-stand-in"

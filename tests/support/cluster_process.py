@@ -19,11 +19,11 @@ from typing import Any
 from support.whole_run import LAYOUT, LEASED, NumpyModel, option_words
 
 from dips.core.errors import DipsError
-from dips.core.failpoints import install
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan
-from dips.core.security import KEYS_VARIABLE
-from dips.core.telemetry import configure_logging
+from dips.core.net.security import KEYS_VARIABLE
+from dips.core.observe.failpoints import install
+from dips.core.observe.telemetry import configure_logging
 from dips.worker.config import ClientConfig
 from dips.worker.driver import Driver
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from dips.sim.compare.record import CurvePoint, PushFact, RoundFact, RunRecord
-from dips.sim.compare.setup import Setup
-from dips.sim.compare.throughput import Comparison, Throughput
+from dips.compare.record import CurvePoint, PushFact, RoundFact, RunRecord
+from dips.compare.setup import Setup
+from dips.compare.throughput import Comparison, Throughput
 
 TOKENS = 12_000
 

@@ -22,11 +22,11 @@ from safetensors.numpy import load_file, save_file
 from support.forge import Record, edit_journal, edit_tape, journal_sql
 
 from dips.core.errors import DipsError
+from dips.judge.replay import FOLDER as PUSHES
+from dips.judge.verify import verify_run
 from dips.master.archive import FOLDER
 from dips.master.directory import TAPE_NAME
 from dips.master.journal_file import FILE_NAME
-from dips.sim.replay import FOLDER as PUSHES
-from dips.sim.verify import verify_run
 from dips.slave import manifest as manifests
 from dips.slave.durable import LocalDisk
 from dips.slave.owner import IDENTITY

@@ -28,12 +28,13 @@ from support import slave_wire
 from support.bulk import EPOCH, PUSH, RUN, Bulk
 from support.repository import TESTS
 
-from dips.core import allocator, kernels_numba
+from dips.core import allocator
 from dips.core.chunks import checksum, chunks_of, shard_digest
 from dips.core.clock import SystemClock
-from dips.core.failpoints import install
 from dips.core.ids import Version
+from dips.core.math import outer_numba
 from dips.core.messages import Ticket
+from dips.core.observe.failpoints import install
 from dips.slave.connections import ConnectionGuard
 from dips.slave.data_port import Answer, DataPort
 from dips.slave.data_server import DataServer
@@ -190,7 +191,7 @@ class _BulkSlave:
 
 
 def _bulk(bulk: str) -> int:
-    kernels_numba.warm_up()
+    outer_numba.warm_up()
     slave = _BulkSlave(Bulk.from_json(bulk))
     _say(endpoint=slave.server.endpoint)
     for line in sys.stdin:
@@ -212,7 +213,7 @@ class _Remembering(DataServer):
 def _guarded(room_bytes: str, n_files: str) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(n_files), int(n_files)))
     allocator.keep_freed_memory()
-    kernels_numba.warm_up()
+    outer_numba.warm_up()
     layout = slave_wire.LAYOUT
     server = _Remembering("127.0.0.1", 0, slave_wire.RUN, GUARDED_CHUNK_BYTES, lambda staged: None, _crashed)
     ready = threading.Event()

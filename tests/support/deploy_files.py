@@ -7,10 +7,10 @@ from pathlib import Path
 
 from support.repository import ROOT
 
-from dips.core.security import Role
-from dips.launch.authority import ensure_keys
-from dips.launch.deploy.deploy_file import Deployment, read_deploy_file
-from dips.launch.deploy.identities import wanted
+from dips.core.net.security import Role
+from dips.deploy.deploy_file import Deployment, read_deploy_file
+from dips.deploy.identities import wanted
+from dips.local.authority import ensure_keys
 
 EXAMPLE = ROOT / "examples" / "three-sites.toml"
 BASE = ROOT / "deploy" / "kubernetes" / "base.toml"

@@ -25,7 +25,7 @@ def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def dips(*arguments: object, timeout_s: float = 240.0, **added: str) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
-    command = [sys.executable, "-m", "dips.launch", *map(str, arguments)]
+    command = [sys.executable, "-m", "dips.cli", *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout_s, env=environment(added), check=False, cwd=ROOT
     )
@@ -52,7 +52,7 @@ def started(*command: object, log: Path, cwd: Path = ROOT, **added: str) -> Iter
 
 @contextlib.contextmanager
 def dips_started(*arguments: object, log: Path, **added: str) -> Iterator[subprocess.Popen[bytes]]:
-    with started(sys.executable, "-m", "dips.launch", *arguments, log=log, cwd=ROOT, **added) as process:
+    with started(sys.executable, "-m", "dips.cli", *arguments, log=log, cwd=ROOT, **added) as process:
         yield process
 
 

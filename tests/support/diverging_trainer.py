@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from dips.launch import cli
-from dips.worker.trainer.inner import InnerTrainer
+from dips.cli import main
+from dips.trainer.inner import InnerTrainer
 
 VARIABLE = "WAYWARD"
 FAR, FAR_EVERY_STEPS = 2.0, 8
@@ -44,4 +44,4 @@ def _step(self: InnerTrainer, batch: object, lr: float) -> float:
 
 if __name__ == "__main__":
     InnerTrainer.step = _step  # type: ignore[method-assign]
-    sys.exit(cli.run(["train", *sys.argv[1:]]))
+    sys.exit(main.run(["train", *sys.argv[1:]]))

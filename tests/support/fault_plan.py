@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from support.fault_run import BRIEFLY_S, CLUSTERS, SLAVES, STOPPED_S, FaultRun, Recovery
 from support.kill_run import PHASE_OF_FAILPOINT
 
-from dips.core.codec_protobuf import to_message
 from dips.core.errors import Refused, RetryLater
-from dips.core.failpoint_names import all_names
-from dips.core.failpoint_spec import role_of
 from dips.core.ids import Incarnation
 from dips.core.messages import WatchRequest
-from dips.launch.operator_client import OperatorClient
+from dips.core.net.codec_protobuf import to_message
+from dips.core.observe.failpoint_names import all_names
+from dips.core.observe.failpoint_spec import role_of
+from dips.local.operator_client import OperatorClient
 
 HARMS = ("crash", "stop", "error", "sleep")
 SLEEP_S = 0.5

@@ -27,14 +27,14 @@ from support.whole_run import option_words
 
 from dips.core.errors import Refused, RetryLater
 from dips.core.ids import Incarnation
-from dips.core.keys import load_identity
 from dips.core.messages import StatusReply
-from dips.core.security import INSECURE, INSECURE_VARIABLE, KEYS_VARIABLE, Security
-from dips.launch.operator_client import OperatorClient
-from dips.launch.tapes import tape_path
+from dips.core.net.keys import load_identity
+from dips.core.net.security import INSECURE, INSECURE_VARIABLE, KEYS_VARIABLE, Security
+from dips.judge.verify import verify_run
+from dips.local.operator_client import OperatorClient
+from dips.local.tapes import tape_path
 from dips.master.directory import TAPE_NAME
 from dips.master.state.tables import RoundPhase
-from dips.sim.verify import verify_run
 
 SLAVES = ("s0", "s1")
 CLUSTERS = ("a", "b", "c")

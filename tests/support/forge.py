@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dips.core.telemetry import CHAIN, next_chain
+from dips.core.observe.telemetry import CHAIN, next_chain
 from dips.master import archive, journal_file
 from dips.master.archive import JournalRecord, first_digest, segments
 from dips.master.journal import read_records

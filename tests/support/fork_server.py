@@ -204,14 +204,14 @@ def _import_everything() -> None:
     """What children need, so that they have it from the start: imports only, no thread, no socket, no channel."""
     import support.cluster_process
 
-    import dips.launch.cli
+    import dips.cli.main
     import dips.master.main
     import dips.slave.main
-    from dips.core import kernels_numba, kernels_wire
+    from dips.core.math import outer_numba, wire_numba
 
     del support, dips
-    kernels_numba.warm_up()
-    kernels_wire.warm_up()
+    outer_numba.warm_up()
+    wire_numba.warm_up()
 
 
 def _run_child(key: str, order: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ def _work(arguments: list[str]) -> int:
         from support.cluster_process import main as cluster
 
         return cluster(arguments[1:])
-    from dips.launch.cli import main as command
+    from dips.cli.main import main as command
 
     sys.argv = ["dips", *arguments]
     command()
@@ -253,7 +253,7 @@ def _work(arguments: list[str]) -> int:
 def _take_orders(key: str) -> None:
     """Arm failpoints as ordered, for as long as the process runs."""
     from dips.core.errors import DipsError
-    from dips.core.failpoints import clear, set_failpoints
+    from dips.core.observe.failpoints import clear, set_failpoints
 
     control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     control.bind(_control_address(key, os.getpid()))

@@ -18,12 +18,12 @@ import numpy as np
 
 from dips.core.ids import Version, parse_version
 from dips.core.messages import SnapshotInfo
-from dips.core.telemetry import Tape
+from dips.core.observe.telemetry import Tape
+from dips.judge.invariants import Checker, Violation
 from dips.master.journal import Journal
 from dips.master.state.decisions import judgement_to_json
 from dips.master.state.outer_optimizer import outer_step_of
 from dips.master.state.penalty import DetectorState, JudgeInputs, Participant, PenaltyConfig, judge, round_tokens
-from dips.sim.invariants import Checker, Violation
 from dips.slave.durable import LocalDisk
 from dips.slave.ring import Ring
 from dips.slave.snapshot_file import parse_round

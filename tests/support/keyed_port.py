@@ -12,12 +12,11 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from dips.core import kernels_numba
 from dips.core.chunks import shard_digest
 from dips.core.clock import SystemClock
-from dips.core.curve import CurvePair
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout, Parameter
+from dips.core.math import outer_numba
 from dips.core.messages import (
     AllowedKey,
     KeyRole,
@@ -27,6 +26,7 @@ from dips.core.messages import (
     SnapshotInfo,
     Ticket,
 )
+from dips.core.net.curve import CurvePair
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ShardMemory
@@ -67,7 +67,7 @@ class KeyedPort:
     """One slave's data port; curve None: without keys. `with` ends it."""
 
     def __init__(self, curve: CurvePair | None) -> None:
-        kernels_numba.warm_up()
+        outer_numba.warm_up()
         self.curve = curve
         self.staged: dict[PushId, bytes] = {}
         self.crashed: list[BaseException] = []

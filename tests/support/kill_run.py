@@ -23,10 +23,10 @@ from support.repository import ROOT
 from support.whole_run import LEASED, WholeRun, option_words, wait_until
 
 from dips.core.errors import Refused, RetryLater
-from dips.core.security import INSECURE
-from dips.core.telemetry import read_tape
-from dips.launch.operator_client import OperatorClient
-from dips.launch.tapes import tape_path
+from dips.core.net.security import INSECURE
+from dips.core.observe.telemetry import read_tape
+from dips.local.operator_client import OperatorClient
+from dips.local.tapes import tape_path
 from dips.master.directory import TAPE_NAME
 from dips.master.journal import read_records
 from dips.master.state.tables import RoundPhase
@@ -143,7 +143,7 @@ class KillRun(WholeRun):
         return self.directory / "logs" / f"{name}.log"
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> None:
-        self._popen(name, [sys.executable, "-m", "dips.launch", *arguments])
+        self._popen(name, [sys.executable, "-m", "dips.cli", *arguments])
 
     def _popen(self, name: str, command: Sequence[str]) -> None:
         self.lives[name] = self.lives.get(name, 0) + 1
@@ -359,6 +359,6 @@ def judge(run: KillRun, verify: Callable[[Path], None]) -> None:
 
 def verified(directory: Path) -> None:
     """`dips verify` has nothing to say against the run."""
-    command = [sys.executable, "-m", "dips.launch", "verify", "--replay", str(directory)]
+    command = [sys.executable, "-m", "dips.cli", "verify", "--replay", str(directory)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_WAIT_S)
     assert result.returncode == 0, f"dips verify: {result.stdout}\n{result.stderr}"

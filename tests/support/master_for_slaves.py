@@ -12,9 +12,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from dips.core.codec_protobuf import from_message, to_message
 from dips.core.errors import Refused
-from dips.core.grpc_refusal import abort, channel_options
 from dips.core.ids import Incarnation
 from dips.core.messages import (
     Caller,
@@ -29,6 +27,8 @@ from dips.core.messages import (
     SlaveMessage,
     Welcome,
 )
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.grpc_refusal import abort, channel_options
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.protos import slaves_pb2_grpc
 

@@ -21,8 +21,8 @@ from support.scripted_master_state import Leaves
 
 from dips.core.config import load
 from dips.core.errors import DipsError
-from dips.core.failpoints import install
-from dips.core.telemetry import configure_logging
+from dips.core.observe.failpoints import install
+from dips.core.observe.telemetry import configure_logging
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress, read_address
 from dips.master.main import run

@@ -21,13 +21,14 @@ from dips.master.state.events import ClusterCall
 from dips.master.state.leases import TokenState
 from dips.master.state.pulls import MAX_READERS
 from dips.master.state.tables import PushPhase, RoundPhase
-from dips.sim import fault_reshard, faults, shapes
+from dips.sim import shapes
 from dips.sim.checks import push_of
-from dips.sim.disk import JournalDisk, JournalEntry
+from dips.sim.disks import JournalDisk, JournalEntry
+from dips.sim.faults import register, reshard
+from dips.sim.hosts.master import MasterHost
+from dips.sim.hosts.slave import SlaveHost
 from dips.sim.kernel import Process
-from dips.sim.master_host import MasterHost
 from dips.sim.plan import make_plan
-from dips.sim.slave_host import SlaveHost
 from dips.sim.world import World
 
 SHAPE = replace(shapes.SMALL, clusters=(3,), slaves=(2,))
@@ -46,7 +47,7 @@ NEVER = frozenset(
 """With another journal under it the master's memory is rightly another; a version may be gone for good
 without any disk; a run that is stopped walks no further."""
 
-RARE = frozenset({*faults.GROUPS["lost state"], "suspend_all", "power_failure", "isolate_master", "two_masters"})
+RARE = frozenset({*register.GROUPS["lost state"], "suspend_all", "power_failure", "isolate_master", "two_masters"})
 RARE_WEIGHT = 0.2
 REPEATED = frozenset({"replayed_request", "replayed_word_of_slave", "old_incarnation", "late_replies", "lost_replies"})
 REPEATED_WEIGHT = 6.0
@@ -54,8 +55,8 @@ EARLIER = "call_of_an_earlier_process"
 CALLS_KEPT = 400
 KINDS = {EARLIER: REPEATED_WEIGHT} | {
     name: RARE_WEIGHT if name in RARE else REPEATED_WEIGHT if name in REPEATED else 1.0
-    for name in sorted(faults.FAULTS)
-    if name not in NEVER and name not in fault_reshard.FAULTS
+    for name in sorted(register.FAULTS)
+    if name not in NEVER and name not in reshard.FAULTS
 }
 
 
@@ -117,7 +118,7 @@ class Walk(World):
         if self.healed or self.ended:
             return
         kind = self.kernel.rng.choices(list(KINDS), list(KINDS.values()))[0]
-        strike = faults.FAULTS.get(kind)
+        strike = register.FAULTS.get(kind)
         if self._call_of_an_earlier_process() if strike is None else strike(self):
             self.kernel.note("world", f"fault {kind}")
             self.struck_kinds[kind] += 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dips.launch.plan_run_ranks import job_of
-from dips.launch.plan_run_source import Source
-from dips.worker.pipeline.cells import Cell, Cells, parse_cells
-from dips.worker.pipeline.job import BOARD_FILE, Iteration, board_sizes
-from dips.worker.pipeline.links import BACK, FORTH, LinkBoard
-from dips.worker.pipeline.pace import Pace
+from dips.local.plan_run_ranks import job_of
+from dips.local.plan_run_source import Source
+from dips.planner.run.cells import Cell, Cells, parse_cells
+from dips.planner.run.job import BOARD_FILE, Iteration, board_sizes
+from dips.planner.run.links import BACK, FORTH, LinkBoard
+from dips.planner.run.pace import Pace
 
 
 class RankClock:

@@ -12,14 +12,14 @@ from pathlib import Path
 from types import TracebackType
 
 from dips.core.clock import SystemClock
-from dips.core.keys import load_identity
 from dips.core.messages import StatusReply
-from dips.launch.local_run import LocalRun
-from dips.launch.operator_client import OperatorClient
-from dips.launch.page_option import with_page
-from dips.launch.run_directory import UP, Mark, claim
-from dips.launch.run_file import read_run_file
-from dips.launch.supervisor import POLL_S
+from dips.core.net.keys import load_identity
+from dips.local.local_run import LocalRun
+from dips.local.operator_client import OperatorClient
+from dips.local.page_option import with_page
+from dips.local.run_directory import UP, Mark, claim
+from dips.local.run_file import read_run_file
+from dips.local.supervisor import POLL_S
 from dips.master.directory import read_address
 
 RUN_FILE = """

@@ -14,9 +14,9 @@ import torch
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from dips.core.messages import DataRange
-from dips.worker.trainer.config import TrainConfig
-from dips.worker.trainer.data import ChunkedText
-from dips.worker.trainer.model import ByteModel
+from dips.trainer.config import TrainConfig
+from dips.trainer.data import ChunkedText
+from dips.trainer.model import ByteModel
 
 Step = Sequence[DataRange]
 """The rows of one batch, all equally long."""

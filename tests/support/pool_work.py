@@ -9,10 +9,10 @@ from pathlib import Path
 
 from support.compare_records import record
 
+from dips.compare.jobs import Job
+from dips.compare.pool import Tell
+from dips.compare.record import RunRecord
 from dips.core.errors import DipsError
-from dips.launch.compare_jobs import Job
-from dips.launch.compare_pool import Tell
-from dips.sim.compare.record import RunRecord
 
 
 def double(number: int, tell: Tell) -> int:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.messages import SnapshotInfo
+from dips.judge.records import Line, RunRecords, StoredManifest
 from dips.sim import world as simulated
-from dips.sim.judge import Judge
-from dips.sim.verify_records import Line, RunRecords, StoredManifest
+from dips.sim.judging import Judge
 
 
 class Recording(Judge):

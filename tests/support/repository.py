@@ -6,18 +6,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
-PACKAGES = sorted(link.name for link in (ROOT / "src" / "dips").iterdir() if link.is_symlink())
+SOURCE = ROOT / "src" / "dips"
+PACKAGES = sorted(folder.parent.name for folder in SOURCE.glob("*/__init__.py"))
 
 
 def modules() -> list[Path]:
     """Every hand-written module of the package, by its real path."""
-    found = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    return sorted(path for path in found if "_pb2" not in path.name)
+    return sorted(path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name)
 
 
 def texts() -> list[Path]:
     """Every hand-written text file that belongs to the project."""
-    folders = [*PACKAGES, "tests", "docs", "examples", "benchmarks", "deploy", ".ci"]
+    folders = ["src/dips", "tests", "docs", "examples", "benchmarks", "deploy", ".ci"]
     inside = (path for folder in folders for path in (ROOT / folder).rglob("*"))
     top = (path for path in ROOT.iterdir() if path.name not in ("LICENSE", ".git"))  # .git is a file in a worktree
     return sorted(path for path in (*inside, *top) if path.is_file() and _is_text(path))

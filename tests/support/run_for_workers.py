@@ -18,12 +18,10 @@ import zmq
 from numpy.typing import NDArray
 
 from dips.core.chunks import checksum, chunks_of, digest_of_array, shard_digest
-from dips.core.codec_protobuf import encode, from_message, to_message
-from dips.core.data_header import DataHeader, DataOp, MissingChunk
 from dips.core.errors import RefusalCode
-from dips.core.grpc_refusal import REFUSAL_KEY
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Block, Layout, Parameter
+from dips.core.math.wire_numpy import decode
 from dips.core.messages import (
     Admitted,
     AwaitVerdictReply,
@@ -58,8 +56,10 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
+from dips.core.net.codec_protobuf import encode, from_message, to_message
+from dips.core.net.data_header import DataHeader, DataOp, MissingChunk
+from dips.core.net.grpc_refusal import REFUSAL_KEY
 from dips.core.wire import Codec, encoded_bytes
-from dips.core.wire_numpy import decode
 from dips.protos import clusters_pb2_grpc
 
 F32 = NDArray[np.float32]

@@ -18,10 +18,10 @@ import zmq.asyncio
 from numpy.typing import NDArray
 
 from dips.core.chunks import Chunk, checksum, chunks_of, digest_of_array
-from dips.core.data_header import DataHeader, DataOp
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.layout import Block, Layout, Parameter
 from dips.core.messages import Configure, OpenStaging, PlacementSpec, Prepare, SlaveAddress, StagedPush
+from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.placement import Placement
 from dips.core.wire import Codec
 from dips.slave.config import SlaveConfig

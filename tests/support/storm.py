@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dips.core.telemetry import read_tape
-from dips.launch.local_run import LocalRun
-from dips.launch.supervisor import POLL_S
-from dips.launch.tapes import HeldoutPoint
+from dips.core.observe.telemetry import read_tape
+from dips.local.local_run import LocalRun
+from dips.local.supervisor import POLL_S
+from dips.local.tapes import HeldoutPoint
 from dips.master.directory import TAPE_NAME
 
 TABLE_1 = (1, 2, 4, 31)

@@ -12,9 +12,9 @@ from typing import Any
 
 from support.master_process import START_S
 
-from dips.core.telemetry import read_tape
-from dips.launch.options import command_line
-from dips.worker.trainer.config import TrainConfig
+from dips.core.observe.telemetry import read_tape
+from dips.local.options import command_line
+from dips.trainer.config import TrainConfig
 
 TRAIN = TrainConfig(max_bytes=1_500_000, heldout_max_bytes=8192, warmup_tokens=4000, log_every_steps=4)
 
@@ -29,7 +29,7 @@ class Processes:
     def start(self, name: str, arguments: Sequence[str], **environment: str) -> None:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
         with (self._folder / f"{name}.log").open("ab") as log:
-            command = [sys.executable, "-m", "dips.launch", *arguments]
+            command = [sys.executable, "-m", "dips.cli", *arguments]
             self._running[name] = subprocess.Popen(command, stdout=log, stderr=log, env={**kept, **environment})
 
     def start_cluster(

@@ -23,9 +23,9 @@ from support.fault_run import free_port
 from support.repository import ROOT
 
 from dips.core.errors import DipsError
-from dips.core.keys import load_identity
 from dips.core.messages import ClusterStatus, StatusReply
-from dips.launch.operator_client import OperatorClient
+from dips.core.net.keys import load_identity
+from dips.local.operator_client import OperatorClient
 
 RUN = "watched"
 SLAVES, CLUSTERS, WAYWARD = ("s0", "s1"), ("a", "b"), "c"
@@ -252,7 +252,7 @@ def _of(status: StatusReply, name: str) -> ClusterStatus:
 
 
 def _dips(*words: object) -> list[str]:
-    return [sys.executable, "-m", "dips.launch", *map(str, words)]
+    return [sys.executable, "-m", "dips.cli", *map(str, words)]
 
 
 def _heldout_words() -> list[str]:

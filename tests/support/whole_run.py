@@ -20,11 +20,11 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.core.keys import load_identity
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, StatusReply, Verdict
-from dips.core.security import INSECURE, Security
-from dips.launch.operator_client import OperatorClient
+from dips.core.net.keys import load_identity
+from dips.core.net.security import INSECURE, Security
+from dips.local.operator_client import OperatorClient
 from dips.worker.config import ClientConfig
 from dips.worker.driver import Driver
 
@@ -232,7 +232,7 @@ class WholeRun:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
         with (self.directory / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "dips.launch", *arguments], stdout=log, stderr=log, env=environment
+                [sys.executable, "-m", "dips.cli", *arguments], stdout=log, stderr=log, env=environment
             )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import strategies as st
 
-from dips.core import codec_protobuf
 from dips.core.layout import AVERAGED_LAYER, DTYPES, Layout, Parameter
+from dips.core.net import codec_protobuf
 
 _INTEGERS = {
     FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1),

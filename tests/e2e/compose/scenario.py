@@ -295,7 +295,7 @@ def end(stack: Stack, report: Report, records: Path) -> None:
     report.check(True, f"`operator stop` at version {before}: all roles ended with 0, and stay ended")
     copy_records(stack, records)
     done = subprocess.run(
-        [sys.executable, "-m", "dips.launch", "verify", str(records), "--json"],
+        [sys.executable, "-m", "dips.cli", "verify", str(records), "--json"],
         capture_output=True,
         text=True,
         check=False,

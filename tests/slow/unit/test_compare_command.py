@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from support.compare_records import record, speed_comparison
 
-from dips.launch import cli, command_compare, compare_wish
-from dips.launch.compare_jobs import Job, Results
-from dips.launch.compare_speed import SpeedFigure, SpeedResult
-from dips.sim.compare.methods import METHODS
-from dips.sim.compare.record import RunRecord
-from dips.sim.compare.setup import Setup, shipped
+from dips.cli import compare as command_compare
+from dips.cli import main
+from dips.compare import selection
+from dips.compare.jobs import Job, Results
+from dips.compare.methods import METHODS
+from dips.compare.record import RunRecord
+from dips.compare.setup import Setup, shipped
+from dips.compare.speed import SpeedFigure, SpeedResult
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = cli.run(["compare", *map(str, arguments)])
+    code = main.run(["compare", *map(str, arguments)])
     shown = capsys.readouterr()
     return code, shown.out, shown.err
 
@@ -63,7 +65,7 @@ def test_the_default_methods_run_with_the_shipped_set_up(
 ) -> None:
     code, out, _ = told(capsys, "--run-dir", tmp_path)
     assert code == 0
-    assert ",".join(job.method for job in asked) == compare_wish.DEFAULT_METHODS
+    assert ",".join(job.method for job in asked) == selection.DEFAULT_METHODS
     assert {(job.seed, job.setup.name, job.inject) for job in asked} == {(1, "small", "")}
     for words in ("one step", "links up", "AdamW", "seeds", "held-out loss after", "rounds and pushes", "One seed"):
         assert words in out

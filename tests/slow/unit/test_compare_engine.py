@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 from support.number_learners import DATA, LAYOUT, BowlLearner, bowl_loss
 
-from dips.core import outer_numpy as reference
+from dips.compare.course import Course, SimulationError
+from dips.compare.data_parallel import run_data_parallel
+from dips.compare.engine import HOPELESS_VOIDS, run_on_servers, timing_only
+from dips.compare.inject import Injection
+from dips.compare.methods import METHODS
+from dips.compare.plans import plan_of, wire_bytes
+from dips.compare.record import CurvePoint, PushFact, RunRecord, at_tokens
+from dips.compare.setup import Setup, load_setup
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
+from dips.core.math import outer_numpy as reference
 from dips.core.messages import DataRange
 from dips.sim.arithmetic import F32
 from dips.sim.checks import version_of
-from dips.sim.compare.course import Course, SimulationError
-from dips.sim.compare.data_parallel import run_data_parallel
-from dips.sim.compare.engine import HOPELESS_VOIDS, run_on_servers, timing_only
-from dips.sim.compare.inject import Injection
-from dips.sim.compare.methods import METHODS
-from dips.sim.compare.plans import plan_of, wire_bytes
-from dips.sim.compare.record import CurvePoint, PushFact, RunRecord, at_tokens
-from dips.sim.compare.setup import Setup, load_setup
 from dips.sim.numbers import Numbers
 from dips.worker.state.effects import Finished
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 from support.number_learners import BowlLearner, bowl_loss
 
+from dips.compare.engine import run_on_servers
+from dips.compare.inject import Injection
+from dips.compare.methods import METHODS
+from dips.compare.record import PushFact, RunRecord
+from dips.compare.setup import load_setup
 from dips.core.messages import DataRange
-from dips.sim.compare.engine import run_on_servers
-from dips.sim.compare.inject import Injection
-from dips.sim.compare.methods import METHODS
-from dips.sim.compare.record import PushFact, RunRecord
-from dips.sim.compare.setup import load_setup
 
 BAD = 3
 """The slowest cluster: with static steps it is nearly always alone, or late."""

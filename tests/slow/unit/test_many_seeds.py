@@ -1,7 +1,7 @@
 """Two hundred simulated runs, and every kind of fault: nothing that was promised breaks, whatever the seed lets happen.
 
 DIPS_TEST_SEEDS chooses how many seeds are simulated (200). A failing seed always fails the same way; its story:
-python -m dips.sim.run_seeds --seed N --trace.
+python -m dips.sim.seeds --seed N --trace.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections import Counter
 
 import pytest
 
-from dips.sim import faults, run_seeds, shapes
+from dips.sim import seeds as run_seeds
+from dips.sim import shapes
+from dips.sim.faults import register
 from dips.sim.world import World
 
 N_SEEDS = int(os.environ.get("DIPS_TEST_SEEDS", "200"))
@@ -27,7 +29,7 @@ def test_every_invariant_holds_after_every_step(first: int) -> None:
     assert sum(outcome.published for outcome in outcomes) >= len(outcomes)
 
 
-@pytest.mark.parametrize("kind", sorted(faults.FAULTS))
+@pytest.mark.parametrize("kind", sorted(register.FAULTS))
 def test_every_kind_of_fault_strikes(kind: str) -> None:
     """Planned five times over, in a few seeds: it is counted, and nothing breaks."""
     fired: Counter[str] = Counter()

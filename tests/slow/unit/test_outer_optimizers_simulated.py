@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dips.master.state.penalty_config import PenaltyConfig
-from dips.sim.master_host import MasterHost
+from dips.sim.hosts.master import MasterHost
 from dips.sim.plan import Plan, make_plan
 from dips.sim.world import World
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dips.sim.cluster_host import ClusterHost
+from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.kernel import Process
 from dips.sim.plan import Plan, make_plan
 from dips.sim.world import World

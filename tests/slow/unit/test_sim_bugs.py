@@ -14,9 +14,9 @@ from dips.core.ids import RoundId, Version
 from dips.core.messages import DataMode, DataPlan, SnapshotInfo
 from dips.master.state.events import Stop
 from dips.sim.content import to_array
-from dips.sim.disk import SlaveDisk
+from dips.sim.disks import SlaveDisk
+from dips.sim.hosts.master import MasterHost
 from dips.sim.kernel import Process
-from dips.sim.master_host import MasterHost
 from dips.sim.plan import make_plan
 from dips.sim.world import Outcome, World
 from dips.slave.ring import Ring

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from dips.sim.compare.methods import find_method
-from dips.sim.compare.setup import Setup, load_setup
-from dips.sim.compare.throughput import first_clusters, measure, ring_diloco, with_last_link
+from dips.compare.methods import find_method
+from dips.compare.setup import Setup, load_setup
+from dips.compare.throughput import first_clusters, measure, ring_diloco, with_last_link
 
 ROUNDS = 8
 

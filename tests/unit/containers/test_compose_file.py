@@ -12,14 +12,14 @@ import pytest
 import yaml
 from support.repository import ROOT
 
+from dips.cli.main import COMMANDS
 from dips.core.config import load
-from dips.core.net import parse_address
-from dips.launch.cli import COMMANDS
+from dips.core.net.addresses import parse_address
 from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
+from dips.trainer.config import TrainConfig
 from dips.worker.config import SECTION as WORKER_SECTION
 from dips.worker.config import ClientConfig, check
-from dips.worker.trainer.config import TrainConfig
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]

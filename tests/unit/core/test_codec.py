@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.wire_values import descriptor_of, values_of
 
-from dips.core import codec_protobuf, data_header
-from dips.core.codec_protobuf import MIRRORED, decode, encode, from_message, to_message
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.messages import (
@@ -29,6 +27,8 @@ from dips.core.messages import (
     StopSlave,
     VerdictKind,
 )
+from dips.core.net import codec_protobuf, data_header
+from dips.core.net.codec_protobuf import MIRRORED, decode, encode, from_message, to_message
 from dips.protos import clusters_pb2, common_pb2, data_pb2, operator_pb2, slaves_pb2
 
 MODULES = (common_pb2, clusters_pb2, slaves_pb2, operator_pb2, data_pb2)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from dips.core.curve import CurvePair, as_client, pair_for
 from dips.core.errors import ConfigError
+from dips.core.net.curve import CurvePair, as_client, pair_for
+from dips.core.net.security import INSECURE, Identity, Role
 from dips.core.protocol import CURVE_KEY_BYTES
-from dips.core.security import INSECURE, Identity, Role
 
 
 def test_each_pair_is_fresh_and_hides_its_secret() -> None:

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.core import codec_protobuf
 from dips.core.chunks import checksum
-from dips.core.data_header import (
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import ClusterId, Incarnation, PushId, Version
+from dips.core.messages import Refusal
+from dips.core.net import codec_protobuf
+from dips.core.net.data_header import (
     MAX_HEADER_BYTES,
     MAX_MISSING,
     REQUESTS,
@@ -19,9 +22,6 @@ from dips.core.data_header import (
     DataOp,
     MissingChunk,
 )
-from dips.core.errors import RefusalCode, Refused
-from dips.core.ids import ClusterId, Incarnation, PushId, Version
-from dips.core.messages import Refusal
 from dips.core.protocol import PROTOCOL_VERSION
 from dips.core.wire import Codec
 from dips.protos import data_pb2

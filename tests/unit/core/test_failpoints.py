@@ -13,13 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from dips.core import failpoints, machine
+from dips.cli.protocol_doc import TABLES as DRAWN
+from dips.core import machine
 from dips.core.errors import ConfigError
-from dips.core.failpoint_names import all_names, obeyed
-from dips.core.failpoint_spec import CRASH_EXIT_CODE, Action, Kind, Term, check_name, parse, role_of, transition_name
-from dips.core.failpoints import armed, copies, failpoint, install, read_log
 from dips.core.machine import Phase, Story
-from dips.launch.protocol_doc import TABLES as DRAWN
+from dips.core.observe import failpoints
+from dips.core.observe.failpoint_names import all_names, obeyed
+from dips.core.observe.failpoint_spec import (
+    CRASH_EXIT_CODE,
+    Action,
+    Kind,
+    Term,
+    check_name,
+    parse,
+    role_of,
+    transition_name,
+)
+from dips.core.observe.failpoints import armed, copies, failpoint, install, read_log
 from dips.master.state.tables import ROUND_TABLE, RoundPhase
 
 PLACE = "master.journal.before_commit"
@@ -73,7 +83,7 @@ def test_entries_are_divided_by_semicolons_and_blanks_do_not_matter() -> None:
     ("text", "words"),
     [
         ("master.journal.before_comit=off", ["no failpoint 'master.journal.before_comit'", f"did you mean {PLACE}"]),
-        ("nonsense=off", ["no failpoint 'nonsense'", "core/failpoint_names.py"]),
+        ("nonsense=off", ["no failpoint 'nonsense'", "core/observe/failpoint_names.py"]),
         ("rounds.IDLE.abort=off", ["no table 'rounds'", "did you mean round"]),
         (PLACE, ["write NAME=ACTION"]),
         (f"{PLACE}=", ["write NAME=ACTION"]),
@@ -266,7 +276,7 @@ def test_a_wrong_environment_is_refused(environment: dict[str, str], words: str)
 
 _DIE = """
 import sys
-from dips.core.failpoints import failpoint, install
+from dips.core.observe.failpoints import failpoint, install
 install("master")
 failpoint("master.journal.before_commit")
 print("alive", flush=True)

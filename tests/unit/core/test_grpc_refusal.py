@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.core.codec_protobuf import encode
 from dips.core.errors import RefusalCode, Refused, RetryLater
-from dips.core.grpc_refusal import (
+from dips.core.messages import Refusal
+from dips.core.net.codec_protobuf import encode
+from dips.core.net.grpc_refusal import (
     MAX_SENTENCE_BYTES,
     REFUSAL_KEY,
     STATUS_OF_CODE,
@@ -18,7 +19,6 @@ from dips.core.grpc_refusal import (
     to_refusal,
     to_refused,
 )
-from dips.core.messages import Refusal
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 

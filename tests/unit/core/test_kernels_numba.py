@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from numba.core.dispatcher import Dispatcher
 from support.numerics import F32, Shard, assert_same_bits, random_slots
 
-from dips.core import kernels_numba, kernels_wire, outer_numpy, simd_numba
-from dips.core.kernels_numba import AHEAD_ELEMS, TILE_ELEMS, VECTOR_ELEMS
-from dips.core.outer_numpy import LANES, PIECE_ELEMS, n_pieces
-from dips.core.simd_numba import VECTOR_BYTES, compiled
+from dips.core.math import outer_numba, outer_numpy, simd_numba, wire_numba
+from dips.core.math.outer_numba import AHEAD_ELEMS, TILE_ELEMS, VECTOR_ELEMS
+from dips.core.math.outer_numpy import LANES, PIECE_ELEMS, n_pieces
+from dips.core.math.simd_numba import VECTOR_BYTES, compiled
 
 SIZES = [
     *(1, 2, LANES - 1, LANES + 1, 4 * VECTOR_ELEMS, TILE_ELEMS - 1, TILE_ELEMS, 3 * TILE_ELEMS + 77),
@@ -32,13 +32,13 @@ SIZES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    kernels_numba.warm_up()
+    outer_numba.warm_up()
 
 
 def both_steps(shard: Shard, k: int, start: int, stop: int, scale: float = 0.4, weight: float = 1.0) -> None:
     slots, weights = random_slots(k, k, len(shard.staging))
     results = []
-    for module in (outer_numpy, kernels_numba):
+    for module in (outer_numpy, outer_numba):
         theta, momentum = shard.outputs()
         bad = module.outer_step(
             *(shard.theta, shard.momentum, shard.staging, slots, weights),
@@ -53,7 +53,7 @@ def both_steps(shard: Shard, k: int, start: int, stop: int, scale: float = 0.4, 
 def both_averages(shard: Shard, k: int, start: int, stop: int, share: float = 0.3) -> None:
     slots, weights = random_slots(k, k, len(shard.staging))
     results = []
-    for module in (outer_numpy, kernels_numba):
+    for module in (outer_numpy, outer_numba):
         theta, momentum = shard.outputs()
         bad = module.average_step(shard.theta, shard.staging, slots, weights, share, theta, momentum, start, stop)
         results.append((theta, momentum, bad))
@@ -65,7 +65,7 @@ def both_averages(shard: Shard, k: int, start: int, stop: int, share: float = 0.
 def both_grams(shard: Shard, k: int, start: int, stop: int) -> None:
     slots, _ = random_slots(k, k, len(shard.staging))
     expected, expected_counts = outer_numpy.gram(shard.theta, shard.staging, slots, start, stop)
-    actual, counts = kernels_numba.gram(shard.theta, shard.staging, slots, start, stop)
+    actual, counts = outer_numba.gram(shard.theta, shard.staging, slots, start, stop)
     assert_same_bits(actual, expected)
     assert counts.tolist() == expected_counts.tolist()
 
@@ -116,12 +116,12 @@ def test_seed_and_land_equal_the_reference(special: bool) -> None:
     shard = Shard.random(5, 2 * TILE_ELEMS + 9, slots=2, special=special)
     theta, momentum = shard.outputs()
     expected_theta, expected_momentum = shard.outputs()
-    bad = kernels_numba.seed_step(shard.staging, 1, theta, momentum, 7, len(theta) - 3)
+    bad = outer_numba.seed_step(shard.staging, 1, theta, momentum, 7, len(theta) - 3)
     assert bad == outer_numpy.seed_step(shard.staging, 1, expected_theta, expected_momentum, 7, len(theta) - 3)
     assert_same_bits(theta, expected_theta)
     assert_same_bits(momentum, expected_momentum)
     dst = np.zeros_like(theta)
-    assert kernels_numba.land(dst, shard.staging[0]) == np.count_nonzero(~np.isfinite(shard.staging[0]))
+    assert outer_numba.land(dst, shard.staging[0]) == np.count_nonzero(~np.isfinite(shard.staging[0]))
     assert_same_bits(dst, shard.staging[0])
 
 
@@ -134,8 +134,8 @@ def test_frames_are_read_at_any_address(offset_bytes: int) -> None:
     theta, found, expected = np.ones_like(values), np.zeros(1), np.zeros(1)
     assert outer_numpy.measure_landed(values, theta, expected) == 600
     landings: tuple[Callable[[F32], int], ...] = (
-        lambda dst: kernels_numba.land(dst, src),
-        lambda dst: kernels_numba.land_measured(dst, src, theta, found),
+        lambda dst: outer_numba.land(dst, src),
+        lambda dst: outer_numba.land_measured(dst, src, theta, found),
     )
     for land in landings:
         dst = np.zeros_like(values)
@@ -143,7 +143,7 @@ def test_frames_are_read_at_any_address(offset_bytes: int) -> None:
         assert_same_bits(dst, values)
     assert_same_bits(found, expected)
     found[:] = 0
-    assert kernels_numba.measure_landed(src, theta, found) == 600
+    assert outer_numba.measure_landed(src, theta, found) == 600
     assert_same_bits(found, expected)
 
 
@@ -153,7 +153,7 @@ def test_the_step_may_overwrite_its_inputs() -> None:
     theta, momentum = shard.outputs()
     arguments = (shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.8, 1.0)
     outer_numpy.outer_step(*arguments, theta, momentum, 0, len(theta))
-    kernels_numba.outer_step(*arguments, shard.theta, shard.momentum, 0, len(theta))
+    outer_numba.outer_step(*arguments, shard.theta, shard.momentum, 0, len(theta))
     assert_same_bits(shard.theta, theta)
     assert_same_bits(shard.momentum, momentum)
 
@@ -165,11 +165,11 @@ def test_threads_that_share_a_range_change_no_bit(pieces: int) -> None:
     slots, weights = random_slots(7, 5, 5)
     arguments = (shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.8, 1.0)
     whole, split = shard.outputs(), shard.outputs()
-    kernels_numba.outer_step(*arguments, *whole, 0, n_elems)
+    outer_numba.outer_step(*arguments, *whole, 0, n_elems)
     edges = np.linspace(0, n_elems, pieces + 1).astype(int).tolist()
     with ThreadPoolExecutor(pieces) as pool:
         parts = itertools.pairwise(edges)
-        list(pool.map(lambda part: kernels_numba.outer_step(*arguments, *split, *part), parts))
+        list(pool.map(lambda part: outer_numba.outer_step(*arguments, *split, *part), parts))
     assert_same_bits(split[0], whole[0])
     assert_same_bits(split[1], whole[1])
 
@@ -203,7 +203,7 @@ def _on_slaves(
         ranges = [blocks[block] for block in mine]
         here = Shard(*(_packed(a, ranges) for a in (shard.theta, shard.momentum, shard.staging)))
         out_theta, out_momentum = here.outputs()
-        kernels_numba.outer_step(
+        outer_numba.outer_step(
             here.theta, here.momentum, here.staging, slots, weights,
             0.4, 0.7, 0.8, 0.8, 1.0, out_theta, out_momentum, 0, len(here.theta),
         )  # fmt: skip
@@ -211,7 +211,7 @@ def _on_slaves(
         for block, (start, stop) in zip(mine, ranges, strict=True):
             here_range = slice(at, at + stop - start)
             theta[start:stop], momentum[start:stop] = out_theta[here_range], out_momentum[here_range]
-            gram_of_block[block], _ = kernels_numba.gram(here.theta, here.staging, slots, at, at + stop - start)
+            gram_of_block[block], _ = outer_numba.gram(here.theta, here.staging, slots, at, at + stop - start)
             at += stop - start
     total = np.zeros((len(slots), len(slots)))
     for block in range(len(blocks)):
@@ -225,14 +225,14 @@ def test_sums_on_receipt_equal_the_reference(n_elems: int, special: bool) -> Non
     shard = Shard.random(n_elems, n_elems, slots=2, special=special)
     theta, (x, y) = shard.theta, shard.staging
     found, expected = np.full((2, n_pieces(n_elems)), 77.0)
-    kernels_numba.products(theta, x, y, found)
+    outer_numba.products(theta, x, y, found)
     outer_numpy.products(theta, x, y, expected)
     assert_same_bits(found, expected)
-    assert kernels_numba.measure_landed(x, theta, found) == outer_numpy.measure_landed(x, theta, expected)
+    assert outer_numba.measure_landed(x, theta, found) == outer_numpy.measure_landed(x, theta, expected)
     assert_same_bits(found, expected)
     found[:] = 77.0
     dst = np.zeros_like(x)
-    assert kernels_numba.land_measured(dst, x, theta, found) == np.count_nonzero(~np.isfinite(x))
+    assert outer_numba.land_measured(dst, x, theta, found) == np.count_nonzero(~np.isfinite(x))
     assert_same_bits(found, expected)
     assert_same_bits(dst, x)
 
@@ -246,7 +246,7 @@ def test_a_chunk_may_begin_anywhere_in_memory(ahead: int, n_elems: int) -> None:
     neighbours = shard.staging[0, :ahead].tolist() + shard.staging[0, ahead + n_elems :].tolist()
     y = y.copy()
     found, expected = np.zeros((2, n_pieces(n_elems)))
-    assert kernels_numba.land_measured(x, y, theta, found) == 0
+    assert outer_numba.land_measured(x, y, theta, found) == 0
     assert outer_numpy.measure_landed(y, theta, expected) == 0
     assert_same_bits(found, expected)
     assert_same_bits(x, y)
@@ -261,9 +261,9 @@ def test_pieces_measured_one_by_one_make_the_gram_of_the_block() -> None:
     for piece in np.random.default_rng(0).permutation(len(squared)).tolist():
         part = slice(piece * PIECE_ELEMS, min((piece + 1) * PIECE_ELEMS, n_elems))
         theta, (x, y) = shard.theta[part], shard.staging[:, part].copy()
-        kernels_numba.measure_landed(x, theta, squared[piece : piece + 1])
-        kernels_numba.products(theta, x, y, mixed[piece : piece + 1])
-    gram, _ = kernels_numba.gram(shard.theta, shard.staging, np.arange(2), 0, n_elems)
+        outer_numba.measure_landed(x, theta, squared[piece : piece + 1])
+        outer_numba.products(theta, x, y, mixed[piece : piece + 1])
+    gram, _ = outer_numba.gram(shard.theta, shard.staging, np.arange(2), 0, n_elems)
     assert (outer_numpy.total(squared), outer_numpy.total(mixed)) == (gram[0, 0], gram[0, 1])
 
 
@@ -273,7 +273,7 @@ def test_listed_pieces_are_measured_and_no_other(special: bool) -> None:
     edges = np.array([5, 6, 6 + PIECE_ELEMS, 20_000, 20_033, 30_007])
     pieces, slots = np.array([4, 1, 3]), np.array([3, 0, 1])
     results = []
-    for module in (outer_numpy, kernels_numba):
+    for module in (outer_numpy, outer_numba):
         sums, nonfinite, pair = np.full((6, 5), 77.0), np.full((3, 5), 77), np.full(5, 77.0)
         module.measure_pieces(shard.theta, shard.staging, slots, edges, pieces, sums, nonfinite)
         module.multiply_pieces(shard.theta, shard.staging[3], shard.staging[1], edges, pieces, pair)
@@ -296,7 +296,7 @@ def test_outputs_may_stand_anywhere(ahead: tuple[int, int]) -> None:
     expected = shard.outputs()
     found = (_elements_behind_a_line(n_elems, ahead[0]), _elements_behind_a_line(n_elems, ahead[1]))
     outer_numpy.outer_step(*arguments, *expected, 100, 2900)
-    kernels_numba.outer_step(*arguments, *found, 100, 2900)
+    outer_numba.outer_step(*arguments, *found, 100, 2900)
     assert_same_bits(found[0], expected[0])
     assert_same_bits(found[1], expected[1])
 
@@ -309,7 +309,7 @@ def _elements_behind_a_line(n_elems: int, ahead: int) -> F32:
 
 def test_warm_up_compiles_all_that_a_round_needs() -> None:
     """After it, a round with real arrays (a read-only frame too) adds no specialisation."""
-    dispatchers = [value for value in vars(kernels_numba).values() if isinstance(value, Dispatcher)]
+    dispatchers = [value for value in vars(outer_numba).values() if isinstance(value, Dispatcher)]
     before = [len(dispatcher.signatures) for dispatcher in dispatchers]
     assert len(before) > 10
     both_steps(Shard.random(9, 100, slots=3), 3, 10, 90)
@@ -323,7 +323,7 @@ def test_warm_up_compiles_all_that_a_round_needs() -> None:
 
 
 def test_both_twins_mean_the_same_lanes_and_pieces() -> None:
-    assert (kernels_numba.LANES, kernels_numba.PIECE_ELEMS) == (LANES, PIECE_ELEMS)
+    assert (outer_numba.LANES, outer_numba.PIECE_ELEMS) == (LANES, PIECE_ELEMS)
     assert 4 * VECTOR_ELEMS == VECTOR_BYTES
     assert PIECE_ELEMS % TILE_ELEMS == TILE_ELEMS % LANES == 0
 
@@ -345,22 +345,22 @@ def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:
     weights = np.ones(1, np.float32)
     common = (shard.theta, shard.momentum, shard.staging)
     with pytest.raises(ValueError, match="range"):
-        kernels_numba.outer_step(*common, np.array([0]), weights, 1, 1, 0, 0, 1, theta, momentum, 0, 9)
+        outer_numba.outer_step(*common, np.array([0]), weights, 1, 1, 0, 0, 1, theta, momentum, 0, 9)
     with pytest.raises(ValueError, match="not rows"):
-        kernels_numba.outer_step(*common, np.array([2]), weights, 1, 1, 0, 0, 1, theta, momentum, 0, 8)
+        outer_numba.outer_step(*common, np.array([2]), weights, 1, 1, 0, 0, 1, theta, momentum, 0, 8)
     with pytest.raises(ValueError, match="range"):
-        kernels_numba.gram(shard.theta, shard.staging, np.array([0]), 0, 9)
+        outer_numba.gram(shard.theta, shard.staging, np.array([0]), 0, 9)
     with pytest.raises(ValueError, match="not rows"):
-        kernels_numba.seed_step(shard.staging, 2, theta, momentum, 0, 8)
+        outer_numba.seed_step(shard.staging, 2, theta, momentum, 0, 8)
     with pytest.raises(ValueError, match="src is"):
-        kernels_numba.land(theta, np.zeros(9, np.float32))
+        outer_numba.land(theta, np.zeros(9, np.float32))
     sums = np.zeros(1)
     with pytest.raises(ValueError, match="x is"):
-        kernels_numba.products(shard.theta, np.zeros(9, np.float32), theta, sums)
+        outer_numba.products(shard.theta, np.zeros(9, np.float32), theta, sums)
     with pytest.raises(ValueError, match="sums is"):
-        kernels_numba.measure_landed(theta, shard.theta, np.zeros(2))
+        outer_numba.measure_landed(theta, shard.theta, np.zeros(2))
     with pytest.raises(ValueError, match="theta is"):
-        kernels_numba.land_measured(theta, shard.theta, np.zeros(8), sums)  # type: ignore[arg-type]
+        outer_numba.land_measured(theta, shard.theta, np.zeros(8), sums)  # type: ignore[arg-type]
     edges, pieces, nonfinite = np.array([0, 8]), np.array([0]), np.zeros((1, 1), np.int64)
     piece_sums = np.zeros((1, 1))
     for complaint, bad_edges, bad_pieces in (
@@ -370,20 +370,20 @@ def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:
         ("pieces must be", edges, np.array([-1])),
     ):
         with pytest.raises(ValueError, match=complaint):
-            kernels_numba.measure_pieces(
+            outer_numba.measure_pieces(
                 shard.theta, shard.staging, np.array([0]), bad_edges, bad_pieces, piece_sums, nonfinite
             )
         with pytest.raises(ValueError, match=complaint):
-            kernels_numba.multiply_pieces(shard.theta, shard.staging[0], shard.staging[1], bad_edges, bad_pieces, sums)
+            outer_numba.multiply_pieces(shard.theta, shard.staging[0], shard.staging[1], bad_edges, bad_pieces, sums)
     with pytest.raises(ValueError, match="nonfinite is"):
-        kernels_numba.measure_pieces(
+        outer_numba.measure_pieces(
             shard.theta, shard.staging, np.array([0]), edges, pieces, piece_sums, np.zeros((2, 1), np.int64)
         )
     with pytest.raises(ValueError, match="pieces up to"):
-        kernels_numba.block_totals(piece_sums, np.array([0, 2]))
+        outer_numba.block_totals(piece_sums, np.array([0, 2]))
 
 
-@pytest.mark.parametrize("module", [kernels_numba, kernels_wire])
+@pytest.mark.parametrize("module", [outer_numba, wire_numba])
 def test_a_change_of_the_vector_code_reaches_those_who_have_compiled_it_before(module: ModuleType) -> None:
     """Numba keeps compiled code as long as the file that it was called from stays the same."""
     now = xxhash.xxh3_64_hexdigest(Path(simd_numba.__file__).read_bytes())

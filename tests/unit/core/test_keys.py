@@ -14,9 +14,9 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509 import load_pem_x509_certificate
 
-from dips.core import keys
 from dips.core.errors import ConfigError
-from dips.core.keys import (
+from dips.core.net import keys
+from dips.core.net.keys import (
     Used,
     load_identity,
     parse_certificate,
@@ -24,8 +24,8 @@ from dips.core.keys import (
     reloaded,
     security_from,
 )
-from dips.core.security import INSECURE, Role, SecurityKnobs
-from dips.launch.authority import Authority, ensure_keys
+from dips.core.net.security import INSECURE, Role, SecurityKnobs
+from dips.local.authority import Authority, ensure_keys
 
 NOW = datetime.now(UTC)
 

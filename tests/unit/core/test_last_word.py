@@ -7,8 +7,8 @@ from types import TracebackType
 
 import pytest
 
-from dips.core import last_word
 from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RetryLater
+from dips.core.observe import last_word
 
 Hooked = tuple[type[BaseException], BaseException, TracebackType | None]
 

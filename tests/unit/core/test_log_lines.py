@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.core.log_lines import LEVELS, LineFormatter, LogLine, as_json, escaped, human, parse, rendered, timestamp
-from dips.core.telemetry import ChangeLogger, configure_logging, say_last
+from dips.core.observe.log_lines import (
+    LEVELS,
+    LineFormatter,
+    LogLine,
+    as_json,
+    escaped,
+    human,
+    parse,
+    rendered,
+    timestamp,
+)
+from dips.core.observe.telemetry import ChangeLogger, configure_logging, say_last
 
 LINE = LogLine(1772366400.25, "WARNING", "slave", "s0", "no space", "r1.7", "dips.slave")
 

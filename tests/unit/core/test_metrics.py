@@ -7,9 +7,9 @@ import math
 import pytest
 from prometheus_client.core import Metric
 
-from dips.core.counting import SECONDS, Durations, Observed, Recent, Rising
 from dips.core.errors import LocalProtocolError
-from dips.core.metrics import Families, Spec
+from dips.core.observe.counting import SECONDS, Durations, Observed, Recent, Rising
+from dips.core.observe.metrics import Families, Spec
 
 SPECS = (
     Spec("level", "gauge", "a level", "any"),

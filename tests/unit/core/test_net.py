@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError
-from dips.core.net import dialable, format_address, is_loopback, parse_address, require_loopback
+from dips.core.net.addresses import dialable, format_address, is_loopback, parse_address, require_loopback
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.numerics import F32, Shard, assert_same_bits, random_slots
 
-from dips.core import outer_numpy
-from dips.core.outer_numpy import LANES, PIECE_ELEMS, n_pieces
+from dips.core.math import outer_numpy
+from dips.core.math.outer_numpy import LANES, PIECE_ELEMS, n_pieces
 
 
 def torch_step(

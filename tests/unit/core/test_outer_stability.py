@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dips.core import outer_numpy
 from dips.core.ids import Version
+from dips.core.math import outer_numpy
 from dips.master.state.outer_optimizer import OuterStep, outer_step_of
 from dips.master.state.penalty_config import PenaltyConfig
 

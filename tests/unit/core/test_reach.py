@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dips.core import reach
 from dips.core.errors import ConfigError
 from dips.core.messages import SlaveAddress
-from dips.core.reach import check_slaves_reachable, is_elsewhere, is_loopback_endpoint
+from dips.core.net import reach
+from dips.core.net.reach import check_slaves_reachable, is_elsewhere, is_loopback_endpoint
 
 INWARD = SlaveAddress("s0", "tcp://127.0.0.1:29500", b"")
 OUTWARD = SlaveAddress("s1", "tcp://192.0.2.7:29500", b"")

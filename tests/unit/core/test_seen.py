@@ -12,17 +12,17 @@ from support.dips_command import environment
 from support.master_bench import Bench
 from support.repository import ROOT
 
-from dips.core.data_header import DataHeader
 from dips.core.errors import RefusalCode, Refused
 from dips.core.machine import Phase, Story, tables
-from dips.core.seen import LOG_VARIABLE, Seen, arrows_of, codes, read_log, report
+from dips.core.net.data_header import DataHeader
+from dips.core.observe.seen import LOG_VARIABLE, Seen, arrows_of, codes, read_log, report
 from dips.master.state.tables import SLAVE_TABLE, SlavePhase
 
 HELLO = ("slave", "ABSENT", "hello", "ATTACHED")
 SCRIPT = """
 from support.master_bench import Bench
-from dips.core import failpoints
-from dips.core.data_header import DataHeader
+from dips.core.observe import failpoints
+from dips.core.net.data_header import DataHeader
 from dips.core.errors import RefusalCode, Refused
 from dips.core.machine import Phase, Story
 from dips.master.state.tables import PUSH_TABLE, PushPhase

@@ -17,7 +17,15 @@ import pytest
 from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError, FatalError, RefusalCode
 from dips.core.ids import Version
-from dips.core.telemetry import CHANGE_KEYS, ChangeLogger, Tape, configure_logging, new_cause, read_chained, read_tape
+from dips.core.observe.telemetry import (
+    CHANGE_KEYS,
+    ChangeLogger,
+    Tape,
+    configure_logging,
+    new_cause,
+    read_chained,
+    read_tape,
+)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numba.core.dispatcher import Dispatcher
 from support.numerics import F32, Shard, assert_same_bits
 
-from dips.core import kernels_wire, wire_numpy
+from dips.core.math import wire_numba, wire_numpy
 from dips.core.wire import DIFFERENCES, SCALE_BLOCK_ELEMS, Codec, encoded_bytes, n_scales
 
 CODECS = sorted(DIFFERENCES)
@@ -19,7 +19,7 @@ U8 = np.ndarray
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    kernels_wire.warm_up()
+    wire_numba.warm_up()
 
 
 def vectors(seed: int, n_elems: int, special: bool = False) -> tuple[F32, F32, F32]:
@@ -38,16 +38,16 @@ def both(codec: Codec, now: F32, base: F32, residual: F32) -> None:
     for given_residual in (None, residual):
         expected, found = payload_of(codec, len(now)), payload_of(codec, len(now), ahead=1)
         wire_numpy.encode(codec, now, base, given_residual, expected)
-        kernels_wire.encode(codec, now, base, given_residual, found)
+        wire_numba.encode(codec, now, base, given_residual, found)
         assert_nan_scales_aside(codec, len(now), found, expected)
         found.flags.writeable = False
         wanted, out = np.zeros_like(now), np.zeros_like(now)
         wire_numpy.decode(codec, base, expected, wanted)
-        kernels_wire.decode(codec, base, found, out)
+        wire_numba.decode(codec, base, found, out)
         assert_same_bits(out, wanted)
     kept, kept_twin = residual.copy(), residual.copy()
     wire_numpy.keep_residual(codec, now, base, kept)
-    kernels_wire.keep_residual(codec, now, base, kept_twin)
+    wire_numba.keep_residual(codec, now, base, kept_twin)
     assert_same_bits(kept_twin, kept)
 
 
@@ -81,10 +81,10 @@ def test_any_float32_values(values: list[float], seed: int, codec: Codec) -> Non
 def test_what_is_lost_is_small_and_kept_to_the_last_bit_that_float32_has(codec: Codec, share: float) -> None:
     now, base, residual = vectors(3, 6400)
     before, payload = residual.copy(), payload_of(codec, 6400)
-    kernels_wire.encode(codec, now, base, residual, payload)
-    kernels_wire.keep_residual(codec, now, base, residual)
+    wire_numba.encode(codec, now, base, residual, payload)
+    wire_numba.keep_residual(codec, now, base, residual)
     sent = np.zeros_like(now)
-    kernels_wire.decode(codec, np.zeros_like(base), payload, sent)
+    wire_numba.decode(codec, np.zeros_like(base), payload, sent)
     wanted = (now - base) + before
     np.testing.assert_array_equal(residual, wanted - sent)
     assert np.linalg.norm(residual) < share * np.linalg.norm(wanted)
@@ -99,9 +99,9 @@ def test_residuals_do_not_grow_and_nothing_is_lost_in_the_long_run(codec: Codec)
     payload, out = payload_of(codec, 1280), np.zeros_like(base)
     for _ in range(50):
         now = rng.standard_normal(1280).astype(np.float32)
-        kernels_wire.encode(codec, now, base, residual, payload)
-        kernels_wire.keep_residual(codec, now, base, residual)
-        kernels_wire.decode(codec, base, payload, out)
+        wire_numba.encode(codec, now, base, residual, payload)
+        wire_numba.keep_residual(codec, now, base, residual)
+        wire_numba.decode(codec, base, payload, out)
         meant += now
         arrived += out
     np.testing.assert_allclose(arrived + residual, meant, atol=1e-4)
@@ -114,8 +114,8 @@ def test_a_block_that_is_not_finite_stays_so_and_spoils_no_other(codec: Codec, b
     now, base, _ = vectors(5, 3 * SCALE_BLOCK_ELEMS)
     now[SCALE_BLOCK_ELEMS + 3] = bad
     payload, out = payload_of(codec, len(now)), np.zeros_like(now)
-    kernels_wire.encode(codec, now, base, None, payload)
-    kernels_wire.decode(codec, base, payload, out)
+    wire_numba.encode(codec, now, base, None, payload)
+    wire_numba.decode(codec, base, payload, out)
     assert np.isnan(out[SCALE_BLOCK_ELEMS : 2 * SCALE_BLOCK_ELEMS]).all()
     assert np.isfinite(out[:SCALE_BLOCK_ELEMS]).all()
     assert np.isfinite(out[2 * SCALE_BLOCK_ELEMS :]).all()
@@ -127,8 +127,8 @@ def test_the_largest_of_a_block_is_exact_and_ties_go_to_even(codec: Codec) -> No
     now = np.zeros(SCALE_BLOCK_ELEMS, np.float32)
     now[:4] = top, -top, 2.5, -1.5
     out, payload = np.zeros_like(now), payload_of(codec, len(now))
-    kernels_wire.encode(codec, now, np.zeros_like(now), None, payload)
-    kernels_wire.decode(codec, np.zeros_like(now), payload, out)
+    wire_numba.encode(codec, now, np.zeros_like(now), None, payload)
+    wire_numba.decode(codec, np.zeros_like(now), payload, out)
     assert out[:5].tolist() == [top, -top, 2.0, -2.0, 0.0]
 
 
@@ -136,11 +136,11 @@ def test_the_largest_of_a_block_is_exact_and_ties_go_to_even(codec: Codec) -> No
 def test_what_is_too_small_for_a_scale_waits_in_the_residual(codec: Codec) -> None:
     now = np.full(SCALE_BLOCK_ELEMS, 1e-38, np.float32)
     residual = np.zeros_like(now)
-    kernels_wire.keep_residual(codec, now, np.zeros_like(now), residual)
+    wire_numba.keep_residual(codec, now, np.zeros_like(now), residual)
     assert_same_bits(residual, now)
 
 
-@pytest.mark.parametrize("module", [wire_numpy, kernels_wire], ids=["reference", "compiled"])
+@pytest.mark.parametrize("module", [wire_numpy, wire_numba], ids=["reference", "compiled"])
 def test_arguments_that_do_not_fit_are_refused(module: object) -> None:
     x, payload = np.zeros(64, np.float32), payload_of(Codec.INT8, 64)
     read_only = payload.copy()
@@ -163,7 +163,7 @@ def test_arguments_that_do_not_fit_are_refused(module: object) -> None:
 
 
 def test_warm_up_compiles_every_codec() -> None:
-    dispatchers = [value for value in vars(kernels_wire).values() if isinstance(value, Dispatcher)]
+    dispatchers = [value for value in vars(wire_numba).values() if isinstance(value, Dispatcher)]
     before = [len(dispatcher.signatures) for dispatcher in dispatchers]
     assert len(before) > 5
     for codec in CODECS:
@@ -172,6 +172,6 @@ def test_warm_up_compiles_every_codec() -> None:
 
 
 def test_both_twins_mean_the_same_blocks() -> None:
-    assert kernels_wire.BLOCK == SCALE_BLOCK_ELEMS
+    assert wire_numba.BLOCK == SCALE_BLOCK_ELEMS
     smallest = np.array([wire_numpy.SMALLEST], np.float32).view(np.int32)
-    assert int(smallest[0]) == kernels_wire.SMALLEST_BITS
+    assert int(smallest[0]) == wire_numba.SMALLEST_BITS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from support.repository import ROOT
 
+from dips.cli.assumptions_doc import page
 from dips.core.assumptions import ROLES
-from dips.launch.assumptions_doc import page
 
 PAGE = ROOT / "docs" / "assumptions.md"
 

@@ -11,11 +11,11 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from dips.cli import main
 from dips.core.errors import ConfigError
-from dips.core.keys import load_identity, read_revoked
-from dips.core.security import Role
-from dips.launch import cli
-from dips.launch.authority import Authority, ensure_keys
+from dips.core.net.keys import load_identity, read_revoked
+from dips.core.net.security import Role
+from dips.local.authority import Authority, ensure_keys
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     keys = str(tmp_path / "keys")
 
     def said(*words: str) -> str:
-        assert cli.run(["keys", *words]) == 0
+        assert main.run(["keys", *words]) == 0
         return capsys.readouterr().out
 
     assert "keys of cluster a" in said("init", keys, "--cluster", "a", "--slave", "s0", "--operator", "me")
@@ -172,7 +172,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_a_slip_is_one_sentence(
     folder: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["keys", *(word.replace("KEYS", str(folder)) for word in words)]) == 2
+    assert main.run(["keys", *(word.replace("KEYS", str(folder)) for word in words)]) == 2
     error = capsys.readouterr().err
     assert sentence in error
     assert len(error.splitlines()) == 1

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 from support.repository import ROOT
 
-from dips.launch import cli, command_plan
+from dips.cli import main
+from dips.cli import plan as command_plan
 from dips.planner.schedules.static import zb_h1
 from dips.planner.sweep import STATIC
 from dips.planner.validation import Check
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.run(("plan", *arguments))
+    code = main.run(("plan", *arguments))
     out, error = capsys.readouterr()
     return code, out, error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.launch import cli
+from dips.cli import main
 from dips.planner.cluster import read_setup
 from dips.planner.plan import make_plan
 from dips.planner.plan_file import plan_json
@@ -36,7 +36,7 @@ def plan(tmp_path: Path) -> Path:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.run(("plan", "replan", *arguments))
+    code = main.run(("plan", "replan", *arguments))
     out, error = capsys.readouterr()
     return code, out, error
 

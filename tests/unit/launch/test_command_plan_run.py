@@ -16,10 +16,10 @@ from rich.console import Console
 from support.paced_play import play
 from support.repository import ROOT
 
+from dips.cli import main
 from dips.core.errors import ConfigError, FatalError
-from dips.launch import cli
-from dips.launch.plan_run_ranks import failure, job_of, log_of
-from dips.launch.plan_run_report import (
+from dips.local.plan_run_ranks import failure, job_of, log_of
+from dips.local.plan_run_report import (
     Outcome,
     gradients_of,
     outcome_json,
@@ -27,7 +27,7 @@ from dips.launch.plan_run_report import (
     timelines,
     write_files,
 )
-from dips.launch.plan_run_source import ALONE, CASE, Source, scaled, source_of
+from dips.local.plan_run_source import ALONE, CASE, Source, scaled, source_of
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS, Costs
 from dips.planner.costs_file import costs_json, read_costs
@@ -35,8 +35,8 @@ from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan
 from dips.planner.plan_file import plan_json
 from dips.planner.problem import Problem
+from dips.planner.run.job import RankReport, read_job, read_report, write_job, write_report
 from dips.planner.simulate import simulate
-from dips.worker.pipeline.job import RankReport, read_job, read_report, write_job, write_report
 
 NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(CASE)
 
@@ -265,7 +265,7 @@ def test_a_persons_mistake_is_one_sentence(
         file = tmp_path / word
         file.write_bytes(b"\xff\xfe" if word == "BINARY" else texts[word].encode())
         arguments = [str(file), *rest]
-    code = cli.run(("plan", "run", *arguments))
+    code = main.run(("plan", "run", *arguments))
     out, error = capsys.readouterr()
     assert (code, out) == (2, "")
     assert sentence in error
@@ -283,5 +283,5 @@ def test_without_torch_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cli.run(("plan", "run", "1f1b", "--out", str(tmp_path))) == 2
+    assert main.run(("plan", "run", "1f1b", "--out", str(tmp_path))) == 2
     assert capsys.readouterr().err.endswith("dips: this command needs torch: pip install 'dips-training[worker]'\n")

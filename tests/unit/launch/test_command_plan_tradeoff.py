@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from dips.launch import cli
+from dips.cli import main
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.run(("plan", "tradeoff", *arguments))
+    code = main.run(("plan", "tradeoff", *arguments))
     out, error = capsys.readouterr()
     return code, out, error
 

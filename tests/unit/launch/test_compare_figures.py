@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from support.compare_records import record
 
-from dips.launch.compare_figure_report import (
+from dips.compare.figure_report import (
     FigureResult,
     figure_json,
     figure_table,
@@ -18,10 +18,10 @@ from dips.launch.compare_figure_report import (
     tell_figure,
     write_figure,
 )
-from dips.launch.compare_figures import FIGURES, figure_jobs, spread
-from dips.launch.compare_jobs import Job
-from dips.sim.compare.record import RunRecord
-from dips.sim.compare.setup import load_setup
+from dips.compare.figures import FIGURES, figure_jobs, spread
+from dips.compare.jobs import Job
+from dips.compare.record import RunRecord
+from dips.compare.setup import load_setup
 
 SETUP = load_setup("small")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from support.compare_records import record
 
+from dips.compare import jobs as compare_jobs
+from dips.compare.jobs import Job, Results, jobs_of, program_digest, text_digest
+from dips.compare.setup import load_setup
 from dips.core.errors import ConfigError
-from dips.launch import compare_jobs
-from dips.launch.compare_jobs import Job, Results, jobs_of, program_digest, text_digest
-from dips.sim.compare.setup import load_setup
 
 SETUP = load_setup("small")
 JOB = Job("dips", 1, SETUP, text="t")

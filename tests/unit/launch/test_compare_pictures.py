@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from support.compare_records import committed, push, record
 
-from dips.launch.compare_pictures import draw_bars, draw_cosines, draw_curves, draw_norms
-from dips.sim.compare.record import RunRecord
+from dips.compare.pictures import draw_bars, draw_cosines, draw_curves, draw_norms
+from dips.compare.record import RunRecord
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ROUNDS = (

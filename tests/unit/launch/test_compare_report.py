@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from support.compare_records import committed, push, record
 
-from dips.launch.compare_report import SCHEMA, Comparison, course_table, loss_table, loss_text, readings, to_json
-from dips.launch.compare_summary import by_method
-from dips.sim.compare.record import RunRecord
-from dips.sim.compare.setup import load_setup
+from dips.compare.record import RunRecord
+from dips.compare.report import SCHEMA, Comparison, course_table, loss_table, loss_text, readings, to_json
+from dips.compare.setup import load_setup
+from dips.compare.summary import by_method
 
 SETUP = load_setup("small")
 

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from support.compare_records import SHARES, speed_comparison
 
-from dips.launch.compare_speed import SPEED_FIGURES, SpeedResult, span, speed_jobs
-from dips.launch.compare_speed_report import gain_table, share_table, speed_json, tell_speed, write_speed
-from dips.sim.compare.setup import Setup, load_setup
+from dips.compare.setup import Setup, load_setup
+from dips.compare.speed import SPEED_FIGURES, SpeedResult, span, speed_jobs
+from dips.compare.speed_report import gain_table, share_table, speed_json, tell_speed, write_speed
 
 EMULATED, WEAK = load_setup("emulated"), load_setup("weak-scaling")
 

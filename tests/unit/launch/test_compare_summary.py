@@ -8,8 +8,8 @@ import math
 import pytest
 from support.compare_records import committed, push, record, void
 
-from dips.launch.compare_summary import by_method, seed_noise, summarise
-from dips.sim.compare.record import RunRecord
+from dips.compare.record import RunRecord
+from dips.compare.summary import by_method, seed_noise, summarise
 
 
 def test_a_run_is_counted() -> None:

@@ -26,7 +26,7 @@ from support.dashboards import (
 from support.documents import anchors
 from support.repository import ROOT
 
-from dips.core.metrics import Spec
+from dips.core.observe.metrics import Spec
 from dips.master import metrics as of_master
 from dips.slave import metrics as of_slave
 from dips.worker import metrics as of_worker

@@ -9,9 +9,9 @@ import pytest
 from support.deploy_files import EXAMPLE
 
 from dips.core.errors import ConfigError
-from dips.launch.deploy import plan
-from dips.launch.deploy.compare import FIELDS, Action, diff_lines, marked, merge_patch, shape, step_for
-from dips.launch.deploy.deploy_file import read_deploy_file
+from dips.deploy import plan
+from dips.deploy.compare import FIELDS, Action, diff_lines, marked, merge_patch, shape, step_for
+from dips.deploy.deploy_file import read_deploy_file
 
 Object = dict[str, Any]
 DEPLOYMENT = read_deploy_file(EXAMPLE)

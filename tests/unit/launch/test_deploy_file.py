@@ -8,10 +8,10 @@ import pytest
 from support.deploy_files import EXAMPLE, SMALL, example, with_keys, written
 
 from dips.core.errors import ConfigError
-from dips.core.keys import KEY_FILE
-from dips.launch.deploy import identities
-from dips.launch.deploy.deploy_file import read_deploy_file
-from dips.launch.deploy.sizes import parse_quantity, processors, quantity
+from dips.core.net.keys import KEY_FILE
+from dips.deploy import identities
+from dips.deploy.deploy_file import read_deploy_file
+from dips.deploy.sizes import parse_quantity, processors, quantity
 
 
 def test_the_example_puts_the_servers_where_the_papers_rule_says() -> None:

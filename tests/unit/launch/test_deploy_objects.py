@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from support.deploy_files import BASE, EXAMPLE, SMALL, example, with_keys, written
 
-from dips.launch.deploy import identities, plan
-from dips.launch.deploy.compare import shown
-from dips.launch.deploy.deploy_file import Deployment, read_deploy_file
-from dips.launch.deploy.objects import IDENTITY_FILES
-from dips.launch.deploy.render import folders
-from dips.launch.deploy.scripts import script
-from dips.launch.deploy.servers import master_settings, server_objects, slave_settings
+from dips.deploy import identities, plan
+from dips.deploy.compare import shown
+from dips.deploy.deploy_file import Deployment, read_deploy_file
+from dips.deploy.objects import IDENTITY_FILES
+from dips.deploy.render import folders
+from dips.deploy.scripts import script
+from dips.deploy.servers import master_settings, server_objects, slave_settings
 from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
 

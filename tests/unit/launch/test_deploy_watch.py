@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 
 from dips.core.errors import RetryLater
 from dips.core.messages import SlaveStatus, StatusReply
-from dips.launch.deploy.slave_watch import Ending, Memory, Patience, Pod, look
-from dips.launch.deploy.supervise import Supervisor, pod_of
+from dips.deploy.slave_watch import Ending, Memory, Patience, Pod, look
+from dips.deploy.supervise import Supervisor, pod_of
 
 STATUS = StatusReply(
     "run",

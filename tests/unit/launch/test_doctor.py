@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
+from dips.cli import doctor as command_doctor
+from dips.cli import main
 from dips.core.errors import ConfigError
-from dips.core.security import Role
-from dips.launch import cli, command_doctor
-from dips.launch.authority import ensure_keys
-from dips.launch.doctor import disk, host, local, network, packages
-from dips.launch.doctor.findings import Check, Finding, Grade, examined, fail, ok, warn
-from dips.launch.doctor.identities import WantedIdentity, check_identities
-from dips.launch.run_directory import UP, Mark, claim
-from dips.launch.run_file import read_run_file
+from dips.core.net.security import Role
+from dips.doctor import disk, host, local, network, packages
+from dips.doctor.findings import Check, Finding, Grade, examined, fail, ok, warn
+from dips.doctor.identities import WantedIdentity, check_identities
+from dips.local.authority import ensure_keys
+from dips.local.run_directory import UP, Mark, claim
+from dips.local.run_file import read_run_file
 
 FACTS = host.HostFacts(32 << 30, 65_536, "madvise", 64 << 20, 64 << 20, True, 64)
 OK, WARN, FAIL = Grade.OK, Grade.WARN, Grade.FAIL
@@ -310,7 +311,7 @@ def test_what_is_wrong_is_found(
 ) -> None:
     monkeypatch.setattr(network, "check_free", lambda door: ok("ports", door.address))
     run_file.write_text(f"{run_file.read_text()}{more}\n")
-    assert cli.run(["doctor", str(run_file)]) == 1
+    assert main.run(["doctor", str(run_file)]) == 1
     told = capsys.readouterr()
     failed = [line for line in told.out.splitlines() if line.startswith("FAIL")]
     assert failed
@@ -375,7 +376,7 @@ def test_a_mistake_in_the_file_is_the_one_finding(
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text(text)
-    assert cli.run(["doctor", str(file), "--json"]) == 1
+    assert main.run(["doctor", str(file), "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["findings"]
     assert (found["check"], found["grade"]) == ("settings", "FAIL")
     assert said in found["sentence"]
@@ -391,18 +392,18 @@ def test_a_mistake_in_the_file_is_the_one_finding(
 def test_options_that_cannot_be_meant_are_refused(
     run_file: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["doctor", str(run_file), *words]) == 2
+    assert main.run(["doctor", str(run_file), *words]) == 2
     assert capsys.readouterr().err.startswith("dips: ")
 
 
 def test_a_master_is_looked_at_in_place_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.run(["doctor"]) == 2
+    assert main.run(["doctor"]) == 2
     assert "give a FILE.toml to look at a run, or --master HOST:PORT" in capsys.readouterr().err
-    assert cli.run(["doctor", "--master", "nowhere", "--insecure"]) == 2
+    assert main.run(["doctor", "--master", "nowhere", "--insecure"]) == 2
     assert "write HOST:PORT" in capsys.readouterr().err
-    assert cli.run(["doctor", "--master", "127.0.0.1:1", "--keys", str(tmp_path / "none")]) == 2
+    assert main.run(["doctor", "--master", "127.0.0.1:1", "--keys", str(tmp_path / "none")]) == 2
     assert "ca.crt cannot be read" in capsys.readouterr().err
-    assert cli.run(["doctor", "--master", "127.0.0.1:1", "--insecure"]) == 1
+    assert main.run(["doctor", "--master", "127.0.0.1:1", "--insecure"]) == 1
     said = capsys.readouterr().out
     assert "FAIL  reach: the master at 127.0.0.1:1: nothing listens there" in said
     assert "FAIL  slaves: the master at 127.0.0.1:1 does not answer" in said

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dips.cli import model as command_model
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
 from dips.core.layout import MAX_DESCRIPTION_CHARS, Layout
 from dips.core.model_description import Lacking, ModelDescription, description_from_json
-from dips.launch import command_model
-from dips.launch.model_folder import as_folder, write_folder
+from dips.local.model_folder import as_folder, write_folder
+from dips.trainer.export import export_model
+from dips.trainer.fill import fill
 from dips.worker.described import description_of
 from dips.worker.torch_parameters import TorchParameters
-from dips.worker.trainer.export import export_model
-from dips.worker.trainer.fill import fill
 from dips.worker.untrained import untrained_of
 
 VERSION = Version(1, 7)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.repository import ROOT
 
-from dips.launch import assumptions_doc, metrics_doc, protocol_doc
+from dips.cli import assumptions_doc, metrics_doc, protocol_doc
 
 PAGES = {
     "assumptions.md": assumptions_doc.main,

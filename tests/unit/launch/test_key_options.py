@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from dips.cli.key_options import asked_security, insecure_asked
 from dips.core.errors import ConfigError
-from dips.core.security import INSECURE, Identity
-from dips.launch.authority import ensure_keys
-from dips.launch.key_options import asked_security, insecure_asked
-from dips.launch.run_directory import KEYS
+from dips.core.net.security import INSECURE, Identity
+from dips.local.authority import ensure_keys
+from dips.local.run_directory import KEYS
 
 
 @pytest.fixture(autouse=True)

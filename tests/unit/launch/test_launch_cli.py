@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from dips.cli import main, operator
+from dips.cli import place as command_place
 from dips.core.errors import FatalError, RefusalCode, Refused, RetryLater
-from dips.launch import cli, command_operator, command_place
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.run(arguments)
+    code = main.run(arguments)
     out, error = capsys.readouterr()
     return code, out, error
 
@@ -22,13 +23,13 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 def test_help_lists_every_command_and_imports_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = told(capsys, *arguments)
     assert code == 0
-    for command in cli.COMMANDS:
+    for command in main.COMMANDS:
         assert f" {command.name} " in out
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", main.COMMANDS, ids=lambda command: command.name)
 def test_every_command_has_help_with_an_example(
-    command: cli.Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: main.Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = told(capsys, command.name, "--help")
@@ -37,8 +38,8 @@ def test_every_command_has_help_with_an_example(
     assert all(example in out for example in command.examples)
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
-def test_examples_are_of_their_command(command: cli.Command) -> None:
+@pytest.mark.parametrize("command", main.COMMANDS, ids=lambda command: command.name)
+def test_examples_are_of_their_command(command: main.Command) -> None:
     assert command.examples
     assert all(example.startswith(f"dips {command.name}") for example in command.examples)
 
@@ -130,8 +131,8 @@ def test_exit_codes_of_errors(
     def fails(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(command_operator, "master_address", fails)
-    assert cli.run(["status"]) == code
+    monkeypatch.setattr(operator, "master_address", fails)
+    assert main.run(["status"]) == code
     error = capsys.readouterr().err
     assert error == (f"dips: {raised}\n" if code != 130 else "")
 
@@ -140,16 +141,16 @@ def test_our_own_bug_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr(command_operator, "master_address", fails)
+    monkeypatch.setattr(operator, "master_address", fails)
     with pytest.raises(KeyError, match="bug"):
-        cli.run(["status"])
+        main.run(["status"])
 
 
 def test_a_missing_package_names_its_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch.nn")
 
-    monkeypatch.setattr(command_operator, "master_address", fails)
+    monkeypatch.setattr(operator, "master_address", fails)
     code, _, error = told(capsys, "status")
     assert (code, error) == (2, "dips: this command needs torch: pip install 'dips-training[worker]'\n")
 
@@ -158,9 +159,9 @@ def test_a_module_of_ours_that_is_missing_is_a_bug(monkeypatch: pytest.MonkeyPat
     def fails(*_: object) -> None:
         raise ModuleNotFoundError("No module named 'dips.gone'", name="dips.gone")
 
-    monkeypatch.setattr(command_operator, "master_address", fails)
+    monkeypatch.setattr(operator, "master_address", fails)
     with pytest.raises(ModuleNotFoundError):
-        cli.run(["status"])
+        main.run(["status"])
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_a_module_of_ours_that_is_missing_is_a_bug(monkeypatch: pytest.MonkeyPat
 def test_a_command_imports_only_what_it_needs(arguments: list[str], absent: list[str]) -> None:
     code = f"""
 import sys
-from dips.launch.cli import run
+from dips.cli.main import run
 assert run({arguments!r}) == 0
 found = [name for name in {absent!r} if name in sys.modules]
 assert not found, found
@@ -198,7 +199,7 @@ def test_place_prints_a_sentence_or_json(capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_output_into_a_closed_pipe_leaves_no_trace() -> None:
-    command = f"set -o pipefail; {sys.executable} -m dips.launch --help | head -n 1"
+    command = f"set -o pipefail; {sys.executable} -m dips.cli --help | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1)
     assert done.stderr == ""

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError
-from dips.launch.demo_plan import (
+from dips.local.demo_faults import CLUSTER, SLAVE
+from dips.local.demo_plan import (
     LEAST_TOKENS,
     SPENT_ELSEWHERE,
     DemoWish,
@@ -20,8 +21,7 @@ from dips.launch.demo_plan import (
     tokens_to_train,
     train_settings,
 )
-from dips.launch.faults import CLUSTER, SLAVE
-from dips.launch.plan import TrainedCluster
+from dips.local.processes import TrainedCluster
 
 
 def test_four_clusters_have_the_gaps_of_the_simulations() -> None:

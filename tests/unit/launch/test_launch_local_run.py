@@ -12,11 +12,11 @@ from support.run_status import cluster_status, run_status
 from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError, FatalError
 from dips.core.messages import StatusReply
-from dips.launch.demo_plan import DemoWish, make_plan, train_settings
-from dips.launch.local_run import STATUS_EVERY_S, LocalRun
-from dips.launch.plan import EVALUATOR, MASTER
-from dips.launch.run_directory import DEMO, Mark, claim
-from dips.launch.supervisor import Supervisor
+from dips.local.demo_plan import DemoWish, make_plan, train_settings
+from dips.local.local_run import STATUS_EVERY_S, LocalRun
+from dips.local.processes import EVALUATOR, MASTER
+from dips.local.run_directory import DEMO, Mark, claim
+from dips.local.supervisor import Supervisor
 
 
 class Watched:

@@ -9,10 +9,10 @@ import pytest
 
 from dips.core.clock import ManualClock
 from dips.core.errors import RefusalCode, Refused, RetryLater
-from dips.launch.local_run import LocalRun
-from dips.launch.operator_client import OperatorClient
-from dips.launch.plan import RunPlan
-from dips.launch.run_directory import UP, Mark, claim
+from dips.local.local_run import LocalRun
+from dips.local.operator_client import OperatorClient
+from dips.local.processes import RunPlan
+from dips.local.run_directory import UP, Mark, claim
 from dips.master.config import MasterConfig
 
 

@@ -18,7 +18,7 @@ from dips.core.ids import RoundId, SlaveId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import SnapshotInfo
 from dips.core.placement import Placement
-from dips.launch.offline import load_stored
+from dips.local.offline import load_stored
 from dips.master.state.ledger import Ledger
 from dips.slave.manifest import Manifest, decode, encode
 from dips.slave.snapshots import SnapshotStore

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from dips.core.config import Knobs, load
 from dips.core.units import Bytes, Seconds
-from dips.launch.options import command_line, option_name, overrides_for, with_knobs
+from dips.local.options import command_line, option_name, overrides_for, with_knobs
 from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
+from dips.trainer.config import TrainConfig
 from dips.worker.config import ClientConfig
-from dips.worker.trainer.config import TrainConfig
 
 
 class SomeKnobs(Knobs):

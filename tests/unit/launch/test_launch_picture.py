@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dips.core.ids import Version
-from dips.launch.faults import CLUSTER, SLAVE, Fault, Moment, PlannedFault
-from dips.launch.picture import draw_losses, running_mean
-from dips.launch.tapes import HeldoutPoint, LossPoint
+from dips.local.demo_faults import CLUSTER, SLAVE, Fault, Moment, PlannedFault
+from dips.local.picture import draw_losses, running_mean
+from dips.local.tapes import HeldoutPoint, LossPoint
 
 TRAINING = {
     name: [LossPoint(1000 * step, 5.5 - 0.03 * step + 0.1 * k) for step in range(100)] for k, name in enumerate("abcd")

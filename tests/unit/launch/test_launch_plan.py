@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dips.launch.demo_plan import DemoWish, make_plan, train_settings
-from dips.launch.plan import (
+from dips.local.demo_plan import DemoWish, make_plan, train_settings
+from dips.local.processes import (
     OwnCluster,
     RunPlan,
     cluster_specs,
@@ -20,8 +20,8 @@ from dips.launch.plan import (
     master_spec,
     slave_specs,
 )
-from dips.launch.run_directory import DEMO, Mark, RunDirectory, claim
-from dips.launch.supervisor import Stage
+from dips.local.run_directory import DEMO, Mark, RunDirectory, claim
+from dips.local.supervisor import Stage
 
 ADDRESS = "127.0.0.1:4711"
 
@@ -51,7 +51,7 @@ def test_every_process_is_this_python_and_this_dips(plan: RunPlan, directory: Ru
         *cluster_specs(plan, directory, ADDRESS),
     ]
     for spec in [*specs, evaluator]:
-        assert spec.command[:3] == (sys.executable, "-m", "dips.launch")
+        assert spec.command[:3] == (sys.executable, "-m", "dips.cli")
         assert spec.log_path.parent == directory.path / "logs"
     assert [spec.name for spec in specs] == ["master", "s0", "s1", "a", "b", "c", "d"]
     assert [spec.stage for spec in specs] == [Stage.LAST, Stage.SECOND, Stage.SECOND, *[Stage.FIRST] * 4]

@@ -11,8 +11,8 @@ from support.run_status import run_status
 from dips.core.clock import ManualClock
 from dips.core.ids import Version
 from dips.core.messages_operator import Alarm
-from dips.launch.faults import CLUSTER, Fault, Moment, PlannedFault
-from dips.launch.progress import (
+from dips.local.demo_faults import CLUSTER, Fault, Moment, PlannedFault
+from dips.local.progress import (
     LiveProgress,
     PlainProgress,
     TokenRate,
@@ -21,7 +21,7 @@ from dips.launch.progress import (
     loss_sentence,
     progress_for,
 )
-from dips.launch.tapes import HeldoutPoint
+from dips.local.tapes import HeldoutPoint
 
 HELDOUT = [HeldoutPoint(Version(1, 11), 380_000, 2.75)]
 FAULT = Fault(PlannedFault(CLUSTER, "b", 0.35), 71, "1.4", Moment(40.0, 350_000, 5))

@@ -11,9 +11,10 @@ import pytest
 from support.run_status import cluster_status, run_status, slave_status
 
 from dips.core.ids import Version
-from dips.launch.faults import CLUSTER, Fault, Moment, PlannedFault
-from dips.launch.report import Outcome, build_report, checks, failed_checks, software_versions, write_report
-from dips.launch.tapes import HeldoutPoint
+from dips.core.release import software_versions
+from dips.local.demo_faults import CLUSTER, Fault, Moment, PlannedFault
+from dips.local.report import Outcome, build_report, checks, failed_checks, write_report
+from dips.local.tapes import HeldoutPoint
 
 HELDOUT = [HeldoutPoint(Version(1, 0), 0, 5.6), HeldoutPoint(Version(1, 12), 1_000_000, 2.21)]
 FAULT = Fault(PlannedFault(CLUSTER, "b", 0.35), 71, "1.4", Moment(40.0, 350_000, 5), Moment(46.5, 370_000, 6), "1.5")

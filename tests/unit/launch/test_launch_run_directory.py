@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dips.core.errors import ConfigError
-from dips.launch.run_directory import DEMO, UP, Mark, claim, read_mark
+from dips.local.run_directory import DEMO, UP, Mark, claim, read_mark
 
 DEMO_MARK = Mark("demo", DEMO, "dips demo")
 UP_MARK = Mark("mine", UP, "dips up mine.toml")

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from support.scale_setup import write_setup
 
-from dips.launch import cli
-from dips.launch.simulate_picture import draw_resources, stacked
+from dips.cli import main
+from dips.cli.simulate_picture import draw_resources, stacked
 from dips.sim.scale.run import simulate
 from dips.sim.scale.scenario import load_scenario
 
 
 def test_the_list_names_every_set_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["simulate", "--list"]) == 0
+    assert main.run(["simulate", "--list"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("paper-33-days: ")
     assert "two-sites: " in shown
@@ -24,14 +24,14 @@ def test_the_list_names_every_set_up(capsys: pytest.CaptureFixture[str]) -> None
 def test_json_goes_to_standard_output_and_progress_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["simulate", str(write_setup(tmp_path)), "--hours", "1", "--json"]) == 0
+    assert main.run(["simulate", str(write_setup(tmp_path)), "--hours", "1", "--json"]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["hours"] == 1.0
     assert "100%" in shown.err
 
 
 def test_people_get_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["simulate", str(write_setup(tmp_path)), "--hours", "1", "--seed", "2"]) == 0
+    assert main.run(["simulate", str(write_setup(tmp_path)), "--hours", "1", "--seed", "2"]) == 0
     shown = capsys.readouterr().out
     assert "(seed 2, 1 h)" in shown
     for words in ("share of ideal", "verdict wait", "downtime by cause"):
@@ -39,18 +39,18 @@ def test_people_get_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_without_a_set_up_the_names_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["simulate"]) == 2
+    assert main.run(["simulate"]) == 2
     assert "paper-33-days" in capsys.readouterr().err
 
 
 def test_a_set_up_and_seeds_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["simulate", "two-sites", "--seeds", "3"]) == 2
+    assert main.run(["simulate", "two-sites", "--seeds", "3"]) == 2
     assert "leave the set-up out" in capsys.readouterr().err
 
 
 def test_a_picture_into_a_missing_folder_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "none" / "x.png"
-    assert cli.run(["simulate", "two-sites", "--picture", str(missing)]) == 2
+    assert main.run(["simulate", "two-sites", "--picture", str(missing)]) == 2
     assert "does not exist" in capsys.readouterr().err
 
 

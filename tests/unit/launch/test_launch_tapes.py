@@ -7,8 +7,8 @@ from pathlib import Path
 
 from dips.core.clock import ManualClock
 from dips.core.ids import Version
-from dips.core.telemetry import Tape
-from dips.launch.tapes import (
+from dips.core.observe.telemetry import Tape
+from dips.local.tapes import (
     HeldoutPoint,
     LossPoint,
     StartFollower,

@@ -12,7 +12,7 @@ from support.run_status import cluster_status, run_status, slave_status
 
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version, check_name
 from dips.core.messages import RoundSummary, Settings, StatusReply
-from dips.launch.view import headline, number, plain_line, status_json, status_view
+from dips.local.view import headline, number, plain_line, status_json, status_view
 
 
 def shown(status: StatusReply, width: int = 160) -> str:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from dips.cli import main
+from dips.cli.logs import Wish, following, since_of
 from dips.core.errors import ConfigError
-from dips.core.log_lines import LogLine, rendered
-from dips.launch import cli
-from dips.launch.command_logs import Wish, following, since_of
-from dips.launch.log_files import MAX_ENTRY_LINES, MAX_LINE_BYTES, Entry, LogFile, find_logs, merged
-from dips.launch.supervisor import last_word
+from dips.core.observe.log_lines import LogLine, rendered
+from dips.local.log_files import MAX_ENTRY_LINES, MAX_LINE_BYTES, Entry, LogFile, find_logs, merged
+from dips.local.supervisor import last_word
 
 T0 = 1772366400.0
 
@@ -77,14 +77,14 @@ def test_hostile_content_is_shown_and_harmless(run_dir: Path, capsys: pytest.Cap
         line(2, "slave", "s0", "two").encode(), b"\x1b[2J cleared?\n", b"2026-13-45T99:99:99.000Z I master m: forged\n",
     ]  # fmt: skip
     (run_dir / "logs" / "s0.log").write_bytes(b"".join(hostile))
-    assert cli.run(["logs", str(run_dir)]) == 0
+    assert main.run(["logs", str(run_dir)]) == 0
     told = capsys.readouterr().out
     assert "\x1b" not in told
     assert "\x07" not in told
     assert "s0: \\xff" in told
     assert "\n  \\x1b[2J cleared?" in told
     assert "\n  2026-13-45" in told
-    assert cli.run(["logs", str(run_dir), "--json"]) == 0
+    assert main.run(["logs", str(run_dir), "--json"]) == 0
     for text in capsys.readouterr().out.splitlines():
         assert set(json.loads(text)) >= {"wall_s", "level", "role", "name", "sentence", "source"}
 
@@ -166,7 +166,7 @@ def test_following_tells_what_comes_and_takes_in_new_files(run_dir: Path) -> Non
 def test_only_what_is_asked_for(
     run_dir: Path, words: list[str], told: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["logs", str(run_dir), "--json", *words]) == 0
+    assert main.run(["logs", str(run_dir), "--json", *words]) == 0
     found = [json.loads(text)["sentence"].split("\n")[0] for text in capsys.readouterr().out.splitlines()]
     assert found == told
 
@@ -176,12 +176,12 @@ def test_a_cause_has_the_events_of_the_tapes_too(run_dir: Path, capsys: pytest.C
     event = {"wall_s": T0 + 4.5, "monotonic_s": 1.0, "role": "slave", "name": "s0", "kind": "prepared", "cause": "r1.1",
              "digest": "00ff"}  # fmt: skip
     (run_dir / "tapes" / "s0.tape.jsonl").write_text(json.dumps(event) + '\n{"torn')
-    assert cli.run(["logs", str(run_dir), "--cause", "r1.1"]) == 0
+    assert main.run(["logs", str(run_dir), "--cause", "r1.1"]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.endswith("W master m [r1.1]: four")
     assert second.endswith('D slave s0 [r1.1]: prepared digest="00ff"')
     assert third.endswith("I slave s0 [r1.1]: five")
-    assert cli.run(["logs", str(run_dir)]) == 0
+    assert main.run(["logs", str(run_dir)]) == 0
     assert "prepared" not in capsys.readouterr().out
 
 
@@ -198,12 +198,12 @@ def test_times_are_written_in_two_ways() -> None:
     "words", [["--since", "yesterday"], ["--since", "2026-99-99"], ["--since=-5 min"], ["--level", "loud"]]
 )
 def test_what_cannot_be_meant_is_refused(run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["logs", str(run_dir), *words]) == 2
+    assert main.run(["logs", str(run_dir), *words]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_folder_without_logs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["logs", str(tmp_path / "nowhere")]) == 2
+    assert main.run(["logs", str(tmp_path / "nowhere")]) == 2
     assert "has no logs: give the directory of a run" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         find_logs(tmp_path)

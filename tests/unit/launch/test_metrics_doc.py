@@ -7,8 +7,8 @@ import re
 import pytest
 from support.repository import ROOT
 
-from dips.core.metrics import Spec
-from dips.launch.metrics_doc import ROLES, page
+from dips.cli.metrics_doc import ROLES, page
+from dips.core.observe.metrics import Spec
 
 PAGE = ROOT / "docs" / "metrics.md"
 

@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from support.dips_command import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dips.cli.model import Form, _what_and_where
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
-from dips.launch import model_folder
-from dips.launch.command_model import Form, _what_and_where
-from dips.launch.model_folder import as_folder, check_target, write_folder
+from dips.local import model_folder
+from dips.local.model_folder import as_folder, check_target, write_folder
+from dips.trainer.model import ByteModel
+from dips.trainer.sizes import SIZES
 from dips.worker.described import description_of
 from dips.worker.torch_parameters import TorchParameters
-from dips.worker.trainer.model import ByteModel
-from dips.worker.trainer.sizes import SIZES
 
 CONFIG = LlamaConfig(  # type: ignore[call-arg]  # rope_theta, which its signature keeps quiet about
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from dips.launch import page_option
-from dips.launch.demo_plan import DemoWish, make_plan, train_settings
-from dips.launch.options import command_line
-from dips.launch.page_option import LISTEN, WITHOUT, page_sentence, with_page, without_page
-from dips.launch.plan import RunPlan
-from dips.launch.run_file import read_run_file
-from dips.launch.tapes import HELDOUT_TAPE, tape_path
+from dips.local import page_option
+from dips.local.demo_plan import DemoWish, make_plan, train_settings
+from dips.local.options import command_line
+from dips.local.page_option import LISTEN, WITHOUT, page_sentence, with_page, without_page
+from dips.local.processes import RunPlan
+from dips.local.run_file import read_run_file
+from dips.local.tapes import HELDOUT_TAPE, tape_path
 
 
 @pytest.fixture

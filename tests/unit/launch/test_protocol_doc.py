@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dips.cli.protocol_doc import PARTS, TABLES, diagram, refusals, render
 from dips.core.errors import ConfigError, RefusalCode
 from dips.core.protocol import PROTOCOL_VERSION
-from dips.launch.protocol_doc import PARTS, TABLES, diagram, refusals, render
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "protocol.md"
 

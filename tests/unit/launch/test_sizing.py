@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from dips.cli import main
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import DEFAULT_BLOCK_ELEMS, Layout, Parameter
 from dips.core.placement import memory_bytes_needed, place, shard_bytes_needed, table_bytes_needed
 from dips.core.wire import WIRE_DTYPES, encoded_bytes
-from dips.launch import cli
-from dips.launch.formula import names_of, value_of
-from dips.launch.sizing import SizeKnobs, Sizes, size
+from dips.local.formula import names_of, value_of
+from dips.local.sizing import SizeKnobs, Sizes, size
 from dips.sim.scale import rates
 from dips.slave.connections import ROOM_BYTES
 from dips.slave.ring import SPARE_FILES
@@ -181,14 +181,14 @@ def test_nonsense_is_refused(given: dict[str, Any], said: str) -> None:
 
 def test_the_command_prints_each_number_with_its_formula(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["size", "--params", "100e9", "--clusters", "9", "--slaves", "16", "--link", "10gbps"]
-    assert cli.run(words) == 0
+    assert main.run(words) == 0
     told = capsys.readouterr().out
     for row in sizes().rows.values():
         assert f"{row.key} = {row.formula}" in told
     assert "update with one cluster's push: 1 min 50 s" in told
     assert "--disk-rate 2.74e+09: " in told
     assert "measured: docs/performance.md" in told
-    assert cli.run([*words, "--wire", "bf16", "--disk-rate", "1 GB/s", "--json"]) == 0
+    assert main.run([*words, "--wire", "bf16", "--disk-rate", "1 GB/s", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["given"]["wire"] == "bfloat16"
     assert answer["quantities"]["push_bytes"]["value"] == 200e9
@@ -197,7 +197,7 @@ def test_the_command_prints_each_number_with_its_formula(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("words", [["--params", "1B"], ["--params", "1B", "--clusters", "x"], ["--link", "-1"]])
 def test_the_command_refuses_in_sentences(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["size", *words]) == 2
+    assert main.run(["size", *words]) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.startswith("dips: ")

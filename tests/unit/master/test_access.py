@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from dips.core.errors import ConfigError, RefusalCode, Refused
-from dips.core.keys import load_identity
-from dips.core.security import INSECURE, Role
-from dips.launch.authority import Authority, ensure_keys
+from dips.core.net.keys import load_identity
+from dips.core.net.security import INSECURE, Role
+from dips.local.authority import Authority, ensure_keys
 from dips.master.access import Access, Holder, check_is_own
 from dips.protos import clusters_pb2, operator_pb2, slaves_pb2
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from support.master_bench import HELLO, LAYOUT, LEASED, Bench
 from support.wire_values import values_of
 
-from dips.core.codec_protobuf import encode
 from dips.core.ids import RoundId, Version
 from dips.core.messages import (
     AwaitVerdictRequest,
@@ -48,6 +47,7 @@ from dips.core.messages import (
     Staged,
     StagingProgress,
 )
+from dips.core.net.codec_protobuf import encode
 from dips.core.untrained import TensorDigest
 from dips.master.state.events import ClusterCall, SlaveSaid, Tick
 

@@ -13,7 +13,7 @@ import pytest
 from support.forge import as_of_schema_2, journal_sql
 
 from dips.core.errors import ConfigError, FatalError, RetryLater
-from dips.core.failpoints import armed
+from dips.core.observe.failpoints import armed
 from dips.master import archive
 from dips.master.archive import FOLDER, JournalRecord, Pruned, segments, write_segment
 from dips.master.journal import FILE_NAME, Entry, Journal, Retention, pruned_to, read_content, read_records
@@ -147,7 +147,7 @@ def test_a_kill_at_any_step_loses_nothing_and_doubles_nothing(tmp_path: Path, pl
     with opened(tmp_path) as journal:
         fill(journal, 40)
         with armed(f"{place}=1*error"), pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dips.core.failpoints._carry_out", die)
+            patch.setattr("dips.core.observe.failpoints._carry_out", die)
             with pytest.raises(Killed):
                 journal.tidy()
         assert numbers(tmp_path) == list(range(1, 42)), "a tool that reads now"

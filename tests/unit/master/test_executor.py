@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from support.scripted_master_state import MemoryJournal, ScriptedMachine, command, leave, refusal, slave_message
 
-from dips.core import telemetry
 from dips.core.clock import ManualClock
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.messages import LeaveReply, StatusRequest
-from dips.core.telemetry import Tape, read_tape
+from dips.core.observe import telemetry
+from dips.core.observe.telemetry import Tape, read_tape
 from dips.master.executor import Executor, Outcome
 from dips.master.journal import Entry
 from dips.master.journal_writer import THREAD_NAME, JournalWriter

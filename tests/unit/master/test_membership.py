@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from support.master_bench import LAYOUT, LEASED, OWN, Bench, Unanswered, refused_with
 
-from dips.core.codec_protobuf import encode
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
@@ -33,6 +32,7 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
+from dips.core.net.codec_protobuf import encode
 from dips.core.untrained import TensorDigest
 from dips.master.state.events import Pause, Stop
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.master_bench import Bench
 from support.numerics import F32
 
-from dips.core import outer_numpy
 from dips.core.ids import Version
+from dips.core.math import outer_numpy
 from dips.core.messages import Prepare
 from dips.master.state.outer_optimizer import OuterStep, delayed_step, momentum_coefficients, outer_step_of, seed_step
 from dips.master.state.penalty_config import PenaltyConfig

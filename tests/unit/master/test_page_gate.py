@@ -12,16 +12,16 @@ import pytest
 from support.repository import ROOT
 
 from dips.core.errors import ConfigError, Refused
-from dips.core.keys import load_identity
-from dips.core.security import INSECURE
-from dips.launch.authority import Authority, ensure_keys
+from dips.core.net.keys import load_identity
+from dips.core.net.security import INSECURE
+from dips.local.authority import Authority, ensure_keys
 from dips.master.access import Access
 from dips.master.page import gate as gates
 from dips.master.page.files import static_files
 from dips.master.page.gate import Gate, Secret, host_name, load_secret, read_page_url, save_secret, write_page_address
 
 TOKEN = "t" * 43
-STATIC = ROOT / "master" / "page" / "static"
+STATIC = ROOT / "src" / "dips" / "master" / "page" / "static"
 UPLOT = {
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 from support.master_walk import KINDS, Walk
 
-from dips.core.seen import Seen, arrows_of, report
+from dips.core.observe.seen import Seen, arrows_of, report
 from dips.master.state.tables import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
 
 N_WALKS = int(os.environ.get("DIPS_TEST_WALKS", "40"))

@@ -10,8 +10,8 @@ from support.documents import blocks
 from support.repository import ROOT
 
 from dips import planner
+from dips.cli import main
 from dips.core.errors import ConfigError
-from dips.launch import cli
 from dips.planner.plan import Plan
 
 FEW = "crosspipe-figure-8"
@@ -29,7 +29,7 @@ def plan(folder: Path) -> Plan:
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> object:
-    assert cli.run(("plan", *arguments, "--json")) == 0
+    assert main.run(("plan", *arguments, "--json")) == 0
     return json.loads(capsys.readouterr().out)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.repository import ROOT
 
-from dips.launch import cli
+from dips.cli import main
 from dips.planner.cluster import read_setup
 from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan
@@ -24,7 +24,7 @@ LINK = '\n[[links]]\nsender = "{}"\nreceiver = "{}"\nbandwidth_gbps = 99\nlatenc
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The sentence."""
-    code = cli.run(("plan", *arguments))
+    code = main.run(("plan", *arguments))
     out, error = capsys.readouterr()
     assert (code, out) == (2, "")
     assert error.count("\n") == 1
@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_computed(
 ) -> None:
     (tmp_path / "taken").write_text("")
     for name in ("make_plan", "swept"):
-        monkeypatch.setattr(f"dips.launch.command_plan.{name}", lambda *_: pytest.fail("it computed"))
+        monkeypatch.setattr(f"dips.cli.plan.{name}", lambda *_: pytest.fail("it computed"))
     told = refused(capsys, *arguments, "--out", str(tmp_path / "taken" / "plan"))
     assert "taken/plan: nothing can be written there: Not a directory: choose another --out" in told
 
@@ -156,7 +156,7 @@ def test_a_schedule_that_cannot_be_names_its_file(
 def test_a_schedule_of_an_editor_that_marks_its_files_is_read(tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
     file.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n1F0,1B0\r\n")
-    assert cli.run(("plan", "show", str(file), "--json")) == 0
+    assert main.run(("plan", "show", str(file), "--json")) == 0
 
 
 @pytest.mark.parametrize(
@@ -252,5 +252,5 @@ def test_a_grid_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: li
 
 
 def test_equal_numbers_are_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(("plan", "sweep", "--latency", "0,0.0", "--json")) == 0
+    assert main.run(("plan", "sweep", "--latency", "0,0.0", "--json")) == 0
     assert len(json.loads(capsys.readouterr().out)) == 8

@@ -12,7 +12,7 @@ import pytest
 from matplotlib import image
 from support.repository import ROOT
 
-from dips.launch import cli
+from dips.cli import main
 from dips.planner.errors import PlanError
 from dips.planner.heatmap import Panel, draw_maps, panels
 from dips.planner.sweep import OPTIMAL, Case, Row, cases, check_compared, names_of, rows_of
@@ -104,7 +104,7 @@ def test_the_picture_names_each_best_schedule_and_is_the_same_each_time(rows: li
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.run(("plan", "sweep", *arguments))
+    code = main.run(("plan", "sweep", *arguments))
     out, error = capsys.readouterr()
     return code, out, error
 

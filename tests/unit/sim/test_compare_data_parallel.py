@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from dips.compare.data_parallel import exchange_s, run_data_parallel
+from dips.compare.learner import F32
+from dips.compare.record import RunRecord
+from dips.compare.setup import Setup, load_setup
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, DataRange
-from dips.sim.compare.data_parallel import exchange_s, run_data_parallel
-from dips.sim.compare.learner import F32
-from dips.sim.compare.record import RunRecord
-from dips.sim.compare.setup import Setup, load_setup
 
 CHUNK, BATCH, SEQUENCE = 32, 2, 8
 STEP_TOKENS = 4 * BATCH * SEQUENCE

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from dips.compare.methods import METHODS, find_method
+from dips.compare.plans import link_plan, plan_of, timing_data, timing_layout, wire_bytes
+from dips.compare.setup import load_setup, shipped
 from dips.core.errors import ConfigError
 from dips.core.wire import Codec
 from dips.master.config import MasterConfig
-from dips.sim.compare.methods import METHODS, find_method
-from dips.sim.compare.plans import link_plan, plan_of, timing_data, timing_layout, wire_bytes
-from dips.sim.compare.setup import load_setup, shipped
 
 SERVED = [method for method in METHODS.values() if method.kind == "servers"]
 
@@ -138,7 +138,8 @@ def test_overrides_that_do_not_fit_are_refused() -> None:
 
 def test_the_digest_is_of_what_decides_and_not_of_words(tmp_path: Path) -> None:
     setup = load_setup("small")
-    renamed = load_setup(written(tmp_path, (Path(__file__).parents[3] / "sim/compare/setups/small.toml").read_text()))
+    text = (Path(__file__).parents[3] / "src/dips/compare/setups/small.toml").read_text()
+    renamed = load_setup(written(tmp_path, text))
     assert renamed.digest() == setup.digest()
     assert setup.with_overrides(tokens=1000).digest() != setup.digest()
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from dips.core.errors import ConfigError
-from dips.sim.compare.methods import find_method
-from dips.sim.compare.record import PushFact, RoundFact, RunRecord
-from dips.sim.compare.setup import load_setup
-from dips.sim.compare.throughput import (
+from dips.compare.methods import find_method
+from dips.compare.record import PushFact, RoundFact, RunRecord
+from dips.compare.setup import load_setup
+from dips.compare.throughput import (
     Throughput,
     compare,
     data_parallel,
@@ -23,6 +22,7 @@ from dips.sim.compare.throughput import (
     steady_tokens_per_s,
     with_last_link,
 )
+from dips.core.errors import ConfigError
 
 # ---- formulas ----
 

@@ -6,9 +6,9 @@ import pytest
 from support.history import nth, usual_run
 
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
+from dips.judge.facts import decision_of, hex_of, pair, push_of, say_push, say_round, say_version
 from dips.master.state.ledger import pair as listed
 from dips.master.state.ledger import push_to_json
-from dips.sim.facts import decision_of, hex_of, pair, push_of, say_push, say_round, say_version
 
 PUSH = PushId(ClusterId("eu/west-1"), Incarnation(3, 12), 7)
 

@@ -22,7 +22,7 @@ from support.history import (
     usual_run,
 )
 
-from dips.sim.invariants import INVARIANTS, Checker
+from dips.judge.invariants import INVARIANTS, Checker
 
 NAMES = [*(f"I{number}" for number in range(1, 15)), "I18"]
 

@@ -13,6 +13,8 @@ from support.recording import Recording
 from support.rounds import gram_of
 
 from dips.core.ids import Version
+from dips.judge.judgement import Judging
+from dips.judge.verify import check_records
 from dips.master.state.decisions import judgement_to_json
 from dips.master.state.outer_optimizer import outer_step_of
 from dips.master.state.penalty import (
@@ -25,8 +27,6 @@ from dips.master.state.penalty import (
     round_tokens,
 )
 from dips.sim import world as simulated
-from dips.sim.judgement import Judging
-from dips.sim.verify import check_records
 
 CONFIGS = {
     **PRESETS,

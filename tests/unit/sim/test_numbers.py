@@ -10,11 +10,11 @@ import pytest
 from support.number_learners import LAYOUT as BOWL
 from support.number_learners import BowlLearner
 
-from dips.core import outer_numpy as reference
 from dips.core.chunks import chunks_of, digest_of_array
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout, Parameter
+from dips.core.math import outer_numpy as reference
 from dips.core.messages import Prepare
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 from dips.sim.arithmetic import F32

@@ -8,7 +8,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from dips.sim.master_host import MasterHost
+from dips.sim.hosts.master import MasterHost
 from dips.sim.plan import Plan, make_plan
 from dips.sim.world import World
 

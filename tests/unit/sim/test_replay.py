@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dips.core import outer_numpy
 from dips.core.chunks import digest_of_array
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.layout import Layout, Parameter
+from dips.core.math import outer_numpy
 from dips.core.messages import Prepare, SnapshotInfo, StagedPush
 from dips.core.placement import Placement
+from dips.judge.records import RunRecords
+from dips.judge.replay import replay_run
+from dips.judge.verify import check_records
 from dips.master.state.decisions import judgement_to_json
 from dips.master.state.ledger import Ledger
 from dips.master.state.outer_optimizer import OuterStep, outer_step_of, seed_step
 from dips.master.state.penalty import DetectorState, JudgeInputs, Participant, PenaltyConfig, judge
-from dips.sim.replay import replay_run
-from dips.sim.verify import check_records
-from dips.sim.verify_records import RunRecords
 from dips.slave.push_record import PushRecord, checksum
 
 F32 = NDArray[np.float32]

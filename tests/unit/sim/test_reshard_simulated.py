@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dips.master.state.reshard import Reshard
-from dips.sim import fault_reshard
-from dips.sim.move_host import Move
+from dips.sim.faults import reshard as fault_reshard
+from dips.sim.hosts.move import Move
 from dips.sim.world import Outcome, World
 
 FAULTS = sorted(fault_reshard.FAULTS)
@@ -78,7 +78,7 @@ def test_a_slave_that_trusts_what_it_has_put_together_is_found(monkeypatch: pyte
         self._values |= {(chunk, True): self._values[chunk, False] for chunk in chunks}
 
     monkeypatch.setattr(Move, "_take", take_wrongly)
-    monkeypatch.setattr("dips.sim.move_host.shard_digest", lambda sums: Anything())
+    monkeypatch.setattr("dips.sim.hosts.move.shard_digest", lambda sums: Anything())
     assert any("holds something else" in sentence for sentence in violations_of(709, 717))
 
 

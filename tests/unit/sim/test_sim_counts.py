@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from dips.sim import faults
 from dips.sim.counts import NO_MOMENT, NOTHING, OVER, Counts, by_phase
+from dips.sim.faults import register
 from dips.sim.world import World
 
 
@@ -85,5 +85,5 @@ class TestCounts:
         one.add(other)
         assert one.fired == {"crash_slave": 2}
         assert one.worst == {"seconds": 2.0}
-        groups = by_phase(one.fired_in, faults.GROUP_OF)
+        groups = by_phase(one.fired_in, register.GROUP_OF)
         assert groups == {"IDLE": {"processes": 1}, "WINDOW": {"processes": 1}}

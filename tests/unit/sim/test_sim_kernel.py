@@ -10,9 +10,9 @@ import pytest
 from dips.core.chunks import Chunk
 from dips.core.layout import Block
 from dips.core.messages import BeginPullRequest, Caller
-from dips.sim.calls import Asked
 from dips.sim.content import HUGE, NAN, SAME, Pulled, Trained, gram_of, mixed
-from dips.sim.disk import LOST_DATA, LOST_NAMES, TORN_DATA, PowerLossError, SlaveDisk
+from dips.sim.disks import LOST_DATA, LOST_NAMES, TORN_DATA, PowerLossError, SlaveDisk
+from dips.sim.hosts.calls import Asked
 from dips.sim.kernel import Kernel, Process
 from dips.sim.network import KEEPALIVE_S, End, Network, Stream, Weather
 from dips.sim.world import World

@@ -9,9 +9,9 @@ from random import Random
 
 import pytest
 
-from dips.core.data_header import DataHeader
-from dips.sim import slave_host
+from dips.core.net.data_header import DataHeader
 from dips.sim.data_keys import Away, may_ask
+from dips.sim.hosts import slave as slave_host
 from dips.sim.plan import make_plan
 from dips.sim.world import World
 from dips.slave.state.admission import Admission

@@ -1,7 +1,7 @@
 """Whole runs under a virtual clock: nothing that was promised breaks, whatever the seed lets happen.
 
 Some seeds; tests/slow/unit/test_many_seeds.py and `make sim` play more. A failing seed always fails the same way; its
-story: python -m dips.sim.run_seeds --seed N --trace.
+story: python -m dips.sim.seeds --seed N --trace.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import sys
 
 import pytest
 
-from dips.sim import run_seeds, shapes
+from dips.sim import seeds as run_seeds
+from dips.sim import shapes
 from dips.sim.world import World
 
 N_SEEDS = 40

@@ -8,7 +8,8 @@ from random import Random
 
 import pytest
 
-from dips.sim import faults, shapes
+from dips.sim import shapes
+from dips.sim.faults import register
 from dips.sim.plan import Plan, make_plan
 from dips.sim.world import World
 
@@ -59,12 +60,12 @@ class TestSabotage:
             world = World(seed)
             outcome = world.run()
             assert outcome.violations == (), seed
-            assert set(outcome.counts.planned) <= set(faults.OF_ONE_CLUSTER)
+            assert set(outcome.counts.planned) <= set(register.OF_ONE_CLUSTER)
             judged += world.waits.judged
         assert judged > 10
 
     def test_every_kind_that_one_cluster_may_do_exists(self) -> None:
-        assert set(faults.OF_ONE_CLUSTER) <= set(faults.FAULTS)
+        assert set(register.OF_ONE_CLUSTER) <= set(register.FAULTS)
 
     def test_faults_of_others_are_no_sabotage(self) -> None:
         seed = next(seed for seed in range(400) if shapes.of_seed(seed) is shapes.SABOTAGE)

@@ -8,8 +8,9 @@ from functools import cache
 
 import pytest
 
-from dips.sim import faults, totals
+from dips.sim import totals
 from dips.sim.counts import Counts
+from dips.sim.faults import register
 from dips.sim.totals import PHASES, SEEDS_FOR_ARROWS, SEEDS_FOR_FAULTS, Totals, complaints, report
 from dips.sim.world import Outcome, World
 
@@ -26,7 +27,7 @@ def outcome_with(violations: tuple[str, ...] = (), counts: Counts | None = None)
 def all_fired(but: str = "") -> Counts:
     """Every kind was planned and struck, and somebody was killed in every phase of the round."""
     counts = Counts()
-    for name in faults.names():
+    for name in register.names():
         counts.planned[name] += 1
         if name != but:
             counts.struck(name, "IDLE")
@@ -44,7 +45,7 @@ def totals_of(n: int, outcome: Outcome) -> Totals:
 
 def test_a_violation_is_named_with_its_seed_and_how_to_see_its_story() -> None:
     said = complaints(totals_of(1, outcome_with(("I7: a push is lost",))))
-    assert said == ["seed 1: I7: a push is lost\n    its story: python -m dips.sim.run_seeds --seed 1 --trace"]
+    assert said == ["seed 1: I7: a push is lost\n    its story: python -m dips.sim.seeds --seed 1 --trace"]
 
 
 def test_few_seeds_need_not_show_everything() -> None:
@@ -90,7 +91,7 @@ def test_the_report_tells_every_kind_every_phase_and_every_bound() -> None:
     counts.add(an_outcome().counts)
     said = "\n".join(report(totals_of(2, outcome_with(counts=counts))))
     assert "2 seeds (2 small): 0 failed" in said
-    for name in (*faults.names(), *PHASES, *faults.GROUPS, *an_outcome().counts.fills):
+    for name in (*register.names(), *PHASES, *register.GROUPS, *an_outcome().counts.fills):
         assert name in said, name
 
 

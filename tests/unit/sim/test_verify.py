@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from support.forge import Record, as_of_schema_2, edit_journal, journal_sql
 from support.history import Change, Script, changed, nth, usual_run, write_run
 
+from dips.cli import main
 from dips.core.errors import ConfigError, FatalError
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
-from dips.launch import cli
+from dips.judge.records import Line, RunRecords, find_tapes, master_directory, non_finite, read_run
+from dips.judge.replay import replay_run
+from dips.judge.verify import EXIT_BROKEN, EXIT_UNREADABLE, check_records, verify_or_say, verify_run
 from dips.master.journal import JournalContent, read_content
 from dips.master.journal_file import FILE_NAME, set_base, set_meta
-from dips.sim.replay import replay_run
-from dips.sim.verify import EXIT_BROKEN, EXIT_UNREADABLE, check_records, verify_or_say, verify_run
-from dips.sim.verify_records import Line, RunRecords, find_tapes, master_directory, non_finite, read_run
 from dips.slave.durable import LocalDisk
 from dips.slave.manifest import Manifest, decode
 from dips.slave.ring import Ring
@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = cli.run([str(word) for word in arguments])
+    code = main.run([str(word) for word in arguments])
     out, error = capsys.readouterr()
     return code, out, error
 
@@ -183,7 +183,7 @@ def test_what_a_live_run_writes_while_it_is_read_is_not_missing(run: Path, monke
             tape.write_bytes(data)
         return read_content(directory)
 
-    monkeypatch.setattr("dips.sim.verify_records.read_content", goes_on)
+    monkeypatch.setattr("dips.judge.records.read_content", goes_on)
     assert [str(violation) for violation in verify_run(run).violations] == []
 
 

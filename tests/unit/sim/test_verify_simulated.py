@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.recording import Recording
 
+from dips.judge.verify import check_records
 from dips.sim import world as simulated
-from dips.sim.verify import check_records
 
 
 @pytest.mark.parametrize("seed", range(12))

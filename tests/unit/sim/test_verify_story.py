@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.history import rolled_back_run, usual_run, write_run
 
+from dips.cli import main
 from dips.core.errors import ConfigError
-from dips.launch import cli
-from dips.sim.story import Told, render, tell_story
+from dips.judge.story import Told, render, tell_story
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +95,11 @@ def test_an_unknown_name_is_answered_with_names_like_it(run: Path, name: str, sa
 
 
 def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["story", "1:1", str(run)]) == 0
+    assert main.run(["story", "1:1", str(run)]) == 0
     assert capsys.readouterr().out.startswith("version 1:1\n+    0.000 s")
-    assert cli.run(["story", "1:1", str(run), "--json"]) == 0
+    assert main.run(["story", "1:1", str(run), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["what"], told["name"]) == ("version", "1:1")
     assert {"at_s", "who", "kind", "cause"} <= told["lines"][0].keys()
-    assert cli.run(["story", "s7", str(run)]) == 2
+    assert main.run(["story", "s7", str(run)]) == 2
     assert "Did you mean" in capsys.readouterr().err

@@ -8,10 +8,10 @@ import pytest
 from support.slave_bench import SlaveBench, configure, only, said
 from support.slave_wire import push_id
 
-from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, Version
 from dips.core.messages import Allow, AllowedKey, KeyRole, SlaveHello
+from dips.core.net.data_header import DataHeader, DataOp
 from dips.slave.state import effects
 from dips.slave.state.admission import MAX_ALLOWED, Admission, what_is_wrong
 

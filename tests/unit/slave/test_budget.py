@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dips.core.chunks import chunks_of
-from dips.core.data_header import DataHeader, DataOp
 from dips.core.ids import ClusterId, Incarnation, PushId
 from dips.core.layout import Layout, Parameter
-from dips.core.outer_numpy import PIECE_ELEMS
+from dips.core.math.outer_numpy import PIECE_ELEMS
+from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.placement import KEPT_PRODUCTS, table_bytes_needed
 from dips.slave.receipts import MOST_COMPANIONS, NEVER, Receipts
 from dips.slave.state.staging import Landing, ShardMap, StagingTable

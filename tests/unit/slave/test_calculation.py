@@ -9,13 +9,13 @@ import pytest
 from support.slave_bench import R2, V0, V1
 from support.slave_wire import LAYOUT, placement_over, prepare_of, push_id, shard_of
 
-from dips.core import kernels_numba
 from dips.core.chunks import chunks_of, digest_of_array, shard_digest
-from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import AVERAGED_LAYER, Layout, Parameter
-from dips.core.outer_numpy import PIECE_ELEMS, average_step, gram, outer_step
+from dips.core.math import outer_numba
+from dips.core.math.outer_numpy import PIECE_ELEMS, average_step, gram, outer_step
+from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.threads import Threads
 from dips.slave import calculation
 from dips.slave.memory import F32, ShardMemory
@@ -114,12 +114,12 @@ def receive(memory: ShardMemory, theta: F32, share: float, pairs: float) -> Rece
         for row in range(SLOTS):
             number = 2 if rng.random() < share else 1
             then, sums = theta[part] * np.float32(number / 2), receipts.squared_of(row, landing)
-            bad = kernels_numba.measure_landed(memory.staging[row, part], then, sums)
+            bad = outer_numba.measure_landed(memory.staging[row, part], then, sums)
             receipts.note(row, landing, bad, number)
             for other, products in receipts.companions(row, landing):
                 if number == 2 and rng.random() < pairs:
                     x, y = memory.staging[row, part], memory.staging[other, part]
-                    kernels_numba.products(theta[part], x, y, products)
+                    outer_numba.products(theta[part], x, y, products)
                     receipts.note_products(row, other, landing, 2)
     return receipts
 
@@ -139,8 +139,8 @@ def test_what_is_known_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) ->
     memory, theta = big_memory(2)
     known = receive(memory, theta, 1, 1).known()
     expected = calculation.measure(memory, theta, [0, 1])
-    monkeypatch.setattr(kernels_numba, "measure_pieces", None)
-    monkeypatch.setattr(kernels_numba, "multiply_pieces", None)
+    monkeypatch.setattr(outer_numba, "measure_pieces", None)
+    monkeypatch.setattr(outer_numba, "multiply_pieces", None)
     assert repr(calculation.measure(memory, theta, [0, 1], known)) == repr(expected)
 
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.slave_wire import LAYOUT, push_id
 
-from dips.core import wire_numpy
 from dips.core.chunks import Chunk, checksum, chunks_of, digest_of_array, shard_digest
-from dips.core.data_header import DataHeader, DataOp
 from dips.core.errors import RefusalCode
 from dips.core.ids import RoundId, Version
+from dips.core.math import wire_numpy
 from dips.core.messages import Refusal, SnapshotInfo
+from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_port import Answer, DataPort, landed

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dips.core import outer_numpy
 from dips.core.chunks import checksum, chunks_of
-from dips.core.data_header import DataHeader, DataOp
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout, Parameter
+from dips.core.math import outer_numpy
+from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.messages import SnapshotInfo
-from dips.core.outer_numpy import PIECE_ELEMS
+from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums, measure
 from dips.slave.data_port import DataPort

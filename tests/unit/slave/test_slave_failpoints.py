@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from support.slave_bench import prepare, snapshot
 
-from dips.core import failpoints
 from dips.core.errors import DipsError
-from dips.core.failpoint_names import SLAVE, expand
 from dips.core.ids import RoundId, Version
+from dips.core.observe import failpoints
+from dips.core.observe.failpoint_names import SLAVE, expand
 from dips.slave import data_server
 from dips.slave.push_record import PushRecord
 from dips.slave.snapshots import SnapshotStore

@@ -12,10 +12,10 @@ from support.slave_wire import LAYOUT, push_id
 
 from dips.core.chunks import Chunk, chunks_of, digest_of_array
 from dips.core.chunks import checksum as checksum_of
-from dips.core.data_header import MAX_MISSING, DataHeader, DataOp, MissingChunk
 from dips.core.errors import LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import PushId, Version
 from dips.core.layout import Block
+from dips.core.net.data_header import MAX_MISSING, DataHeader, DataOp, MissingChunk
 from dips.core.wire import Codec
 from dips.slave.state.staging import ShardMap, StagingTable, find_version
 

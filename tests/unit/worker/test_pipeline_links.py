@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dips.worker.pipeline.job import Link
-from dips.worker.pipeline.links import BACK, FORTH, NO_NOTE, LinkBoard, Passage, passage
+from dips.planner.run.job import Link
+from dips.planner.run.links import BACK, FORTH, NO_NOTE, LinkBoard, Passage, passage
 
 
 @pytest.mark.parametrize(

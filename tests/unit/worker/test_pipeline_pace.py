@@ -9,15 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.paced_play import RankClock, play
 
-from dips.launch.plan_run_report import timelines
-from dips.launch.plan_run_source import CASE, Source, scaled, source_of
+from dips.local.plan_run_report import timelines
+from dips.local.plan_run_source import CASE, Source, scaled, source_of
 from dips.planner.costs import Costs, StageCost, Wire
+from dips.planner.run.cells import Cell, parse_cells
+from dips.planner.run.job import Job, Link, RankReport
+from dips.planner.run.links import FORTH, LinkBoard
+from dips.planner.run.pace import Pace
 from dips.planner.simulate import Timeline, simulate
 from dips.planner.sweep import STATIC
-from dips.worker.pipeline.cells import Cell, parse_cells
-from dips.worker.pipeline.job import Job, Link, RankReport
-from dips.worker.pipeline.links import FORTH, LinkBoard
-from dips.worker.pipeline.pace import Pace
 
 EVERY = (*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave")
 NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(CASE)

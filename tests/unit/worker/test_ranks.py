@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dips.core.errors import ConfigError
-from dips.worker.ranks import SAMPLE_STRIDE, Ranks
+from dips.worker.parallel.ranks import SAMPLE_STRIDE, Ranks
 from dips.worker.torch_parameters import TorchParameters
 
 LARGE = 100 * SAMPLE_STRIDE

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dips.core.chunks import Chunk, shard_digest
-from dips.core.data_header import MAX_MISSING, MissingChunk
 from dips.core.errors import RefusalCode
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import PlacementSpec, Refusal, SlaveAddress
+from dips.core.net.data_header import MAX_MISSING, MissingChunk
 from dips.worker.transfer import (
     Ask,
     PullTransfer,

@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 import dips.core
-from dips.core import wire_numpy
 from dips.core.chunks import chunks_of
 from dips.core.errors import ConfigError
 from dips.core.layout import Layout, Parameter
+from dips.core.math import wire_numpy
 from dips.core.wire import Codec, encoded_bytes
 from dips.worker.config import ClientConfig, wire_of
 from dips.worker.vectors import Vectors, chunk_spans
@@ -104,9 +104,9 @@ def test_a_residual_that_was_cleared_begins_with_nothing_again() -> None:
 
 
 def test_without_numba_differences_are_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("kernels_wire", "simd_numba"):
-        monkeypatch.delitem(sys.modules, f"dips.core.{name}", raising=False)
-        monkeypatch.delattr(dips.core, name, raising=False)
+    for name in ("wire_numba", "simd_numba"):
+        monkeypatch.delitem(sys.modules, f"dips.core.math.{name}", raising=False)
+        monkeypatch.delattr(dips.core.math, name, raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
     with pytest.raises(ConfigError, match=r"needs numba.*dips-training\[worker\]"):
         kernels()

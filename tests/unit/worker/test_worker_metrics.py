@@ -8,12 +8,12 @@ from types import MappingProxyType
 
 import pytest
 
-from dips.core.counting import Durations
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, PlacementSpec, Ticket
-from dips.core.security import INSECURE
+from dips.core.net.security import INSECURE
+from dips.core.observe.counting import Durations
 from dips.core.wire import Codec
 from dips.worker.link_counts import Direction, Link, LinkCounts
 from dips.worker.metrics import HELDOUT, METRICS, PREFIX

@@ -11,13 +11,13 @@ import torch
 
 from dips.core.errors import ConfigError, RemoteProtocolError
 from dips.core.messages import DataRange
-from dips.worker.trainer.config import TrainConfig
-from dips.worker.trainer.data import LeasedBatches, make_batch
-from dips.worker.trainer.heldout import heldout_loss, windows_of
-from dips.worker.trainer.inner import InnerTrainer, inner_step
-from dips.worker.trainer.learner import F32, ByteLearner, SharedText, evaluator, learners, read_text
-from dips.worker.trainer.rows import all_ranges, take_rows
-from dips.worker.trainer.train import schedule_of
+from dips.trainer.config import TrainConfig
+from dips.trainer.data import LeasedBatches, make_batch
+from dips.trainer.heldout import heldout_loss, windows_of
+from dips.trainer.inner import InnerTrainer, inner_step
+from dips.trainer.learner import F32, ByteLearner, SharedText, evaluator, learners, read_text
+from dips.trainer.rows import all_ranges, take_rows
+from dips.trainer.train import schedule_of
 
 TOTAL = 4096
 

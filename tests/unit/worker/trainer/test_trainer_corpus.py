@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dips.core.errors import ConfigError
-from dips.worker.trainer.corpus import SEPARATOR, Corpus, CorpusLimits, read_corpus, standard_library
+from dips.trainer.corpus import SEPARATOR, Corpus, CorpusLimits, read_corpus, standard_library
 
 LIMITS = CorpusLimits(max_bytes=10_000_000, heldout_fraction=0.1, heldout_max_bytes=10_000)
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError, RemoteProtocolError
 from dips.core.messages import DataMode, DataRange
-from dips.worker.trainer.corpus import SEPARATOR, Document
-from dips.worker.trainer.data import MIN_CHUNKS, ChunkedText, LeasedBatches, make_batch
-from dips.worker.trainer.model import IGNORED_TARGET
-from dips.worker.trainer.rows import all_ranges
+from dips.trainer.corpus import SEPARATOR, Document
+from dips.trainer.data import MIN_CHUNKS, ChunkedText, LeasedBatches, make_batch
+from dips.trainer.model import IGNORED_TARGET
+from dips.trainer.rows import all_ranges
 
 CHUNK = 64
 

@@ -16,13 +16,13 @@ from safetensors.numpy import load_file, save_file
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
+from dips.trainer.config import TrainConfig
+from dips.trainer.evaluate import Evaluator, evaluate_file, load_exported
+from dips.trainer.export import export_model, read_export
+from dips.trainer.heldout import EVAL_BATCH, heldout_loss, windows_of
+from dips.trainer.model import ByteModel
+from dips.trainer.sizes import SIZES, ModelConfig
 from dips.worker.torch_parameters import TorchParameters
-from dips.worker.trainer.config import TrainConfig
-from dips.worker.trainer.evaluate import Evaluator, evaluate_file, load_exported
-from dips.worker.trainer.export import export_model, read_export
-from dips.worker.trainer.heldout import EVAL_BATCH, heldout_loss, windows_of
-from dips.worker.trainer.model import ByteModel
-from dips.worker.trainer.sizes import SIZES, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dips.worker.trainer.export.os.fsync", full)
+    monkeypatch.setattr("dips.trainer.export.os.fsync", full)
     with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
         export_model(own_model(), path)
     assert path.read_text() == "old"

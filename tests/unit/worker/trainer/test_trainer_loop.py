@@ -19,17 +19,17 @@ from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.layout import Layout
 from dips.core.messages import DataPlan, DataRange, Settings
-from dips.core.telemetry import Tape, read_tape
+from dips.core.observe.telemetry import Tape, read_tape
+from dips.trainer import train as module
+from dips.trainer.config import TrainConfig
+from dips.trainer.inner import InnerTrainer
+from dips.trainer.rows import all_ranges
+from dips.trainer.signals import StopSignals
+from dips.trainer.train import run, schedule_of
 from dips.worker.checkpointing import InnerState
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.work import is_within, joined, without
-from dips.worker.trainer import train as module
-from dips.worker.trainer.config import TrainConfig
-from dips.worker.trainer.inner import InnerTrainer
-from dips.worker.trainer.rows import all_ranges
-from dips.worker.trainer.signals import StopSignals
-from dips.worker.trainer.train import run, schedule_of
 
 CHUNK = 64
 CLIENT = ClientConfig(master="127.0.0.1:1", cluster_id="a")

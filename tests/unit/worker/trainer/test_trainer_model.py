@@ -10,11 +10,11 @@ import torch
 
 from dips.core.errors import ConfigError
 from dips.core.layout import Layout, Parameter
+from dips.trainer.heldout import heldout_loss, model_from_flat
+from dips.trainer.model import IGNORED_TARGET, ByteModel, rotate
+from dips.trainer.model import _rotation as rotation
+from dips.trainer.sizes import HEAD_DIM, SIZES, ModelConfig
 from dips.worker.torch_parameters import TorchParameters
-from dips.worker.trainer.heldout import heldout_loss, model_from_flat
-from dips.worker.trainer.model import IGNORED_TARGET, ByteModel, rotate
-from dips.worker.trainer.model import _rotation as rotation
-from dips.worker.trainer.sizes import HEAD_DIM, SIZES, ModelConfig
 
 SMALLEST = ModelConfig(dim=32, n_layers=2, hidden=48)
 

@@ -15,14 +15,14 @@ import torch
 
 from dips.core.config import load
 from dips.core.errors import ConfigError, FatalError
-from dips.worker.trainer import calibrate
-from dips.worker.trainer.config import SECTION, TrainConfig
-from dips.worker.trainer.data import LeasedBatches
-from dips.worker.trainer.inner import InnerTrainer, device_of, make_optimizer
-from dips.worker.trainer.model import ByteModel
-from dips.worker.trainer.rows import all_ranges
-from dips.worker.trainer.signals import StopSignals
-from dips.worker.trainer.sizes import ModelConfig
+from dips.trainer import calibrate
+from dips.trainer.config import SECTION, TrainConfig
+from dips.trainer.data import LeasedBatches
+from dips.trainer.inner import InnerTrainer, device_of, make_optimizer
+from dips.trainer.model import ByteModel
+from dips.trainer.rows import all_ranges
+from dips.trainer.signals import StopSignals
+from dips.trainer.sizes import ModelConfig
 
 
 @pytest.fixture

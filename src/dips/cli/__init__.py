@@ -1,0 +1,1 @@
+"""The `dips` command and the launchers. Stands above the roles; no role may import it."""

@@ -1,0 +1,253 @@
+"""`dips compare`: the options, and what is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dips.compare.figure_report import figure_json, run_figure, tell_figure, write_figure
+from dips.compare.figures import FIGURES, Figure
+from dips.compare.gather import gather
+from dips.compare.inject import KINDS
+from dips.compare.jobs import Job, Results, jobs_of, write_json
+from dips.compare.methods import METHODS
+from dips.compare.pictures import draw_cosines, draw_curves, draw_norms
+from dips.compare.record import RunRecord
+from dips.compare.report import NOTHING, Comparison, course_table, loss_table, readings, to_json
+from dips.compare.selection import (
+    ALL_FIGURES,
+    DEFAULT_METHODS,
+    DEFAULT_SETUP,
+    check_figure,
+    check_inject,
+    check_place,
+    methods_of,
+    seeds_of,
+    setup_of,
+)
+from dips.compare.setup import Setup, load_setup, shipped
+from dips.compare.speed import SPEED_FIGURES, SpeedFigure
+from dips.compare.speed_report import run_speed, speed_json, tell_speed, write_speed
+from dips.compare.summary import by_method
+from dips.core.clock import SystemClock
+
+_WIDE = 120
+
+
+def compare(
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME", show_default=DEFAULT_METHODS, help="What is compared; `all`; --list tells them."
+        ),
+    ] = None,
+    seeds: Annotated[str, typer.Option(metavar="N,N", help="Of first parameters and the order of the text.")] = "1",
+    gaps: Annotated[
+        str | None,
+        typer.Option(metavar="%,%", help="How much longer each cluster's step takes; one number for each cluster."),
+    ] = None,
+    inner_steps: Annotated[int | None, typer.Option(min=1, help="H: inner steps between two pushes.")] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="COUNT", help="Of each run, such as 786k.")] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", help="Learning rate of the inner optimizer, the same for all methods."),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PATH", show_default="Python's own", help="Text file or folder; again for more."),
+    ] = None,
+    inject: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(KINDS), help="Spoil pushes of one cluster, after the warm-up, like this."),
+    ] = None,
+    setup: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", show_default=DEFAULT_SETUP, help="Speeds, links, model, hyper-parameters."),
+    ] = None,
+    figure: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(ALL_FIGURES), help="Instead: what a figure of the Di-PS paper shows, beside it."),
+    ] = None,
+    run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where results go and are kept.")] = Path("runs/compare"),
+    jobs: Annotated[
+        int | None, typer.Option(min=1, show_default="as many as cores", help="Runs at a time, a process each.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Repeat the runs that are kept from before, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="compare.json on standard output, no tables.")] = False,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="Name the methods and set-ups, with their settings.")
+    ] = False,
+) -> int:
+    """Train a small model with several methods, side by side: what does each cost in loss, and win in time?
+
+    Every method trains the same byte model on the same text for the same number of tokens, on clusters of the same
+    speeds and links. What decides is the real thing: master, slaves and clusters as `dips master` and `dips slave` run
+    them, under a virtual clock. So the loss is measured, and the time is that of the set-up, not of this machine.
+
+    A run takes about a minute of one core (786k tokens); methods x seeds runs are done, as many at a time as there are
+    cores. Ends with two tables, compare.json, and pictures in the run's directory. Finished runs are kept: the same
+    command goes on where it was interrupted, and a second one that shares runs with it does not repeat them.
+
+    How to read it: compare losses with `diloco-clip` (all clusters wait for each other) and `dp` (they talk in every
+    step), and times with the share of ideal. A difference below the spread of the seeds says nothing.
+    """
+    if list_all:
+        return _list(as_json)
+    check_inject(inject)
+    names, numbers = methods_of(methods or DEFAULT_METHODS), seeds_of(seeds)
+    place = _Place(run_dir, jobs or len(os.sched_getaffinity(0)), again, as_json)
+    if figure is None:
+        chosen = setup_of(setup or DEFAULT_SETUP, gaps, inner_steps, tokens, lr)
+        return _compare_methods(place, chosen, names, numbers, data or (), inject or "")
+    check_figure(figure, {"--methods": methods, "--gaps": gaps, "--inject": inject})
+    if figure in FIGURES:
+        chosen = setup_of(setup or DEFAULT_SETUP, None, inner_steps, tokens, lr)
+        return _compare_losses(place, FIGURES[figure], chosen, numbers, data or ())
+    several = seeds if len(numbers) > 1 else None
+    useless = {"--tokens": tokens, "--lr": lr, "--data": data, "--again": again or None, "several --seeds": several}
+    check_figure(figure, useless)
+    shown = SPEED_FIGURES[figure]
+    setups = [setup_of(name, None, inner_steps, None) for name in ([setup] if setup else shown.setups)]
+    return _compare_speeds(place, shown, setups, numbers[0])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where and how everything is run."""
+
+    run_dir: Path
+    processes: int
+    again: bool
+    as_json: bool
+
+    def gather(self, jobs: Sequence[Job]) -> list[RunRecord]:
+        return gather(jobs, self.run_dir, self.processes, Console(stderr=True), SystemClock(), again=self.again)
+
+
+def _compare_methods(
+    place: _Place, setup: Setup, methods: Sequence[str], seeds: Sequence[int], data: Sequence[Path], inject: str
+) -> int:
+    check_place(place.run_dir)
+    jobs = jobs_of(methods, seeds, setup, data, inject)
+    found = _compared(jobs, place.gather(jobs), setup, place.run_dir)
+    plain, file = to_json(found), place.run_dir / "compare.json"
+    write_json(file, plain)
+    _tell(place, plain, partial(_tell_comparison, found), [file, *_draw(place.run_dir, found)])
+    return 0
+
+
+def _compare_losses(place: _Place, figure: Figure, setup: Setup, seeds: Sequence[int], data: Sequence[Path]) -> int:
+    check_place(place.run_dir)
+    found = run_figure(figure, setup, seeds, data, place.gather)
+    _tell(place, figure_json(found), partial(tell_figure, found), write_figure(found, place.run_dir))
+    return 0
+
+
+def _compare_speeds(place: _Place, figure: SpeedFigure, setups: Sequence[Setup], seed: int) -> int:
+    check_place(place.run_dir)
+    found = run_speed(figure, setups, seed, place.processes, Console(stderr=True), SystemClock())
+    _tell(
+        place, speed_json(figure, found), partial(tell_speed, figure, found), write_speed(figure, found, place.run_dir)
+    )
+    return 0
+
+
+def _compared(jobs: Sequence[Job], records: Sequence[RunRecord], setup: Setup, run_dir: Path) -> Comparison:
+    """With the same runs without the injection, as far as they are kept from before."""
+    results = Results(run_dir)
+    spoilt = [job for job in jobs if job.inject]
+    kept = [record for job in spoilt if (record := results.load(replace(job, inject=""))) is not None]
+    return Comparison(
+        setup=setup,
+        seeds=tuple(dict.fromkeys(job.seed for job in jobs)),
+        inject=spoilt[0].inject if spoilt else "",
+        command=shlex.join(["dips", *sys.argv[1:]]),
+        summaries=by_method(records, setup.ideal_tokens_per_s),
+        records=records,
+        clean=by_method(kept, setup.ideal_tokens_per_s),
+    )
+
+
+# ---- what is said ----
+
+
+def _list(as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(_listed(), allow_nan=False))
+        return 0
+    console = Console(highlight=False, width=_WIDE)
+    methods = Table(title="methods", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("name", "what it is", "as settings of dips master (+ of each cluster)"):
+        methods.add_column(column, no_wrap=column == "name")
+    for method in METHODS.values():
+        flags = " ".join(method.flags()) or NOTHING
+        if of_clusters := method.flags_of_clusters():
+            flags += f" (+ {' '.join(of_clusters)})"
+        methods.add_row(method.name, f"{method.title}: {method.about}", flags)
+    console.print(methods)
+    for name in shipped():
+        console.print(f"set-up {name}: {load_setup(name).run.about}")
+    return 0
+
+
+def _listed() -> dict[str, Any]:
+    methods = {
+        m.name: {
+            "title": m.title,
+            "about": m.about,
+            "flags_of_master": m.flags(),
+            "flags_of_clusters": m.flags_of_clusters(),
+        }
+        for m in METHODS.values()
+    }
+    return {"methods": methods, "setups": {name: load_setup(name).to_json() for name in shipped()}}
+
+
+def _draw(run_dir: Path, found: Comparison) -> list[Path]:
+    paths = [run_dir / f"{name}.png" for name in ("loss-tokens", "loss-time", "norms", "cosines")]
+    title = f"{found.setup.name}, H {found.setup.run.inner_steps}"
+    title += f", one cluster's pushes spoilt ({found.inject})" if found.inject else ""
+    labelled = [(record.method, record) for record in found.records]
+    draw_curves(paths[0], labelled, "tokens", title)
+    draw_curves(paths[1], labelled, "virtual_s", title)
+    first = [record for record in found.records if record.seed == found.seeds[0]]
+    draw_norms(paths[2], first)
+    draw_cosines(paths[3], first)
+    return paths
+
+
+def _tell(place: _Place, plain: dict[str, Any], for_people: Callable[[Console], None], files: Sequence[Path]) -> None:
+    """On standard output: for programs, or for people with the names of the files below."""
+    if place.as_json:
+        print(json.dumps(plain, allow_nan=False))
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    for_people(console)
+    console.print()
+    for path in files:
+        console.print(str(path), soft_wrap=True, markup=False)
+
+
+def _tell_comparison(found: Comparison, console: Console) -> None:
+    for what, value in found.setup.describe():
+        console.print(f"{what:<11} {value}", soft_wrap=True, markup=False)
+    if found.inject:
+        console.print(f"{'injected':<11} {found.inject}, into pushes of cluster {found.setup.cluster_names[0]}")
+    console.print(f"{'seeds':<11} {', '.join(map(str, found.seeds))}\n")
+    for table in (loss_table(found), course_table(found)):
+        if table.row_count:
+            console.print(table, "")
+    for sentence in readings(found):
+        console.print(sentence, markup=False)

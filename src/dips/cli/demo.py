@@ -1,0 +1,120 @@
+"""`dips demo`: the options, and what is said at the end."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from dips.cli.key_options import insecure_asked
+from dips.core.clock import SystemClock
+from dips.core.ids import Version
+from dips.core.units import format_count, format_seconds
+from dips.local.demo import DemoResult, run_demo
+from dips.local.demo_plan import FULL_MINUTES, DemoWish
+from dips.local.metrics_option import MetricsOption
+from dips.local.report import failed_checks
+from dips.local.tables import Column, FittingTable
+
+
+def demo(
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--data", metavar="PATH", show_default="Python's own", help="Text file or folder; again for more."
+        ),
+    ] = None,
+    clusters: Annotated[int, typer.Option(min=1, max=26, help="How many clusters, of unequal speed.")] = 4,
+    slaves: Annotated[int, typer.Option(min=1, max=16, help="How many slaves hold the model.")] = 2,
+    minutes: Annotated[float, typer.Option(min=0.3, max=1440.0, help="About how long to train.")] = FULL_MINUTES,
+    run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where the run keeps everything.")] = Path("runs/demo"),
+    faults: Annotated[bool, typer.Option(help="Kill one cluster and one slave on the way.")] = True,
+    model_size: Annotated[str, typer.Option(metavar="tiny|small", help="Size of the model.")] = "tiny",
+    seed: Annotated[int, typer.Option(min=0, help="Of the model's first parameters and the order of the text.")] = 0,
+    record_pushes: Annotated[
+        bool, typer.Option("--record-pushes", help="Slaves keep what each round merged, for `dips verify`.")
+    ] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Make and use no keys: nothing is encrypted, loopback only.")
+    ] = False,
+    page: Annotated[bool, typer.Option(help="The status page for browsers, while the run goes on.")] = True,
+    metrics: MetricsOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The report on standard output, progress elsewhere.")] = False,
+) -> int:
+    """Train a small language model on this machine: one master, slaves, and clusters of unequal speed.
+
+    All are processes of their own. One cluster and one slave are killed on the way and come back. It ends
+    with report.json and loss.png in the run's directory, and exit code 0 if everything held that should.
+    """
+    texts, no_keys = tuple(data or ()), insecure_asked(insecure)
+    wish = DemoWish(
+        texts, clusters, slaves, minutes, run_dir, faults, model_size, seed, record_pushes, no_keys, page, metrics
+    )
+    result = run_demo(wish, Console(stderr=True), SystemClock())
+    if as_json:
+        print(json.dumps(result.report, allow_nan=False))
+    else:
+        _tell(result)
+    failed = failed_checks(result.report)
+    for name in failed:
+        print(f"dips: the run ended, but this does not hold: {name.replace('_', ' ')}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _tell(result: DemoResult) -> None:
+    console, report = Console(), result.report
+    console.print(cluster_summary(report))
+    for fault in report["faults"]:
+        console.print(_fault_line(fault), highlight=False)
+    name = _version_name(report)
+    last = report["heldout_loss"][-1][1] if report["heldout_loss"] else None
+    lines = [
+        f"version {name}: {format_count(report['tokens'])} tokens in {format_seconds(report['seconds'])}, "
+        f"{report['rounds']} rounds, {report['merged_rounds']} of them merged from two or more clusters",
+        f"held-out loss {last:.4f} nats per byte" if last is not None else "held-out loss: not measured",
+        f"verified {report['verify']}: {format_count(sum(report['verified'].values()))} records judged "
+        f"(dips verify {result.directory.path})",
+        f"report   {result.directory.report}",
+        f"picture  {result.directory.picture}",
+        f"logs     {result.directory.log('master').parent}",
+        *([f"page     ended with the run; it was at {result.page_url.partition('?')[0]}"] if result.page_url else []),
+        "next:",
+        f"  dips export model.safetensors --run-dir {result.directory.path}",
+        f"  {shlex.join(['dips', 'eval', 'model.safetensors', *result.evaluation_options])}",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def cluster_summary(report: dict[str, Any]) -> FittingTable:
+    """What each cluster did, as a table."""
+    columns = ("cluster", "gap", "tokens/s", "steps", "tokens", "applied", "excluded", "lives")
+    table = FittingTable("clusters", [Column(name, right=name != "cluster") for name in columns])
+    for name, cluster in report["clusters"].items():
+        table.add_row(
+            name,
+            f"{cluster['speed_gap']:.0%}",
+            f"{cluster['measured_speed']:.0f}",
+            str(cluster["steps"]),
+            format_count(cluster["tokens"]),
+            str(cluster["pushes_applied"]),
+            str(cluster["pushes_excluded"]),
+            str(cluster["incarnations"]),
+        )
+    return table
+
+
+def _fault_line(fault: dict[str, Any]) -> str:
+    back = f"back after {fault['back_when'] - fault['when']:.1f} s" if fault["back_when"] is not None else "not back"
+    return f"{fault['what']} at {fault['when']:.0f} s ({format_count(fault['when_tokens'])} tokens), {back}"
+
+
+def _version_name(report: dict[str, Any]) -> str:
+    if report["version"] is None:
+        return "none"
+    return str(Version(report["timeline"], report["version"]))

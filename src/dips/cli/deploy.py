@@ -1,0 +1,320 @@
+"""`dips deploy`: a run on Kubernetes clusters in several places, from one file."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dips.core.errors import ConfigError, DipsError
+from dips.core.net.keys import security_from
+from dips.core.observe.log_lines import LOG_FORMAT_VARIABLE
+from dips.core.observe.telemetry import configure_logging
+from dips.core.units import parse_seconds
+from dips.deploy import identities, plan
+from dips.deploy.compare import Step, shown
+from dips.deploy.deploy_file import Deployment, read_deploy_file
+from dips.deploy.render import write_folders
+from dips.deploy.scripts import script
+from dips.local.operator_client import OperatorClient
+from dips.local.view import headline, status_json
+
+if TYPE_CHECKING:
+    from dips.deploy.operate import Site
+
+app = typer.Typer(no_args_is_help=False)
+
+File = Annotated[Path, typer.Argument(metavar="FILE.toml", help="The deployment; see examples/three-sites.toml.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
+Wait = Annotated[str, typer.Option("--wait", metavar="DURATION", help="How long each part may take to be well.")]
+Master = Annotated[
+    str,
+    typer.Option("--master", metavar="HOST:PORT", help="Ask the master here, such as at a `kubectl port-forward`."),
+]
+WAIT = "15 min"
+
+
+@app.command("plan")
+def show_plan(
+    file: File,
+    summary: Annotated[bool, typer.Option("--summary", help="One line for each object.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Ask no cluster: compare with nothing.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Print all objects of a deployment, and what would change. Nothing is changed.
+
+    Without a kubeconfig the objects are compared with nothing. Of keys only fingerprints are shown.
+    """
+    deployment = read_deploy_file(file)
+    known = None if offline else _known_contexts()
+    if known is None:
+        planned, leaving = plan.steps(plan.stages(deployment), lambda context, document: None), []
+    else:
+        site = _site(deployment, known, WAIT)
+        difference = site.difference()
+        planned, leaving = difference.planned, difference.leaving
+    if as_json:
+        print(
+            json.dumps([_step_json(step) for _, steps in planned for step in steps] + [_step_json(s) for s in leaving])
+        )
+        return 0
+    _introduce(deployment)
+    print("compared with nothing: no cluster was asked\n" if known is None else "compared with what is there\n")
+    for line in plan.lines(planned, summary):
+        print(line)
+    for step in leaving:
+        print(f"- {step.name} (context {step.context})")
+    print(plan.counts(planned, leaving))
+    for note in _notes(deployment):
+        print(note)
+    return 0
+
+
+@app.command()
+def apply(
+    file: File,
+    yes: Yes = False,
+    wait: Wait = WAIT,
+    waits: Annotated[bool, typer.Option("--wait-for/--no-wait", help="Whether to wait for parts at all.")] = True,
+    reach: Annotated[
+        bool, typer.Option("--reach/--no-reach", help="Dial master and slaves from here before clusters start.")
+    ] = True,
+    master: Master = "",
+) -> int:
+    """Make the deployment so: keys, master, slaves, then the clusters, each when the one before is well.
+
+    Every object is first checked by the API servers, which keep nothing of it; a refusal changes nothing. The same
+    command again goes on where it was, and changes nothing that is as it should be. Volumes are never deleted.
+    """
+    deployment = read_deploy_file(file)
+    identities.check(deployment)
+    site = _site(deployment, _known_contexts(), wait, master, waits)
+    site.check_slaves()
+    difference = site.difference()
+    _introduce(deployment)
+    for line in plan.lines(difference.planned, summary=True):
+        print(line)
+    print(plan.counts(difference.planned, difference.leaving))
+    if difference.changes and not _agreed(yes, "make it so"):
+        return 1
+    changed = site.apply(difference, reach and waits)
+    print(f"run {deployment.name}: {changed} objects were changed")
+    for note in _notes(deployment):
+        print(note)
+    return 0
+
+
+@app.command()
+def status(file: File, as_json: AsJson = False, master: Master = "") -> int:
+    """Show every object of a deployment and how it is, and what the run does. Exit code 4 while something waits."""
+    deployment = read_deploy_file(file)
+    site = _site(deployment, _known_contexts(), WAIT, master)
+    states = list(site.states())
+    waits = any(state.health.value in ("waiting", "failed") for _, _, state in states)
+    try:
+        run, trouble = site.run_status(), ""
+    except DipsError as error:
+        run, trouble = None, str(error)
+    if as_json:
+        rows = [
+            {"context": context, "kind": one["kind"], "name": one["metadata"]["name"], "health": state.health.value}
+            | {"sentence": state.sentence}
+            for context, one, state in states
+        ]
+        print(json.dumps({"objects": rows, "run": status_json(run) if run else None, "trouble": trouble}))
+        return 4 if waits else 0
+    table = Table("context", "object", "", "", box=None, pad_edge=False)
+    for context, one, state in states:
+        table.add_row(context, f"{one['kind']} {one['metadata']['name']}", state.health.value, state.sentence)
+    Console().print(table)
+    Console().print(headline(run) if run else f"the master does not tell: {trouble}")
+    return 4 if waits else 0
+
+
+@app.command()
+def scale(file: File, yes: Yes = False, wait: Wait = WAIT, master: Master = "") -> int:
+    """Bring the run to as many slaves as the file says, while it goes on.
+
+    Added slaves get keys, settings and a place, and then blocks of the model. Slaves that are to go give their blocks
+    away first, and their pods go when they hold nothing; their volumes stay.
+    """
+    deployment = read_deploy_file(file)
+    site = _site(deployment, _known_contexts(), wait, master)
+    if not _agreed(yes, f"bring run {deployment.name} to {deployment.run.slaves} slaves"):
+        return 1
+    before, after = site.scale()
+    print(f"run {deployment.name}: {before} slaves were, {after} are; `dips deploy apply {file}` does the rest")
+    return 0
+
+
+@app.command()
+def drain(
+    file: File,
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="The cluster's name.")],
+    wait: Wait = WAIT,
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; it stands in the log.")] = "asked to",
+    master: Master = "",
+) -> int:
+    """Let a cluster push its last steps and leave the run, and wait until its job has ended."""
+    deployment = read_deploy_file(file)
+    _site(deployment, _known_contexts(), wait, master).drain(cluster, reason)
+    return 0
+
+
+@app.command()
+def delete(
+    file: File,
+    cluster: Annotated[
+        str, typer.Option("--cluster", metavar="CLUSTER", help="Only what belongs to one cluster.")
+    ] = "",
+    delete_volumes: Annotated[
+        bool, typer.Option("--delete-volumes", help="The volumes too, with the model and the journal on them.")
+    ] = False,
+    yes: Yes = False,
+    wait: Wait = WAIT,
+) -> int:
+    """Delete the run's objects in all contexts, clusters first. Namespaces stay, and volumes unless told so."""
+    deployment = read_deploy_file(file)
+    site = _site(deployment, _known_contexts(), wait)
+    going, volumes = site.going(cluster), site.volumes(cluster)
+    for step in [*going, *(volumes if delete_volumes else [])]:
+        print(f"- {step.name} (context {step.context})")
+    if not (going or (delete_volumes and volumes)):
+        print("nothing of it is there")
+    elif not _agreed(yes, f"delete {len(going) + (len(volumes) if delete_volumes else 0)} objects"):
+        return 1
+    site.delete(going, volumes if delete_volumes else [])
+    if volumes and not delete_volumes:
+        print(f"{len(volumes)} volumes stay ({_names(volumes)}): --delete-volumes deletes them")
+    return 0
+
+
+@app.command()
+def render(
+    file: File,
+    output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Where the folders are written.")],
+) -> int:
+    """Write the objects as files with a kustomization for each context, and the scripts of other sites.
+
+    Secrets are left out: keys do not belong into a repository. `dips deploy plan` shows them.
+    """
+    deployment = read_deploy_file(file)
+    for path in write_folders(deployment, output):
+        print(path)
+    return 0
+
+
+@app.command()
+def supervise(
+    master: Annotated[str, typer.Option("--master", metavar="HOST:PORT", help="The master's address.")],
+    keys: Annotated[Path, typer.Option("--keys", metavar="DIR", help="Keys that may ask for the status.")],
+    run_id: Annotated[str, typer.Option("--run-id", metavar="TEXT", help="The run; its pods begin with it.")],
+    namespace: Annotated[str, typer.Option("--namespace", metavar="TEXT", help="Where the pods are.")],
+    slaves: Annotated[int, typer.Option("--slaves", min=1, help="How many slaves there are.")],
+    context: Annotated[str, typer.Option("--context", metavar="NAME", help="Of the kubeconfig; else this pod's.")] = "",
+    gone: Annotated[
+        str, typer.Option("--gone", metavar="DURATION", help="How long the master may miss one.")
+    ] = "2 min",
+    stuck: Annotated[str, typer.Option("--stuck", metavar="DURATION", help="How long a round may wait for one.")] = (
+        "10 min"
+    ),
+    every: Annotated[str, typer.Option("--every", metavar="DURATION", help="Time between two looks.")] = "10 s",
+    looks: Annotated[int, typer.Option("--looks", min=0, help="End after so many looks; 0: never.")] = 0,
+) -> int:
+    """Watch the slaves for the master, and end the pod of one that its StatefulSet takes for well and that is not.
+
+    It runs as a pod of the deployment. It ends one pod at a time, and none while the master does not answer.
+    """
+    from dips.deploy.contexts import open_context, open_from_pod
+    from dips.deploy.slave_watch import Patience
+    from dips.deploy.supervise import Supervisor
+
+    as_json = os.environ.get(LOG_FORMAT_VARIABLE) == "json"
+    configure_logging("supervisor", "supervisor", "INFO", "json" if as_json else "human")
+    api = open_context(context, namespace) if context else open_from_pod(namespace)
+    patience, pause_s = Patience(parse_seconds(gone), parse_seconds(stuck)), parse_seconds(every)
+    with OperatorClient(master, run_id, security=security_from(keys, False, "the supervisor")) as operator:
+        supervisor = Supervisor(run_id, slaves, operator.status, api, patience)
+        logging.getLogger("dips.supervisor").info("watching %d slaves of run %s", slaves, run_id)
+        supervisor.tick()
+        for _ in range(looks - 1) if looks else iter(int, 1):
+            time.sleep(pause_s)
+            supervisor.tick()
+    return 0
+
+
+# ---- parts ----
+
+
+def _known_contexts() -> list[str] | None:
+    from dips.deploy.contexts import known_contexts
+
+    return known_contexts()
+
+
+def _site(deployment: Deployment, known: list[str] | None, wait: str, master: str = "", waits: bool = True) -> Site:
+    from dips.deploy.contexts import check_contexts, open_context
+    from dips.deploy.operate import Site
+    from dips.deploy.reach import dial
+    from dips.deploy.rollout import Rollout
+
+    names = plan.contexts(deployment)
+    check_contexts(names, known)
+    apis = {name: open_context(name, deployment.run.namespace) for name in names}
+    rollout = Rollout(apis, functools.partial(print, file=sys.stderr, flush=True), parse_seconds(wait), waits)
+    return Site(deployment, apis, rollout, lambda: _operator(deployment, master), dial)
+
+
+def _operator(deployment: Deployment, master: str) -> OperatorClient:
+    folder = deployment.run.keys / identities.OPERATOR
+    security = security_from(folder, False, "this command")
+    return OperatorClient(master or deployment.master_address, deployment.name, security=security)
+
+
+def _introduce(deployment: Deployment) -> None:
+    site = deployment.server_site
+    print(f"run {deployment.name}: master and {deployment.run.slaves} slaves at {site.name} (context {site.context})")
+    print(deployment.why_there)
+    for line in deployment.sizes.explain():
+        print(line)
+    print(f"clusters dial the master at {deployment.master_address}, slaves at {deployment.slave_address(0)}, ...")
+
+
+def _notes(deployment: Deployment) -> list[str]:
+    """What is left to do by hand."""
+    absent = identities.missing(deployment)
+    notes = []
+    if absent:
+        names = ", ".join(one.name for one in absent)
+        notes.append(f"keys are missing ({names}): {identities.how_to_make(deployment, absent)}")
+    for cluster in plan.elsewhere(deployment):
+        name, _ = script(deployment, cluster)
+        notes.append(f"cluster {cluster.id} is started by {name}: `dips deploy render {deployment.file} --output DIR`")
+    return notes
+
+
+def _step_json(step: Step) -> dict[str, object]:
+    return {"context": step.context, "action": step.action.name.lower(), "object": shown(step.wanted)}
+
+
+def _agreed(yes: bool, what: str) -> bool:
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError(f"nobody can be asked whether to {what}: say --yes")
+    return typer.confirm(f"{what}?")
+
+
+def _names(steps: Sequence[Step]) -> str:
+    return ", ".join(step.wanted["metadata"]["name"] for step in steps)

@@ -1,0 +1,111 @@
+"""`dips doctor`: what would go wrong, told before the run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dips.cli.key_options import Keys, asked_security, insecure_asked
+from dips.core.config import read_tables
+from dips.core.errors import ConfigError
+from dips.core.units import parse_bits_per_s, parse_count, parse_seconds
+from dips.doctor import host, joining
+from dips.doctor.findings import Check, Finding, Grade, examined
+from dips.doctor.local import LocalDoctor, Wish
+from dips.local.run_file import read_run_file
+
+FOUND = 1
+"""Exit code when something would go wrong."""
+
+
+def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE.toml", help="A file of `dips up` or of `dips deploy`.")
+    ] = None,
+    master: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="In place of a file: can this machine join the run of this master?")
+    ] = "",
+    keys: Keys = None,
+    params: Annotated[
+        str, typer.Option(metavar="COUNT", help="Parameters of the model, such as 7B, where the file does not tell.")
+    ] = "",
+    link: Annotated[
+        str, typer.Option(metavar="RATE", help="Rate of the links to clusters elsewhere, such as 10gbps.")
+    ] = "",
+    round_trip: Annotated[
+        str, typer.Option("--round-trip", metavar="TIME", help="Round trip to the farthest cluster, such as 50ms.")
+    ] = "50ms",
+    insecure: Annotated[bool, typer.Option("--insecure", help="The run has no keys, or is to have none.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+) -> int:
+    """Check a run or a deployment before it starts: each check is OK, WARN or FAIL, with a remedy.
+
+    With --master and --keys: whether a cluster can join from this machine; the master and every slave's data port are
+    dialled with these keys. Of a file of `dips up`: settings, directory, packages, data, keys, ports, addresses,
+    memory, disks with the time of a flush, files, huge pages, kernel buffers, clock. Of a file of `dips deploy`: keys,
+    contexts, addresses, sizes,
+    times. Nothing is changed; a probe writes and removes a file of 64 MiB. Exit code 1 when anything is FAIL.
+    """
+    wish = Wish(
+        parse_count(params) if params else None,
+        _positive(parse_bits_per_s(link), "--link", link) if link else None,
+        _positive(parse_seconds(round_trip), "--round-trip", round_trip),
+    )
+    if (file is None) == (not master):
+        raise ConfigError(
+            "give a FILE.toml to look at a run, or --master HOST:PORT to look at one from a joining machine"
+        )
+    chosen = joining.checks(master, asked_security(keys, insecure)) if file is None else _checks(file, wish, insecure)
+    found = list(_shown(examined(chosen), quiet=as_json))
+    if as_json:
+        print(json.dumps({"file": str(file or ""), "master": master, "findings": [one.to_json() for one in found]}))
+    else:
+        print(summary(found))
+    return FOUND if any(one.grade is Grade.FAIL for one in found) else 0
+
+
+def _checks(file: Path, wish: Wish, insecure: bool) -> Iterable[Check]:
+    """Those of the file's kind. A mistake in the file is the one finding."""
+    try:
+        tables = read_tables(file)
+        if "deploy" in tables:
+            from dips.deploy.deploy_file import read_deploy_file
+            from dips.doctor import deployment
+
+            return deployment.checks(read_deploy_file(file), wish.link, host.read_facts())
+        if "run" not in tables:
+            raise ConfigError(
+                f"{file} is neither a file of `dips up` (it has no [run]) nor of `dips deploy` (no [deploy]): give one "
+                "of these, such as examples/local.toml"
+            )
+        run, plan = read_run_file(file, insecure_asked(insecure))
+    except ConfigError as error:
+        problem = Finding("settings", Grade.FAIL, str(error))
+        return [Check("settings", lambda: [problem])]
+    return LocalDoctor(run, plan, wish, host.read_facts()).checks()
+
+
+def _shown(findings: Iterable[Finding], quiet: bool) -> Iterable[Finding]:
+    for one in findings:
+        if not quiet:
+            print(one, flush=True)
+        yield one
+
+
+def summary(findings: Iterable[Finding]) -> str:
+    """The last line for a person."""
+    counted = Counter(one.grade for one in findings)
+    words = ", ".join(f"{counted[grade]} {grade.value}" for grade in Grade)
+    verdict = "it would fail: see to what is FAIL" if counted[Grade.FAIL] else "nothing stands in the way"
+    return f"{words}: {verdict}"
+
+
+def _positive(amount: float, option: str, text: str) -> float:
+    if amount <= 0:
+        raise ConfigError(f"{option} {text!r} must be more than 0")
+    return amount

@@ -1,0 +1,136 @@
+"""`dips logs`: what the processes of a run on this machine said, in the order of time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dips.core.errors import ConfigError
+from dips.core.observe.log_lines import LEVELS, escaped, human
+from dips.core.units import parse_seconds
+from dips.local.log_files import Entry, LogFile, find_logs, merged
+
+FOLLOW_S = 0.25
+"""How often files are looked at that may have grown."""
+
+Level = Literal["debug", "info", "warning", "error", "critical"]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Which entries are wanted. roles: role, process or file names; none: all. since_s: Unix time."""
+
+    roles: frozenset[str] = frozenset()
+    cause: str = ""
+    since_s: float = 0.0
+    level: str = "DEBUG"
+
+    def takes(self, entry: Entry) -> bool:
+        line = entry.line
+        return (
+            (not self.roles or bool(self.roles & {line.role, line.name, entry.source}))
+            and (not self.cause or line.cause == self.cause)
+            and line.wall_s >= self.since_s
+            and LEVELS.index(line.level) >= LEVELS.index(self.level)
+        )
+
+
+def logs(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run, such as runs/demo.")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is said from now on.")] = False,
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--role", metavar="NAME", help="Only this role (master, slave, worker, launch) or process; again for more."
+        ),
+    ] = None,
+    cause: Annotated[
+        str, typer.Option("--cause", metavar="ID", help="Only what this push (a/1.1#3) or round (r1.7) caused.")
+    ] = "",
+    since: Annotated[
+        str, typer.Option("--since", metavar="WHEN", help="Only newer: '10 min' ago, or a time as 2026-03-01T12:00Z.")
+    ] = "",
+    level: Annotated[Level, typer.Option("--level", help="Only lines at least as grave.")] = "debug",
+    events: Annotated[
+        bool, typer.Option("--events", help="The processes' event records (tapes) as well; --cause has them anyway.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> int:
+    """Show what the processes of a run on this machine said, merged in the order of time.
+
+    Times are UTC. A line says when, how grave (D, I, W, E, C), who, because of which push or round, and what. Control
+    characters in a sentence are written out. With --follow it ends with ctrl-C.
+    """
+    wish = Wish(frozenset(role or ()), cause, since_of(since, time.time()), level.upper())
+    files = find_logs(run_dir, events or bool(cause))
+    told = following(run_dir, files, events or bool(cause)) if follow else merged(files, to_the_end=True)
+    try:
+        for entry in told:
+            if wish.takes(entry):
+                print(as_json_line(entry) if as_json else shown(entry), flush=follow)
+    except BrokenPipeError:
+        # A pager or `head` has seen enough; nothing may be flushed into it at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 0
+
+
+def following(
+    run_dir: Path,
+    files: list[LogFile],
+    events: bool,
+    wait: Callable[[float], None] = time.sleep,
+) -> Iterator[Entry]:
+    """All entries, then those that come; files that appear later are taken in. Ends when the generator is closed.
+
+    What comes is in the order of time between two looks.
+    """
+    files = [*files]
+    known = {file.path for file in files}
+    try:
+        while True:
+            yield from merged(files, to_the_end=False)
+            wait(FOLLOW_S)
+            fresh = [file for file in find_logs(run_dir, events) if file.path not in known]
+            known |= {file.path for file in fresh}
+            files += fresh
+    finally:
+        for file in files:
+            file.close()
+
+
+def since_of(text: str, now_s: float) -> float:
+    """Unix time from "10 min" (before now) or an ISO time, UTC unless it says otherwise. Raises ConfigError."""
+    if not text:
+        return 0.0
+    if re.match(r"\d{4}-\d\d-\d\d", text):
+        try:
+            when = datetime.fromisoformat(text)
+        except ValueError as error:
+            raise ConfigError(f"--since {text!r} is not a time: write it as 2026-03-01T12:00") from error
+        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+    try:
+        ago_s = parse_seconds(text)
+    except ConfigError as error:
+        raise ConfigError(f"--since: {error}; or a time such as 2026-03-01T12:00") from error
+    if ago_s < 0:
+        raise ConfigError(f"--since {text!r} lies in the future: write how long ago, such as '10 min'")
+    return now_s - ago_s
+
+
+def shown(entry: Entry) -> str:
+    """For a terminal. What stands before a file's first log line has no time."""
+    return human(entry.line) if entry.line.role else f"{entry.source}: {escaped(entry.line.sentence)}"
+
+
+def as_json_line(entry: Entry) -> str:
+    """Stable keys; JSON escapes what a terminal would act upon."""
+    return json.dumps({**entry.line.to_json(), "source": escaped(entry.source)}, separators=(",", ":"))

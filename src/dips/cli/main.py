@@ -1,0 +1,418 @@
+"""The `dips` command: finds the sub-command, runs it, and turns every error into a sentence and an exit code.
+
+A sub-command's module is imported only when it is the one that runs, so that a slave's host needs no torch
+and `dips --help` is quick. It must never show a stack trace for a person's mistake; a bug of ours keeps
+its trace.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+
+import typer
+import typer.main
+from rich.markup import escape
+
+from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError
+from dips.core.observe.telemetry import say_last
+from dips.core.release import VERSION, how_to_install
+
+_USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_EXTRA_OF_PACKAGE = {
+    "aiohttp": "master",
+    "kubernetes": "deploy",
+    "yaml": "deploy",
+    "torch": "worker",
+    "numba": "slave",
+    "matplotlib": "demo",
+    "ortools": "planner",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A sub-command: `module`.`function`, one line about it, and examples for its --help."""
+
+    name: str
+    module: str
+    function: str
+    summary: str
+    panel: str
+    examples: tuple[str, ...] = ()
+
+
+_RUN, _ROLES, _ASK, _MODEL = "Run here", "One process of a run", "Ask and steer a run", "Models"
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        "demo",
+        "demo",
+        "demo",
+        "Train a small model on this machine, with faults on the way.",
+        _RUN,
+        ("dips demo", "dips demo --data ~/notes --clusters 3 --minutes 2 --no-faults"),
+    ),
+    Command(
+        "up",
+        "up",
+        "up",
+        "Run master, slaves and clusters from a file; restart what dies.",
+        _RUN,
+        ("dips up examples/local.toml",),
+    ),
+    Command(
+        "doctor",
+        "doctor",
+        "doctor",
+        "Look before a run: ports, keys, memory, disks, clocks, packages.",
+        _RUN,
+        (
+            "dips doctor examples/local.toml",
+            "dips doctor my-run.toml --params 7B --link 1gbps --json",
+            "dips doctor --master 10.0.0.1:29400 --keys keys-b",
+        ),
+    ),
+    Command(
+        "keys",
+        "keys",
+        "app",
+        "Make, show, renew and take back the keys of a run's processes.",
+        _ROLES,
+        (
+            "dips keys init ~/keys --cluster a --cluster b --slave s0 --operator me",
+            "dips keys revoke ~/keys b --reason 'stolen laptop'",
+        ),
+    ),
+    Command(
+        "master",
+        "master",
+        "master",
+        "The master of a run.",
+        _ROLES,
+        ("dips master --run-id mine --directory runs/mine/master --slaves 1 --listen 127.0.0.1:29400",),
+    ),
+    Command(
+        "slave",
+        "slave",
+        "slave",
+        "A slave: holds blocks of the model and merges pushes.",
+        _ROLES,
+        ("dips slave --run-id mine --slave-id s0 --directory runs/mine/slaves/s0 --master 127.0.0.1:29400",),
+    ),
+    Command(
+        "train",
+        "train",
+        "train",
+        "A cluster that trains a byte-level language model.",
+        _ROLES,
+        (
+            "dips train --cluster-id a --master 127.0.0.1:29400 --data ~/notes",
+            "dips train --steps 200  (no master: ordinary training)",
+        ),
+    ),
+    Command(
+        "deploy",
+        "deploy",
+        "app",
+        "A run on Kubernetes clusters in several places, from one file.",
+        _ROLES,
+        (
+            "dips deploy plan examples/three-sites.toml",
+            "dips deploy apply run.toml",
+            "dips deploy drain run.toml a --reason 'other work'",
+        ),
+    ),
+    Command(
+        "status",
+        "operator",
+        "status",
+        "What a run does now.",
+        _ASK,
+        ("dips status --master 127.0.0.1:29400 --watch", "dips status --run-dir runs/demo --json"),
+    ),
+    Command(
+        "pause",
+        "operator",
+        "pause",
+        "Begin no new round until resumed; clusters train on.",
+        _ASK,
+        ("dips pause --run-dir runs/mine --reason 'moving a slave'",),
+    ),
+    Command("resume", "operator", "resume", "End a pause.", _ASK, ("dips resume --run-dir runs/mine",)),
+    Command(
+        "stop",
+        "operator",
+        "stop",
+        "End a run: finish the open round, all pull it and leave.",
+        _ASK,
+        ("dips stop --run-dir runs/mine",),
+    ),
+    Command(
+        "extend",
+        "operator",
+        "extend",
+        "Take back a run's end, or move its token limit.",
+        _ASK,
+        ("dips extend --tokens 2G --run-dir runs/mine", "dips extend --run-dir runs/mine  (after a `dips stop`)"),
+    ),
+    Command(
+        "evict",
+        "operator",
+        "evict",
+        "End a cluster's incarnation; it may join again.",
+        _ASK,
+        ("dips evict b --run-dir runs/mine --reason 'wrong data'",),
+    ),
+    Command(
+        "drain",
+        "operator",
+        "drain",
+        "Let a cluster push its last steps and leave.",
+        _ASK,
+        ("dips drain b --run-dir runs/mine",),
+    ),
+    Command(
+        "reshard",
+        "operator",
+        "reshard",
+        "Let other slaves hold the model, while the run goes on.",
+        _ASK,
+        (
+            "dips reshard --add s2 --run-dir runs/mine",
+            "dips reshard --add s3 --remove s0 --reason 'a new host'",
+            "dips reshard --cancel",
+        ),
+    ),
+    Command(
+        "verify",
+        "verify",
+        "verify",
+        "Check what a run recorded against every promise about its state.",
+        _ASK,
+        ("dips verify runs/demo", "dips verify runs/mine --replay --json"),
+    ),
+    Command(
+        "story",
+        "story",
+        "story",
+        "What all processes recorded of one round, version, push, cluster or slave.",
+        _ASK,
+        ("dips story 1:6 runs/demo", "dips story a/1.1#3 runs/demo"),
+    ),
+    Command(
+        "logs",
+        "logs",
+        "logs",
+        "What all processes of a local run said, in the order of time.",
+        _ASK,
+        (
+            "dips logs runs/demo --follow",
+            "dips logs runs/demo --role s0 --level warning --since '10 min'",
+            "dips logs runs/demo --cause a/1.1#3 --json",
+        ),
+    ),
+    Command(
+        "simulate",
+        "simulate",
+        "simulate",
+        "A run at full size under a virtual clock: goodput, downtime, bytes.",
+        _MODEL,
+        ("dips simulate paper-33-days --picture resources.png", "dips simulate two-sites --hours 24 --json"),
+    ),
+    Command(
+        "compare",
+        "compare",
+        "compare",
+        "Methods side by side: loss at equal tokens, virtual time, bad clusters.",
+        _MODEL,
+        (
+            "dips compare --seeds 1,2,3",
+            "dips compare --methods diloco-clip,dips --data ~/texts --gaps 0,50,100 --tokens 300k",
+            "dips compare --methods dips,dynamic --inject nan",
+            "dips compare --list",
+        ),
+    ),
+    Command(
+        "export",
+        "model",
+        "export",
+        "Write a published version as one safetensors file, or as a Hugging Face folder.",
+        _MODEL,
+        (
+            "dips export model.safetensors --master 127.0.0.1:29400",
+            "dips export model.safetensors --run-dir runs/demo  (also after the run has ended)",
+            "dips export runs/demo --to model  (a folder for from_pretrained)",
+            "dips export 127.0.0.1:29400 --to model --version 1:7 --keys runs/own-loop/keys/operator",
+        ),
+    ),
+    Command(
+        "eval",
+        "model",
+        "evaluate",
+        "The held-out loss of a model, in nats per byte.",
+        _MODEL,
+        ("dips eval model.safetensors", "dips eval --master 127.0.0.1:29400 --json"),
+    ),
+    Command(
+        "plan",
+        "plan",
+        "app",
+        "Plan a pipeline over slow links: sites, links and a model in, a schedule out.",
+        _MODEL,
+        (
+            "dips plan examples/04-plan-a-schedule/sites.toml",
+            "dips plan validate",
+            "dips plan sweep --stages 4 --microbatches 8 --latency 0,0.5,1 --optimal",
+            "dips plan sweep --latency 0,0.5,1,2 --bandwidth 0,0.5,1,2 --map --out runs/map",
+            "dips plan show schedule.csv",
+            "dips plan run zb_v --ranks 4",
+        ),
+    ),
+    Command(
+        "size",
+        "size",
+        "size",
+        "Memory, disk and time that a run needs, each with its formula.",
+        _MODEL,
+        (
+            "dips size --params 100e9 --clusters 9 --slaves 16 --link 10gbps",
+            "dips size --params 1B --clusters 4 --slaves 2 --link 1gbps --wire bf16 --tokens-per-s 40000 --json",
+        ),
+    ),
+    Command(
+        "place",
+        "place",
+        "place",
+        "Choose the site of the servers from bandwidths and speeds.",
+        _MODEL,
+        ("dips place examples/sites.toml",),
+    ),
+)
+
+
+def main() -> NoReturn:
+    """The entry point of the `dips` command."""
+    signal.signal(signal.SIGTERM, _terminated)
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns its exit code. Errors end as one sentence on standard error."""
+    try:
+        app = build_app(next((word for word in arguments if not word.startswith("-")), ""))
+        command = typer.main.get_command(app)
+        result = command.main(args=list(arguments) or ["--help"], prog_name="dips", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except DipsError as error:
+        return _fail(str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        return _missing_package(error)
+    except Exception as error:
+        if not isinstance(error, _USAGE_ERROR):
+            raise
+        return _fail(_usage_sentence(error, arguments), ConfigError.exit_code)
+
+
+def build_app(chosen: str) -> typer.Typer:
+    """The command with all its sub-commands; only the chosen one is imported, the others are names for
+    --help."""
+    app = typer.Typer(
+        help="Train one language model on several clusters in different places: an asynchronous parameter server.",
+        epilog="Begin with:  dips demo",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    app.callback()(_no_command)
+    for command in COMMANDS:
+        function = _load(command) if command.name == chosen else _named(command)
+        if isinstance(function, typer.Typer):
+            _add_group(app, command, function)
+            continue
+        app.command(
+            command.name,
+            help=escape(_paragraphs(function.__doc__ or "")),
+            short_help=command.summary,
+            epilog=escape("\n\n".join(("Examples:", *command.examples))),
+            rich_help_panel=command.panel,
+        )(function)
+    return app
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"dips {VERSION}")
+        raise typer.Exit
+
+
+def _no_command(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and end.", is_eager=True, callback=_version
+    ),
+) -> None:
+    """Nothing to do before a sub-command; --version ends the process before this is called."""
+
+
+def _paragraphs(docstring: str) -> str:
+    """Each paragraph in one line, so that a terminal of any width wraps it well."""
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(docstring).split("\n\n"))
+
+
+def _load(command: Command) -> Callable[..., int | None] | typer.Typer:
+    """The function of a command, or a group of further commands."""
+    module = importlib.import_module(f"dips.cli.{command.module}")
+    function: Callable[..., int | None] | typer.Typer = getattr(module, command.function)
+    return function
+
+
+def _add_group(app: typer.Typer, command: Command, group: typer.Typer) -> None:
+    for one in group.registered_commands:
+        one.help = escape(_paragraphs((one.callback and one.callback.__doc__) or ""))
+    app.add_typer(
+        group,
+        name=command.name,
+        help=command.summary,
+        epilog=escape("\n\n".join(("Examples:", *command.examples))),
+        rich_help_panel=command.panel,
+    )
+
+
+def _named(command: Command) -> Callable[..., int | None]:
+    def not_loaded() -> None:
+        raise AssertionError(f"{command.name} was not loaded")
+
+    not_loaded.__doc__ = command.summary
+    return not_loaded
+
+
+def _fail(sentence: str, exit_code: int) -> int:
+    say_last(sentence)
+    return exit_code
+
+
+def _usage_sentence(error: Exception, arguments: Sequence[str]) -> str:
+    told = getattr(error, "format_message", error.__str__)()
+    names = [command.name for command in COMMANDS if command.name in arguments[:1]]
+    return f"{told} `{' '.join(['dips', *names, '--help'])}` shows what can be said."
+
+
+def _missing_package(error: ModuleNotFoundError) -> int:
+    package = (error.name or "").partition(".")[0]
+    extra = _EXTRA_OF_PACKAGE.get(package)
+    if extra is None:
+        raise error
+    return _fail(f"this command needs {package}: {how_to_install(extra)}", ConfigError.exit_code)
+
+
+def _terminated(signal_number: int, frame: FrameType | None) -> None:
+    """Unwind like ctrl-C does, so that a launcher ends its children; roles install their own handlers."""
+    raise SystemExit(TERMINATED)

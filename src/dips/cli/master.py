@@ -1,0 +1,20 @@
+"""`dips master`: the master's process, with every one of its knobs as an option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dips.local.options import with_knobs
+from dips.local.settings import ConfigFile, role_settings
+from dips.master.config import MasterConfig
+from dips.master.main import run
+
+
+@with_knobs(MasterConfig)
+def master(config: ConfigFile = None, **given: Any) -> int:
+    """Run the master of a run: it keeps members, rounds and the journal, and serves this machine only.
+
+    Settings: the options below, else the environment (DIPS_MASTER_<NAME>), else table [master] of --config.
+    """
+    loaded = role_settings(MasterConfig, "master", config, given)
+    return run(loaded.value, loaded)

@@ -1,0 +1,250 @@
+"""`dips export` and `dips eval`: a published version as a file or a folder, and the held-out loss of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dips.cli.key_options import Insecure, Keys, asked_security
+from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
+from dips.core.ids import Version, parse_version
+from dips.core.model_description import description_from_json
+from dips.core.net.addresses import parse_address
+from dips.core.net.security import Security
+from dips.core.units import format_count
+from dips.local.model_folder import as_folder, check_target, write_folder
+from dips.local.offline import load_stored
+from dips.local.operator_client import OperatorClient, master_address
+from dips.local.options import with_knobs
+from dips.local.processes import EVALUATION_KNOBS
+from dips.local.settings import ConfigFile, role_settings
+from dips.master.directory import read_address
+from dips.trainer.config import SECTION as TRAIN_SECTION
+from dips.trainer.config import TrainConfig
+from dips.trainer.evaluate import Evaluation, evaluate_file, evaluate_live, follow
+from dips.trainer.export import Fetched, export_model
+from dips.trainer.fill import fill
+from dips.worker.config import SECTION as CLIENT_SECTION
+from dips.worker.config import ClientConfig
+from dips.worker.reader import fetch_version
+
+FETCH_S = 10.0
+_LOOK_S = 2.0
+_READER = "export"
+
+
+class Form(Enum):
+    """What `dips export` writes."""
+
+    HUGGINGFACE = "huggingface"
+    SAFETENSORS = "safetensors"
+
+
+Master = Annotated[
+    str | None, typer.Option("--master", metavar="HOST:PORT", help="The master's address; else DIPS_MASTER.")
+]
+RunDir = Annotated[
+    Path | None, typer.Option("--run-dir", metavar="DIR", help="Directory of a run, whether it runs or has ended.")
+]
+AVersion = Annotated[
+    str | None, typer.Option("--version", metavar="T:V", help="A version as `dips status` names it; else the newest.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
+
+_OF_READERS = {"tape", "metrics_listen", "metrics_file"}
+_NOT_OF_EVALUATION = (set(TrainConfig.model_fields) - EVALUATION_KNOBS) | (set(ClientConfig.model_fields) - _OF_READERS)
+
+
+def export(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUT.safetensors | RUN", help="The file to write; with --to, a run's directory or its master."
+        ),
+    ] = "",
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="The folder to write, for from_pretrained().")
+    ] = None,
+    form: Annotated[
+        Form | None, typer.Option("--format", help="What to write; with --to a huggingface folder, else one file.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an earlier export in a folder that is not empty.")
+    ] = False,
+    master: Master = None,
+    run_dir: RunDir = None,
+    version: AVersion = None,
+    fill_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--fill",
+            metavar="FILE",
+            help="The model's state, for what a run does not train (frozen weights, buffers): a .safetensors "
+            "file, or a folder of them.",
+        ),
+    ] = None,
+    wait_s: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="How long to wait for a first version.")
+    ] = FETCH_S,
+    keys: Keys = None,
+    insecure: Insecure = False,
+    as_json: AsJson = False,
+) -> int:
+    """Write a published version, while training goes on or after it has ended: one safetensors file, or a folder.
+
+    From a master, or from a run's directory: of a run that has ended, the slaves' snapshots are put together. What is
+    written is checked against the digests of its round. What the run does not train, and no version holds, can be added
+    from a file, which must be the one that training began with. The folder has config.json and safetensors, as
+    transformers' from_pretrained() opens it, for models of transformers and for the byte model of `dips train`.
+    """
+    wanted = parse_version(version) if version else None
+    target, form, master, run_dir = _what_and_where(file, to, form, master, run_dir)
+    if form is Form.HUGGINGFACE:
+        check_target(target, force)
+    fetched = _fetch(master, run_dir, wanted, wait_s, lambda: asked_security(keys, insecure, run_dir))
+    described = description_from_json(fetched.layout.description)
+    filled = fill(fetched.layout, described, fill_from) if fill_from is not None else {}
+    if form is Form.HUGGINGFACE:
+        write_folder(as_folder(fetched, filled), target, force)
+    else:
+        prefix = described.prefix if described is not None else ""
+        export_model(fetched, target, filled={prefix + name: tensor for name, tensor in filled.items()})
+    lacking = described.n_absent - len(filled) if described is not None else 0
+    told = {
+        "file": str(target),
+        "format": form.value,
+        "run_id": fetched.run_id,
+        "timeline": fetched.version.timeline,
+        "version": fetched.version.v,
+        "tokens": fetched.tokens,
+        "elements": fetched.layout.n_elems,
+        "filled": len(filled),
+        "lacking": lacking,
+    }
+    sentence = f"{target}: version {fetched.version} of run {fetched.run_id}, {format_count(fetched.tokens)} tokens"
+    if described is not None and lacking:
+        sentence += (
+            f"\nIt lacks {lacking} tensors that the run does not train, such as {described.absent[0]!r}: load it over "
+            "the model that training began with, or add them with --fill FILE"
+        )
+    print(json.dumps(told) if as_json else sentence)
+    return 0
+
+
+def _what_and_where(
+    said: str, to: Path | None, form: Form | None, master: str | None, run_dir: Path | None
+) -> tuple[Path, Form, str | None, Path | None]:
+    """The target, its form, and the run. Raises ConfigError when two things are said for one, or nothing."""
+    if to is None:
+        if form is Form.HUGGINGFACE:
+            raise ConfigError("a huggingface folder needs a place: give --to DIR")
+        if not said:
+            raise ConfigError("nothing is named to write: give OUT.safetensors, or --to DIR for a folder")
+        return Path(said), Form.SAFETENSORS, master, run_dir
+    if said and (master is not None or run_dir is not None):
+        raise ConfigError(f"the run is named twice: leave out {said!r}, or --master and --run-dir")
+    if said and Path(said).is_dir():
+        run_dir = Path(said)
+    elif said:
+        try:
+            parse_address(said, "RUN")
+        except ConfigError as error:
+            raise ConfigError(f"{said} is neither a directory nor a master's address: write HOST:PORT") from error
+        master = said
+    return to, form or Form.HUGGINGFACE, master, run_dir
+
+
+@with_knobs(TrainConfig, ClientConfig, without=_NOT_OF_EVALUATION)
+def evaluate(
+    file: Annotated[Path | None, typer.Argument(metavar="[MODEL.safetensors]", help="A file of `dips export`.")] = None,
+    master: Master = None,
+    version: AVersion = None,
+    follow_run: Annotated[
+        bool, typer.Option("--follow", help="Every version as it is published, to --tape, until the run has stopped.")
+    ] = False,
+    keys: Keys = None,
+    insecure: Insecure = False,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+    **given: Any,
+) -> int:
+    """Print the held-out loss of an exported model, or of a version that a run still keeps.
+
+    Give the same --data and held-out settings as in training: the text is then the same that was never trained on, and
+    the loss is the one that the run reported.
+    """
+    train = role_settings(TrainConfig, TRAIN_SECTION, config, given).value
+    if follow_run:
+        return follow(train, _reader(master, {**given, "keys": keys, "insecure": insecure or None}))
+    _tell(_evaluation(file, master, version, train, lambda: asked_security(keys, insecure)), as_json)
+    return 0
+
+
+def _evaluation(
+    file: Path | None, master: str | None, version: str | None, train: TrainConfig, security: Callable[[], Security]
+) -> Evaluation:
+    if file is not None:
+        if master or version:
+            raise ConfigError("a file and a run are two models: give MODEL.safetensors, or --master and --version")
+        return evaluate_file(file, train)
+    wanted = parse_version(version) if version else None
+    return evaluate_live(master_address(master, None), None, train, security(), wanted)
+
+
+def _reader(master: str | None, given: dict[str, Any]) -> ClientConfig:
+    ours = {**given, "master": master_address(master, None)}
+    return role_settings(ClientConfig, CLIENT_SECTION, None, ours).value
+
+
+def _tell(evaluation: Evaluation, as_json: bool) -> None:
+    told = {
+        "run_id": evaluation.run_id,
+        "timeline": evaluation.version.timeline,
+        "version": evaluation.version.v,
+        "tokens": evaluation.tokens,
+        "loss": evaluation.loss,
+    }
+    sentence = (
+        f"held-out loss {evaluation.loss:.6f} nats per byte: version {evaluation.version} of run {evaluation.run_id}, "
+        f"{format_count(evaluation.tokens)} tokens"
+    )
+    print(json.dumps(told) if as_json else sentence)
+
+
+def _live_address(master: str | None, run_dir: Path | None, security: Callable[[], Security]) -> str | None:
+    """The master to ask; None when the run of that directory has no master that answers any more."""
+    if run_dir is None:
+        return master_address(master, None)
+    told = read_address(run_dir / "master")
+    return told.address if told is not None and _answers(told.address, told.run_id, security()) else None
+
+
+def _answers(address: str, run_id: str, security: Security) -> bool:
+    """Whether that run is served there: a killed master leaves its address behind."""
+    try:
+        with OperatorClient(address, run_id, _LOOK_S, security=security) as operator:
+            operator.status()
+    except RetryLater:
+        return False
+    return True
+
+
+def _fetch(
+    master: str | None, run_dir: Path | None, version: Version | None, wait_s: float, security: Callable[[], Security]
+) -> Fetched:
+    """security: asked for only when a master is: the files of a run that has ended need none."""
+    address = _live_address(master, run_dir, security)
+    if address is None:
+        assert run_dir is not None, "without a directory there is an address, or an error"
+        return load_stored(run_dir, version)
+    try:
+        return fetch_version(address, None, _READER, security(), version=version, deadline_s=wait_s)
+    except Refused as refused:
+        if refused.code is not RefusalCode.VERSION_GONE or run_dir is None:
+            raise
+        return load_stored(run_dir, version)  # memory has let it go; a snapshot on disk may still hold it

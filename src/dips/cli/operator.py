@@ -1,0 +1,220 @@
+"""`dips status`, and what an operator may wish of a run: pause, resume, stop, extend, evict, drain, reshard."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from dips.cli.key_options import Insecure, Keys, asked_security
+from dips.core.errors import ConfigError, RetryLater
+from dips.core.messages import StatusReply
+from dips.core.net.addresses import parse_address
+from dips.core.units import parse_count
+from dips.local.operator_client import OperatorClient, master_address
+from dips.local.view import status_json, status_view
+
+Master = Annotated[
+    str | None, typer.Option("--master", metavar="HOST:PORT", help="The master's address; else DIPS_MASTER.")
+]
+RunDir = Annotated[
+    Path | None, typer.Option("--run-dir", metavar="DIR", help="Find the master in the directory of a run.")
+]
+RunId = Annotated[str, typer.Option("--run-id", metavar="TEXT", help="Refuse to talk to the master of any other run.")]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; it stands in the log and on the tape.")]
+ClusterArgument = Annotated[str, typer.Argument(metavar="CLUSTER", help="The cluster's name.")]
+
+
+def status(
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until ctrl-C.")] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=0.1, max=3600.0, help="Seconds between two looks with --watch.")
+    ] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output; one line a look.")] = False,
+) -> int:
+    """Show what a run does now: why it waits, its version and tokens, its clusters, slaves and last rounds.
+
+    With --json the keys are those of the status message, ids in their text form, unknown numbers null.
+    """
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+        if not watch:
+            _print_once(operator.status(), as_json)
+        elif as_json or not sys.stdout.isatty():
+            _print_for_ever(operator, interval_s, as_json)
+        else:
+            _show_for_ever(operator, interval_s)
+    return 0
+
+
+def pause(
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
+    reason: Reason = "asked to",
+) -> int:
+    """Begin no new round until resumed. Pushes stay admitted, and clusters train on."""
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+        print(operator.pause(reason))
+    return 0
+
+
+def resume(
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
+    reason: Reason = "asked to",
+) -> int:
+    """End a pause: rounds begin again."""
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+        print(operator.resume(reason))
+    return 0
+
+
+def stop(
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
+    reason: Reason = "asked to",
+) -> int:
+    """End a run in good order: the open round finishes, every cluster pulls the last version and leaves."""
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+        print(operator.stop(reason))
+    return 0
+
+
+def extend(
+    tokens: Annotated[
+        str,
+        typer.Option("--tokens", metavar="N", help="The run's new limit (tk_max), such as 2G; else it stays as it is."),
+    ] = "",
+    no_limit: Annotated[bool, typer.Option("--no-limit", help="The run ends by `dips stop` alone.")] = False,
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
+    reason: Reason = "asked to",
+) -> int:
+    """Take back the end of a run, or move the tokens at which it ends.
+
+    While the master still answers, which it does for linger_s after everybody left. Once it has ended, start the run
+    again with a larger tk_max in its file.
+    """
+    limit = parse_count(tokens) if tokens else 0
+    if tokens and not limit:
+        raise ConfigError("--tokens 0 is no limit: give --no-limit if the run shall not end by itself")
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+        print(operator.extend(limit, no_limit, reason))
+    return 0
+
+
+def evict(
+    cluster: ClusterArgument,
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
+    reason: Reason = "asked to",
+) -> int:
+    """End a cluster's incarnation at once. It may join again as a new one."""
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+        print(operator.evict(cluster, reason))
+    return 0
+
+
+def drain(
+    cluster: ClusterArgument,
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
+    reason: Reason = "asked to",
+) -> int:
+    """Let a cluster push its last steps and leave."""
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+        print(operator.drain(cluster, reason))
+    return 0
+
+
+def reshard(
+    add: Annotated[
+        list[str] | None,
+        typer.Option("--add", metavar="SLAVE", help="A slave that shall hold blocks too; again for more."),
+    ] = None,
+    remove: Annotated[
+        list[str] | None,
+        typer.Option("--remove", metavar="SLAVE", help="A slave that shall not any more; again for more."),
+    ] = None,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Take back what was asked for, if it is not done.")] = False,
+    master: Master = None,
+    run_dir: RunDir = None,
+    run_id: RunId = "",
+    keys: Keys = None,
+    insecure: Insecure = False,
+    reason: Reason = "asked to",
+) -> int:
+    """Let other slaves hold the model, while the run goes on.
+
+    A slave that is added is started with `dips slave` once this has answered; one that is removed ends by itself.
+    Rounds rest while blocks move, and clusters train on; `dips status` says how far it is.
+    """
+    if cancel == bool(add or remove):
+        raise ConfigError("say what is to change: --add SLAVE and --remove SLAVE, or --cancel alone")
+    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+        print(operator.take_back_reshard() if cancel else operator.reshard(add or (), remove or (), reason))
+    return 0
+
+
+def _operator(
+    master: str | None, run_dir: Path | None, run_id: str, keys: Path | None, insecure: bool
+) -> OperatorClient:
+    address = master_address(master, run_dir)
+    parse_address(address, "the master's address")  # before the keys: it was said first
+    return OperatorClient(address, run_id, security=asked_security(keys, insecure, run_dir))
+
+
+def _print_once(status: StatusReply, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(status_json(status), allow_nan=False), flush=True)
+    else:
+        Console().print(status_view(status))
+
+
+def _print_for_ever(operator: OperatorClient, interval_s: float, as_json: bool) -> None:
+    while True:
+        _print_once(operator.status(), as_json)
+        time.sleep(interval_s)
+
+
+def _show_for_ever(operator: OperatorClient, interval_s: float) -> None:
+    with Live(auto_refresh=False, screen=True) as live:
+        while True:
+            live.update(_look(operator), refresh=True)
+            time.sleep(interval_s)
+
+
+def _look(operator: OperatorClient) -> RenderableType:
+    try:
+        return status_view(operator.status())
+    except RetryLater as error:
+        return Text(str(error), style="bold red")

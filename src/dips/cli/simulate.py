@@ -1,0 +1,179 @@
+"""`dips simulate`: a run at full size under a virtual clock, or many small runs with every fault."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dips.core.errors import ConfigError
+from dips.core.units import format_bytes, format_count, format_seconds
+from dips.sim.scale.report import ClusterReport, ScaleReport
+from dips.sim.scale.run import simulate as simulate_scenario
+from dips.sim.scale.scenario import find, load_scenario, shipped
+
+PROGRESS_EVERY_S = 1.0
+
+
+def simulate(
+    scenario: Annotated[
+        str | None, typer.Argument(metavar="FILE|NAME", help="A set-up: a .toml file, or one that --list names.")
+    ] = None,
+    hours: Annotated[float | None, typer.Option(min=0.01, help="Simulated hours (default: the file's).")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of failures and speeds (default: the file's).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole report on standard output.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw who was there when, like the paper's Figure 8.")
+    ] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="Name the set-ups that come with dips.")] = False,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Instead: so many small runs with all faults and all invariants.")
+    ] = None,
+) -> int:
+    """Simulate a run at full size: the real master under a virtual clock, around it models of slaves and clusters.
+
+    Transfers, updates, snapshots and restarts take as long as the set-up's rates say. Nothing is trained. A month of
+    nine clusters takes a minute or two.
+    """
+    if list_all:
+        return _list()
+    if seeds is not None:
+        return _many(scenario, seeds, seed)
+    if scenario is None:
+        raise ConfigError(f"no set-up is named: give a .toml file, or one of {', '.join(shipped())}")
+    chosen = load_scenario(find(scenario), hours=hours, seed=seed)
+    if picture is not None:
+        _check_picture(picture)
+    began_s = time.monotonic()
+    report = simulate_scenario(chosen, _Progress(chosen.run.hours))
+    print(f"simulated in {format_seconds(time.monotonic() - began_s)}", file=sys.stderr)
+    if picture is not None:
+        from dips.cli.simulate_picture import draw_resources
+
+        draw_resources(picture, report)
+    if as_json:
+        print(json.dumps(report.to_json()))
+    else:
+        _show(report, picture)
+    return 0
+
+
+def _list() -> int:
+    for name in shipped():
+        print(f"{name}: {load_scenario(find(name)).run.about}")
+    return 0
+
+
+def _many(scenario: str | None, seeds: int, seed: int | None) -> int:
+    if scenario is not None:
+        raise ConfigError("--seeds makes its own small runs: leave the set-up out, or leave --seeds out")
+    from dips.sim import seeds as run_seeds
+
+    return run_seeds.main(["--seeds", str(seeds), "--first", str(seed or 0)])
+
+
+def _check_picture(path: Path) -> None:
+    """Before an hour is simulated for nothing. Raises ConfigError, or ModuleNotFoundError, which the command tells."""
+    import matplotlib  # noqa: F401
+
+    if not path.parent.is_dir():
+        raise ConfigError(f"--picture {path}: the folder {path.parent} does not exist: make it, or choose another")
+
+
+class _Progress:
+    """One line a second on standard error; on a terminal it overwrites itself."""
+
+    def __init__(self, hours: float) -> None:
+        self._hours = hours
+        self._said_s = time.monotonic()
+        self._began_s = self._said_s
+
+    def __call__(self, share: float, tokens: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._said_s < PROGRESS_EVERY_S and share < 1:
+            return
+        self._said_s = now_s
+        left_s = (now_s - self._began_s) * (1 - share) / share
+        line = f"{share:4.0%}  hour {share * self._hours:.0f} of {self._hours:g}  {format_count(tokens)} tokens"
+        if share < 1:
+            line += f"  about {format_seconds(left_s)} left"
+        terminal = sys.stderr.isatty()
+        end = "\n" if share >= 1 or not terminal else ""
+        print(f"\r{line:<70}" if terminal else line, end=end, file=sys.stderr, flush=True)
+
+
+def _show(report: ScaleReport, picture: Path | None) -> None:
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(f"{report.scenario}: {report.about} (seed {report.seed}, {report.hours:g} h)")
+    console.print(_figures(report))
+    console.print(_clusters(report.clusters))
+    console.print(_downtime(report.clusters))
+    if picture is not None:
+        console.print(f"picture: {picture}")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    return table
+
+
+def _figures(report: ScaleReport) -> Table:
+    table = _table("the run", "figure", "here", "stated")
+    stated = format_count(report.paper_tokens) if report.paper_tokens else ""
+    table.add_row("tokens", format_count(report.tokens), stated)
+    table.add_row("tokens/s", format_count(round(report.tokens_per_s)))
+    table.add_row("share of ideal (no failure, no overhead)", f"{report.share_of_ideal:.1%}")
+    paper = f"{report.paper_overhead:.0%}" if report.paper_overhead else ""
+    table.add_row("overhead, of the time that clusters took part", f"{report.overhead_total:.1%}", paper)
+    for state, share in report.overhead.items():
+        table.add_row(f"  {state}", f"{share:.2%}")
+    table.add_row("rounds", ", ".join(f"{count} {kind}" for kind, count in report.rounds.items()))
+    table.add_row("clusters merged in a round (mean)", f"{report.merged_mean:.2f}")
+    table.add_row("  rounds by clusters merged", _histogram(report.merged))
+    table.add_row("staleness in versions: pushes", _histogram(report.staleness))
+    table.add_row("failures injected", ", ".join(f"{n} {kind}" for kind, n in report.failures.items()) or "none")
+    sent, served = (sum(row[way] for row in report.slave_bytes.values()) for way in ("in", "out"))
+    table.add_row("bytes to and from all slaves", f"{format_bytes(sent)}, {format_bytes(served)}")
+    return table
+
+
+def _histogram(counts: dict[int, int]) -> str:
+    return "  ".join(f"{key}: {count}" for key, count in counts.items()) or "none"
+
+
+def _clusters(clusters: list[ClusterReport]) -> Table:
+    columns = ("cluster", "applied", "excluded", "tokens", "failures", "joins", "up", "down", "overhead")
+    table = _table("clusters", *columns)
+    for c in clusters:
+        table.add_row(
+            c.id,
+            str(c.pushes["applied"]),
+            str(c.pushes["excluded"]),
+            format_count(c.tokens_applied),
+            str(c.failures),
+            str(c.joins),
+            format_bytes(c.up_bytes),
+            format_bytes(c.down_bytes),
+            f"{sum(c.overhead.values()):.1%}",
+        )
+    return table
+
+
+def _downtime(clusters: list[ClusterReport]) -> Table:
+    causes = list(clusters[0].downtime_s)
+    table = _table("downtime by cause", "cluster", *causes, "of its time")
+    for c in clusters:
+        down_s = sum(c.downtime_s.values())
+        total_s = sum(c.seconds.values()) - c.seconds.get("not scheduled", 0.0)
+        share = f"{down_s / total_s:.2%}" if total_s else "-"
+        table.add_row(c.id, *(format_seconds(round(c.downtime_s[cause])) for cause in causes), share)
+    return table

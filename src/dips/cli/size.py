@@ -1,0 +1,122 @@
+"""`dips size`: what a run needs, before anybody books it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import typer
+
+from dips.core.config import load
+from dips.core.units import format_bits_per_s, format_bytes, format_seconds
+from dips.local.formula import Quantity
+from dips.local.options import option_name, overrides_for, with_knobs
+from dips.local.sizing import SizeKnobs, Sizes
+from dips.local.sizing import size as sizes_of
+
+SECTION = "size"
+
+RATES = (
+    "tokens_per_s",
+    "tokens_per_step",
+    "link_share",
+    "crypto_rate",
+    "slave_rate",
+    "memory_rate",
+    "disk_rate",
+    "copy_rate",
+)
+"""Knobs that only a measurement knows."""
+
+_HEADINGS = {
+    "shard_params": "Slave, each of {slaves}",
+    "measure_bytes": "Master",
+    "cluster_memory_bytes": "Cluster, each of {clusters}",
+    "push_bytes": "Transfers",
+    "update_s": "Update",
+    "step_s": "A round of a cluster",
+}
+"""The quantity before which a heading stands."""
+
+
+@with_knobs(SizeKnobs)
+def size(as_json: bool = typer.Option(False, "--json", help="JSON on standard output."), **given: Any) -> int:
+    """Print how much memory and disk each process needs, how long transfers and updates take, and what part of the time
+    that is.
+
+    Each number stands with its formula and the numbers that were put in. Rates are a machine's: the defaults were
+    measured or fitted as their help says; give your own. Counts may be written as 100e9 or 100B, amounts with a unit.
+    """
+    sizes = sizes_of(load(SizeKnobs, SECTION, overrides=overrides_for(SizeKnobs, given)).value)
+    if as_json:
+        print(json.dumps(to_json(sizes)))
+        return 0
+    for line in told(sizes):
+        print(line)
+    return 0
+
+
+def to_json(sizes: Sizes) -> dict[str, object]:
+    """Stable keys: quantities by key, in base units."""
+    rows = {
+        row.key: {
+            "value": row.value,
+            "unit": row.unit,
+            "what": row.what,
+            "formula": row.formula,
+            "numbers": dict(row.numbers),
+        }
+        for row in sizes.rows.values()
+    }
+    return {"given": sizes.knobs.model_dump(), "quantities": rows, "remarks": list(sizes.remarks)}
+
+
+def told(sizes: Sizes) -> Iterator[str]:
+    """The table, line by line."""
+    counts = {"slaves": sizes.knobs.slaves, "clusters": sizes.knobs.clusters}
+    for row in sizes.rows.values():
+        if row.key in _HEADINGS:
+            yield f"\n{_HEADINGS[row.key].format(**counts)}"
+        yield f"  {row.what}: {shown(row.value, row.unit)}"
+        yield f"      {row.key} = {row.formula}"
+        yield f"      with {_numbers(row.numbers, sizes)}"
+        if row.note:
+            yield f"      {row.note}"
+    assumed = [name for name in RATES if name not in sizes.knobs.model_fields_set]
+    if assumed:
+        yield "\nNot given, so taken from elsewhere; give your own where it matters"
+        fields = SizeKnobs.model_fields
+        yield from (f"  {option_name(name)} {_given(sizes, name)}: {fields[name].description}" for name in assumed)
+    if sizes.remarks:
+        yield "\nMind"
+        yield from (f"  {remark}" for remark in sizes.remarks)
+
+
+def shown(value: float, unit: str) -> str:
+    """An amount as people read it."""
+    match unit:
+        case "bytes":
+            return format_bytes(round(value))
+        case "s":
+            return format_seconds(value)
+        case "bits/s":
+            return format_bits_per_s(value)
+        case "share":
+            return f"{100 * value:.1f} %"
+        case _:
+            return f"{value:,.0f}"
+
+
+def _given(sizes: Sizes, name: str) -> str:
+    return f"{sizes.input(name):.6g}"
+
+
+def _numbers(numbers: Mapping[str, float], sizes: Sizes) -> str:
+    return ", ".join(f"{name} {_plain(value, sizes.rows.get(name))}" for name, value in numbers.items())
+
+
+def _plain(value: float, row: Quantity | None) -> str:
+    """A number that can be put into the formula; one that stands above in a unit of people's has it in brackets."""
+    text = f"{value:.0f}" if value == round(value) and value < 1e8 else f"{value:.6g}"
+    return f"{text} ({shown(value, row.unit)})" if row is not None and row.unit else text

@@ -1,0 +1,22 @@
+"""`dips slave`: a slave's process, with every one of its knobs as an option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dips.local.options import with_knobs
+from dips.local.settings import ConfigFile, role_settings
+from dips.slave.config import SlaveConfig
+from dips.slave.main import run
+
+
+@with_knobs(SlaveConfig)
+def slave(config: ConfigFile = None, **given: Any) -> int:
+    """Run a slave: it holds blocks of the model, stages pushes and computes the outer step. It needs no
+    torch.
+
+    Settings: the options below, else the environment (DIPS_SLAVE_<NAME>), else table [slave] of --config.
+    DIPS_MASTER stands for --master.
+    """
+    loaded = role_settings(SlaveConfig, "slave", config, given)
+    return run(loaded.value, loaded)

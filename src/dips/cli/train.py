@@ -1,0 +1,30 @@
+"""`dips train`: a cluster that trains the byte model, with every knob of trainer and client as an option."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from dips.core.observe.telemetry import configure_logging
+from dips.local.options import with_knobs
+from dips.local.settings import ConfigFile, role_settings
+from dips.trainer.config import SECTION as TRAIN_SECTION
+from dips.trainer.config import TrainConfig
+from dips.trainer.train import ALONE, run
+from dips.worker.config import SECTION as CLIENT_SECTION
+from dips.worker.config import ClientConfig
+
+
+@with_knobs(TrainConfig, ClientConfig)
+def train(config: ConfigFile = None, **given: Any) -> int:
+    """Train a LLaMA-style byte-level language model on text files, as one cluster of a run.
+
+    Without a master it is ordinary training of the same model for --steps steps.
+    Settings: the options below, else the environment (DIPS_TRAIN_<NAME>, DIPS_WORKER_<NAME>), else tables [train] and
+    [worker] of --config. DIPS_MASTER stands for --master, DIPS_CLUSTER for --cluster-id.
+    """
+    trainer = role_settings(TrainConfig, TRAIN_SECTION, config, given)
+    client = role_settings(ClientConfig, CLIENT_SECTION, config, given)
+    configure_logging("worker", client.value.cluster_id or ALONE, client.value.log_level, client.value.log_format)
+    logging.getLogger("dips").info("settings:\n%s\n%s", trainer.describe(), client.describe())
+    return run(trainer.value, client.value)

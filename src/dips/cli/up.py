@@ -1,0 +1,132 @@
+"""`dips up`: a run on this machine, as a file describes it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dips.cli.key_options import insecure_asked
+from dips.core.clock import SystemClock
+from dips.core.net.addresses import format_address, parse_address
+from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
+from dips.doctor.local import refuse_what_cannot_start
+from dips.local.local_run import LocalRun
+from dips.local.metrics_option import MetricsOption, metrics_sentence
+from dips.local.page_option import page_sentence, with_page, without_page
+from dips.local.processes import RunPlan
+from dips.local.progress import Progress, progress_for
+from dips.local.run_directory import UP, Mark, RunDirectory, claim
+from dips.local.run_file import read_run_file
+from dips.local.settings import LogFormatOption, log_format_asked
+from dips.local.supervisor import POLL_S
+from dips.local.tapes import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
+
+
+def up(
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="What to run; see examples/local.toml.")],
+    check: Annotated[bool, typer.Option("--check", help="Only check the file, and end.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Make and use no keys: nothing is encrypted, loopback only.")
+    ] = False,
+    page: Annotated[
+        bool | None, typer.Option("--page/--no-page", help="The status page for browsers; else as the file says (yes).")
+    ] = None,
+    metrics: MetricsOption = False,
+    log_format: LogFormatOption = None,
+) -> int:
+    """Run the master, slaves and clusters that a file describes, on this machine, and restart what dies.
+
+    It ends when the run has reached its tk_max or was stopped (`dips stop`), and upon ctrl-C; started
+    again with the same file it goes on from what was published last.
+    """
+    run, plan = read_run_file(file, insecure_asked(insecure), log_format_asked(log_format))
+    if check:
+        print(f"{file}: {len(plan.slaves)} slaves, {len(plan.clusters)} clusters, all settings are good")
+        return 0
+    plan = replace(plan, metrics=plan.metrics or metrics)
+    page = run.page if page is None else page
+    plan = with_page(plan, run.directory) if page else without_page(plan)
+    refuse_what_cannot_start(run, plan)
+    clock = SystemClock()
+    console = Console(stderr=True)
+    with claim(run.directory, Mark(plan.run_id, UP, " ".join(sys.argv))) as directory:
+        with progress_for(console, clock) as progress, LocalRun(plan, directory, clock, progress.say) as local:
+            _serve(local, progress, directory, page)
+        _tell_end(local, directory)
+    return 0
+
+
+def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, page: bool) -> None:
+    """Until the run has ended. A master whose run was stopped while its clusters were away is ended as well."""
+    address = local.start()
+    progress.say(f"the run's master listens on {address}")
+    if said := page_sentence(local.page_url, page):
+        progress.say(said)
+    if said := metrics_sentence(local.plan, directory):
+        progress.say(said)
+    for line in how_to_join(local.plan, address, directory):
+        progress.say(line)
+    asked_to_stop = False
+    while not local.finished:
+        status = local.tick()
+        if status is not None:
+            progress.show(status, _heldout(local, directory), ())
+        if status is not None and local.deserted and not asked_to_stop:
+            answer = local.stop_run("all clusters have ended")
+            asked_to_stop = answer is not None
+            progress.say(answer or "all clusters have ended; the master does not answer yet")
+        time.sleep(POLL_S)
+    local.finish()
+
+
+def _heldout(local: LocalRun, directory: RunDirectory) -> list[HeldoutPoint] | None:
+    return heldout_losses(tape_path(directory.path, HELDOUT_TAPE)) if local.plan.evaluate is not None else None
+
+
+def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[str]:
+    """What a person types to bring a loop of their own, when the file starts no cluster or others are to come."""
+    if plan.clusters:
+        return _from_elsewhere(plan, address, directory)
+    said = "no clusters are in the file: start your own training loops, each in a terminal of its own, such as"
+    lines = [
+        f"  DIPS_MASTER={address} DIPS_CLUSTER={name} {_security_words(plan, directory, name)} "
+        "python examples/own_loop.py"
+        for name in plan.keys_for or ("a", "b")
+    ]
+    more = [] if plan.insecure else [f"keys for another one:  dips keys add {directory.keys} --cluster NAME"]
+    return [
+        said,
+        *lines,
+        *_from_elsewhere(plan, address, directory),
+        *more,
+        f"end the run with:  dips stop --run-dir {directory.path}",
+    ]
+
+
+def _from_elsewhere(plan: RunPlan, address: str, directory: RunDirectory) -> list[str]:
+    """What a person types on another machine, for the first of the clusters that have keys and are not started here."""
+    if not (plan.public_host and plan.keys_for):
+        return []
+    name, (_, port) = plan.keys_for[-1], parse_address(address)
+    there = f"{plan.public_host}:{(directory.keys / name).resolve()}"
+    return [
+        "from another machine (docs/two-machines.md):",
+        f"  scp -rp {there} keys-{name}",
+        f"  dips doctor --master {format_address(plan.public_host, port)} --keys keys-{name}",
+    ]
+
+
+def _security_words(plan: RunPlan, directory: RunDirectory, name: str) -> str:
+    return f"{INSECURE_VARIABLE}=1" if plan.insecure else f"{KEYS_VARIABLE}={directory.keys / name}"
+
+
+def _tell_end(local: LocalRun, directory: RunDirectory) -> None:
+    if local.status is not None:
+        print(f"run {local.plan.run_id} ended at version {local.status.published}, {local.status.tokens} tokens")
+    print(f"its files stand in {directory.path}; next: dips export model.safetensors --run-dir {directory.path}")

@@ -1,0 +1,91 @@
+"""`dips verify`: whether what a run recorded proves the promises about its state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dips.judge.verify import NOT_APPLICABLE, OK, VerifyReport, verify_run
+
+RunDirArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run, finished or live.")]
+
+WIDTH = 120
+"""Of the table in a file or pipe."""
+
+SHOWN = 30
+"""Violations that are printed; --json has them all."""
+
+_STYLES = {OK: "green", NOT_APPLICABLE: "dim"}
+
+
+def verify(
+    run_dir: RunDirArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+    replay: Annotated[
+        bool,
+        typer.Option("--replay", help="Also compute every version again from the pushes that slaves recorded."),
+    ] = False,
+    allow_skipped: Annotated[
+        bool,
+        typer.Option("--allow-skipped", help="With --replay: versions whose pushes are not here are left out."),
+    ] = False,
+    without_tape: Annotated[
+        list[str] | None,
+        typer.Option("--without-tape", metavar="NAME", help="A process (master, or a name) that left no tape here."),
+    ] = None,
+) -> int:
+    """Check every promise about state against the journal, all tapes, and the slaves' snapshots of a run.
+
+    Reads only, also while the run goes on. Exit code 0: all promises hold. 7: one is violated, or no record proves it.
+    1: a record cannot be read. 2: there is no run.
+    """
+    report = verify_run(run_dir, replay, allow_skipped=allow_skipped, without=without_tape or ())
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        _print(report)
+    return report.exit_code
+
+
+def _print(report: VerifyReport) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    console.print(_table(report))
+    for violation in report.violations[:SHOWN]:
+        console.print(Text(str(violation), style="red"))
+    if len(report.violations) > SHOWN:
+        console.print(f"... and {len(report.violations) - SHOWN} more: --json shows all")
+    if report.replayed is not None:
+        done = report.replayed
+        console.print(
+            f"replayed {done.versions} versions, {done.shards} shards, bit for bit; "
+            f"measured the norms of {done.judged} rounds again"
+        )
+        for sentence in report.replayed.skipped:
+            console.print(Text(f"not replayed: {sentence}", style="yellow"))
+    for sentence in report.problems:
+        console.print(Text(f"cannot be read: {sentence}", style="red"))
+    for sentence in report.unproven:
+        console.print(Text(f"unproven: {sentence}", style="red"))
+    for sentence in report.notes:
+        console.print(Text(f"note: {sentence}", style="yellow"))
+    console.print(Text(f"run {report.run_id or '?'}: {report.verdict}"))
+
+
+def _table(report: VerifyReport) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("promise")
+    table.add_column("records", justify="right", no_wrap=True)
+    table.add_column("result")
+    for row in report.rows:
+        result = f"{row.result}: {row.why}" if row.why else row.result
+        table.add_row(row.invariant, row.promise, str(row.records), Text(result, style=_STYLES.get(row.result, "red")))
+    return table

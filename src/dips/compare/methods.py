@@ -1,0 +1,196 @@
+"""The methods that a comparison sets side by side, as settings of `dips master`: what is compared is what would run.
+
+Data parallel alone has no master; it is computed by dips.compare.data_parallel. It must never hold a number that
+belongs to the set-up (steps, tokens, links): those are the same for all methods (dips.compare.setup).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from dips.core.errors import ConfigError
+
+Setting = str | int | float | bool
+Kind = Literal["servers", "data parallel"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train. master: settings by the names of `dips master`; they win over the set-up's own. wire_dtype: the
+    clusters' own setting.
+    """
+
+    name: str
+    title: str
+    about: str
+    kind: Kind
+    master: Mapping[str, Setting]
+    wire_dtype: str = "float32"
+
+    def flags(self) -> tuple[str, ...]:
+        """These settings as flags of `dips master`."""
+        return tuple(_flag(name, value) for name, value in self.master.items())
+
+    def flags_of_clusters(self) -> tuple[str, ...]:
+        """What every cluster is started with besides."""
+        return () if self.wire_dtype == "float32" else (_flag("wire_dtype", self.wire_dtype),)
+
+
+def _flag(name: str, value: Setting) -> str:
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{option}" if value else f"--no-{option}"
+    return f"--{option} {value!r}" if isinstance(value, str) and " " in value else f"--{option} {value}"
+
+
+def _servers(name: str, title: str, about: str, **master: Setting) -> Method:
+    return Method(name, title, about, "servers", master)
+
+
+def _written(name: str, wire_dtype: str, times: str) -> Method:
+    """The default with pushes in another wire type."""
+    about = f"as dips; pushes are differences in {wire_dtype} with error feedback, {times} as long as float32"
+    return Method(name, f"Di-PS, pushes in {wire_dtype}", about, "servers", {"preset": "safe"}, wire_dtype)
+
+
+_NO_PENALTY: Mapping[str, Setting] = {
+    "detector": "off",
+    "participation_scaling": False,
+    "quarantine_after_flags": 0,
+}
+"""The outer step alone, as in DiLoCo. Numbers that are not finite are refused still."""
+
+_ALL_TOGETHER: Mapping[str, Setting] = {
+    "grace_s": "6 h",
+    "round_timeout_s": "12 h",
+    "verdict_wait_s": "1 d",
+    "ticket_ttl_s": "60 s",
+}
+"""A window closes early once every live cluster is in, and nobody trains on before the verdict: these times stand for
+no limit, in the order that the master demands."""
+
+_METHODS = (
+    Method(
+        "dp",
+        "data parallel",
+        "one optimizer; the gradient is averaged over all clusters in every step",
+        "data parallel",
+        {},
+    ),
+    _servers(
+        "diloco",
+        "synchronous DiLoCo, not clipped",
+        "every round waits for all clusters; no penalty, no clip (paper 5.1, baseline ii)",
+        preset="paper",
+        clip_norm=float("inf"),
+        **_ALL_TOGETHER,
+        **_NO_PENALTY,
+    ),
+    _servers(
+        "diloco-clip",
+        "synchronous DiLoCo, clip 1",
+        "every round waits for all clusters; the merged update is clipped to norm 1",
+        preset="paper",
+        clip_norm=1.0,
+        **_ALL_TOGETHER,
+        **_NO_PENALTY,
+    ),
+    _servers(
+        "async",
+        "naive asynchronous DiLoCo",
+        "each push is an outer step of its own, at once; no window, no penalty, no clip (paper 2.2; 5.1, baseline iii)",
+        preset="paper",
+        grace_s=0,
+        clip_norm=float("inf"),
+        **_NO_PENALTY,
+    ),
+    _servers("paper", "Di-PS as in the paper", "grace window, penalty with its repairs, clip; rho = 1", preset="paper"),
+    _servers(
+        "paper-literal",
+        "Di-PS, penalty as printed",
+        "as paper, with the detector exactly as the paper prints it",
+        preset="paper-literal",
+    ),
+    _servers("dips", "Di-PS (the default)", "the preset safe: paper, with participation scaling", preset="safe"),
+    _servers(
+        "dynamic",
+        "Di-PS, dynamic local steps",
+        "the preset dynamic: clusters' pushes arrive together",
+        preset="dynamic",
+    ),
+    _servers(
+        "edit", "EDiT's penalty", "threshold, softmax weights and clip 10 of EDiT, in the same windows", preset="edit"
+    ),
+    _servers(
+        "delayed-nesterov",
+        "Di-PS, delayed Nesterov",
+        "each push is a step of its own, momentum every fourth (Async Local-SGD, arXiv 2401.09135)",
+        preset="safe",
+        grace_s=0,
+        outer_optimizer="delayed-nesterov",
+        delay_rounds=4,
+    ),
+    _servers(
+        "heavy-ball",
+        "Di-PS, heavy ball",
+        "as dips, with momentum but without Nesterov's look ahead",
+        preset="safe",
+        outer_optimizer="heavy-ball",
+    ),
+    _servers(
+        "averaging",
+        "Di-PS, plain averaging",
+        "as dips, without momentum: the merged parameters as they are",
+        preset="safe",
+        outer_optimizer="averaging",
+        outer_lr=1.0,
+        outer_momentum=0.0,
+    ),
+    _written("dips-bf16", "bfloat16", "half"),
+    _written("dips-int8", "int8", "0.27 times"),
+    _written("dips-int4", "int4", "0.14 times"),
+    _servers(
+        "dips-push",
+        "Di-PS, training through pushes",
+        "as dips; clusters train on while they push, and wait for verdict and pull",
+        preset="safe",
+        overlap="push",
+    ),
+    _servers(
+        "dips-full",
+        "Di-PS, training through everything",
+        "as dips; clusters train on while they push, while its verdict is out, and while they pull",
+        preset="safe",
+        overlap="full",
+    ),
+    _servers(
+        "dynamic-push",
+        "Di-PS, dynamic, training through pushes",
+        "as dynamic; clusters train on while they push, and wait for verdict and pull",
+        preset="dynamic",
+        overlap="push",
+    ),
+    _servers(
+        "dynamic-full",
+        "Di-PS, dynamic, training through everything",
+        "as dynamic; clusters train on while they push, while its verdict is out, and while they pull",
+        preset="dynamic",
+        overlap="full",
+    ),
+)
+
+METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _METHODS})
+"""By name, in the order in which a table shows them."""
+
+
+def find_method(name: str) -> Method:
+    """The method of this name. Raises ConfigError, with the nearest name."""
+    if name in METHODS:
+        return METHODS[name]
+    near = difflib.get_close_matches(name, METHODS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(METHODS)}"
+    raise ConfigError(f"there is no method {name!r}: {hint}")

@@ -1,0 +1,233 @@
+"""The result of a comparison for people and for programs: two tables with what they mean, and compare.json.
+
+Losses are nats per byte at equal tokens; times are virtual seconds. What was not measured is shown as "-", what is no
+finite number as "not finite": neither is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from dips.compare.methods import find_method
+from dips.compare.record import RunRecord
+from dips.compare.setup import Setup
+from dips.compare.summary import MethodSummary, seed_noise
+from dips.core.release import software_versions
+from dips.core.units import format_count, format_seconds
+
+SCHEMA = "dips-compare/1"
+REFERENCES = ("diloco-clip", "dp")
+"""The methods that the others are set against."""
+
+USUAL_NOISE = 0.02
+"""Between seeds of `small`, in nats (docs/convergence.md): what is said where one seed alone was run."""
+
+NOTHING = "-"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is reported. clean: the same methods and seeds without the injection, as far as they were run before."""
+
+    setup: Setup
+    seeds: tuple[int, ...]
+    inject: str
+    command: str
+    summaries: Mapping[str, MethodSummary]
+    records: Sequence[RunRecord]
+    clean: Mapping[str, MethodSummary]
+
+
+def to_json(found: Comparison) -> dict[str, Any]:
+    """The content of compare.json: method -> seeds -> loss, virtual time, rounds, staleness, clip fraction, flags."""
+    return {
+        "schema": SCHEMA,
+        "command": found.command,
+        "inject": found.inject,
+        "seeds": list(found.seeds),
+        "setup": found.setup.to_json(),
+        "setup_digest": found.setup.digest(),
+        "ideal_tokens_per_s": found.setup.ideal_tokens_per_s,
+        "ideal_ratio": found.setup.ideal_ratio,
+        "seed_noise": seed_noise(found.summaries),
+        "methods": {name: _method_json(name, found) for name in found.summaries},
+        "software": software_versions(),
+        "machine": {"cores": os.cpu_count(), "platform": platform.platform()},
+    }
+
+
+def _method_json(name: str, found: Comparison) -> dict[str, Any]:
+    summary, method = found.summaries[name], find_method(name)
+    records = {record.seed: record for record in found.records if record.method == name}
+    return {
+        "title": method.title,
+        "about": method.about,
+        "flags_of_master": list(method.flags()),
+        "flags_of_clusters": list(method.flags_of_clusters()),
+        "loss_mean": summary.loss,
+        "loss_sd": summary.sd,
+        "not_finite": summary.not_finite,
+        "minus": {other: summary.minus(found.summaries.get(other)) for other in REFERENCES},
+        "minus_clean": summary.minus(found.clean.get(name)),
+        "virtual_s": summary.virtual_s,
+        "share_of_ideal": summary.mean("share_of_ideal"),
+        "seeds": {str(seed): _seed_json(summary, records[seed]) for seed in summary.runs},
+    }
+
+
+def _seed_json(summary: MethodSummary, record: RunRecord) -> dict[str, Any]:
+    plain = summary.runs[record.seed].to_json()
+    flags = {"true": plain.pop("flagged_bad"), "false": plain.pop("flagged_good"), "missed": plain.pop("missed")}
+    curve = [[point.tokens, point.virtual_s, point.loss] for point in record.curve if point.loss is not None]
+    return {**plain, "flags": flags, "curve": curve, "cluster_tokens": record.cluster_tokens}
+
+
+def loss_table(found: Comparison) -> Table:
+    """What each method reached, and in which time."""
+    title = f"held-out loss after {format_count(found.setup.run.tokens)} tokens"
+    others = [name for name in REFERENCES if name in found.summaries]
+    beside = ["clean"] if found.clean else []
+    columns = ["method", "loss", *(f"minus\n{name}" for name in others + beside), "virtual\ntime", "of\nideal"]
+    if _timed(found):
+        columns.append("speed")
+    table = table_of(title, columns)
+    for name, summary in found.summaries.items():
+        differences = [summary.minus(found.summaries[other]) for other in others]
+        if beside:
+            differences.append(summary.minus(found.clean.get(name)))
+        row = [name, loss_text(summary), *(show(value, "+.3f") for value in differences)]
+        row += [time_text(summary), show(summary.mean("share_of_ideal"), ".1%")]
+        if _timed(found):
+            row.append(show(_speed(summary, found.summaries["diloco-clip"]), ".2f", "x"))
+        table.add_row(*row)
+    return table
+
+
+def course_table(found: Comparison) -> Table:
+    """How each method got there: rounds, staleness, clip, flags, alarms.
+
+    Flags of spoilt pushes have a column only where pushes were spoilt, void rounds only where there were any.
+    """
+    columns: list[tuple[str, Callable[[MethodSummary], str]]] = [
+        ("rounds", lambda summary: show(summary.mean("rounds"), ".0f")),
+        ("merged", lambda summary: show(summary.mean("merged_per_round"), ".2f")),
+        ("stale", lambda summary: show(summary.mean("staleness_mean"), ".2f")),
+        ("most", lambda summary: show(summary.largest("staleness_max"), "d")),
+        ("clip", lambda summary: show(summary.mean("clipped"), ".0%")),
+        ("good\nout", lambda summary: show(summary.total("flagged_good"), "d")),
+        ("alarms", lambda summary: str(summary.alarms)),
+    ]
+    if any(summary.mean("voids") for summary in found.summaries.values()):
+        columns.insert(1, ("void", lambda summary: show(summary.mean("voids"), ".0f")))
+    if found.inject:
+        columns.insert(-2, ("bad\nout", lambda summary: show(summary.total("flagged_bad"), "d")))
+        columns.insert(-1, ("bad\nin", lambda summary: show(summary.total("missed"), "d")))
+    table = table_of("rounds and pushes", ["method", *(heading for heading, _ in columns)])
+    for name, summary in found.summaries.items():
+        if find_method(name).kind == "servers":
+            table.add_row(name, *(value(summary) for _, value in columns))
+    return table
+
+
+def readings(found: Comparison) -> list[str]:
+    """Sentences below the tables: what the numbers mean, and how far they can be trusted."""
+    said = [
+        "loss: nats per byte of held-out text, the same for all, lower is better. Virtual time: on the set-up's clock, "
+        "from the first version; of ideal: tokens a second, beside clusters that train all the time and never wait"
+        + ("; speed: how much sooner than diloco-clip it had trained on as many." if _timed(found) else "."),
+        _noise_sentence(found),
+        *(reading(found) for reading in (_lost_sentence, _flag_sentence, _alarm_sentence)),
+    ]
+    return [sentence for sentence in said if sentence]
+
+
+def _noise_sentence(found: Comparison) -> str:
+    noise = seed_noise(found.summaries)
+    if noise is None:
+        return (
+            f"{'One seed' if len(found.seeds) == 1 else 'No spread'}: in the set-up small, seeds differ by about "
+            f"{USUAL_NOISE} by themselves, so a difference below {3 * USUAL_NOISE:.2f} says nothing; --seeds 1,2,3 "
+            "says more."
+        )
+    clear = 2 * noise * (2 / len(found.seeds)) ** 0.5
+    return (
+        f"± is the standard deviation over {len(found.seeds)} seeds, {noise:.3f} in the usual method: a difference of "
+        f"two means below {clear:.3f} says nothing."
+    )
+
+
+def _lost_sentence(found: Comparison) -> str:
+    lost = [name for name, summary in found.summaries.items() if summary.not_finite and not summary.locked_out]
+    shut = [name for name, summary in found.summaries.items() if summary.locked_out]
+    said = f"Not finite: {', '.join(lost)}: the model was lost on the way. " if lost else ""
+    said += f"Locked out: {', '.join(shut)}: the penalty refused every push for good, sound ones too." if shut else ""
+    return said.strip()
+
+
+def _flag_sentence(found: Comparison) -> str:
+    bad = sum((s.total("flagged_bad") or 0) + (s.total("missed") or 0) for s in found.summaries.values())
+    wrongly = sum(s.total("flagged_good") or 0 for s in found.summaries.values())
+    if not bad and not wrongly:
+        return ""
+    if not found.inject:
+        return "good out: pushes that were excluded, though nothing was spoilt."
+    return (
+        "bad out: spoilt pushes that were excluded; good out: sound ones that were; bad in: spoilt ones that were not."
+    )
+
+
+def _alarm_sentence(found: Comparison) -> str:
+    """What the master raised alarms about, with the second of each method's first one; compare.json has all words."""
+    about: dict[str, dict[str, float]] = {}
+    for name, summary in found.summaries.items():
+        for at_s, sentence in (alarm for run in summary.runs.values() for alarm in run.alarms):
+            firsts = about.setdefault(re.split(r"[:(]", sentence)[0].strip(" ."), {})
+            firsts[name] = min(at_s, firsts.get(name, at_s))
+    told = [f"{what} ({', '.join(f'{m} at {s:.0f} s' for m, s in firsts.items())})" for what, firsts in about.items()]
+    return f"Alarms: {'; '.join(told)}." if told else ""
+
+
+def loss_text(summary: MethodSummary) -> str:
+    """A mean with its spread, or how many seeds have none."""
+    if summary.loss is not None:
+        spread = f" ± {summary.sd:.3f}" if summary.sd is not None else ""
+        return f"{summary.loss:.3f}{spread}"
+    of = f" ({summary.not_finite} of {len(summary.runs)})" if len(summary.runs) > 1 else ""
+    return f"{'locked out' if summary.locked_out else 'not finite'}{of}"
+
+
+def time_text(summary: MethodSummary) -> str:
+    """Of all tokens; NOTHING where they were not made."""
+    return NOTHING if summary.virtual_s is None else format_seconds(round(summary.virtual_s))
+
+
+def _timed(found: Comparison) -> bool:
+    """Whom spoilt pushes slow down is not the question."""
+    return "diloco-clip" in found.summaries and not found.inject
+
+
+def _speed(summary: MethodSummary, reference: MethodSummary) -> float | None:
+    """How much sooner than the reference it has trained as many tokens."""
+    ours, theirs = summary.virtual_s, reference.virtual_s
+    return theirs / ours if ours and theirs else None
+
+
+def show(value: float | None, form: str, unit: str = "") -> str:
+    """A number in this format; NOTHING for None."""
+    return NOTHING if value is None else f"{value:{form}}{unit}"
+
+
+def table_of(title: str, columns: Sequence[str]) -> Table:
+    """An empty table with these headings; all columns but the first stand to the right."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return table

@@ -1,0 +1,291 @@
+"""The set-up of a comparison: what a TOML file may say, and the files that come with the package.
+
+One file holds everything that is the same for all methods: speeds, links, hyper-parameters, tokens. Amounts carry units
+("10 Gbps", "1 s"). The table [master] takes the settings of `dips master` by the same names; a method's own win over
+them. Nothing is guessed: an unknown name is refused with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import string
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from dips.compare.methods import Method
+from dips.compare.setup_tables import (
+    ClustersTable,
+    InnerTable,
+    LinksTable,
+    ModelTable,
+    RunTable,
+    ServersTable,
+)
+from dips.core.config import Knobs, load_table, read_tables
+from dips.core.errors import ConfigError
+from dips.core.units import (
+    format_bits_per_s,
+    format_bytes,
+    format_count,
+    format_seconds,
+)
+from dips.master.config import MasterConfig
+from dips.sim.plan import RUN_ID
+
+SHIPPED = files("dips.compare") / "setups"
+FOLDER = Path("compared")
+"""The master asks for a folder; a simulated one never touches it."""
+
+
+VERDICT_WAIT = "30 s"
+"""A fixed time, so that what is compared does not hang on how long exchanges took."""
+
+_OURS = {"run_id", "directory", "listen", "log_level", "log_format"}
+"""Settings of a real master process, which a simulated one has no use for."""
+
+_FROM_TABLES = {
+    "slaves": "[servers] slaves",
+    "sync_every": "[run] inner_steps",
+    "tk_max": "[run] tokens",
+    "min_clusters": "[clusters]",
+    "max_clusters": "[clusters]",
+}
+"""Settings of the master that follow from other tables, and where they stand."""
+
+_TABLES = ("run", "model", "inner", "clusters", "links", "servers", "master")
+
+
+class Setup(Knobs):
+    """One whole set-up. Clusters are named a, b, c...; rates in bits/s, times in seconds."""
+
+    name: str = Field(description="File name without .toml")
+    run: RunTable = Field(description="[run]")
+    model: ModelTable = Field(description="[model]")
+    inner: InnerTable = Field(description="[inner]")
+    clusters: ClustersTable = Field(description="[clusters]")
+    links: LinksTable = Field(description="[links]")
+    servers: ServersTable = Field(description="[servers]")
+    master: Mapping[str, Any] = Field(description="[master]")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("up", "down"):
+            n_rates = len(getattr(self.links, name))
+            if n_rates not in (1, self.n_clusters):
+                raise ValueError(
+                    f"[links] {name} has {n_rates} rates for {self.n_clusters} clusters: give one, or one for each"
+                )
+        return self
+
+    # ---- what follows from it ----
+
+    @property
+    def n_clusters(self) -> int:
+        return len(self.clusters.gaps)
+
+    @property
+    def cluster_names(self) -> tuple[str, ...]:
+        return tuple(string.ascii_lowercase[: self.n_clusters])
+
+    @property
+    def slave_names(self) -> tuple[str, ...]:
+        return tuple(f"s{index}" for index in range(self.servers.slaves))
+
+    @property
+    def step_s(self) -> tuple[float, ...]:
+        """One inner step, cluster by cluster."""
+        return tuple(self.clusters.fastest_step * (1 + gap) for gap in self.clusters.gaps)
+
+    @property
+    def up_bits_per_s(self) -> tuple[float, ...]:
+        """Cluster by cluster; 0: no limit."""
+        return _for_each(self.links.up, self.n_clusters)
+
+    @property
+    def down_bits_per_s(self) -> tuple[float, ...]:
+        return _for_each(self.links.down, self.n_clusters)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.inner.batch_size * self.inner.sequence_tokens
+
+    @property
+    def ideal_tokens_per_s(self) -> float:
+        """Every cluster trains all the time, and nothing travels."""
+        return sum(self.tokens_per_step / step_s for step_s in self.step_s)
+
+    @property
+    def ideal_ratio(self) -> float:
+        """ideal_tokens_per_s over that of a method in which all wait for the slowest cluster: sum of speeds / (K x
+        slowest)."""
+        return sum(1 / step_s for step_s in self.step_s) * max(self.step_s) / self.n_clusters
+
+    def with_overrides(
+        self,
+        *,
+        gaps: Sequence[float] | None = None,
+        inner_steps: int | None = None,
+        tokens: int | None = None,
+        evaluations: int | None = None,
+        lr: float | None = None,
+        up: Sequence[float] | None = None,
+        down: Sequence[float] | None = None,
+        jitter: float | None = None,
+        latency_s: float | None = None,
+        master: Mapping[str, Any] | None = None,
+    ) -> Setup:
+        """The same set-up with these values; None leaves what stands. Raises ConfigError.
+
+        lr: the inner optimizer's. up, down: bits/s, one or one for each cluster; a list of rates does not outlive
+        another number of clusters. master: added to the table [master].
+        """
+        tables = self.model_dump()
+        changes: Mapping[str, Mapping[str, Any]] = {
+            "run": {"inner_steps": inner_steps, "tokens": tokens, "evaluations": evaluations},
+            "inner": {"lr": lr},
+            "clusters": {"gaps": gaps, "jitter": jitter},
+            "links": {"up": up, "down": down, "latency": latency_s},
+        }
+        for table, values in changes.items():
+            tables[table] |= {name: value for name, value in values.items() if value is not None}
+        tables["master"] = {**self.master, **(master or {})}
+        return _from_tables(self.name, tables, f"set-up {self.name}, changed")
+
+    def master_config(self, method: Method) -> MasterConfig:
+        """The settings with which `dips master` would run this method. Raises ConfigError."""
+        return load_table(
+            MasterConfig,
+            {
+                "run_id": RUN_ID,
+                "directory": FOLDER,
+                "slaves": self.servers.slaves,
+                "sync_every": self.run.inner_steps,
+                "tk_max": self.run.tokens,
+                "min_clusters": self.n_clusters,
+                "max_clusters": self.n_clusters,
+                "verdict_wait_s": VERDICT_WAIT,
+                **self.master,
+                **method.master,
+            },
+            f"set-up {self.name}, method {method.name}",
+        )
+
+    # ---- for people and files ----
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, numbers and texts."""
+        plain: dict[str, Any] = self.model_dump(mode="json")
+        return plain
+
+    def digest(self) -> str:
+        """The same for equal set-ups, whatever their name and words."""
+        tables = self.to_json()
+        tables["run"].pop("about")
+        del tables["name"]
+        return hashlib.blake2b(json.dumps(tables, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    def describe(self) -> list[tuple[str, str]]:
+        """(what, value) line by line, for the screen."""
+        inner, run, settings = self.inner, self.run, dict(self.master)
+        carried = format_count(self.model.wire_parameters) if self.model.wire_parameters else "its own"
+        steps = ", ".join(
+            f"{name} {format_seconds(step_s)} (+{gap:.0%})"
+            for name, step_s, gap in zip(self.cluster_names, self.step_s, self.clusters.gaps, strict=True)
+        )
+        return [
+            ("set-up", f"{self.name}: {run.about}" if run.about else self.name),
+            ("tokens", f"{format_count(run.tokens)} in all, H {run.inner_steps}"),
+            ("model", f"{self.model.size}; parameters on the wire: {carried}"),
+            (
+                "inner",
+                f"AdamW, batch {inner.batch_size} x {inner.sequence_tokens} tokens, lr {inner.lr:g} (warm-up "
+                f"{format_count(inner.warmup_tokens)} tokens, down to {inner.min_lr_fraction:g} of it), weight decay "
+                f"{inner.weight_decay:g}, gradient clip {inner.grad_clip:g}",
+            ),
+            ("one step", f"{steps}; jitter {self.clusters.jitter:.0%}; ideal ratio {self.ideal_ratio:.3f}"),
+            ("links up", self._rates_text(self.up_bits_per_s)),
+            ("links down", self._rates_text(self.down_bits_per_s)),
+            (
+                "servers",
+                f"{self.servers.slaves} slaves, card {_rate_text(self.links.slave_card)}, a job "
+                f"{format_seconds(self.servers.work)}, a durable write {format_seconds(self.servers.flush)}, latency "
+                f"{format_seconds(self.links.latency)}",
+            ),
+            ("held-out", f"{format_bytes(run.heldout_bytes)}, {run.evaluations} evaluations"),
+            ("master", ", ".join(f"{name} {value}" for name, value in settings.items()) or "defaults"),
+        ]
+
+    def _rates_text(self, rates: tuple[float, ...]) -> str:
+        if len(set(rates)) == 1:
+            return _rate_text(rates[0])
+        return ", ".join(f"{name} {_rate_text(rate)}" for name, rate in zip(self.cluster_names, rates, strict=True))
+
+
+def shipped() -> list[str]:
+    """Names of the set-ups that come with the package."""
+    return sorted(item.name.removesuffix(".toml") for item in SHIPPED.iterdir() if item.name.endswith(".toml"))
+
+
+def load_setup(name: str | Path) -> Setup:
+    """A shipped set-up by its name, or a person's own file. Raises ConfigError."""
+    path = _find(name)
+    tables = read_tables(path, _TABLES)
+    return _from_tables(path.stem, tables, str(path))
+
+
+def _find(name: str | Path) -> Path:
+    """A shipped name wins over a file or folder of that name, which may stand in any working directory."""
+    own = Path(name)
+    if str(name) in shipped():
+        return Path(str(SHIPPED / f"{name}.toml"))
+    if own.suffix == ".toml" or own.exists():
+        return own
+    near = difflib.get_close_matches(str(name), shipped(), n=1)
+    remedy = f"did you mean {near[0]!r}?" if near else "give the path of a .toml file, or one of these names"
+    raise ConfigError(
+        f"{str(name)!r} is neither a file nor a set-up that comes with dips ({', '.join(shipped())}): {remedy}"
+    )
+
+
+def _from_tables(name: str, tables: Mapping[str, Any], where: str) -> Setup:
+    def table(of: str) -> dict[str, Any]:
+        found = tables.get(of, {})
+        if not isinstance(found, dict):
+            raise ConfigError(f"{where}: {of!r} is not a table: write its settings below a line [{of}]")
+        return dict(found)
+
+    parts: dict[str, Any] = {
+        "name": name,
+        "run": load_table(RunTable, table("run"), f"{where} [run]"),
+        "model": load_table(ModelTable, table("model"), f"{where} [model]"),
+        "inner": load_table(InnerTable, table("inner"), f"{where} [inner]"),
+        "clusters": load_table(ClustersTable, table("clusters"), f"{where} [clusters]"),
+        "links": load_table(LinksTable, table("links"), f"{where} [links]"),
+        "servers": load_table(ServersTable, table("servers"), f"{where} [servers]"),
+        "master": _master(table("master"), where),
+    }
+    return load_table(Setup, parts, where)
+
+
+def _master(table: dict[str, Any], where: str) -> dict[str, Any]:
+    """Settings of `dips master`, as they were written; checked with each method."""
+    if wrong := sorted(_OURS & set(table)):
+        raise ConfigError(f"{where} [master]: {wrong[0]!r} has no meaning in a simulation: leave it out")
+    if wrong := sorted(set(_FROM_TABLES) & set(table)):
+        raise ConfigError(f"{where} [master]: {wrong[0]!r} follows from {_FROM_TABLES[wrong[0]]}: leave it out here")
+    load_table(MasterConfig, {"run_id": RUN_ID, "directory": FOLDER, **table}, f"{where} [master]")
+    return table
+
+
+def _for_each(values: tuple[float, ...], n: int) -> tuple[float, ...]:
+    return values * n if len(values) == 1 else values
+
+
+def _rate_text(bits_per_s: float) -> str:
+    return format_bits_per_s(bits_per_s) if bits_per_s else "without limit"

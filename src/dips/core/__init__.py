@@ -1,0 +1,1 @@
+"""The floor: what every role may import, and what imports no role."""

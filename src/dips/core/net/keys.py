@@ -1,0 +1,289 @@
+"""Reads identities and certificates, and finds what is wrong with them before anybody is dialled or served.
+
+An identity directory holds ca.crt (the certificate authorities that are trusted, one or several), tls.crt and tls.key.
+`dips keys` makes it. Must never accept a key that others can read, nor a certificate that does not say in one URI
+(dips://ROLE/NAME) who its holder is. Certificates are read with `cryptography`, which the simulator does not import.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from dips.core.errors import ConfigError
+from dips.core.ids import check_name
+from dips.core.net.security import INSECURE, Identity, Role, Security, SecurityKnobs, neither_given
+
+CA_FILE, CERT_FILE, KEY_FILE, REVOKED_FILE = "ca.crt", "tls.crt", "tls.key", "revoked.json"
+
+_logger = logging.getLogger("dips.keys")
+
+SCHEME = "dips"
+MASTER_DNS_NAME = "dips-master"
+"""The name in every master's certificate; clients ask for it, so that addresses need not stand in certificates."""
+
+
+def dns_name(role: Role) -> str:
+    """The name in every certificate of a role, such as "dips-slave": what a scraper of its metrics asks for."""
+    return f"dips-{role.value}"
+
+
+MAX_FILE_BYTES = 4 << 20
+"""Of a key, certificate or revocation file; a list of 20,000 revoked certificates fits."""
+
+SENSELESS = (
+    *(ValueError, UnsupportedAlgorithm),
+    *(x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType),
+)
+"""What `cryptography` raises for certificates that make no sense."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What this project reads in a certificate. Times in UTC."""
+
+    role: Role
+    name: str
+    serial: int
+    not_before: datetime
+    not_after: datetime
+    x509: x509.Certificate
+
+    def __str__(self) -> str:
+        return f"{self.role.value} {self.name} (serial {self.serial_hex[:12]})"
+
+    @property
+    def serves(self) -> bool:
+        """Whether its holder may be the server of a TLS connection."""
+        try:
+            uses = self.x509.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        except x509.ExtensionNotFound:
+            return True
+        return ExtendedKeyUsageOID.SERVER_AUTH in uses
+
+    @property
+    def serial_hex(self) -> str:
+        return f"{self.serial:x}"
+
+    def lapse(self, now: datetime, whose: str = "this machine") -> str:
+        """Why it does not hold at this moment, by whose clock; empty when it does."""
+        if now >= self.not_after:
+            return f"expired on {_day(self.not_after)}"
+        if now < self.not_before:
+            return f"does not hold before {_day(self.not_before)}, and {whose}'s clock says {_day(now)}"
+        return ""
+
+    def remedy(self, now: datetime) -> str:
+        """What to do about lapse()."""
+        if now < self.not_before:
+            return "set the clock that is wrong, this one or that of the machine that made the keys"
+        return f"renew it (`dips keys renew KEYS {self.name}`) and bring it here"
+
+
+def security_of(knobs: SecurityKnobs, what: str) -> Security:
+    """What the settings say, read and checked. `what` names the process in errors, such as "the master".
+
+    Raises ConfigError when neither keys nor insecure is given, and what load_identity raises.
+    """
+    return security_from(knobs.keys, knobs.insecure, what)
+
+
+def security_from(keys: Path | None, insecure: bool, what: str) -> Security:
+    """security_of, for those who have the two settings and no knobs."""
+    if keys is not None:
+        return load_identity(keys)
+    if insecure:
+        return INSECURE
+    raise neither_given(what)
+
+
+def load_identity(directory: Path, now: datetime | None = None) -> Identity:
+    """The identity in a directory.
+
+    Raises ConfigError, naming the file and the remedy, when a file is missing or cannot be read, others may read the
+    key, key and certificate do not belong together, no CA of ca.crt signed the certificate, or it does not hold now.
+    """
+    ca_pem, cert_pem, key_pem = (_read(directory / name) for name in (CA_FILE, CERT_FILE, KEY_FILE))
+    _check_private(directory / KEY_FILE)
+    certificate = parse_certificate(cert_pem, str(directory / CERT_FILE))
+    _check_key(key_pem, certificate, directory)
+    authorities = parse_authorities(ca_pem, str(directory / CA_FILE))
+    if not is_signed_by(certificate.x509, authorities):
+        raise ConfigError(
+            f"{directory / CERT_FILE} was signed by none of the authorities in {directory / CA_FILE}: it belongs to "
+            "another set of keys; take the whole directory as `dips keys` made it"
+        )
+    now = now or datetime.now(UTC)
+    if lapse := certificate.lapse(now):
+        raise ConfigError(f"{directory / CERT_FILE} {lapse}: {certificate.remedy(now)}")
+    return Identity(certificate.role, certificate.name, directory, ca_pem, cert_pem, key_pem)
+
+
+def reloaded(identity: Identity) -> Identity:
+    """The identity as it stands in its directory now, or this one while what stands there cannot be used."""
+    try:
+        found = load_identity(identity.directory)
+    except ConfigError as error:
+        _logger.warning("the renewed keys cannot be used, going on with the old ones: %s", error)
+        return identity
+    if (found.role, found.name) != (identity.role, identity.name):
+        _logger.warning("%s holds keys of %s now, going on with those of %s", identity.directory, found, identity)
+        return identity
+    return found
+
+
+def certificate_left_s(security: Security, now: datetime | None = None) -> float | None:
+    """Seconds until the own certificate lapses, as it stands in its directory now, at least 0; None without keys."""
+    if not isinstance(security, Identity):
+        return None
+    found = parse_certificate(reloaded(security).cert_pem, str(security.directory / CERT_FILE))
+    return max(0.0, (found.not_after - (now or datetime.now(UTC))).total_seconds())
+
+
+class Used:
+    """The keys that a connection was made with, remembered to see whether they were renewed since."""
+
+    def __init__(self, security: Security) -> None:
+        self._directory = security.directory if isinstance(security, Identity) else None
+        self._stamp = self._now()
+
+    @property
+    def renewed(self) -> bool:
+        """Whether a new connection would use other keys; a refusal of the old ones then means nothing."""
+        return self._stamp != self._now()
+
+    def _now(self) -> tuple[int, ...]:
+        return stamp_of(self._directory) if self._directory is not None else ()
+
+
+def stamp_of(directory: Path) -> tuple[int, ...]:
+    """Changes when certificate, key or authorities of a directory were replaced; cheap enough for every call."""
+    return tuple(number for name in (CA_FILE, CERT_FILE, KEY_FILE) for number in stamp_of_file(directory / name))
+
+
+def parse_certificate(data: bytes, where: str) -> Certificate:
+    """Read one certificate, PEM or DER. Raises ConfigError, which names `where`, for anything that is not ours."""
+    try:
+        pem = data.lstrip().startswith(b"-----")
+        found = x509.load_pem_x509_certificate(data) if pem else x509.load_der_x509_certificate(data)
+        role, name = _holder(found)
+        begin, end = found.not_valid_before_utc, found.not_valid_after_utc
+        found.public_key()  # read only when somebody asks: if it is no key, that is to be said here
+        return Certificate(role, name, found.serial_number, begin, end, found)
+    except (*SENSELESS, x509.ExtensionNotFound, ConfigError) as error:
+        why = f"{where} is not a certificate of a process of dips ({error}): make it with `dips keys`"
+        raise ConfigError(why) from error
+
+
+def parse_authorities(pem: bytes, where: str) -> list[x509.Certificate]:
+    """The CA certificates of a ca.crt. Raises ConfigError when there is none, or one was changed since it was made."""
+    try:
+        found = x509.load_pem_x509_certificates(pem)
+        damaged = any(not is_signed_by(item, found) for item in found)
+    except SENSELESS as error:
+        raise ConfigError(f"{where} holds no CA certificate ({error}): take the one that `dips keys` made") from error
+    if damaged:  # TLS takes an authority as it is, and never looks at what it signed of itself
+        raise ConfigError(f"{where} is not what was signed, so it was changed: take the one that `dips keys` made")
+    return found
+
+
+def is_signed_by(certificate: x509.Certificate, authorities: Iterable[x509.Certificate]) -> bool:
+    """Whether one of these authorities signed it."""
+    for authority in authorities:
+        try:
+            certificate.verify_directly_issued_by(authority)
+        except (InvalidSignature, TypeError, *SENSELESS):
+            continue
+        return True
+    return False
+
+
+def load_private_key(pem: bytes, where: str) -> ec.EllipticCurvePrivateKey:
+    """Read a private key. Raises ConfigError, which names `where`."""
+    try:
+        key = load_pem_private_key(pem, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        why = f"{where} is not a private key without a password ({error}): make it with `dips keys`"
+        raise ConfigError(why) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{where} is not a key on an elliptic curve: make it with `dips keys`")
+    return key
+
+
+def holder_uri(role: Role, name: str) -> str:
+    """dips://ROLE/NAME, as it stands in the certificate."""
+    return f"{SCHEME}://{role.value}/{name}"
+
+
+def read_revoked(file: Path) -> Mapping[int, str]:
+    """Serial number -> why, of every certificate that this file takes back. Raises ConfigError if it cannot be read."""
+    raw = _read(file)
+    try:
+        rows = json.loads(raw)["revoked"]
+        return {int(row["serial"], 16): str(row.get("reason", ""))[:200] for row in rows}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{file} is not a list of revoked certificates ({error!r}): copy it from the authority again"
+        raise ConfigError(why) from error
+
+
+def stamp_of_file(file: Path) -> tuple[int, int]:
+    """stamp_of, for one file; zeros while it is not there."""
+    try:
+        found = file.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_ino
+
+
+def _holder(certificate: x509.Certificate) -> tuple[Role, str]:
+    """Raises ValueError, ExtensionNotFound or ConfigError when the certificate does not say who it is of."""
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    if len(uris) != 1:
+        raise ValueError(f"it has {len(uris)} URIs, not one")
+    parts = urlsplit(uris[0])
+    name = parts.path.removeprefix("/")
+    if parts.scheme != SCHEME or parts.query or parts.fragment:
+        raise ValueError(f"its URI is {uris[0]!r}, not {SCHEME}://ROLE/NAME")
+    return Role(parts.netloc), check_name(name, "the name in the certificate")
+
+
+def _check_key(key_pem: bytes, certificate: Certificate, directory: Path) -> None:
+    where = directory / KEY_FILE
+    key = load_private_key(key_pem, str(where))
+    shown, held = certificate.x509.public_key(), key.public_key()
+    form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    if shown.public_bytes(*form) != held.public_bytes(*form):
+        raise ConfigError(f"{where} does not belong to {directory / CERT_FILE}: take both from the same directory")
+
+
+def _check_private(file: Path) -> None:
+    if stat.S_IMODE(file.stat().st_mode) & 0o007:
+        raise ConfigError(f"{file} can be read or changed by every user of this machine: chmod 600 {file}")
+
+
+def _read(file: Path) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; `dips keys` makes identities") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{file} is longer than {MAX_FILE_BYTES} bytes: it is not what `dips keys` made")
+    return data
+
+
+def _day(when: datetime) -> str:
+    return when.strftime("%Y-%m-%d %H:%M UTC")

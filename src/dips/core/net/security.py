@@ -1,0 +1,116 @@
+"""How a process proves who it is: by the keys in a directory, or, said aloud, not at all.
+
+The types and the two settings that every process and command has. Reading and checking key files is core/net/keys.py's;
+this module imports no cryptography, since the simulator imports it. It must never guess: whoever gives neither keys nor
+--insecure is told so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, ValidationInfo, model_validator
+
+from dips.core.config import Knobs
+from dips.core.errors import ConfigError
+from dips.core.net.addresses import parse_address, require_loopback
+
+KEYS_VARIABLE = "DIPS_KEYS"
+INSECURE_VARIABLE = "DIPS_INSECURE"
+
+
+class Role(Enum):
+    """What a certificate says its holder is; the value stands in the certificate's URI dips://ROLE/NAME."""
+
+    MASTER = "master"
+    SLAVE = "slave"
+    CLUSTER = "cluster"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process's own certificate and key, read and checked by dips.core.net.keys.load_identity.
+
+    directory: where they came from; they are read again from there when they were renewed.
+    """
+
+    role: Role
+    name: str
+    directory: Path
+    ca_pem: bytes = field(repr=False)
+    cert_pem: bytes = field(repr=False)
+    key_pem: bytes = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.role.value} {self.name}"
+
+
+@dataclass(frozen=True)
+class Insecure:
+    """No keys: nothing is encrypted and nobody is authenticated, on this machine's loopback only."""
+
+
+INSECURE = Insecure()
+
+Security = Identity | Insecure
+
+SETTINGS = ("keys", "insecure")
+"""The names of the two settings that say which."""
+
+
+class SecurityKnobs(Knobs):
+    """The settings of everything that speaks to a run. They come first, so that addresses are checked by them."""
+
+    keys: Path | None = Field(
+        None,
+        description="Directory of this process's identity (ca.crt, tls.crt, tls.key), made by `dips keys`",
+    )
+    insecure: bool = Field(
+        False, description="Use no keys: nothing is encrypted, nobody is authenticated, loopback only"
+    )
+
+    failpoints: bool = Field(
+        False, description="For tests: let DIPS_FAILPOINTS make this process fail on purpose; else it refuses to start"
+    )
+
+    @model_validator(mode="after")
+    def _check_security(self) -> Self:
+        if self.keys is not None and self.insecure:
+            raise ValueError(both_given())
+        return self
+
+
+def both_given() -> str:
+    return (
+        f"keys and insecure are both given: leave out one of --keys (or {KEYS_VARIABLE}) and "
+        f"--insecure (or {INSECURE_VARIABLE})"
+    )
+
+
+def neither_given(what: str) -> ConfigError:
+    """The error for a process or command that was told nothing about keys."""
+    return ConfigError(
+        f"{what} has no keys: give --keys DIR (or {KEYS_VARIABLE}=DIR) with an identity made by `dips keys`, or say "
+        f"--insecure (or {INSECURE_VARIABLE}=1) to run without encryption on this machine only"
+    )
+
+
+def checked_address(value: str, what: str, info: ValidationInfo) -> str:
+    """For validators of a field that holds HOST:PORT: well formed, and on loopback when insecure. Raises ValueError."""
+    try:
+        parse_address(value, what)
+        if info.data.get("insecure"):
+            require_loopback(value, what)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return value
+
+
+def check_reach(address: str, what: str, security: Security) -> None:
+    """Raise ConfigError for an address of another machine when nobody could be authenticated there."""
+    if isinstance(security, Insecure):
+        require_loopback(address, what)

@@ -1,0 +1,307 @@
+"""Serves one process's metrics to Prometheus, on threads of its own: prometheus_client's server, with limits and TLS.
+
+A scrape must never touch a role's state from these threads: its collector takes a snapshot that the owner of the state
+has made (LoopSnapshots, or one that was left for it). Plain HTTP is for loopback; beyond it the peer must show a
+certificate of this run. A client that is slow, or many of them, cost a bounded number of threads for a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import socketserver
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client.core import Metric
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
+
+from dips.core.errors import ConfigError
+from dips.core.net.addresses import dialable, format_address, is_loopback, parse_address
+from dips.core.net.security import Identity, Security, check_reach
+from dips.core.observe.metrics_knobs import MetricsKnobs
+from dips.core.observe.metrics_tls import Tls
+
+PATH = "/metrics"
+
+MOST_CONNECTIONS = 16
+"""At the same time; further ones are closed. Prometheus has one open for each server that scrapes."""
+
+CONNECTION_S = 20.0
+"""A connection is over after this, however slowly its client speaks."""
+
+STOP_LOOK_S = 0.1
+"""How soon stop() is heard."""
+
+SNAPSHOT_S = 2.0
+"""How long a scrape waits for the owner of the state. A loop that needs longer stands still, and that must show."""
+
+T = TypeVar("T")
+
+_logger = logging.getLogger("dips.metrics")
+
+
+class NotNow(Exception):
+    """The values cannot be had at the moment; the scrape is answered with the sentence and 503."""
+
+
+class LoopSnapshots(Generic[T]):
+    """Snapshots of what an event loop owns, made on that loop for a scrape on another thread.
+
+    Asked for and not left ready, since nobody may ask for hours; with a deadline, since a loop can stand still.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, make: Callable[[], T], deadline_s: float = SNAPSHOT_S
+    ) -> None:  # fmt: skip
+        self._loop = loop
+        self._make = make
+        self._deadline_s = deadline_s
+
+    def take(self) -> T:
+        """From any thread but the loop's own. Raises NotNow, or what making the snapshot raised."""
+        future: Future[T] = Future()
+        try:
+            self._loop.call_soon_threadsafe(self._answer, future)
+        except RuntimeError as error:  # the loop is closed
+            raise NotNow("this process is ending") from error
+        try:
+            return future.result(self._deadline_s)
+        except TimeoutError as error:
+            future.cancel()
+            raise NotNow(f"this process did not look up from its work for {self._deadline_s:g} s") from error
+
+    def _answer(self, future: Future[T]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(self._make())
+        except Exception as error:  # the scrape's business; the loop goes on
+            future.set_exception(error)
+
+
+class MetricsServer:
+    """Bound when it is made, serving from start() to stop(). Use as a context manager, or call both."""
+
+    def __init__(
+        self, listen: str, collect: Callable[[], Iterable[Metric]], security: Security, revoked: Path | None = None
+    ) -> None:
+        """collect: called on a thread of this server at each scrape. revoked: else revoked.json beside the keys.
+
+        Raises ConfigError for an address that cannot be bound, or is not loopback without keys, or keys that cannot
+        serve.
+        """
+        host, port = parse_address(listen, "metrics_listen")
+        check_reach(listen, "metrics_listen", security)
+        tls = None
+        if isinstance(security, Identity) and not is_loopback(host):
+            tls = Tls(security, revoked)
+        self._server = _bound(host, port, tls)
+        self._server.set_app(_app(collect))
+        self.tls = tls is not None
+        self.address = format_address(host, self._server.server_port)
+        """With the port that was bound."""
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(STOP_LOOK_S,), name="dips-metrics", daemon=True
+        )
+        self._file: Path | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Serve nobody any more, and take the address back. May be called twice."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            self._file = None
+
+    def announce(self, file: Path | None, role: str, name: str, run: str) -> None:
+        """Log the address, and write it into a file in the form of Prometheus' file_sd_configs.
+
+        Raises ConfigError for a file that cannot be written.
+        """
+        scheme = "https" if self.tls else "http"
+        _logger.info("metrics are served at %s://%s%s", scheme, self.address, PATH)
+        if file is not None:
+            labels = {"role": role, "name": name, "run": run}
+            _write(file, json.dumps([{"targets": [dialable(self.address)], "labels": labels}]) + "\n")
+            self._file = file
+
+
+def serve_metrics(
+    knobs: MetricsKnobs,
+    security: Security,
+    collect: Callable[[], Iterable[Metric]],
+    *,
+    role: str,
+    name: str,
+    run: str,
+    file: Path | None = None,
+    revoked: Path | None = None,
+) -> MetricsServer | None:
+    """A server that has started, as the settings say; None when they ask for none. file: where no metrics_file is set.
+
+    Raises ConfigError as MetricsServer does.
+    """
+    if knobs.metrics_listen is None:
+        return None
+    server = MetricsServer(knobs.metrics_listen, collect, security, revoked)
+    try:
+        server.announce(knobs.metrics_file or file, role, name, run)
+    except BaseException:
+        server.stop()
+        raise
+    server.start()
+    return server
+
+
+@contextlib.contextmanager
+def served(server: MetricsServer | None) -> Iterator[None]:
+    """Stop the server, if there is one, when the block is left."""
+    try:
+        yield
+    finally:
+        if server is not None:
+            server.stop()
+
+
+# ---- what is answered ----
+
+
+class _Collected(Collector):
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()
+
+
+def _app(collect: Callable[[], Iterable[Metric]]) -> WSGIApplication:
+    """prometheus_client's application over these families and the process's own; other paths are not there."""
+    registry = CollectorRegistry(support_collectors_without_names=True)
+    registry.register(_Collected(collect))
+    ProcessCollector(registry=registry)
+    metrics: WSGIApplication = make_wsgi_app(registry)
+
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") != PATH:
+            return _say(start_response, "404 Not Found", f"metrics are at {PATH}")
+        try:
+            return metrics(environ, start_response)
+        except NotNow as error:
+            return _say(start_response, "503 Service Unavailable", str(error))
+        except Exception as error:
+            _logger.exception("the metrics could not be read")
+            return _say(start_response, "500 Internal Server Error", f"a bug: {type(error).__name__}: {error}")
+
+    return app
+
+
+def _say(start_response: StartResponse, status: str, sentence: str) -> Iterable[bytes]:
+    start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+    return [f"{sentence}\n".encode()]
+
+
+# ---- the socket ----
+
+
+class _Server(ThreadingWSGIServer):
+    """One thread for each connection, up to MOST_CONNECTIONS, and each no longer than CONNECTION_S."""
+
+    tls: Tls | None = None
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)  # http.server's would ask the network for this machine's name
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(CONNECTION_S)
+        secure = request if self.tls is None else self.tls.wrapped(request)
+        cut = threading.Timer(CONNECTION_S, _cut, [secure])
+        cut.daemon = True
+        cut.start()
+        try:
+            if self.tls is not None:
+                self.tls.shake_hands(secure)
+            super().finish_request(secure, client_address)
+        finally:
+            cut.cancel()
+            secure.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _logger.debug("a scrape from %s failed: %s", client_address, sys.exc_info()[1])
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        _logger.debug(format, *args)
+
+
+def _bound(host: str, port: int, tls: Tls | None) -> _Server:
+    made = _Server6 if ":" in host else _Server
+    try:
+        server = made((host, port), _Handler)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"metrics cannot be served at {format_address(host, port)} (metrics_listen): {why}; stop the process that "
+            "holds the port, choose another one, or use port 0 to get a free one"
+        ) from error
+    server.tls = tls
+    return server
+
+
+def _cut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file of one line. Raises ConfigError.
+
+    In place: nothing is lost where a process dies in between, since the next start writes it anew, and Prometheus
+    reads a file again that it found half written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{file} (metrics_file) cannot be written: {error.strerror}; give a path that this process may write"
+        ) from error

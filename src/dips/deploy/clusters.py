@@ -1,0 +1,222 @@
+"""The objects of a training cluster on Kubernetes: a Job or a JobSet, and what it needs. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dips.deploy.deploy_file import CONFIG, KEYS, METRICS_PORT, STATE, Deployment
+from dips.deploy.deploy_knobs import ClusterKnobs
+from dips.deploy.doors import cluster_policy
+from dips.deploy.objects import (
+    CONFIG_HASH,
+    METRICS,
+    Object,
+    config_hash,
+    config_mount,
+    config_volume,
+    container,
+    keys_mount,
+    labels,
+    made,
+    namespace,
+    pod_spec,
+    resources,
+    secret_volume,
+    selector,
+    service_account,
+    service_ports,
+    settings_map,
+    toml,
+)
+from dips.deploy.sizes import processors, quantity
+
+RENDEZVOUS_PORT = 29600
+RETRIES = 100_000
+"""A cluster that dies comes back as a new incarnation, as often as it takes; it ends when the run does."""
+
+CONFIG_ERROR = 2
+"""Exit code of a setting that a person must change (dips.core.errors.ConfigError): starting anew helps nothing."""
+
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+END_S = 120
+"""For the push of the last steps and its verdict; more where the settings allow a cluster more."""
+
+END_MARGIN_S = 30
+"""For the step under way and for the program's own end."""
+
+
+def cluster_objects(deployment: Deployment, cluster: ClusterKnobs) -> list[Object]:
+    """Everything of one cluster but its secret, in the order in which it is made."""
+    files = cluster_settings(deployment, cluster)
+    name = object_name(deployment, cluster)
+    return [
+        namespace(deployment),
+        service_account(deployment, name, "cluster", cluster.id),
+        settings_map(deployment, name, "cluster", files, cluster.id),
+        _service(deployment, cluster),
+        cluster_policy(deployment, cluster.id),
+        *([_claim(deployment, cluster)] if cluster.checkpoint_volume else []),
+        workload(deployment, cluster, config_hash(files)),
+    ]
+
+
+def object_name(deployment: Deployment, cluster: ClusterKnobs) -> str:
+    return f"{deployment.name}-cluster-{cluster.id}"
+
+
+def cluster_settings(deployment: Deployment, cluster: ClusterKnobs, state: str = STATE) -> dict[str, str]:
+    """The settings file of one cluster; `dips train` reads it, and so may a program of one's own."""
+    tables = deployment.tables
+    ours: dict[str, object] = {
+        "run_id": deployment.name,
+        "cluster_id": cluster.id,
+        "master": deployment.master_address,
+    }
+    if cluster.checkpoint_volume:
+        ours |= {"checkpoint_dir": f"{state}/checkpoints", "resume": True}
+    text = toml("worker", {**tables["worker"], **ours})
+    return {"cluster.toml": text + ("\n" + toml("train", tables["train"]) if tables["train"] else "")}
+
+
+def command(deployment: Deployment, cluster: ClusterKnobs, settings: str, host: str, rank: str) -> list[str]:
+    """What one node runs. host: the first node's name; rank: of this node, a number or a variable's name."""
+    own = list(cluster.command) or ["dips", "train", "--config", settings]
+    if not cluster.torchrun:
+        return own
+    each = str(cluster.gpus or 1)
+    ways = [f"--nnodes={cluster.nodes}", f"--nproc-per-node={each}", f"--node-rank={rank}"]
+    ways += [f"--master-addr={host}", f"--master-port={RENDEZVOUS_PORT}"]
+    return ["torchrun", *ways, *_script(own)]
+
+
+def _script(own: Sequence[str]) -> list[str]:
+    """torchrun brings the interpreter itself."""
+    return list(own[1:]) if own[0] in ("python", "python3") else list(own)
+
+
+def workload(deployment: Deployment, cluster: ClusterKnobs, hashed: str) -> Object:
+    name = object_name(deployment, cluster)
+    spec = _job_spec(deployment, cluster, hashed)
+    if cluster.starts == "job":
+        found = made(deployment, "Job", name, "cluster", cluster.id, spec=spec)
+    else:
+        del spec["suspend"]
+        jobs = [{"name": "node", "replicas": 1, "template": {"spec": spec}}]
+        # The JobSet makes a service of that name itself.
+        network = {"enableDNSHostnames": True, "subdomain": f"{name}-nodes"}
+        of_set = {"network": network, "failurePolicy": {"maxRestarts": RETRIES}, "replicatedJobs": jobs}
+        suspended = {**of_set, "suspend": bool(cluster.queue)}
+        found = made(deployment, "JobSet", name, "cluster", cluster.id, spec=suspended)
+    if cluster.queue:
+        found["metadata"]["labels"][QUEUE_LABEL] = cluster.queue
+    return found
+
+
+def _job_spec(deployment: Deployment, cluster: ClusterKnobs, hashed: str) -> Object:
+    found = {**labels(deployment, "cluster", cluster.id), "app.kubernetes.io/version": deployment.run.tag}
+    wrong_setting = {"containerName": "cluster", "operator": "In", "values": [CONFIG_ERROR]}
+    moved = [{"type": "DisruptionTarget", "status": "True"}]
+    return {
+        # Kueue lets it go when there is room; until then nothing is started.
+        "suspend": bool(cluster.queue),
+        "completionMode": "Indexed",
+        "completions": cluster.nodes,
+        "parallelism": cluster.nodes,
+        "backoffLimit": RETRIES,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": wrong_setting},
+                {"action": "Ignore", "onPodConditions": moved},
+            ]
+        },
+        "template": {
+            "metadata": {"labels": found, "annotations": {CONFIG_HASH: hashed}},
+            "spec": _pod(deployment, cluster),
+        },
+    }
+
+
+def _pod(deployment: Deployment, cluster: ClusterKnobs) -> Object:
+    name = object_name(deployment, cluster)
+    alone = cluster.starts == "job"
+    first = f"{name}-0.{name}" if alone else f"{name}-node-0-0.{name}-nodes"
+    volumes, mounts = _volumes(deployment, cluster)
+    extra = {cluster.gpu_resource: str(cluster.gpus)} if cluster.gpus else None
+    one = container(
+        "cluster",
+        cluster.image or deployment.run.image("worker"),
+        command(deployment, cluster, f"{CONFIG}/cluster.toml", first, "$(JOB_COMPLETION_INDEX)"),
+        resources(processors(cluster.cpus), quantity(cluster.memory), extra),
+        mounts,
+        METRICS,
+        _environment(deployment, cluster),
+    )
+    if cluster.image:  # whatever its entry point does
+        one["command"] = one.pop("args")
+    more: Object = {"restartPolicy": "Never", "terminationGracePeriodSeconds": end_s(deployment)}
+    if alone:
+        more["subdomain"] = name
+    if cluster.node_selector:
+        more["nodeSelector"] = dict(label.split("=", 1) for label in cluster.node_selector)
+    if cluster.tolerate:
+        more["tolerations"] = [{"key": key, "operator": "Exists"} for key in cluster.tolerate]
+    return pod_spec(deployment, name, [one], volumes, **more)
+
+
+def end_s(deployment: Deployment) -> int:
+    """Seconds from SIGTERM to SIGKILL: no cluster is killed while it still waits for its last push."""
+    return max(END_S, math.ceil(deployment.leaving_s) + END_MARGIN_S)
+
+
+def _environment(deployment: Deployment, cluster: ClusterKnobs) -> list[Object]:
+    """What a program of one's own reads, and where the metrics are; the index is the Job's."""
+    said = [{"name": key, "value": value} for key, value in environment(deployment, cluster, KEYS).items()]
+    if not cluster.torchrun:  # of several processes in a pod only one could have the port
+        said.append({"name": "DIPS_WORKER_METRICS_LISTEN", "value": f"0.0.0.0:{METRICS_PORT}"})
+    index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+    return [*said, {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": index}}]
+
+
+def environment(deployment: Deployment, cluster: ClusterKnobs, keys: str) -> dict[str, str]:
+    """The variables that make a program a cluster of the run."""
+    return {
+        "DIPS_MASTER": deployment.master_address,
+        "DIPS_CLUSTER": cluster.id,
+        "DIPS_RUN": deployment.name,
+        "DIPS_KEYS": keys,
+    }
+
+
+def _volumes(deployment: Deployment, cluster: ClusterKnobs) -> tuple[list[Object], list[Object]]:
+    name = object_name(deployment, cluster)
+    volumes = [secret_volume(f"{deployment.name}-keys-{cluster.id}"), config_volume(name)]
+    mounts = [keys_mount(), config_mount()]
+    if cluster.checkpoint_volume:
+        volumes.append({"name": "state", "persistentVolumeClaim": {"claimName": name}})
+        mounts.append({"name": "state", "mountPath": STATE})
+    if cluster.data_claim:
+        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": cluster.data_claim, "readOnly": True}})
+        mounts.append({"name": "data", "mountPath": "/data", "readOnly": True})
+    return volumes, mounts
+
+
+def _claim(deployment: Deployment, cluster: ClusterKnobs) -> Object:
+    spec: Object = {
+        "accessModes": [cluster.checkpoint_access],
+        "resources": {"requests": {"storage": quantity(cluster.checkpoint_volume)}},
+    }
+    if deployment.run.storage_class:
+        spec["storageClassName"] = deployment.run.storage_class
+    return made(deployment, "PersistentVolumeClaim", object_name(deployment, cluster), "cluster", cluster.id, spec=spec)
+
+
+def _service(deployment: Deployment, cluster: ClusterKnobs) -> Object:
+    """Names for the nodes, so that they find the first of them; and the metrics."""
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": selector(deployment, "cluster", cluster.id),
+        "ports": service_ports(METRICS),
+    }
+    return made(deployment, "Service", object_name(deployment, cluster), "cluster", cluster.id, spec=spec)

@@ -1,0 +1,239 @@
+"""What would change: the objects that are wanted against those that are there, in the fields that are ours.
+
+Pure. Three parties set fields: this program, the API server (defaults, status), and others (people, controllers). A
+field is ours if it is wanted now, or if we set it last time, as an annotation of the object remembers; all else is
+left alone. What the API cannot change is found here, so that it is said before anything is done.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import sha256
+from typing import Any
+
+from dips.core.errors import ConfigError
+from dips.deploy.objects import Object, as_yaml
+from dips.deploy.sizes import parse_quantity
+
+FIELDS = "dips/fields"
+"""Annotation: which fields we set, without their values."""
+
+_NOTHING: Any = object()
+
+
+class Action(Enum):
+    """What is done about an object; the values are the marks of a plan."""
+
+    CREATE = "+"
+    CHANGE = "~"
+    REPLACE = "+-"
+    DELETE = "-"
+    SAME = "="
+
+
+@dataclass(frozen=True)
+class Step:
+    """One object and what becomes of it. patch: of a change, as a JSON merge patch."""
+
+    context: str
+    action: Action
+    wanted: Object
+    live: Object | None = None
+    patch: Object | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.wanted['kind']} {self.wanted['metadata']['name']}"
+
+
+def step_for(context: str, wanted: Object, live: Object | None) -> Step:
+    """Raises ConfigError for a difference that only a person can settle."""
+    if live is None:
+        return Step(context, Action.CREATE, marked(wanted))
+    if wanted["kind"] == "Namespace":  # whoever made it decides about it
+        return Step(context, Action.SAME, marked(wanted), live)
+    ours = _left_alone(wanted, live)
+    patch = merge_patch(marked(ours), live)
+    if not patch:
+        return Step(context, Action.SAME, marked(ours), live)
+    if _needs_replacing(wanted["kind"], patch):
+        return Step(context, Action.REPLACE, marked(wanted), live)
+    _check_changeable(ours, patch)
+    return Step(context, Action.CHANGE, marked(ours), live, patch)
+
+
+def marked(wanted: Object) -> Object:
+    """The object with the annotation that remembers our fields."""
+    found = copy.deepcopy(wanted)
+    found["metadata"].setdefault("annotations", {})
+    found["metadata"]["annotations"][FIELDS] = json.dumps(shape(wanted), separators=(",", ":"), sort_keys=True)
+    return found
+
+
+def shape(value: Any) -> Any:
+    """The fields of an object without their values: tables by key, everything else 0."""
+    return {key: shape(item) for key, item in value.items()} if isinstance(value, Mapping) else 0
+
+
+def merge_patch(wanted: Object, live: Object) -> Object:
+    """What has to change in `live`; fields that we set last time and want no more become null."""
+    last = _last_shape(live)
+    patch = _difference(wanted, live, last)
+    return patch if isinstance(patch, dict) else {}
+
+
+def _last_shape(live: Object) -> Any:
+    text = live.get("metadata", {}).get("annotations", {}).get(FIELDS, "{}")
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}
+
+
+def _difference(wanted: Any, live: Any, last: Any) -> Any:
+    if isinstance(wanted, Mapping):
+        there = live if isinstance(live, Mapping) else {}
+        before = last if isinstance(last, Mapping) else {}
+        found = {}
+        for key, value in wanted.items():
+            changed = _difference(value, there.get(key, _NOTHING), before.get(key))
+            if changed is not _NOTHING:
+                found[key] = changed
+        found |= {key: None for key in before if key not in wanted and key in there}
+        return found or _NOTHING
+    return _NOTHING if _holds(live, wanted) else wanted
+
+
+def _holds(live: Any, wanted: Any) -> bool:
+    """Whether what is there says what is wanted; what the server added to it does not count."""
+    if isinstance(wanted, Mapping):
+        return isinstance(live, Mapping) and all(_holds(live.get(key, _NOTHING), wanted[key]) for key in wanted)
+    if isinstance(wanted, list):
+        same_length = isinstance(live, list) and len(live) == len(wanted)
+        return same_length and all(_holds(a, b) for a, b in zip(live, wanted, strict=True))
+    if live is _NOTHING:  # the API leaves out what is empty, no, or naught
+        return wanted in ("", False, 0, None)
+    return bool(live == wanted)
+
+
+# ---- what is not for us to change, or not for anybody ----
+
+
+def _left_alone(wanted: Object, live: Object) -> Object:
+    """With what is said once only as it is there: later others decide it, or `dips deploy scale` does."""
+    found = copy.deepcopy(wanted)
+    kind, spec = wanted["kind"], found.get("spec", {})
+    if kind in ("Job", "JobSet"):
+        spec["suspend"] = live["spec"].get("suspend", False)
+    if kind == "StatefulSet":
+        spec["replicas"] = live["spec"].get("replicas", 1)
+        _keep_claims(found, live)
+    if kind == "PersistentVolumeClaim":
+        _keep_size(spec, live["spec"], found["metadata"]["name"])
+    return found
+
+
+def _keep_claims(found: Object, live: Object) -> None:
+    """A larger volume than is wanted stays; a smaller one is an error."""
+    for ours, theirs in zip(
+        found["spec"].get("volumeClaimTemplates", []), live["spec"].get("volumeClaimTemplates", []), strict=False
+    ):
+        name = found["metadata"]["name"]
+        anew = (
+            f", then `kubectl delete statefulset {name} --cascade=orphan` and apply, with the number of slaves as it is"
+        )
+        _keep_size(ours["spec"], theirs["spec"], f"StatefulSet {name}", anew)
+
+
+def _keep_size(ours: Object, theirs: Object, name: str, and_then: str = "") -> None:
+    have, want = theirs["resources"]["requests"]["storage"], ours["resources"]["requests"]["storage"]
+    if parse_quantity(have) < parse_quantity(want):
+        raise ConfigError(
+            f"the volume of {name} has {have} and needs {want}: a volume is not enlarged here; enlarge it as your "
+            f"storage class allows{and_then}"
+        )
+    ours["resources"]["requests"]["storage"] = have
+
+
+_FIXED = {
+    "StatefulSet": ("serviceName", "selector", "volumeClaimTemplates", "podManagementPolicy"),
+    "Deployment": ("selector",),
+    "PersistentVolumeClaim": ("accessModes", "storageClassName"),
+    "Service": ("clusterIP",),
+}
+
+
+def _check_changeable(wanted: Object, patch: Object) -> None:
+    fixed = [key for key in _FIXED.get(wanted["kind"], ()) if key in patch.get("spec", {})]
+    if fixed:
+        raise ConfigError(
+            f"{wanted['kind']} {wanted['metadata']['name']}: {fixed[0]} cannot be changed once it is there: set it "
+            "back in the file, or delete the run's objects with `dips deploy delete` (volumes stay) and apply again"
+        )
+
+
+def _needs_replacing(kind: str, patch: Object) -> bool:
+    """A Job's pods cannot be changed, nor can what a role binding binds to."""
+    if kind == "RoleBinding":
+        return "roleRef" in patch
+    return kind in ("Job", "JobSet") and bool(patch.get("spec"))
+
+
+# ---- for people ----
+
+
+def shown(document: Object) -> Object:
+    """The object as it may be printed: of secrets only lengths and fingerprints."""
+    found = copy.deepcopy(document)
+    found.get("metadata", {}).get("annotations", {}).pop(FIELDS, None)
+    if found.get("metadata", {}).get("annotations") == {}:
+        del found["metadata"]["annotations"]
+    if found["kind"] == "Secret":
+        found["data"] = {key: _fingerprint(value) for key, value in found.get("data", {}).items()}
+    return found
+
+
+def _fingerprint(value: str) -> str:
+    if not value:
+        return "(not there yet)"
+    raw = base64.b64decode(value)
+    return f"({len(raw)} bytes, sha256 {sha256(raw).hexdigest()[:12]})"
+
+
+def diff_lines(step: Step) -> Iterator[str]:
+    """A plan's lines about one object: all of a new one, of a changed one each field that changes."""
+    yield f"{step.action.value} {step.name}"
+    if step.action in (Action.CREATE, Action.REPLACE):
+        for line in as_yaml(shown(step.wanted)).splitlines():
+            yield f"  + {line}"
+    if step.action is Action.CHANGE and step.patch is not None and step.live is not None:
+        yield from _changes(step.patch, step.live, step.wanted["kind"] == "Secret")
+
+
+def _changes(patch: Object, live: Object, secret: bool, path: str = "") -> Iterator[str]:
+    for key, new in patch.items():
+        where, old = f"{path}.{key}" if path else key, live.get(key) if isinstance(live, Mapping) else None
+        if where == f"metadata.annotations.{FIELDS}":
+            continue
+        if isinstance(new, dict) and isinstance(old, Mapping):
+            yield from _changes(new, dict(old), secret, where)
+            continue
+        if isinstance(old, str) and isinstance(new, str) and "\n" in old + new:
+            yield f"    {where}"
+            yield from (f"  {line}" for line in difflib.ndiff(old.splitlines(), new.splitlines()) if line[0] in "+-")
+            continue
+        hidden = secret and path == "data"
+        if old is not None:
+            yield f"  - {where}: {_fingerprint(old) if hidden else _short(old)}"
+        if new is not None:
+            yield f"  + {where}: {_fingerprint(new) if hidden else _short(new)}"
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

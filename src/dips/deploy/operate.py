@@ -1,0 +1,273 @@
+"""What `dips deploy` does with a checked file: apply, status, scale, drain and delete, over all contexts.
+
+It decides nothing by itself: plan.py and compare.py say what changes, rollout.py makes it and waits, and the master is
+asked by the operator's own service. It must never delete a volume unless told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from dips.core.errors import ConfigError, DipsError
+from dips.core.messages import StatusReply
+from dips.deploy import identities, plan
+from dips.deploy.compare import Action, Step
+from dips.deploy.deploy_file import Deployment
+from dips.deploy.deploy_knobs import ClusterKnobs
+from dips.deploy.health import Health, State, state_of
+from dips.deploy.objects import CLUSTER_LABEL, Object
+from dips.deploy.reach import Dial, doors, state_of_door
+from dips.deploy.rollout import Api, Rollout, everything, rehearsed
+
+Planned = list[tuple[plan.Stage, list[Step]]]
+
+_AROUND = ("Secret", "Service", "NetworkPolicy", "Role", "RoleBinding")
+"""What a new slave needs beside its settings and its pod."""
+
+
+class Operator(Protocol):
+    """What the master is asked; operator_client.OperatorClient does it."""
+
+    def status(self) -> StatusReply: ...
+    def drain(self, cluster_id: str, reason: str) -> str: ...
+    def reshard(self, add: Sequence[str], remove: Sequence[str], reason: str) -> str: ...
+
+
+Dialled = Callable[[], AbstractContextManager[Operator]]
+"""Opens a connection to the master."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What apply would do: steps by stage, and objects of the run that nobody wants any more."""
+
+    planned: Planned
+    leaving: list[Step]
+
+    @property
+    def changes(self) -> int:
+        return sum(step.action is not Action.SAME for _, steps in self.planned for step in steps) + len(self.leaving)
+
+
+class Site:
+    """A deployment, its API servers by context, and its master."""
+
+    def __init__(
+        self, deployment: Deployment, apis: Mapping[str, Api], rollout: Rollout, operator: Dialled, dial: Dial
+    ) -> None:
+        self.deployment = deployment
+        self._apis = apis
+        self._rollout = rollout
+        self._operator = operator
+        self._dial = dial
+
+    # ---- plan and apply ----
+
+    def difference(self) -> Difference:
+        """Raises ConfigError for a difference that only a person can settle."""
+
+        def find(context: str, document: Object) -> Object | None:
+            return self._apis[context].get(document["kind"], document["metadata"]["name"])
+
+        there = {context: everything(api, self.deployment.name) for context, api in self._apis.items()}
+        planned = plan.steps(plan.stages(self.deployment), find)
+        return Difference(planned, plan.left_over(self.deployment, there))
+
+    def check_slaves(self) -> None:
+        plan.check_slaves(self.deployment, self._live_slaves())
+
+    def apply(self, difference: Difference, reach: bool = True) -> int:
+        """Try everything, then make it in order; how many objects changed. Raises DipsError."""
+        identities.check(self.deployment)
+        self.check_slaves()
+        changed = 0
+        with rehearsed(self._apis, difference.planned):
+            for stage, steps in difference.planned:
+                changed += self._rollout.carry_out(steps)
+                self._rollout.wait(stage)
+                if stage.title == "supervisor and metrics" and reach:
+                    self._wait_for_doors()
+        return changed + self._rollout.carry_out(difference.leaving)
+
+    def _wait_for_doors(self) -> None:
+        for who, address in doors(self.deployment):
+            self._rollout.until(who, lambda who=who, address=address: state_of_door(who, address, self._dial))  # type: ignore[misc]
+        self._rollout.until("the run", self._attached)
+
+    def _attached(self) -> State:
+        """Whether the master has all of its slaves."""
+        try:
+            with self._operator() as operator:
+                status = operator.status()
+        except DipsError as error:
+            return State(Health.WAITING, str(error))
+        here = sum(slave.alive for slave in status.slaves)
+        words = f"{here} of {self.deployment.run.slaves} slaves are with the master"
+        return State(Health.READY if here >= self.deployment.run.slaves else Health.WAITING, words)
+
+    # ---- status ----
+
+    def states(self) -> Iterator[tuple[str, Object, State]]:
+        """Every object that is wanted, with its context and how it is."""
+        seen = set()
+        for stage in plan.stages(self.deployment):
+            for one in stage.objects:
+                key = plan.key(stage.context, one)
+                if key not in seen:
+                    seen.add(key)
+                    live = self._apis[stage.context].get(one["kind"], one["metadata"]["name"])
+                    yield stage.context, one, state_of(live)
+
+    def run_status(self) -> StatusReply:
+        with self._operator() as operator:
+            return operator.status()
+
+    # ---- scale ----
+
+    def scale(self) -> tuple[int, int]:
+        """Bring the run to as many slaves as the file says; (before, after). Raises DipsError."""
+        live, wanted = self._live_slaves(), self.deployment.run.slaves
+        if live is None:
+            raise ConfigError(f"run {self.deployment.name} has no slaves yet: `dips deploy apply` makes them")
+        running = live["spec"].get("replicas", 1)
+        if wanted > running:
+            self._add(live, running)
+        elif wanted < running:
+            self._remove(live, running)
+        return running, wanted
+
+    def _add(self, live: Object, running: int) -> None:
+        """Keys, settings and doors first; then the wish, then the pods, which would be refused before it."""
+        identities.check(self.deployment)
+        names = list(self.deployment.slave_ids[running:])
+        around = self._around_slaves()
+        with rehearsed(self._apis, around):
+            for _, steps in around:
+                self._rollout.carry_out([step for step in steps if step.wanted["kind"] in _AROUND])
+        # Those that run keep their settings: started anew, they must still find room for all that they hold.
+        self._tell_settings(names)
+        self._wish(names, [])
+        self._set_replicas(live, self.deployment.run.slaves)
+        self._until_moved()
+        self._wait_for_slaves()
+
+    def _remove(self, live: Object, running: int) -> None:
+        """Room first, since fewer slaves hold more each; then the blocks move, and at last the pods go."""
+        around = self._around_slaves()
+        with rehearsed(self._apis, around):
+            # Those that go keep their settings: they may be started anew until their blocks are elsewhere.
+            self._tell_settings(self.deployment.slave_ids)
+            for stage, steps in around:
+                self._rollout.carry_out([step for step in steps if step.wanted["kind"] == "StatefulSet"])
+                self._rollout.wait(stage)
+        self._wish([], [f"s{index}" for index in range(self.deployment.run.slaves, running)])
+        self._until_moved()
+        self._set_replicas(live, self.deployment.run.slaves)
+        self._wait_for_slaves()
+
+    def _tell_settings(self, slaves: Sequence[str]) -> None:
+        """Write the settings of these slaves, and leave those of the others as they are."""
+        wanted = plan.slave_settings_map(self.deployment)
+        texts = {name: wanted["data"][name] for name in (f"{slave}.toml" for slave in slaves)}
+        self._apis[self.deployment.server_site.context].patch(wanted, {"data": texts})
+
+    def _around_slaves(self) -> Planned:
+        """The server site's stages up to the slaves."""
+        return [pair for pair in self.difference().planned if pair[0].title in ("keys and settings", "slaves")]
+
+    def _wish(self, add: Sequence[str], remove: Sequence[str]) -> None:
+        with self._operator() as operator:
+            known = {slave.slave_id for slave in operator.status().slaves}
+            add = [name for name in add if name not in known]
+            remove = [name for name in remove if name in known]
+            if add or remove:
+                self._rollout.say(operator.reshard(add, remove, "dips deploy scale"))
+
+    def _until_moved(self) -> None:
+        def look() -> State:
+            words = self.run_status().reshard
+            return State(Health.WAITING, words) if words else State(Health.READY, "the blocks are where they belong")
+
+        self._rollout.until("RESHARD", look)
+
+    def _wait_for_slaves(self) -> None:
+        stage = next(stage for stage in plan.stages(self.deployment) if stage.title == "slaves")
+        self._rollout.wait(stage)
+
+    def _set_replicas(self, live: Object, replicas: int) -> None:
+        api = self._apis[self.deployment.server_site.context]
+        api.patch(live, {"spec": {"replicas": replicas}})
+        self._rollout.say(f"StatefulSet {live['metadata']['name']}: {replicas} pods")
+
+    def _live_slaves(self) -> Object | None:
+        return self._apis[self.deployment.server_site.context].get("StatefulSet", f"{self.deployment.name}-slave")
+
+    # ---- drain and delete ----
+
+    def drain(self, cluster: str, reason: str) -> None:
+        """Let a cluster push its last steps and leave; its Job then ends well by itself. Raises DipsError."""
+        found = self._cluster(cluster)
+        with self._operator() as operator:
+            self._rollout.say(operator.drain(cluster, reason))
+        self._rollout.until(f"cluster {cluster}", lambda: self._left(cluster))
+        if found in plan.on_kubernetes(self.deployment):
+            self._rollout.until(f"cluster {cluster}", lambda: self._ended(cluster))
+
+    def _left(self, cluster: str) -> State:
+        for one in self.run_status().clusters:
+            if one.cluster_id == cluster and one.alive:
+                return State(Health.WAITING, f"is {one.phase}")
+        return State(Health.READY, "has left the run")
+
+    def _ended(self, cluster: str) -> State:
+        found = self._cluster(cluster)
+        kind = "JobSet" if found.starts == "jobset" else "Job"
+        api = self._apis[self.deployment.site(found.site).context]
+        live = api.get(kind, f"{self.deployment.name}-cluster-{cluster}")
+        state = state_of(live)
+        if live is None or state.health is not Health.READY:
+            return State(Health.DONE, "its job is gone") if live is None else state
+        return State(Health.WAITING, "its job has yet to end")
+
+    def going(self, cluster: str = "") -> list[Step]:
+        """All objects of the run (or of one cluster) in the order in which they are deleted; no volumes."""
+        if cluster:
+            self._cluster(cluster)
+        found = []
+        for context, api in reversed(list(self._apis.items())):
+            for one in reversed(everything(api, self.deployment.name)):
+                mine = not cluster or one["metadata"]["labels"].get(CLUSTER_LABEL) == cluster
+                if mine and one["kind"] != "PersistentVolumeClaim":
+                    found.append(Step(context, Action.DELETE, one, one))
+        return found
+
+    def volumes(self, cluster: str = "") -> list[Step]:
+        """The volumes of the run, those of StatefulSets too, which carry fewer labels."""
+        labels = {"app.kubernetes.io/instance": self.deployment.name}
+        return [
+            Step(context, Action.DELETE, one, one)
+            for context, api in self._apis.items()
+            for one in api.list("PersistentVolumeClaim", labels)
+            if not cluster or one["metadata"]["labels"].get(CLUSTER_LABEL) == cluster
+        ]
+
+    def delete(self, going: Sequence[Step], volumes: Sequence[Step]) -> None:
+        self._rollout.carry_out(going)
+        for step in going:
+            if step.wanted["kind"] in plan.WORKLOADS:
+                self._rollout.until(step.name, lambda step=step: self._gone(step))  # type: ignore[misc]
+        self._rollout.carry_out(volumes)
+
+    def _gone(self, step: Step) -> State:
+        live = self._apis[step.context].get(step.wanted["kind"], step.wanted["metadata"]["name"])
+        return State(Health.WAITING, "ends") if live is not None else State(Health.READY, "is gone")
+
+    def _cluster(self, cluster: str) -> ClusterKnobs:
+        for one in self.deployment.clusters:
+            if one.id == cluster:
+                return one
+        known = ", ".join(one.id for one in self.deployment.clusters)
+        raise ConfigError(f"{self.deployment.file} has no cluster {cluster!r}; it has {known}")

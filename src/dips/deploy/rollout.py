@@ -1,0 +1,164 @@
+"""Carries a plan out: tries everything first, then makes it stage by stage and waits for each to be well.
+
+What a person got wrong is found by the dry run, in which the API servers check every object and keep nothing, before
+the first one is made. Whatever was made stays when a later stage does not come up; the same command goes on from
+there. It must never delete a volume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from dips.core.errors import DipsError, RetryLater
+from dips.deploy.compare import Action, Step
+from dips.deploy.health import Health, State, state_of
+from dips.deploy.objects import Object
+from dips.deploy.plan import WORKLOADS, Stage
+
+POLL_S = 2.0
+KINDS = (
+    *("Secret", "ServiceAccount", "ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "Role"),
+    *("RoleBinding", "PersistentVolumeClaim", "StatefulSet", "Deployment", "Job", "JobSet", "ServiceMonitor"),
+)
+"""What a run may have in a namespace, in the order in which it is made."""
+
+Say = Callable[[str], None]
+
+
+class Api(Protocol):
+    """What the rollout asks of an API server; kubernetes_api.KubernetesApi does it."""
+
+    @property
+    def context(self) -> str: ...
+    def get(self, kind: str, name: str) -> Object | None: ...
+    def list(self, kind: str, labels: Mapping[str, str]) -> list[Object]: ...
+    def create(self, document: Object, dry_run: bool = False) -> Object | None: ...
+    def patch(self, document: Object, patch: Object, dry_run: bool = False) -> Object | None: ...
+    def delete(self, kind: str, name: str, uid: str = "") -> bool: ...
+
+
+def everything(api: Api, run: str) -> list[Object]:
+    """All objects of a run in one context, in the order in which they are made."""
+    labels = {"app.kubernetes.io/instance": run, "app.kubernetes.io/managed-by": "dips-deploy"}
+    return [one for kind in KINDS for one in api.list(kind, labels)]
+
+
+@contextlib.contextmanager
+def rehearsed(apis: Mapping[str, Api], found: Iterable[tuple[Stage, list[Step]]]) -> Iterator[None]:
+    """Let the API servers check every step, and keep nothing. Raises DipsError for the first that is refused.
+
+    A namespace that is missing is made, since nothing can be checked without it, and unmade after a refusal.
+    """
+    made: list[Step] = []
+    try:
+        for _, steps in found:
+            for step in steps:
+                if step.wanted["kind"] == "Namespace" and step.action is Action.CREATE:
+                    apis[step.context].create(step.wanted)
+                    made.append(step)
+                else:
+                    _carry_out(apis[step.context], step, dry_run=True)
+    except DipsError:
+        for step in made:
+            apis[step.context].delete("Namespace", step.wanted["metadata"]["name"])
+        raise
+    yield
+
+
+class Rollout:
+    """Makes the stages. waits: whether for workloads at all. sleep and now_s are the clock's; say tells a person."""
+
+    def __init__(
+        self,
+        apis: Mapping[str, Api],
+        say: Say,
+        wait_s: float,
+        waits: bool = True,
+        sleep: Callable[[float], None] = time.sleep,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._apis = apis
+        self.say = say
+        self._wait_s = wait_s
+        self._waits = waits
+        self._sleep = sleep
+        self._now_s = now_s
+
+    def carry_out(self, steps: Sequence[Step]) -> int:
+        """Do what the steps say, in their order; how many of them changed something."""
+        changed = 0
+        for step in steps:
+            if step.action is Action.REPLACE:
+                self._remove(step)
+            if step.wanted["kind"] != "Namespace" and _carry_out(self._apis[step.context], step):
+                self.say(f"{step.action.value} {step.name}")
+                changed += 1
+        return changed
+
+    def wait(self, stage: Stage) -> None:
+        """Until every workload of a stage is well. Raises RetryLater when that takes too long, or one failed."""
+        for one in stage.objects:
+            if self._waits and one["kind"] in WORKLOADS:
+                self._wait_for(stage.context, one)
+
+    def _wait_for(self, context: str, document: Object) -> None:
+        kind, name = document["kind"], document["metadata"]["name"]
+
+        def look() -> State:
+            return state_of(self._apis[context].get(kind, name))
+
+        self.until(f"{kind} {name}", look)
+
+    def until(self, what: str, look: Callable[[], State]) -> None:
+        """Ask again and again until something is READY or DONE; say what it waits for whenever that changes."""
+        deadline_s, told = self._now_s() + self._wait_s, ""
+        while True:
+            state = look()
+            if state.health in (Health.READY, Health.DONE):
+                self.say(f"{what}: {state.sentence}")
+                return
+            if state.health is Health.FAILED:
+                raise RetryLater(f"{what}: {state.sentence}; see `kubectl describe` and its logs, then apply again")
+            if state.sentence != told:
+                told = state.sentence
+                self.say(f"{what}: {told}")
+            if self._now_s() >= deadline_s:
+                raise RetryLater(
+                    f"{what} is not well after {self._wait_s:g} s ({told}): see `kubectl describe` and its logs; what "
+                    "was made stays, and the same command goes on from here"
+                )
+            self._sleep(POLL_S)
+
+    def _remove(self, step: Step) -> None:
+        """Before an object that cannot be changed is made anew."""
+        api, kind, name = self._apis[step.context], step.wanted["kind"], step.wanted["metadata"]["name"]
+        api.delete(kind, name)
+
+        def look() -> State:
+            there = api.get(kind, name) is not None
+            return State(Health.WAITING, "the old one ends") if there else State(Health.READY, "the old one has ended")
+
+        self.until(f"{kind} {name}", look)
+
+
+def _carry_out(api: Api, step: Step, dry_run: bool = False) -> bool:
+    """One step; whether there was anything to do. A replaced object is rehearsed under another name."""
+    match step.action:
+        case Action.CREATE:
+            api.create(step.wanted, dry_run)
+        case Action.CHANGE if step.patch is not None:
+            api.patch(step.wanted, step.patch, dry_run)
+        case Action.REPLACE:
+            api.create(_renamed(step.wanted) if dry_run else step.wanted, dry_run)
+        case Action.DELETE if not dry_run:
+            api.delete(step.wanted["kind"], step.wanted["metadata"]["name"])
+        case Action.SAME:
+            return False
+    return True
+
+
+def _renamed(document: Object) -> Object:
+    return {**document, "metadata": {**document["metadata"], "name": f"{document['metadata']['name']}-rehearsal"}}

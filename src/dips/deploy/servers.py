@@ -1,0 +1,349 @@
+"""The objects of the site where master, slaves and supervisor stand. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from dips.core.net.keys import CA_FILE, CERT_FILE, KEY_FILE
+from dips.deploy.deploy_file import (
+    CONFIG,
+    CONTROL_PORT,
+    DATA_PORT,
+    KEYS,
+    METRICS_PORT,
+    PAGE_PORT,
+    STATE,
+    Deployment,
+)
+from dips.deploy.doors import server_policies
+from dips.deploy.objects import (
+    CONFIG_HASH,
+    METRICS,
+    Object,
+    claim_template,
+    config_hash,
+    config_mount,
+    config_volume,
+    container,
+    keys_mount,
+    labels,
+    made,
+    namespace,
+    own_keys_mounts,
+    pod_spec,
+    resources,
+    secret_volume,
+    selector,
+    service_account,
+    service_ports,
+    settings_map,
+    state_mount,
+    tcp_probe,
+    toml,
+)
+from dips.deploy.sizes import SUPERVISOR_BYTES, processors, quantity
+
+START_PROBES, LIFE_PROBES, PROBE_S = 360, 6, 10
+"""A slave reads its snapshots back before it opens its port: an hour is given. Later a minute of silence ends it."""
+
+DOOR_LABEL = "dips-door"
+"""Tells the services that the metrics are read from, inside, from those that lead in from outside."""
+
+END_S = 60
+"""Time for a process to end in good order before it is killed; what it holds is on its disk anyway."""
+
+POD_INDEX = {
+    "name": "POD_INDEX",
+    "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}},
+}
+
+
+def server_objects(deployment: Deployment) -> list[Object]:
+    """Everything of the server site but the secrets, in the order in which it is made."""
+    master_files, slave_files = master_settings(deployment), slave_settings(deployment)
+    name = deployment.name
+    return [
+        namespace(deployment),
+        service_account(deployment, f"{name}-server", "server"),
+        service_account(deployment, f"{name}-supervisor", "supervisor"),
+        settings_map(deployment, f"{name}-master", "master", master_files),
+        settings_map(deployment, f"{name}-slave", "slave", slave_files),
+        *_services(deployment),
+        *server_policies(deployment),
+        _disruption_budget(deployment),
+        _master(deployment, config_hash(master_files)),
+        _slaves(deployment, slave_files),
+        *_supervisor_rights(deployment),
+        _supervisor(deployment),
+        *(_service_monitors(deployment) if deployment.run.service_monitor else []),
+    ]
+
+
+# ---- settings ----
+
+
+def master_settings(deployment: Deployment) -> dict[str, str]:
+    ours = {
+        "run_id": deployment.name,
+        "directory": f"{STATE}/master",
+        "listen": f"0.0.0.0:{CONTROL_PORT}",
+        "slaves": deployment.run.slaves,
+        "keys": KEYS,
+        "metrics_listen": f"0.0.0.0:{METRICS_PORT}",
+        # Of this pod alone: `kubectl port-forward` comes in there, and nobody else does.
+        "page_listen": f"127.0.0.1:{PAGE_PORT}",
+    }
+    return {"master.toml": toml("master", {**deployment.tables["master"], **ours})}
+
+
+def slave_settings(deployment: Deployment) -> dict[str, str]:
+    """A file for each slave: the address at which others reach it cannot be told by one template."""
+    files = {}
+    for index, slave in enumerate(deployment.slave_ids):
+        ours = {
+            "run_id": deployment.name,
+            "slave_id": slave,
+            "directory": f"{STATE}/slave",
+            "master": deployment.master_inside,
+            "keys": KEYS,
+            "data_host": "0.0.0.0",
+            "data_port": DATA_PORT,
+            "advertise": deployment.slave_address(index),
+            "memory_bytes": deployment.sizes.slave_memory_bytes,
+            "metrics_listen": f"0.0.0.0:{METRICS_PORT}",
+        }
+        files[f"{slave}.toml"] = toml("slave", {**deployment.tables["slave"], **ours})
+    return files
+
+
+def common_slave_settings(files: Mapping[str, str]) -> dict[str, str]:
+    """Of the slaves' settings what all of them share: one slave more must not make the others start anew."""
+    lines = [set(text.splitlines()) for text in files.values()]
+    return {"common": "\n".join(sorted(set.intersection(*lines)))}
+
+
+# ---- services ----
+
+
+def _services(deployment: Deployment) -> list[Object]:
+    name = deployment.name
+    inside = [
+        _service(deployment, f"{name}-master", "master", {"control": CONTROL_PORT, **METRICS}),
+        _service(
+            deployment,
+            f"{name}-slave",
+            "slave",
+            {"data": DATA_PORT, **METRICS},
+            clusterIP="None",
+            # A slave finds the others while it is not ready yet.
+            publishNotReadyAddresses=True,
+        ),
+    ]
+    if deployment.run.expose == "inside":
+        return inside
+    return [*inside, _door(deployment, "master", 0), *(_door(deployment, "slave", i) for i in _indices(deployment))]
+
+
+def _indices(deployment: Deployment) -> range:
+    return range(deployment.run.slaves)
+
+
+def _service(deployment: Deployment, name: str, component: str, ports: Mapping[str, int], **spec: object) -> Object:
+    ours = {"selector": selector(deployment, component), "ports": service_ports(ports), **spec}
+    found = made(deployment, "Service", name, component, spec=ours)
+    found["metadata"]["labels"][DOOR_LABEL] = "inside"
+    return found
+
+
+def _door(deployment: Deployment, component: str, index: int) -> Object:
+    """The way in from other places: one for the master, one for each slave."""
+    name = "master-outside" if component == "master" else f"slave-{index}"
+    address = deployment.master_address if component == "master" else deployment.slave_address(index)
+    host, _, port = address.rpartition(":")
+    target = "control" if component == "master" else "data"
+    spec: Object = {"selector": _pod_of(deployment, component, index)}
+    door = {"name": target, "port": int(port), "targetPort": target, "protocol": "TCP"}
+    if deployment.run.expose == "node-port":
+        spec |= {"type": "NodePort", "ports": [{**door, "nodePort": int(port)}]}
+        return made(deployment, "Service", f"{deployment.name}-{name}", component, spec=spec)
+    # Local: the door sees from which network somebody comes.
+    spec |= {"type": "LoadBalancer", "ports": [door], "externalTrafficPolicy": "Local"}
+    found = made(deployment, "Service", f"{deployment.name}-{name}", component, spec=spec)
+    found["metadata"]["annotations"] = {"external-dns.alpha.kubernetes.io/hostname": host}
+    return found
+
+
+def _pod_of(deployment: Deployment, component: str, index: int) -> dict[str, str]:
+    pod = {"statefulset.kubernetes.io/pod-name": f"{deployment.name}-{component}-{index}"}
+    return {**selector(deployment, component), **pod}
+
+
+# ---- workloads ----
+
+
+def _master(deployment: Deployment, hashed: str) -> Object:
+    name, sizes = f"{deployment.name}-master", deployment.sizes
+    one = container(
+        "master",
+        deployment.run.image("master"),
+        ["dips", "master", "--config", f"{CONFIG}/master.toml"],
+        resources("1", quantity(sizes.master_process_bytes)),
+        [state_mount(), keys_mount(), config_mount()],
+        {"control": CONTROL_PORT, **METRICS},
+        startupProbe=tcp_probe("control", PROBE_S, START_PROBES),
+        readinessProbe=tcp_probe("metrics", PROBE_S, 3),
+        livenessProbe=tcp_probe("metrics", PROBE_S, LIFE_PROBES),
+    )
+    volumes = [secret_volume(f"{deployment.name}-keys-master"), config_volume(name)]
+    pod = pod_spec(deployment, f"{deployment.name}-server", [one], volumes, terminationGracePeriodSeconds=END_S)
+    # A StatefulSet never has two pods of one name: the journal has one writer, also when a node is lost.
+    spec = {
+        "serviceName": name,
+        "replicas": 1,
+        "selector": {"matchLabels": selector(deployment, "master")},
+        "template": _template(deployment, "master", hashed, pod),
+        "volumeClaimTemplates": [claim_template(deployment, quantity(sizes.master_volume_bytes))],
+        "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Retain", "whenScaled": "Retain"},
+    }
+    return made(deployment, "StatefulSet", name, "master", spec=spec)
+
+
+def _slaves(deployment: Deployment, files: Mapping[str, str]) -> Object:
+    name, sizes = f"{deployment.name}-slave", deployment.sizes
+    one = container(
+        "slave",
+        deployment.run.image("slave"),
+        ["dips", "slave", "--config", f"{CONFIG}/s$(POD_INDEX).toml"],
+        resources(processors(deployment.run.slave_cpus), quantity(sizes.slave_process_bytes)),
+        [state_mount(), *own_keys_mounts("s$(POD_INDEX)"), config_mount()],
+        {"data": DATA_PORT, **METRICS},
+        [POD_INDEX],
+        # The data port is knocked at until it opens, and no more: every knock without a key counts as a stranger.
+        startupProbe=tcp_probe("data", PROBE_S, START_PROBES),
+        readinessProbe=tcp_probe("metrics", PROBE_S, 3),
+        livenessProbe=tcp_probe("metrics", PROBE_S, LIFE_PROBES),
+    )
+    pod = pod_spec(
+        deployment,
+        f"{deployment.name}-server",
+        [one],
+        [secret_volume(f"{deployment.name}-keys-slave"), config_volume(name)],
+        terminationGracePeriodSeconds=END_S,
+        **_apart(deployment),
+    )
+    spec = {
+        "serviceName": name,
+        "replicas": deployment.run.slaves,
+        "podManagementPolicy": "Parallel",
+        "minReadySeconds": PROBE_S,
+        "selector": {"matchLabels": selector(deployment, "slave")},
+        "template": _template(deployment, "slave", config_hash(common_slave_settings(files)), pod),
+        "volumeClaimTemplates": [claim_template(deployment, quantity(sizes.slave_volume_bytes))],
+        "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Retain", "whenScaled": "Retain"},
+    }
+    return made(deployment, "StatefulSet", name, "slave", spec=spec)
+
+
+def _template(deployment: Deployment, component: str, hashed: str, pod: Object) -> Object:
+    found = {**labels(deployment, component), "app.kubernetes.io/version": deployment.run.tag}
+    hashes = {"annotations": {CONFIG_HASH: hashed}} if hashed else {}
+    return {"metadata": {"labels": found, **hashes}, "spec": pod}
+
+
+def _apart(deployment: Deployment) -> Object:
+    """No two slaves on one node, and about as many in one zone as in another: one failure takes one slave."""
+    found = {"matchLabels": selector(deployment, "slave")}
+    on_node = {"labelSelector": found, "topologyKey": "kubernetes.io/hostname"}
+    required = deployment.run.spread == "required"
+    hard = {"requiredDuringSchedulingIgnoredDuringExecution": [on_node]}
+    soft = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": on_node}]}
+    across = {
+        "maxSkew": 1,
+        "topologyKey": "topology.kubernetes.io/zone",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": found,
+    }
+    return {"affinity": {"podAntiAffinity": hard if required else soft}, "topologySpreadConstraints": [across]}
+
+
+def _disruption_budget(deployment: Deployment) -> Object:
+    """One slave at a time may be moved: rounds rest while one is away."""
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": selector(deployment, "slave")}}
+    return made(deployment, "PodDisruptionBudget", f"{deployment.name}-slave", "slave", spec=spec)
+
+
+# ---- the supervisor of the slaves ----
+
+
+def _supervisor_rights(deployment: Deployment) -> list[Object]:
+    """To see and to end the slaves' pods, by name; nothing else."""
+    name = f"{deployment.name}-supervisor"
+    pods = [f"{deployment.name}-slave-{index}" for index in _indices(deployment)]
+    rule = {"apiGroups": [""], "resources": ["pods"], "resourceNames": pods, "verbs": ["get", "delete"]}
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": deployment.run.namespace}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+    return [
+        made(deployment, "Role", name, "supervisor", rules=[rule]),
+        made(deployment, "RoleBinding", name, "supervisor", subjects=[subject], roleRef=role),
+    ]
+
+
+def _supervisor(deployment: Deployment) -> Object:
+    name = f"{deployment.name}-supervisor"
+    command = ["dips", "deploy", "supervise", "--master", deployment.master_inside, "--keys", KEYS]
+    command += ["--run-id", deployment.name, "--namespace", deployment.run.namespace]
+    command += ["--slaves", str(deployment.run.slaves)]
+    one = container(
+        "supervisor",
+        deployment.run.image("master"),
+        command,
+        resources("50m", quantity(SUPERVISOR_BYTES)),
+        [keys_mount(), {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True}],
+    )
+    volumes = [secret_volume(f"{deployment.name}-keys-supervisor"), _token_volume()]
+    spec = {
+        "replicas": 1,
+        "strategy": {"type": "Recreate"},
+        "selector": {"matchLabels": selector(deployment, "supervisor")},
+        "template": _template(deployment, "supervisor", "", pod_spec(deployment, name, [one], volumes)),
+    }
+    return made(deployment, "Deployment", name, "supervisor", spec=spec)
+
+
+TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""Where the client of Kubernetes looks for it."""
+
+
+def _token_volume() -> Object:
+    """The account's token for this container alone, for an hour at a time."""
+    token = {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}}
+    authority = {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}}
+    return {"name": "token", "projected": {"defaultMode": 0o440, "sources": [token, authority]}}
+
+
+def _service_monitors(deployment: Deployment) -> list[Object]:
+    """For the Prometheus operator: metrics of master and slaves, which ask for a certificate and show their own."""
+    return [_service_monitor(deployment, component) for component in ("master", "slave")]
+
+
+def _service_monitor(deployment: Deployment, component: str) -> Object:
+    secret = f"{deployment.name}-keys-prometheus"
+    tls = {
+        "ca": {"secret": {"name": secret, "key": CA_FILE}},
+        "cert": {"secret": {"name": secret, "key": CERT_FILE}},
+        "keySecret": {"name": secret, "key": KEY_FILE},
+        "serverName": f"dips-{component}",
+    }
+    # Labels of the dashboards: which role, which run, which process.
+    role = {"targetLabel": "role", "replacement": component}
+    run = {"targetLabel": "run", "replacement": deployment.name}
+    name: Object = {"targetLabel": "name", "replacement": component}
+    if component == "slave":
+        pods = f"{re.escape(deployment.name)}-slave-(\\d+)"
+        name = {"sourceLabels": ["__meta_kubernetes_pod_name"], "regex": pods}
+        name |= {"targetLabel": "name", "replacement": "s$1"}
+    endpoint = {"port": "metrics", "scheme": "https", "interval": "15s", "tlsConfig": tls}
+    found = {"matchLabels": {**selector(deployment, component), DOOR_LABEL: "inside"}}
+    spec = {"selector": found, "endpoints": [{**endpoint, "relabelings": [role, run, name]}]}
+    return made(deployment, "ServiceMonitor", f"{deployment.name}-{component}", component, spec=spec)

@@ -1,0 +1,175 @@
+"""What this machine has: memory, files, pages, buffers, a clock. Facts are read in one place, and judged purely."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from dips.core.file_limit import WANTED_FILES
+from dips.core.threads import usable_processors
+from dips.core.units import format_bits_per_s, format_bytes, format_seconds
+from dips.doctor.findings import Finding, Findings, fail, ok, warn
+
+_TIME_ERROR = 5
+"""What adjtimex(2) returns while nobody keeps the clock right."""
+
+_TIMEX_BYTES = 256
+"""More than struct timex has on any system."""
+
+FEWEST_FILES = 4096
+"""Below it a few hundred peers and their harmless reconnections already do not fit."""
+
+TIGHT_SHARE = 0.8
+"""Of the memory that is free: beyond it the kernel's own caches and a growing run have no room."""
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What was read; None: this system does not tell. Buffers: the largest that TCP grows to by itself."""
+
+    memory_bytes: int | None
+    files: int
+    huge_pages: str | None
+    receive_buffer_bytes: int | None
+    send_buffer_bytes: int | None
+    clock_is_kept: bool | None
+    processors: int
+
+
+def read_facts() -> HostFacts:
+    """Of the machine, or the container, that this process runs in."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return HostFacts(
+        _free_memory_bytes(),
+        WANTED_FILES if hard == resource.RLIM_INFINITY else hard,
+        _chosen(_read("/sys/kernel/mm/transparent_hugepage/enabled")),
+        _third(_read("/proc/sys/net/ipv4/tcp_rmem")),
+        _third(_read("/proc/sys/net/ipv4/tcp_wmem")),
+        _clock_is_kept(),
+        usable_processors(),
+    )
+
+
+# ---- judged ----
+
+
+def judge_memory(facts: HostFacts, needed_bytes: int, what_for: str) -> Finding:
+    """needed_bytes: of all processes that start here, at most."""
+    free = facts.memory_bytes
+    if free is None:
+        return warn("memory", "this system does not tell how much memory is free", f"{what_for}: see that it is there")
+    told = f"{what_for}, and {format_bytes(free)} are free here"
+    if needed_bytes > free:
+        return fail("memory", told, "end what else runs, lower max_clusters or pinned_versions, or use more machines")
+    if needed_bytes > TIGHT_SHARE * free:
+        return warn("memory", f"{told}: that is tight", "end what else runs; trainers need memory beside it")
+    return ok("memory", told)
+
+
+def judge_files(facts: HostFacts) -> Finding:
+    told = f"a process may open {facts.files} files"
+    remedy = (
+        f"raise the hard limit to {WANTED_FILES} (ulimit -Hn, limits.conf, LimitNOFILE= or the container's ulimits)"
+    )
+    if facts.files < FEWEST_FILES:
+        return fail("files", f"{told}, and each connection is one", remedy)
+    if facts.files < WANTED_FILES:
+        return warn("files", f"{told}; connections of strangers are held off sooner than at {WANTED_FILES}", remedy)
+    return ok("files", told)
+
+
+def judge_huge_pages(facts: HostFacts) -> Finding:
+    if facts.huge_pages is None:
+        return ok("huge pages", "this system has no setting for them")
+    if facts.huge_pages == "never":
+        return warn(
+            "huge pages",
+            "transparent huge pages are switched off, and slaves go through large arrays",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as root",
+        )
+    return ok("huge pages", f"transparent huge pages: {facts.huge_pages}")
+
+
+def judge_buffers(facts: HostFacts, link_bits_per_s: float, round_trip_s: float) -> Finding:
+    """TCP must be able to hold what is on its way: rate x round trip."""
+    have = [value for value in (facts.receive_buffer_bytes, facts.send_buffer_bytes) if value is not None]
+    if not have:
+        return ok("kernel buffers", "this system grows them by itself")
+    wanted = int(link_bits_per_s / 8 * round_trip_s)
+    path = f"{format_bits_per_s(link_bits_per_s)} with a round trip of {format_seconds(round_trip_s)}"
+    told = f"TCP buffers grow to {format_bytes(min(have))}"
+    # Half of a receive buffer is for the kernel's own book-keeping (tcp_adv_win_scale).
+    if min(have) < 2 * wanted:
+        return warn(
+            "kernel buffers",
+            f"{told}, and {path} has {format_bytes(wanted)} on its way",
+            f"sysctl -w net.ipv4.tcp_rmem='4096 131072 {2 * wanted}' net.ipv4.tcp_wmem='4096 65536 {2 * wanted}'",
+        )
+    return ok("kernel buffers", f"{told}, enough for {path}")
+
+
+def judge_clock(facts: HostFacts) -> Finding:
+    if facts.clock_is_kept is None:
+        return ok("clock", "this system does not tell whether its clock is kept right")
+    if not facts.clock_is_kept:
+        return warn(
+            "clock",
+            "nothing keeps this machine's clock right: certificates, logs and tapes of several machines need it",
+            "start chrony, ntpd or systemd-timesyncd",
+        )
+    return ok("clock", "the clock is kept right")
+
+
+def judge_processors(facts: HostFacts, processes: int) -> Finding:
+    told = f"{processes} busy processes on {facts.processors} processors"
+    if processes > facts.processors:
+        return warn("processors", f"{told}: they take turns", "fine for trying out; for speed use more machines")
+    return ok("processors", told)
+
+
+def judge_all(facts: HostFacts) -> Findings:
+    """What holds whatever runs here."""
+    yield judge_files(facts)
+    yield judge_huge_pages(facts)
+    yield judge_clock(facts)
+
+
+# ---- read ----
+
+
+def _free_memory_bytes() -> int | None:
+    """What can still be had, of the machine and of this container."""
+    rows = dict(line.split(":", 1) for line in (_read("/proc/meminfo") or "").splitlines() if ":" in line)
+    machine = rows.get("MemAvailable", "").split()
+    found = [int(machine[0]) * 1024] if machine else []
+    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None and limit.strip().isdecimal():
+        found.append(int(limit) - int(used))
+    return max(0, min(found)) if found else None
+
+
+def _chosen(text: str | None) -> str | None:
+    """The word in brackets: "always [madvise] never" -> "madvise"."""
+    return None if text is None or "[" not in text else text.partition("[")[2].partition("]")[0]
+
+
+def _third(text: str | None) -> int | None:
+    words = (text or "").split()
+    return int(words[2]) if len(words) == 3 else None
+
+
+def _clock_is_kept() -> bool | None:
+    if sys.platform != "linux":
+        return None
+    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    return None if state < 0 else state != _TIME_ERROR
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None

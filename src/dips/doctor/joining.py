@@ -1,0 +1,192 @@
+"""What must hold before a cluster joins from this machine: looked at from here, with the keys of that cluster.
+
+The master and every slave's data port are dialled as the cluster will dial them. Nothing of the run is changed; where a
+version is published a read of it is begun, as the evaluator begins one, since the slaves then let this process's data
+key in and the whole way is proven.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import zmq
+import zmq.utils.monitor
+
+from dips.core.errors import ConfigError, RetryLater
+from dips.core.messages import (
+    BeginPullReply,
+    BeginPullRequest,
+    Caller,
+    FinishPullRequest,
+    PullGrant,
+    SlaveStatus,
+    StatusReply,
+)
+from dips.core.net.addresses import parse_address
+from dips.core.net.curve import CurvePair, as_client, pair_for
+from dips.core.net.reach import is_elsewhere, is_loopback_endpoint, unreachable_sentence
+from dips.core.net.security import Identity, Role, Security
+from dips.core.net.tls_probe import why_not_let_in
+from dips.core.observe.telemetry import new_cause
+from dips.core.units import format_seconds
+from dips.doctor import host, network
+from dips.doctor.findings import Check, Finding, Findings, Grade, fail, ok, warn
+from dips.doctor.identities import WantedIdentity, check_identities
+from dips.local.operator_client import OperatorClient
+from dips.worker.client import MasterStubs, channel_to
+
+CALL_S = 10.0
+HANDSHAKE_S = 6.0
+"""Time for a data port to let this process's key in; the master names the key to the slaves while the read begins."""
+
+_WATCHED = (
+    *(zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL),
+    *(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_DISCONNECTED),
+)
+_SAID: Mapping[int, str] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not let this process's data key in",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks no ZeroMQ with the same security, or has another key",
+}
+
+
+def checks(master: str, security: Security) -> list[Check]:
+    """In the order in which each rests on the one before."""
+    parse_address(master, "--master")
+    return [
+        Check("keys", partial(_keys, security)),
+        Check("reach", lambda: [network.judge_reached("the master", master, network.dialled(master), True)]),
+        Check("master", partial(_master, master, security)),
+        Check("slaves", partial(_slaves, master, security)),
+        Check("clock", lambda: [host.judge_clock(host.read_facts())]),
+    ]
+
+
+def _keys(security: Security) -> Findings:
+    if not isinstance(security, Identity):
+        yield warn("keys", "the run has no keys: it can be joined from its own machine only", "use keys")
+        return
+    yield from check_identities([WantedIdentity(security.directory, security.role, security.name)])
+    if security.role is not Role.CLUSTER:
+        told = f"{security.directory} holds the keys of {security}, which may look but not train"
+        yield warn("keys", told, "to join, take the directory of a cluster (`dips keys add KEYS --cluster NAME`)")
+
+
+def _master(master: str, security: Security) -> Findings:
+    if words := why_not_let_in(master, security):
+        yield Finding("master", Grade.FAIL, words)
+        return
+    status = _status(master, security)
+    version = f"version {status.published}" if status.published is not None else "no version yet"
+    yield ok("master", f"run {status.run_id} lets these keys in: {version}, {len(status.slaves)} slaves")
+    if status.stopping or status.stopped:
+        yield fail("master", f"run {status.run_id} has ended", "join another run, or start one")
+
+
+def _slaves(master: str, security: Security) -> Findings:
+    """Each is dialled at the address that the master gives to clusters."""
+    status = _status(master, security)
+    if not status.slaves:
+        yield warn("slaves", "no slave has attached to the master yet", "start them, then ask again")
+        return
+    elsewhere = is_elsewhere(master)
+    curve = pair_for(security)
+    with _reading(master, security, curve, status) as grant:
+        keys = {} if grant is None else {one.slave_id: one.curve_key for one in grant.placement.slaves}
+        for slave in status.slaves:
+            if not slave.data_endpoint or not slave.alive:
+                yield warn("slaves", f"slave {slave.slave_id} is away", "see its log; then ask again")
+            elif elsewhere and is_loopback_endpoint(slave.data_endpoint):
+                told = unreachable_sentence(master, slave.slave_id, slave.data_endpoint)
+                cause, _, remedy = told.partition(": let ")
+                yield fail("slaves", cause, f"let {remedy}")
+            else:
+                yield _dialled(slave, curve, keys.get(slave.slave_id))
+
+
+@contextlib.contextmanager
+def _reading(
+    master: str, security: Security, curve: CurvePair | None, status: StatusReply
+) -> Iterator[PullGrant | None]:
+    """A read of the published version, begun and given up; None while there is none or the master is busy."""
+    if status.published is None:
+        yield None
+        return
+    name = security.name if isinstance(security, Identity) else "doctor"
+    caller = Caller(status.run_id, 0, name, None, new_cause())
+    with channel_to(master, security) as channel:
+        stubs = MasterStubs(channel)
+        request = BeginPullRequest(caller, True, None, False, b"" if curve is None else curve.public)
+        reply = stubs.call(request, CALL_S)
+        assert isinstance(reply, BeginPullReply), "the stub's type"
+        grant = reply.answer if isinstance(reply.answer, PullGrant) else None
+        try:
+            yield grant
+        finally:
+            if grant is not None:
+                with contextlib.suppress(RetryLater):  # the pin runs out by itself
+                    stubs.call(FinishPullRequest(caller, grant.pin_id, True), CALL_S)
+
+
+def _dialled(slave: SlaveStatus, curve: CurvePair | None, key: bytes | None) -> Finding:
+    """key: the slave's, as the master names it; None while nothing can be read yet."""
+    who, endpoint = f"the data port of slave {slave.slave_id}", slave.data_endpoint
+    reached = network.dialled(endpoint)
+    if reached.round_trip_s is None or not reached.listens:
+        why = reached.why or "nothing listens there"
+        remedy = "open the way to that port (firewall, security group, route), or correct the slave's advertise"
+        return fail("slaves", f"{who} at {endpoint} cannot be reached from here: {why}", remedy)
+    trip = f"round trip {format_seconds(reached.round_trip_s)}"
+    if key is None:
+        told = f"{who} at {endpoint} answers, {trip}; its keys are tried once a version is published"
+        return ok("slaves", told)
+    if why := _why_no_handshake(endpoint, curve, key):
+        remedy = "see that nothing else listens at that address and port, and ask again; else see the slave's log"
+        return fail("slaves", f"{who} at {endpoint} answers, {trip}, but {why}", remedy)
+    return ok("slaves", f"{who} at {endpoint} lets these keys in, {trip}")
+
+
+def _why_no_handshake(endpoint: str, curve: CurvePair | None, key: bytes) -> str:
+    """Empty once a connection stands; else why the last one did not."""
+    why, until_s = "it says nothing", time.monotonic() + HANDSHAKE_S
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        while (left_s := until_s - time.monotonic()) > 0:
+            event = _first_event(context, endpoint, curve, key, left_s)
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return ""
+            if event:
+                why = _SAID.get(event, "it ends the connection")
+            time.sleep(0.1)  # the slave may not have been told of this key yet
+    finally:
+        context.destroy(linger=0)
+    return why
+
+
+def _first_event(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: CurvePair | None, key: bytes, wait_s: float
+) -> int:
+    """What becomes of one connection; 0 when nothing was heard of it."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    if curve is not None:
+        as_client(dealer, curve, key)
+    monitor = dealer.get_monitor_socket(sum(_WATCHED))
+    try:
+        dealer.connect(endpoint)
+        if not monitor.poll(round(1000 * wait_s)):
+            return 0
+        return int(zmq.utils.monitor.recv_monitor_message(monitor)["event"])
+    finally:
+        dealer.disable_monitor()
+        dealer.close(linger=0)
+
+
+def _status(master: str, security: Security) -> StatusReply:
+    with OperatorClient(master, call_s=CALL_S, security=security) as client:
+        try:
+            return client.status()
+        except RetryLater as error:
+            raise ConfigError(str(error)) from error

@@ -1,0 +1,320 @@
+"""What must hold for a file of `dips up`: everything runs on this machine.
+
+The checks in the order in which a person wants them: what is written wrong, then what is missing, then what is slow.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from dips.core.errors import ConfigError
+from dips.core.net.addresses import format_address, is_loopback
+from dips.core.net.security import Role
+from dips.core.placement import shard_bytes_needed
+from dips.core.release import how_to_install
+from dips.core.units import format_bytes, format_count
+from dips.doctor import disk, host, network
+from dips.doctor.findings import Check, Finding, Findings, Grade, examined, fail, ok, warn
+from dips.doctor.identities import WantedIdentity, check_identities
+from dips.doctor.packages import check_packages
+from dips.local.authority import OPERATOR
+from dips.local.processes import EVALUATOR, MASTER, OwnCluster, RunPlan, TrainedCluster
+from dips.local.run_directory import KEYS, UP, Mark, is_held, read_mark
+from dips.local.run_file import RunKnobs
+from dips.local.sizing import SizeKnobs, Sizes, size
+from dips.trainer.config import TrainConfig, corpus_of
+from dips.trainer.sizes import SIZES
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the file does not say. params: of the model, where a cluster brings its own loop. Link and round trip: to
+    the clusters that come from elsewhere; link None: nobody said, and what is on loopback has none."""
+
+    params: int | None = None
+    link_bits_per_s: float | None = None
+    round_trip_s: float = 0.05
+
+    @property
+    def link(self) -> float:
+        """As it was said, or an ordinary one."""
+        return self.link_bits_per_s or 10e9
+
+
+class LocalDoctor:
+    """The checks of one file, which was read without a mistake."""
+
+    def __init__(self, run: RunKnobs, plan: RunPlan, wish: Wish, facts: host.HostFacts | None = None) -> None:
+        """facts: of this machine, as they are now, unless given."""
+        self._run, self._plan, self._wish = run, plan, wish
+        self._facts = facts or host.read_facts()
+        self.runs_now = is_held(run.directory)
+        self._params = wish.params or _params_of(plan)
+        self._sizes = None if self._params is None else _sizes(plan, self._params)
+
+    def quick_checks(self) -> list[Check]:
+        """Of what would fail at once."""
+        return [Check("clusters", self._programs), Check("keys", self._keys), Check("ports", self._ports)]
+
+    def checks(self) -> list[Check]:
+        return [
+            Check("directory", self._directory),
+            Check("packages", partial(check_packages, _extras(self._run, self._plan))),
+            Check("clusters", self._clusters),
+            Check("data", self._data),
+            Check("keys", self._keys),
+            Check("ports", self._ports),
+            Check("addresses", self._addresses),
+            Check("model", self._model),
+            Check("memory", self._memory),
+            Check("disk", self._disk),
+            Check("flush", self._disk_speed),
+            Check("kernel buffers", self._buffers),
+            Check("host", partial(host.judge_all, self._facts)),
+        ]
+
+    # ---- what is there ----
+
+    def _directory(self) -> Findings:
+        directory, plan = self._run.directory, self._plan
+        mark = read_mark(directory) if directory.is_dir() else None
+        if mark is not None and (mark.made_by, mark.run_id) != (UP, plan.run_id):
+            yield _of_another(directory, mark, plan.run_id)
+            return
+        if mark is None and directory.is_dir() and any(directory.iterdir()):
+            remedy = "choose another directory"
+            yield fail("directory", f"{directory} is not empty and holds no run of dips", remedy)
+            return
+        yield disk.check_writable(directory)
+        if self.runs_now:
+            told = f"a launcher runs in {directory} now, so its ports are taken by the run itself"
+            yield warn("directory", told, "only what does not depend on ports is told; end the run to check all")
+
+    def _programs(self) -> Findings:
+        for cluster in _own_clusters(self._plan):
+            program = cluster.own_command[0]
+            if shutil.which(program) is None:
+                remedy = "install it, or write its path in the cluster's command"
+                yield fail("clusters", f"cluster {cluster.cluster_id}: there is no program {program!r}", remedy)
+            else:
+                yield ok("clusters", f"cluster {cluster.cluster_id}: {program} is there")
+
+    def _clusters(self) -> Findings:
+        yield from self._programs()
+        if _own_clusters(self._plan) and importlib.util.find_spec("torch") is None:
+            told = "torch is not installed in this environment, and a loop of one's own uses it"
+            yield warn("clusters", told, "see that the clusters' commands find it")
+        for train in _trainings(self._plan):
+            if train.device == "cuda":
+                yield _cuda()
+
+    def _data(self) -> Findings:
+        for paths in sorted({train.data for train in _trainings(self._plan)}):
+            train = next(train for train in _trainings(self._plan) if train.data == paths)
+            corpus = corpus_of(train)
+            told = ", ".join(map(str, paths)) or "the source of Python's standard library"
+            n_bytes = sum(len(document.text) for document in corpus.training)
+            yield ok("data", f"{told}: {len(corpus.training)} files, {format_bytes(n_bytes)} of text")
+
+    def _keys(self) -> Findings:
+        plan, keys = self._plan, self._run.directory / KEYS
+        if plan.insecure:
+            told = "the run uses no keys: nothing is encrypted and nobody is authenticated, on this machine only"
+            yield warn("keys", told, "leave out insecure for anything but trying out")
+        elif not keys.is_dir():
+            yield ok("keys", f"`dips up` will make them in {keys}")
+        else:
+            wanted = [WantedIdentity(keys / name, role, name) for role, name in _holders(plan)]
+            there = [one for one in wanted if one.directory.is_dir()]
+            yield from check_identities(there)
+            if len(there) < len(wanted):
+                missing = ", ".join(one.name for one in wanted if one not in there)
+                yield ok("keys", f"`dips up` will make those of {missing}")
+
+    # ---- the network ----
+
+    def _ports(self) -> Findings:
+        if self.runs_now:
+            return iter(())
+        return network.check_doors(_doors(self._plan))
+
+    def _addresses(self) -> Findings:
+        for slave in self._plan.slaves:
+            if slave.advertise:
+                yield from network.check_advertised(f"slave {slave.slave_id}", slave.advertise, "advertise")
+        if self._plan.public_host and any(slave.data_port == 0 for slave in self._plan.slaves):
+            told = "the slaves' data ports are free ones that the system chooses, and other machines have to reach them"
+            yield warn(
+                "addresses", told, "give [slave] data_port, from which each slave takes the next, and open these ports"
+            )
+
+    def _buffers(self) -> Findings:
+        outside = [slave.data_host for slave in self._plan.slaves if not is_loopback(slave.data_host)]
+        if outside or self._wish.link_bits_per_s is not None:
+            yield host.judge_buffers(self._facts, self._wish.link, self._wish.round_trip_s)
+
+    # ---- memory and disks ----
+
+    def _model(self) -> Findings:
+        if self._sizes is None or self._params is None:
+            told = "how large the model is cannot be seen in the file, so memory and disks cannot be judged"
+            yield warn("model", told, "give --params, such as --params 7B")
+            return
+        plan = self._plan
+        fair = math.ceil(self._params / len(plan.slaves))
+        least = shard_bytes_needed([fair], plan.master.chunk_bytes, plan.master.max_clusters, 0)
+        enough = self._sizes.whole("slave_memory_bytes")
+        for slave in plan.slaves:
+            yield _judge_shard(slave.slave_id, slave.memory_bytes, least, enough, self._params)
+
+    def _memory(self) -> Findings:
+        plan = self._plan
+        yield host.judge_processors(self._facts, len(plan.slaves) + len(plan.clusters))
+        if self._sizes is None:
+            return
+        parts = {
+            f"{len(plan.slaves)} slaves": len(plan.slaves) * self._sizes["slave_process_bytes"].value,
+            "the master": self._sizes["master_memory_bytes"].value,
+            f"{len(plan.clusters)} clusters beside their training": len(plan.clusters)
+            * self._sizes["cluster_memory_bytes"].value,
+        }
+        listed = ", ".join(f"{name} {format_bytes(round(n))}" for name, n in parts.items() if n)
+        yield host.judge_memory(self._facts, round(sum(parts.values())), f"{listed}, at most")
+
+    def _disk(self) -> Findings:
+        if self._sizes is None:
+            return iter(())
+        plan, sizes = self._plan, self._sizes
+        rooms = [disk.Room(plan.master.directory, sizes.whole("master_disk_bytes"), "the master's journal")]
+        rooms += [disk.Room(slave.directory, sizes.whole("slave_ring_bytes"), slave.slave_id) for slave in plan.slaves]
+        for cluster in plan.clusters:
+            if isinstance(cluster, TrainedCluster) and cluster.client.checkpoint_dir is not None:
+                needed = sizes.whole("cluster_disk_bytes")
+                rooms.append(disk.Room(cluster.client.checkpoint_dir, needed, f"checkpoints of {cluster.cluster_id}"))
+        return disk.check_room(rooms)
+
+    def _disk_speed(self) -> Findings:
+        master, directory = self._plan.master, self._run.directory
+        shard = None if self._sizes is None else 8 * len(self._plan.slaves) * self._sizes.whole("shard_params")
+        durable = master.durability == "sync"
+        speed = disk.measured(directory)
+        return disk.judge_speed(disk.standing(directory), speed, shard, master.round_timeout_s, durable)
+
+
+def refuse_what_cannot_start(run: RunKnobs, plan: RunPlan) -> None:
+    """For `dips up`: raise ConfigError for the first thing that must fail, before anything is made or started.
+
+    Only what is quick to look at. A directory in which a launcher runs is left to who claims it.
+    """
+    doctor = LocalDoctor(run, plan, Wish())
+    if doctor.runs_now:
+        return
+    for found in examined(doctor.quick_checks()):
+        if found.grade is Grade.FAIL:
+            raise ConfigError(f"{found.sentence}: {found.remedy}" if found.remedy else found.sentence)
+
+
+def _params_of(plan: RunPlan) -> int | None:
+    """The model that the file's clusters train; None when they bring their own."""
+    found = {SIZES[train.model_size].n_elems for train in _trainings(plan)}
+    return max(found, default=None)
+
+
+def _trainings(plan: RunPlan) -> list[TrainConfig]:
+    return [cluster.train for cluster in plan.clusters if isinstance(cluster, TrainedCluster)]
+
+
+def _own_clusters(plan: RunPlan) -> list[OwnCluster]:
+    return [cluster for cluster in plan.clusters if isinstance(cluster, OwnCluster)]
+
+
+def _sizes(plan: RunPlan, params: int) -> Sizes:
+    master, slave = plan.master, plan.slaves[0]
+    clusters = max(1, len(plan.clusters) + len(plan.keys_for))
+    return size(
+        SizeKnobs(
+            params=max(params, len(plan.slaves)),
+            clusters=clusters,
+            slaves=len(plan.slaves),
+            link=10e9,
+            max_clusters=max(master.max_clusters, clusters),
+            pinned_versions=master.pinned_versions,
+            snapshots_kept=slave.snapshots_kept,
+            chunk_bytes=master.chunk_bytes,
+            archive_bytes=master.archive_bytes,
+            journal_records=master.journal_records,
+            keys=not plan.insecure,
+        )
+    )
+
+
+def _judge_shard(slave: str, stated: int, least: int, enough: int, params: int) -> Finding:
+    told = f"slave {slave} states memory_bytes = {format_bytes(stated)}"
+    model = f"its share of {format_count(params)} parameters"
+    remedy = f"say memory_bytes = {enough} in [slave], start more slaves, or lower max_clusters"
+    if stated < least:
+        return fail("model", f"{told}, and {model} needs {format_bytes(least)}: the model would be refused", remedy)
+    if stated < enough:
+        needed = f"up to {format_bytes(enough)}, depending on how blocks are dealt"
+        return warn("model", f"{told}, and {model} needs {needed}", remedy)
+    return ok("model", f"{told}, enough for {model}")
+
+
+def _of_another(directory: Path, mark: Mark, run_id: str) -> Finding:
+    told = f"{directory} belongs to run {mark.run_id!r} of `{mark.made_by}`, not to run {run_id!r}"
+    return fail("directory", told, "choose another directory, or remove that one")
+
+
+def _holders(plan: RunPlan) -> Iterable[tuple[Role, str]]:
+    yield Role.MASTER, MASTER
+    yield from ((Role.SLAVE, name) for name in plan.slave_ids)
+    yield from ((Role.CLUSTER, name) for name in (*plan.cluster_ids, *plan.keys_for))
+    yield Role.OPERATOR, OPERATOR
+    if plan.evaluate is not None:
+        yield Role.OPERATOR, EVALUATOR
+
+
+def _doors(plan: RunPlan) -> Iterable[network.Door]:
+    yield network.Door("the master", plan.master.listen, "listen in [master]")
+    for slave in plan.slaves:
+        address = format_address(slave.data_host, slave.data_port)
+        yield network.Door(f"slave {slave.slave_id}", address, "data_port in [slave]")
+    clients = [(c.cluster_id, c.client) for c in plan.clusters if isinstance(c, TrainedCluster)]
+    roles = [
+        ("the master", plan.master),
+        *((f"slave {slave.slave_id}", slave) for slave in plan.slaves),
+        *((f"cluster {name}", client) for name, client in clients),
+    ]
+    for who, knobs in roles:
+        for setting, words in (("metrics_listen", "metrics"), ("page_listen", "page")):
+            wanted: str | None = getattr(knobs, setting, None)
+            if wanted:
+                yield network.Door(f"{who}'s {words}", wanted, setting)
+
+
+def _extras(run: RunKnobs, plan: RunPlan) -> Iterable[str]:
+    """Of pyproject.toml; the same package may stand in several."""
+    yield "slave"
+    if run.page:
+        yield "master"
+    if plan.evaluate is not None or _trainings(plan):
+        yield "worker"
+
+
+def _cuda() -> Finding:
+    try:
+        import torch
+    except ImportError as error:
+        raise ConfigError(
+            "device = 'cuda' is asked for, and torch is not installed: " + how_to_install("worker")
+        ) from error
+    if torch.cuda.is_available():
+        return ok("clusters", f"a CUDA device is there: {torch.cuda.get_device_name(0)}")
+    remedy = "install its driver and a torch with CUDA, or say device = 'auto'"
+    return fail("clusters", "device = 'cuda' is asked for, and torch finds no CUDA device", remedy)

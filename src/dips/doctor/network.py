@@ -1,0 +1,137 @@
+"""Ports and addresses: free where something is to listen, found and reached where something is to be dialled."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dips.core.net.addresses import format_address, is_loopback, parse_address
+from dips.core.net.reach import is_elsewhere
+from dips.core.units import format_seconds
+from dips.doctor.findings import Finding, Findings, fail, ok, warn
+
+REACH_S = 3.0
+"""Time for one connection; a far site answers within a tenth of it."""
+
+TRIES = 3
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where something is to listen. setting: what changes it."""
+
+    who: str
+    address: str
+    setting: str
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What one dial found. round_trip_s: None when nothing came back."""
+
+    round_trip_s: float | None
+    listens: bool
+    why: str = ""
+
+
+def check_doors(doors: Iterable[Door]) -> Findings:
+    """Each port that is not 0 is wanted once, and free."""
+    taken: dict[str, Door] = {}
+    for door in doors:
+        host, port = parse_address(door.address, door.setting)
+        other = taken.setdefault(format_address(host, port), door) if port else door
+        if other is not door:
+            yield fail(
+                "ports",
+                f"{door.who} and {other.who} are both to listen at {door.address}",
+                f"give each its own {door.setting}, or port 0",
+            )
+        elif port:
+            yield check_free(door)
+
+
+def check_free(door: Door) -> Finding:
+    """Bind the port for a moment."""
+    host, port = parse_address(door.address, door.setting)
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        return fail("addresses", f"{door.who}: {host} is not found ({error.strerror})", f"correct {door.setting}")
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(place)
+            probe.listen(1)
+        except OSError as error:
+            remedy = f"end what listens there (ss -ltnp 'sport = :{port}'), or choose another {door.setting}"
+            return fail("ports", f"{door.who} cannot listen at {door.address}: {error.strerror}", remedy)
+    return ok("ports", f"{door.who} can listen at {door.address}")
+
+
+def check_name_found(who: str, address: str, setting: str) -> Finding:
+    host, port = parse_address(address, setting)
+    try:
+        found = sorted({str(row[4][0]) for row in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
+    except socket.gaierror as error:
+        return fail(
+            "addresses",
+            f"{who}: {host} is not found from here ({error.strerror})",
+            f"make the name known in DNS or /etc/hosts, or correct {setting}",
+        )
+    return ok("addresses", f"{who}: {address} is {', '.join(found[:4])}")
+
+
+def dialled(address: str, tries: int = TRIES) -> Reached:
+    """The shortest of some dials. A host that refuses is there, too: it answers. Nothing is said on the connection."""
+    host, port = parse_address(address)
+    best: float | None = None
+    listens, why = False, ""
+    for _ in range(tries):
+        began_s = time.monotonic()
+        try:
+            with socket.create_connection((host, port), REACH_S):
+                listens = True
+        except ConnectionRefusedError:
+            why = "nothing listens there"
+        except TimeoutError:
+            return Reached(best, listens, f"no answer within {format_seconds(REACH_S)}")
+        except OSError as error:
+            return Reached(best, listens, error.strerror or str(error))
+        took_s = time.monotonic() - began_s
+        best = took_s if best is None else min(best, took_s)
+    return Reached(best, listens, why)
+
+
+def judge_reached(who: str, address: str, reached: Reached, must_listen: bool) -> Finding:
+    if reached.round_trip_s is None:
+        remedy = "open the way (firewall, security group, route), or correct the address"
+        return fail("reach", f"{who} at {address} cannot be reached: {reached.why}", remedy)
+    trip = f"round trip {format_seconds(reached.round_trip_s)}"
+    if reached.listens:
+        return ok("reach", f"{who} at {address} answers, {trip}")
+    if must_listen:
+        return fail("reach", f"{who} at {address}: {reached.why}", "start it, or correct the address")
+    return ok("reach", f"{who} at {address}: its host answers, {trip}; nothing listens there yet")
+
+
+def check_advertised(who: str, address: str, setting: str) -> Findings:
+    """An address under which others are to find a process of this machine."""
+    found = check_name_found(who, address, setting)
+    yield found
+    if found.remedy:
+        return
+    host, _ = parse_address(address, setting)
+    if is_loopback(host):
+        yield warn(
+            "addresses",
+            f"{who} is told to others as {address}, where only this machine finds it",
+            f"give {setting} the address that clusters elsewhere reach",
+        )
+    elif is_elsewhere(address):
+        yield warn(
+            "addresses",
+            f"{who} is told to others as {address}, which is no address of this machine",
+            "right where a router or firewall forwards it to this machine; else give the address of this machine",
+        )

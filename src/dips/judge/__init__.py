@@ -1,0 +1,1 @@
+"""Judges of any run, real or simulated, by what its processes recorded: invariants, verify, replay, story."""

@@ -1,0 +1,457 @@
+"""Whether what the processes recorded is whole, and whether records of one thing agree, whoever wrote them.
+
+The invariants judge what a record says; this judges whether it may be believed. A digest shows that a file changed;
+here the same fact is looked up in every other place that has it, so that one record that was changed together with its
+digest stands alone against the others. It must never judge a promise about state: that is the invariants' work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dips.core.errors import ConfigError
+from dips.judge.facts import MERGES, Fields, History, Pair, Push, pair, push_of, say_push, say_round, say_version
+from dips.judge.invariants import Violation
+from dips.judge.records import Line, RunRecords
+from dips.master.journal_file import EPOCH
+from dips.slave import promise
+from dips.slave.durable import LocalDisk
+from dips.slave.owner import IDENTITY, KEYS
+from dips.slave.promise import read_promise, read_small
+
+NAME = "records"
+PROMISE = "What the processes recorded is whole, and agrees."
+
+SPEAKS = frozenset(
+    {
+        *(("master", kind) for kind in ("journaled", "publish", "judged", "ticket", "commit", "master-ended")),
+        *(("worker", kind) for kind in ("push_begun", "push_sent", "left")),
+        *(("slave", kind) for kind in ("promised", "persisted", "stopped")),
+    }
+)
+"""Lines of tapes, by role and kind, that are compared here."""
+
+MAX_SENTENCES = 20
+"""Of one kind of difference: the first ones explain the others."""
+
+
+@dataclass
+class Evidence:
+    """What became of it. judged: how many records were compared; unproven: what is missing that others speak of."""
+
+    judged: int = 0
+    violations: list[Violation] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
+
+    def differs(self, sentence: str, where: str) -> None:
+        """Two records do not agree."""
+        if sum(violation.fact == where for violation in self.violations) < MAX_SENTENCES:
+            self.violations.append(Violation(NAME, sentence, where))
+
+
+def judge_evidence(records: RunRecords, history: History, without: Collection[str] = ()) -> Evidence:
+    """Compare everything with everything that speaks of the same.
+
+    history: what the invariants made of the records. without: names of processes (`master` is one) whose tapes were
+    never in this directory, as who asks knows.
+    """
+    found = Evidence(unproven=list(records.unproven))
+    _missing_tapes(records, history, without, found)
+    _missing_manifests(records, history, without, found)
+    for compare in (
+        _journal_against_tape, _newest_state, _records_of_manifests, _decisions_against_master, _pushes_against_tapes,
+        _directories,
+    ):  # fmt: skip
+        try:
+            compare(records, history, found)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            records.problems.append(f"a record lacks what others of its kind have ({error!r}): it was changed")
+    return found
+
+
+# ---- what is missing ----
+
+
+def _missing_tapes(records: RunRecords, history: History, without: Collection[str], found: Evidence) -> None:
+    """Of processes that the journal names: what only they could contradict is not proven."""
+    commits = history.commits.values()
+    named = {("slave", "slave", slave) for made in commits for slave in made.digests}
+    named |= {("worker", "cluster", item.push[0]) for made in commits for item in made.participants}
+    missing = [
+        f"no tape of {what} {name} is here" for role, what, name in sorted(named)
+        if (role, name) not in records.tapes and name not in without
+    ]  # fmt: skip
+    if "master" not in without and not any(role == "master" for role, _ in records.tapes):
+        missing.insert(0, "no tape of the master is here")
+    how = "put it into the directory, or give --without-tape NAME if there never was one"
+    found.unproven += [f"{sentence}: {how}" for sentence in missing]
+
+
+def _missing_manifests(records: RunRecords, history: History, without: Collection[str], found: Evidence) -> None:
+    """What was published, and on disk, is on disk still, unless something newer is."""
+    published = [pair(line.fields.get("version")) for line in records.lines["master"] if line.kind == "publish"]
+    newest = next((version for version in reversed(published) if version in history.commits), None)
+    if newest is None:
+        return
+    for slave in sorted(history.commits[newest].digests):
+        if slave in without:
+            continue
+        wanted: Pair | None = newest
+        if not history.is_sync:
+            lines = (line for line in records.lines["slave"] if line.name == slave and line.kind == "persisted")
+            wanted = max((version for line in lines if (version := pair(line.fields.get("version")))), default=None)
+        here = [
+            version for item in records.manifests if item.slave == slave and (version := pair(item.body["version"]))
+        ]
+        found.judged += 1
+        if wanted is not None and max(here, default=(0, -1)) < wanted:
+            have = f"the newest is {say_version(max(here))}" if here else "there is none"
+            found.unproven.append(
+                f"version {say_version(wanted)} was on the disk of slave {slave}, but no manifest of it, or of a newer "
+                f"one, is here ({have}): the slave's directory was emptied, or is elsewhere"
+            )
+
+
+# ---- the journal's newest state, and the records that manifests carry ----
+
+
+def _newest_state(records: RunRecords, _: History, found: Evidence) -> None:
+    """The ledger of the last record belongs to the newest decision."""
+    ledger, decisions = records.ledger, [record for record in records.journal if record["kind"] in MERGES]
+    if not ledger or not decisions or not records.rows:
+        return
+    found.judged += 1
+    newest, commit = decisions[-1], ledger.get("commit")
+    where = "journal snapshot"
+    if ledger.get("tokens") != newest.get("tokens"):
+        found.differs(
+            f"the journal's newest state has {ledger.get('tokens')} tokens, its newest version {newest.get('tokens')}",
+            where,
+        )
+    if commit is None:
+        return  # hand-made: a master always keeps the record of its version
+    if commit["version"] != newest["version"] or commit["digests"] != newest["digests"]:
+        found.differs("the journal's newest state is of another version than its newest decision", where)
+    if newest["kind"] != "ADOPT":
+        _same_record(newest, str(commit["record"]), "the journal's newest state", where, found)
+    commit_hash = hashlib.sha256(str(commit["record"]).encode()).hexdigest()
+    for stored in records.manifests:
+        said = stored.body
+        if said.get("version") == say_version(pair(commit["version"])) and said.get("round") == _round(commit["round"]):
+            found.judged += 1
+            if said.get("commit_hash") != commit_hash:
+                found.differs(
+                    f"version {said['version']} has another COMMIT record in the manifest of slave {stored.slave} than "
+                    "in the journal's newest state",
+                    f"manifest {stored.slave}",
+                )
+
+
+def _round(raw: Any) -> str:
+    return say_round(pair(raw))
+
+
+def _records_of_manifests(records: RunRecords, _: History, found: Evidence) -> None:
+    """A manifest carries the whole record of its version, the ledger included; the journal has it without."""
+    by_name: dict[tuple[str, Pair | None, Pair | None], Fields] = {
+        (record["kind"], pair(record["version"]), pair(record["round"])): record
+        for record in records.journal
+        if record["kind"] in MERGES and record.get("version") is not None
+    }
+    for stored in records.manifests:
+        text = str(stored.body.get("commit_record", ""))
+        try:
+            raw = json.loads(text)
+            key = (str(raw["kind"]), pair(raw["version"]), pair(raw["round"]))
+        except (ValueError, KeyError, TypeError):
+            continue  # hand-made; a slave's start would refuse it
+        if key in by_name:
+            where = f"the manifest of version {stored.body['version']} on slave {stored.slave}"
+            _same_record(by_name[key], text, where, f"manifest {stored.slave}", found)
+
+
+def _same_record(journaled: Fields, text: str, where: str, fact: str, found: Evidence) -> None:
+    raw = json.loads(text)
+    found.judged += 1
+    for name in sorted({*journaled, *raw} - {"ledger"}):
+        if journaled.get(name) != raw.get(name):
+            found.differs(
+                f"the {journaled['kind']} of version {say_version(pair(journaled['version']))} says {name} = "
+                f"{_short(journaled.get(name))} in the journal, but {_short(raw.get(name))} in {where}",
+                fact,
+            )
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+# ---- decisions and pushes, as the master's and the clusters' tapes saw them ----
+
+
+def _decisions_against_master(records: RunRecords, history: History, found: Evidence) -> None:
+    """What was judged, and what was committed with which bound, stands on the master's tape as well."""
+    judged: dict[Pair | None, list[Fields]] = {}
+    committed: dict[Pair | None, list[Fields]] = {}
+    for line in (*records.lines["master"], *_later(records, "master")):
+        kinds = {"judged": judged, "commit": committed}
+        if line.kind in kinds:
+            kinds[line.kind].setdefault(pair(line.fields.get("round")), []).append(line.fields)
+    for record in records.journal:
+        if record["kind"] not in ("COMMIT", "VOID") or record.get("round") is None:
+            continue
+        about = f"the {record['kind']} of round {say_round(pair(record['round']))}"
+        judgement, said = record.get("judgement"), judged.get(pair(record["round"]), [])
+        if judgement and said:
+            found.judged += 1
+            differing = [_judgement_differs(judgement, fields) for fields in said]
+            if all(differing):
+                found.differs(f"{about} says {differing[-1]}", "master judged")
+        said = committed.get(pair(record["round"]), [])
+        if record["kind"] == "COMMIT" and said:
+            found.judged += 1
+            if all(fields.get("s_max") != record.get("s_max") for fields in said):
+                bound = said[-1].get("s_max")
+                found.differs(
+                    f"{about} says s_max = {record.get('s_max')}, but the master's tape {bound}", "master commit"
+                )
+        elif (
+            record["kind"] == "COMMIT" and committed and not history.lossy and _since_commits_are_told(records, record)
+        ):
+            found.differs(f"the master's tape says nothing of {about}", "master commit")
+
+
+def _since_commits_are_told(records: RunRecords, record: Fields) -> bool:
+    """Releases before this one did not write the line: only what came after the first one can lack it."""
+    first = next(line for line in (*records.lines["master"], *_later(records, "master")) if line.kind == "commit")
+    told, asked = pair(first.fields.get("round")), pair(record["round"])
+    return told is not None and asked is not None and asked >= told
+
+
+def _later(records: RunRecords, role: str) -> list[Line]:
+    """What a live process said while the journal was read."""
+    return [line for line in records.later if line.role == role]
+
+
+def _judgement_differs(judgement: Fields, said: Fields) -> str:
+    """The first number of a judgement that the tape has otherwise; empty when none is."""
+    norms = {str(cluster): norm for cluster, norm, *_ in judgement["norms"]}
+    numbers = {name: (judgement[name], said.get(name)) for name in ("kappa", "rho", "merged_norm")}
+    numbers |= {f"norm of {name}": (norm, (said.get("norms") or {}).get(name)) for name, norm in norms.items()}
+    for name, (text, told) in numbers.items():
+        # JSON has neither NaN nor infinity: a tape has null for them.
+        if _finite(float(text)) != told:
+            return f"{name} = {text}, but the master's tape {told}"
+    if list(judgement["accepted"]) != list(said.get("accepted", ())):
+        return f"that {judgement['accepted']} were accepted, but the master's tape {said.get('accepted')}"
+    return ""
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None
+
+
+def _pushes_against_tapes(records: RunRecords, history: History, found: Evidence) -> None:
+    """Tokens, steps, base, fence and ranges of each decided push: as its cluster sent it, as the master's ticket has
+    it, and as its record says."""
+    begun, sent, tickets = (
+        _by_push((*records.lines["worker"], *_later(records, "worker")), "push_begun"),
+        _by_push((*records.lines["worker"], *_later(records, "worker")), "push_sent"),
+        _by_push((*records.lines["master"], *_later(records, "master")), "ticket"),
+    )
+    for record in records.journal:
+        if record["kind"] not in ("COMMIT", "VOID"):
+            continue
+        for item in record.get("participants", ()):
+            push = push_of(item["push"])
+            told = {
+                "tokens": item["tokens"], "base": pair(item["base"]), "fence": item["fence"],
+                "attempt": item["attempt"], "steps": item.get("steps"), "ranges": item["ranges"],
+            }  # fmt: skip
+            about = f"push {say_push(push)} of the {record['kind']} of round {say_round(pair(record['round']))}"
+            _one_push(about, told, sent.get(push), f"worker {push[0]}", "its cluster sent", found)
+            _one_push(about, told, begun.get(push), f"worker {push[0]}", "its cluster began it with", found)
+            _one_push(about, told, tickets.get(push), "master", "its ticket says", found)
+            _untold(records, history, about, push, (begun, sent, tickets), found)
+
+
+def _untold(
+    records: RunRecords,
+    history: History,
+    about: str,
+    push: Push,
+    lines: tuple[Mapping[Push, Any], ...],
+    found: Evidence,
+) -> None:
+    """A cluster's tape has the push before its first byte is sent, the master's before its ticket is."""
+    begun, sent, tickets = lines
+    cluster = push[0]
+    if ("worker", cluster) in records.tapes and ("worker", cluster) not in records.gaps:
+        if push not in begun and push not in sent:
+            found.differs(
+                f"the tape of cluster {cluster} says nothing of {about}: lines are missing", f"worker {cluster}"
+            )
+    if tickets and push not in tickets and not history.lossy:
+        found.differs(f"the master's tape says nothing of a ticket for {about}: lines are missing", "master ticket")
+
+
+def _by_push(lines: Iterable[Line], kind: str) -> dict[Push, list[Fields]]:
+    by_push: dict[Push, list[Fields]] = {}
+    for line in lines:
+        if line.kind == kind:
+            by_push.setdefault(push_of(line.fields["push"]), []).append(line.fields)
+    return by_push
+
+
+def _one_push(about: str, told: Fields, said: list[Fields] | None, fact: str, whose: str, found: Evidence) -> None:
+    """Of lines of the same attempt, one has the very numbers."""
+    same = [fields for fields in said or () if fields.get("attempt", told["attempt"]) == told["attempt"]]
+    if said and not same and fact == "master":  # a cluster that was killed may not have written its last attempt down
+        found.differs(f"{about} has attempt = {told['attempt']}, for which there never was a ticket", fact)
+    if not same:
+        return
+    found.judged += 1
+    differing = [_push_differs(told, fields) for fields in same]
+    if all(differing):
+        name, ours, theirs = differing[-1][0]
+        found.differs(f"{about} has {name} = {_short(ours)}, but {whose} {_short(theirs)}", fact)
+
+
+def _push_differs(told: Fields, said: Fields) -> list[tuple[str, object, object]]:
+    wrong: list[tuple[str, object, object]] = []
+    for name in ("tokens", "steps", "fence"):
+        if name in said and told[name] is not None and said[name] != told[name]:
+            wrong.append((name, told[name], said[name]))
+    if "base" in said and pair(said["base"]) != told["base"]:
+        wrong.append(("base", told["base"], said["base"]))
+    if "ranges" in said:
+        names = ("lease_id", "pass_index", "chunk", "begin_tokens", "end_tokens")
+        theirs = [[item[name] for name in names] for item in said["ranges"]]
+        if theirs != told["ranges"]:
+            wrong.append(("ranges", told["ranges"], theirs))
+    return wrong
+
+
+# ---- whose directory it is ----
+
+
+def _directories(records: RunRecords, history: History, found: Evidence) -> None:
+    """What lies in a slave's directory is that slave's, and its promise is the one of its tape."""
+    epochs = [int(record["epoch"]) for record in records.journal if record["kind"] == EPOCH]
+    epochs += [int(line.fields["epoch"]) for line in _later(records, "master") if line.kind == "epoch"]
+    for folder in sorted({path.parent for path in records.run_dir.rglob(IDENTITY)}):
+        disk = LocalDisk(folder)
+        try:
+            owner = read_small(disk, IDENTITY, KEYS)
+            promised = read_promise(disk) if promise.NAME in disk.names() else 0
+        except (ConfigError, OSError) as error:
+            records.problems.append(str(error))
+            continue
+        slave, fact = str(owner.get("slave_id")), f"directory {folder.name}"
+        found.judged += 1
+        if str(owner.get("run_id")) != records.run_id:
+            found.differs(f"{folder} is of run {owner.get('run_id')!r}, the journal of {records.run_id!r}", fact)
+        others = {item.slave for item in records.manifests if item.path.parent == folder} - {slave}
+        others |= {name for path, name in records.tape_names.items() if path.parent == folder} - {slave}
+        for other in sorted(others):
+            found.differs(f"{folder} is the directory of slave {slave}, but holds files of slave {other}", fact)
+        said = [line for line in records.lines["slave"] if line.name == slave and line.kind == "promised"]
+        newest = max((int(line.fields["epoch"]) for line in said), default=0)
+        if promised < newest:
+            found.differs(
+                f"slave {slave} promised epoch {newest}, as its tape says, but {folder / promise.NAME} says {promised}",
+                fact,
+            )
+        if epochs and promised > max(epochs) and not history.lossy:
+            found.differs(f"{folder / promise.NAME} promises epoch {promised}, which the journal never began", fact)
+    _stray_manifests(records, found)
+
+
+def _stray_manifests(records: RunRecords, found: Evidence) -> None:
+    """One slave, one directory."""
+    homes: dict[str, set[Path]] = {}
+    for item in records.manifests:
+        homes.setdefault(item.slave, set()).add(item.path.parent)
+    for slave, folders in sorted(homes.items()):
+        if len(folders) > 1:
+            names = ", ".join(sorted(str(folder) for folder in folders))
+            found.differs(f"manifests of slave {slave} lie in more than one directory: {names}", f"manifest {slave}")
+
+
+def ended_without_a_word(records: RunRecords) -> list[str]:
+    """Notes: processes whose tape does not end as an orderly end does, of a run that did."""
+    last: dict[tuple[str, str], str] = records.last_kinds
+    if not any(role == "master" and kind == "master-ended" for (role, _), kind in last.items()):
+        return []
+    ends = {"slave": {"stopped"}, "worker": {"left", "stopped", "heldout"}}
+    return [
+        f"the tape of {role} {name} does not end as an orderly end does: the process was killed, goes on, or lines at "
+        "the end are missing"
+        for (role, name), kind in sorted(last.items())
+        if kind not in ends.get(role, {kind})
+    ]
+
+
+# ---- the journal, as the master's tape saw it grow ----
+
+
+def put_back(records: RunRecords) -> str:
+    """A sentence when the journal lost its end before a later master went on from it; empty when it did not."""
+    lines, wrong = _other_rows(records)
+    if not wrong or _at_the_end(records, lines, wrong):
+        return ""
+    number = lines[wrong[0]].fields["number"]
+    return (
+        f"the journal was put back, or lost its end, once: record {number} and what followed is not in it, though the "
+        "master's tape says that it was written; what only it knew is not judged"
+    )
+
+
+def _journal_against_tape(records: RunRecords, _: History, found: Evidence) -> None:
+    lines, wrong = _other_rows(records)
+    found.judged += len(lines)
+    if not lines and records.rows and records.rows[-1].digest and any(role == "master" for role, _ in records.tapes):
+        found.unproven.append("the master's tape does not say how far the journal goes: an older release wrote it")
+    if not wrong or not _at_the_end(records, lines, wrong):
+        return
+    number = int(lines[wrong[0]].fields["number"])
+    newest = records.rows[-1].number if records.rows else 0
+    if number > newest:
+        found.differs(
+            f"the journal ends at record {newest}, but the master's tape says that record {number} was written: the "
+            "journal's end is lost",
+            "master journaled",
+        )
+        return
+    found.differs(
+        f"record {number} of the journal, or one before it, is not the one that was written: the master's tape has "
+        "another digest for it",
+        "master journaled",
+    )
+
+
+def _other_rows(records: RunRecords) -> tuple[list[Line], list[int]]:
+    """What the master's tape says of the journal, and which of these lines (by index) the journal contradicts."""
+    digests = {row.number: row.digest for row in records.rows}
+    oldest = records.rows[0].number if records.rows else 1
+    if records.rows and not records.rows[-1].digest:
+        return [], []  # of an older release
+    lines = [line for line in records.lines["master"] if line.kind == "journaled"]
+    lines = [line for line in lines if int(line.fields["number"]) >= oldest]
+    wrong = [at for at, line in enumerate(lines) if digests.get(line.fields["number"]) != line.fields["digest"]]
+    return lines, wrong
+
+
+def _at_the_end(records: RunRecords, lines: list[Line], wrong: list[int]) -> bool:
+    """Whether no later master went on from the journal as it is now."""
+    after = wrong[-1] + 1
+    if after == len(lines):
+        return True
+    kinds = {row.number: row.kind for row in records.rows}
+    return kinds[lines[after].fields["number"]] != EPOCH

@@ -1,0 +1,489 @@
+"""What the invariants judge: facts, and the history that they add up to.
+
+A fact is a record of the master's journal, a line of a process's tape, or a slave's manifest, as the role wrote it. The
+history is what all facts before said, in dictionaries, so that judging one fact never reads the others again. It must
+never judge: that is the invariants' work. Pure: no files, no clock.
+
+Names are tuples here, because they are compared and looked up more often than they are shown: a version (timeline, v),
+a round (epoch, n), an incarnation (epoch, n), a push (cluster, epoch, n, seq).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from dips.judge.judgement import Judging
+
+Pair = tuple[int, int]
+Push = tuple[str, int, int, int]
+Fields = Mapping[str, Any]
+Sentences = list[str] | None
+"""What an invariant says of a fact: what is wrong, an empty list when nothing is, None when it does not judge it."""
+
+MERGES = frozenset({"COMMIT", "ROLLBACK", "ADOPT", "RESHARD"})
+"""Kinds of journal records that say what a version is."""
+
+
+# ---- names ----
+
+
+def pair(raw: Any) -> Pair | None:
+    """A version, round or incarnation from a list of two numbers or from its text; None for none."""
+    if raw is None or raw == "None":
+        return None
+    if isinstance(raw, str):
+        return _pair_of_text(raw)
+    first, second = raw
+    return int(first), int(second)
+
+
+@lru_cache(maxsize=4096)
+def _pair_of_text(text: str) -> Pair:
+    first, _, second = text.removeprefix("r").replace(":", ".").partition(".")
+    return int(first), int(second)
+
+
+def push_of(raw: Any) -> Push:
+    """A push from a list of four or from its text."""
+    if isinstance(raw, str):
+        return _push_of_text(raw)
+    cluster, epoch, n, seq = raw
+    return str(cluster), int(epoch), int(n), int(seq)
+
+
+@lru_cache(maxsize=4096)
+def _push_of_text(text: str) -> Push:
+    cluster, _, rest = text.rpartition("/")
+    incarnation, _, seq = rest.partition("#")
+    epoch, n = _pair_of_text(incarnation)
+    return cluster, epoch, n, int(seq)
+
+
+def hex_of(raw: Any) -> str:
+    """A digest as hexadecimal text, whether it was bytes or that already."""
+    return raw.hex() if isinstance(raw, bytes | bytearray) else str(raw)
+
+
+def say_version(version: Pair | None) -> str:
+    return "none" if version is None else f"{version[0]}:{version[1]}"
+
+
+def say_round(round_id: Pair | None) -> str:
+    return "none" if round_id is None else f"r{round_id[0]}.{round_id[1]}"
+
+
+def say_push(push: Push) -> str:
+    return f"{push[0]}/{push[1]}.{push[2]}#{push[3]}"
+
+
+def short(digest: str) -> str:
+    """Enough of a digest to tell it from another one."""
+    return digest[:12]
+
+
+# ---- facts ----
+
+
+@dataclass(frozen=True)
+class Participant:
+    """One push of a decided round, as the record names it. ranges: (pass, chunk, begin, end)."""
+
+    push: Push
+    attempt: int
+    verdict: str
+    base: Pair | None
+    fence: int
+    tokens: int
+    ranges: tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A COMMIT, VOID, ROLLBACK, ADOPT or RESHARD."""
+
+    kind: str
+    epoch: int
+    round: Pair | None
+    version: Pair | None
+    from_version: Pair | None
+    digests: Mapping[str, str]
+    tokens: int | None
+    s_max: int | None
+    participants: tuple[Participant, ...]
+    judgement: Fields | None
+    origin: Pair | None
+    donor: str | None
+    lost_tokens: int
+    rolled_back: tuple[Push, ...]
+
+    @property
+    def accepted(self) -> list[Participant]:
+        return [item for item in self.participants if item.verdict == "APPLIED"]
+
+    @property
+    def is_seed(self) -> bool:
+        return self.kind == "COMMIT" and self.from_version is None
+
+    def __str__(self) -> str:
+        what = f"{self.kind} of version {say_version(self.version)}" if self.version else self.kind
+        return f"the {what} (round {say_round(self.round)})"
+
+
+def decision_of(record: Fields) -> Decision:
+    """Read a record. Raises KeyError, ValueError or TypeError when it is not one."""
+    kind = str(record["kind"])
+    tokens, s_max = record.get("tokens"), record.get("s_max")
+    return Decision(
+        kind=kind,
+        epoch=int(record.get("epoch", 0)),
+        round=pair(record.get("round")),
+        version=pair(record.get("version")),
+        from_version=pair(record.get("from_version")),
+        digests={str(name): hex_of(digest) for name, digest in record.get("digests", {}).items()},
+        tokens=None if tokens is None else int(tokens),
+        s_max=None if s_max is None else int(s_max),
+        participants=tuple(_participant(item) for item in record.get("participants", ())),
+        judgement=record.get("judgement"),
+        origin=pair(record.get("origin")),
+        donor=record.get("donor"),
+        lost_tokens=int(record.get("lost_tokens") or 0),
+        rolled_back=tuple(push_of(item) for item in record.get("rolled_back", ())),
+    )
+
+
+def _participant(raw: Fields) -> Participant:
+    return Participant(
+        push_of(raw["push"]),
+        int(raw["attempt"]),
+        str(raw["verdict"]),
+        pair(raw["base"]),
+        int(raw["fence"]),
+        int(raw["tokens"]),
+        tuple((int(r[1]), int(r[2]), int(r[3]), int(r[4])) for r in raw["ranges"]),
+    )
+
+
+@dataclass(slots=True)
+class Fact:
+    """One thing that was recorded. source: "journal", "master", "slave", "worker", "manifest", "file" or "end"."""
+
+    source: str
+    who: str
+    kind: str
+    fields: Fields
+    at_s: float = 0.0
+    decision: Decision | None = None
+
+    def version(self, name: str = "version") -> Pair | None:
+        return pair(self.fields.get(name))
+
+    def round(self) -> Pair | None:
+        return pair(self.fields.get("round"))
+
+    def push(self) -> Push:
+        return push_of(self.fields["push"])
+
+    def digest(self) -> str:
+        return hex_of(self.fields.get("digest", ""))
+
+    @property
+    def made(self) -> Decision:
+        assert self.decision is not None, "only decisions are asked for theirs"
+        return self.decision
+
+    def __str__(self) -> str:
+        return f"{self.source} {self.who}" if self.who else self.source
+
+
+# ---- the history ----
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a slave made in a round. durable is None when its tape does not say."""
+
+    version: Pair | None
+    digest: str
+    durable: bool | None
+
+
+@dataclass
+class History:
+    """What the facts so far add up to.
+
+    durability: "sync" or "async", None when it is not known. live: facts come in the order in which they happened; else
+    source by source. tapes: processes whose tapes are at hand, None for all. whole: the journal's beginning is there.
+    lossy: a journal was lost, or another history was adopted, so that what it decided may be unknown. stands: a slave's
+    tape says that it serves the version, and whether from disk; on_disk: it has a manifest.
+    """
+
+    durability: str | None = "sync"
+    live: bool = True
+    tapes: frozenset[tuple[str, str]] | None = None
+    whole: bool = True
+    lossy: bool = False
+
+    epoch: int = 0
+    head: Decision | None = None
+    newest_round: Pair | None = None
+    commits: dict[Pair, Decision] = field(default_factory=dict)
+    tokens_at: dict[Pair, int] = field(default_factory=dict)
+    decided: dict[Push, tuple[str, Pair | None]] = field(default_factory=dict)
+    taken_back: set[Push] = field(default_factory=set)
+    applied_ranges: dict[tuple[int, int], list[tuple[int, int, Pair, Push]]] = field(default_factory=dict)
+    last_decided: dict[str, tuple[Push, int, bool]] = field(default_factory=dict)
+    joined: dict[str, Pair] = field(default_factory=dict)
+
+    digests: dict[tuple[Pair, str], tuple[str, str]] = field(default_factory=dict)
+    rounds: dict[Pair, tuple[Pair, str]] = field(default_factory=dict)
+    hashes: dict[Pair, tuple[str, str]] = field(default_factory=dict)
+    stands: dict[tuple[str, Pair], bool | None] = field(default_factory=dict)
+    on_disk: set[tuple[str, Pair]] = field(default_factory=set)
+    prepared: dict[tuple[str, Pair], Prepared] = field(default_factory=dict)
+    staged: dict[tuple[Push, str], dict[int, str]] = field(default_factory=dict)
+    sent: dict[Push, Mapping[str, str]] = field(default_factory=dict)
+    promised: dict[str, int] = field(default_factory=dict)
+    promised_at_s: dict[str, float] = field(default_factory=dict)
+    ticketed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    told: dict[Push, str] = field(default_factory=dict)
+    said: dict[Push, str] = field(default_factory=dict)
+    """What this life of the master said; what it did not tell anybody may be decided otherwise in the next."""
+    published: set[Pair] = field(default_factory=set)
+    unproven: list[tuple[Decision, int]] = field(default_factory=list)
+    """Records that some tape does not cover, and how many times the run had gone back by then."""
+    went_back: int = 0
+    leased: bool | None = None
+    judging: Judging = field(default_factory=Judging)
+
+    def __post_init__(self) -> None:
+        self.judging = Judging(self.whole)
+
+    @property
+    def is_sync(self) -> bool:
+        return self.durability == "sync"
+
+    def has_tape(self, role: str, name: str) -> bool:
+        return self.tapes is None or (role, name) in self.tapes
+
+    def lost_journal(self, kept: Collection[Pair] = ()) -> None:
+        """The master's disk was lost, or put back from a copy: what was decided may be decided again, otherwise.
+
+        kept: versions whose records the copy holds.
+        """
+        self.lossy = True
+        self.judging.lost_journal()
+        self._forget_unseen(kept)
+        stay = self.published | set(kept)
+        self.decided = {p: known for p, known in self.decided.items() if p in self.told or known[1] in stay}
+        self.epoch = 0
+        self.head = self.newest_round = None
+        self.last_decided.clear()
+        self.joined.clear()
+        self.ticketed.clear()
+
+    def _forget_unseen(self, kept: Collection[Pair]) -> None:
+        """Versions that only the lost journal knew, committed by no slave and read by nobody: their names are free."""
+        stand = {version for _, version in self.stands} | self.published | set(kept)
+        unseen = {version for version in self.commits if version not in stand}
+        for version in unseen:
+            self._forget(version, adopted=True)
+        for line in self.applied_ranges.values():
+            line[:] = [piece for piece in line if piece[2] not in unseen]
+
+    # ---- adding a fact, after it was judged ----
+
+    def add(self, fact: Fact) -> None:
+        """Take the fact into the history."""
+        handler = _ADD.get((fact.source, fact.kind))
+        if handler is not None:
+            handler(self, fact)
+        if fact.source == "journal":
+            self.epoch = max(self.epoch, int(fact.fields.get("epoch", 0)))
+
+    def add_decision(self, fact: Fact) -> None:
+        made = fact.made
+        self._judged(made, fact)
+        if made.kind == "ADOPT":
+            self.lossy = True
+        if made.kind in ("ADOPT", "ROLLBACK"):
+            self.went_back += 1
+            self._forget_newer(made)
+        for item in made.participants:
+            self._decide(made, item)
+        if made.version is not None:
+            self.commits[made.version] = self.head = made
+            if made.tokens is not None:
+                self.tokens_at[made.version] = made.tokens
+            if made.round is not None:
+                self.rounds.setdefault(made.version, (made.round, "the journal"))
+            for slave, digest in made.digests.items():
+                self.digests.setdefault((made.version, slave), (digest, "the journal"))
+        if made.kind != "ADOPT" and made.round is not None:
+            self.newest_round = made.round
+
+    def _judged(self, made: Decision, fact: Fact) -> None:
+        origin_round = pair(fact.fields.get("origin_round"))
+        origin = (made.origin, origin_round) if made.origin is not None and origin_round is not None else None
+        now = (made.version, made.round) if made.version is not None and made.round is not None else None
+        self.judging.moved(made.kind, now, origin)
+
+    def _decide(self, made: Decision, item: Participant) -> None:
+        donated = made.kind == "ROLLBACK"
+        self.decided[item.push] = (item.verdict, made.version)
+        if not donated:
+            self.last_decided[item.push[0]] = (item.push, item.fence, item.base is None)
+        if item.verdict == "APPLIED" and made.version is not None:
+            for pass_index, chunk, begin, end in item.ranges:
+                piece = (begin, end, made.version, item.push)
+                self.applied_ranges.setdefault((pass_index, chunk), []).append(piece)
+
+    def _forget_newer(self, made: Decision) -> None:
+        """Versions newer than the one that the run goes on from are no longer part of the history that it keeps."""
+        kept = made.origin if made.kind == "ROLLBACK" else made.version
+        assert kept is not None, "both name what they keep"
+        self.taken_back.update(made.rolled_back)
+        dropped = {version for version in self.commits if version > kept}
+        fork = self.commits.get(kept)
+        if made.kind == "ADOPT" and fork is not None and fork.round != made.round:
+            dropped.add(kept)
+        for version in dropped:
+            self._forget(version, made.kind == "ADOPT")
+        for line in self.applied_ranges.values():
+            line[:] = [piece for piece in line if piece[2] not in dropped]
+
+    def _forget(self, version: Pair, adopted: bool) -> None:
+        for item in self.commits[version].participants:
+            if item.verdict == "APPLIED":
+                self.taken_back.add(item.push)
+        if adopted and version not in self.published:
+            # Another history won before anybody saw this one: the same name may be given to another content, and its
+            # pushes may be merged there.
+            for item in self.commits[version].participants:
+                if item.push not in self.told:
+                    self.decided.pop(item.push, None)
+            del self.commits[version]
+            for slave in [slave for known, slave in self.digests if known == version]:
+                if (slave, version) not in self.stands:
+                    del self.digests[version, slave]
+            if not any(known == version for _, known in self.stands):
+                self.rounds.pop(version, None)
+
+    def add_join(self, fact: Fact) -> None:
+        incarnation = pair(fact.fields.get("incarnation"))
+        if incarnation is not None:
+            self.joined[str(fact.fields["cluster"])] = incarnation
+
+    # ---- slaves ----
+
+    def add_promised(self, fact: Fact) -> None:
+        epoch = int(fact.fields["epoch"])
+        if epoch > self.promised.get(fact.who, 0):
+            self.promised[fact.who], self.promised_at_s[fact.who] = epoch, fact.at_s
+
+    def add_staged(self, fact: Fact) -> None:
+        key = (fact.push(), fact.who)
+        self.staged.setdefault(key, {})[int(fact.fields.get("attempt", 1))] = fact.digest()
+
+    def add_measured(self, fact: Fact) -> None:
+        round_id, gram = fact.round(), fact.fields.get("gram")
+        if round_id is not None and gram is not None:
+            self.judging.measured(fact.who, round_id, gram, fact.fields["nonfinite_elems"])
+
+    def add_prepared(self, fact: Fact) -> None:
+        round_id = fact.round()
+        if round_id is not None:
+            durable = fact.fields.get("durable")
+            self.prepared[fact.who, round_id] = Prepared(fact.version(), fact.digest(), durable)
+
+    def add_stands(self, fact: Fact) -> None:
+        """committed, configured, persisted, rolled_back, or a manifest: a version stands on a slave."""
+        version, round_id, where = fact.version(), fact.round(), str(fact)
+        if version is None:
+            return
+        if fact.fields.get("digest"):
+            self.digests.setdefault((version, fact.who), (fact.digest(), where))
+        if round_id is not None:
+            self.rounds.setdefault(version, (round_id, where))
+        if fact.fields.get("commit_hash"):
+            self.hashes.setdefault(version, (hex_of(fact.fields["commit_hash"]), where))
+        if fact.source == "manifest":
+            self.on_disk.add((fact.who, version))
+            return
+        durable = fact.fields.get("durable") if fact.kind == "committed" else True
+        known = self.stands.get((fact.who, version))
+        self.stands[fact.who, version] = True if known else durable
+
+    # ---- master and workers ----
+
+    def add_ticket(self, fact: Fact) -> None:
+        cluster, epoch, n, seq = fact.push()
+        self.ticketed[cluster] = max(self.ticketed.get(cluster, (0, 0, 0)), (epoch, n, seq))
+
+    def add_publish(self, fact: Fact) -> None:
+        version = fact.version()
+        if version is not None:
+            self.published.add(version)
+
+    def add_sent(self, fact: Fact) -> None:
+        digests = fact.fields.get("digest_of_slave") or {}
+        self.sent.setdefault(fact.push(), {name: hex_of(digest) for name, digest in digests.items()})
+
+    def add_life(self, fact: Fact) -> None:
+        self.said.clear()
+
+    def add_said(self, fact: Fact) -> None:
+        self.said[fact.push()] = verdict_of(fact)
+
+    def add_told(self, fact: Fact) -> None:
+        self.told[fact.push()] = verdict_of(fact)
+
+
+def verdict_of(fact: Fact) -> str:
+    """The kind of the verdict that a tape's line tells."""
+    raw = fact.fields.get("verdict", fact.fields.get("kind"))
+    return str(getattr(raw, "name", raw))
+
+
+STANDS = ("committed", "configured", "persisted", "rolled_back")
+"""Kinds of slaves' lines after which a version stands there."""
+
+SENT = ("push_sent", "sent")
+PULLED = ("installed", "pulled")
+
+_ADD = {
+    **{("journal", kind): History.add_decision for kind in ("COMMIT", "VOID", "ROLLBACK", "ADOPT", "RESHARD")},
+    ("journal", "JOIN"): History.add_join,
+    ("slave", "promised"): History.add_promised,
+    ("slave", "staged"): History.add_staged,
+    ("slave", "measured"): History.add_measured,
+    ("slave", "prepared"): History.add_prepared,
+    **{("slave", kind): History.add_stands for kind in STANDS},
+    ("manifest", "manifest"): History.add_stands,
+    ("master", "ticket"): History.add_ticket,
+    ("master", "publish"): History.add_publish,
+    ("master", "epoch"): History.add_life,
+    ("master", "verdict"): History.add_said,
+    **{("worker", kind): History.add_sent for kind in SENT},
+    ("worker", "verdict"): History.add_told,
+}
+
+REMEMBERED = frozenset(_ADD)
+"""Source and kind of the facts that the history remembers, whether or not an invariant judges them, too."""
+
+
+@lru_cache(maxsize=256)
+def ledger_of_record(text: str) -> Fields | None:
+    """The ledger that a COMMIT record carries; None when it is none. Every slave's manifest holds the same text."""
+    try:
+        ledger = json.loads(text)["ledger"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return ledger if isinstance(ledger, dict) else None
+
+
+def names_of(items: Iterable[str]) -> str:
+    return ", ".join(sorted(items)) or "none"

@@ -1,0 +1,303 @@
+"""Finds and reads what a run's processes recorded: journal, tapes, manifests, snapshots. It must never write.
+
+A run may be going on: tapes of the master and of clusters are read first, then the journal, then the slaves' tapes, so
+that whatever the first ones say is covered by what is read after them. What was added to the first ones meanwhile is
+read at the end: it covers what the journal says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dips.core.errors import ConfigError, RetryLater
+from dips.core.observe.telemetry import CHAIN, HEAD, read_chained
+from dips.master.archive import FOLDER, JournalRecord
+from dips.master.journal import read_content
+from dips.master.journal_file import FILE_NAME
+from dips.slave import manifest as manifests
+from dips.slave.snapshot_file import HEADER_BYTES, SnapshotError, read_head, read_tensors
+
+T = TypeVar("T")
+
+ROLES = ("master", "slave", "worker", "launch")
+TRIES = 5
+"""A record that a live run replaces while it is read is read again, so many times."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a tape."""
+
+    role: str
+    name: str
+    kind: str
+    wall_s: float
+    cause: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StoredManifest:
+    """A manifest and, of the snapshot beside it, how many elements of each tensor are not finite."""
+
+    slave: str
+    path: Path
+    body: Mapping[str, Any]
+    non_finite: Mapping[str, int]
+
+
+@dataclass
+class RunRecords:
+    """Everything that was recorded of a run.
+
+    journal: the records' content; rows: the same records as the journal's file has them. tapes: role and name of the
+    processes that left one; gaps: of those that lost lines to a full disk; tape_names: whose tape a file is;
+    last_kinds: the kind of each tape's last line; later: lines of masters and clusters that were written while the rest
+    was read. problems: what is there and cannot be used. unproven: what nothing
+    vouches for. notes: what is not there.
+    """
+
+    run_dir: Path
+    run_id: str = ""
+    journal: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[JournalRecord] = field(default_factory=list)
+    ledger: Mapping[str, Any] | None = None
+    whole: bool = True
+    lines: dict[str, list[Line]] = field(default_factory=lambda: {role: [] for role in ROLES})
+    manifests: list[StoredManifest] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tapes: set[tuple[str, str]] = field(default_factory=set)
+    gaps: set[tuple[str, str]] = field(default_factory=set)
+    tape_names: dict[Path, str] = field(default_factory=dict)
+    last_kinds: dict[tuple[str, str], str] = field(default_factory=dict)
+    later: list[Line] = field(default_factory=list)
+    n_lines: dict[Path, int] = field(default_factory=dict)
+
+
+def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, files: bool = True) -> RunRecords:
+    """Read a run's directory, finished or live.
+
+    keep: of a tape's line, by role and kind, whether it is wanted. files: whether snapshots are read, too. Raises
+    ConfigError when there is no journal or a record cannot be read, FatalError when the journal is damaged.
+    """
+    records = RunRecords(run_dir)
+    tapes = find_tapes(run_dir)
+    sizes_bytes = {path: path.stat().st_size for path in tapes}
+    _read_tapes(records, tapes, ("master", "worker", "launch"), keep)
+    _read_journal(records, master_directory(run_dir))
+    _read_tapes(records, tapes, ("slave",), keep)
+    _read_later(records, sizes_bytes, keep)
+    _read_manifests(records, files)
+    return records
+
+
+def _read_later(records: RunRecords, sizes_bytes: Mapping[Path, int], keep: Callable[[str, str], bool] | None) -> None:
+    """What a live run's master and clusters wrote on their tapes since these were read."""
+    for path, role in find_tapes(records.run_dir).items():
+        if role not in ("master", "worker") or path.stat().st_size == sizes_bytes.get(path):
+            continue
+        seen = records.n_lines.get(path, 0)
+        for event, _ in itertools.islice(read_chained(path), seen, None):
+            line = _line(event, path)
+            records.tapes.add((line.role, line.name))
+            if keep is None or keep(line.role, line.kind):
+                records.later.append(line)
+
+
+def _read_manifests(records: RunRecords, files: bool) -> None:
+    """All of them. A live slave may give the place of one that was listed to another: then they are listed again."""
+    for _ in range(TRIES):
+        paths = sorted(records.run_dir.rglob("manifest-*.json"))
+        found = [(path, _stored(records, path, files)) for path in paths]
+        records.manifests = [item for _, item in found if item is not None]
+        if len(records.manifests) == len(found) or records.problems:
+            return
+
+
+# ---- tapes ----
+
+
+def find_tapes(run_dir: Path) -> dict[Path, str]:
+    """Every tape below the directory, with its process's role, whatever the tape's name."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a directory: give the directory of a run of `dips demo` or `dips up`")
+    found: dict[Path, str] = {}
+    for path in sorted(run_dir.rglob("*.jsonl")):
+        role = _role(path) if path.parent.name != FOLDER else None
+        if role is not None:
+            found[path] = role
+    return found
+
+
+def _role(path: Path) -> str | None:
+    """None for a file that is no tape, or whose first line is not whole yet. Raises ConfigError for a damaged tape."""
+    begin = b""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(1 << 20)
+        first = json.loads(begin.partition(b"\n")[0])
+    except (OSError, ValueError):
+        first = None
+    if isinstance(first, dict) and all(name in first for name in HEAD) and first["role"] in ROLES:
+        return str(first["role"])
+    if f',"{CHAIN}":"'.encode() in begin:
+        raise ConfigError(f"line 1 of tape {path} is not an event: the file was changed or damaged; restore it")
+    return None
+
+
+def _read_tapes(
+    records: RunRecords, tapes: Mapping[Path, str], roles: Iterable[str], keep: Callable[[str, str], bool] | None
+) -> None:
+    for path in (path for role in roles for path, said in tapes.items() if said == role):
+        bare = 0
+        for event, vouched in read_chained(path):
+            line = _line(event, path)
+            bare += not vouched
+            records.tapes.add((line.role, line.name))
+            records.tape_names[path] = line.name
+            records.n_lines[path] = records.n_lines.get(path, 0) + 1
+            records.last_kinds[line.role, line.name] = line.kind
+            if line.kind == "gap":
+                records.gaps.add((line.role, line.name))
+                lost = line.fields.get("lost")
+                records.notes.append(f"the tape of {line.role} {line.name} lost {lost} events: its disk was full")
+            if keep is None or keep(line.role, line.kind):
+                records.lines.setdefault(line.role, []).append(line)
+        if bare:
+            records.unproven.append(f"{bare} lines of tape {path} have no digests: an older release wrote them")
+
+
+def _line(event: dict[str, Any], path: Path) -> Line:
+    try:
+        wall_s, _, role, name, kind, cause = (event.pop(key) for key in HEAD)
+        return Line(str(role), str(name), str(kind), float(wall_s), str(cause), event)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"a line of tape {path} is not an event ({error!r}): the file was changed") from error
+
+
+# ---- the master's directory ----
+
+
+def master_directory(run_dir: Path) -> Path:
+    """Where the journal is: the run's `master` folder, or the directory itself. Raises ConfigError."""
+    for folder in (run_dir / "master", run_dir):
+        if (folder / FILE_NAME).is_file():
+            return folder
+    raise ConfigError(
+        f"{run_dir} has no master's journal ({FILE_NAME}): give the directory of a run of `dips demo` or `dips up`"
+    )
+
+
+def _parsed(master: Path, text: str) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"a record of the journal in {master} is not JSON ({error}): it was changed") from error
+    if not isinstance(record, dict) or "kind" not in record:
+        raise ConfigError(f"a record of the journal in {master} has no kind: it was changed")
+    return record
+
+
+def _read_journal(records: RunRecords, master: Path) -> None:
+    content = _again(lambda: read_content(master))
+    records.rows = content.records
+    records.journal = [_parsed(master, row.record_json) for row in content.records]
+    records.run_id = content.run_id
+    if content.pruned is not None:
+        records.whole = False
+        records.notes.append(str(content.pruned))
+    first, last = content.missing
+    if first <= last:
+        records.whole = False
+        records.unproven.append(
+            f"records {first} to {last} of the journal in {master} are not here, and it does not say that they were "
+            f"deleted for want of room: put the files of {FOLDER}/ back"
+        )
+    if not content.has_digests:
+        records.unproven.append(
+            f"the journal in {master} has no digests, because an older release wrote it: nothing vouches for it"
+        )
+    if content.snapshot_json is not None:
+        records.ledger = _ledger(master / FILE_NAME, content.snapshot_json)
+
+
+def _ledger(path: Path, text: str) -> Mapping[str, Any]:
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"the newest state in {path} is not JSON ({error}): it was changed") from error
+    return raw if isinstance(raw, dict) else {}
+
+
+def _again(read: Callable[[], T]) -> T:
+    """A live master may move old records to its archive, and delete the oldest, while they are read."""
+    for _ in range(TRIES - 1):
+        try:
+            return read()
+        except RetryLater as later:
+            time.sleep(min(later.retry_after_s, 1.0))
+    return read()
+
+
+# ---- the slaves' directories ----
+
+
+def _stored(records: RunRecords, path: Path, files: bool) -> StoredManifest | None:
+    """None when a live slave took the manifest away meanwhile, or it is damaged."""
+    for attempt in range(TRIES):
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            records.problems.append(f"{path} cannot be read: {error.strerror}")
+            return None
+        try:
+            found = manifests.decode(data, str(path))
+            counts = non_finite(path.with_name(found.file), found) if files else {}
+            return StoredManifest(found.slave_id, path, json.loads(data)["body"], counts)
+        except (SnapshotError, OSError) as error:
+            if attempt == TRIES - 1 or _unchanged(path, data):
+                said = f"{error.filename} cannot be read: {error.strerror}" if isinstance(error, OSError) else error
+                records.problems.append(str(said))
+                return None
+    return None
+
+
+def _unchanged(path: Path, data: bytes) -> bool:
+    """Whether the manifest still says what it said, so that what it names should have been whole."""
+    try:
+        return path.read_bytes() == data
+    except OSError:
+        return False
+
+
+def non_finite(path: Path, manifest: manifests.Manifest) -> dict[str, int]:
+    """Elements of theta and momentum that are NaN or infinite. Raises SnapshotError and OSError."""
+    with path.open("rb") as file:
+        head = read_head(file, str(path))
+        if head is None or not manifest.fits(head):
+            raise SnapshotError(f"{path} is not the file that {manifest.info.version}'s manifest names")
+        read_tensors(file, str(path), head)
+    shape = (2, head.n_elems)
+    if os.path.getsize(path) < HEADER_BYTES + 8 * head.n_elems:
+        raise SnapshotError(f"{path} is shorter than its header says")
+    values = np.memmap(path, np.float32, "r", HEADER_BYTES, shape) if head.n_elems else np.empty(shape, np.float32)
+    return {name: count for name, count in zip(("theta", "momentum"), _counts(values), strict=True)}
+
+
+def _counts(values: np.ndarray[Any, np.dtype[np.float32]]) -> Iterator[int]:
+    step = 1 << 22
+    for row in values:
+        yield sum(int(np.count_nonzero(~np.isfinite(row[at : at + step]))) for at in range(0, len(row), step))

@@ -1,0 +1,281 @@
+"""`dips verify` without the command: every promise about state, against all that a run's processes recorded.
+
+A promise is "ok" when records were judged and none breaks it, "unproven" when no record speaks of it, and "not
+applicable" when the run's own configuration rules it out. docs/verify.md lists each promise's evidence, and what it
+cannot see.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict
+
+from dips.core.errors import DipsError
+from dips.judge.evidence import NAME, PROMISE, SPEAKS, Evidence, ended_without_a_word, judge_evidence, put_back
+from dips.judge.facts import REMEMBERED
+from dips.judge.invariants import INVARIANTS, Checker, Violation
+from dips.judge.judgement import Judging
+from dips.judge.records import Line, RunRecords, read_run
+from dips.judge.replay import Replayed, replay_run
+
+OK, VIOLATED, UNPROVEN, NOT_APPLICABLE = "ok", "violated", "unproven", "not applicable"
+
+EXIT_UNREADABLE = 1
+EXIT_BROKEN = 7
+
+BEFORE_THE_JOURNAL = frozenset({"promised", "staged", "measured", "prepared"})
+"""What slaves say before a COMMIT is written; the rest of their tapes speaks of what the journal already holds."""
+
+_OWN_DATA = "clusters bring their own data, so no token is lent"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one promise. records: how many facts were judged."""
+
+    invariant: str
+    promise: str
+    records: int
+    result: str
+    why: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.result in (OK, NOT_APPLICABLE)
+
+
+@dataclass
+class VerifyReport:
+    """The answer. problems: what is there and cannot be read; unproven: what is missing, or what nothing vouches for;
+    notes: what else a reader should know."""
+
+    run_dir: Path
+    run_id: str
+    rows: list[Row]
+    violations: list[Violation]
+    problems: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    replayed: Replayed | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0 when every promise holds, 7 when one is broken or unproven, 1 when a record cannot be read."""
+        if any(row.result == VIOLATED for row in self.rows):
+            return EXIT_BROKEN
+        if self.problems:
+            return EXIT_UNREADABLE
+        return 0 if all(row.holds for row in self.rows) else EXIT_BROKEN
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0
+
+    @property
+    def verdict(self) -> str:
+        """ "ok", or what is not."""
+        if self.ok:
+            return OK
+        broken = [f"{row.invariant} {row.result}" for row in self.rows if not row.holds]
+        return "; ".join([*broken, *self.problems])
+
+    def counts(self) -> dict[str, int]:
+        """Invariant -> records judged, of those that apply."""
+        return {row.invariant: row.records for row in self.rows if row.result != NOT_APPLICABLE}
+
+    def to_json(self) -> dict[str, Any]:
+        """What --json prints."""
+        return {
+            "run_dir": str(self.run_dir),
+            "run_id": self.run_id,
+            "verdict": self.verdict,
+            "exit_code": self.exit_code,
+            "invariants": [
+                {"name": r.invariant, "promise": r.promise, "records": r.records, "result": r.result, "why": r.why}
+                for r in self.rows
+            ],
+            "violations": [{"invariant": v.invariant, "sentence": v.sentence, "fact": v.fact} for v in self.violations],
+            "problems": self.problems,
+            "unproven": self.unproven,
+            "notes": self.notes,
+            "replayed": None if self.replayed is None else self.replayed.to_json(),
+        }
+
+
+def verify_run(
+    run_dir: Path, replay: bool = False, *, allow_skipped: bool = False, without: Collection[str] = ()
+) -> VerifyReport:
+    """Check all that a run recorded; `replay` also computes every version again from the recorded pushes.
+
+    allow_skipped: versions that cannot be computed again, for want of a recorded push, are said and no more. without:
+    names of processes whose tapes were never in the directory.
+    Raises ConfigError when there is no run or (with replay) no recorded push, FatalError when its journal is damaged.
+    """
+    records = read_run(run_dir, keep=_wanted)
+    checker = check_records(records)
+    replayed = replay_run(run_dir, records) if replay else None
+    evidence = judge_evidence(records, checker.history, without)
+    if replayed is not None:
+        evidence.unproven += replayed.unproven
+        if replayed.missing and not allow_skipped:
+            evidence.unproven.append(
+                f"{len(replayed.missing)} shards were not computed again, the first because: {replayed.missing[0]} "
+                "(--allow-skipped takes the others for enough)"
+            )
+    violations = [*checker.violations, *evidence.violations, *(_of_replay(replayed) if replayed is not None else ())]
+    notes = [*records.notes, *_not_recomputed(checker.history.judging), *ended_without_a_word(records)]
+    return VerifyReport(
+        run_dir=run_dir,
+        run_id=records.run_id,
+        rows=[*_rows(checker, records, replayed), _of_records(evidence)],
+        violations=violations,
+        problems=records.problems,
+        unproven=evidence.unproven,
+        notes=notes,
+        replayed=replayed,
+    )
+
+
+def _of_records(evidence: Evidence) -> Row:
+    """The row below the promises: whether their evidence may be believed."""
+    result, why = OK, ""
+    if evidence.violations:
+        result, why = VIOLATED, f"{len(evidence.violations)} times"
+    elif evidence.unproven:
+        result, why = UNPROVEN, f"{len(evidence.unproven)} times, see below"
+    return Row(NAME, PROMISE, evidence.judged, result, why)
+
+
+def check_records(records: RunRecords) -> Checker:
+    """Feed everything to a checker, in the order in which each source covers what the next one says."""
+    durability, lost = _durability(records.lines["master"]), _lost_journal(records)
+    whole = records.whole and not lost
+    checker = Checker(live=False, durability=durability, tapes=frozenset(records.tapes), whole=whole)
+    if lost:
+        checker.lost_journal()
+        records.notes.append(lost)
+    slaves = records.lines["slave"]
+    _feed(checker, (line for line in slaves if line.kind in BEFORE_THE_JOURNAL), records)
+    for record in records.journal:
+        try:
+            checker.feed_journal(record)
+        except (KeyError, TypeError, ValueError) as error:
+            records.problems.append(f"the journal's {record['kind']} cannot be read ({error!r})")
+    _feed(checker, (line for line in slaves if line.kind not in BEFORE_THE_JOURNAL), records)
+    for stored in records.manifests:
+        checker.feed_manifest(stored.slave, stored.body)
+        for what, count in stored.non_finite.items():
+            checker.feed_file(stored.slave, str(stored.body["file"]), what, count)
+    if records.ledger is not None:
+        checker.feed_ledger(records.ledger)
+    _feed(checker, records.lines["master"], records)
+    _feed(checker, records.lines["worker"], records)
+    checker.finish()
+    return checker
+
+
+_USED = REMEMBERED.union(*(item.listens for item in INVARIANTS), {("master", "epoch")}, SPEAKS)
+
+
+def _wanted(role: str, kind: str) -> bool:
+    return (role, kind) in _USED
+
+
+def _feed(checker: Checker, lines: Iterable[Line], records: RunRecords) -> None:
+    for line in lines:
+        try:
+            checker.feed_tape(line.role, line.name, line.kind, line.fields, line.wall_s)
+        except (KeyError, TypeError, ValueError) as error:
+            records.problems.append(f"a line {line.kind!r} of {line.role} {line.name} cannot be read ({error!r})")
+
+
+def _durability(master: Iterable[Line]) -> str | None:
+    """What the master promised in all its lives: the weaker one if both; None when no life said it."""
+    said = {line.fields["durability"] for line in master if line.kind == "epoch" and "durability" in line.fields}
+    return "async" if "async" in said else "sync" if said else None
+
+
+def _lost_journal(records: RunRecords) -> str:
+    """A sentence when this is not the only journal that the run ever had: epochs are counted one by one, unless slaves
+    have promised ones that the journal does not know. A lost one may have begun at 1 as well, as the master's tape
+    says."""
+    epochs = [int(record["epoch"]) for record in records.journal if record["kind"] == "EPOCH"]
+    expected = range(epochs[0] if not records.whole else 1, epochs[-1] + 1) if epochs else ()
+    missing = sorted(set(expected) - set(epochs))
+    if missing:
+        what = f"epoch {missing[0]}" if len(missing) == 1 else f"{len(missing)} epochs, {missing[0]} the first,"
+        return f"the journal knows nothing of {what}: it was lost or put back once, and what only it knew is not judged"
+    if any(record["kind"] == "ADOPT" for record in records.journal):
+        return "the journal was lost or put back once: it took over a version from the slaves, and knows none before it"
+    begun = Counter(str(line.fields.get("epoch")) for line in records.lines["master"] if line.kind == "epoch")
+    twice = [epoch for epoch, times in begun.items() if times > 1]
+    if twice:
+        return f"epoch {twice[0]} was begun twice: the journal was lost once, and what only it knew is not judged"
+    return put_back(records)
+
+
+def _rows(checker: Checker, records: RunRecords, replayed: Replayed | None) -> list[Row]:
+    counts, broken = checker.counts(), checker.broken()
+    if replayed is not None:
+        counts["I14"] += replayed.shards
+        broken["I14"] += len(replayed.wrong)
+        counts["I18"] += replayed.judged
+        broken["I18"] += len(replayed.misjudged)
+    rows = []
+    for item in INVARIANTS:
+        count, result, why = counts[item.name], OK, ""
+        if broken[item.name]:
+            result, why = VIOLATED, f"{broken[item.name]} times"
+        elif count == 0:
+            result, why = _why_none(item.name, records)
+        elif item.name == "I18" and (holes := checker.history.judging.holes):
+            result, why = UNPROVEN, f"{holes} records do not say what was judged from, though records before them do"
+        rows.append(Row(item.name, item.promise, count, result, why))
+    return rows
+
+
+def _why_none(name: str, records: RunRecords) -> tuple[str, str]:
+    """No record speaks of the promise: is it ruled out, or only not shown?"""
+    ledger = records.ledger
+    if name == "I12" and ledger is not None and ledger.get("data_plan") and ledger.get("leases") is None:
+        return NOT_APPLICABLE, _OWN_DATA
+    return UNPROVEN, "no record speaks of it"
+
+
+def _not_recomputed(judging: Judging) -> list[str]:
+    """Judgements of which I18 says nothing, or not all."""
+    notes = []
+    if judging.old:
+        notes.append(
+            f"{judging.old} judgements are not computed again: their records do not say what they followed from"
+        )
+    if judging.blind:
+        notes.append(
+            f"of {judging.blind} judgements the accepted set is not computed again: what the detector remembered then "
+            "is in no record that is here"
+        )
+    return notes
+
+
+def _of_replay(replayed: Replayed) -> list[Violation]:
+    wrong, misjudged = replayed.wrong, replayed.misjudged
+    return [Violation(name, said, "replay") for name, many in (("I14", wrong), ("I18", misjudged)) for said in many]
+
+
+class Summary(TypedDict):
+    """What a run's report says: "ok" or what is not, and how many records were judged for each invariant."""
+
+    verify: str
+    verified: dict[str, int]
+
+
+def verify_or_say(run_dir: Path) -> Summary:
+    """The summary of a run, also when its records cannot be read."""
+    try:
+        report = verify_run(run_dir)
+    except DipsError as error:
+        return {"verify": f"unreadable: {error}", "verified": {}}
+    return {"verify": report.verdict, "verified": report.counts()}

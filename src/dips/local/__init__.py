@@ -1,0 +1,1 @@
+"""Runs on one machine: their processes, files and reports."""

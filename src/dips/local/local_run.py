@@ -1,0 +1,247 @@
+"""A whole run as processes of this machine: starts them in order, keeps them alive, watches, and ends them.
+
+What the run is (settings, data, faults) is its owner's business, and so is what is shown of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from dips.core.clock import Clock
+from dips.core.errors import TERMINATED, ConfigError, FatalError, RefusalCode, Refused, RetryLater
+from dips.core.messages import StatusReply
+from dips.core.net.keys import load_identity
+from dips.core.net.security import INSECURE, Security
+from dips.core.observe.telemetry import Tape
+from dips.core.units import format_seconds
+from dips.local.authority import OPERATOR, ensure_keys
+from dips.local.operator_client import OperatorClient, wait_for_master
+from dips.local.processes import (
+    EVALUATOR,
+    MASTER,
+    RunPlan,
+    TrainedCluster,
+    cluster_specs,
+    evaluator_spec,
+    master_spec,
+    slave_specs,
+)
+from dips.local.run_directory import RunDirectory
+from dips.local.supervisor import POLL_S, ChildEvent, Supervisor
+from dips.local.tapes import StartFollower, tape_path
+from dips.master.page.gate import read_page_url
+
+STATUS_EVERY_S = 0.5
+_STATUS_CALL_S = 2.0
+_MASTER_START_S = 60.0
+_END_S = 10.0
+LAUNCH_TAPE = "launch"
+
+
+class LocalRun:
+    """Use as a context manager: leaving it ends every process of the run.
+
+    `tell` gets a sentence whenever a process starts, dies or ends. `stall_s` bounds how long the run may
+    apply no token while it is neither paused nor finished; 0: for ever.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        directory: RunDirectory,
+        clock: Clock,
+        tell: Callable[[str], None],
+        stall_s: float = 0.0,
+    ) -> None:
+        self.plan = plan
+        self.status: StatusReply | None = None
+        self.speeds: dict[str, float] = {}
+        self.address = ""
+        self.page_url: str | None = None
+        """Of the status page, with the token that lets people in; None when there is none."""
+        self.directory = directory
+        self._clock = clock
+        self._tell = tell
+        self._tape = Tape(tape_path(directory.path, LAUNCH_TAPE), "launch", "launch", clock, may_lose=True)
+        self.supervisor = Supervisor(clock, self._child_event, log_format=plan.log_format)
+        self._operator: OperatorClient | None = None
+        self._next_status_s = 0.0
+        self._stall_s = stall_s
+        self._starts = StartFollower(_tapes(plan, directory))
+        self._progress: tuple[int, float] = (-1, 0.0)
+
+    def __enter__(self) -> LocalRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process: clusters, then slaves, then the master. Safe to repeat."""
+        if self._operator is not None:
+            self._operator.close()
+            self._operator = None
+        self.supervisor.stop()
+        self._tape.close()
+
+    # ---- life ----
+
+    def start(self) -> str:
+        """Start everything; returns the master's address. Raises what a child's wrong settings raise."""
+        self._make_keys()
+        pid = self.supervisor.start(master_spec(self.plan, self.directory))
+        self.address = wait_for_master(self.directory.master, pid, _MASTER_START_S, self.supervisor.poll)
+        self.page_url = read_page_url(self.directory.master)
+        self._operator = OperatorClient(self.address, self.plan.run_id, _STATUS_CALL_S, security=self._security())
+        self._refuse_ended_run(self._operator.status())
+        for spec in slave_specs(self.plan, self.directory, self.address):
+            self.supervisor.start(spec)
+        for spec in cluster_specs(self.plan, self.directory, self.address):
+            self.supervisor.start(spec)
+        evaluator = evaluator_spec(self.plan, self.directory, self.address)
+        if evaluator is not None:
+            self.supervisor.start(evaluator)
+        return self.address
+
+    def tick(self) -> StatusReply | None:
+        """Look after the processes, and ask for the status when it is time; the new status, or None.
+
+        Raises FatalError when a process cannot be kept alive or nothing moves for too long.
+        """
+        self.supervisor.poll()
+        now_s = self._clock.monotonic_s()
+        if now_s < self._next_status_s:
+            return None
+        self._next_status_s = now_s + STATUS_EVERY_S
+        for name, sentence in self._starts.news():
+            self._tell(f"{name}: {sentence}")
+        status = self._ask()
+        if status is not None:
+            self._remember(status, now_s)
+        self._check_stalled(now_s)
+        return status
+
+    @property
+    def finished(self) -> bool:
+        """The run was stopped, and every process that ends by itself has ended well."""
+        names = [*self.plan.cluster_ids, *([EVALUATOR] if self.plan.evaluate is not None else [])]
+        stopped = self.status is not None and self.status.stopped
+        # A master that ended well has served its time after the stop, whether we saw it say so or not.
+        return (stopped or self.supervisor.exit_code(MASTER) == 0) and self.supervisor.ended(names)
+
+    @property
+    def deserted(self) -> bool:
+        """There were clusters, all of them have ended for good, and yet the run has not."""
+        stopping = self.status is not None and (self.status.stopping or self.status.stopped)
+        return bool(self.plan.clusters) and self.supervisor.ended(self.plan.cluster_ids) and not stopping
+
+    def exit_codes(self) -> dict[str, int | None]:
+        """Process name -> exit code of its last life; None while it runs."""
+        names = [MASTER, *self.plan.slave_ids, *self.plan.cluster_ids]
+        names += [EVALUATOR] if self.plan.evaluate is not None else []
+        return {name: self.supervisor.exit_code(name) for name in names}
+
+    def finish(self) -> None:
+        """Once `finished`: let the master and the slaves end by themselves, for a bounded time."""
+        self.stop_run("the run has ended")
+        names = [MASTER, *self.plan.slave_ids]
+        deadline_s = self._clock.monotonic_s() + _END_S
+        while not self.supervisor.ended(names) and self._clock.monotonic_s() < deadline_s:
+            self.supervisor.poll()
+            time.sleep(POLL_S)
+
+    def stop_run(self, reason: str) -> str | None:
+        """Ask the master to end the run in good order; its answer, or None while it cannot be reached."""
+        if self._operator is None:
+            return None
+        try:
+            return self._operator.stop(reason)
+        except (RetryLater, Refused) as error:
+            _raise_unless_away(error)
+            return None
+
+    def record(self, kind: str, **fields: object) -> None:
+        """Write to the launcher's own tape."""
+        self._tape.write(kind, "launch", **fields)
+
+    # ---- how ----
+
+    def _security(self) -> Security:
+        return INSECURE if self.plan.insecure else load_identity(self.directory.keys / OPERATOR)
+
+    def _make_keys(self) -> None:
+        """Keys for everyone of the plan; those that an earlier start made stay."""
+        if self.plan.insecure:
+            self._tell("INSECURE, as was said: nothing is encrypted and nobody is authenticated, on loopback only")
+            return
+        operators = [OPERATOR, *([EVALUATOR] if self.plan.evaluate is not None else [])]
+        clusters = [*self.plan.cluster_ids, *self.plan.keys_for]
+        ensure_keys(self.directory.keys, clusters, self.plan.slave_ids, operators)
+
+    def _ask(self) -> StatusReply | None:
+        """None while the master does not answer: it may be on its way back."""
+        if self._operator is None:
+            return None
+        try:
+            return self._operator.status()
+        except (RetryLater, Refused) as error:
+            _raise_unless_away(error)
+            return None
+
+    def _refuse_ended_run(self, status: StatusReply) -> None:
+        if status.stopping or status.stopped:
+            where = self.directory.path
+            reached = 0 < status.tk_max_tokens <= status.tokens
+            more = f"raise tk_max ({status.tk_max_tokens}) above that to go on, or " if reached else ""
+            raise ConfigError(
+                f"run {status.run_id} in {where} has ended after {status.tokens} tokens: {more}take its model with "
+                f"`dips export model.safetensors --run-dir {where}`; for a new run choose another id and "
+                "directory, or remove this directory"
+            )
+
+    def _remember(self, status: StatusReply, now_s: float) -> None:
+        self.status = status
+        for cluster in status.clusters:
+            if cluster.tokens_per_s > 0:
+                self.speeds[cluster.cluster_id] = cluster.tokens_per_s
+        if status.tokens != self._progress[0] or status.paused or status.stopped:
+            self._progress = (status.tokens, now_s)
+
+    def _check_stalled(self, now_s: float) -> None:
+        if self._progress[1] == 0.0:
+            self._progress = (-1, now_s)
+        still_s = now_s - self._progress[1]
+        if 0 < self._stall_s < still_s:
+            why = (self.status.waiting_for if self.status else "") or "the master does not say why"
+            raise FatalError(
+                f"the run applied no token for {format_seconds(still_s)} ({why}): see the logs in "
+                f"{self.directory.log(MASTER).parent}"
+            )
+
+    def _child_event(self, event: ChildEvent) -> None:
+        self._tape.write(
+            f"child_{event.kind}", "launch", child=event.name, life=event.life, pid=event.pid, code=event.exit_code
+        )
+        ended_as_asked = event.kind == "stopped" and event.exit_code in (0, TERMINATED)
+        if not ended_as_asked:
+            self._tell(f"{event.name}: {event.sentence}")
+
+
+def _tapes(plan: RunPlan, directory: RunDirectory) -> dict[str, Path]:
+    """Of the processes whose start may take long, by name."""
+    found = {slave.slave_id: slave.tape for slave in plan.slaves}
+    for cluster in plan.clusters:
+        own = cluster.client.tape if isinstance(cluster, TrainedCluster) else None
+        found[cluster.cluster_id] = own or tape_path(directory.path, cluster.cluster_id)
+    return {name: tape for name, tape in found.items() if tape is not None}
+
+
+def _raise_unless_away(error: RetryLater | Refused) -> None:
+    """A master that is away, or is just ending (BUSY), may be on its way back; any other refusal is raised."""
+    if isinstance(error, Refused) and error.code is not RefusalCode.BUSY:
+        raise error

@@ -1,0 +1,21 @@
+"""The option of commands that start whole runs to have all processes serve metrics, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dips.local.processes import RunPlan
+from dips.local.run_directory import RunDirectory
+
+MetricsOption = Annotated[
+    bool, typer.Option("--metrics", help="Every process serves Prometheus metrics; metrics/*.json say where.")
+]
+
+
+def metrics_sentence(plan: RunPlan, directory: RunDirectory) -> str:
+    """What a person tells Prometheus; empty when no metrics are served."""
+    if not plan.metrics:
+        return ""
+    return f"metrics: let Prometheus read the addresses from {directory.metrics}/*.json (file_sd_configs)"

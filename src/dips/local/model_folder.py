@@ -1,0 +1,182 @@
+"""A version as a folder that `from_pretrained` of Hugging Face transformers opens: config.json and safetensors.
+
+The configuration comes with the run's layout (core/model_description.py), or is the byte model's; so neither torch nor
+transformers is needed to write it. A folder appears whole or not at all, and what stands in one is never overwritten
+unless somebody says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dips.core.errors import ConfigError
+from dips.core.model_description import ModelDescription, description_from_json
+from dips.trainer.export import Fetched, named_tensors, serialized, write_whole
+from dips.trainer.llama import llama_config, llama_name
+from dips.trainer.sizes import ModelConfig
+from dips.worker.checkpoint_file import RawTensor
+
+CONFIG, ABOUT, INDEX = "config.json", "dips_version.json", "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+"""A larger model is written in several files; each is in memory twice while it is written."""
+
+_OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|config\.json|dips_version\.json")
+Tensors = Mapping[str, NDArray[np.float32] | RawTensor]
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """What is written. about: which version of which run it is."""
+
+    config: Mapping[str, Any]
+    tensors: Tensors
+    about: Mapping[str, Any]
+
+
+def check_target(folder: Path, force: bool) -> None:
+    """Raises ConfigError when a folder cannot be written there without harm; to be asked before anything is fetched."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: give a folder that does not exist yet")
+    if folder.is_dir() and any(folder.iterdir()) and not force:
+        raise ConfigError(f"{folder} is not empty: give another folder, or --force to replace the model in it")
+
+
+def as_folder(fetched: Fetched, filled: Mapping[str, RawTensor] = MappingProxyType({})) -> ModelFolder:
+    """filled: what the version lacks. Raises ConfigError when all together is not a whole model that transformers
+    knows.
+    """
+    described = description_from_json(fetched.layout.description)
+    tensors = named_tensors(fetched.layout, fetched.flat)
+    about = {
+        "run_id": fetched.run_id,
+        "version": str(fetched.version),
+        "tokens": fetched.tokens,
+        "layout_hash": fetched.layout.layout_hash.hex(),
+    }
+    if described is None or not described.config:
+        return ModelFolder(_byte_model(fetched), {llama_name(name): t for name, t in tensors.items()}, about)
+    if described.n_absent and not filled:
+        raise ConfigError(
+            f"the run trains a part of its model only: {described.n_absent} tensors, such as {described.absent[0]!r}, "
+            "are not in it; give --fill FILE with the model that training began with, or export one file of tensors, "
+            "and load it over that model"
+        )
+    return ModelFolder(_config(described), {**_without_prefix(tensors, described.prefix), **filled}, about)
+
+
+def write_folder(model: ModelFolder, folder: Path, force: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write it, whole or not at all; with `force` what an earlier export wrote there is replaced, all else stays.
+
+    Raises ConfigError as check_target does, and when the disk does not take it.
+    """
+    check_target(folder, force)
+    folder = folder.absolute()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror or error}") from error
+    try:
+        _write_files(model, beside, shard_bytes)
+        _put_in_place(beside, folder)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _byte_model(fetched: Fetched) -> Mapping[str, Any]:
+    try:
+        return {**llama_config(ModelConfig.from_layout(fetched.layout)), "dtype": "float32"}
+    except ConfigError as error:
+        raise ConfigError(
+            "the run's model is neither one of Hugging Face transformers nor the byte model of `dips train`, so that "
+            "no config.json can be written for it: export one file of tensors (--format safetensors)"
+        ) from error
+
+
+def _config(described: ModelDescription) -> Mapping[str, Any]:
+    """float32 is what the slaves hold. auto_map names program files that are not part of a version."""
+    left_out = ("auto_map", "torch_dtype", "dtype", "_name_or_path", "quantization_config")
+    kept = {key: value for key, value in described.config.items() if key not in left_out}
+    return {**kept, "torch_dtype" if "torch_dtype" in described.config else "dtype": "float32"}
+
+
+def _without_prefix(tensors: Tensors, prefix: str) -> Tensors:
+    strangers = [name for name in tensors if not name.startswith(prefix)]
+    if strangers:
+        raise ConfigError(
+            f"the run trains {strangers[0]!r} besides its transformers model: export one file of tensors instead"
+        )
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def _write_files(model: ModelFolder, folder: Path, shard_bytes: int) -> None:
+    shards = _shards(model.tensors, shard_bytes)
+    files = {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+    if len(shards) == 1:
+        files = {"model.safetensors": shards[0]}
+    else:
+        total = sum(map(_n_bytes, model.tensors.values()))
+        where = {name: file for file, shard in files.items() for name in shard}
+        write_whole(folder / INDEX, _json({"metadata": {"total_size": total}, "weight_map": where}))
+    for file, shard in files.items():
+        write_whole(folder / file, serialized(shard, {"format": "pt"}))
+    write_whole(folder / ABOUT, _json(model.about))
+    write_whole(folder / CONFIG, _json(model.config))
+
+
+def _shards(tensors: Tensors, shard_bytes: int) -> list[Tensors]:
+    """Neighbours together, each at most shard_bytes unless a single tensor is larger."""
+    shards: list[dict[str, NDArray[np.float32] | RawTensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + _n_bytes(tensor) > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += _n_bytes(tensor)
+    return list(shards)
+
+
+def _n_bytes(tensor: NDArray[np.float32] | RawTensor) -> int:
+    return tensor.data.nbytes
+
+
+def _put_in_place(beside: Path, folder: Path) -> None:
+    """A new folder at once. In one that is there config.json goes first and comes last: without it, it is no model."""
+    beside.chmod(0o755)
+    if not folder.exists() or not any(folder.iterdir()):
+        os.rename(beside, folder)  # an empty folder gives way
+    else:
+        (folder / CONFIG).unlink(missing_ok=True)
+        for old in [path for path in folder.iterdir() if _OURS.fullmatch(path.name)]:
+            old.unlink()
+        for name in sorted((path.name for path in beside.iterdir()), key=lambda name: name == CONFIG):
+            os.replace(beside / name, folder / name)
+        _fsync(folder)
+    _fsync(folder.parent)
+
+
+def _fsync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

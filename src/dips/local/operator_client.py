@@ -1,0 +1,150 @@
+"""Asks the master for its status and passes on an operator's wishes: the Operator service as plain calls.
+
+Blocking, each call with a deadline. It must never retry by itself: whoever calls decides whether to wait.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
+from dips.core.messages import (
+    DrainRequest,
+    EvictRequest,
+    ExtendRequest,
+    OperatorReply,
+    OperatorRequest,
+    ReshardRequest,
+    StatusReply,
+    StatusRequest,
+)
+from dips.core.net import codec_protobuf
+from dips.core.net.grpc_channel import open_channel
+from dips.core.net.grpc_refusal import refused_from
+from dips.core.net.security import Security
+from dips.core.net.tls_probe import why_not_let_in
+from dips.master.directory import read_address
+from dips.protos import operator_pb2_grpc
+
+CALL_S = 5.0
+_MAX_MESSAGE_BYTES = 64 << 20
+
+T = TypeVar("T")
+
+
+class OperatorClient:
+    """A connection to one master. Every call raises Refused, or RetryLater when the master cannot be reached."""
+
+    def __init__(self, address: str, run_id: str = "", call_s: float = CALL_S, *, security: Security) -> None:
+        """Raises ConfigError for an address that cannot be dialled."""
+        self.address = address
+        self._run_id = run_id
+        self._security = security
+        self._call_s = call_s
+        self._channel = open_channel(address, security, _MAX_MESSAGE_BYTES)
+        self._stub = operator_pb2_grpc.OperatorStub(self._channel)
+
+    def __enter__(self) -> OperatorClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def status(self) -> StatusReply:
+        return self._call(self._stub.Status, StatusRequest(self._run_id), StatusReply)
+
+    def pause(self, reason: str) -> str:
+        """The master's sentence about what it did; so for the other wishes."""
+        return self._wish(self._stub.Pause, OperatorRequest(self._run_id, reason))
+
+    def resume(self, reason: str) -> str:
+        return self._wish(self._stub.Resume, OperatorRequest(self._run_id, reason))
+
+    def stop(self, reason: str) -> str:
+        return self._wish(self._stub.Stop, OperatorRequest(self._run_id, reason))
+
+    def evict(self, cluster_id: str, reason: str) -> str:
+        return self._wish(self._stub.Evict, EvictRequest(self._run_id, cluster_id, reason))
+
+    def drain(self, cluster_id: str, reason: str) -> str:
+        return self._wish(self._stub.Drain, DrainRequest(self._run_id, cluster_id, reason))
+
+    def reshard(self, add: Sequence[str], remove: Sequence[str], reason: str) -> str:
+        return self._wish(self._stub.Reshard, ReshardRequest(self._run_id, tuple(add), tuple(remove), False, reason))
+
+    def take_back_reshard(self) -> str:
+        return self._wish(self._stub.Reshard, ReshardRequest(self._run_id, cancel=True))
+
+    def extend(self, tk_max_tokens: int, no_limit: bool, reason: str) -> str:
+        """tk_max_tokens 0: the limit stays."""
+        return self._wish(self._stub.Extend, ExtendRequest(self._run_id, tk_max_tokens, no_limit, reason))
+
+    def _wish(self, method: Callable[..., Message], request: object) -> str:
+        return self._call(method, request, OperatorReply).sentence
+
+    def _call(self, method: Callable[..., Message], request: object, kind: type[T]) -> T:
+        try:
+            reply = method(codec_protobuf.to_message(request), timeout=self._call_s)
+        except grpc.RpcError as error:
+            raise self._sentence(refused_from(error)) from error
+        return codec_protobuf.from_message(reply, kind)
+
+    def _sentence(self, error: Refused | RetryLater) -> Refused | RetryLater:
+        if isinstance(error, Refused):
+            return error
+        if words := why_not_let_in(self.address, self._security):
+            return Refused(RefusalCode.IDENTITY, words)
+        why = f"the master at {self.address} does not answer: start it, or check the address ({error})"
+        return RetryLater(why, error.retry_after_s)
+
+
+def master_address(given: str | None, run_dir: Path | None) -> str:
+    """Where the master listens: as given, else as the run's directory says, else as DIPS_MASTER says.
+
+    Raises ConfigError when none of them tells.
+    """
+    if given:
+        return given
+    if run_dir is not None:
+        return _address_in(run_dir)
+    address = os.environ.get("DIPS_MASTER", "")
+    if not address:
+        raise ConfigError(
+            "no master is named: give --master HOST:PORT, or --run-dir DIR of a run, or set DIPS_MASTER=HOST:PORT"
+        )
+    return address
+
+
+def wait_for_master(directory: Path, pid: int, wait_s: float, alive: Callable[[], None]) -> str:
+    """The address of the master with this pid, once it has written it.
+
+    `alive` is called meanwhile and raises when the process died. Raises RetryLater after wait_s.
+    """
+    deadline_s = time.monotonic() + wait_s
+    while time.monotonic() < deadline_s:
+        alive()
+        told = read_address(directory)
+        if told is not None and told.pid == pid:
+            return told.address
+        time.sleep(0.05)
+    raise RetryLater(f"the master did not say its address in {directory} within {wait_s:g} s: see its log")
+
+
+def _address_in(run_dir: Path) -> str:
+    told = read_address(run_dir / "master") or read_address(run_dir)
+    if told is None:
+        raise ConfigError(f"no master runs in {run_dir}: start the run, or check the directory")
+    return told.address

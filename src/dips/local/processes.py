@@ -1,0 +1,213 @@
+"""The processes of a run on this machine: which there are, and the command line of each.
+
+A plan is made from settings that are already checked, so that a mistake is told before anything starts.
+Children get all their settings on the command line; the environment that the launcher read its own
+settings from is not theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dips.core.messages import Settings
+from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
+from dips.core.observe.log_lines import LOG_FORMAT_VARIABLE, LogFormat
+from dips.local.options import command_line, option_name
+from dips.local.run_directory import RunDirectory
+from dips.local.supervisor import ChildSpec, Stage
+from dips.local.tapes import HELDOUT_TAPE, tape_path
+from dips.worker.config import ClientConfig, leaving_takes_s
+
+if TYPE_CHECKING:
+    from dips.core.observe.metrics_knobs import MetricsKnobs
+    from dips.master.config import MasterConfig
+    from dips.slave.config import SlaveConfig
+    from dips.trainer.config import TrainConfig
+
+MASTER = "master"
+EVALUATOR = "heldout"
+EVALUATOR_NICENESS = 10
+"""A tenth of the weight of the others: it reads along, and must not take the processor from the training."""
+
+EVALUATION_KNOBS = frozenset(
+    {"data", "max_bytes", "heldout_fraction", "heldout_max_bytes", "sequence_tokens", "threads"}
+)
+"""The trainer's settings that decide which text a model is evaluated on, and how fast."""
+
+_SECTIONS = ("MASTER", "SLAVE", "WORKER", "TRAIN")
+_SECURITY = frozenset(SETTINGS)
+"""Said for each process by the plan: who it is follows from its name."""
+
+
+STOP_MARGIN_S = 5.0
+"""For the step under way and for the program's own end."""
+
+
+@dataclass(frozen=True)
+class TrainedCluster:
+    """A cluster that runs `dips train`."""
+
+    train: TrainConfig
+    client: ClientConfig
+
+    @property
+    def cluster_id(self) -> str:
+        return self.client.cluster_id
+
+    def command(self, address: str, security: Sequence[str]) -> list[str]:
+        knobs = [*command_line(self.train), *command_line(self.client, without={"master", *_SECURITY})]
+        return _dips("train", *knobs, option_name("master"), address, *security)
+
+
+@dataclass(frozen=True)
+class OwnCluster:
+    """A cluster that runs a person's own command; it finds the run in its environment."""
+
+    cluster_id: str
+    own_command: tuple[str, ...]
+
+    def command(self, address: str, security: Sequence[str]) -> list[str]:
+        return list(self.own_command)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All processes of a run. The evaluator uses `evaluate`'s data, or there is none.
+
+    insecure: no keys are made and used. keys_for: clusters that are not started here, and get keys all the same.
+    log_format: of all processes. metrics: every process serves them, at a free loopback port where none is set.
+    public_host: under what other machines find this one; empty: the run is for this machine alone.
+    """
+
+    run_id: str
+    master: MasterConfig
+    slaves: tuple[SlaveConfig, ...]
+    clusters: tuple[TrainedCluster | OwnCluster, ...] = ()
+    evaluate: TrainConfig | None = None
+    insecure: bool = False
+    keys_for: tuple[str, ...] = ()
+    log_format: LogFormat = "human"
+    metrics: bool = False
+    public_host: str = ""
+
+    @property
+    def cluster_ids(self) -> list[str]:
+        return [cluster.cluster_id for cluster in self.clusters]
+
+    @property
+    def slave_ids(self) -> list[str]:
+        return [slave.slave_id for slave in self.slaves]
+
+
+def checkpoints_path(run_dir: Path, cluster_id: str) -> Path:
+    """Where a cluster that the launcher starts keeps its checkpoints."""
+    return run_dir / "checkpoints" / cluster_id
+
+
+def master_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec:
+    """The master; with port 0 it takes the same port again when it is restarted."""
+    knobs = [*command_line(plan.master, without=_SECURITY), *metrics_options(plan, directory, MASTER, plan.master)]
+    command = _dips("master", *knobs, *security_options(plan, directory, MASTER))
+    return ChildSpec(MASTER, tuple(command), directory.log(MASTER), _environment(plan), Stage.LAST)
+
+
+def slave_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
+    return [_slave_spec(plan, slave, directory, address) for slave in plan.slaves]
+
+
+def cluster_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
+    return [_cluster_spec(plan, cluster, directory, address) for cluster in plan.clusters]
+
+
+def evaluator_spec(plan: RunPlan, directory: RunDirectory, address: str) -> ChildSpec | None:
+    """The process that measures the held-out loss of each published version; None when there is no text
+    for it."""
+    if plan.evaluate is None:
+        return None
+    tape = tape_path(directory.path, HELDOUT_TAPE)
+    knobs = [*evaluation_options(plan.evaluate), *metrics_options(plan, directory, EVALUATOR)]
+    security = security_options(plan, directory, EVALUATOR)
+    command = _dips("eval", "--follow", "--tape", str(tape), option_name("master"), address, *knobs, *security)
+    log, environment = directory.log(EVALUATOR), _environment(plan, {"DIPS_RUN": plan.run_id})
+    return ChildSpec(EVALUATOR, tuple(command), log, environment, niceness=EVALUATOR_NICENESS)
+
+
+def evaluation_options(train: TrainConfig) -> list[str]:
+    """The options of `dips eval` that make it evaluate on the text that these settings hold out."""
+    return command_line(train, without=set(type(train).model_fields) - EVALUATION_KNOBS)
+
+
+def security_options(plan: RunPlan, directory: RunDirectory, name: str) -> list[str]:
+    """What the process of this name is told about keys."""
+    return ["--insecure"] if plan.insecure else ["--keys", str(directory.keys / name)]
+
+
+def metrics_options(plan: RunPlan, directory: RunDirectory, name: str, own: MetricsKnobs | None = None) -> list[str]:
+    """What the process of this name is told about metrics; own: its settings, which go before."""
+    return [
+        part for field, value in _metrics(plan, directory, name, own).items() for part in (option_name(field), value)
+    ]
+
+
+def _metrics(plan: RunPlan, directory: RunDirectory, name: str, own: MetricsKnobs | None) -> dict[str, str]:
+    """Settings that it has not."""
+    if not plan.metrics:
+        return {}
+    ours = {"metrics_listen": "127.0.0.1:0", "metrics_file": str((directory.metrics / f"{name}.json").resolve())}
+    return {field: value for field, value in ours.items() if own is None or getattr(own, field) is None}
+
+
+def _slave_spec(plan: RunPlan, slave: SlaveConfig, directory: RunDirectory, address: str) -> ChildSpec:
+    name = slave.slave_id
+    knobs = [
+        *command_line(slave, without={"master", *_SECURITY}),
+        *metrics_options(plan, directory, name, slave),
+    ]
+    command = _dips("slave", *knobs, option_name("master"), address, *security_options(plan, directory, name))
+    return ChildSpec(name, tuple(command), directory.log(name), _environment(plan), Stage.SECOND)
+
+
+def _cluster_spec(
+    plan: RunPlan, cluster: TrainedCluster | OwnCluster, directory: RunDirectory, address: str
+) -> ChildSpec:
+    name = cluster.cluster_id
+    found = {"DIPS_MASTER": address, "DIPS_RUN": plan.run_id, "DIPS_CLUSTER": name}
+    security = {INSECURE_VARIABLE: "1"} if plan.insecure else {KEYS_VARIABLE: str((directory.keys / name).resolve())}
+    metrics = {f"DIPS_WORKER_{k.upper()}": v for k, v in _metrics(plan, directory, name, None).items()}
+    tape = {"DIPS_WORKER_TAPE": str(tape_path(directory.path, name).resolve())}
+    own = {**found, **security, **metrics, **tape} if isinstance(cluster, OwnCluster) else found
+    command = cluster.command(address, security_options(plan, directory, name))
+    if isinstance(cluster, TrainedCluster):
+        command += metrics_options(plan, directory, name, cluster.client)
+    client = cluster.client if isinstance(cluster, TrainedCluster) else ClientConfig()
+    stop_s = leaving_s(client, plan.master) + STOP_MARGIN_S
+    return ChildSpec(name, tuple(command), directory.log(name), _environment(plan, own), stop_s=stop_s)
+
+
+def leaving_s(client: ClientConfig, master: MasterConfig) -> float:
+    """How long a cluster may take to leave after SIGTERM, with the push of its last steps."""
+    settings = Settings(
+        heartbeat_s=master.heartbeat_s,
+        evict_after_beats=master.evict_after_beats,
+        round_timeout_s=master.round_timeout_s,
+    )
+    grace_s = 0.0 if isinstance(master.grace_s, str) else master.grace_s
+    return leaving_takes_s(client, settings) + grace_s
+
+
+def _dips(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "dips.cli", *arguments]
+
+
+def _environment(plan: RunPlan, added: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without settings of the roles, and with what is added."""
+    prefixes = tuple(f"DIPS_{section}_" for section in _SECTIONS)
+    ours = {"DIPS_MASTER", KEYS_VARIABLE, INSECURE_VARIABLE}
+    kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(prefixes)}
+    # A log that is read while the process runs must not wait in a buffer.
+    return {**kept, "PYTHONUNBUFFERED": "1", LOG_FORMAT_VARIABLE: plan.log_format, **(added or {})}

@@ -1,0 +1,166 @@
+"""Shows a run while it goes: a table that renews itself on a terminal, a line every few seconds elsewhere.
+
+It must never hold the run up, and never write to standard output, which belongs to the result.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from dips.core.clock import Clock
+from dips.core.messages import StatusReply
+from dips.core.units import format_seconds
+from dips.local.demo_faults import Fault
+from dips.local.tapes import HeldoutPoint
+from dips.local.view import alarm_sentence, plain_line, status_view
+
+PLAIN_EVERY_S = 5.0
+_RATE_OVER_S = 30.0
+_NARROW_LINES = 45
+
+
+class Progress(Protocol):
+    """Where a run's progress goes. Use as a context manager."""
+
+    def __enter__(self) -> Progress: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def say(self, sentence: str) -> None:
+        """Something happened; it stays on the screen."""
+
+    def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
+        """The present state; it replaces the one before. heldout: None when nobody measures it."""
+
+
+class TokenRate:
+    """Tokens a second over the last half minute, and the time that is left at that rate."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def add(self, now_s: float, tokens: int) -> None:
+        self._seen.append((now_s, tokens))
+        while self._seen[0][0] < now_s - _RATE_OVER_S:
+            self._seen.popleft()
+
+    def per_s(self) -> float:
+        """0 while nothing is known."""
+        (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+
+    def left_s(self, tokens_left: int) -> float | None:
+        """Seconds until so many more tokens; None while nothing is known."""
+        rate = self.per_s() if self._seen else 0.0
+        return tokens_left / rate if rate > 0 else None
+
+
+def loss_sentence(heldout: Sequence[HeldoutPoint] | None) -> str:
+    """Empty when nobody measures it."""
+    if heldout is None:
+        return ""
+    if not heldout:
+        return "held-out loss: not yet"
+    last = heldout[-1]
+    return f"held-out loss {last.loss:.3f} at version {last.version}"
+
+
+def left_sentence(status: StatusReply, rate: TokenRate) -> str:
+    """How long it will still take, in words; empty when the run has no end or nothing is known."""
+    left = status.tk_max_tokens - status.tokens
+    left_s = rate.left_s(left) if left > 0 else None
+    return f"about {format_seconds(round(left_s))} left" if left_s is not None else ""
+
+
+def fault_sentence(fault: Fault) -> str:
+    back = f"back at {fault.back.seconds:.0f} s as {fault.back_as}" if fault.back else "not back yet"
+    return f"{fault.what} at {fault.when.seconds:.0f} s, {back}"
+
+
+class PlainProgress:
+    """Lines for a log."""
+
+    def __init__(self, console: Console, clock: Clock, every_s: float = PLAIN_EVERY_S) -> None:
+        self._console = console
+        self._clock = clock
+        self._every_s = every_s
+        self._begin_s = clock.monotonic_s()
+        self._next_s = self._begin_s
+        self._rate = TokenRate()
+        self._alarms: set[tuple[str, tuple[str, ...]]] = set()
+        """Kind and clusters of those whose sentences were printed; the numbers in a sentence change all the time."""
+
+    def __enter__(self) -> PlainProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def say(self, sentence: str) -> None:
+        age_s = self._clock.monotonic_s() - self._begin_s
+        self._console.print(f"{age_s:6.1f} s  {sentence}", markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
+        now_s = self._clock.monotonic_s()
+        self._rate.add(now_s, status.tokens)
+        for alarm in status.alarms:
+            if (alarm.kind, alarm.clusters) not in self._alarms:
+                self.say(alarm_sentence(alarm))
+        self._alarms = {(alarm.kind, alarm.clusters) for alarm in status.alarms}
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + self._every_s
+        parts = [plain_line(status), loss_sentence(heldout), left_sentence(status, self._rate)]
+        self.say(" | ".join(part for part in parts if part))
+
+
+class LiveProgress:
+    """A picture of the run that renews itself, with what happened above it."""
+
+    def __init__(self, console: Console, clock: Clock) -> None:
+        self._console = console
+        self._clock = clock
+        self._begin_s = clock.monotonic_s()
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._rate = TokenRate()
+
+    def __enter__(self) -> LiveProgress:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def say(self, sentence: str) -> None:
+        age_s = self._clock.monotonic_s() - self._begin_s
+        self._live.console.print(Text(f"{age_s:6.1f} s  {sentence}", style="dim"))
+
+    def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
+        self._rate.add(self._clock.monotonic_s(), status.tokens)
+        parts = [loss_sentence(heldout), f"{self._rate.per_s():.0f} tokens/s", left_sentence(status, self._rate)]
+        view: list[RenderableType] = [
+            status_view(status, width_is_narrow=self._console.height < _NARROW_LINES),
+            Text("  ".join(part for part in parts if part), style="bold"),
+            *(Text(fault_sentence(fault), style="red" if fault.back is None else "green") for fault in faults),
+        ]
+        self._live.update(Group(*view), refresh=True)
+
+
+def progress_for(console: Console, clock: Clock) -> Progress:
+    """A live picture when the console is a terminal, lines otherwise."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveProgress(console, clock)
+    return PlainProgress(console, clock)

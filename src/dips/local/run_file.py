@@ -1,0 +1,365 @@
+"""Reads the file of `dips up` and makes a plan of it.
+
+[run] says what there is, [master], [slave], [worker] and [train] are the settings of the roles (the same
+tables that `dips master --config` and its siblings read, with the same precedence), and each [[clusters]]
+is one cluster, which may set any setting of [worker] and [train] for itself. It must find every mistake
+before anything starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import Field
+
+from dips.core.config import Knobs, Loaded, load, load_table, read_tables
+from dips.core.errors import ConfigError
+from dips.core.ids import check_name
+from dips.core.net.addresses import MAX_PORT, format_address, is_loopback, parse_address
+from dips.core.net.security import SETTINGS
+from dips.core.observe.log_lines import LogFormat
+from dips.local.processes import OwnCluster, RunPlan, TrainedCluster, checkpoints_path
+from dips.local.tapes import tape_path
+from dips.master.config import MasterConfig
+from dips.slave.config import ALL_ADDRESSES, SlaveConfig
+from dips.worker.config import SECTION as WORKER_SECTION
+from dips.worker.config import ClientConfig
+
+if TYPE_CHECKING:
+    from dips.trainer.config import TrainConfig
+
+TABLES = ("run", "master", "slave", "worker", "train", "clusters")
+NOT_YET_KNOWN = "127.0.0.1:0"
+"""Stands for the master's address until the master has told it."""
+
+K = TypeVar("K", bound=Knobs)
+
+
+class RunKnobs(Knobs):
+    """The table [run]."""
+
+    id: str = Field(description="Name of the run.")
+    directory: Path = Field(description="Where the run keeps everything; relative to where `dips up` is started.")
+    slaves: int = Field(1, ge=1, le=64, description="How many slaves.")
+    advertise: str = Field(
+        "",
+        description="Host name or address, without a port, under which other machines reach this one; empty: that of "
+        "[master] listen.",
+    )
+    insecure: bool = Field(
+        False, description="Make and use no keys: nothing is encrypted, nobody is authenticated, loopback only."
+    )
+    keys_for: tuple[str, ...] = Field(
+        (), description="Clusters that are started elsewhere, for which keys are made in the run's directory."
+    )
+    page: bool = Field(True, description="Serve the status page: where [master] page_listen says, else at a free port.")
+    evaluate: bool = Field(
+        False, description="Measure the held-out loss of each published version, with [train]'s text."
+    )
+    metrics: bool = Field(
+        False,
+        description="Every process serves Prometheus metrics: where its table says, else at a free loopback port; "
+        "metrics/*.json in the run's directory say where.",
+    )
+    log_format: LogFormat = Field("human", description="Form of all processes' log lines: human, or json for machines.")
+
+
+class ClusterKnobs(Knobs):
+    """What only a table [[clusters]] says."""
+
+    id: str = Field(description="Name of the cluster.")
+    gap: float = Field(0.0, ge=0, le=0.95, description="How much slower than this machine it is made to be, 0 to 0.95.")
+    command: tuple[str, ...] = Field((), description="A command of your own instead of `dips train`.")
+
+
+def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | None = None) -> tuple[RunKnobs, RunPlan]:
+    """The plan that a file describes. Raises ConfigError naming file, table, key and remedy.
+
+    insecure, log_format: whatever the file says of it.
+    """
+    tables = read_tables(file, TABLES)
+    _refuse_security(file, tables)
+    said = {"insecure": True if insecure else None, "log_format": log_format}
+    run = load(RunKnobs, "run", file=file, overrides=said).value
+    check_name(run.id, f"{file} [run] id")
+    clusters = _cluster_tables(file, tables)
+    trained = any(not table.get("command") for table in clusters) if clusters else False
+    base = _base_train(file) if trained or run.evaluate else None
+    master = _master(file, run, len(clusters))
+    said_of_slaves = tables.get("slave", {})
+    plan = RunPlan(
+        run.id,
+        master,
+        _reachable_slaves(file, run, master, said_of_slaves if isinstance(said_of_slaves, dict) else {}),
+        _clusters(file, run, clusters, base),
+        base.value if base is not None and run.evaluate else None,
+        run.insecure,
+        run.keys_for,
+        run.log_format,
+        run.metrics,
+        public_host(run, master),
+    )
+    for name in run.keys_for:
+        check_name(name, f"{file} [run] keys_for")
+    _check_ports(file, plan)
+    return run, plan if log_format is None else _all_logging(plan, log_format)
+
+
+def _check_ports(file: Path, plan: RunPlan) -> None:
+    """Settings of a table are those of several processes, which cannot share a port."""
+    trained = [cluster.client for cluster in plan.clusters if isinstance(cluster, TrainedCluster)]
+    for table, those in (("slave", plan.slaves), ("worker", trained)):
+        asked = [knobs.metrics_listen for knobs in those if knobs.metrics_listen is not None]
+        fixed = [address for address in asked if parse_address(address)[1] and asked.count(address) > 1]
+        if fixed:
+            raise ConfigError(
+                f"{file} [{table}] metrics_listen {fixed[0]} is the address of {asked.count(fixed[0])} processes: give "
+                "port 0, or leave it out and say metrics = true in [run]"
+            )
+
+
+def _all_logging(plan: RunPlan, log_format: LogFormat) -> RunPlan:
+    """The plan with this form of log lines, whatever the roles' tables say of it."""
+    said = {"log_format": log_format}
+    clusters = [
+        replace(cluster, client=cluster.client.model_copy(update=said))
+        if isinstance(cluster, TrainedCluster)
+        else cluster
+        for cluster in plan.clusters
+    ]
+    return replace(
+        plan,
+        master=plan.master.model_copy(update=said),
+        slaves=tuple(slave.model_copy(update=said) for slave in plan.slaves),
+        clusters=tuple(clusters),
+    )
+
+
+def make_slaves(
+    directory: Path,
+    run_id: str,
+    how_many: int,
+    file: Path | None = None,
+    record_pushes: bool | None = None,
+    insecure: bool = False,
+    more: Mapping[str, object] | None = None,
+) -> tuple[SlaveConfig, ...]:
+    """Slaves s0, s1, ... with their directories and tapes inside the run's. record_pushes None: as the file says.
+
+    more: settings that go before those of the file.
+    """
+    return tuple(
+        _slave(directory, run_id, f"s{index}", file, record_pushes, insecure, more or {}) for index in range(how_many)
+    )
+
+
+def public_host(run: RunKnobs, master: MasterConfig) -> str:
+    """Under what other machines find this one; empty where the master serves this machine alone.
+
+    Raises ConfigError when the settings contradict each other.
+    """
+    host, _ = parse_address(master.listen, "listen")
+    if is_loopback(host):
+        if run.advertise:
+            raise ConfigError(
+                f"[run] advertise is {run.advertise!r}, and [master] listen is {master.listen}, where only this "
+                "machine finds it: let it listen at an address of this machine, or at 0.0.0.0"
+            )
+        return ""
+    if not run.advertise and host in ALL_ADDRESSES:
+        raise ConfigError(
+            f"[master] listen {master.listen} stands for every address of this machine, and slaves have to tell "
+            "clusters one: say in [run] advertise under which address other machines reach this one"
+        )
+    found = run.advertise or host
+    if is_loopback(found) or found in ALL_ADDRESSES:
+        raise ConfigError(
+            f"[run] advertise is {found!r}, where no other machine finds this one: give the address they use"
+        )
+    if not (_is_literal(found) or re.fullmatch(r"[A-Za-z0-9_.-]+", found)):
+        raise ConfigError(f"[run] advertise is {found!r}: give a host name or an address alone, without a port")
+    return found
+
+
+def _reachable_slaves(
+    file: Path, run: RunKnobs, master: MasterConfig, said: Mapping[str, object]
+) -> tuple[SlaveConfig, ...]:
+    """The slaves; where the master serves other machines, so that these reach the slaves too.
+
+    said: the table [slave]. Of a fixed data_port each slave after the first takes the next one.
+    """
+    public = public_host(run, master)
+    told = {name for name in ("data_host", "advertise") if name in said or f"DIPS_SLAVE_{name.upper()}" in os.environ}
+    ours: dict[str, object] = {}
+    if public:
+        host, _ = parse_address(master.listen, "listen")
+        if "data_host" not in told:
+            ours["data_host"] = host if _is_literal(host) else "0.0.0.0"
+        if "advertise" not in told:
+            ours["advertise"] = format_address(public, 0)
+    slaves = []
+    for index, slave in enumerate(make_slaves(run.directory, run.id, run.slaves, file, None, run.insecure, ours)):
+        if public and is_loopback(slave.data_host) and "advertise" not in told:
+            raise ConfigError(
+                f"{file} [slave] data_host is {slave.data_host}, which only this machine reaches, and [master] listen "
+                f"{master.listen} serves others: leave out data_host, or let the master listen at 127.0.0.1"
+            )
+        if public and is_loopback(parse_address(slave.advertise)[0]):
+            raise ConfigError(
+                f"{file} [slave] advertise is {slave.advertise}, which leads other machines to themselves, and "
+                f"[master] listen {master.listen} serves them: leave out advertise, or give the address that they use"
+            )
+        slaves.append(_at_port(slave, index))
+    return tuple(slaves)
+
+
+def _at_port(slave: SlaveConfig, index: int) -> SlaveConfig:
+    """The slave at its own port: settings of [slave] are those of all slaves, which cannot share one."""
+    if index == 0 or slave.data_port == 0:
+        return slave
+    if slave.data_port + index > MAX_PORT:
+        raise ConfigError(f"[slave] data_port {slave.data_port} leaves no port for slave {slave.slave_id}: give less")
+    host, port = parse_address(slave.advertise, "advertise") if slave.advertise else ("", 0)
+    advertise = format_address(host, port + index) if port else slave.advertise
+    return slave.model_copy(update={"data_port": slave.data_port + index, "advertise": advertise})
+
+
+def _is_literal(host: str) -> bool:
+    """Whether a socket can be bound to it as it is; a name may stand for an address of a router in front."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def explicit(loaded: Loaded[K]) -> dict[str, object]:
+    """The settings that somebody gave, without the defaults."""
+    return {name: getattr(loaded.value, name) for name, where in loaded.provenance.items() if where != "default"}
+
+
+def _master(file: Path, run: RunKnobs, n_clusters: int) -> MasterConfig:
+    ours: dict[str, object] = {"run_id": run.id, "directory": run.directory / "master", "slaves": run.slaves}
+    ours["insecure"] = run.insecure or None
+    loaded = load(MasterConfig, "master", file=file, overrides=ours)
+    if n_clusters > loaded.value.max_clusters:
+        raise ConfigError(
+            f"{file} lists {n_clusters} clusters, but [master] max_clusters is {loaded.value.max_clusters}: raise it"
+        )
+    return loaded.value
+
+
+def _slave(
+    directory: Path,
+    run_id: str,
+    name: str,
+    file: Path | None,
+    record_pushes: bool | None,
+    insecure: bool,
+    more: Mapping[str, object],
+) -> SlaveConfig:
+    ours: dict[str, object] = {
+        **more,
+        "run_id": run_id,
+        "slave_id": name,
+        "master": NOT_YET_KNOWN,
+        "directory": directory / "slaves" / name,
+        "tape": tape_path(directory, name),
+        "record_pushes": record_pushes,
+        "insecure": insecure or None,
+    }
+    return load(SlaveConfig, "slave", file=file, overrides=ours).value
+
+
+def _base_train(file: Path) -> Loaded[TrainConfig]:
+    from dips.trainer.config import TrainConfig
+
+    return load(TrainConfig, "train", file=file)
+
+
+def _cluster_tables(file: Path, tables: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    clusters = tables.get("clusters", [])
+    if not isinstance(clusters, list) or not all(isinstance(table, dict) for table in clusters):
+        raise ConfigError(f"{file}: each cluster is a table of its own: write [[clusters]], not [clusters]")
+    return clusters
+
+
+def _clusters(
+    file: Path, run: RunKnobs, tables: list[Mapping[str, Any]], base: Loaded[TrainConfig] | None
+) -> tuple[TrainedCluster | OwnCluster, ...]:
+    found = [_cluster(file, run, table, f"{file} [[clusters]] {n}", base) for n, table in enumerate(tables, 1)]
+    names = [cluster.cluster_id for cluster in found]
+    doubles = {name for name in names if names.count(name) > 1}
+    if doubles:
+        raise ConfigError(f"{file}: two clusters have the id {sorted(doubles)[0]!r}: give each its own")
+    reserved = {"master", "heldout", *(f"s{index}" for index in range(run.slaves))}.intersection(names)
+    if reserved:
+        raise ConfigError(
+            f"{file}: the cluster id {sorted(reserved)[0]!r} is the name of another process: choose another"
+        )
+    return tuple(found)
+
+
+def _cluster(
+    file: Path, run: RunKnobs, table: Mapping[str, Any], where: str, base: Loaded[TrainConfig] | None
+) -> TrainedCluster | OwnCluster:
+    own = load_table(ClusterKnobs, {k: v for k, v in table.items() if k in ClusterKnobs.model_fields}, where)
+    check_name(own.id, f"{where} id")
+    rest = {k: v for k, v in table.items() if k not in ClusterKnobs.model_fields}
+    if own.command or base is None:
+        _check_known(rest, (), where)
+        return OwnCluster(own.id, own.command)
+    return _trained(file, run, own, rest, where, base)
+
+
+def _trained(
+    file: Path, run: RunKnobs, own: ClusterKnobs, rest: Mapping[str, Any], where: str, base: Loaded[TrainConfig]
+) -> TrainedCluster:
+    train_kind = type(base.value)
+    _check_known(rest, (*train_kind.model_fields, *ClientConfig.model_fields), where)
+    gap = {"emulate_gap": own.gap} if own.gap else {}
+    of_train = {k: v for k, v in rest.items() if k in train_kind.model_fields}
+    of_client = {k: v for k, v in rest.items() if k in ClientConfig.model_fields}
+    ours: dict[str, object] = {
+        "run_id": run.id,
+        "cluster_id": own.id,
+        "master": NOT_YET_KNOWN,
+        "tape": tape_path(run.directory, own.id),
+        "insecure": run.insecure,
+    }
+    # Whatever dies is started again, and then goes on from here; the file may say otherwise.
+    resumed: dict[str, object] = {"checkpoint_dir": checkpoints_path(run.directory, own.id), "resume": True}
+    client = load(ClientConfig, WORKER_SECTION, file=file)
+    return TrainedCluster(
+        load_table(train_kind, {**explicit(base), **gap, **of_train}, where),
+        load_table(ClientConfig, {**resumed, **explicit(client), **of_client, **ours}, where),
+    )
+
+
+def _refuse_security(file: Path, tables: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a role's table that says what the whole run has to: half a run cannot be insecure."""
+    of_roles = {name: tables.get(name) for name in ("master", "slave", "worker")}
+    of_clusters = {f"[clusters] {n}": table for n, table in enumerate(_cluster_tables(file, tables), 1)}
+    for name, table in {**of_roles, **of_clusters}.items():
+        said = [key for key in SETTINGS if isinstance(table, dict) and key in table]
+        if said:
+            raise ConfigError(
+                f"{file} [{name}]: {said[0]!r} is not said here: `dips up` makes the keys of its processes itself; "
+                "without keys say `insecure = true` in [run]"
+            )
+
+
+def _check_known(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    names = (*ClusterKnobs.model_fields, *known)
+    for key in table:
+        if key not in names:
+            close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(sorted(names))}"
+            raise ConfigError(f"{where}: {key!r} is not a setting; {hint}")

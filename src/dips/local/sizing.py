@@ -1,0 +1,387 @@
+"""How much memory, disk and time a run needs: one table of formulas, from a few numbers that a person knows.
+
+Pure: the same knobs give the same table. The formulas are those of docs/budgets.md, docs/storage.md,
+docs/checkpoints.md and sim/scale/rates.py; rates that depend on a machine are knobs, and their defaults name their
+source. It must never hold a rate without one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from dips.core.config import Knobs
+from dips.core.errors import ConfigError
+from dips.core.layout import DEFAULT_BLOCK_ELEMS, MAX_ELEMS
+from dips.core.math.outer_numpy import PIECE_ELEMS
+from dips.core.placement import KEPT_PRODUCTS
+from dips.core.units import BitsPerSecond, Bytes, Count
+from dips.core.wire import DIFFERENCES, SCALE_BLOCK_ELEMS, WIRE_DTYPES, encoded_bytes
+from dips.local.formula import Quantity, names_of, value_of
+from dips.sim.scale.scenario import BytesPerSecond
+
+_ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16"}
+
+Rate = Annotated[BitsPerSecond, Field(gt=0)]
+
+
+def _wire(value: object) -> object:
+    known = _ALIASES.get(str(value).lower(), str(value).lower())
+    if known not in WIRE_DTYPES:
+        raise ValueError(f"{value!r} is none of {', '.join(WIRE_DTYPES)}")
+    return known
+
+
+class SizeKnobs(Knobs):
+    """What a run is to be. Rates are a machine's; their defaults say where they were measured or fitted."""
+
+    params: Annotated[Count, Field(ge=1, le=MAX_ELEMS)] = Field(description="Parameters of the model")
+    clusters: int = Field(ge=1, le=1024, description="Clusters that train at the same time")
+    slaves: int = Field(ge=1, le=1024, description="Slaves that share the model")
+    link: Rate = Field(description="Rate of a cluster's link to the slaves' site, each way, such as 10gbps")
+    slave_link: Rate | None = Field(None, description="Network card of one slave, each way (default: as --link)")
+    wire: Annotated[str, BeforeValidator(_wire)] = Field(
+        "float32", description="How pushes are written: float32 (fp32), bfloat16 (bf16), int8 or int4"
+    )
+    keys: bool = Field(True, description="Whether the data flow is encrypted")
+    sync_every: int = Field(64, ge=1, le=1_000_000, description="H: inner steps between two pushes")
+    tokens_per_s: float | None = Field(
+        None,
+        gt=0,
+        description="How fast one cluster trains (default: 112,912 tokens/s at 100e9 parameters, a cluster of 1,024 "
+        "accelerators as fitted to the Di-PS paper in `dips simulate paper-33-days`, faster in proportion for less)",
+    )
+    tokens_per_step: Annotated[Count, Field(ge=1)] = Field(
+        2_097_152, description="Tokens of one inner step of a cluster; the default is the same fit"
+    )
+    overlap: Literal["none", "push", "full"] = Field("none", description="What clusters train through; as the master's")
+    max_clusters: int | None = Field(
+        None, ge=1, le=1024, description="Staging slots of a slave, as the master's (default: as --clusters)"
+    )
+    pinned_versions: int = Field(2, ge=0, le=1024, description="Older versions kept for readers, as the master's")
+    snapshots_kept: int = Field(3, ge=1, le=1000, description="Snapshots on a slave's disk, as the slave's")
+    checkpoints_kept: int = Field(2, ge=1, description="Checkpoints on a cluster's disk, as the worker's")
+    optimizer_bytes: float = Field(
+        8.0, ge=0, le=64, description="Inner optimizer's bytes a parameter: 8 AdamW in float32, 4 momentum, 0 SGD"
+    )
+    chunk_bytes: Annotated[Bytes, Field(ge=4096)] = Field(1 << 20, description="Size of one data message")
+    archive_bytes: Bytes = Field(1 << 30, description="Room for the master's archive")
+    journal_records: int = Field(20_000, ge=1, le=10_000_000, description="Decisions in the master's journal")
+    link_share: float = Field(
+        0.93, gt=0, le=1, description="What a push reaches of a link's rate; measured: docs/performance.md, a far link"
+    )
+    crypto_rate: BytesPerSecond = Field(
+        1.2e9, description="One process's encryption; measured: docs/performance.md, Transfers"
+    )
+    slave_rate: BytesPerSecond = Field(
+        2.2e9, description="What one slave receives, checks and lands; measured: docs/performance.md, Transfers"
+    )
+    memory_rate: BytesPerSecond = Field(
+        1.9e9, description="Bytes that one slave's outer step moves; fitted to the Di-PS paper's update time, 110 s"
+    )
+    disk_rate: BytesPerSecond = Field(
+        2.74e9, description="Bytes that one slave writes durably; measured: docs/performance.md, Snapshots"
+    )
+    copy_rate: BytesPerSecond = Field(
+        40e9, description="A cluster's copy of its live parameters; assumed, as in `dips simulate paper-33-days`"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.params < self.slaves:
+            raise ValueError(f"{self.params} parameters cannot be dealt to {self.slaves} slaves: give fewer slaves")
+        if self.max_clusters is not None and self.max_clusters < self.clusters:
+            raise ValueError(
+                f"max_clusters is {self.max_clusters}, and {self.clusters} clusters are to train: raise it, or leave "
+                "it out"
+            )
+        if self.chunk_bytes % 4:
+            raise ValueError(f"chunk_bytes is {self.chunk_bytes}: use a multiple of 4, the size of a parameter")
+        return self
+
+
+class Sizes:
+    """The table: quantities by key, in the order in which they are told. remarks: what somebody must not overlook."""
+
+    def __init__(self, knobs: SizeKnobs) -> None:
+        self.knobs = knobs
+        self.rows: dict[str, Quantity] = {}
+        self._inputs = _inputs(knobs)
+        for section in (_slave, _master, _cluster, _transfers, _update, _round):
+            for key, what, unit, formula, note in section(knobs):
+                self._add(key, what, unit, formula, note)
+        self.remarks = tuple(_remarks(self))
+
+    def __getitem__(self, key: str) -> Quantity:
+        return self.rows[key]
+
+    def input(self, name: str) -> float:
+        """A number that formulas start from, as it was given or by default."""
+        return self._inputs[name]
+
+    def whole(self, key: str) -> int:
+        """A quantity rounded up: bytes or parameters."""
+        return self.rows[key].whole
+
+    def _add(self, key: str, what: str, unit: str, formula: str, note: str) -> None:
+        known = {**self._inputs, **{name: row.value for name, row in self.rows.items()}}
+        numbers = {name: known[name] for name in names_of(formula)}
+        value = value_of(formula, numbers)
+        if not math.isfinite(value):
+            raise ConfigError(f"{what} is no finite number with these settings: check them")
+        self.rows[key] = Quantity(key, what, unit, formula, numbers, value, note)
+
+
+def size(knobs: SizeKnobs) -> Sizes:
+    """All quantities of a run. Raises ConfigError when a number leaves all bounds."""
+    return Sizes(knobs)
+
+
+Row = tuple[str, str, str, str, str]
+"""key, what, unit, formula, note."""
+
+PAPER_PARAMS = 100e9
+PAPER_TOKENS_PER_S = 112_912.0
+"""Cluster A of sim/scale/scenarios/paper-33-days.toml: Table 1's PFLOPS, with one factor fitted to the run's tokens."""
+
+
+def _inputs(knobs: SizeKnobs) -> Mapping[str, float]:
+    """What formulas may name beside earlier quantities: knobs, and constants of the code."""
+    slots = knobs.max_clusters or knobs.clusters
+    given = {
+        name: float(value)
+        for name, value in dict(iter(knobs)).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return {
+        **given,
+        "slots": slots,
+        "slave_link": knobs.slave_link or knobs.link,
+        "tokens_per_s": knobs.tokens_per_s or PAPER_TOKENS_PER_S * PAPER_PARAMS / knobs.params,
+        "wire_bytes": _wire_bytes(knobs),
+        "residual_bytes": 4 if WIRE_DTYPES[knobs.wire] in DIFFERENCES else 0,
+        "pairs": slots * (slots + 1) // 2,
+        "products": min(slots * (slots - 1) // 2, KEPT_PRODUCTS),
+        "block_params": DEFAULT_BLOCK_ELEMS,
+        "piece_params": PIECE_ELEMS,
+    }
+
+
+def _wire_bytes(knobs: SizeKnobs) -> float:
+    """Bytes of one parameter in a push, scales included."""
+    return encoded_bytes(WIRE_DTYPES[knobs.wire], SCALE_BLOCK_ELEMS) / SCALE_BLOCK_ELEMS
+
+
+def _slave(_: SizeKnobs) -> Iterator[Row]:
+    yield (
+        "shard_params",
+        "parameters of one slave, at most",
+        "",
+        "min(params, ceil(params / slaves) + block_params)",
+        "whole blocks are dealt, largest first: nobody holds more than a fair share and one block",
+    )
+    yield (
+        "tables_bytes",
+        "what a slave notes of pieces and chunks",
+        "bytes",
+        "ceil(shard_params / piece_params) * (16 + 16 * slots + 8 * products + 9 * pairs)"
+        " + ceil(4 * shard_params / chunk_bytes) * (72 * slots + 16 * products + 56 * (3 + pinned_versions))",
+        "",
+    )
+    yield (
+        "slave_memory_bytes",
+        "memory_bytes of a slave",
+        "bytes",
+        "1.01 * (shard_params * (20 + 4 * slots + 4 * pinned_versions) + tables_bytes) + MiB",
+        "the setting; 1 % for blocks that end short where a layer ends",
+    )
+    yield (
+        "slave_process_bytes",
+        "memory of a slave's process",
+        "bytes",
+        "slave_memory_bytes + 90 * MiB + 2 * slots * 64 * chunk_bytes + 256 * MiB",
+        "base, messages under way and room beside the setting (docs/budgets.md)",
+    )
+    yield (
+        "slave_ring_bytes",
+        "snapshots on a slave's disk",
+        "bytes",
+        "(snapshots_kept + 1) * (8 * shard_params + 4096)",
+        "claimed when the model is known; without record_pushes",
+    )
+    yield (
+        "slave_volume_bytes",
+        "volume of a slave",
+        "bytes",
+        "1.06 * slave_ring_bytes + 256 * MiB",
+        "5 % that ext4 keeps back, 1 % for its own tables; manifests, and tapes for a while",
+    )
+
+
+def _master(_: SizeKnobs) -> Iterator[Row]:
+    yield (
+        "measure_bytes",
+        "answers to MEASURE of all slaves",
+        "bytes",
+        "ceil(slaves * shard_params / block_params) * (32 + 10 * slots + 8 * pairs)",
+        "",
+    )
+    yield (
+        "master_memory_bytes",
+        "memory of the master's process",
+        "bytes",
+        "45 * MiB + (1024 + slots) * KiB + 4 * measure_bytes + 256 * MiB",
+        "base, every id that ever took part, numbers as Python's objects, messages and a storm of connections",
+    )
+    yield (
+        "master_disk_bytes",
+        "journal and archive of the master",
+        "bytes",
+        "archive_bytes + 2 * journal_records * (2 + slots) * KiB",
+        "about 1 KB for each cluster in an entry; twice, as SQLite keeps a log beside the file; without the tape",
+    )
+
+
+def _cluster(knobs: SizeKnobs) -> Iterator[Row]:
+    vectors = 8 if knobs.overlap == "none" else 12
+    yield (
+        "cluster_memory_bytes",
+        "memory on the hosts of one cluster, for Di-PS",
+        "bytes",
+        f"params * ({vectors} + 2 * residual_bytes + 12 + optimizer_bytes) + slaves * 64 * chunk_bytes",
+        "beside the training itself: base and push vectors, the copy that checkpoints are written from, and chunks "
+        "under way",
+    )
+    yield (
+        "cluster_disk_bytes",
+        "checkpoints of one cluster",
+        "bytes",
+        "(checkpoints_kept + 1) * params * (12 + optimizer_bytes + residual_bytes)",
+        "one more than are kept, while it is written",
+    )
+
+
+def _transfers(knobs: SizeKnobs) -> Iterator[Row]:
+    yield "push_bytes", "bytes of one push", "bytes", "params * wire_bytes", ""
+    yield "pull_bytes", "bytes of one pull", "bytes", "params * 4", "parameters travel back as float32"
+    crypto = ", 8 * crypto_rate" if knobs.keys else ""
+    yield (
+        "slaves_rate",
+        "what all slaves take or give together",
+        "bits/s",
+        f"slaves * min(link_share * slave_link, 8 * slave_rate{crypto})",
+        "",
+    )
+    yield (
+        "alone_rate",
+        "rate of a cluster that moves alone",
+        "bits/s",
+        f"min(link_share * link, slaves_rate{crypto})",
+        "",
+    )
+    yield "together_rate", "rate of each when all move", "bits/s", "min(alone_rate, slaves_rate / clusters)", ""
+    for what in ("push", "pull"):
+        yield f"{what}_s", f"time of a {what}, alone", "s", f"8 * {what}_bytes / alone_rate", ""
+        yield (
+            f"{what}_together_s",
+            f"time of a {what}, all at once",
+            "s",
+            f"8 * {what}_bytes / together_rate",
+            "",
+        )
+
+
+def _update(_: SizeKnobs) -> Iterator[Row]:
+    yield (
+        "update_s",
+        "update with one cluster's push",
+        "s",
+        "4 * shard_params * (1 + 1 + 4 + 1) / memory_rate + 8 * shard_params / disk_rate",
+        "MEASURE reads 1 + k vectors (at most: sums are mostly taken on receipt), the step moves 4 + k, and the "
+        "snapshot follows",
+    )
+    yield (
+        "update_together_s",
+        "update with a push of every cluster",
+        "s",
+        "4 * shard_params * (1 + clusters + 4 + clusters) / memory_rate + 8 * shard_params / disk_rate",
+        "",
+    )
+    yield (
+        "slave_start_s",
+        "start of a slave that was killed",
+        "s",
+        "(snapshots_kept + 1) * 8 * shard_params / disk_rate",
+        "every file of the ring is read back before it says hello",
+    )
+
+
+def _round(knobs: SizeKnobs) -> Iterator[Row]:
+    yield "step_s", "one inner step", "s", "tokens_per_step / tokens_per_s", ""
+    yield "compute_s", "inner steps between two pushes", "s", "sync_every * step_s", ""
+    yield "copies_s", "copies of the live parameters", "s", "2 * 4 * params / copy_rate", "to the push, from the pull"
+    yield "exchange_s", "exchange of a cluster alone", "s", "push_s + update_s + pull_s + copies_s", ""
+    yield (
+        "exchange_together_s",
+        "exchange when all come at once",
+        "s",
+        "push_together_s + update_together_s + pull_together_s + copies_s",
+        "",
+    )
+    for suffix, whose in (("", "a cluster alone"), ("_together", "all come at once")):
+        yield (
+            f"stall{suffix}_s",
+            f"of it, not hidden (overlap {knobs.overlap}), {whose}",
+            "s",
+            _stall(knobs.overlap, suffix),
+            "",
+        )
+        yield (
+            f"overhead{suffix}",
+            f"overhead fraction, {whose}",
+            "share",
+            f"stall{suffix}_s / (compute_s + stall{suffix}_s)",
+            "without the wait for the grace window and for a round that is under way",
+        )
+    yield (
+        "sync_every_5_percent",
+        "sync_every for an overhead of 5 % (overlap none)",
+        "",
+        "ceil(exchange_s * (1 - 0.05) / 0.05 / step_s)",
+        "",
+    )
+
+
+def _stall(overlap: str, suffix: str) -> str:
+    push, update, pull = (f"{what}{suffix}_s" for what in ("push", "update", "pull"))
+    if overlap == "none":
+        return f"exchange{suffix}_s"
+    if overlap == "push":
+        return f"{update} + {pull} + copies_s + max(0, {push} - compute_s)"
+    return f"copies_s + max(0, {push} + {update} + {pull} - compute_s)"
+
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""The default of the master's max_message_bytes, which bounds one slave's answer to MEASURE."""
+
+
+def _remarks(sizes: Sizes) -> Iterator[str]:
+    slots = sizes.knobs.max_clusters or sizes.knobs.clusters
+    if slots != 8:
+        yield f"the master's max_clusters is 8 unless set: write max_clusters = {slots} in [master]"
+    of_slave = sizes["measure_bytes"].value / sizes.knobs.slaves
+    if of_slave > MAX_MESSAGE_BYTES:
+        yield (
+            f"a slave's answer to MEASURE has up to {math.ceil(of_slave)} bytes, above max_message_bytes (64 MiB): "
+            "raise it in [master], or give more slaves"
+        )
+    if sizes["overhead"].value > 0.2:
+        yield (
+            "clusters wait for more than a fifth of their time: raise sync_every, or choose --overlap full, a smaller "
+            "--wire or a faster link"
+        )
+    if sizes["together_rate"].value < 0.99 * sizes["alone_rate"].value:
+        yield "when all clusters move at once the slaves are the bottleneck, not the clusters' links: give more slaves"

@@ -1,0 +1,313 @@
+"""Keeps a run's processes alive: starts them, restarts what dies, ends all of them, and tells what happened.
+
+Single-threaded: the owner calls poll() a few times a second from the main thread (which the kernel's tie
+between parent and child needs). It never reads a child's output: that goes straight to the child's log
+file. Exit code 0 is a child's own word that its work is done; whatever else ends it, a signal that others sent
+included, it is started again. It never decides about the run itself: what a death means there is the master's business.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+
+from dips.core.clock import Clock
+from dips.core.errors import (
+    INTERRUPTED,
+    NAME_TAKEN_EXIT,
+    TERMINATED,
+    ConfigError,
+    DipsError,
+    FatalError,
+    RefusalCode,
+    Refused,
+)
+from dips.core.observe.log_lines import LogFormat, LogLine, parse, rendered
+from dips.local.child import wrapped
+from dips.local.restart import FailureCount, RestartPolicy
+
+POLL_S = 0.1
+"""How often poll() is meant to be called; also the resolution of stop()."""
+
+_LAST_WORD = re.compile(r"dips(?: \w+ [^\s:]+)?: (.+)\Z")
+
+_STOP_TERMINATE_S = 15.0
+_STOP_KILL_S = 5.0
+_LOG_TAIL_LINES = 12
+_LOG_TAIL_BYTES = 8192
+
+
+class Stage(Enum):
+    """When a process is ended on stop(): what uses others ends before what it uses."""
+
+    FIRST = 1
+    SECOND = 2
+    LAST = 3
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """One process to keep alive. `environment` is the whole environment of the process; `niceness` as in nice(1).
+
+    stop_s: how long it may take to end upon SIGTERM before it is killed.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    log_path: Path
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    stage: Stage = Stage.FIRST
+    restart: bool = True
+    niceness: int = 0
+    stop_s: float = _STOP_TERMINATE_S
+
+
+@dataclass(frozen=True)
+class ChildEvent:
+    """Something that happened to a child. kind: started, ended, failed, killed or stopped."""
+
+    name: str
+    kind: str
+    life: int
+    pid: int
+    exit_code: int | None
+    sentence: str
+
+
+@dataclass
+class _Child:
+    spec: ChildSpec
+    failures: FailureCount
+    process: subprocess.Popen[bytes] | None = None
+    life: int = 0
+    started_s: float = 0.0
+    start_again_s: float | None = None
+    kill_expected: bool = False
+    restart_delay_s: float = 0.0
+    exit_code: int | None = None
+
+
+class Supervisor:
+    """Use as a context manager: leaving it ends every process that still runs."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        report: Callable[[ChildEvent], None],
+        policy: RestartPolicy | None = None,
+        log_format: LogFormat = "human",
+    ) -> None:
+        """log_format: of the line with which each life begins in a child's log."""
+        self._log_format = log_format
+        self._clock = clock
+        self._report = report
+        self._policy = policy or RestartPolicy()
+        self._children: dict[str, _Child] = {}
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # ---- what runs ----
+
+    def start(self, spec: ChildSpec) -> int:
+        """Start a process and keep it alive; returns its pid. Raises ConfigError when it cannot be started."""
+        child = _Child(spec, FailureCount(self._policy))
+        self._children[spec.name] = child
+        return self._spawn(child)
+
+    def pid(self, name: str) -> int | None:
+        """The process id of the current life; None between lives and after the end."""
+        process = self._children[name].process
+        return process.pid if process else None
+
+    def lives(self, name: str) -> int:
+        return self._children[name].life
+
+    def exit_code(self, name: str) -> int | None:
+        """The exit code of a process that ended for good; None while it is kept alive."""
+        return self._children[name].exit_code
+
+    def ended(self, names: Iterable[str]) -> bool:
+        """Whether all of these processes ended for good."""
+        return all(self._children[name].exit_code is not None for name in names)
+
+    # ---- what happens ----
+
+    def poll(self) -> None:
+        """Notice deaths, and start again what is due.
+
+        Raises ConfigError when a process found its own configuration wrong, Refused when another one has its name,
+        and FatalError when one failed too often in a row; each shows the end of its log.
+        """
+        for child in list(self._children.values()):
+            if child.process is not None and child.process.poll() is not None:
+                self._buried(child, child.process)
+            elif child.start_again_s is not None and self._clock.monotonic_s() >= child.start_again_s:
+                self._spawn(child)
+
+    def kill(self, name: str, restart_delay_s: float = 0.5) -> int | None:
+        """Kill a process with SIGKILL on purpose; it is started again after the delay.
+
+        Returns its pid, or None when it does not run just now.
+        """
+        child = self._children[name]
+        if child.process is None or child.process.poll() is not None:
+            return None
+        child.kill_expected = True
+        child.restart_delay_s = restart_delay_s
+        child.process.send_signal(signal.SIGKILL)
+        return child.process.pid
+
+    def stop(self) -> None:
+        """End everything: stage by stage, politely first, then with SIGKILL. Bounded, and safe to repeat."""
+        for stage in Stage:
+            children = [child for child in self._children.values() if child.spec.stage is stage]
+            self._end(children, signal.SIGTERM, max((child.spec.stop_s for child in children), default=0.0))
+            self._end(children, signal.SIGKILL, _STOP_KILL_S)
+
+    def stop_names(self, names: Iterable[str]) -> None:
+        """End these processes for good, like stop()."""
+        children = [self._children[name] for name in names]
+        self._end(children, signal.SIGTERM, max((child.spec.stop_s for child in children), default=0.0))
+        self._end(children, signal.SIGKILL, _STOP_KILL_S)
+
+    # ---- how ----
+
+    def _spawn(self, child: _Child) -> int:
+        spec = child.spec
+        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log_path.open("ab") as log:
+            begins = f"{spec.name}, life {child.life + 1}: {' '.join(spec.command)}"
+            line = LogLine(self._clock.wall_s(), "INFO", "launch", spec.name, begins, logger="dips.cli")
+            log.write(f"{rendered(line, self._log_format)}\n".encode())
+            log.flush()
+            try:
+                child.process = subprocess.Popen(
+                    wrapped(spec.command, spec.niceness),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=dict(spec.environment),
+                    # Its own process group: ctrl-C reaches the supervisor only, which ends the others in order.
+                    process_group=0,
+                )
+            except OSError as error:
+                raise ConfigError(f"{spec.name} cannot be started: {error}") from error
+        child.life += 1
+        child.started_s = self._clock.monotonic_s()
+        child.start_again_s = None
+        self._tell(child, "started", child.process.pid, None, f"life {child.life}, pid {child.process.pid}")
+        return child.process.pid
+
+    def _buried(self, child: _Child, process: subprocess.Popen[bytes]) -> None:
+        code = process.returncode
+        child.process = None
+        now_s = self._clock.monotonic_s()
+        if code == 0 or not child.spec.restart:
+            child.exit_code = code
+            self._tell(child, "ended", process.pid, code, f"ended with exit code {code}")
+        elif child.kill_expected:
+            child.kill_expected = False
+            child.start_again_s = now_s + child.restart_delay_s
+            self._tell(child, "killed", process.pid, code, "killed with SIGKILL on purpose, is started again")
+        else:
+            self._failed(child, process.pid, code, now_s)
+
+    def _failed(self, child: _Child, pid: int, code: int, now_s: float) -> None:
+        how = how_it_ended(code)
+        if code == ConfigError.exit_code:
+            self._refused(child, code)
+        if code == NAME_TAKEN_EXIT and (said := last_word(child.spec.log_path)):
+            # Two supervisors that start processes of the same names: the one that came later ends.
+            child.exit_code = code
+            raise Refused(RefusalCode.NAME_TAKEN, f"{child.spec.name}: {said} (its log is {child.spec.log_path})")
+        delay_s = child.failures.failed(now_s - child.started_s)
+        if delay_s is None:
+            count = child.failures.quick
+            self._give_up(child, FatalError, code, f"{child.spec.name} {how}, {count} times in a row")
+        else:
+            child.start_again_s = now_s + delay_s
+            self._tell(child, "failed", pid, code, f"{how}, is started again in {delay_s:g} s")
+
+    def _refused(self, child: _Child, code: int) -> None:
+        """Its own sentence says what is wrong and what to do; without one, the end of its log has to."""
+        name, log_path = child.spec.name, child.spec.log_path
+        said = last_word(log_path)
+        if not said:
+            self._give_up(child, ConfigError, code, f"{name} refused its configuration")
+        child.exit_code = code
+        raise ConfigError(f"{name} refused its configuration: {said} (its log is {log_path})")
+
+    def _give_up(self, child: _Child, kind: type[DipsError], code: int, what: str) -> None:
+        child.exit_code = code
+        raise kind(f"{what}; the end of {child.spec.log_path}:\n{log_tail(child.spec.log_path)}")
+
+    def _end(self, children: Sequence[_Child], how: signal.Signals, wait_s: float) -> None:
+        running = [child for child in children if child.process is not None]
+        for child in children:
+            child.start_again_s = None
+        for child in running:
+            assert child.process is not None
+            child.process.send_signal(how)
+        deadline_s = self._clock.monotonic_s() + wait_s
+        while running and self._clock.monotonic_s() < deadline_s:
+            running = [child for child in running if not self._reaped(child)]
+            if running:
+                time.sleep(POLL_S / 2)
+
+    def _reaped(self, child: _Child) -> bool:
+        process = child.process
+        if process is None or process.poll() is None:
+            return process is None
+        child.process = None
+        child.exit_code = process.returncode
+        self._tell(child, "stopped", process.pid, process.returncode, how_it_ended(process.returncode))
+        return True
+
+    def _tell(self, child: _Child, kind: str, pid: int, exit_code: int | None, sentence: str) -> None:
+        self._report(ChildEvent(child.spec.name, kind, child.life, pid, exit_code, sentence))
+
+
+def how_it_ended(exit_code: int) -> str:
+    """A few words for a process's return code; negative ones are signals, and so are 143 and 130 (core/errors.py)."""
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    if exit_code in (INTERRUPTED, TERMINATED):
+        return f"was ended by {signal.Signals(exit_code - 128).name} (exit code {exit_code})"
+    return f"ended with exit code {exit_code}"
+
+
+def last_word(path: Path) -> str:
+    """Why a process of dips ended, as it said last in its log (core/observe/telemetry.py: say_last); empty: it did
+    not."""
+    for text in reversed(log_tail(path, lines=_LOG_TAIL_BYTES).splitlines()):
+        line = parse(text.strip())
+        if line is not None:
+            return line.sentence if line.level == "CRITICAL" else ""
+        if match := _LAST_WORD.match(text.strip()):
+            return match[1]
+    return ""
+
+
+def log_tail(path: Path, lines: int = _LOG_TAIL_LINES) -> str:
+    """The last lines of a log file, indented; says so when there is none."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+    except OSError as error:
+        return f"  (no log: {error.strerror})"
+    return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])

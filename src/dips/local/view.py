@@ -1,0 +1,276 @@
+"""What a person sees of a run's status: tables, one plain line, and the same as JSON with stable keys.
+
+Shapes nothing and asks nothing: everything here is a function of a StatusReply. The sentence `waiting_for`
+stands on top, because "why does nothing move" is the first question.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from dips.core.ids import Incarnation, PushId, RoundId, Version
+from dips.core.messages import Alarm, ClusterStatus, RoundSummary, SlaveStatus, StatusReply
+from dips.core.units import format_bytes, format_count
+from dips.local.tables import Column, FittingTable
+from dips.master.page.sentence import no_loss_sentence
+
+_VERDICT_STYLES = {"applied": "green", "excluded": "red", "aborted": "yellow", "rolled_back": "magenta"}
+_RECENT_ROUNDS = 5
+_WRAPPED = frozenset({"pushes", "accepted", "excluded"})
+"""Columns of several words. These and those of sentences may take several lines, the others keep to one."""
+
+_SENTENCES = frozenset({"last verdict", "why"})
+
+
+def status_json(value: Any) -> Any:
+    """A status as JSON values: ids in their text form, numbers that are not known as null."""
+    if isinstance(value, (Version, Incarnation, RoundId, PushId)):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: status_json(getattr(value, field.name)) for field in fields}
+    if isinstance(value, (tuple, list)):
+        return [status_json(item) for item in value]
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, bytes):
+        return value.hex()
+    return value
+
+
+def status_view(status: StatusReply, width_is_narrow: bool = False) -> RenderableType:
+    """Everything that `dips status` shows."""
+    parts: list[RenderableType] = [headline(status)]
+    if status.recovery:
+        parts.append(Text(recovery_sentence(status), style="bold magenta"))
+    if status.reshard:
+        parts.append(Text(reshard_sentence(status), style="magenta"))
+    if status.waiting_for:
+        parts.append(Text(waiting_sentence(status), style="bold yellow"))
+    if alarm := direction_sentence(status):
+        parts.append(Text(alarm, style="bold red"))
+    parts += [Text(alarm_sentence(alarm), style="bold red") for alarm in status.alarms]
+    if refused := refused_sentence(status):
+        parts.append(Text(refused, style="red"))
+    parts.append(cluster_table(status.clusters))
+    if hint := no_loss_sentence(status):
+        parts.append(Text(hint, style="dim"))
+    if any(math.isfinite(cluster.last_norm) for cluster in status.clusters):
+        parts.append(push_table(status.clusters))
+    parts.append(slave_table(status.slaves, writes_later=_writes_later(status)))
+    if status.recent_rounds and not width_is_narrow:
+        parts.append(round_table(status.recent_rounds[-_RECENT_ROUNDS:]))
+    return Group(*parts)
+
+
+def headline(status: StatusReply) -> Text:
+    """Run, version, tokens and the round's phase in one line."""
+    return Text.assemble(
+        (f"run {status.run_id}", "bold"),
+        f"  version {status.published or 'none yet'}{_on_disk(status)}",
+        f"  tokens {format_count(status.tokens)}{_of_goal(status)}",
+        f"  round {status.round or 'none yet'} ",
+        (status.phase, "cyan"),
+        f"  {rounds_sentence(status)}",
+        (f"  {_state_words(status)}", "bold"),
+    )
+
+
+def waiting_sentence(status: StatusReply) -> str:
+    """Why nothing moves, in the master's words; empty when all is well."""
+    why = status.waiting_for
+    return f"waiting: {why}" if why and not why.startswith("waiting") else why
+
+
+def recovery_sentence(status: StatusReply) -> str:
+    """How committed state is being restored, in the master's words; empty when none has to be."""
+    return f"recovering: {status.recovery}" if status.recovery else ""
+
+
+def reshard_sentence(status: StatusReply) -> str:
+    """What a RESHARD does or waits for; empty when none was asked for."""
+    return f"reshard: {status.reshard}" if status.reshard else ""
+
+
+def direction_sentence(status: StatusReply) -> str:
+    """Which clusters of the run push where the others do not go; empty when no direction alarm stands."""
+    names = ", ".join(cluster.cluster_id for cluster in status.clusters if cluster.alive and cluster.direction_alarm)
+    return f"direction alarm: {names} (its pushes are merged all the same: look at its usual cosine)" if names else ""
+
+
+def alarm_sentence(alarm: Alarm) -> str:
+    """An alarm that stands, in the master's words."""
+    return f"alarm: {alarm.sentence}"
+
+
+def refused_sentence(status: StatusReply) -> str:
+    """How many calls the master refused because of whose they were; empty when none."""
+    if not status.refused_calls:
+        return ""
+    calls = f"{status.refused_calls} calls were" if status.refused_calls > 1 else "1 call was"
+    return f"{calls} refused because of whose they were, the last: {status.refused_call}"
+
+
+def _writes_later(status: StatusReply) -> bool:
+    """Whether a version may be published before it is on every disk."""
+    return status.settings.durability == "async"
+
+
+def _on_disk(status: StatusReply) -> str:
+    return f" (on every disk: {status.durable or 'none yet'})" if _writes_later(status) else ""
+
+
+def rounds_sentence(status: StatusReply) -> str:
+    lost = [f"{n} {word}" for n, word in ((status.rounds_void, "void"), (status.rounds_aborted, "aborted")) if n]
+    return ", ".join([f"rounds {status.rounds_committed} ({status.rounds_merged} merged)", *lost])
+
+
+def _of_goal(status: StatusReply) -> str:
+    if not status.tk_max_tokens:
+        return ""
+    share = min(1.0, status.tokens / status.tk_max_tokens)
+    return f"/{format_count(status.tk_max_tokens)} ({share:.0%})"
+
+
+def _state_words(status: StatusReply) -> str:
+    for on, word in ((status.stopped, "stopped"), (status.stopping, "stopping"), (status.paused, "paused")):
+        if on:
+            return word
+    return ""
+
+
+def cluster_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
+    columns = ("cluster", "phase", "life", "steps", "steps per s", "tokens", "loss", "pushes", "last verdict")
+    right = {"steps", "steps per s", "tokens", "loss"}
+    table = _table("clusters", columns, right, least={"phase": len("BEGINNING_PUSH")})
+    for cluster in clusters:
+        table.add_row(
+            Text(cluster.cluster_id, style="bold" if cluster.alive else "dim"),
+            cluster.phase if cluster.alive else Text(cluster.phase or "gone", style="dim"),
+            str(cluster.incarnation or "-"),
+            format_count(cluster.steps_total),
+            number(cluster.steps_per_s, 2),
+            format_count(cluster.tokens_applied),
+            number(cluster.loss, 3),
+            _pushes(cluster),
+            _verdict(cluster),
+        )
+    return table
+
+
+def _pushes(cluster: ClusterStatus) -> str:
+    more = [(cluster.pushes_excluded, "excluded"), (cluster.pushes_aborted, "aborted")]
+    return ", ".join([f"{cluster.pushes_applied} applied", *(f"{n} {word}" for n, word in more if n)])
+
+
+def _verdict(cluster: ClusterStatus) -> Text:
+    text = Text(cluster.last_verdict, style=_VERDICT_STYLES.get(cluster.last_verdict.lower(), ""))
+    if cluster.last_reason:
+        text.append(f": {cluster.last_reason}", style="default")
+    if cluster.quarantined:
+        text.append(" (quarantined)", style="bold red")
+    return text
+
+
+def push_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
+    """What the last judged push of each cluster measured, and the median of its last cosines with the others' way."""
+    columns = ("cluster", "norm", "z-score", "cosine", "usual cosine", "of", "direction")
+    table = _table("last judged pushes", columns, right=set(columns[1:6]))
+    for cluster in clusters:
+        table.add_row(
+            Text(cluster.cluster_id, style="bold" if cluster.alive else "dim"),
+            number(cluster.last_norm, 3),
+            number(cluster.last_z, 2),
+            number(cluster.last_cosine, 2),
+            number(cluster.cosine_usual, 2),
+            f"{cluster.cosine_rounds} pushes",
+            Text("ALARM", style="bold red") if cluster.direction_alarm else "-",
+        )
+    return table
+
+
+def slave_table(slaves: Sequence[SlaveStatus], writes_later: bool = False) -> FittingTable:
+    """The slaves; with `writes_later` also the newest version on each one's disk."""
+    on_disk = ("on disk",) if writes_later else ()
+    columns = ("slave", "phase", "life", "version", *on_disk, "memory", "staging", "served", "refused", "turned away")
+    table = _table("slaves", columns, right={"memory", "staging", "served", "refused", "turned away"})
+    for slave in slaves:
+        table.add_row(
+            Text(slave.slave_id, style="bold" if slave.alive else "dim"),
+            slave.phase if slave.alive else Text(slave.phase or "gone", style="dim"),
+            str(slave.incarnation or "-"),
+            str(slave.version or "-"),
+            *([str(slave.durable or "-")] if writes_later else []),
+            format_bytes(slave.resident_bytes),
+            format_bytes(slave.staging_bytes),
+            format_bytes(slave.served_bytes),
+            str(slave.refused_chunks),
+            str(slave.refused_connections),
+        )
+    return table
+
+
+def round_table(rounds: Sequence[RoundSummary]) -> FittingTable:
+    columns = ("round", "outcome", "version", "accepted", "excluded", "clip", "share", "tokens", "why")
+    table = _table("last rounds", columns, right={"clip", "share", "tokens"})
+    for entry in rounds:
+        table.add_row(
+            str(entry.round),
+            entry.outcome,
+            str(entry.version or "-"),
+            " ".join(entry.accepted) or "-",
+            " ".join(entry.excluded) or "-",
+            number(entry.kappa, 3),
+            number(entry.rho, 3),
+            format_count(entry.tokens),
+            entry.reason,
+        )
+    return table
+
+
+def _table(title: str, columns: Sequence[str], right: set[str], least: Mapping[str, int] | None = None) -> FittingTable:
+    return FittingTable(
+        title,
+        [
+            Column(name, name in right, name in _WRAPPED, name in _SENTENCES, (least or {}).get(name, 0))
+            for name in columns
+        ],
+    )
+
+
+def plain_line(status: StatusReply) -> str:
+    """One line for a log: what a person wants to see every few seconds without a terminal. Alarms by kind alone."""
+    clusters = " ".join(_plain_cluster(cluster) for cluster in status.clusters)
+    run = (
+        f"version {status.published or '-'}{_on_disk(status)} tokens {format_count(status.tokens)}{_of_goal(status)} "
+        f"{rounds_sentence(status)} phase {status.phase}"
+    )
+    why = (
+        direction_sentence(status),
+        *(f"alarm {alarm.kind}: {' '.join(alarm.clusters) or 'the run'}" for alarm in status.alarms),
+        recovery_sentence(status),
+        reshard_sentence(status),
+        waiting_sentence(status),
+        refused_sentence(status),
+    )
+    return " | ".join(part for part in (run, clusters, *why) if part)
+
+
+def _plain_cluster(cluster: ClusterStatus) -> str:
+    if not cluster.alive:
+        return f"{cluster.cluster_id}:{cluster.phase or 'gone'}"
+    return f"{cluster.cluster_id}:{cluster.phase} loss {number(cluster.loss, 3)}"
+
+
+def number(value: float, digits: int) -> str:
+    """A number with so many decimals; '-' when it is not known."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-"

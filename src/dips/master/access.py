@@ -1,0 +1,267 @@
+"""Who may call what: the one place where a certificate is judged, at each call and while streams are open.
+
+TLS has already proven that the caller holds the key of a certificate that a trusted authority signed. Here it is
+asked again, for every call, whether that certificate still holds (authorities are retired, certificates lapse and are
+revoked while connections stay open), and whether its role and name may make this call. Without keys everything is
+permitted, since only this machine can call. It must never fail open: what cannot be judged is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+from cryptography import x509
+
+from dips.core.errors import ConfigError, RefusalCode, Refused
+from dips.core.net.keys import (
+    CA_FILE,
+    REVOKED_FILE,
+    Certificate,
+    is_signed_by,
+    parse_authorities,
+    parse_certificate,
+    read_revoked,
+    stamp_of,
+    stamp_of_file,
+)
+from dips.core.net.security import Identity, Role, Security
+
+LOOK_S = 0.25
+"""How often the list of revoked certificates is looked at; what was revoked is out within this and a call."""
+
+KNOWN_CERTIFICATES = 4096
+"""Parsed certificates, and serials last seen for each name, that are remembered: 10 MB at most."""
+
+READER_METHODS = frozenset({"BeginPull", "FinishPull"})
+"""Of the service Clusters: what whoever reads a version calls, which an operator may as well."""
+
+LOOKING_METHODS = frozenset({"Status", "Watch"})
+"""Of the service Operator: what changes nothing, which every valid certificate may."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+_logger = logging.getLogger(__name__)
+_caller: ContextVar[Certificate | None] = ContextVar("dips_caller", default=None)
+
+
+@dataclass(eq=False)
+class OpenCall:
+    """A call that is being served. `ended` gets the refusal when its certificate stops to hold meanwhile."""
+
+    certificate: Certificate
+    ended: asyncio.Future[Refused] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Whose certificate was revoked while it was the one in use."""
+
+    role: Role
+    name: str
+    why: str
+
+
+class Access:
+    """Judges every call of one master. Make it where the event loop runs; call it from there only."""
+
+    def __init__(
+        self, security: Security, revoked_file: Path | None = None, now: Callable[[], datetime] | None = None
+    ) -> None:
+        """revoked_file: the list of revoked certificates; None: revoked.json beside the keys, if it is there.
+
+        Raises ConfigError when a list that was named cannot be read.
+        """
+        self._identity = security if isinstance(security, Identity) else None
+        self._now = now or (lambda: datetime.now(UTC))
+        self._known: OrderedDict[bytes, Certificate] = OrderedDict()
+        self._trusted: set[x509.Certificate] = set()
+        self._last_serial: OrderedDict[tuple[Role, str], int] = OrderedDict()
+        self._open: set[OpenCall] = set()
+        self.refused: Counter[str] = Counter()
+        """Refused calls by method."""
+        self.last_refused = ""
+        """Method and sentence of the last one."""
+        if self._identity is None:
+            return
+        directory = self._identity.directory
+        self._authorities = parse_authorities(self._identity.ca_pem, str(directory / CA_FILE))
+        self._keys_stamp = stamp_of(directory)
+        self._named = revoked_file is not None
+        self._revoked_file = revoked_file or directory / REVOKED_FILE
+        self._revoked: Mapping[int, str] = {}
+        self._revoked_stamp = stamp_of_file(self._revoked_file)
+        if self._named or self._revoked_file.exists():
+            self._revoked = read_revoked(self._revoked_file)
+
+    @property
+    def checks(self) -> bool:
+        """Whether there are keys to judge by."""
+        return self._identity is not None
+
+    def admit(self, method: str, certificate_pem: bytes | None) -> Certificate:
+        """The caller of /dips.v1.Service/Method, permitted. Raises Refused(IDENTITY)."""
+        try:
+            certificate = self._parsed(certificate_pem)
+            self._check_holds(certificate)
+            _check_role(certificate, *_service_and_method(method))
+        except Refused as refused:
+            self.refused[method] += 1
+            self.last_refused = f"{_service_and_method(method)[1]}: {refused.sentence}"
+            raise
+        key = (certificate.role, certificate.name)
+        _remember(self._last_serial, key, certificate.serial)
+        return certificate
+
+    @contextlib.contextmanager
+    def serving(self, certificate: Certificate) -> Iterator[OpenCall]:
+        """While this lasts, requests are checked to be this caller's own, and a revocation ends the call."""
+        call = OpenCall(certificate)
+        token = _caller.set(certificate)
+        self._open.add(call)
+        try:
+            yield call
+        finally:
+            self._open.discard(call)
+            _caller.reset(token)
+
+    def look(self) -> list[Holder]:
+        """Read lists that changed and end what no longer holds; who is out since the last look."""
+        if self._identity is None:
+            return []
+        self._read_authorities(self._identity.directory)
+        fresh = self._read_revoked()
+        for call in self._open:
+            try:
+                self._check_holds(call.certificate)
+            except Refused as refused:
+                if not call.ended.done():
+                    call.ended.set_result(refused)
+        names = {serial: key for key, serial in self._last_serial.items()}
+        return [Holder(*names[serial], self._revoked[serial]) for serial in fresh if serial in names]
+
+    # ---- what is judged ----
+
+    def _parsed(self, pem: bytes | None) -> Certificate:
+        if not pem:
+            raise Refused(RefusalCode.IDENTITY, "this call came without a certificate: give the process --keys")
+        found = self._known.get(pem)
+        if found is None:
+            try:
+                found = parse_certificate(pem, "the caller's certificate")
+            except ConfigError as error:
+                raise Refused(RefusalCode.IDENTITY, str(error)) from error
+        _remember(self._known, pem, found)
+        return found
+
+    def _check_holds(self, certificate: Certificate) -> None:
+        """Raises Refused for a certificate that lapsed, was revoked, or whose authority is no longer trusted."""
+        now = self._now()
+        if lapse := certificate.lapse(now, "the master"):
+            raise _refusal(certificate, lapse, certificate.remedy(now))
+        if certificate.serial in self._revoked:
+            why = self._revoked[certificate.serial]
+            raise _refusal(certificate, f"was revoked{f' ({why})' if why else ''}", "ask the operator for new keys")
+        if not self._is_trusted(certificate.x509):
+            raise _refusal(certificate, "was signed by an authority that this run does not trust", "renew it")
+
+    def _is_trusted(self, certificate: x509.Certificate) -> bool:
+        """A signature is verified once: that takes 0.1 ms, and calls come by the hundred."""
+        if certificate not in self._trusted:
+            if not is_signed_by(certificate, self._authorities):
+                return False
+            if len(self._trusted) >= KNOWN_CERTIFICATES:
+                self._trusted.clear()
+            self._trusted.add(certificate)
+        return True
+
+    # ---- files ----
+
+    def _read_authorities(self, directory: Path) -> None:
+        stamp = stamp_of(directory)
+        if stamp == self._keys_stamp:
+            return
+        self._keys_stamp = stamp
+        try:
+            self._trusted.clear()
+            self._authorities = parse_authorities((directory / CA_FILE).read_bytes(), str(directory / CA_FILE))
+            _logger.info("the master's keys in %s have changed and are used from now on", directory)
+        except (ConfigError, OSError) as error:
+            _logger.error("the changed authorities cannot be used, the old ones stay: %s", error)
+
+    def _read_revoked(self) -> set[int]:
+        """The serials that are new on the list."""
+        stamp = stamp_of_file(self._revoked_file)
+        if stamp == self._revoked_stamp:
+            return set()
+        self._revoked_stamp = stamp
+        try:
+            found = read_revoked(self._revoked_file)
+        except ConfigError as error:
+            _logger.error("the list of revoked certificates cannot be used, the old one stays: %s", error)
+            return set()
+        fresh = set(found) - set(self._revoked)
+        self._revoked = found
+        _logger.info("%s: %d certificates are revoked, %d of them new", self._revoked_file, len(found), len(fresh))
+        return fresh
+
+
+def check_is_own(name: str, what: str) -> None:
+    """Raise Refused unless `name`, which a request calls its sender, is that of the caller's certificate.
+
+    Operators read versions under names of their choice.
+    """
+    certificate = _caller.get()
+    if certificate is None or certificate.role is Role.OPERATOR or certificate.name == name:
+        return
+    raise Refused(
+        RefusalCode.IDENTITY,
+        f"{what} says it comes from {name!r}, but the certificate is that of {certificate}: use the keys of {name!r}",
+    )
+
+
+def _check_role(certificate: Certificate, service: str, method: str) -> None:
+    allowed = _roles_for(service, method)
+    if certificate.role in allowed:
+        return
+    roles = " or ".join(sorted(role.value for role in allowed))
+    raise _refusal(certificate, f"may not call {service}.{method}", f"use keys of role {roles}")
+
+
+def _roles_for(service: str, method: str) -> frozenset[Role]:
+    match service:
+        case "Clusters" if method in READER_METHODS:
+            return frozenset({Role.CLUSTER, Role.OPERATOR})
+        case "Clusters":
+            return frozenset({Role.CLUSTER})
+        case "Slaves":
+            return frozenset({Role.SLAVE})
+        case "Operator" if method in LOOKING_METHODS:
+            return frozenset(Role)
+    return frozenset({Role.OPERATOR})
+
+
+def _service_and_method(path: str) -> tuple[str, str]:
+    """("Clusters", "Join") of "/dips.v1.Clusters/Join"."""
+    service, _, method = path.rpartition("/")
+    return service.rpartition(".")[2], method
+
+
+def _refusal(certificate: Certificate, what: str, remedy: str) -> Refused:
+    return Refused(RefusalCode.IDENTITY, f"the certificate of {certificate} {what}: {remedy}")
+
+
+def _remember(store: OrderedDict[K, V], key: K, value: V) -> None:
+    store[key] = value
+    store.move_to_end(key)
+    if len(store) > KNOWN_CERTIFICATES:
+        store.popitem(last=False)

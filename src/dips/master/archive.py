@@ -1,0 +1,197 @@
+"""Old decisions out of the journal: whole files of JSON lines, never changed once they have their name.
+
+A segment is flushed, renamed, and its name flushed before its records may leave the journal; after a kill in between
+they stand in both, and the reader takes them once. Beyond its room the archive gives up its oldest segments. It must
+never hold half a segment under a segment's name, and never decide what is old (docs/architecture.md, durable state).
+
+Every record carries a digest that covers the digest of the record before it, here as in the journal's file, so that a
+changed, missing or moved record is found wherever the history is read.
+
+Every function blocks on the disk; only the master that holds the directory's lock may call those that write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from dips.core.errors import FatalError
+from dips.core.observe.failpoints import failpoint
+from dips.master.directory import sync_directory
+
+FOLDER = "archive"
+
+SEGMENT_RECORDS = 512
+SEGMENT_BYTES = 4 << 20
+"""A segment ends at whichever comes first. Writing and flushing 4 MiB is what one append may have to wait for:
+about 10 ms on a disk that writes 400 MB/s, beside the flush of its own that every append waits for."""
+
+_NAME = re.compile(r"(\d{10,})-(\d{10,})\.jsonl\Z")
+
+
+@dataclass(frozen=True)
+class JournalRecord:
+    """One decision as it stands in the journal; entry 0 of each epoch is its EPOCH record.
+
+    number: counts all records of the run, from 1, without an end. digest: of all the others and of the digest of the
+    record before; empty in what a release wrote that kept none.
+    """
+
+    epoch: int
+    entry_id: int
+    kind: str
+    record_json: str
+    number: int = 0
+    digest: str = ""
+
+    def digest_after(self, previous: str) -> str:
+        """What its digest is when `previous` is that of the record before: 32 hex digits."""
+        said = f"{previous}\n{self.number}\n{self.epoch}\n{self.entry_id}\n{self.kind!r}\n{self.record_json}"
+        return xxhash.xxh3_128_hexdigest(said.encode())
+
+    def after(self, previous: str) -> JournalRecord:
+        """The same record with its digest."""
+        return replace(self, digest=self.digest_after(previous))
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """The newest record that was deleted for want of room: it and all before it are gone."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"the history begins after record {self.number}; older ones were deleted to keep the archive in its room"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A file of the archive: records `first` to `last`, by number."""
+
+    path: Path
+    first: int
+    last: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    def records(self) -> Iterator[JournalRecord]:
+        """Its records, oldest first. Raises FatalError when the file is damaged, FileNotFoundError when it is gone."""
+        with self.path.open("rb") as file:
+            for line in file:
+                yield _record(self.path, line)
+
+
+def first_digest(run_id: str) -> str:
+    """What the first record's digest follows: a history of another run does not fit on it."""
+    return xxhash.xxh3_128_hexdigest(f"dips journal of run {run_id}".encode())
+
+
+def chained(records: Iterable[JournalRecord], previous: str, where: Path) -> Iterator[JournalRecord]:
+    """The records, each checked against its digest and the one before. Raises FatalError at the first that differs."""
+    for record in records:
+        if record.digest != record.digest_after(previous):
+            raise FatalError(
+                f"{where} is damaged (record {record.number}, {record.kind!r:.40}, or the one before it is not what "
+                f"was written: its digest differs): {REMEDY}"
+            )
+        previous = record.digest
+        yield record
+
+
+REMEDY = (
+    "restore the master's directory from a copy; with no copy, move it away and begin a new run, or one with --rebuild "
+    "if the slaves still hold a version"
+)
+
+
+def digest_segments(directory: Path, after: int, previous: str) -> tuple[int, str]:
+    """Give the records of an older release's archive their digests, file by file, from record `after` on.
+
+    Every file is replaced whole, and the same digests come out when it is done again. Returns number and digest of the
+    last record. Raises OSError, and FatalError when a file is damaged.
+    """
+    for segment in segments(directory):
+        if segment.last <= after:
+            continue
+        records: list[JournalRecord] = []
+        for record in segment.records():
+            records.append(record.after(previous))
+            previous = records[-1].digest
+        after = segment.last
+        temporary = segment.path.with_suffix(".tmp")
+        _write(temporary, records)
+        _name_durably(temporary, segment.path)
+    return after, previous
+
+
+def segments(directory: Path) -> list[Segment]:
+    """The archive of the master's `directory`, oldest first."""
+    folder = directory / FOLDER
+    if not folder.is_dir():
+        return []
+    named = ((path, _NAME.match(path.name)) for path in folder.iterdir())
+    found = [Segment(path, int(match[1]), int(match[2])) for path, match in named if match]
+    return sorted(found, key=lambda segment: segment.first)
+
+
+def write_segment(directory: Path, records: Sequence[JournalRecord]) -> Segment:
+    """Make records durable as the next segment, under its name at once and whole. Raises OSError."""
+    folder = directory / FOLDER
+    if not folder.is_dir():
+        folder.mkdir()
+        sync_directory(directory)
+    for left in folder.glob("*.tmp"):  # of a master that was killed
+        left.unlink()
+    failpoint("master.archive.before_write")
+    first, last = records[0].number, records[-1].number
+    segment = Segment(folder / f"{first:010d}-{last:010d}.jsonl", first, last)
+    temporary = segment.path.with_suffix(".tmp")
+    _write(temporary, records)
+    _name_durably(temporary, segment.path)
+    return segment
+
+
+def drop_segment(segment: Segment) -> None:
+    """Give up one segment; the journal must know of it already. Raises OSError."""
+    segment.path.unlink(missing_ok=True)
+    sync_directory(segment.path.parent)
+
+
+def _write(path: Path, records: Sequence[JournalRecord]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(_line(record) for record in records)
+        file.flush()
+        failpoint("master.archive.before_fsync")
+        os.fsync(file.fileno())
+
+
+def _name_durably(temporary: Path, path: Path) -> None:
+    failpoint("master.archive.before_rename")
+    os.replace(temporary, path)
+    failpoint("master.archive.after_rename")
+    sync_directory(path.parent)
+
+
+def _line(record: JournalRecord) -> str:
+    line = {"n": record.number, "epoch": record.epoch, "entry": record.entry_id, "kind": record.kind}
+    return json.dumps({**line, "record": record.record_json, "digest": record.digest}, separators=(",", ":")) + "\n"
+
+
+def _record(path: Path, line: bytes) -> JournalRecord:
+    try:
+        row = json.loads(line.decode())
+        kind, text, digest = str(row["kind"]), str(row["record"]), str(row.get("digest", ""))
+        return JournalRecord(int(row["epoch"]), int(row["entry"]), kind, text, int(row["n"]), digest)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise FatalError(
+            f"the archive's file {path} is damaged ({error}): restore it from a copy, or move it away to go without "
+            "the decisions that it holds; the run itself does not need them"
+        ) from error

@@ -1,0 +1,319 @@
+"""The master's knobs: what an operator may set, and which settings contradict each other.
+
+Group-wide settings stand here and nowhere else: the master advertises them, so that no cluster can diverge by
+its own. Of the times only heartbeat_s and round_timeout_s are somebody's choice: what is "auto" follows from these two,
+and from what is measured while the run goes on. What must hold between them stands in core/assumptions.py
+(docs/assumptions.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+
+from dips.core.assumptions import violations
+from dips.core.errors import ConfigError
+from dips.core.ids import check_name
+from dips.core.messages import Settings
+from dips.core.net.security import checked_address
+from dips.core.observe.log_lines import LogFormat
+from dips.core.observe.metrics_knobs import MetricsKnobs
+from dips.core.units import Bytes, Count, Seconds
+from dips.master.state.pacing import SLIDES
+from dips.master.state.penalty_config import OUTER_LR, PenaltyConfig, dynamic_local_steps_of
+from dips.master.state.run_config import RunConfig
+
+PENALTY_KNOBS = (
+    "outer_optimizer",
+    "delay_rounds",
+    "outer_momentum",
+    "clip_norm",
+    "clip_scope",
+    "participation_scaling",
+    "momentum_scaling",
+    "detector",
+    "beta",
+    "alpha",
+    "warm_up_pushes",
+    "window_pushes",
+    "hard_gate",
+    "quarantine_after_flags",
+)
+"""Fields that, when given, replace the preset's value of the same name in PenaltyConfig."""
+
+
+def _name(run_id: str) -> str:
+    try:
+        return check_name(run_id, "the run id")
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+class MasterConfig(MetricsKnobs):
+    """One master's settings; to_run_config() is what its state machines see of them."""
+
+    run_id: Annotated[str, AfterValidator(_name)] = Field(
+        description="Name of the run; clusters and slaves of another run are refused"
+    )
+    directory: Path = Field(
+        description="Folder for the journal, the tape and master.json (the address of the running master)"
+    )
+    listen: str = Field(
+        "127.0.0.1:0",
+        description="HOST:PORT to serve; port 0: a free one, and the same after a restart",
+    )
+    revoked: Path | None = Field(
+        None, description="List of revoked certificates, as `dips keys revoke` writes it; else revoked.json of the keys"
+    )
+    page_listen: str | None = Field(
+        None, description="HOST:PORT of the status page for browsers; port 0: a free one; none: no page"
+    )
+    page_heldout: Path | None = Field(
+        None, description="Tape of the evaluator (`dips eval --follow --tape`) whose losses the status page draws"
+    )
+    page_hosts: tuple[str, ...] = Field(
+        (), description="Further host names under which browsers ask for the status page"
+    )
+    page_steer: bool = Field(
+        False, description="Let those who may look at the status page pause and resume rounds there; else it only looks"
+    )
+    slaves: int = Field(2, ge=1, le=1024, description="Slaves that must be there before the run begins")
+    max_clusters: int = Field(8, ge=1, le=1024, description="Clusters that may take part at the same time")
+    min_clusters: int = Field(1, ge=0, description="Clusters that must have joined before the first round")
+
+    sync_every: int = Field(64, ge=1, le=1_000_000, description="H: inner steps between two pushes")
+    dynamic: bool | None = Field(
+        None,
+        description="Fit each cluster's steps to its speed, so that pushes arrive together "
+        "(default: as the preset says)",
+    )
+    tk_max: Count = Field(0, description="Tokens at which the run ends; 0: never")
+    token_ratio_max: float = Field(
+        100.0,
+        gt=1,
+        allow_inf_nan=True,
+        description="How many times what a cluster itself and the others usually count for a step a push may count, "
+        "where clusters bring their own data; beyond it the push is refused; inf: never",
+    )
+    s_max: Count = Field(
+        0, description="Versions that a push's base may be behind; 0: 8, or 4 for each live cluster if more"
+    )
+
+    heartbeat_s: Seconds = Field(2.0, description="Time between two beats of a cluster or slave")
+    evict_after_beats: int = Field(5, le=1000, description="Missed beats after which a peer is evicted")
+    grace_s: Literal["auto"] | Seconds = Field(
+        "auto",
+        description="How long a round waits for further clusters after the first; "
+        "auto: 10 % of the fastest cluster's round, at least 1 s",
+    )
+    grace: Literal["fixed", "sliding"] = Field(
+        "fixed",
+        description="A round's window ends grace_s after the first push; sliding: after the last one, as the paper's "
+        "Algorithm 1 prints it, at most three times grace_s after the first",
+    )
+    round_timeout_s: Seconds = Field(30.0, description="Time for slaves to answer a step of a round")
+    verdict_wait_s: Literal["auto"] | Seconds = Field(
+        "auto",
+        description="A cluster waits so long for a verdict, then trains on; auto: as long as its exchanges lately "
+        "took, at most round_timeout_s",
+    )
+    overlap: Literal["none", "push", "full"] = Field(
+        "none",
+        description="What clusters train through instead of waiting: none; push: while a push is on its way; "
+        "full: until a pulled version can be installed",
+    )
+    frozen: Literal["same", "parameters", "any"] = Field(
+        "same",
+        description="What clusters hold and do not train must be alike; same: frozen parameters and constant buffers; "
+        "parameters: frozen parameters; any: nothing is compared",
+    )
+    lease_ttl_s: Seconds = Field(6 * 3600.0, description="Data stays lent so long to a cluster that is gone")
+    ticket_ttl_s: Literal["auto"] | Seconds = Field(
+        "auto",
+        description="An upload that stands still so long is given up; auto: twice round_timeout_s, or the time until "
+        "an eviction if that is longer",
+    )
+    linger_s: Literal["auto"] | Seconds = Field(
+        "auto",
+        description="How long the master still answers after the run has ended and everyone has left; "
+        "auto: three times the time until an eviction",
+    )
+
+    chunk_bytes: Bytes = Field(1 << 20, description="Size of one data message")
+    window_chunks: int = Field(
+        64, ge=1, description="Most chunks in flight between a cluster and a slave; fewer where the link needs fewer"
+    )
+    pinned_versions: int = Field(
+        2, ge=0, le=1024, description="Older versions that slaves keep for readers; 4 bytes a parameter each"
+    )
+    max_message_bytes: Bytes = Field(64 << 20, description="Largest control message that is accepted")
+
+    preset: str = Field(
+        "safe", description="How pushes are judged and merged: safe, dynamic, paper, paper-literal or edit"
+    )
+    outer_optimizer: str = Field(
+        "nesterov", description="How merges move the model: nesterov, heavy-ball, delayed-nesterov or averaging"
+    )
+    delay_rounds: int | None = Field(
+        None, description="With delayed-nesterov: rounds between two steps of the momentum (4)"
+    )
+    outer_lr: float | None = Field(None, gt=0, le=10, description="Learning rate of the outer step (0.7; averaging: 1)")
+    outer_momentum: float | None = Field(None, description="Momentum of the outer step (0.8; averaging: 0)")
+    clip_norm: float | None = Field(
+        None, allow_inf_nan=True, description="Bound of the merged update's norm; inf: none (1.0; edit: 10)"
+    )
+    clip_scope: str | None = Field(None, description="global, or auto: the median of recent norms")
+    participation_scaling: bool | None = Field(
+        None,
+        description="Scale a partial round by its share of tokens (yes; paper presets, edit and delayed-nesterov: no)",
+    )
+    momentum_scaling: str | None = Field(
+        None, description="off, or tokens: the momentum decays with a round's share of tokens (off)"
+    )
+    detector: str | None = Field(
+        None,
+        description="What finds bad pushes: score, literal, edit, or off for nothing but what cannot be merged "
+        "(as the preset says)",
+    )
+    beta: float | None = Field(None, description="Threshold factor of the penalty (3)")
+    alpha: float | None = Field(None, description="Smallest factor of the penalty's averages (0.02)")
+    warm_up_pushes: int | None = Field(None, description="Accepted pushes before a cluster is scored (8)")
+    window_pushes: int | None = Field(None, description="Accepted norms that are remembered (64)")
+    hard_gate: float | None = Field(
+        None, allow_inf_nan=True, description="Norms above so many medians are refused; inf: none (10)"
+    )
+    quarantine_after_flags: int | None = Field(
+        None, description="Rejections in a row that quarantine a cluster; 0: never (3)"
+    )
+
+    durability: Literal["sync", "async"] = Field(
+        "sync",
+        description="sync: a version is on every slave's disk before it is published; async: it is written "
+        "afterwards, and a crash of a slave may take back the newest versions",
+    )
+    async_lag_versions: int = Field(
+        4, le=1000, description="With async: nothing more is published while a disk is so many versions behind"
+    )
+    journal_records: int = Field(
+        20_000, le=10_000_000, description="Decisions that stay in the journal; older ones move to the archive"
+    )
+    archive_bytes: Bytes = Field(
+        1 << 30, description="Room for the archive of old decisions; the oldest are deleted beyond it"
+    )
+    rebuild: bool = Field(
+        False,
+        description="After the loss of this master's disk: adopt the newest version that the slaves hold, "
+        "instead of refusing to guess",
+    )
+
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
+    log_format: LogFormat = Field("human", description="Form of log lines: human, or json for machines")
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, value: str, info: ValidationInfo) -> str:
+        return checked_address(value, "the master's listen address", info)
+
+    @field_validator("page_listen")
+    @classmethod
+    def _check_page_listen(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return None if value is None else checked_address(value, "the status page's address", info)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = {**dict(iter(self)), **self.times()}
+        wrong = [*violations("master", given), *_uneven_chunk(self), *_wrong_penalty(self), *_long_window(self)]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+    def times(self) -> dict[str, float]:
+        """The times that may be "auto", in seconds. grace_s is none of them: it follows the clusters' speed."""
+        evict_after_s = self.evict_after_beats * self.heartbeat_s
+        derived = {
+            "verdict_wait_s": self.round_timeout_s,
+            "ticket_ttl_s": max(2 * self.round_timeout_s, evict_after_s),
+            "linger_s": 3 * evict_after_s,
+        }
+        given = {name: getattr(self, name) for name in derived}
+        return {name: derived[name] if value == "auto" else value for name, value in given.items()}
+
+    def to_run_config(self) -> RunConfig:
+        """What the state machines need of these settings."""
+        times = self.times()
+        return RunConfig(
+            run_id=self.run_id,
+            n_slaves=self.slaves,
+            settings=self._settings(),
+            penalty=self._penalty(),
+            max_clusters=self.max_clusters,
+            min_clusters=self.min_clusters,
+            grace_s=None if self.grace_s == "auto" else self.grace_s,
+            round_timeout_s=self.round_timeout_s,
+            lease_ttl_s=self.lease_ttl_s,
+            ticket_ttl_s=times["ticket_ttl_s"],
+            pinned_versions=self.pinned_versions,
+            linger_s=times["linger_s"],
+            rebuild=self.rebuild,
+            async_lag_versions=self.async_lag_versions,
+            encrypted=self.keys is not None,
+            token_ratio_max=self.token_ratio_max,
+            grace_sliding=self.grace == "sliding",
+        )
+
+    def _settings(self) -> Settings:
+        penalty = self._penalty()
+        dynamic = dynamic_local_steps_of(self.preset) if self.dynamic is None else self.dynamic
+        return Settings(
+            sync_every_steps=self.sync_every,
+            dynamic_local_steps=dynamic,
+            heartbeat_s=self.heartbeat_s,
+            evict_after_beats=self.evict_after_beats,
+            verdict_wait_s=self.times()["verdict_wait_s"],
+            verdict_wait_measured=self.verdict_wait_s == "auto",
+            chunk_bytes=self.chunk_bytes,
+            window_chunks=self.window_chunks,
+            max_staleness_versions=self.s_max,
+            tk_max_tokens=self.tk_max,
+            outer_lr=OUTER_LR[self.outer_optimizer] if self.outer_lr is None else self.outer_lr,
+            outer_momentum=penalty.outer_momentum,
+            preset=self.preset,
+            durability=self.durability,
+            max_message_bytes=self.max_message_bytes,
+            ticket_ttl_s=self.times()["ticket_ttl_s"],
+            round_timeout_s=self.round_timeout_s,
+            overlap=self.overlap,
+            frozen=self.frozen,
+        )
+
+    def _penalty(self) -> PenaltyConfig:
+        given = {name: getattr(self, name) for name in PENALTY_KNOBS if getattr(self, name) is not None}
+        return PenaltyConfig.of(self.preset, **given)
+
+
+def _uneven_chunk(config: MasterConfig) -> Iterator[str]:
+    if config.chunk_bytes % 4:
+        yield f"chunk_bytes is {config.chunk_bytes}: use a multiple of 4, the size of a parameter, such as 1 MiB"
+
+
+def _long_window(config: MasterConfig) -> Iterator[str]:
+    """What core/assumptions.py says of grace_s holds for the longest window."""
+    if config.grace != "sliding" or config.grace_s == "auto" or config.grace_s >= config.round_timeout_s:
+        return
+    longest_s, verdict_wait_s = SLIDES * config.grace_s, config.times()["verdict_wait_s"]
+    for name, limit_s in (("round_timeout_s", config.round_timeout_s), ("verdict_wait_s", verdict_wait_s)):
+        if longest_s >= limit_s:
+            yield (
+                f"grace is 'sliding', so that a window may last {longest_s:g} s, {SLIDES:g} times grace_s, and {name} "
+                f"is {limit_s:g} s: lower grace_s below {limit_s / SLIDES:g} s, or raise {name}"
+            )
+
+
+def _wrong_penalty(config: MasterConfig) -> Iterator[str]:
+    try:
+        config._penalty()
+    except ConfigError as error:
+        yield str(error)

@@ -1,0 +1,105 @@
+"""The master's directory: who may write there, and where others read the address of a running master.
+
+One process holds the directory at a time. This must never be decided by a file's content: only the kernel
+knows that a process is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dips.core.errors import ConfigError
+from dips.core.observe.failpoints import failpoint
+
+LOCK_NAME = "master.lock"
+ADDRESS_NAME = "master.json"
+TAPE_NAME = "master.tape.jsonl"
+
+
+@dataclass(frozen=True)
+class MasterAddress:
+    """Where a running master is: what stands in master.json from its start to its clean stop."""
+
+    address: str
+    run_id: str
+    pid: int
+    epoch: int
+
+
+class DirectoryLock:
+    """The right to write in one directory, until release() or the end of the process, however it ends."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ConfigError when another master holds the directory or it cannot be made or written."""
+        self._handle = _open_lock(directory)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._handle, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            self.release()
+            raise ConfigError(
+                f"another master (process {holder}) runs in {directory}: stop it first, or give this one "
+                "another directory"
+            ) from error
+        os.ftruncate(self._handle, 0)
+        os.pwrite(self._handle, f"{os.getpid()}\n".encode("ascii"), 0)
+
+    def release(self) -> None:
+        """Give the directory up; may be called twice."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def _open_lock(directory: Path) -> int:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"the master's directory {directory} cannot be used ({error.strerror}): give one that it may write"
+        ) from error
+
+
+def write_address(directory: Path, address: MasterAddress) -> None:
+    """Tell others on this machine where the master is. A reader sees the old file or the new one, whole."""
+    path = directory / ADDRESS_NAME
+    temporary = path.with_suffix(f".{address.pid}.tmp")
+    temporary.write_text(json.dumps(asdict(address)) + "\n", encoding="utf-8")
+    failpoint("master.address.before_rename")
+    os.replace(temporary, path)
+    failpoint("master.address.after_rename")
+    sync_directory(directory)
+
+
+def remove_address(directory: Path) -> None:
+    """Say that no master runs here any more; the lock must be held."""
+    (directory / ADDRESS_NAME).unlink(missing_ok=True)
+
+
+def read_address(directory: Path) -> MasterAddress | None:
+    """What the newest master wrote, or None. After a crash the file may name a process that is gone.
+
+    Raises ConfigError when the file is not what a master writes.
+    """
+    path = directory / ADDRESS_NAME
+    try:
+        return MasterAddress(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} does not name a master ({error}): remove it, or give --master HOST:PORT") from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable: flushing a file does not flush its name."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        failpoint("master.directory.before_fsync")
+        os.fsync(handle)
+    finally:
+        os.close(handle)

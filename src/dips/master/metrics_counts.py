@@ -1,0 +1,166 @@
+"""What happened in this life of the master's process, counted from what it writes on its tape and answers to calls.
+
+Nothing in the state machine counts for metrics: it is told here what the executor carries out anyway, a dictionary's
+entry for each. All on the event loop, but for journal_s. Must never hold more than a bounded number of keys.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dips.core.observe.counting import Durations, Observed, Recent
+from dips.master.journal import Entry
+from dips.master.metrics_reasons import reason_word
+from dips.master.state.effects import Record
+from dips.master.state.pulls import READER
+
+IDLE = "IDLE"
+
+WORDS_FOR_EACH_CLUSTER = 32
+"""More than there are verdicts with reasons."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The last round that was judged; NaN where nothing was accepted."""
+
+    kappa: float
+    rho: float
+    merged_norm: float
+
+
+@dataclass(frozen=True)
+class Counted:
+    """All counts, as they stood at one moment."""
+
+    verdicts: Mapping[tuple[str, str, str], int]
+    departures: Mapping[tuple[str, str], int]
+    attempts: Mapping[tuple[str, str], int]
+    slave_losses: Mapping[str, int]
+    pulls: Mapping[str, int]
+    events: Mapping[str, int]
+    rolled_back_tokens: int
+    phases: Mapping[str, Observed]
+    rounds: Observed
+    calls: Mapping[str, int]
+    refused: Mapping[tuple[str, str], int]
+    journal_s: Observed
+    journal_entries: int
+    judged: Judged | None
+
+
+@dataclass
+class Counts:
+    """Counts of one process; `most_clusters` bounds the labels."""
+
+    most_clusters: int = 8
+    most_slaves: int = 64
+    _phase: tuple[str, float] = (IDLE, 0.0)
+    _opened_s: float | None = None
+    _judged: Judged | None = None
+    _rolled_back_tokens: int = 0
+    _journal_entries: int = 0
+    _events: Counter[str] = field(default_factory=Counter)
+    _pulls: Counter[str] = field(default_factory=Counter)
+    _calls: Counter[str] = field(default_factory=Counter)
+    _refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _phases: dict[str, Durations] = field(default_factory=dict)
+    _rounds: Durations = field(default_factory=Durations)
+    _journal_s: Durations = field(default_factory=Durations)
+
+    def __post_init__(self) -> None:
+        self._verdicts: Recent[tuple[str, str, str]] = Recent(WORDS_FOR_EACH_CLUSTER * self.most_clusters)
+        self._departures: Recent[tuple[str, str]] = Recent(2 * self.most_clusters)
+        self._attempts: Recent[tuple[str, str]] = Recent(2 * self.most_clusters)
+        self._losses: Recent[str] = Recent(self.most_slaves)
+
+    # ---- told by the executor ----
+
+    def note(self, record: Record, now_s: float) -> None:
+        """A line of the tape, at the time at which it may be told: after the journal has what it depends on."""
+        fields = record.fields
+        match record.kind:
+            case "round":
+                self._moved(str(fields.get("phase")), now_s)
+            case "verdict":
+                verdict, sentence = str(fields.get("verdict")), str(fields.get("reason"))
+                self._verdicts.add((_cluster_of(record), verdict.lower(), reason_word(verdict, sentence)))
+            case "judged":
+                self._judged = Judged(*(_number(fields.get(name)) for name in ("kappa", "rho", "merged_norm")))
+            case "ticket":
+                self._attempts.add((_cluster_of(record), "first" if fields.get("attempt") == 1 else "again"))
+            case "evict" | "leave":
+                if "cluster" in fields:  # else it is an operator's word, and what it does is told as well
+                    self._departures.add((str(fields["cluster"]), record.kind))
+            case "slave_lost":
+                self._losses.add(str(fields.get("slave")))
+            case "pull":
+                self._pulls["reader" if str(fields.get("by")).startswith(READER) else "cluster"] += 1
+            case "rolled_back":
+                self._events["rollback"] += 1
+                self._rolled_back_tokens += int(_number(fields.get("lost_tokens"), 0.0))
+            case "alarm" | "stood_still" | "resharded":
+                self._events[record.kind] += 1
+            case "epoch":
+                self._phase, self._opened_s = (IDLE, now_s), None
+
+    def called(self, method: str) -> None:
+        self._calls[method] += 1
+
+    def refused(self, method: str, code: str) -> None:
+        """Both are of the protocol, not of the caller."""
+        self._refused[method, code] += 1
+
+    def timed(self, append: Callable[[Sequence[Entry]], None]) -> Callable[[Sequence[Entry]], None]:
+        """The same, with its time taken; on the journal's thread."""
+
+        def append_and_count(entries: Sequence[Entry]) -> None:
+            began_s = time.monotonic()
+            append(entries)
+            self._journal_s.observe(time.monotonic() - began_s)
+            self._journal_entries += len(entries)
+
+        return append_and_count
+
+    def counted(self) -> Counted:
+        return Counted(
+            self._verdicts.counted(),
+            self._departures.counted(),
+            self._attempts.counted(),
+            self._losses.counted(),
+            dict(self._pulls),
+            dict(self._events),
+            self._rolled_back_tokens,
+            {phase: durations.observed() for phase, durations in self._phases.items()},
+            self._rounds.observed(),
+            dict(self._calls),
+            dict(self._refused),
+            self._journal_s.observed(),
+            self._journal_entries,
+            self._judged,
+        )
+
+    def _moved(self, to: str, now_s: float) -> None:
+        before, since_s = self._phase
+        if before != IDLE:
+            self._phases.setdefault(before.lower(), Durations()).observe(now_s - since_s)
+        elif self._opened_s is None:
+            self._opened_s = now_s
+        if to == "PUBLISH" and self._opened_s is not None:
+            self._rounds.observe(now_s - self._opened_s)
+        if to == IDLE:
+            self._opened_s = None
+        self._phase = (to, now_s)
+
+
+def _cluster_of(record: Record) -> str:
+    """Of a PushId in its text form; names hold no slash."""
+    return str(record.fields.get("push")).partition("/")[0]
+
+
+def _number(value: object, unknown: float = math.nan) -> float:
+    return float(value) if isinstance(value, int | float) else unknown

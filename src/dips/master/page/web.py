@@ -1,0 +1,243 @@
+"""The page's answers: which paths there are, who gets them, and with which headers.
+
+Every path but /healthz and the page's own files needs a person who may look (gate.py). It must never answer with
+something that a request brought, never let another site read or frame it, and change nothing unless that was enabled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from dips.core.errors import Refused
+from dips.core.observe.telemetry import ChangeLogger
+from dips.master.page.bounds import MAX_STREAMS, WRITE_S
+from dips.master.page.files import StaticFile
+from dips.master.page.gate import LINK_PARAMETER, Admitted, Gate
+from dips.master.page.hub import Hub
+from dips.master.page.steering import Steering
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Cache-Control": "no-store",
+}
+
+RETRY_MS = 1500
+"""How soon a browser connects again when its stream was cut."""
+
+COOKIE_S = 30 * 24 * 3600
+"""How long a browser keeps the token."""
+
+OPEN_PATHS = frozenset({"/healthz"})
+"""Answered to everybody, under every name: they tell nothing but that somebody is there."""
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Middleware
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Site:
+    """The application of one master. Lives on the page's thread."""
+
+    hub: Hub
+    gate: Gate
+    files: Mapping[str, StaticFile]
+    steering: Steering | None = None
+
+    def __post_init__(self) -> None:
+        self._streams = 0
+        self._changes = ChangeLogger(_logger)
+        self.hub.steers = self.steering is not None
+        self.silent: set[object] = set()
+        """Connections that have not asked for anything yet; the server closes them after a while."""
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[self._guarded], client_max_size=1024)
+        app.router.add_get("/", self._index)
+        app.router.add_get("/healthz", self._health)
+        app.router.add_get("/events", self._events, allow_head=False)
+        app.router.add_get("/snapshot.json", self._snapshot)
+        app.router.add_get("/favicon.ico", self._icon)
+        if self.steering is not None:
+            app.router.add_post("/steer", self._steer)
+        app.router.add_get("/static/{path:[A-Za-z0-9._/-]+}", self._static)
+        return app
+
+    # ---- before every handler ----
+
+    @property
+    def _guarded(self) -> Middleware:
+        @web.middleware
+        async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+            try:
+                response = await self._answered(request, handler)
+            except web.HTTPException as error:  # aiohttp's own: no such path, no such method
+                response = web.Response(status=error.status, text=f"{error.status} {error.reason}\n")
+            if not response.prepared:
+                _add_headers(response)
+            return response
+
+        return guarded
+
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self.silent.discard(request.protocol)
+        if request.path in OPEN_PATHS:
+            return await handler(request)
+        if not self.gate.host_is_ours(request.headers.get("Host")):
+            return web.Response(
+                status=421,
+                text="421: this page is not served under that name; use its address, or name it with page_hosts\n",
+            )
+        if request.path.startswith("/static/") or request.path == "/favicon.ico":
+            return await handler(request)
+        try:
+            admitted = self._admitted(request)
+        except Refused as refused:
+            self._changes.report("page", f"the status page was not shown to {request.remote}: {refused.sentence}")
+            return self._locked(request)
+        if admitted.by_link:
+            return self._let_in()
+        return await handler(request)
+
+    def _admitted(self, request: web.Request) -> Admitted:
+        link = request.query.get(LINK_PARAMETER) if request.path == "/" else None
+        return self.gate.admit(_certificate_of(request), link, request.cookies)
+
+    def _let_in(self) -> web.Response:
+        """The token goes into a cookie that no script can read and no other site can send."""
+        response = web.Response(status=303, headers={"Location": "/"})
+        response.set_cookie(
+            self.gate.cookie,
+            self.gate.token,
+            max_age=COOKIE_S,
+            path="/",
+            secure=True,
+            httponly=True,
+            samesite="Strict",
+        )
+        return response
+
+    def _locked(self, request: web.Request) -> web.Response:
+        if request.path != "/":
+            return web.Response(
+                status=401, text="401: open the page with its link, or show an operator's certificate\n"
+            )
+        return _sent(self.files["locked.html"], status=401)
+
+    # ---- handlers ----
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _index(self, request: web.Request) -> web.Response:
+        return _sent(self.files["index.html"])
+
+    async def _icon(self, request: web.Request) -> web.Response:
+        return _sent(self.files["icon.svg"])
+
+    async def _static(self, request: web.Request) -> web.Response:
+        found = self.files.get(request.match_info["path"])
+        if found is None:
+            raise web.HTTPNotFound
+        if request.headers.get("If-None-Match") == f'"{found.tag}"':
+            return web.Response(status=304, headers={"ETag": f'"{found.tag}"', "Cache-Control": "no-cache"})
+        return _sent(found)
+
+    async def _snapshot(self, request: web.Request) -> web.Response:
+        if not self.hub.number:
+            return web.Response(status=503, text="503: the master has not looked at the run yet\n")
+        return web.Response(text=self.hub.full(), content_type="application/json")
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events: `run` for each sample, `ended` once."""
+        if self._streams >= MAX_STREAMS:
+            return web.Response(status=503, text=f"503: {MAX_STREAMS} pages are open already; close one\n")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        _add_headers(response)
+        self._streams += 1
+        try:
+            await response.prepare(request)
+            await response.write(f"retry: {RETRY_MS}\n\n".encode())
+            await self._follow(request, response)
+        except (ConnectionError, TimeoutError):
+            pass  # whoever looked has gone, or takes nothing any more: a browser comes again by itself
+        finally:
+            self._streams -= 1
+        return response
+
+    async def _steer(self, request: web.Request) -> web.Response:
+        """A wish of the page's own script; no form and no script of another site can send such a request."""
+        origin = f"{'https' if self.gate.checks else 'http'}://{request.headers.get('Host', '')}"
+        if request.headers.get("Origin") != origin or request.content_type != "application/json":
+            return web.Response(status=403, text="403: only the page itself asks for this\n")
+        assert self.steering is not None, "the path is there only with it"
+        try:
+            wish = json.loads(await request.text())
+            asked = wish if isinstance(wish, dict) else {}
+            sentence = await self.steering.ask(asked.get("action"), asked.get("reason"))
+        except (ValueError, RecursionError):
+            return web.Response(status=400, text="400: this is not JSON\n")
+        except Refused as refused:
+            return web.json_response({"sentence": refused.sentence}, status=409)
+        except TimeoutError:
+            return web.json_response({"sentence": "the master does not answer: look again in a while"}, status=504)
+        who = self._admitted(request).who
+        _logger.warning("%s was asked for on the status page by %s: %s", asked.get("action"), who, sentence)
+        return web.json_response({"sentence": sentence})
+
+    async def _follow(self, request: web.Request, response: web.StreamResponse) -> None:
+        number = 0
+        while True:
+            await self.hub.after(number)
+            if self.hub.number > number:
+                message, number = self.hub.message_after(number), self.hub.number
+                await _write(response, "run", message)
+            if self.hub.ended:
+                await _write(response, "ended", self.hub.ended)
+                return
+            try:
+                self._admitted(request)  # what was admitted may have been revoked since
+            except Refused:
+                return
+
+
+async def _write(response: web.StreamResponse, kind: str, data: str) -> None:
+    """One event; the data has no line breaks. Raises TimeoutError when the reader takes nothing."""
+    async with asyncio.timeout(WRITE_S):
+        await response.write(f"event: {kind}\ndata: {data}\n\n".encode())
+
+
+def _sent(file: StaticFile, status: int = 200) -> web.Response:
+    headers = {"Content-Type": file.content_type, "ETag": f'"{file.tag}"', "Cache-Control": "no-cache"}
+    return web.Response(status=status, body=file.body, headers=headers)
+
+
+def _add_headers(response: web.StreamResponse) -> None:
+    for name, value in HEADERS.items():
+        response.headers.setdefault(name, value)
+
+
+def _certificate_of(request: web.Request) -> bytes | None:
+    """The client's certificate, which TLS has verified; None when it showed none."""
+    tls = request.get_extra_info("ssl_object")
+    shown = tls.getpeercert(binary_form=True) if tls is not None else None
+    return bytes(shown) if shown else None

@@ -1,0 +1,277 @@
+"""One master from its journal to its end: bind, begin an epoch, serve, stop cleanly.
+
+It must never serve before its epoch is durable, and never leave without writing down what it decided. When the state
+machine asks for a later epoch, a new one is made from the journal in the same process and on the same port, as if the
+process had been started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dips.core.clock import Clock, SystemClock
+from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError
+from dips.core.net.addresses import dialable, format_address, parse_address
+from dips.core.net.keys import security_of
+from dips.core.net.security import Identity, Role, Security
+from dips.core.observe.telemetry import Tape
+from dips.master.access import LOOK_S, Access
+from dips.master.config import MasterConfig
+from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, write_address
+from dips.master.executor import Executor, Outcome, StateMachine
+from dips.master.journal import Entry, Journal, Retention
+from dips.master.metrics_serving import Metrics
+from dips.master.page.ear import Ear, HeardTape
+from dips.master.server import MasterServer
+from dips.master.state.events import Revoked
+from dips.master.state.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from dips.master.page.page import Page
+
+TICKS_PER_HEARTBEAT = 4
+"""The state notices a pause of this process when a tick is late by half a heartbeat: two ticks."""
+
+MakeMachine = Callable[[RunConfig, int, str | None, float], StateMachine]
+"""(settings, epoch, newest snapshot, Unix time minus monotonic time) -> the state machine of this epoch."""
+
+Started = Callable[[MasterAddress, Executor], None]
+
+_logger = logging.getLogger(__name__)
+
+
+async def serve(
+    config: MasterConfig,
+    make_machine: MakeMachine,
+    clock: Clock | None = None,
+    started: Started | None = None,
+) -> Outcome:
+    """Run one master in the running event loop; `started` is told once it answers.
+
+    Ends upon Halt, an error of the state machine, SIGTERM or SIGINT (signals in the main thread only); BeginAgain
+    begins another epoch, and `started` is told again. Raises ConfigError (a directory, run id or port that cannot be
+    used) and FatalError (a damaged journal) before anything is served.
+    """
+    clock = clock or SystemClock()
+    security = security_of(config, "the master")
+    _check_role(security)
+    access = Access(security, config.revoked)
+    retention = Retention(config.journal_records, config.archive_bytes)
+    journal = Journal.open(config.directory, config.run_id, retention)
+    try:
+        ear = Ear()
+        with _tape(config, clock, ear) as tape, _page(config, security, clock, ear) as page:
+            metrics = Metrics(config.max_clusters)
+            master = _Master(config, security, access, journal, tape, clock, page, metrics)
+            return await master.serve(make_machine, started)
+    finally:
+        journal.close()
+
+
+@dataclass(frozen=True)
+class _Master:
+    """What a master has before its epoch begins."""
+
+    config: MasterConfig
+    security: Security
+    access: Access
+    journal: Journal
+    tape: Tape
+    clock: Clock
+    page: Page | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+
+    async def serve(self, make_machine: MakeMachine, started: Started | None) -> Outcome:
+        peers = self.config.max_clusters + self.config.slaves
+        server = MasterServer(self.config.max_message_bytes, peers, self.security, self.access)
+        try:
+            address = self._bind(server)
+            with _signals() as signals, self.metrics.served(self.config, self.security, self.clock):
+                outcome = Outcome(0, "the first epoch begins", begin_again=0)
+                while outcome.begin_again is not None:
+                    executor, here = self._begin(make_machine, address, outcome.begin_again)
+                    signals.stop_also(executor)
+                    outcome = await self._serve(server, executor, here, started)
+                    await asyncio.sleep(0)  # signals and hang-ups are heard, however short an epoch was
+        finally:
+            await server.stop()
+            remove_address(self.config.directory)
+        self.tape.write("master-ended", "-", exit_code=outcome.exit_code, sentence=outcome.sentence)
+        return outcome
+
+    def _begin(self, make_machine: MakeMachine, address: str, at_least: int) -> tuple[Executor, MasterAddress]:
+        """Make an epoch durable, and its state machine from the journal's newest snapshot."""
+        epoch = self.journal.begin_epoch(at_least)
+        self._note_journal()
+        here = MasterAddress(dialable(address), self.config.run_id, os.getpid(), epoch)
+        return self._executor(make_machine, epoch), here
+
+    def _append(self, epoch: int, entries: Sequence[Entry]) -> None:
+        self.journal.append_all(epoch, entries)
+        self._note_journal()
+
+    def _note_journal(self) -> None:
+        """The tape says how far the journal goes, so that an end that was lost, or another history, is found."""
+        number, digest = self.journal.newest()
+        self.tape.write("journaled", "-", number=number, digest=digest)
+
+    def _bind(self, server: MasterServer) -> str:
+        """Take the port: of port 0, the one of the last start if it is free, so that peers find us again."""
+        host, port = parse_address(self.config.listen)
+        last_port = self.journal.last_port()
+        if port == 0 and last_port:
+            try:
+                return server.bind(format_address(host, last_port))
+            except ConfigError:
+                _logger.warning("port %d of the last start is taken: peers need the new address", last_port)
+        address = server.bind(self.config.listen)
+        self.journal.remember_port(parse_address(address)[1])
+        return address
+
+    def _executor(self, make_machine: MakeMachine, epoch: int) -> Executor:
+        wall_offset_s = self.clock.wall_s() - self.clock.monotonic_s()
+        snapshot_json = self.journal.latest_snapshot()
+        machine = make_machine(self.config.to_run_config(), epoch, snapshot_json, wall_offset_s)
+        self.metrics.watch(machine)
+        return Executor(
+            machine,
+            self.metrics.counts.timed(lambda entries: self._append(epoch, entries)),
+            self.tape,
+            self.clock,
+            self.config.heartbeat_s / TICKS_PER_HEARTBEAT,
+            self.journal.tidy,
+            self.metrics.counts,
+        )
+
+    async def _serve(
+        self, server: MasterServer, executor: Executor, here: MasterAddress, started: Started | None
+    ) -> Outcome:
+        try:
+            executor.start()
+            await server.start(executor)
+            self._announce(here)
+            if started is not None:
+                started(here, executor)
+            with self._shown(executor):
+                outcome = await self._until_ended(executor)
+            if outcome.begin_again is None:
+                remove_address(self.config.directory)
+            return outcome
+        finally:
+            executor.stop(Outcome(1, "the master could not be started"))
+            if executor.outcome.result().begin_again is None:
+                await server.stop()
+            await executor.close()
+
+    async def _until_ended(self, executor: Executor) -> Outcome:
+        """Wait for the end, and tell the state meanwhile whose certificate was revoked."""
+        while not executor.outcome.done():
+            await asyncio.wait([executor.outcome], timeout=LOOK_S if self.access.checks else None)
+            for holder in self.access.look():
+                executor.dispatch(Revoked(holder.role.value, holder.name, holder.why))
+        return executor.outcome.result()
+
+    @contextlib.contextmanager
+    def _shown(self, executor: Executor) -> Iterator[None]:
+        """While this lasts the status page, if there is one, shows this state."""
+        if self.page is None:
+            yield
+            return
+        following = asyncio.create_task(self.page.follow(executor), name="status page")
+        try:
+            yield
+        finally:
+            following.cancel()
+
+    def _announce(self, here: MasterAddress) -> None:
+        """Tell people and other processes where the master is, until it answers no more."""
+        write_address(self.config.directory, here)
+        self.tape.write("master-started", "-", address=here.address, epoch=here.epoch, pid=here.pid)
+        _logger.info(
+            "serving run %s at %s (epoch %d, directory %s); %s",
+            *(here.run_id, here.address, here.epoch, self.config.directory, _said(self.security)),
+        )
+
+
+def _tape(config: MasterConfig, clock: Clock, ear: Ear) -> Tape:
+    """The master's tape; with a status page, one that the page hears too."""
+    path = config.directory / TAPE_NAME
+    if config.page_listen is None:
+        return Tape(path, "master", config.run_id, clock)
+    return HeardTape(path, "master", config.run_id, clock, ear)
+
+
+@contextlib.contextmanager
+def _page(config: MasterConfig, security: Security, clock: Clock, ear: Ear) -> Iterator[Page | None]:
+    """The status page, from before the first epoch to after the last, if one is wanted."""
+    if config.page_listen is None:
+        yield None
+        return
+    from dips.master.page.page import Page  # aiohttp comes with the extra [master]
+
+    page = Page(config, config.page_listen, security, ear, clock)
+    try:
+        yield page
+    finally:
+        page.close()
+
+
+def _check_role(security: Security) -> None:
+    if isinstance(security, Identity) and security.role is not Role.MASTER:
+        raise ConfigError(f"{security.directory} holds the keys of {security}: give the master those of a master")
+
+
+def _said(security: Security) -> str:
+    if isinstance(security, Identity):
+        return f"for those with keys only, as {security}"
+    return "INSECURE, as was said: nothing is encrypted, nobody is authenticated, loopback only"
+
+
+class _Signals:
+    """SIGTERM and SIGINT end the master, whichever epoch it is in: with exit code 0 once the run is over, before that
+    with 128 + the signal's number, so that a supervisor which did not send it starts the master again."""
+
+    def __init__(self) -> None:
+        self._signal: signal.Signals | None = None
+        self._executor: Executor | None = None
+
+    def stop_also(self, executor: Executor) -> None:
+        """From now on it is this executor that a signal ends, at once if one came already."""
+        self._executor = executor
+        self._stop()
+
+    def rang(self, number: signal.Signals) -> None:
+        _logger.info("%s: the master ends", number.name)
+        self._signal = number
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._executor is None or self._signal is None:
+            return
+        over = self._executor.machine.run_is_over()
+        code = INTERRUPTED if self._signal is signal.SIGINT else TERMINATED
+        self._executor.stop(Outcome(0 if over else code, f"stopped by {self._signal.name}"))
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Signals]:
+    """Listen for signals while this lasts."""
+    loop = asyncio.get_running_loop()
+    signals, added = _Signals(), list[signal.Signals]()
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Only the main thread may; elsewhere (tests, embedding) nobody signals this loop.
+            with contextlib.suppress(ValueError, RuntimeError):
+                loop.add_signal_handler(number, signals.rang, number)
+                added.append(number)
+        yield signals
+    finally:
+        for number in added:
+            loop.remove_signal_handler(number)

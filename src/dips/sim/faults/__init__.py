@@ -1,0 +1,1 @@
+"""Faults of simulated runs: what each does, and when it strikes."""

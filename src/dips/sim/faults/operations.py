@@ -1,0 +1,178 @@
+"""What operators do to a run that goes on: clusters that come and go all the time, every process restarted in turn, and
+a second master that takes over from one that only slept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from dips.master.state.tables import RecoveryPhase
+from dips.sim.faults.processes import end_second, the_master
+from dips.sim.hosts.calls import master_of
+from dips.sim.hosts.cluster import ClusterHost
+from dips.sim.hosts.master import MasterHost
+from dips.sim.hosts.slave import SlaveHost
+
+if TYPE_CHECKING:
+    from dips.sim.world import World
+
+Host = MasterHost | SlaveHost | ClusterHost
+
+CHURN_EVERY_S = 1.2
+CHURN_S = (8.0, 20.0, 60.0)
+AWAY_S = (0.2, 1.0, 4.0, 10.0)
+LOOK_S = 0.25
+PATIENCE_S = 15.0
+"""So long a rolling restart waits for one process before it goes on with the next, whatever that one does."""
+
+
+# ---- clusters that come and go ----
+
+
+def churn(world: World) -> bool:
+    """For a while, one every moment. Each that goes or comes is counted, too."""
+    if world.churning:
+        return False
+    world.churning = True
+    _come_or_go(world, world.kernel.now_s + world.kernel.rng.choice(CHURN_S))
+    return True
+
+
+def _come_or_go(world: World, until_s: float) -> None:
+    rng = world.kernel.rng
+    if world.healed or world.ended or world.kernel.now_s >= until_s:
+        world.churning = False
+        return
+    away = [cluster for cluster in world.clusters.values() if not cluster.alive]
+    here = [cluster for cluster in world.clusters.values() if cluster.running]
+    if away and (rng.random() < 0.5 or len(here) < 2):
+        _come(world, rng.choice(away))
+    elif here:
+        _go(world, rng.choice(here))
+    world.kernel.after(rng.expovariate(1 / CHURN_EVERY_S), None, _come_or_go, world, until_s)
+
+
+def _come(world: World, cluster: ClusterHost) -> None:
+    world.kernel.note(cluster.name, "is started")
+    world.fired("churn_joined" if cluster.life else "churn_newcomer")
+    cluster.boot()
+
+
+def _go(world: World, cluster: ClusterHost) -> None:
+    """Politely, or not."""
+    rng = world.kernel.rng
+    if rng.random() < 0.6:
+        world.fired("churn_left")
+        cluster.stop_soon("asked to stop")
+    else:
+        world.fired("churn_killed")
+        cluster.kill()
+        world.kernel.note(cluster.name, "killed")
+        world.restart(cluster, rng.choice(AWAY_S))
+
+
+# ---- every process in turn ----
+
+
+def rolling_restart(world: World) -> bool:
+    """Each process is restarted once the one before it is back. Counted when the last one is.
+
+    Not while everybody stands still: nobody is there to restart them.
+    """
+    if world.rolling or world.kernel.now_s < world.suspended_until_s:
+        return False
+    world.rolling = True
+    rng = world.kernel.rng
+    groups: list[list[Host]] = [[world.masters[0]], list(world.slaves.values()), list(world.clusters.values())]
+    rng.shuffle(groups)
+    _next_in_turn(world, iter([host for group in groups for host in group if host.alive]))
+    return True
+
+
+def _next_in_turn(world: World, turn: Iterator[Host]) -> None:
+    if world.healed or world.ended:
+        return
+    host = next(turn, None)
+    if host is None:
+        world.rolling = False
+        world.fired("rolling_restart")
+        return
+    life = host.life
+    world.kernel.note(host.name, "is restarted in its turn")
+    if isinstance(host, ClusterHost) and host.running and world.kernel.rng.random() < 0.5:
+        host.stop_soon("restarted in its turn")
+    elif host.alive:
+        host.kill()
+    _wait_until_back(world, turn, host, life, world.kernel.now_s + PATIENCE_S)
+
+
+def _wait_until_back(world: World, turn: Iterator[Host], host: Host, life: int, until_s: float) -> None:
+    if world.healed or world.ended:
+        return
+    if not host.alive:
+        host.boot()
+    if world.kernel.now_s >= until_s or (host.life != life and _is_back(world, host)):
+        world.kernel.after(LOOK_S, None, _next_in_turn, world, turn)
+    else:
+        world.kernel.after(LOOK_S, None, _wait_until_back, world, turn, host, life, until_s)
+
+
+def _is_back(world: World, host: Host) -> bool:
+    """Whether it does its work again, as `dips status` would say."""
+    master = master_of(world)
+    if master is None or master.state is None:
+        return False
+    run = master.state.world
+    match host:
+        case MasterHost():
+            return run.all_slaves_ready() and run.recovery.phase.now is RecoveryPhase.NONE
+        case SlaveHost():
+            return any(slave.id == host.name for slave in run.ready_slaves())
+        case ClusterHost():
+            member, session = run.members.get(host.name), host.session
+            known = session.core.terms.incarnation if session is not None else None
+            return member is not None and member.incarnation == known
+
+
+# ---- a second master ----
+
+
+def failover_from_a_sleeper(world: World) -> bool:
+    """The master sleeps, another one takes its place on the same journal, and then the first one wakes up."""
+    master = the_master(world)
+    if master is None or master.paused or len(world.masters) > 1:
+        return False
+    rng, config = world.kernel.rng, world.plan.config
+    master.pause()
+    world.kernel.after(rng.uniform(0.2, 2.0), None, _take_over, world, master, master.life)
+    world.kernel.after(rng.uniform(2.0, 2.0 * config.evict_after_s), None, _wake, master, master.life)
+    return True
+
+
+def _take_over(world: World, sleeper: MasterHost, life: int) -> None:
+    if world.healed or world.ended or len(world.masters) > 1 or (sleeper.life, sleeper.paused) != (life, True):
+        return
+    other = MasterHost(world, "master2", world.disk)
+    world.masters.append(other)
+    world.fired("failover_from_a_sleeper")
+    other.boot()
+    world.kernel.after(world.kernel.rng.uniform(4.0, 15.0), None, end_second, world, other)
+
+
+def _wake(sleeper: MasterHost, life: int) -> None:
+    if sleeper.life == life:
+        sleeper.resume()
+
+
+ARMED = frozenset({"rolling_restart", "failover_from_a_sleeper"})
+
+CHURNED = ("churn_joined", "churn_newcomer", "churn_left", "churn_killed")
+"""What a churn does, again and again; a newcomer is a cluster that was never there before."""
+
+
+FAULTS: Mapping[str, Callable[[World], bool]] = {
+    "churn": churn,
+    "rolling_restart": rolling_restart,
+    "failover_from_a_sleeper": failover_from_a_sleeper,
+}

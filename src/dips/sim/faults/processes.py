@@ -1,0 +1,340 @@
+"""Faults of processes: killed, stopped for a while, slow, started twice, or computing nonsense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dips.master.state.tables import RoundPhase
+from dips.sim.content import KIND_NAMES
+from dips.sim.hosts.cluster import ClusterHost
+from dips.sim.hosts.master import MasterHost
+from dips.sim.hosts.slave import SlaveHost
+from dips.sim.kernel import Process
+
+if TYPE_CHECKING:
+    from dips.sim.world import World
+
+DOWN_S = (0.2, 1.0, 4.0, 12.0)
+SLOW_FACTOR = 6.0
+TWIN_LIFE = 1000
+"""So that a second process under a slave's name has other data endpoints than the first."""
+
+
+def a_slave(world: World) -> SlaveHost | None:
+    """Where the moment was, else any that lives."""
+    alive = [slave for slave in world.slaves.values() if slave.alive]
+    if world.struck in alive and world.kernel.rng.random() < 0.7:
+        return next(slave for slave in alive if slave is world.struck)
+    return world.kernel.rng.choice(alive) if alive else None
+
+
+def a_cluster(world: World) -> ClusterHost | None:
+    """Where the moment was, else any that lives; where all faults are of one cluster, that one."""
+    only = world.plan.sabotaged
+    alive = [cluster for cluster in world.clusters.values() if cluster.alive and only in ("", cluster.name)]
+    if world.struck in alive and world.kernel.rng.random() < 0.7:
+        return next(cluster for cluster in alive if cluster is world.struck)
+    return world.kernel.rng.choice(alive) if alive else None
+
+
+def the_master(world: World) -> MasterHost | None:
+    master = world.masters[0]
+    return master if master.alive else None
+
+
+# ---- killed ----
+
+
+def crash_master(world: World) -> bool:
+    return _crash(world, the_master(world))
+
+
+def crash_slave(world: World) -> bool:
+    return _crash(world, a_slave(world))
+
+
+def crash_cluster(world: World) -> bool:
+    return _crash(world, a_cluster(world))
+
+
+def crash_all_slaves(world: World) -> bool:
+    return all([_crash(world, slave) for slave in world.slaves.values() if slave.alive])
+
+
+def crash_all_clusters(world: World) -> bool:
+    return all([_crash(world, cluster) for cluster in world.clusters.values() if cluster.alive])
+
+
+def power_failure(world: World) -> bool:
+    """Everything at once."""
+    master = _crash(world, the_master(world))
+    slaves, clusters = crash_all_slaves(world), crash_all_clusters(world)
+    return master or slaves or clusters
+
+
+def crash_loop_of_slave(world: World) -> bool:
+    """One that dies again and again soon after each start."""
+    slave = a_slave(world)
+    if slave is None:
+        return False
+    for _ in range(4):
+        world.kernel.after(world.kernel.rng.uniform(0.5, 6.0), None, _crash, world, slave, 0.3)
+    return _crash(world, slave, 0.3)
+
+
+def _crash(world: World, host: MasterHost | SlaveHost | ClusterHost | None, down_s: float | None = None) -> bool:
+    if host is None or not host.alive or world.healed:
+        return False
+    host.kill()
+    world.kernel.note(host.name, "killed")
+    world.restart(host, world.kernel.rng.choice(DOWN_S) if down_s is None else down_s)
+    return True
+
+
+# ---- stopped for a while ----
+
+
+def pause_master_short(world: World) -> bool:
+    return _pause(world, the_master(world), 0.3 * _heartbeat_s(world))
+
+
+def pause_master_long(world: World) -> bool:
+    return _pause(world, the_master(world), 1.5 * _evicted_after_s(world))
+
+
+def pause_slave_short(world: World) -> bool:
+    return _pause(world, a_slave(world), 0.8 * _heartbeat_s(world))
+
+
+def pause_slave_long(world: World) -> bool:
+    return _pause(world, a_slave(world), 1.5 * _evicted_after_s(world))
+
+
+def pause_cluster_short(world: World) -> bool:
+    return _pause(world, a_cluster(world), 0.8 * _heartbeat_s(world))
+
+
+def pause_cluster_long(world: World) -> bool:
+    return _pause(world, a_cluster(world), 1.5 * _evicted_after_s(world))
+
+
+def _heartbeat_s(world: World) -> float:
+    return world.plan.config.settings.heartbeat_s
+
+
+def _evicted_after_s(world: World) -> float:
+    return world.plan.config.evict_after_s
+
+
+def _pause(world: World, host: Process | None, for_s: float) -> bool:
+    if host is None or not host.running or world.healed:
+        return False
+    host.pause()
+    world.kernel.note(host.name, f"stopped for {for_s:.1f} s")
+    world.kernel.after(for_s, None, _resume, host, host.life)
+    return True
+
+
+def _resume(host: Process, life: int) -> None:
+    if host.life == life:
+        host.resume()
+
+
+SUSPENDED_S = (2.0, 20.0, 600.0, 7200.0)
+"""A machine's snapshot, a moved one, a site without power for ten minutes, a laptop that was closed over lunch."""
+
+
+def suspend_all(world: World) -> bool:
+    """Everybody stands still at once, and goes on in another order; no time is anybody's fault."""
+    rng = world.kernel.rng
+    hosts = [host for host in _hosts(world) if host.running]
+    if len(hosts) < 2 or world.rolling:
+        return False
+    for_s = rng.choice(SUSPENDED_S)
+    world.faults_until_s += for_s
+    world.suspended_until_s = world.kernel.now_s + for_s
+    for host in hosts:
+        host.pause()
+        world.kernel.after(for_s + rng.uniform(0.0, 1.0), None, _resume, host, host.life)
+    world.kernel.note("world", f"everybody stands still for {for_s:.0f} s")
+    return True
+
+
+def stutter(world: World) -> bool:
+    """Processes stand still for moments, several at once, again and again."""
+    rng, hosts = world.kernel.rng, _hosts(world)
+    for _ in range(3 * len(hosts)):
+        world.kernel.after(rng.uniform(0.0, 8.0), None, _falter, world, rng.choice(hosts), rng.expovariate(1.0))
+    return True
+
+
+def _falter(world: World, host: Process, for_s: float) -> None:
+    if _pause(world, host, for_s):
+        world.fired("stutter")
+
+
+def _hosts(world: World) -> list[Process]:
+    return [world.masters[0], *world.slaves.values(), *world.clusters.values(), world.reader]
+
+
+# ---- killed within a step ----
+
+WITHOUT_TIME = (RoundPhase.SEALED, RoundPhase.JUDGE, RoundPhase.PUBLISH)
+"""The master goes through them within one step: nothing else ever falls into them."""
+
+
+def crash_master_in_step(world: World) -> bool:
+    """Between two effects of what it does next; or as soon as its tape told of a phase, also one that no time passes
+    in."""
+    master, rng = the_master(world), world.kernel.rng
+    if master is None or rng.random() < 0.3:
+        return _dies_in_step(world, master, 25)
+    aimed_at = rng.choice((*RoundPhase, *WITHOUT_TIME, *WITHOUT_TIME)).value
+
+    def watch(role: str, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+        if (role, kind) == ("master", "round") and fields["phase"] == aimed_at:
+            world.watchers.remove(watch)
+            process.dies_after = 1
+
+    world.watchers.append(watch)
+    return True
+
+
+def crash_slave_in_step(world: World) -> bool:
+    return _dies_in_step(world, a_slave(world), 8)
+
+
+def crash_cluster_in_step(world: World) -> bool:
+    return _dies_in_step(world, a_cluster(world), 12)
+
+
+def _dies_in_step(world: World, host: Process | None, most: int) -> bool:
+    if host is None:
+        return False
+    host.dies_after = world.kernel.rng.randint(1, most)
+    return True
+
+
+def cluster_leaves(world: World) -> bool:
+    """Asked to stop, whatever it was doing; it comes back when all is healed."""
+    cluster = a_cluster(world)
+    if cluster is None or cluster.paused:
+        return False
+    cluster.stop_soon("asked to stop")
+    return True
+
+
+# ---- slow, doubled, wrong ----
+
+
+def slow_cluster(world: World) -> bool:
+    cluster = a_cluster(world)
+    if cluster is None:
+        return False
+    cluster.step_s *= SLOW_FACTOR
+    world.kernel.after(8.0, None, _as_fast_as_before, cluster)
+    return True
+
+
+def _as_fast_as_before(cluster: ClusterHost) -> None:
+    cluster.step_s /= SLOW_FACTOR
+
+
+def same_cluster_twice(world: World) -> bool:
+    """A second process under a living cluster's name."""
+    cluster = a_cluster(world)
+    if cluster is None or world.twins:
+        return False
+    twin = ClusterHost(world, cluster.name, cluster.step_s)
+    world.twins.append(twin)
+    twin.boot()
+    world.kernel.after(10.0, None, twin.kill)
+    return True
+
+
+def same_slave_twice(world: World) -> bool:
+    """A second process under a living slave's name, with a directory of its own: as if it had been made elsewhere."""
+    slave = a_slave(world)
+    if slave is None or world.twins or not world.may_lose([slave.name]):
+        return False
+    twin = SlaveHost(world, slave.name)
+    twin.life = TWIN_LIFE
+    world.twins.append(twin)
+    twin.boot()
+    world.kernel.after(12.0, None, twin.end)
+    return True
+
+
+def two_masters(world: World) -> bool:
+    """A second master on the same journal, and peers that find either."""
+    if len(world.masters) > 1 or the_master(world) is None:
+        return False
+    other = MasterHost(world, "master2", world.disk)
+    world.masters.append(other)
+    other.boot()
+    world.kernel.after(12.0, None, end_second, world, other)
+    return True
+
+
+def end_second(world: World, other: MasterHost) -> None:
+    """The second master is gone, if it is not already."""
+    if other.alive:
+        other.kill()
+    if other in world.masters:
+        world.masters.remove(other)
+
+
+def _bad_push(kind: int) -> Callable[[World], bool]:
+    def begin(world: World) -> bool:
+        cluster = a_cluster(world)
+        if cluster is None or cluster.session is None or cluster.session.core.base is None:
+            return False
+        cluster.next_push_kind = kind
+        return True
+
+    return begin
+
+
+def overflow_in_prepare(world: World) -> bool:
+    """The merge of finite pushes gives an element that is not."""
+    slave = a_slave(world)
+    if slave is None:
+        return False
+    slave.overflow = True
+    return True
+
+
+IN_STEP = {
+    "crash_master_in_step": crash_master_in_step,
+    "crash_slave_in_step": crash_slave_in_step,
+    "crash_cluster_in_step": crash_cluster_in_step,
+}
+
+ARMED = frozenset({*KIND_NAMES.values(), *IN_STEP, "overflow_in_prepare", "stutter"})
+
+FAULTS: Mapping[str, Callable[[World], bool]] = {
+    "crash_master": crash_master,
+    "crash_slave": crash_slave,
+    "crash_cluster": crash_cluster,
+    "crash_all_slaves": crash_all_slaves,
+    "crash_all_clusters": crash_all_clusters,
+    "power_failure": power_failure,
+    "crash_loop_of_slave": crash_loop_of_slave,
+    "pause_master_short": pause_master_short,
+    "pause_master_long": pause_master_long,
+    "pause_slave_short": pause_slave_short,
+    "pause_slave_long": pause_slave_long,
+    "pause_cluster_short": pause_cluster_short,
+    "pause_cluster_long": pause_cluster_long,
+    "suspend_all": suspend_all,
+    "stutter": stutter,
+    "cluster_leaves": cluster_leaves,
+    "slow_cluster": slow_cluster,
+    "same_cluster_twice": same_cluster_twice,
+    "same_slave_twice": same_slave_twice,
+    "two_masters": two_masters,
+    "overflow_in_prepare": overflow_in_prepare,
+    **IN_STEP,
+    **{name: _bad_push(kind) for kind, name in KIND_NAMES.items()},
+}

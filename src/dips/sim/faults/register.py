@@ -1,0 +1,201 @@
+"""Faults by name: what each does, when it strikes, and the count of those that really did.
+
+Each is planned for a time, or for a moment (a slave has just prepared, a push has just been sealed), and tries again
+for a while when it cannot strike yet. What one leaves behind is ended by its own later action or by heal(). Of each
+that was planned it is known whether it struck, or why not (dips.sim.counts); a name here that no seed of a large set
+ever saw fire is an error: dips.sim.totals checks that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dips.sim.counts import NOTHING, OVER
+from dips.sim.disks import LOST_DATA, LOST_NAMES, TORN_DATA
+from dips.sim.faults import bad_requests
+from dips.sim.faults import disks as fault_disks
+from dips.sim.faults import links as fault_links
+from dips.sim.faults import operations as fault_operations
+from dips.sim.faults import processes as fault_processes
+from dips.sim.faults import reshard as fault_reshard
+from dips.sim.kernel import Process
+
+if TYPE_CHECKING:
+    from dips.sim.world import World
+
+Begin = Callable[["World"], bool]
+"""Strike now; False: there is nothing to strike at yet."""
+
+GROUPS: Mapping[str, Mapping[str, Begin]] = {
+    "processes": fault_processes.FAULTS,
+    "links": {name: begin for name, begin in fault_links.FAULTS.items() if name not in fault_links.WEATHERS},
+    "messages": {name: begin for name, begin in fault_links.FAULTS.items() if name in fault_links.WEATHERS},
+    "disks": fault_disks.FAULTS,
+    "lost state": fault_disks.LOSSES,
+    "lies": {name: begin for name, begin in bad_requests.FAULTS.items() if name not in bad_requests.OPERATORS},
+    "operations": {**bad_requests.OPERATORS, **fault_operations.FAULTS, **fault_reshard.FAULTS},
+}
+"""By what is struck, for people."""
+
+FAULTS: Mapping[str, Begin] = {name: begin for group in GROUPS.values() for name, begin in group.items()}
+
+COUNTED_ELSEWHERE = frozenset(
+    {
+        *fault_links.WEATHERS,
+        *fault_links.ARMED,
+        *fault_disks.ARMED,
+        *fault_processes.ARMED,
+        *fault_operations.ARMED,
+        *bad_requests.ARMED,
+    }
+)
+"""Armed when they are begun; counted only where they really strike."""
+
+SIDE_EFFECTS: Mapping[str, str] = {
+    "lost_journal_entries": "disks",
+    LOST_NAMES: "disks",
+    LOST_DATA: "disks",
+    TORN_DATA: "disks",
+    "base_gone": "lost state",
+    "second_slave_took_over": "lost state",
+    **dict.fromkeys(fault_operations.CHURNED, "operations"),
+}
+"""Not planned by themselves, but what crashes, lost disks and rounds that go on without a slow cluster bring with them;
+with their groups. Counted like the others."""
+
+GROUP_OF: Mapping[str, str] = {
+    **{name: group for group, faults in GROUPS.items() for name in faults},
+    **SIDE_EFFECTS,
+    "stopped_and_said_so": "lost state",
+}
+
+OF_ONE_CLUSTER = (
+    "crash_cluster", "crash_cluster_in_step", "pause_cluster_short", "pause_cluster_long", "slow_cluster", "slow_links",
+    "cut_cluster_from_master", "cut_cluster_from_slave", "cluster_leaves", "same_cluster_twice", "nan_push", "x30_push",
+    "zero_push", "lost_checkpoint", "cluster_disk_error", "absurd_tokens", "foreign_ranges", "repeated_begin_push",
+    "used_up_numbers", "returned_in_its_name", "wrong_run_id", "old_incarnation", "old_epoch", "unknown_cluster",
+    "wrong_layout", "garbage_chunks", "operator_drains", "operator_evicts",
+)  # fmt: skip
+"""All of one bad cluster: slow, dead, cut off or hostile. Nobody else may wait longer for it than is promised (I15)."""
+
+NOT_FOR_LONG = frozenset({"operator_stops_early", "operator_takes_an_end_back"})
+"""Would end a run of thousands of rounds after a few, the second one where the master is away for too long."""
+
+MOMENTS: tuple[tuple[str, str, str], ...] = (
+    ("master", "round", "MEASURE"),
+    ("master", "round", "PREPARE"),
+    ("master", "round", "COMMIT"),
+    ("master", "round", "PUBLISH"),
+    ("master", "round", "IDLE"),
+    ("master", "ticket", ""),
+    ("master", "admitted", ""),
+    ("master", "slave_attached", ""),
+    ("master", "recovery", "GATHERING"),
+    ("master", "recovery", "ASKING"),
+    ("master", "recovery", "DONATING"),
+    ("master", "recovery", "NONE"),
+    ("master", "reshard", "LISTING"),
+    ("master", "reshard", "MOVING"),
+    ("master", "resharded", ""),
+    ("slave", "staged", ""),
+    ("slave", "prepared", ""),
+    ("slave", "committed", ""),
+    ("slave", "configured", ""),
+    ("slave", "promised", ""),
+    ("slave", "aborted", ""),
+    ("worker", "push_begun", ""),
+    ("worker", "push_sent", ""),
+    ("worker", "admitted", ""),
+    ("worker", "verdict", ""),
+    ("worker", "installed", ""),
+)
+"""(role, kind of tape line, phase) upon which a fault may strike at once."""
+
+TRIES = 12
+RETRY_S = 0.7
+
+LONGEST_WATCH_S = 20.0
+"""Where faults are planned all the time, so long one waits for its moment."""
+
+
+def names() -> tuple[str, ...]:
+    """Every kind that is counted."""
+    return tuple(sorted({*FAULTS, *SIDE_EFFECTS}))
+
+
+def known_to(world: World) -> list[str]:
+    """Kinds that may strike this run by themselves."""
+    if world.plan.sabotaged:
+        return sorted(OF_ONE_CLUSTER)
+    return sorted(set(FAULTS) - (NOT_FOR_LONG if world.plan.fault_every_s else frozenset()))
+
+
+def plan_faults(world: World, planned: tuple[str, ...] | None) -> None:
+    """Choose, or take as told, what will strike and when."""
+    rng, known = world.kernel.rng, known_to(world)
+    chosen = planned if planned is not None else [rng.choice(known) for _ in range(world.plan.n_faults)]
+    for name in chosen:
+        _plan(world, name, rng.uniform(world.FIRST_FAULT_S, world.plan.faults_for_s * 0.9))
+    if planned is None and world.plan.fault_every_s:
+        _plan_next(world)
+
+
+def _plan_next(world: World) -> None:
+    """One more, and so on until the run is healed."""
+    if not world.healed and not world.ended:
+        rng = world.kernel.rng
+        _plan(world, rng.choice(known_to(world)), world.kernel.now_s)
+        world.kernel.after(rng.expovariate(1 / world.plan.fault_every_s), None, _plan_next, world)
+
+
+def _plan(world: World, name: str, at_s: float) -> None:
+    rng = world.kernel.rng
+    world.counts.planned[name] += 1
+    if rng.random() < 0.5:
+        world.kernel.at(at_s, None, _wait_for_moment, world, name, rng.choice(MOMENTS))
+    else:
+        world.kernel.at(at_s, None, _strike, world, name, 0)
+
+
+def _wait_for_moment(world: World, name: str, moment: tuple[str, str, str]) -> None:
+    # A moment that does not come (no recovery without a loss) is not waited for in vain.
+    last_s = world.plan.faults_for_s * 0.95
+    if world.plan.fault_every_s:
+        last_s = min(last_s, world.kernel.now_s + LONGEST_WATCH_S)
+
+    def too_late() -> None:
+        if watch in world.watchers:
+            world.watchers.remove(watch)
+            _strike(world, name, 0)
+
+    def watch(role: str, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+        if (role, kind) == moment[:2] and moment[2] in ("", fields.get("phase")):
+            world.watchers.remove(watch)
+            world.struck = process
+            world.kernel.after(world.kernel.rng.choice((0.0, 0.0, 0.01)), None, _strike, world, name, 0)
+
+    world.watchers.append(watch)
+    world.kernel.at(last_s, None, too_late)
+
+
+def _strike(world: World, name: str, tries: int) -> None:
+    if world.healed or world.ended:
+        world.counts.cannot(name, OVER)
+        return
+    world.kernel.aside("world", f"fault {name}?")
+    phase = world.phase
+    if FAULTS[name](world):
+        world.kernel.note("world", f"fault {name}")
+        world.counts.begun[name] += 1
+        if name not in COUNTED_ELSEWHERE:
+            world.counts.struck(name, phase)
+    elif tries < TRIES:
+        world.kernel.after(RETRY_S, None, _strike, world, name, tries + 1)
+    else:
+        world.counts.cannot(name, NOTHING)
+
+
+def heal(world: World) -> None:
+    """Nothing strikes any more."""
+    world.watchers.clear()

@@ -1,0 +1,1 @@
+"""The simulated processes: one host around the real machine of each role."""

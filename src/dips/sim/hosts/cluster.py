@@ -1,0 +1,353 @@
+"""A training cluster's process around the real Session: it steps, borrows data, pushes and pulls.
+
+Does what dips.worker.driver, heartbeat and transfers do, on virtual time: events wait while a step is made, and are
+handled between steps. What parameters are is the run's arithmetic's affair (dips.sim.arithmetic).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from dips.core.errors import DipsError, RefusalCode, Refused, RemoteProtocolError
+from dips.core.ids import Incarnation
+from dips.core.messages import DataMode, DataRange, HeartbeatReply, HeartbeatRequest
+from dips.core.wire import Codec
+from dips.sim.arithmetic import ClusterModel
+from dips.sim.content import CLEAN, KIND_NAMES
+from dips.sim.hosts.calls import Asked
+from dips.sim.hosts.checkpoints import CheckpointDisk, Checkpoints
+from dips.sim.hosts.transfer import Carrier, PullCarrier, PushCarrier
+from dips.sim.kernel import Process
+from dips.sim.residual_checks import residual_fault
+from dips.worker.state import effects, events
+from dips.worker.state.refusals import Remedy, remedy_for
+from dips.worker.state.session import Session
+from dips.worker.transfer import Transfer, TransferSettings
+
+if TYPE_CHECKING:
+    from dips.sim.world import World
+
+LONGEST_WAIT_S = 0.5
+PULL_WINDOW_CHUNKS = 16
+
+
+class ClusterHost(Process):
+    """One cluster's process; the next life begins anew, or from its checkpoint."""
+
+    def __init__(self, world: World, name: str, step_s: float) -> None:
+        super().__init__(world.kernel, name)
+        self.world = world
+        self.step_s = step_s
+        self.session: Session | None = None
+        self.model: ClusterModel
+        self.finished: effects.Finished | None = None
+        self.next_push_kind = CLEAN
+        self.steps = 0
+        self.trained_s = 0.0
+        """Virtual time in which it made its steps."""
+
+        self._queue: deque[events.Event] = deque()
+        self._stepping = False
+        self._stepping_since_s = 0.0
+        self._waking_s = -1.0
+        self._batch: tuple[DataRange, ...] = ()
+        self._carriers: dict[int, Carrier] = {}
+        self._sent_as: dict[str, Codec] = {}
+        self._told: tuple[Incarnation, HeartbeatReply] | None = None
+        self._fenced: Incarnation | None = None
+        self.checkpoint_disk = CheckpointDisk()
+        self._checkpoints = Checkpoints(self)
+
+    # ---- life ----
+
+    def boot(self) -> None:
+        self.begin_life()
+        drawn = self.world.draw()
+        self.world.names.began(self, drawn)
+        config = self.world.plan.session_config(self.name, curve_key=self.world.key_of(self), process_id=drawn)
+        self.session = Session(config)
+        plan = self.world.plan
+        self.model = plan.arithmetic.model(self.name, self.life, plan.layout, plan.config.settings.chunk_bytes)
+        self.finished = None
+        self._checkpoints.begin_life()
+        self._queue.clear()
+        self._carriers.clear()
+        self._sent_as.clear()
+        self._batch = ()
+        self._stepping, self._waking_s = False, -1.0
+        self._told, self._fenced = None, None
+        self._said_lost = False
+        self.kernel.after(self.kernel.jitter(self._heartbeat_s()), self, self._beat)
+        self._checkpoints.resume(self.session, self.model)
+        self._handle(events.Started())
+        self._settle()
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self.alive:
+            self.world.killed("cluster")
+        self.end()
+
+    def end(self) -> None:
+        """The process is no more, whatever ended it; its system resets the connection of its beats."""
+        if self.session is not None and not self.world.net.is_cut(self.name, "master"):
+            incarnation = self.session.core.terms.incarnation
+            for master in self.world.masters:
+                self.kernel.after(0.001, master, master.beats_ended, self.name, incarnation)
+        self.end_life()
+        self.session = None
+
+    def _heartbeat_s(self) -> float:
+        return self.world.plan.config.settings.heartbeat_s
+
+    # ---- the training loop ----
+
+    def deliver(self, event: events.Event) -> None:
+        """From another thread: taken between steps."""
+        if self.session is None:
+            return
+        self._queue.append(event)
+        if not self._stepping:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Handle what has arrived; then train, or wait."""
+        while self._queue and self.session is not None:
+            self._handle(self._queue.popleft())
+        session, now_s = self.session, self.kernel.now_s
+        if session is None:
+            return
+        if session.next_deadline_s() <= now_s:
+            self._handle(events.Tick())
+        if self.session is None:
+            return
+        self._checkpoints.take_if_due(session, self.model)
+        if session.must_wait(now_s) or not self._has_data():
+            self._wake(min(now_s + LONGEST_WAIT_S, max(session.next_deadline_s(), now_s)))
+        else:
+            self._step()
+
+    def _has_data(self) -> bool:
+        """Leased mode: borrow when too little is left to train on."""
+        session, plan = self.session, self.world.plan
+        assert session is not None, "asked only while it lives"
+        if plan.data.mode is DataMode.OWN:
+            return True
+        if sum(item.tokens for item in session.held) >= plan.least_held_tokens:
+            return True
+        self._handle(events.LeaseWanted(plan.lease_tokens(session.core.terms.local_steps)))
+        return False
+
+    def _step(self) -> None:
+        """Begin the next inner step; what arrives meanwhile waits for its end."""
+        session, plan = self.session, self.world.plan
+        assert session is not None, "asked only while it lives"
+        self._stepping, self._batch, self._stepping_since_s = True, plan.batch_of(session.held), self.kernel.now_s
+        took_s = self.kernel.rng.uniform(1 - plan.step_jitter, 1 + plan.step_jitter) * self.step_s
+        self.kernel.after(took_s, self, self._stepped, took_s)
+
+    def _wake(self, at_s: float) -> None:
+        if at_s < self._waking_s or self._waking_s <= self.kernel.now_s:
+            self._waking_s = at_s
+            self.kernel.at(at_s, self, self._woken, at_s)
+
+    def _woken(self, at_s: float) -> None:
+        if at_s == self._waking_s and not self._stepping and self.session is not None:
+            self._waking_s = -1.0
+            self._handle(events.Tick())
+            self._settle()
+
+    def _stepped(self, took_s: float) -> None:
+        self._stepping = False
+        if self.session is None:
+            return
+        ranges, self._batch = self._batch, ()
+        tokens = sum(item.tokens for item in ranges) if ranges else self.world.plan.own_tokens(self.name, self.steps)
+        loss = self.model.step(self.name, ranges, self._progress_tokens(self.session))
+        self.steps, self.trained_s = self.steps + 1, self.trained_s + took_s
+        self._handle(events.Stepped(tokens, ranges, loss))
+        self._settle()
+
+    @property
+    def trained_until_now_s(self) -> float:
+        """trained_s, and what the step under way has taken so far."""
+        return self.trained_s + (self.kernel.now_s - self._stepping_since_s if self._stepping else 0.0)
+
+    @staticmethod
+    def _progress_tokens(session: Session) -> int:
+        """As dips.worker.driver.Driver.progress."""
+        return session.core.terms.tokens + session.core.work.tokens
+
+    @property
+    def next_seq(self) -> int:
+        """The number of the next push that it begins."""
+        return self.session.pushing.seq + 1 if self.session is not None else 1
+
+    @property
+    def n_transfers(self) -> int:
+        """That it has under way."""
+        return len(self._carriers)
+
+    def stop_soon(self, reason: str) -> None:
+        self.deliver(events.StopWanted(reason))
+
+    # ---- events and effects ----
+
+    def _handle(self, event: events.Event) -> None:
+        if self.session is None:
+            return
+        try:
+            before = self.model.residual_mark
+            told = self.session.handle(event, self.kernel.now_s)
+            for number, effect in enumerate(told):
+                if number and self.dies_after and self.dies_here():
+                    self.world.fired("crash_cluster_in_step")
+                    self.kill()
+                    self.world.cluster_died(self)
+                if self.alive:
+                    self._carry_out(effect)
+            if self.session is not None:
+                fault = residual_fault(before, self.model.residual_mark, told, self._sent_as, self.session)
+                if fault:
+                    self.world.checks.violated(f"{self.name}: {fault}")
+        except (DipsError, AssertionError, LookupError, ValueError, TypeError) as error:
+            self.world.bug(self.name, error)
+            self.end()
+
+    def _carry_out(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Call(call_id, request, deadline_s):
+                Asked(self.world, self, request, deadline_s, lambda result: self._answered(call_id, result))
+            case effects.Snapshot():
+                self._snapshot()
+            case effects.CopyBase():
+                self.model.copy_base()
+            case effects.Install():
+                self.model.install(self.name, effect.mode, effect.reset_inner)
+            case effects.KeepResidual(wire):
+                self.model.keep_residual(wire)
+            case effects.ClearResidual():
+                self.model.clear_residual()
+            case effects.PersistPush(record):
+                self._checkpoints.record_push(record)
+            case effects.StartPush():
+                self._start_push(effect)
+            case effects.StartPull():
+                self._start_pull(effect)
+            case effects.CancelTransfer(transfer_id):
+                if transfer_id in self._carriers:
+                    self._carriers.pop(transfer_id).over = True
+            case effects.Record(kind, cause, fields):
+                self.world.tape("worker", self, kind, cause, fields)
+            case effects.Log(_, key, sentence):
+                self._said_lost |= key == "lost"
+                self.world.log(self.name, key, sentence)
+            case effects.Finished():
+                self._finish(effect)
+            case _:
+                raise LookupError(f"no one carries out {type(effect).__name__}")
+
+    def _answered(self, call_id: int, result: Any) -> None:
+        match result:
+            case Refused():
+                self.deliver(events.CallRefused(call_id, result))
+            case str():
+                self.deliver(events.CallFailed(call_id, result))
+            case reply:
+                self.deliver(events.CallDone(call_id, reply))
+
+    def _finish(self, effect: effects.Finished) -> None:
+        self.kernel.note(self.name, f"finished: {effect.reason}")
+        self.finished = effect
+        if self.session is not None and self.session.unshared.steps and not self._said_lost:
+            self.world.checks.violated(f"{self.name} left without {self.session.unshared}, and did not say so")
+        if isinstance(effect.error, RemoteProtocolError):
+            self.world.bug(self.name, effect.error)
+        if isinstance(effect.error, Refused) and effect.error.code is RefusalCode.TOKENS:
+            self.world.checks.violated(f"{self.name} counts well, and is refused: {effect.error.sentence}")
+        self.end()
+        self.world.cluster_ended(self, effect)
+
+    # ---- parameters and transfers ----
+
+    def _snapshot(self) -> None:
+        kind, self.next_push_kind = self.next_push_kind, CLEAN
+        if self.model.snapshot(self.name, kind):
+            self.world.fired(KIND_NAMES[kind])
+
+    def _start_push(self, effect: effects.StartPush) -> None:
+        wire = self._sent_as[str(effect.push)] = effect.ticket.wire
+        session, vector = self.session, self.model.sent(wire)
+        assert session is not None, "it decided this just now"
+        settings = session.core.terms.settings
+        self.world.checks.pushing(effect.push, wire, vector)
+        self._carriers[effect.transfer_id] = carrier = PushCarrier(
+            self.world, self, self.world.plan.layout, self._limits(settings.chunk_bytes, settings.window_chunks),
+            effect.push, effect.ticket, vector, session.core.terms.run_id, effect.epoch,
+            lambda result: self._pushed(effect.transfer_id, result),
+        )  # fmt: skip
+        carrier.pump()
+
+    def _pushed(self, transfer_id: int, result: Any) -> None:
+        self._carriers.pop(transfer_id, None)
+        if isinstance(result, Transfer):
+            if result.base_gone:
+                self.world.fired("base_gone")
+            self.deliver(events.PushFailed(transfer_id, result.failure, result.base_gone))
+        else:
+            self.deliver(events.PushSent(transfer_id, result, 0.1))
+
+    def _start_pull(self, effect: effects.StartPull) -> None:
+        grant = effect.grant
+        self._carriers[effect.transfer_id] = carrier = PullCarrier(
+            self.world, self, self.world.plan.layout, self._limits(grant.chunk_bytes, PULL_WINDOW_CHUNKS), grant,
+            lambda result: self._pulled(effect, result),
+        )  # fmt: skip
+        carrier.pump()
+
+    def _pulled(self, effect: effects.StartPull, result: Any) -> None:
+        self._carriers.pop(effect.transfer_id, None)
+        if isinstance(result, Transfer):
+            self.deliver(events.PullFailed(effect.transfer_id, result.failure, result.corrupt))
+            return
+        self.world.checks.pulled(self.name, effect.grant.version, result)
+        self.model.fetched(result)
+        self.deliver(events.Pulled(effect.transfer_id, 0.1))
+
+    def _limits(self, chunk_bytes: int, window_chunks: int) -> TransferSettings:
+        plan = self.world.plan
+        return TransferSettings(chunk_bytes, window_chunks, plan.data_silence_s, plan.data_stall_s)
+
+    # ---- heartbeats: a thread of their own, so they go on during steps ----
+
+    def _beat(self) -> None:
+        session = self.session
+        if session is None:
+            return
+        core = session.core
+        incarnation = core.terms.incarnation
+        if incarnation is not None and incarnation != self._fenced:
+            settings = core.terms.settings
+            request = HeartbeatRequest(
+                core.terms.caller(core.cause), session.phase.value, core.steps, tokens_per_s=self._rate(),
+                steps_per_s=1 / self.step_s, push_s=core.push_s, pull_s=core.pull_s, base=core.base, note=core.note,
+            )  # fmt: skip
+            wait_s = settings.heartbeat_s * settings.evict_after_beats
+            Asked(self.world, self, request, wait_s, lambda result: self._beaten(incarnation, result))
+        self.kernel.after(self._heartbeat_s(), self, self._beat)
+
+    def _rate(self) -> float:
+        plan = self.world.plan
+        leased = plan.data.mode is DataMode.LEASED
+        return (plan.tokens_per_step if leased else plan.usual_tokens(self.name, self.steps)) / self.step_s
+
+    def _beaten(self, incarnation: Incarnation, result: Any) -> None:
+        if isinstance(result, HeartbeatReply):
+            if self._told != (incarnation, result):
+                self._told = (incarnation, result)
+                self.deliver(events.Beat(incarnation, result))
+        elif isinstance(result, Refused):
+            if remedy_for(result, joining=False, pushing=False) is Remedy.JOIN_AGAIN:
+                self._fenced = incarnation
+            self.deliver(events.BeatRefused(incarnation, result))

@@ -1,0 +1,53 @@
+"""Someone who only reads: pulls the newest version now and then, as an evaluator does, and may forget to say so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dips.core.messages import BeginPullReply, BeginPullRequest, Caller, FinishPullRequest, PullGrant
+from dips.sim.hosts.calls import Asked
+from dips.sim.hosts.transfer import PullCarrier
+from dips.sim.kernel import Process
+from dips.worker.transfer import Transfer, TransferSettings
+
+if TYPE_CHECKING:
+    from dips.sim.world import World
+
+EVERY_S = 6.0
+DEADLINE_S = 4.0
+WINDOW_CHUNKS = 4
+
+
+class ReaderHost(Process):
+    """One evaluator."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.kernel, "reader")
+        self.world = world
+        self.pulled = 0
+
+    def boot(self) -> None:
+        self.begin_life()
+        self._ask()
+
+    def _ask(self) -> None:
+        self.kernel.after(self.kernel.jitter(EVERY_S), self, self._ask)
+        request = BeginPullRequest(self._caller(), True, curve_key=self.world.key_of(self))
+        Asked(self.world, self, request, DEADLINE_S, self._granted)
+
+    def _caller(self) -> Caller:
+        return Caller(self.world.run_id, 0, self.name, None, "read")
+
+    def _granted(self, result: Any) -> None:
+        if not isinstance(result, BeginPullReply) or not isinstance(result.answer, PullGrant):
+            return
+        grant, plan = result.answer, self.world.plan
+        settings = TransferSettings(grant.chunk_bytes, WINDOW_CHUNKS, plan.data_silence_s, plan.data_stall_s)
+        PullCarrier(self.world, self, plan.layout, settings, grant, lambda values: self._read(grant, values)).pump()
+
+    def _read(self, grant: PullGrant, values: Any) -> None:
+        if not isinstance(values, Transfer):
+            self.pulled += 1
+            self.world.checks.pulled(self.name, grant.version, values)
+        if self.kernel.rng.random() < 0.8:
+            Asked(self.world, self, FinishPullRequest(self._caller(), grant.pin_id, True), DEADLINE_S, lambda _: None)

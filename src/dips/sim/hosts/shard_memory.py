@@ -1,0 +1,169 @@
+"""A simulated slave's memory: the versions that can be read, the shadow, and the open stagings.
+
+Mirrors dips.slave.memory and dips.slave.data_port chunk by chunk, with the run's arithmetic (dips.sim.arithmetic) in
+place of bytes; which chunk is wanted is decided by the slave's own tables (dips.slave.state.staging).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import Version
+from dips.core.layout import FLOAT32_BYTES, Block
+from dips.core.messages import BlockGram, Prepare, Refusal, SnapshotInfo
+from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.wire import DIFFERENCES, encoded_bytes
+from dips.sim.arithmetic import Arithmetic, Part, Value
+from dips.slave.state.effects import OpenSlot
+from dips.slave.state.events import PushStaged
+from dips.slave.state.staging import Landing, ShardMap, Staging, StagingTable, find_version
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One version of this slave's chunks, in (block, offset) order."""
+
+    info: SnapshotInfo
+    theta: Part
+    momentum: Part
+
+
+@dataclass
+class ShardMemory:
+    """What one Configure made."""
+
+    blocks: Sequence[Block]
+    chunk_bytes: int
+    n_slots: int
+    n_buffers: int
+    arithmetic: Arithmetic
+    current: Shard | None = None
+    previous: Shard | None = None
+    shadow: Shard | None = None
+    pins: frozenset[Version] = frozenset()
+    readable: dict[Version, Shard] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.map = ShardMap(self.blocks, self.chunk_bytes)
+        self.table = StagingTable(self.map, self.n_slots)
+        self.parts = self.arithmetic.shard(self.blocks, self.chunk_bytes, self.n_slots)
+
+    # ---- pushes ----
+
+    def decoded(self, staging: Staging, landing: Landing, value: Value) -> Value:
+        """A chunk's parameters. Raises Refused(BASE_GONE) when the version that a difference is to is not here."""
+        if staging.wire not in DIFFERENCES:
+            return value
+        base = self.readable.get(staging.base) if staging.base is not None else None
+        if base is None:
+            raise Refused(RefusalCode.BASE_GONE, f"push {staging.push} stands on {staging.base}, which is not here")
+        return self.arithmetic.decoded(staging.wire, self.parts.chunk(base.theta, landing.index), value)
+
+    # ---- rounds ----
+
+    def measure(
+        self, slots: Sequence[int], bases: Sequence[Version | None]
+    ) -> tuple[tuple[BlockGram, ...], tuple[float, ...]]:
+        """What the slave answers to Measure: Gram matrices, and directions."""
+        assert self.current is not None, "only a round that follows a version is measured"
+        version, theta = self.current.info.version, self.current.theta
+        return self.parts.measure(theta, slots), self.parts.directions(version, theta, slots, bases)
+
+    def prepare(self, body: Prepare, slots: Sequence[int]) -> tuple[Part, Part]:
+        """theta and momentum after the outer step. Raises Refused(BUSY) while no buffer is free, and NONFINITE."""
+        if len(self._held()) >= self.n_buffers:
+            raise Refused(RefusalCode.BUSY, "all buffers hold versions that are read or pinned", 0.5)
+        before = (self.current.theta, self.current.momentum) if self.current is not None else None
+        return self.parts.prepare(before, slots, body)
+
+    def flip(self, shard: Shard) -> None:
+        """`shard` becomes the current version."""
+        self.previous, self.current, self.shadow = self.current, shard, None
+        self.readable = dict(self._held()) | {shard.info.version: shard}
+
+    def pin(self, versions: Sequence[Version]) -> None:
+        self.pins = frozenset(versions)
+        self.readable = dict(self._held())
+
+    def _held(self) -> dict[Version, Shard]:
+        keep = {shard.info.version: shard for shard in (self.current, self.previous) if shard is not None}
+        return keep | {v: shard for v, shard in self.readable.items() if v in self.pins}
+
+
+class SimDataPort:
+    """What the data port answers to one message, as dips.slave.data_port does."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.memory: ShardMemory | None = None
+        self.refused_chunks = 0
+        self.complete: list[PushStaged] = []
+        """Said by open() and put(); whoever called takes them."""
+
+    def open(self, effect: OpenSlot) -> None:
+        if self.memory is None:
+            return
+        staging = self.memory.table.open(
+            effect.push, effect.attempt, effect.slot, effect.opening, effect.wire, effect.base
+        )
+        if not staging.n_landed:
+            self.memory.parts.clear(effect.slot)
+        if staging.complete:
+            self.complete.append(PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
+
+    def answer(self, run_id: str, header: DataHeader, value: Value) -> tuple[DataHeader, Value]:
+        """The answer's header, and a chunk's content where the op has one."""
+        try:
+            header.check_common(run_id)
+            return self._serve(header, value)
+        except Refused as refused:
+            self.refused_chunks += 1
+            refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
+            return DataHeader(run_id, self.epoch, DataOp.REFUSED, header.request, refusal=refusal), None
+
+    def _serve(self, header: DataHeader, value: Value) -> tuple[DataHeader, Value]:
+        memory = self.memory
+        if memory is None:
+            raise Refused(RefusalCode.BUSY, "this slave has no memory yet: it is starting", 0.5)
+        if header.op is DataOp.GET_CHUNK:
+            return self._get(header, memory)
+        if header.epoch < self.epoch:
+            raise Refused(RefusalCode.STALE_EPOCH, f"the chunk is of epoch {header.epoch}, now is {self.epoch}")
+        if header.op is DataOp.PUT_CHUNK:
+            return self._put(header, value, memory)
+        staging = memory.table.find(header.push, header.attempt)
+        missing = memory.table.missing(staging)
+        return _reply(header, DataOp.MISSING, staging.complete, missing), None
+
+    def _put(self, header: DataHeader, value: Value, memory: ShardMemory) -> tuple[DataHeader, Value]:
+        n_elems = header.length_bytes // FLOAT32_BYTES  # a value has no bytes of its own: it is as long as it says
+        staging, landing, landed = memory.table.admit(header, encoded_bytes(header.codec, n_elems))
+        if not landed:
+            if memory.arithmetic.checksum(value) != header.checksum:
+                raise Refused(RefusalCode.CHUNK, "the payload's checksum is not what its header says; send it again")
+            memory.parts.land(staging.slot, landing.index, memory.decoded(staging, landing, value))
+            if memory.table.land(staging, landing, header.checksum):
+                self.complete.append(PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
+        return _reply(header, DataOp.ACK, staging.complete), None
+
+    def _get(self, header: DataHeader, memory: ShardMemory) -> tuple[DataHeader, Value]:
+        find_version(memory.map, header, frozenset(memory.readable))
+        assert header.version is not None, "find_version refuses a header without version"
+        shard = memory.readable[header.version]
+        if header.momentum and (memory.current is None or memory.current.info.version != header.version):
+            raise Refused(RefusalCode.VERSION_GONE, f"the momentum of version {header.version} is not kept")
+        part = shard.momentum if header.momentum else shard.theta
+        value = memory.parts.chunk(part, memory.map.find(header).index)
+        return _reply(header, DataOp.CHUNK, False, checksum=memory.arithmetic.checksum(value)), value
+
+
+def _reply(
+    header: DataHeader, op: DataOp, complete: bool, missing: tuple[object, ...] = (), checksum: int = 0
+) -> DataHeader:
+    return DataHeader(
+        header.run_id, header.epoch, op, header.request, header.push, header.attempt, header.version, header.block,
+        header.offset_bytes, header.length_bytes, header.codec, checksum, missing=missing, complete=complete,  # type: ignore[arg-type]
+        momentum=header.momentum,
+    )  # fmt: skip

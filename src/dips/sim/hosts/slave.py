@@ -1,0 +1,527 @@
+"""A slave's process around the real SlaveState: its jobs take time, its disk may fail, its stream may break.
+
+Does what dips.slave.engine and dips.slave.control do, on virtual time and with the run's arithmetic
+(dips.sim.arithmetic) in place of numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dips.core.errors import DipsError, RefusalCode, Refused
+from dips.core.messages import CommitRecord, Refusal, SlaveBeat, SlaveCommand, SlaveMessage, SnapshotInfo
+from dips.core.net.data_header import DataHeader
+from dips.sim.arithmetic import Value
+from dips.sim.data_keys import Away, may_ask, nobody_hears
+from dips.sim.disks import PowerLossError, SlaveDisk
+from dips.sim.hosts.move import Move
+from dips.sim.hosts.shard_memory import Shard, ShardMemory, SimDataPort
+from dips.sim.kernel import Action, Process
+from dips.sim.network import End, Stream
+from dips.slave.durable import TEMPORARY
+from dips.slave.promise import Promise
+from dips.slave.ring import Ring
+from dips.slave.state import checks, effects, events
+from dips.slave.state.admission import Admission
+from dips.slave.state.fetching import cancelled
+from dips.slave.state.slave import SlaveState
+
+if TYPE_CHECKING:
+    from dips.sim.world import World
+
+DIAL_S = 0.3
+FIRST_COMMAND_S = 10.0
+
+FOR_GOOD = frozenset(
+    {
+        RefusalCode.PROTOCOL_VERSION,
+        RefusalCode.RUN_ID,
+        RefusalCode.CONFIG,
+        RefusalCode.UNKNOWN_NAME,
+        RefusalCode.NAME_TAKEN,
+    }
+)
+
+
+class SlaveHost(Process):
+    """One slave process; its disk outlives it."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world.kernel, name)
+        self.world = world
+        self.disk = SlaveDisk(name, world.plan.disk_bytes)
+        self.state: SlaveState | None = None
+        self.ring = self._new_ring()
+        self.promise = Promise(self.disk)
+        self.port = SimDataPort()
+        self.overflow = False
+        self._stream: tuple[Stream, End] | None = None
+        self._heard = False
+        self.said: list[tuple[int, SlaveMessage]] = []
+        self._link = 0
+        self._disk_free_s = 0.0
+        self.move: Move | None = None
+        self._unwanted = 0
+
+    # ---- life ----
+
+    @property
+    def endpoint(self) -> str:
+        """Another port in each life."""
+        return f"tcp://{self.name}:{self.life}"
+
+    def boot(self) -> None:
+        """A start reads every snapshot back; what is not whole is skipped."""
+        self.begin_life()
+        self.port = SimDataPort()
+        self.admission = Admission()
+        self._stream, self._disk_free_s = None, 0.0
+        self.move, self._unwanted = None, 0
+        self.ring = self._new_ring()
+        try:
+            for name in self.disk.names():
+                if name.startswith(TEMPORARY):
+                    self.disk.remove(name)
+            for problem in self.ring.scan():
+                self.kernel.aside(self.name, problem)
+            self.promise = Promise(self.disk)
+        except PowerLossError as loss:
+            self.lose_power(str(loss))
+            return
+        self.state = SlaveState(
+            self.world.run_id,
+            self.name,
+            self.endpoint,
+            self.world.plan.slave_memory_bytes,
+            self.world.plan.max_chunk_bytes,
+            self.promise.epoch,
+            self.ring.infos(),
+            self.world.key_of(self),
+            self.disk.identity(self.world.draw),
+        )
+        self.world.names.began(self, self.disk.identity(self.world.draw))
+        self._dial()
+
+    def _new_ring(self) -> Ring:
+        return Ring(self.disk, self.world.run_id, self.name, self.world.plan.snapshots_kept)
+
+    def kill(self) -> None:
+        """kill -9 or a power cut: what is in memory is gone, and what the disk had not synced."""
+        if self.alive:
+            self.world.killed("slave")
+        self.end()
+
+    def end(self) -> None:
+        """The process is no more, whatever ended it."""
+        for what in self.disk.crash(self.kernel.rng):
+            self.world.fired(what)
+        self._die()
+
+    def lose_power(self, fault: str) -> None:
+        """Within a step of the disk."""
+        self.world.fired(fault)
+        self.kill()
+        self.world.slave_died(self)
+
+    def _die(self) -> None:
+        self.end_life()
+        self.state = None
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream[0].died(stream[1])
+
+    # ---- the stream ----
+
+    def _dial(self) -> None:
+        master = self.world.some_master()
+        if master is None or self._stream is not None or self.world.net.is_cut(self.name, "master"):
+            if self._stream is None:
+                self.kernel.after(self.kernel.jitter(2 * DIAL_S), self, self._dial)
+            return
+        number = self._link = self.world.next_token()
+        mine = End(self.name, self, self._hear, self._hung_up)
+        theirs = End(
+            "master",
+            master,
+            lambda message: master.slave_said(number, message),
+            lambda _: master.link_down(number),
+        )
+        stream = Stream(self.world.net, mine, theirs)
+        self._stream, self._heard = (stream, mine), False
+        self.kernel.after(0.0, master, master.attached, number, stream, theirs)
+        self.handle(events.Linked())
+        self.kernel.after(self._beat_s(), self, self._beat, number)
+        self.kernel.after(FIRST_COMMAND_S, self, self._nothing_heard, number)
+
+    def _nothing_heard(self, number: int) -> None:
+        if number == self._link and not self._heard:
+            self.drop_stream("nothing was heard after hello")
+
+    def _hear(self, command: SlaveCommand) -> None:
+        self._heard = True
+        if self.world.slaves[self.name] is not self:
+            # Its name was free for long enough. Nothing more is to be seen of a second process: the operator ends it.
+            self.world.fired("second_slave_took_over")
+            self.world.lost_state(self.name, "a second process took over its name, with an empty directory")
+            self.end()
+            return
+        self.handle(events.Commanded(command))
+
+    def _hung_up(self, refusal: Refusal | None) -> None:
+        self._stream = None
+        if refusal is not None and refusal.code in FOR_GOOD and not refusal.retry_after_s > 0:
+            self.world.gave_up(self, Refused(refusal.code, refusal.sentence))
+            return
+        if refusal is not None and refusal.code is RefusalCode.FENCED:
+            self.handle(events.Fenced())
+        self.handle(events.Unlinked(refusal.sentence if refusal else "the stream broke"))
+        self.kernel.after(self.kernel.jitter(DIAL_S), self, self._dial)
+
+    def drop_stream(self, why: str) -> None:
+        """This side ends the stream and dials again."""
+        if self._stream is None:
+            return
+        (stream, end), self._stream = self._stream, None
+        stream.close(end)
+        self.handle(events.Unlinked(why))
+        self.kernel.after(self.kernel.jitter(DIAL_S), self, self._dial)
+
+    def reset_stream(self) -> None:
+        """A reset in the middle of everything."""
+        if self._stream is not None:
+            self._stream[0].break_now()
+
+    @property
+    def linked(self) -> bool:
+        return self._stream is not None
+
+    def _beat_s(self) -> float:
+        return self.world.plan.config.settings.heartbeat_s
+
+    def _beat(self, number: int) -> None:
+        if number != self._link or self._stream is None or self.state is None:
+            return
+        if self.state.link.attached:
+            self._send(self._beat_body())
+        self.kernel.after(self._beat_s(), self, self._beat, number)
+
+    def _beat_body(self) -> SlaveBeat:
+        memory = self.port.memory
+        progress = memory.table.progress() if memory else ()
+        durable = self.state.shard.saving.durable if self.state else None
+        return SlaveBeat(0, 0, self.port.refused_chunks, 0, len(progress), progress, durable)
+
+    def _send(self, body: Any) -> None:
+        if self._stream is None or self.state is None:
+            return
+        stream, end = self._stream
+        message = SlaveMessage(self.state.caller(), body)
+        self.said = [*self.said[-20:], (self._link, message)]
+        stream.send(end, message)
+
+    # ---- events and effects ----
+
+    def handle(self, event: events.Event) -> None:
+        if self.state is None:
+            return
+        try:
+            for number, effect in enumerate(self.state.handle(event, self.kernel.now_s)):
+                if number and self.dies_after and self.dies_here():
+                    self.world.fired("crash_slave_in_step")
+                    self.kill()
+                    self.world.slave_died(self)
+                if self.alive:
+                    self._carry_out(effect)
+        except (DipsError, AssertionError, LookupError, ValueError, TypeError) as error:
+            self.world.bug(self.name, error)
+            self._die()
+
+    def _carry_out(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.SendUp(body):
+                self._send(body)
+            case effects.Record(kind, cause, fields):
+                self.world.tape("slave", self, kind, cause, fields)
+            case effects.Log(_, key, sentence):
+                self.world.log(self.name, key, sentence)
+            case effects.OpenSlot():
+                self.port.open(effect)
+                self._say_staged()
+            case effects.CloseSlot(push):
+                if self.port.memory is not None:
+                    self.port.memory.table.close(push)
+            case effects.CloseAllSlots():
+                if self.port.memory is not None:
+                    self.port.memory.table.close_all()
+            case effects.Serve(epoch):
+                self.port.epoch = epoch
+            case effects.CloseLink(sentence):
+                self.kernel.after(0.0, self, self.drop_stream, sentence)
+            case effects.Stop(reason):
+                self.kernel.note(self.name, f"stops: {reason}")
+                self._die()
+                self.world.slave_stopped(self)
+            case effects.GiveUp(refusal):
+                self.world.gave_up(self, Refused(refusal.code, refusal.sentence))
+            case _:
+                self._work(effect)
+
+    def _work(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.SavePromise(epoch):
+                self._later_on_disk(self._on_disk, self._save_promise, epoch)
+            case effects.DropShadow(shadow):
+                self._drop_shadow(shadow)
+            case effects.SetAllowed(keys):
+                self.admission.set_keys(keys)
+            case effects.SetPins(versions):
+                if self.port.memory is not None:
+                    self.port.memory.pin(versions)
+            case effects.RunLoad():
+                self._begin(effect.job, effect.delay_s, self._load, effect)
+            case effects.RunMeasure():
+                self._begin(effect.job, 0.0, self._measure, effect)
+            case effects.RunList():
+                self._begin(effect.job, 0.0, self._list, effect)
+            case effects.RunMove():
+                self._begin(effect.job, 0.0, self._move, effect)
+            case effects.CancelMove(job):
+                self._cancel_move(job)
+            case effects.DropMoved(shadow):
+                self._later_on_disk(self._on_disk, self.ring.drop_shadow, shadow)
+            case effects.RunPrepare():
+                self._begin(effect.job, 0.0, self._prepare, effect)
+            case effects.RunCommit():
+                self._begin(effect.job, effect.delay_s, self._commit, effect)
+            case effects.SaveVersion():
+                shard = self._made().current
+                assert shard is not None, "a save is of what memory holds"
+                assert shard.info == effect.info, "only the current version is saved"
+                self._later_on_disk(self._on_disk, self._save_version, effect, shard)
+            case effects.SaveLater(delay_s):
+                self.kernel.after(delay_s, self, self.handle, events.SaveAgain())
+            case effects.ReadRecord():
+                self._later_on_disk(self._on_disk, self._read_record, effect)
+            case _:
+                raise LookupError(f"no one carries out {type(effect).__name__}")
+
+    # ---- jobs ----
+
+    def _begin(self, job: int, delay_s: float, work: Callable[[Any], None], effect: Any) -> None:
+        self.kernel.after(delay_s + self.kernel.jitter(self.world.plan.work_s), self, self._job, job, work, effect)
+
+    def _job(self, job: int, work: Callable[[Any], None], effect: Any) -> None:
+        try:
+            self._on_disk(work, effect)
+        except Refused as refused:
+            refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
+            self.handle(events.JobFailed(job, refusal, self.ring.infos()))
+
+    def _on_disk(self, work: Callable[[Any], None], *args: Any) -> None:
+        """Power may fail within any step of it. An error that no one expects ends the process."""
+        errors = self.disk.errors_seen
+        try:
+            work(*args)
+        except PowerLossError as loss:
+            self.lose_power(str(loss))
+        except OSError as error:
+            self.kernel.note(self.name, f"ends: {error}")
+            self.end()
+            self.world.slave_died(self)
+        finally:
+            if self.disk.errors_seen != errors:
+                self.world.fired("slave_disk_error")
+
+    def _later_on_disk(self, action: Action, *args: Any) -> None:
+        """One thread serves the disk: what was asked first is done first."""
+        took_s = self.kernel.jitter(self.world.plan.flush_s) * self.disk.fsync_factor
+        self._disk_free_s = max(self._disk_free_s, self.kernel.now_s) + took_s
+        self.kernel.at(self._disk_free_s, self, action, *args)
+
+    def _save_promise(self, epoch: int) -> None:
+        self.promise.save(epoch)
+        self.handle(events.PromiseSaved(epoch))
+
+    def _load(self, effect: effects.RunLoad) -> None:
+        self.port.memory = None
+        body = effect.configure
+        blocks = checks.own_blocks(self.name, body)
+        arithmetic = self.world.plan.arithmetic
+        memory = ShardMemory(blocks, effect.chunk_bytes, body.staging_slots, 3 + body.pinned_versions, arithmetic)
+        self.ring.close_round()
+        self.ring.make(memory.parts.empty_array().size)
+        if effect.source is not None:
+            memory.flip(self._fill(memory, effect, effect.source))
+        self.port.memory = memory
+        current = memory.current.info if memory.current else None
+        self.handle(events.LoadDone(effect.job, current, self.ring.infos()))
+
+    def _fill(self, memory: ShardMemory, effect: effects.RunLoad, source: SnapshotInfo) -> Shard:
+        body, parts = effect.configure, memory.parts
+        theta, momentum = parts.empty_array(), parts.empty_array()
+        self.ring.load(source, theta, momentum)
+        loaded = parts.from_array(theta)
+        if parts.digest(loaded) != body.load_digest:
+            raise Refused(RefusalCode.DIGEST, f"the snapshot of {source.version} has another digest than its COMMIT")
+        assert body.load is not None, "a source is of a version"
+        assert body.load_round is not None, "and of its round"
+        named = replace(source, version=body.load, round=body.load_round)
+        info, problems = self.ring.adopt(source, named, body.origin, body.commit_hash, body.commit_record)
+        self._warn(problems)
+        if info != source:
+            self.world.manifest(self, info, body.commit_record)
+        return Shard(info, loaded, parts.from_array(momentum))
+
+    def _warn(self, problems: list[str]) -> None:
+        for problem in problems:
+            self.kernel.aside(self.name, problem)
+
+    def _measure(self, effect: effects.RunMeasure) -> None:
+        blocks, way = self._made().measure(effect.slots, effect.bases)
+        self.handle(events.MeasureDone(effect.job, blocks, way))
+
+    def _prepare(self, effect: effects.RunPrepare) -> None:
+        """Arithmetic is done; now the file goes to the disk."""
+        memory, body = self._made(), effect.prepare
+        if self.overflow:
+            self.overflow = False
+            self.world.fired("overflow_in_prepare")
+            raise Refused(RefusalCode.NONFINITE, f"round {body.round} would give 2 elements that are NaN or infinite")
+        theta, momentum = memory.prepare(body, effect.slots)
+        made = self.state.shard.made if self.state is not None else None
+        assert made is not None, "prepares only once configured"
+        info = SnapshotInfo(
+            body.to_version, body.round, made.layout_hash, made.placement_hash, memory.parts.digest(theta), False
+        )
+        memory.shadow = Shard(info, theta, momentum)
+        if effect.durable:
+            self._later_on_disk(self._job, effect.job, self._shadow_written, effect)
+        else:
+            self._shadow_written(effect)
+
+    def _shadow_written(self, effect: effects.RunPrepare) -> None:
+        memory = self._made()
+        shadow = memory.shadow
+        assert shadow is not None, "one job at a time"
+        if effect.durable:
+            try:
+                self._write_shadow(shadow)
+            except Refused:
+                memory.shadow = None
+                raise
+        self.handle(events.PrepareDone(effect.job, shadow.info, self.ring.infos()))
+
+    def _write_shadow(self, shard: Shard) -> None:
+        parts = self._made().parts
+        self.ring.write_shadow(shard.info, parts.to_array(shard.theta), parts.to_array(shard.momentum))
+
+    def _commit(self, effect: effects.RunCommit) -> None:
+        memory = self._made()
+        shadow = memory.shadow
+        assert shadow is not None, "the state commits only a shadow that stands"
+        info = replace(effect.shadow, committed=True, commit_hash=effect.commit_hash)
+        if effect.durable:
+            self._write_committed(replace(shadow, info=info), effect.commit_record)
+        memory.flip(replace(shadow, info=info))
+        if effect.durable:
+            self._warn(self.ring.tidy(info))
+        self.handle(events.CommitDone(effect.job, info, self.ring.infos()))
+
+    def _write_committed(self, shard: Shard, record: bytes) -> None:
+        """The manifest, and before it the file unless it is there already."""
+        parts = self._made().parts
+        self.ring.write_committed(shard.info, parts.to_array(shard.theta), parts.to_array(shard.momentum), record)
+        self.world.manifest(self, shard.info, record)
+
+    def _save_version(self, effect: effects.SaveVersion, shard: Shard) -> None:
+        """Durability async: what was committed in memory goes to disk."""
+        try:
+            self._write_committed(replace(shard, info=effect.info), effect.commit_record)
+        except Refused as refused:
+            refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
+            self.handle(events.SaveFailed(effect.number, refusal))
+            return
+        self.handle(events.Saved(effect.number, effect.info, self.ring.infos()))
+
+    # ---- a RESHARD ----
+
+    def _list(self, effect: effects.RunList) -> None:
+        memory = self._made()
+        assert memory.current is not None, "the state lists only what is here"
+        current, parts, checksum = memory.current, memory.parts, self.world.plan.arithmetic.checksum
+        theta, momentum = (
+            tuple(checksum(parts.chunk(part, index)) for index in range(memory.map.n_chunks))
+            for part in (current.theta, current.momentum)
+        )
+        self.handle(events.ListDone(effect.job, theta, momentum))
+
+    def _move(self, effect: effects.RunMove) -> None:
+        if self._unwanted == effect.job:
+            raise cancelled(effect.move)
+        self.move = Move(self, effect, lambda result: self._moved(effect.job, result))
+        self.move.begin()
+
+    def _moved(self, job: int, result: SnapshotInfo | Refused) -> None:
+        self.move = None
+        if isinstance(result, Refused):
+            refusal = Refusal(result.code, result.sentence, result.retry_after_s)
+            self.handle(events.JobFailed(job, refusal, self.ring.infos()))
+        else:
+            self.handle(events.MoveDone(job, result, self.ring.infos()))
+
+    def _cancel_move(self, job: int) -> None:
+        self._unwanted = job
+        if self.move is not None and self.move.job == job:
+            self.move.cancel()
+
+    def later_on_disk(self, action: Action, *args: Any) -> None:
+        """As _later_on_disk, where power may fail within the action."""
+        self._later_on_disk(self._on_disk, action, *args)
+
+    def _read_record(self, effect: effects.ReadRecord) -> None:
+        try:
+            record, commit_hash = self.ring.record(effect.version, effect.round)
+            if hashlib.sha256(record).digest() != commit_hash:
+                raise Refused(RefusalCode.DIGEST, f"the record of {effect.version} has another hash than was committed")
+            answer = CommitRecord(effect.version, effect.round, record)
+        except Refused as refused:
+            refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
+            answer = CommitRecord(effect.version, effect.round, b"", refusal)
+        self.handle(events.RecordRead(effect.asked_by, answer))
+
+    def _drop_shadow(self, shadow: SnapshotInfo) -> None:
+        self._made().shadow = None
+        self.ring.drop_shadow(shadow)
+
+    def _made(self) -> ShardMemory:
+        assert self.port.memory is not None, "a round reached a slave without memory"
+        return self.port.memory
+
+    # ---- the data port ----
+
+    def asked(
+        self,
+        header: DataHeader,
+        value: Value,
+        answer: Callable[[DataHeader, Value], None],
+        key: bytes = b"",
+        away: Away = nobody_hears,
+    ) -> None:
+        """One message of a peer with this key; `answer` carries ours back, `away` that it is not let in."""
+        if self.world.plan.config.encrypted and not may_ask(self.admission, key, header, answer, away):
+            return
+        self.handle_port(lambda: answer(*self.port.answer(self.world.run_id, header, value)))
+
+    def handle_port(self, act: Callable[[], None]) -> None:
+        if self.state is None:
+            return
+        act()
+        self._say_staged()
+
+    def _say_staged(self) -> None:
+        complete, self.port.complete = self.port.complete, []
+        for event in complete:
+            self.kernel.after(0.0, self, self.handle, event)

@@ -1,0 +1,212 @@
+"""The data flow's worker side: the real transfer machines (dips.worker.transfer) over lossy datagrams.
+
+Does what dips.worker.transfer_zmq does on its thread: sends what the machine asks, hands it what comes back, opens a
+new connection when it says so. Answers to an old connection reach nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dips.core.chunks import Chunk
+from dips.core.ids import PushId, Version
+from dips.core.layout import FLOAT32_BYTES, Layout
+from dips.core.messages import PlacementSpec, PullGrant, Ticket
+from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.wire import Codec, encoded_bytes
+from dips.sim.arithmetic import Key, Value, Vector
+from dips.sim.content import key_of
+from dips.sim.kernel import Process
+from dips.worker.transfer import Ask, PullTransfer, PushTransfer, Reconnect, Transfer, TransferSettings, shares_of
+
+if TYPE_CHECKING:
+    from dips.sim.world import World
+
+Ended = Callable[[Any], None]
+
+
+class Carrier:
+    """Carries one transfer. `ended` is told once: the digests (push), the values (pull), or the failed transfer."""
+
+    def __init__(
+        self, world: World, owner: Process, transfer: Transfer, placement: PlacementSpec, run_id: str, epoch: int,
+        ended: Ended,
+    ) -> None:  # fmt: skip
+        self.world = world
+        self.owner = owner
+        self.transfer = transfer
+        self.run_id = run_id
+        self.epoch = epoch
+        self.over = False
+        self._addresses = {address.slave_id: address for address in placement.slaves}
+        self._connections: dict[str, int] = {}
+        self._ended = ended
+        self._timer_s = -1.0
+
+    def pump(self) -> None:
+        """Send what is to be sent now; see to it that silence is noticed."""
+        now_s = self.world.kernel.now_s
+        if self.over:
+            return
+        for action in self.transfer.actions(now_s):
+            match action:
+                case Reconnect(slave):
+                    self._connections[slave] = self._connections.get(slave, 0) + 1
+                case Ask() as ask:
+                    self._send(ask)
+        if self.transfer.done or self.transfer.failure:
+            self.over = True
+            self._ended(self.result() if self.transfer.done else self.transfer)
+            self.release()
+            return
+        due_s = self.transfer.next_deadline_s()
+        if due_s < self._timer_s or self._timer_s <= now_s:
+            self._timer_s = due_s
+            self.world.kernel.at(due_s + 1e-6, self.owner, self._rang)
+
+    def result(self) -> Any:
+        raise LookupError("only pushes and pulls have a result")
+
+    def release(self) -> None:
+        """Let go of all content: a timer may hold this object for long."""
+        raise LookupError("only pushes and pulls hold content")
+
+    def message(self, ask: Ask) -> tuple[DataHeader, Value]:
+        raise LookupError("only pushes and pulls send")
+
+    def take(self, slave: str, header: DataHeader, value: Value) -> None:
+        raise LookupError("only pushes and pulls listen")
+
+    def _rang(self) -> None:
+        self._timer_s = -1.0
+        self.pump()
+
+    def _send(self, ask: Ask) -> None:
+        world, owner = self.world, self.owner
+        address = self._addresses.get(ask.slave)
+        slave = world.slave_at(address.data_endpoint if address is not None else "")
+        if slave is None or address is None:
+            return  # nobody listens at that port
+        if address.curve_key != world.key_of(slave):
+            world.checks.violated(f"the master names another data key for {ask.slave} than the slave at that port has")
+            return
+        header, value = self.message(ask)
+        if header.op is DataOp.PUT_CHUNK and world.net.damages():
+            value = world.plan.arithmetic.damaged(value)
+        connection, name = self._connections.get(ask.slave, 0), ask.slave
+
+        def answer(reply: DataHeader, chunk: Value) -> None:
+            if reply.op is DataOp.CHUNK and world.net.damages():
+                chunk = world.plan.arithmetic.damaged(chunk)
+            args = (name, connection, reply, chunk)
+            world.net.datagram(name, owner.name, owner, self._hear, *args, size_bytes=_payload_bytes(reply))
+
+        def away(why: str) -> None:
+            world.net.datagram(name, owner.name, owner, self._turned_away, name, connection, why)
+
+        args = (header, value, answer, world.key_of(owner), away)
+        world.net.datagram(owner.name, name, slave, slave.asked, *args, size_bytes=_payload_bytes(header))
+
+    def _turned_away(self, slave: str, connection: int, why: str) -> None:
+        if not self.over and connection == self._connections.get(slave, 0):
+            self.transfer.turned_away(slave, why, self.world.kernel.now_s)
+            self.pump()
+
+    def _hear(self, slave: str, connection: int, header: DataHeader, value: Value) -> None:
+        if self.over or connection != self._connections.get(slave, 0):
+            return
+        if header.op is DataOp.REFUSED:
+            assert header.refusal is not None, "a refusal says why"
+            self.transfer.refused(slave, header.request, header.refusal, self.world.kernel.now_s)
+        else:
+            self.take(slave, header, value)
+        self.pump()
+
+
+def _payload_bytes(header: DataHeader) -> int:
+    if header.op not in (DataOp.PUT_CHUNK, DataOp.CHUNK):
+        return 0
+    return encoded_bytes(header.codec, header.length_bytes // FLOAT32_BYTES)
+
+
+class PushCarrier(Carrier):
+    """Sends `vector`, which is written as the ticket says."""
+
+    def __init__(
+        self, world: World, owner: Process, layout: Layout, settings: TransferSettings, push: PushId, ticket: Ticket,
+        vector: Vector, run_id: str, epoch: int, ended: Ended,
+    ) -> None:  # fmt: skip
+        shares = shares_of(layout, ticket.placement, ticket.block_order, settings.chunk_bytes)
+        self._machine = PushTransfer(shares, settings, world.kernel.now_s)
+        super().__init__(world, owner, self._machine, ticket.placement, run_id, epoch, ended)
+        self._push, self._attempt, self._wire = push, ticket.attempt, ticket.wire
+        self._values = {chunk: vector.value(chunk) for chunks in shares.values() for chunk in chunks}
+        checksum = world.plan.arithmetic.checksum
+        self._checksums = {chunk: checksum(value) for chunk, value in self._values.items()}
+
+    def message(self, ask: Ask) -> tuple[DataHeader, Value]:
+        chunk = ask.chunk
+        if chunk is None:
+            op = DataOp.QUERY_MISSING
+            return DataHeader(self.run_id, self.epoch, op, ask.request, self._push, self._attempt), None
+        value = self._values[chunk]
+        header = DataHeader(
+            self.run_id, self.epoch, DataOp.PUT_CHUNK, ask.request, self._push, self._attempt, None, chunk.block_id,
+            chunk.offset_bytes, chunk.length_bytes, self._wire, self._checksums[chunk],
+        )  # fmt: skip
+        return header, value
+
+    def take(self, slave: str, header: DataHeader, value: Value) -> None:
+        now_s = self.world.kernel.now_s
+        if header.op is DataOp.ACK:
+            self._machine.acked(slave, header.request, header.complete, now_s)
+        elif header.op is DataOp.MISSING:
+            self._machine.missing(slave, header.request, header.missing, header.complete, now_s)
+
+    def result(self) -> tuple[tuple[str, bytes], ...]:
+        return self._machine.digests(self._checksums)
+
+    def release(self) -> None:
+        self._values = {}
+
+
+class PullCarrier(Carrier):
+    """Fetches the version of a grant."""
+
+    def __init__(
+        self, world: World, owner: Process, layout: Layout, settings: TransferSettings, grant: PullGrant, ended: Ended
+    ) -> None:
+        shares = shares_of(layout, grant.placement, grant.block_order, settings.chunk_bytes)
+        self._machine = PullTransfer(shares, dict(grant.digest_of_slave), settings, world.kernel.now_s)
+        super().__init__(world, owner, self._machine, grant.placement, grant.run_id, grant.epoch, ended)
+        self._version: Version = grant.version
+        self._values: dict[Key, Value] = {}
+
+    def message(self, ask: Ask) -> tuple[DataHeader, Value]:
+        chunk = ask.chunk
+        assert chunk is not None, "a pull asks for chunks only"
+        header = DataHeader(
+            self.run_id, self.epoch, DataOp.GET_CHUNK, ask.request, None, 0, self._version, chunk.block_id,
+            chunk.offset_bytes, chunk.length_bytes, Codec.F32,
+        )  # fmt: skip
+        return header, None
+
+    def take(self, slave: str, header: DataHeader, value: Value) -> None:
+        now_s = self.world.kernel.now_s
+        chunk = self._machine.wants(slave, header.request)
+        if header.op is not DataOp.CHUNK or chunk is None:
+            return
+        if Chunk(header.block, header.offset_bytes, header.length_bytes) != chunk or header.version != self._version:
+            self._machine.damaged(slave, header.request, f"slave {slave} answered with another chunk", now_s)
+        elif self.world.plan.arithmetic.checksum(value) != header.checksum:
+            self._machine.damaged(slave, header.request, f"slave {slave}: the checksum of {chunk} is wrong", now_s)
+        else:
+            self._values[key_of(chunk)] = value
+            self._machine.landed(slave, header.request, header.checksum, now_s)
+
+    def result(self) -> Mapping[Key, Value]:
+        return self._values
+
+    def release(self) -> None:
+        self._values = {}

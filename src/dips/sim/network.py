@@ -1,0 +1,237 @@
+"""What lies between processes: delays, loss, doubles, late and reordered messages, streams that break, partitions.
+
+Three kinds of traffic, as in the real system: calls (a request, a reply, a deadline), streams (in order, whole, until
+they break) and datagrams (anything may happen to each). It knows no message's meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from dips.sim.kernel import Action, Kernel, Process
+from dips.sim.links import Links
+
+KEEPALIVE_S = 20.0
+"""How long a stream may be silent one way before both ends give it up (core/net/grpc_refusal.py: ten seconds to ask,
+ten to answer)."""
+
+
+@dataclass
+class Weather:
+    """Chances and times that hold on every link; faults change them for a while. Times in seconds."""
+
+    delay_s: float = 0.004
+    loss: float = 0.0
+    """Of one datagram."""
+
+    doubled: float = 0.0
+    late: float = 0.0
+    """A datagram that comes up to `late_s` later, so after others that were sent after it."""
+
+    late_s: float = 1.0
+    damaged: float = 0.0
+    request_lost: float = 0.0
+    reply_lost: float = 0.0
+    reply_late: float = 0.0
+
+
+@dataclass
+class Network:
+    """`fired` counts what the weather really did. links: what limits datagrams that have a size; None: nothing."""
+
+    kernel: Kernel
+    fired: Callable[[str], None]
+    weather: Weather = field(default_factory=Weather)
+    links: Links | None = None
+    cut: set[tuple[str, str]] = field(default_factory=set)
+    slow: dict[tuple[str, str], float] = field(default_factory=dict)
+    streams: list[Stream] = field(default_factory=list)
+
+    # ---- links ----
+
+    def is_cut(self, source: str, target: str) -> bool:
+        return (source, target) in self.cut
+
+    def cut_off(self, pairs: list[tuple[str, str]]) -> None:
+        self.cut.update(pairs)
+        for stream in list(self.streams):
+            stream.check()
+
+    def mend(self, pairs: list[tuple[str, str]]) -> None:
+        self.cut.difference_update(pairs)
+        for stream in list(self.streams):
+            stream.check()
+
+    def mend_all(self) -> None:
+        self.weather = Weather(self.weather.delay_s)
+        self.slow.clear()
+        self.mend(sorted(self.cut))
+
+    def delay_s(self, source: str, target: str) -> float:
+        return self.kernel.jitter(self.weather.delay_s) * self.slow.get((source, target), 1.0)
+
+    # ---- datagrams ----
+
+    def datagram(
+        self, source: str, target: str, process: Process | None, action: Action, *args: Any, size_bytes: int = 0
+    ) -> None:
+        """Perhaps do `action` at the other side, perhaps twice; `process` bounds it to one life.
+
+        size_bytes: what it takes up of the links' rates; 0 for one that is too small to matter.
+        """
+        if self.is_cut(source, target):
+            return
+        rng, weather = self.kernel.rng, self.weather
+        if weather.loss and rng.random() < weather.loss:
+            self.fired("lost_chunks")
+            return
+        copies = 1
+        if weather.doubled and rng.random() < weather.doubled:
+            self.fired("doubled_chunks")
+            copies = 2
+        for _ in range(copies):
+            delay_s = self.delay_s(source, target)
+            if weather.late and rng.random() < weather.late:
+                self.fired("reordered_chunks")
+                delay_s += rng.random() * weather.late_s
+            if self.links is not None and size_bytes:
+                self.links.carry(source, target, size_bytes, delay_s, process, action, *args)
+            else:
+                self.kernel.after(delay_s, process, action, *args)
+
+    def damages(self) -> bool:
+        """Whether the chunk in hand arrives with a flipped bit."""
+        if self.weather.damaged and self.kernel.rng.random() < self.weather.damaged:
+            self.fired("damaged_chunks")
+            return True
+        return False
+
+    # ---- halves of calls ----
+
+    def request(self, source: str, target: str, process: Process, action: Action, *args: Any) -> None:
+        weather = self.weather
+        if self.is_cut(source, target):
+            return
+        if weather.request_lost and self.kernel.rng.random() < weather.request_lost:
+            self.fired("lost_requests")
+            return
+        self.kernel.after(self.delay_s(source, target), process, action, *args)
+
+    def reply(self, source: str, target: str, process: Process, action: Action, *args: Any) -> None:
+        rng, weather = self.kernel.rng, self.weather
+        if self.is_cut(source, target):
+            return
+        if weather.reply_lost and rng.random() < weather.reply_lost:
+            self.fired("lost_replies")
+            return
+        delay_s = self.delay_s(source, target)
+        if weather.reply_late and rng.random() < weather.reply_late:
+            self.fired("late_replies")
+            delay_s += rng.random() * 8.0
+        self.kernel.after(delay_s, process, action, *args)
+
+
+@dataclass
+class End:
+    """One end of a stream: whose it is, and what it hears."""
+
+    name: str
+    process: Process
+    hear: Callable[[Any], None]
+    down: Callable[[Any], None]
+    """Told once, with the refusal that the other end gave, or None."""
+
+    arrives_s: float = 0.0
+    waiting: list[Any] = field(default_factory=list)
+    open: bool = True
+
+
+class Stream:
+    """A TCP stream between two processes. What is sent while a direction is cut waits; a cut that lasts breaks it."""
+
+    def __init__(self, network: Network, a: End, b: End) -> None:
+        self._network = network
+        self._ends = (a, b)
+        self._cut_since_s: float | None = None
+        network.streams.append(self)
+        self.check()
+
+    def send(self, source: End, message: Any) -> None:
+        target = self._other(source)
+        if not source.open:
+            return
+        if target.waiting or self._network.is_cut(source.name, target.name):
+            target.waiting.append(message)
+            return
+        self._deliver(source, target, target.hear, message)
+
+    def close(self, source: End, refusal: Any = None) -> None:
+        """This end hangs up; the other one learns it, if it can be reached."""
+        if not source.open:
+            return
+        source.open = False
+        target = self._other(source)
+        if target.open and not self._network.is_cut(source.name, target.name):
+            self._deliver(source, target, lambda why: self._hung_up(target, why), refusal)
+        self._forget_if_over()
+
+    def died(self, source: End) -> None:
+        """The process of this end is gone: its system resets the connection."""
+        self.close(source)
+
+    def break_now(self) -> None:
+        """A reset in the middle: both ends learn it; what is under way is lost."""
+        for end in self._ends:
+            self._network.kernel.after(0.001, end.process, self._hung_up, end, None)
+
+    def belongs_to(self, process: Process) -> End | None:
+        return next((end for end in self._ends if end.process is process), None)
+
+    def check(self) -> None:
+        """The links changed: what waited goes on, or the stream begins to die."""
+        a, b = self._ends
+        stopped = self._network.is_cut(a.name, b.name) or self._network.is_cut(b.name, a.name)
+        if not stopped:
+            self._cut_since_s = None
+            for source, target in ((a, b), (b, a)):
+                waiting, target.waiting = target.waiting, []
+                for message in waiting:
+                    self._deliver(source, target, target.hear, message)
+                if not source.open and target.open:
+                    self._deliver(source, target, partial(self._hung_up, target), None)
+        elif self._cut_since_s is None:
+            self._cut_since_s = self._network.kernel.now_s
+            self._network.kernel.after(KEEPALIVE_S, None, self._give_up, self._cut_since_s)
+
+    def _give_up(self, since_s: float) -> None:
+        if self._cut_since_s == since_s:
+            for end in self._ends:
+                end.waiting.clear()
+                self._network.kernel.after(0.0, end.process, self._hung_up, end, None)
+
+    def _deliver(self, source: End, target: End, action: Callable[[Any], None], message: Any) -> None:
+        kernel = self._network.kernel
+        arrives_s = kernel.now_s + self._network.delay_s(source.name, target.name)
+        target.arrives_s = max(arrives_s, target.arrives_s + 1e-6)
+        kernel.at(target.arrives_s, target.process, self._arrived, target, action, message)
+
+    def _arrived(self, target: End, action: Callable[[Any], None], message: Any) -> None:
+        if target.open:
+            action(message)
+
+    def _hung_up(self, end: End, refusal: Any) -> None:
+        if end.open:
+            end.open = False
+            end.down(refusal)
+        self._forget_if_over()
+
+    def _forget_if_over(self) -> None:
+        if not any(end.open and end.process.alive for end in self._ends) and self in self._network.streams:
+            self._network.streams.remove(self)
+
+    def _other(self, end: End) -> End:
+        a, b = self._ends
+        return b if end is a else a

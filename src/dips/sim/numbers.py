@@ -1,0 +1,225 @@
+"""Parameters as they are: float32 that clusters train, merged by the slave's own arithmetic.
+
+Everything that computes is the real thing: dips.slave.calculation on a slave's staging rows, dips.worker.vectors and
+dips.worker.wire in a cluster. Arrays that were handed on are never written again, as versions and pushes under way read
+them.
+
+Shapes: n elements of a whole model or of one slave's shard; vectors and parts (n,) float32, staging (slots, n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dips.core.chunks import Chunk, checksum, shard_digest
+from dips.core.ids import Version
+from dips.core.layout import FLOAT32_BYTES, Block, Layout
+from dips.core.math import wire_numba
+from dips.core.messages import BlockGram, DataRange, Prepare
+from dips.core.placement import shard_bytes_needed
+from dips.core.wire import DIFFERENCES, Codec
+from dips.sim.arithmetic import F32, Key, Vector
+from dips.sim.content import CLEAN
+from dips.slave import calculation
+from dips.slave.memory import ShardMemory
+from dips.worker.parameters import ParameterStore
+from dips.worker.state.effects import InstallMode
+from dips.worker.vectors import Vectors, chunk_spans
+from dips.worker.wire import Difference, Differences, Places
+
+U8 = NDArray[np.uint8]
+
+Corrupt = Callable[[str, F32, F32], bool]
+"""(cluster, what is sent, theta_base): may spoil the former in place; whether it did."""
+
+
+class Trainer(ParameterStore, Protocol):
+    """What a cluster trains (dips.compare.learner.Learner)."""
+
+    def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float: ...
+
+
+class FlatVector:
+    """A model's parameters as one flat array in layout order."""
+
+    def __init__(self, flat: F32, layout: Layout) -> None:
+        self._flat = flat
+        self._starts = {block.block_id: block.start_elem for block in layout.blocks}
+
+    def value(self, chunk: Chunk) -> F32:
+        start = self._starts[chunk.block_id] + chunk.offset_bytes // FLOAT32_BYTES
+        return self._flat[start : start + chunk.length_bytes // FLOAT32_BYTES]
+
+    def fill(self, values: Mapping[Key, F32]) -> None:
+        """Overwrite it with the chunks of a version."""
+        for (block_id, offset_bytes), value in values.items():
+            start = self._starts[block_id] + offset_bytes // FLOAT32_BYTES
+            self._flat[start : start + len(value)] = value
+
+
+class WrittenVector:
+    """The same as differences; each chunk's bytes (n,) uint8 are the caller's."""
+
+    def __init__(self, codec: Codec, theta: F32, difference: Difference, places: Places, chunk_bytes: int) -> None:
+        self._payloads = Differences(codec, theta, difference, places, chunk_bytes)
+
+    def value(self, chunk: Chunk) -> U8:
+        return np.array(self._payloads.of(chunk), np.uint8)
+
+
+class NumberModel:
+    """One cluster's learner, and the flat copies beside it."""
+
+    def __init__(self, trainer: Trainer, layout: Layout, chunk_bytes: int, corrupt: Corrupt | None) -> None:
+        self._trainer = trainer
+        self._layout = layout
+        self._chunk_bytes = chunk_bytes
+        self._corrupt = corrupt
+        self._vectors = Vectors(layout.n_elems, n_trained=layout.n_trained)
+        self._places = Places(layout)
+        self._spoiled: F32 | None = None
+        self._has_base = False
+
+    def step(self, name: str, ranges: Sequence[DataRange], progress_tokens: int) -> float:
+        return self._trainer.step(ranges, progress_tokens)
+
+    def snapshot(self, name: str, kind: int) -> bool:
+        assert kind == CLEAN, "faults of symbols are not for numbers"
+        self._vectors.snapshot(self._trainer)
+        self._spoil(name)
+        return False
+
+    def _spoil(self, name: str) -> None:
+        """What is sent may be spoiled; what this cluster remembers as theta_at_push is not."""
+        self._spoiled = None
+        if self._corrupt is not None and self._has_base:
+            spoiled = self._vectors.push.copy()
+            if self._corrupt(name, spoiled, self._vectors.base):
+                self._spoiled = spoiled
+
+    def copy_base(self) -> None:
+        self._vectors.copy_base()
+        self._spoiled = None
+
+    @property
+    def residual_mark(self) -> int:
+        return 0 if self._vectors.residual is None else self._vectors.residual_changes
+
+    def sent(self, wire: Codec) -> Vector:
+        vectors = self._vectors
+        theta = vectors.push if self._spoiled is None else self._spoiled
+        if wire not in DIFFERENCES:
+            return FlatVector(theta, self._layout)
+        return WrittenVector(wire, theta, Difference(vectors.base, vectors.residual), self._places, self._chunk_bytes)
+
+    def keep_residual(self, wire: Codec) -> None:
+        self._vectors.keep_residual(wire, chunk_spans(self._layout, self._chunk_bytes))
+
+    def clear_residual(self) -> None:
+        self._vectors.clear_residual()
+
+    def fetched(self, values: Mapping[Key, F32]) -> None:
+        FlatVector(self._vectors.pull, self._layout).fill(values)
+
+    def install(self, name: str, mode: InstallMode, reset_inner: bool) -> None:
+        self._vectors.install(self._trainer, mode)
+        self._has_base = True
+        if reset_inner:
+            self._trainer.reset_inner_optimizer()
+
+
+class NumberShard:
+    """A slave's memory for staging and computing; the versions themselves are the caller's."""
+
+    def __init__(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> None:
+        needed = shard_bytes_needed((block.n_elems for block in blocks), chunk_bytes, n_slots, pins=0)
+        self._memory = ShardMemory(blocks, chunk_bytes, n_slots, needed)
+        self._spans = _chunk_spans(blocks, chunk_bytes)
+
+    def clear(self, slot: int) -> None:
+        """Nothing is to be done: a row is read only once every chunk of it has landed."""
+
+    def land(self, slot: int, index: int, value: F32) -> None:
+        start, stop = self._spans[index]
+        self._memory.staging[slot, start:stop] = value
+
+    def measure(self, theta: F32, slots: Sequence[int]) -> tuple[BlockGram, ...]:
+        return calculation.measure(self._memory, theta, slots)
+
+    def directions(
+        self, version: Version, theta: F32, slots: Sequence[int], bases: Sequence[Version | None]
+    ) -> tuple[float, ...]:
+        return calculation.directions(self._memory, version, theta, slots, bases)
+
+    def prepare(self, before: tuple[F32, F32] | None, slots: Sequence[int], body: Prepare) -> tuple[F32, F32]:
+        out = np.empty(self._memory.n_elems, np.float32)
+        theta = None
+        if body.from_version is not None:
+            assert before is not None, "the state prepares only what follows the version that it holds"
+            theta, momentum = before
+            np.copyto(self._memory.momentum, momentum)
+        calculation.prepare(self._memory, theta, out, body, slots)
+        return out, self._memory.next_momentum.copy()
+
+    def chunk(self, theta: F32, index: int) -> F32:
+        start, stop = self._spans[index]
+        return theta[start:stop]
+
+    def assemble(self, values: Sequence[F32]) -> F32:
+        return np.concatenate(values)
+
+    def digest(self, theta: F32) -> bytes:
+        return shard_digest(calculation.chunk_checksums(theta, self._memory.blocks, self._memory.map.chunk_bytes))
+
+    def empty_array(self) -> F32:
+        return np.zeros(self._memory.n_elems, np.float32)
+
+    def to_array(self, part: F32) -> F32:
+        return part
+
+    def from_array(self, array: F32) -> F32:
+        return array
+
+
+def _chunk_spans(blocks: Sequence[Block], chunk_bytes: int) -> list[tuple[int, int]]:
+    """First and last-plus-one element in the shard of each chunk, in (block, offset) order."""
+    spans, start = [], 0
+    for block in blocks:
+        for offset in range(0, block.n_bytes, chunk_bytes):
+            stop = start + min(chunk_bytes, block.n_bytes - offset) // FLOAT32_BYTES
+            spans.append((start, stop))
+            start = stop
+    return spans
+
+
+class Numbers:
+    """The arithmetic of runs that train. trainer_of: a cluster's learner, by the cluster's name."""
+
+    remembers = False
+
+    def __init__(self, trainer_of: Callable[[str], Trainer], corrupt: Corrupt | None = None) -> None:
+        self._trainer_of = trainer_of
+        self._corrupt = corrupt
+
+    def checksum(self, value: F32 | U8) -> int:
+        return checksum(value)
+
+    def damaged(self, value: F32 | U8) -> F32 | U8:
+        bits: U8 = value.view(np.uint8).copy()
+        bits[len(bits) // 2] ^= 1 << 4
+        return bits.view(value.dtype)
+
+    def decoded(self, wire: Codec, base: F32, written: U8) -> F32:
+        out = np.empty_like(base)
+        wire_numba.decode(wire, base, written, out)
+        return out
+
+    def model(self, name: str, life: int, layout: Layout, chunk_bytes: int) -> NumberModel:
+        return NumberModel(self._trainer_of(name), layout, chunk_bytes, self._corrupt)
+
+    def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> NumberShard:
+        return NumberShard(blocks, chunk_bytes, n_slots)

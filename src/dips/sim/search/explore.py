@@ -1,0 +1,212 @@
+"""Breadth first through all states, and the shortest story to one that must not be.
+
+What is kept of a state is 16 bytes, and how it was reached first: the number of the state before, and which of that
+state's steps it was. Whole states are kept only until their steps were taken, and made again where a story is told.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dips.core.errors import LocalProtocolError
+from dips.core.observe.seen import Seen
+from dips.sim.search.bounds import Bounds
+from dips.sim.search.state import State
+from dips.sim.search.system import System
+from dips.sim.search.violation import Violation
+from dips.sim.search.wiring import Label
+
+NO_STATE = -1
+
+FAULT = "FAULT "
+"""How the label of a fault's step begins."""
+
+
+@dataclass
+class Result:
+    """What a search found. exhausted: every state within the bounds was seen. ends: states where all is done.
+
+    faults, seen: how often each fault was struck, each transition taken and each refusal raised, over all steps.
+    peak_mb: the most memory that the process took, in MiB. cpu_s: of the seconds, those of the processor.
+    """
+
+    states: int = 0
+    steps: int = 0
+    depth: int = 0
+    ends: int = 0
+    exhausted: bool = False
+    stopped_at: str = ""
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    peak_mb: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    violation: Violation | None = None
+    story: list[Label] = field(default_factory=list)
+    seen: Seen = field(default_factory=Seen)
+
+    @property
+    def words(self) -> str:
+        if self.violation is not None:
+            return f"VIOLATED {self.violation}"
+        return "EXHAUSTED" if self.exhausted else f"STOPPED AT {self.stopped_at}"
+
+
+class Search:
+    """One breadth-first search. max_states, max_seconds: where it stops if it is not exhausted before.
+
+    ends: numbers of the states where all is done.
+    """
+
+    def __init__(self, bounds: Bounds, max_states: int = 10**9, max_seconds: float = 1e9) -> None:
+        self.system = System(bounds)
+        self._max_states, self._max_seconds = max_states, max_seconds
+        self._number_of: dict[bytes, int] = {}
+        self._before = array("l")
+        self._ordinal = array("H")
+        self._edges = (array("l"), array("l"))
+        self._first_state: State | None = None
+        self.ends: list[int] = []
+
+    def run(self, forward: bool = True) -> Result:
+        """forward: also demand that every state can still reach an end where nothing is left to do."""
+        result = Result()
+        began, cpu_began_s = time.perf_counter(), time.process_time()
+        try:
+            with result.seen.watching():
+                self._explore(self._first(), result, began)
+            if result.exhausted and forward:
+                self._demand_a_way_out()
+        except _Found as found:
+            result.violation, result.exhausted = found.violation, False
+            result.story = self.system.beginning if found.number == NO_STATE else self.path(found.number)[1]
+        result.seconds, result.cpu_s = time.perf_counter() - began, time.process_time() - cpu_began_s
+        result.states, result.ends = len(self._number_of), len(self.ends)
+        result.peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        return result
+
+    def path(self, number: int) -> tuple[list[State], list[Label]]:
+        """The shortest way from the beginning to a state."""
+        ordinals: list[int] = []
+        while self._before[number] != NO_STATE:
+            ordinals.append(self._ordinal[number])
+            number = self._before[number]
+        state = self._first_state
+        assert state is not None, "a search that has states has a first one"
+        states, labels = [state], [("the beginning",)]
+        for ordinal in reversed(ordinals):
+            label, state = self._step(state, ordinal)
+            states.append(state)
+            labels.append(label)
+        return states, labels
+
+    def _step(self, state: State, ordinal: int) -> tuple[Label, State]:
+        """One step again; a later step of the same state may be the one that breaks something."""
+        for number, found in enumerate(self.system.steps(state)):
+            if number == ordinal:
+                return found
+        raise LocalProtocolError("a state has fewer steps now than when it was explored: steps are not repeatable")
+
+    # ---- the search ----
+
+    def _explore(self, first: State, result: Result, began: float) -> None:
+        """Level by level: all states at one distance from the first, then the next."""
+        system = self.system
+        self._first_state = first
+        self._enter(first, NO_STATE, 0)
+        level, depth = [(0, first)], 0
+        while level:
+            result.depth = depth
+            following: list[tuple[int, State]] = []
+            for number, state in level:
+                if len(self._before) >= self._max_states or time.perf_counter() - began > self._max_seconds:
+                    result.stopped_at = f"{len(self._before)} states, depth {depth}"
+                    return
+                n_steps = self._take_steps(number, state, result, following)
+                if system.is_settled(state):
+                    self.ends.append(number)
+                elif not n_steps:
+                    raise _Found(Violation("DEADLOCK", "nothing can happen any more, and not all is done"), number)
+            level, depth = following, depth + 1
+        result.exhausted = True
+
+    def _take_steps(self, number: int, state: State, result: Result, following: list[tuple[int, State]]) -> int:
+        sources, targets = self._edges
+        ordinal = -1
+        for ordinal, (label, after) in enumerate(self._following(number, state)):
+            if label[0].startswith(FAULT):
+                fault = label[0][len(FAULT) : -1]
+                result.faults[fault] = result.faults.get(fault, 0) + 1
+            target, is_new = self._enter(after, number, ordinal)
+            sources.append(number)
+            targets.append(target)
+            if is_new:
+                self._judge(target, after)
+                following.append((target, after))
+        result.steps += ordinal + 1
+        return ordinal + 1
+
+    def _enter(self, state: State, before: int, ordinal: int) -> tuple[int, bool]:
+        """The state's number, and whether it is a new one."""
+        key = self.system.key(state)
+        number = self._number_of.get(key)
+        if number is not None:
+            return number, False
+        number = self._number_of[key] = len(self._before)
+        self._before.append(before)
+        self._ordinal.append(ordinal)
+        return number, True
+
+    def _first(self) -> State:
+        try:
+            return self.system.initial()
+        except Violation as violation:
+            raise _Found(violation, NO_STATE) from violation
+        except LocalProtocolError as error:
+            raise _Found(_illegal(error), NO_STATE) from error
+
+    def _following(self, number: int, state: State) -> list[tuple[Label, State]]:
+        try:
+            return self.system.successors(state)
+        except Violation as violation:
+            raise _Found(violation, number) from violation
+        except LocalProtocolError as error:
+            raise _Found(_illegal(error), number) from error
+
+    def _judge(self, number: int, state: State) -> None:
+        try:
+            self.system.check(state)
+        except Violation as violation:
+            raise _Found(violation, number) from violation
+
+    def _demand_a_way_out(self) -> None:
+        """Walk backwards from the ends: what is not met can never end."""
+        sources, targets = (np.frombuffer(edges, dtype=np.int64) for edges in self._edges)
+        good = np.zeros(len(self._before), dtype=bool)
+        good[self.ends] = True
+        todo = ~good[sources]
+        sources, targets = sources[todo], targets[todo]
+        while len(sources):
+            reached = sources[good[targets]]
+            if not len(reached):
+                lost = int(np.flatnonzero(~good)[0])
+                raise _Found(Violation("DEADLOCK", "from here no way leads to an end where all is done"), lost)
+            good[reached] = True
+            todo = ~good[sources]
+            sources, targets = sources[todo], targets[todo]
+
+
+def _illegal(error: LocalProtocolError) -> Violation:
+    return Violation("ILLEGAL", str(error).partition(";")[0])
+
+
+class _Found(Exception):
+    """A violation, in or right after this state; NO_STATE: on the way to the first one."""
+
+    def __init__(self, violation: Violation, number: int) -> None:
+        super().__init__(str(violation))
+        self.violation, self.number = violation, number

@@ -1,0 +1,310 @@
+"""What may go wrong in a state, each fault as an action of its own. It breaks things outside the machines only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from operator import methodcaller
+from typing import Any
+
+from dips.core.messages import Refusal, ReshardRequest
+from dips.core.net.data_header import DataHeader
+from dips.sim.search.arena import Out
+from dips.sim.search.bounds import FAULTS, RUN
+from dips.sim.search.cluster_part import ClusterPart, Transfer
+from dips.sim.search.slave_part import Content, SlavePart, blocks_of, put_chunk
+from dips.sim.search.state import ANSWER, BROKEN, HELD, NEWEST, NOBODY, OLD, REQUEST, WHOLE, Call, Draft, State
+from dips.sim.search.violation import Violation
+from dips.sim.search.wiring import Label, Wiring, brief
+
+Next = tuple[Label, State]
+
+WHO = ("the master", "the old master")
+
+_FAULT = {name: index for index, name in enumerate(FAULTS)}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of a push on its way."""
+
+    header: DataHeader
+    content: Content
+
+
+class Faults(Wiring):
+    """One method for each fault that bounds may name."""
+
+    def _faults(self, state: State) -> Iterator[Next]:
+        if state.budget[-1] <= 0:
+            return
+        for name, index in _FAULT.items():
+            if state.budget[index] > 0:
+                for label, draft in getattr(self, f"_do_{name}")(state):
+                    draft.spend(index)
+                    yield (f"FAULT {name}:", label), draft.done()
+
+    def _do_lose_call(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for call in state.calls:
+            if call.call_id:
+                draft = Draft(state)
+                draft.calls.remove(call)
+                if call.stage == HELD:
+                    self._master(draft, ("hung up", call.token), methodcaller("hung_up", call.token), call.at)
+                self._cluster(
+                    draft, call.cluster, ("unanswered", call.call_id), methodcaller("unanswered", call.call_id)
+                )
+                words = ("the request", "the connection of", "the answer")[call.stage]
+                yield f"{words} {brief(self.messages.all[call.message])}", draft
+
+    def _do_late_call(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for call in state.calls:
+            if call.call_id and call.stage == REQUEST:
+                draft = Draft(state)
+                draft.calls.remove(call)
+                draft.calls.append(call._replace(call_id=0))
+                self._cluster(
+                    draft, call.cluster, ("unanswered", call.call_id), methodcaller("unanswered", call.call_id)
+                )
+                yield f"{brief(self.messages.all[call.message])} is given up, and arrives later", draft
+
+    def _do_repeat_word(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for link in state.links:
+            if link.up and link.condition == WHOLE:
+                draft = Draft(state)
+                draft.strays.append((link.number, link.up[0]))
+                yield f"{brief(self.messages.all[link.up[0]].body)} of {self.names[link.slave]}", draft
+
+    def _do_break_link(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for slave, name in enumerate(self.names):
+            link = Draft(state).link_of(slave)
+            if link is not None and link.condition == WHOLE:
+                for up in {link.up, ()}:
+                    draft = Draft(state)
+                    draft.links[link.number] = link._replace(down=(), up=up, condition=BROKEN)
+                    self._slave(draft, slave, ("unlinked", False), lambda part: part.unlinked(False))
+                    yield f"{name}, with {len(link.up) - len(up)} words lost", draft
+
+    def _killed(self, state: State, slave: int, how: str, act: Callable[[SlavePart], list[Out]]) -> Draft:
+        draft = Draft(state)
+        link = draft.link_of(slave)
+        if link is not None and link.condition == WHOLE:
+            draft.links[link.number] = link._replace(down=(), condition=BROKEN)
+        elif link is not None:
+            del draft.links[link.number]
+        self._slave(draft, slave, how, act)
+        return draft
+
+    def _do_kill_slave(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for slave, name in enumerate(self.names):
+            if not self.slaves[state.slaves[slave]].stopped:
+                yield name, self._killed(state, slave, "kill", lambda part: part.kill())
+
+    def _do_lose_version(self, state: State) -> Iterator[tuple[str, Draft]]:
+        """Slaves are alike, so a disk fails at the first of them only."""
+        if self.slaves[state.slaves[0]].n_committed < 2:
+            return
+        draft = self._killed(state, 0, "lose version", lambda part: part.lose_version())
+        self._excuse(draft)
+        yield self.names[0], draft
+
+    def _do_empty_disk(self, state: State) -> Iterator[tuple[str, Draft]]:
+        """Likewise."""
+        draft = self._killed(state, 0, "empty disk", lambda part: part.empty_disk())
+        self._excuse(draft)
+        yield self.names[0], draft
+
+    def _excuse(self, draft: Draft) -> None:
+        """A disk that was lost breaks no promise of the protocol (I5 speaks of disks that keep what they took)."""
+        draft.ghost = self.ghosts.number(self.ghosts[draft.ghost].disk_lost())
+
+    def _do_kill_cluster(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for index, name in enumerate(self.bounds.cluster_names):
+            draft = Draft(state)
+            self._orphan(draft, index, frozenset())
+            self._cluster(draft, index, "kill", lambda part: part.kill())
+            yield name, draft
+
+    def _do_evict_cluster(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for name in self.bounds.cluster_names:
+            if self.masters[state.master].member(name) is not None:
+                draft = Draft(state)
+                self._master(draft, ("evict", name), methodcaller("evict", name))
+                yield name, draft
+
+    def _do_time_out(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for name in sorted({name for name, _ in self.masters[state.master].timers()} & {"round", "ticket"}):
+            draft = Draft(state)
+            self._master(draft, ("fire", name), methodcaller("fire", name))
+            yield name, draft
+
+    def _do_kill_master(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for written in range(len(self.masters[state.master].pending) + 1):
+            draft = Draft(state)
+            self._restart(draft, written, 0)
+            yield f"{written} entries of its journal were written meanwhile", draft
+
+    def _do_old_backup(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for index, name in enumerate(self.bounds.cluster_names):
+            if self.clusters[state.clusters[index]].has_old_backup:
+                draft = Draft(state)
+                self._cluster(draft, index, "old backup", lambda part: part.old_backup())
+                yield name, draft
+
+    def _do_lose_journal(self, state: State) -> Iterator[tuple[str, Draft]]:
+        draft = Draft(state)
+        self._excuse(draft)
+        self._begin_life(draft, "lose journal", lambda part: part.lose_journal())
+        yield "the master comes back with an empty disk", draft
+
+    def _do_second_master(self, state: State) -> Iterator[tuple[str, Draft]]:
+        """Some slaves' streams stay with the old master, and all calls that it holds."""
+        if state.old != NOBODY:
+            return
+        for written in range(len(self.masters[state.master].pending) + 1):
+            for stay in product((True, False), repeat=len(self.names)):
+                draft = Draft(state)
+                draft.old, _ = self.masters.step(
+                    draft.master, ("overtaken", written), methodcaller("be_overtaken", written)
+                )
+                draft.calls = [call if call.stage == REQUEST else call._replace(at=OLD) for call in draft.calls]
+                draft.links = {number: link._replace(at=OLD) for number, link in draft.links.items()}
+                self._master(draft, ("restart", written, 0), methodcaller("restart", written, 0))
+                gone = [name for name, stays in zip(self.names, stay, strict=True) if not stays]
+                for slave, stays in enumerate(stay):
+                    if not stays:
+                        self._break(draft, slave)
+                lost = f", the old one is left by {', '.join(gone)}" if gone else ""
+                yield f"{written} entries of the journal were written before{lost}", draft
+
+    def _break(self, draft: Draft, slave: int) -> None:
+        link = draft.link_of(slave)
+        if link is not None and link.condition == WHOLE:
+            draft.links[link.number] = link._replace(down=(), condition=BROKEN)
+            self._slave(draft, slave, ("unlinked", False), lambda part: part.unlinked(False))
+
+    def _do_late_verdict(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for index, name in enumerate(self.bounds.cluster_names):
+            if self.clusters[state.clusters[index]].waits_in_vain:
+                draft = Draft(state)
+                self._cluster(draft, index, "lose patience", lambda part: part.lose_patience())
+                yield f"cluster {name} waits no longer, and trains on", draft
+
+    def _do_late_chunk(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for index, name in enumerate(self.bounds.cluster_names):
+            part = self.clusters[state.clusters[index]]
+            if part.transfer is not None:
+                for slave, slave_name in enumerate(self.names):
+                    if not self._n_chunks(part.transfer, slave):
+                        continue
+                    draft = Draft(state)
+                    number = self.messages.number(Chunk(self._header(part, slave, 0), part.sent))
+                    draft.chunks.append((slave, number))
+                    yield f"a copy of what {name} sends to {slave_name}", draft
+
+    def _do_drop_transfer(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for index, name in enumerate(self.bounds.cluster_names):
+            if self.clusters[state.clusters[index]].transfer is not None:
+                draft = Draft(state)
+                self._cluster(draft, index, "transfer failed", lambda part: part.transfer_failed())
+                yield f"cluster {name} gives its transfer up half sent", draft
+
+    def _do_lease_ttl(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for name in self.bounds.cluster_names:
+            if self.masters[state.master].lends_to_absent(name):
+                draft = Draft(state)
+                self._master(draft, ("lease ttl", name), methodcaller("expire_leases", name))
+                yield f"what {name} leased", draft
+
+    def _n_chunks(self, transfer: Transfer, slave: int) -> int:
+        """How many chunks of a push this slave is to have, as the ticket says."""
+        return self.bounds.chunks * len(blocks_of(transfer.ticket.placement, self.names[slave]))
+
+    def _header(self, part: ClusterPart, slave: int, chunk: int) -> DataHeader:
+        """Of a chunk of the push that a cluster is sending."""
+        transfer = part.transfer
+        assert transfer is not None
+        blocks, attempt = blocks_of(transfer.ticket.placement, self.names[slave]), transfer.ticket.attempt
+        return put_chunk(blocks, self.bounds.chunk_bytes, chunk, transfer.push, attempt, transfer.epoch, part.sent)
+
+    # ---- operators ----
+
+    def _do_reshard(self, state: State) -> Iterator[tuple[str, Draft]]:
+        if self.masters[state.master].state.world.ledger.reshard is None:
+            draft = Draft(state)
+            request = ReshardRequest(RUN, self.bounds.add, self.bounds.remove)
+            self._master(draft, ("operator", request), lambda part: part.operator(request))
+            for slave, name in enumerate(self.names):
+                if name in self.bounds.add and self.slaves[draft.slaves[slave]].stopped:
+                    self._slave(draft, slave, "start", lambda part: part.start())
+            yield f"add {', '.join(self.bounds.add) or 'none'}, remove {', '.join(self.bounds.remove) or 'none'}", draft
+
+    def _do_cancel_reshard(self, state: State) -> Iterator[tuple[str, Draft]]:
+        if self.masters[state.master].state.world.ledger.reshard is not None:
+            draft = Draft(state)
+            request = ReshardRequest(RUN, cancel=True)
+            self._master(draft, ("operator", request), lambda part: part.operator(request))
+            yield "the operator takes the RESHARD back", draft
+
+    # ---- second processes ----
+
+    def _do_second_cluster(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for name in self.bounds.cluster_names:
+            before = self.masters[state.master].incarnation(name)
+            if before is not None:
+                draft = Draft(state)
+                plan = self.bounds.plan
+                self._master(draft, ("second cluster", name), methodcaller("second_joins", name, plan))
+                if self.masters[draft.master].incarnation(name) != before:
+                    raise Violation("names", f"a second process took over cluster {name} from the one that is here")
+                yield f"another process asks to be cluster {name}", draft
+
+    def _do_second_slave(self, state: State) -> Iterator[tuple[str, Draft]]:
+        for name in self.names:
+            before = self.masters[state.master].slave_incarnation(name)
+            if before is not None:
+                draft = Draft(state)
+                self._master(draft, ("second slave", name), methodcaller("second_greets", name))
+                if self.masters[draft.master].slave_incarnation(name) != before:
+                    raise Violation("names", f"a second process took over slave {name} from the one that is here")
+                yield f"another directory comes under the name of {name}", draft
+
+    # ---- calls that may go astray ----
+
+    def _carry(self, state: State, call: Call, at: int = NEWEST) -> Next:
+        """A request reaches a master, or an answer its caller."""
+        draft = Draft(state)
+        draft.calls.remove(call)
+        name, message = self.bounds.cluster_names[call.cluster], self.messages.all[call.message]
+        if call.stage == ANSWER:
+            self._answer(draft, call, message)
+            return (f"cluster {name} hears", brief(message)), draft.done()
+        token = draft.free_token(call.cluster)
+        epoch = self.masters[state.old if at == OLD else state.master].epoch
+        past = self.ghosts[state.ghost].is_past(message, epoch)
+        draft.calls.append(call._replace(stage=HELD, token=token, past=int(past), at=at))
+        self._master(draft, ("call", token, call.message), lambda part: part.call(token, message), at)
+        late = "" if call.call_id else " (late)"
+        return (f"{WHO[at]} takes {name}'s", brief(message) + late), draft.done()
+
+    def _answer(self, draft: Draft, call: Call, message: Any) -> None:
+        key = ("answer", call.call_id, call.message)
+        if isinstance(message, Refusal):
+            self._cluster(draft, call.cluster, key, lambda part: part.refused(call.call_id, message))
+        else:
+            self._cluster(draft, call.cluster, key, lambda part: part.answered(call.call_id, message))
+
+    def _is_newer(self, state: State, call: Call) -> bool:
+        """Whether a call comes from a cluster that the newer of two masters knows already: it stays with that one."""
+        caller = self.messages.all[call.message].caller
+        epoch = max(caller.epoch, caller.incarnation.epoch if caller.incarnation is not None else 0)
+        return bool(epoch > self.masters[state.old].epoch)
+
+    def _do_misroute(self, state: State) -> Iterator[tuple[str, Draft]]:
+        if state.old == NOBODY:
+            return
+        for call in state.calls:
+            if call.stage == REQUEST and self._is_newer(state, call):
+                (_, words), after = self._carry(state, call, OLD)
+                yield f"the old master takes {words}", Draft(after)

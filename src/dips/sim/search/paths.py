@@ -1,0 +1,69 @@
+"""The facts of one way through the states, for the checker that also judges simulations and real runs.
+
+The search's own invariants see every state; the checker sees a history. It must be told facts as they were, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from dips.judge.invariants.checker import Checker
+from dips.sim.search.arena import Out
+from dips.sim.search.explore import Search
+from dips.sim.search.state import State
+from dips.sim.search.system import System
+
+Fact = tuple[str, str, Out]
+"""Role, name, and what it did."""
+
+_ROLE = {"master": "master", "slave": "slave", "cluster": "worker"}
+
+
+def facts_of(system: System, states: Sequence[State]) -> list[Fact]:
+    """What happened from the empty run to the last of `states`, which begin with the search's first."""
+    found: list[Fact] = []
+    system.on_fact = lambda role, name, out: found.append((role, name, out))
+    try:
+        if system.initial() != states[0]:
+            raise ValueError("these states are not of this search")
+        for before, after in pairwise(states):
+            found += _of_step(system, before, after)
+    finally:
+        system.on_fact = None
+    return found
+
+
+def _of_step(system: System, before: State, after: State) -> list[Fact]:
+    seen: list[Fact] = []
+    outer, system.on_fact = system.on_fact, lambda role, name, out: seen.append((role, name, out))
+    try:
+        for _, state in system.steps(before):
+            if state == after:
+                return seen
+            seen.clear()
+    finally:
+        system.on_fact = outer
+    raise ValueError("one of these states does not follow the one before")
+
+
+def judge(facts: Sequence[Fact]) -> Checker:
+    """A checker that has heard it all."""
+    checker = Checker(live=True)
+    for number, (role, name, out) in enumerate(facts):
+        if out[0] == "journal":
+            checker.feed_journal(out[1])
+        elif out[0] == "fact" and not out[1].startswith("_"):
+            checker.feed_tape(_ROLE[role], name, out[1], out[3], float(number))
+    return checker
+
+
+def judge_ends(search: Search, ends: Sequence[int], limit: int) -> list[str]:
+    """What the checker finds wrong on the shortest ways to `limit` of these states, spread over all of them."""
+    every = max(1, len(ends) // limit)
+    wrong: list[str] = []
+    for end in ends[::every][:limit]:
+        states, _ = search.path(end)
+        checker = judge(facts_of(search.system, states))
+        wrong += [str(violation) for violation in checker.finish()]
+    return wrong

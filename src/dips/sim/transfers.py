@@ -1,0 +1,274 @@
+"""Transfers alone, over simulated links: what the schedule makes of them, beside two ways without one.
+
+The real machines: dips.worker.transfer and dips.worker.flow on one side, dips.slave.state.credits on the other, orders
+by dips.master.state.schedule. Links are first come, first served, with a rate for each process and direction and one
+delay for all ways (dips.sim.links). Nothing is lost and nobody dies: that is for the whole simulation (dips.sim.world).
+
+    python -m dips.sim.transfers        prints the table of docs/scheduling.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from dips.core.chunks import shard_digest
+from dips.core.ids import SlaveId
+from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
+from dips.core.messages import PlacementSpec, SlaveAddress
+from dips.core.net.data_header import MAX_MISSING, MissingChunk
+from dips.core.placement import Placement
+from dips.master.state.schedule import TransferScheduler, Way, Wish
+from dips.sim.kernel import Kernel
+from dips.sim.links import LinkPlan, Links, Rates
+from dips.slave.state.credits import Credits
+from dips.worker.flow import Flow
+from dips.worker.transfer import Ask, PullTransfer, PushTransfer, Transfer, TransferSettings, shares_of
+
+MIB = 1 << 20
+CAP_CHUNKS = 64
+FREE_CHUNKS = 16
+"""In flight to each slave in a free-for-all."""
+
+BEAT_S = 2.0
+
+
+class Method(Enum):
+    """SCHEDULED: as it is. FREE: everybody to all slaves at once. NAIVE: everybody to one slave after the other, all in
+    the same order."""
+
+    SCHEDULED = "scheduled"
+    FREE = "free-for-all"
+    NAIVE = "naive order"
+
+
+class FreeForAll(Flow):
+    """The same window to every slave at any time, whatever it takes and allows."""
+
+    def __init__(self, slaves: Iterable[str], chunk_bytes: int, cap_chunks: int) -> None:
+        super().__init__(slaves, chunk_bytes, cap_chunks)
+        self._each_bytes = min(FREE_CHUNKS, cap_chunks) * chunk_bytes
+
+    def may_send(self, slave: str) -> bool:
+        return self.in_flight_bytes(slave) < self._each_bytes
+
+
+class OneAfterAnother(Flow):
+    """A slave is begun only when the one before has everything."""
+
+    def may_send(self, slave: str) -> bool:
+        return slave == next(self.open_slaves(), slave) and self.in_flight_bytes(slave) < CAP_CHUNKS * self.chunk_bytes
+
+
+FLOWS: Mapping[Method, Callable[[Iterable[str], int, int], Flow]] = {
+    Method.SCHEDULED: Flow,
+    Method.FREE: FreeForAll,
+    Method.NAIVE: OneAfterAnother,
+}
+
+
+@dataclass(frozen=True)
+class Race:
+    """Who moves what over which links. Rates of clusters and slaves by name; delay_s: one way.
+
+    model_bytes: of one transfer, in equal shares. begins_s: when a cluster begins, 0 unless named. changes: at a time,
+    another rate for somebody. told_s: what a whole transfer takes each cluster, as far as the master was told.
+    has_left: the part of a push that its slaves lack still; all of it unless named.
+    """
+
+    clusters: Mapping[str, Rates]
+    slaves: Mapping[str, Rates]
+    delay_s: float
+    model_bytes: int = 256 * MIB
+    chunk_bytes: int = MIB
+    way: Way = Way.PUSH
+    begins_s: Mapping[str, float] = field(default_factory=dict)
+    changes: tuple[tuple[float, str, Rates], ...] = ()
+    told_s: Mapping[str, float] = field(default_factory=dict)
+    has_left: Mapping[str, float] = field(default_factory=dict)
+
+    def alone(self, cluster: str) -> Race:
+        """The same with only this cluster."""
+        return Race(
+            {cluster: self.clusters[cluster]}, self.slaves, self.delay_s, self.model_bytes, self.chunk_bytes, self.way,
+            changes=self.changes,
+        )  # fmt: skip
+
+
+def run(race: Race, method: Method) -> dict[str, float]:
+    """Seconds that each cluster's transfer takes."""
+    return _Course(race, method).run()
+
+
+class _Course:
+    def __init__(self, race: Race, method: Method) -> None:
+        self.race, self.method = race, method
+        self.kernel = Kernel(1)
+        self.links = Links(self.kernel, LinkPlan({**race.clusters, **race.slaves}))
+        self.scheduler = TransferScheduler()
+        self.layout = _layout(race)
+        names = tuple(SlaveId(name) for name in race.slaves)
+        self.placement = Placement(names, tuple(b.block_id % len(names) for b in self.layout.blocks))
+        self.credits = {name: Credits[str](CAP_CHUNKS) for name in race.slaves}
+        self.took_s: dict[str, float] = {}
+        self._moved_bytes = dict.fromkeys(race.slaves, 0)
+
+    def run(self) -> dict[str, float]:
+        for slot, name in enumerate(self.race.clusters):
+            self.kernel.at(self.race.begins_s.get(name, 0.0), None, self._begin, name, slot)
+        for at_s, name, rates in self.race.changes:
+            self.kernel.at(at_s, None, self.links.change, name, rates)
+        self.kernel.after(BEAT_S, None, self._beat)
+        while len(self.took_s) < len(self.race.clusters) and self.kernel.step():
+            pass
+        return {name: self.took_s[name] for name in self.race.clusters}
+
+    def moved(self, slave: str, n_bytes: int) -> None:
+        self._moved_bytes[slave] += n_bytes
+
+    def done(self, cluster: str, seconds: float) -> None:
+        self.took_s[cluster] = seconds
+        self.scheduler.end(cluster)
+
+    def _begin(self, name: str, slot: int) -> None:
+        order: Iterable[int] = range(len(self.layout.blocks))
+        if self.method is Method.SCHEDULED:
+            told_s = self.race.told_s
+            wish = Wish(name, self.race.way, slot, told_s.get(name, 0.0), min(told_s.values(), default=0.0))
+            order = self.scheduler.begin(wish, self.placement)
+        _Cluster(self, name, order).pump()
+
+    def _beat(self) -> None:
+        for name, n_bytes in self._moved_bytes.items():
+            self.scheduler.beat(name, n_bytes if self.race.way is Way.PUSH else 0, n_bytes, self.kernel.now_s)
+        if self.race.way is Way.PUSH:
+            self._moved_bytes = dict.fromkeys(self._moved_bytes, 0)
+        self.kernel.after(BEAT_S, None, self._beat)
+
+
+class _Cluster:
+    """One cluster's transfer, and what each slave holds of it."""
+
+    def __init__(self, course: _Course, name: str, order: Iterable[int]) -> None:
+        self.course, self.name = course, name
+        self.began_s = course.kernel.now_s
+        spec = PlacementSpec(
+            tuple(SlaveAddress(slave, "") for slave in course.placement.slaves), course.placement.slave_of_block, b""
+        )
+        shares = shares_of(course.layout, spec, order, course.race.chunk_bytes)
+        limits = TransferSettings(
+            course.race.chunk_bytes, CAP_CHUNKS, silence_s=1e6, stall_s=1e7, flow=FLOWS[course.method]
+        )
+        left = course.race.has_left.get(name, 1.0)
+        self.lacking = {
+            slave: {(c.block_id, c.offset_bytes) for c in chunks[: round(left * len(chunks))]}
+            for slave, chunks in shares.items()
+        }
+        self.transfer: Transfer
+        if course.race.way is Way.PUSH:
+            self.transfer = self.push = PushTransfer(shares, limits, self.began_s)
+            for slave, lacking in self.lacking.items():
+                course.credits[slave].note_open(name, len(lacking) * course.race.chunk_bytes, self.began_s)
+        else:
+            digests = {slave: shard_digest([0] * len(chunks)) for slave, chunks in shares.items()}
+            self.transfer = self.pull = PullTransfer(shares, digests, limits, self.began_s)
+
+    def pump(self) -> None:
+        for action in self.transfer.actions(self.course.kernel.now_s):
+            assert isinstance(action, Ask), "nobody is silent here"
+            there = action.chunk.length_bytes if action.chunk and self.course.race.way is Way.PUSH else 0
+            self._carry(self.name, action.slave, there, self._asked, action)
+
+    def _carry(self, source: str, target: str, n_bytes: int, action: Callable[..., None], *args: object) -> None:
+        self.course.links.carry(source, target, n_bytes, self.course.race.delay_s, None, action, *args)
+
+    def _asked(self, ask: Ask) -> None:
+        """At the slave."""
+        course, now_s, lacking = self.course, self.course.kernel.now_s, self.lacking[ask.slave]
+        pace, back = course.credits[ask.slave], 0
+        missing = tuple(MissingChunk(*place) for place in sorted(lacking)[:MAX_MISSING]) if ask.chunk is None else ()
+        if ask.chunk is not None:
+            lacking.remove((ask.chunk.block_id, ask.chunk.offset_bytes))
+            course.moved(ask.slave, ask.chunk.length_bytes)
+            pace.note_landed(self.name, ask.chunk.length_bytes, now_s)
+            back = ask.chunk.length_bytes if course.race.way is Way.PULL else 0
+        credit = pace.credit(self.name, now_s)
+        if not lacking:
+            pace.note_closed(self.name, now_s)
+        self._carry(ask.slave, self.name, back, self._answered, ask, missing, not lacking, credit)
+
+    def _answered(self, ask: Ask, missing: tuple[MissingChunk, ...], complete: bool, credit: int) -> None:
+        """At the cluster."""
+        now_s = self.course.kernel.now_s
+        if self.course.race.way is Way.PULL:
+            self.pull.landed(ask.slave, ask.request, 0, now_s, credit=credit)
+        elif ask.chunk is None:
+            self.push.missing(ask.slave, ask.request, missing, complete, now_s, credit=credit)
+        else:
+            self.push.acked(ask.slave, ask.request, complete, now_s, credit=credit)
+        assert not self.transfer.failure, self.transfer.failure
+        if self.transfer.done:
+            self.course.done(self.name, now_s - self.began_s)
+        else:
+            self.pump()
+
+
+def _layout(race: Race) -> Layout:
+    """One block for each slave."""
+    n_elems = race.model_bytes // len(race.slaves) // FLOAT32_BYTES
+    layers = tuple(Parameter(f"w{i}", (n_elems,), "float32", f"layer{i}") for i in range(len(race.slaves)))
+    return Layout(layers, block_elems=n_elems)
+
+
+# ---- the table ----
+
+_GBIT = Rates(1e9, 1e9)
+_FAST = dict.fromkeys(("a", "b", "c"), _GBIT)
+_FOUR = {**_FAST, "slow": Rates(1e8, 1e8)}
+_SLAVES = {f"s{i:02d}": _GBIT for i in range(16)}
+
+
+def _first(n: int) -> dict[str, Rates]:
+    return dict(list(_SLAVES.items())[:n])
+
+
+def races(way: Way, delay_s: float) -> dict[str, Race]:
+    """What the table shows; 1 Gbit/s unless it says otherwise."""
+    eight = {f"c{i}": _GBIT for i in range(8)}
+    late = {"slow": 0.0, "a": 1.0, "b": 1.4, "c": 1.9}
+    cast: dict[str, tuple[dict[str, Rates], dict[str, Rates], dict[str, float]]] = {
+        "4 clusters, one at 0.1, 4 slaves": (_FOUR, _first(4), {}),
+        "the same, begun one after the other": (_FOUR, _first(4), late),
+        "the same at once, one slave at 0.3": (_FOUR, {**_first(4), "s00": Rates(3e8, 3e8)}, {}),
+        "4 clusters, one at 0.1, 1 slave": (_FOUR, _first(1), {}),
+        "8 clusters, 2 slaves": (eight, _first(2), {}),
+        "8 clusters, 4 slaves": (eight, _first(4), {}),
+        "8 clusters, 16 slaves": (eight, _first(16), {}),
+    }
+    return {
+        name: Race(clusters, slaves, delay_s, way=way, begins_s=begins)
+        for name, (clusters, slaves, begins) in cast.items()
+    }
+
+
+def slowdowns(race: Race, method: Method) -> dict[str, float]:
+    """Each cluster's time over what it takes alone, as scheduled."""
+    return {name: took_s / run(race.alone(name), Method.SCHEDULED)[name] for name, took_s in run(race, method).items()}
+
+
+def main() -> None:
+    """Time over what it takes alone: mean and worst of the clusters with fast links."""
+    print(f"{'':45}" + "".join(f"{method.value:>15}" for method in Method))
+    for way in Way:
+        for delay_s in (0.0002, 0.025):
+            for name, race in races(way, delay_s).items():
+                cells = []
+                for method in Method:
+                    fast = [x for cluster, x in slowdowns(race, method).items() if cluster != "slow"]
+                    cells.append(f"{sum(fast) / len(fast):8.2f}  {max(fast):.2f}")
+                print(f"{way.value} {1e3 * delay_s:4g} ms  {name:35}" + "".join(f"{cell:>15}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""A slave's arithmetic on its memory: Gram matrices, the outer step, checksums (docs/algorithm.md). No input or output.
+
+Shapes: n = elements of the shard, p = its pieces (core/math/outer_numpy.py), k = pushes of the round in cluster-id
+order; theta, momentum (n,) float32, staging (slots, n) float32. Called on the executor thread "dips-outer"; kernels and
+checksums release the interpreter lock, so that beats and the data port go on. No bit depends on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dips.core.chunks import checksum, chunks_of
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import Version
+from dips.core.layout import FLOAT32_BYTES, Block
+from dips.core.math import outer_numba as kernels
+from dips.core.math.outer_numpy import F64, I64, PIECE_ELEMS
+from dips.core.messages import BlockGram, Prepare
+from dips.core.threads import Threads, split
+from dips.slave.memory import F32, ShardMemory, bytes_of
+from dips.slave.receipts import Known
+
+ONE_THREAD = Threads(1)
+
+PARTS_PER_THREAD = 4
+"""So that a thread that was held up leaves what is left to the others."""
+
+
+def measure(
+    memory: ShardMemory, theta: F32, rows: Sequence[int], known: Known | None = None, threads: Threads = ONE_THREAD
+) -> tuple[BlockGram, ...]:
+    """The Gram matrix of the rows' pseudo-gradients at theta, block by block (docs/algorithm.md, MEASURE).
+
+    known: sums of complete pushes that were taken with this theta on receipt; only the others are computed. An averaged
+    block is no part of any norm: its sums are zero, and only its non-finite elements count.
+    """
+    sums, nonfinite = _piece_sums(memory, theta, rows, known, threads)
+    places = [memory.map.places[block.block_id] for block in memory.blocks]
+    first_pieces = np.array([*(place.first_piece for place in places), memory.map.n_pieces], np.int64)
+    uppers = kernels.block_totals(sums, first_pieces).T.tolist()
+    first = first_pieces.tolist()
+    if known is not None:
+        nonfinite = np.array([known.bad(row) for row in rows], np.int64)
+        first = [*(place.first_chunk for place in places), memory.map.n_chunks]
+    ends = np.concatenate([np.zeros((len(rows), 1), np.int64), np.cumsum(nonfinite, axis=1)], axis=1)[:, first]
+    bads = np.diff(ends, axis=1).T.tolist()
+    return tuple(
+        BlockGram(block.block_id, (0.0,) * len(upper) if block.averaged else tuple(upper), tuple(bad))
+        for block, upper, bad in zip(memory.blocks, uppers, bads, strict=True)
+    )
+
+
+def _piece_sums(
+    memory: ShardMemory, theta: F32, rows: Sequence[int], known: Known | None, threads: Threads
+) -> tuple[F64, I64]:
+    """((k (k + 1) / 2, p) sums of each pair, upper triangle by rows; (k, p) non-finite elements)."""
+    edges, k = _edges(memory), len(rows)
+    pairs = [(rows[i], rows[j]) for i in range(k) for j in range(i, k)]
+    sums = np.zeros((len(pairs), len(edges) - 1), np.float64)
+    nonfinite = np.zeros((k, len(edges) - 1), np.int64)
+    missing = np.ones(sums.shape, np.bool_)
+    if known is not None:
+        for pair, (row, other) in enumerate(pairs):
+            found = known.squared(row) if row == other else known.products(row, other)
+            if found is not None:
+                sums[pair], missing[pair] = found[0], ~found[1]
+    # A pass for all pairs reads k + 1 vectors, one for a single pair reads three.
+    n_missing = missing.sum(axis=0)
+    by_pass = 3 * n_missing > k + 1
+    slots = np.asarray(rows, np.int64)
+
+    def all_pairs(pieces: I64) -> None:
+        kernels.measure_pieces(theta, memory.staging, slots, edges, pieces, sums, nonfinite)
+
+    _share(threads, all_pairs, np.flatnonzero(by_pass))
+    for pair, (row, other) in enumerate(pairs):
+
+        def one_pair(pieces: I64, pair: int = pair, row: int = row, other: int = other) -> None:
+            x, y = memory.staging[row], memory.staging[other]
+            kernels.multiply_pieces(theta, x, y, edges, pieces, sums[pair])
+
+        _share(threads, one_pair, np.flatnonzero(missing[pair] & ~by_pass))
+    return sums, nonfinite
+
+
+def _share(threads: Threads, work: Callable[[I64], None], pieces: I64) -> None:
+    parts = split(len(pieces), PARTS_PER_THREAD * threads.n)
+    threads.run(lambda part: work(pieces[part[0] : part[1]]), parts)
+
+
+def _edges(memory: ShardMemory) -> I64:
+    """(p + 1,): piece i of the shard is the elements [edges[i], edges[i + 1])."""
+    starts = [np.arange(start, stop, PIECE_ELEMS) for _, start, stop in memory.spans()]
+    return np.concatenate([*starts, [memory.n_elems]]).astype(np.int64)
+
+
+def directions(
+    memory: ShardMemory, version: Version, theta: F32, rows: Sequence[int], bases: Sequence[Version | None]
+) -> tuple[float, ...]:
+    """How the rows' clusters moved from their bases, at theta of `version` (slave/directions.py, products)."""
+    memory.samples.keep(version, theta)
+    return memory.samples.products(theta, memory.staging, rows, bases)
+
+
+def prepare(
+    memory: ShardMemory,
+    theta: F32 | None,
+    out: F32,
+    body: Prepare,
+    rows: Sequence[int],
+    threads: Threads = ONE_THREAD,
+) -> list[int]:
+    """Compute the next theta into `out` and its momentum into memory.next_momentum (docs/algorithm.md, PREPARE).
+
+    Behind memory.n_trained stands what is averaged, with momentum zero.
+
+    theta: the current version's, None for the seed. Returns the checksums of the new theta's chunks. Raises
+    Refused(NONFINITE) when an element of either is NaN or infinite.
+    """
+    slots, weights = np.asarray(rows, np.int64), np.asarray(body.weights, np.float32)
+    chunks = _chunk_edges(memory)
+
+    def step(part: tuple[int, int]) -> tuple[int, list[int]]:
+        start, stop = chunks[part[0]], chunks[part[1]]
+        if theta is None:
+            bad = kernels.seed_step(memory.staging, rows[0], out, memory.next_momentum, start, stop)
+        else:
+            middle = min(max(start, memory.n_trained), stop)
+            bad = kernels.outer_step(
+                theta,
+                memory.momentum,
+                memory.staging,
+                slots,
+                weights,
+                body.scale,
+                body.outer_lr,
+                body.momentum_decay,
+                body.momentum_lookahead,
+                body.gradient_weight,
+                out,
+                memory.next_momentum,
+                start,
+                middle,
+            )
+            bad += kernels.average_step(
+                theta, memory.staging, slots, weights, body.averaged_share, out, memory.next_momentum, middle, stop
+            )
+        return bad, [checksum(out[chunks[i] : chunks[i + 1]]) for i in range(*part)]
+
+    done = threads.run(step, split(len(chunks) - 1, PARTS_PER_THREAD * threads.n))
+    bad = sum(found for found, _ in done)
+    if bad:
+        raise Refused(RefusalCode.NONFINITE, f"round {body.round} would give {bad} elements that are NaN or infinite")
+    return [value for _, checksums in done for value in checksums]
+
+
+def _chunk_edges(memory: ShardMemory) -> list[int]:
+    """Chunk i of the shard is the elements [edges[i], edges[i + 1]), in (block, offset) order."""
+    chunk_elems = memory.map.chunk_bytes // FLOAT32_BYTES
+    edges = [elem for _, start, stop in memory.spans() for elem in range(start, stop, chunk_elems)]
+    return [*edges, memory.n_elems]
+
+
+def chunk_checksums(theta: F32, blocks: Sequence[Block], chunk_bytes: int) -> list[int]:
+    """xxh3-64 of each chunk of a shard, in (block id, offset) order."""
+    data = bytes_of(theta)
+    out, start = [], 0
+    for block in blocks:
+        for chunk in chunks_of([block], chunk_bytes):
+            begin = start + chunk.offset_bytes
+            out.append(checksum(data[begin : begin + chunk.length_bytes]))
+        start += block.n_bytes
+    return out

@@ -1,0 +1,202 @@
+"""The slave's stream to the master: it dials, says hello, beats, obeys, and dials again for ever.
+
+Runs on the event loop and does no arithmetic and no disk work, so that a beat is never late because of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from dips.core.errors import RefusalCode, Refused, RetryLater
+from dips.core.messages import Settings, SlaveCommand, SlaveMessage
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.grpc_channel import open_channel_aio
+from dips.core.net.grpc_refusal import refused_from
+from dips.core.net.keys import Used
+from dips.core.net.security import Security
+from dips.core.net.tls_probe import check_let_in, why_not_let_in
+from dips.core.observe.failpoints import copies, failpoint
+from dips.core.observe.telemetry import ChangeLogger
+from dips.protos import slaves_pb2, slaves_pb2_grpc
+from dips.slave.data_server import DataServer, with_resident_bytes
+from dips.slave.engine import Engine
+from dips.slave.state import events
+
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 0.5
+"""Between two dials. A restarted master is found within this; a thousand slaves that dial would not hurt it."""
+
+FIRST_COMMAND_S = 10.0
+"""A master that answers hello with nothing for so long is dialled again."""
+
+NEWS_S = 0.5
+"""Beats are no closer than this, whoever knocks at the data port."""
+
+FOR_GOOD = frozenset(
+    {
+        RefusalCode.PROTOCOL_VERSION,
+        RefusalCode.RUN_ID,
+        RefusalCode.NOT_LOOPBACK,
+        RefusalCode.IDENTITY,
+        RefusalCode.KEY,
+        RefusalCode.CONFIG,
+        RefusalCode.UNKNOWN_NAME,
+        RefusalCode.NAME_TAKEN,
+    }
+)
+"""Refusals that no amount of dialling cures, unless they say when to come again: the slave ends and the operator reads
+the sentence."""
+
+log = logging.getLogger("dips.slave")
+
+Attachment = grpc.aio.StreamStreamCall[slaves_pb2.SlaveMessage, slaves_pb2.SlaveCommand]
+
+
+class Control:
+    """master: "host:port". run() returns never; it raises Refused when the master refuses this slave for good."""
+
+    def __init__(self, master: str, security: Security, engine: Engine, data: DataServer) -> None:
+        self._master = master
+        self._security = security
+        self._used = Used(security)
+        self._engine = engine
+        self._data = data
+        self._changes = ChangeLogger(log)
+        self._up: asyncio.Queue[SlaveMessage] = asyncio.Queue()
+        self._call: Attachment | None = None
+        self._welcomed = False
+        self._told_refused = 0
+        self._closing: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        engine.send = self._send
+        engine.close_link = self._close_link
+
+    async def run(self) -> None:
+        """Attach, and attach again, until cancelled."""
+        await asyncio.to_thread(check_let_in, self._master, self._security)
+        wait_s = FIRST_WAIT_S
+        while True:
+            # A channel for each stream: keys that were renewed meanwhile count from the next one on.
+            async with open_channel_aio(self._master, self._security, Settings().max_message_bytes) as channel:
+                why = await self._attach(slaves_pb2_grpc.SlavesStub(channel))
+            if not self._welcomed:
+                why = await asyncio.to_thread(why_not_let_in, self._master, self._security) or why
+            self._changes.report("link", f"no stream to the master at {self._master}: {why}", "WARNING")
+            wait_s = FIRST_WAIT_S if self._welcomed else min(LONGEST_WAIT_S, wait_s * 2)
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+
+    async def _attach(self, stub: slaves_pb2_grpc.SlavesStub) -> str:
+        """One stream, from hello to its end. Returns why it ended."""
+        self._up = asyncio.Queue()
+        self._welcomed, self._closing = False, asyncio.get_running_loop().create_future()
+        self._used = Used(self._security)
+        self._call = call = stub.Attach()
+        self._engine.handle(events.Linked())
+        helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
+        why = "the master ended it"
+        try:
+            failpoint("slave.link.before_attach")
+            await self._read(call)
+        except grpc.RpcError as error:
+            why = self._judge(error)
+        except (Refused, RetryLater) as refused:
+            why = str(refused)
+        except TimeoutError:
+            why = f"nothing was heard for {FIRST_COMMAND_S:g} s after hello"
+        except OSError as error:
+            why = f"the stream failed here: {error.strerror}"
+        finally:
+            self._call = None
+            for helper in helpers:
+                helper.cancel()
+            call.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+            self._engine.handle(events.Unlinked(why))
+        return why
+
+    def _judge(self, error: grpc.RpcError) -> str:
+        """What the end of a stream means. Raises Refused when dialling again is useless."""
+        meaning = refused_from(error)
+        if isinstance(meaning, RetryLater):
+            return str(meaning)
+        if meaning.code is RefusalCode.IDENTITY and self._used.renewed:
+            return f"{meaning.sentence} (they were renewed meanwhile)"
+        if meaning.code in FOR_GOOD and not meaning.retry_after_s > 0:
+            raise meaning
+        if meaning.code is RefusalCode.FENCED:
+            self._engine.handle(events.Fenced())
+        return meaning.sentence
+
+    async def _read(self, call: Attachment) -> None:
+        async with asyncio.timeout(FIRST_COMMAND_S):
+            message = await self._next(call)
+        while isinstance(message, slaves_pb2.SlaveCommand):
+            self._welcomed = True
+            for _ in range(copies(failpoint("slave.link.after_receive"))):
+                self._engine.handle(events.Commanded(from_message(message, SlaveCommand)))
+            if self._engine.state.link.attached:
+                self._changes.report("link", f"attached to the master at {self._master}")
+            message = await self._next(call)
+
+    async def _next(self, call: Attachment) -> object:
+        """The next command, or the end. Raises RetryLater when the state machine wants no more of this stream."""
+        if self._closing.done():
+            raise RetryLater(self._closing.result())
+        failpoint("slave.link.before_receive")
+        reading = asyncio.ensure_future(call.read())
+        try:
+            either: list[asyncio.Future[Any]] = [reading, self._closing]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._closing.done():
+                raise RetryLater(self._closing.result())
+            return reading.result()
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _write(self, call: Attachment) -> None:
+        while True:
+            message = await self._up.get()
+            try:
+                for _ in range(copies(failpoint("slave.link.before_send"))):
+                    await call.write(to_message(message))  # type: ignore[arg-type]
+                failpoint("slave.link.after_send")
+            except (grpc.RpcError, asyncio.InvalidStateError):
+                return  # the reader learns why
+            except OSError as error:
+                self._close_link(f"nothing can be sent: {error.strerror}")
+                return
+
+    async def _beat(self) -> None:
+        while True:
+            welcome = self._engine.state.link.welcome
+            await self._until_next_beat(welcome.settings.heartbeat_s if welcome is not None else FIRST_WAIT_S)
+            self._engine.note_refusals()
+            if self._engine.state.link.attached:
+                beat = replace(with_resident_bytes(self._data.beat()), durable=self._engine.state.shard.saving.durable)
+                self._told_refused = beat.refused_connections
+                self._send(SlaveMessage(self._engine.state.caller(), beat))
+
+    async def _until_next_beat(self, period_s: float) -> None:
+        """Or until somebody was turned away at the data port, so that the master's log has it within a second."""
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + period_s
+        while (left_s := due_s - loop.time()) > 0:
+            await asyncio.sleep(min(NEWS_S, left_s))
+            if self._data.beat().refused_connections != self._told_refused:
+                return
+
+    def _send(self, message: SlaveMessage) -> None:
+        if self._call is not None:
+            self._up.put_nowait(message)
+
+    def _close_link(self, sentence: str) -> None:
+        """The state machine wants no more of this stream."""
+        if not self._closing.done():
+            self._closing.set_result(sentence)

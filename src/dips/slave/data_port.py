@@ -1,0 +1,379 @@
+"""What the data port answers to one message. It knows memory and tables, but no socket and no thread.
+
+A message of a peer can never raise here: whatever is wrong with it becomes a REFUSED answer and a count. No
+byte of a payload reaches staging before the header was admitted and the checksum verified.
+
+A PUT has two ends: begin() decides, and gives out the landing (slave/landing.py), which may run on another thread;
+end() notes what it did. Everything else here belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dips.core.chunks import Buffer as Bytes
+from dips.core.chunks import checksum
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import PushId, Version
+from dips.core.layout import FLOAT32_BYTES
+from dips.core.messages import Refusal, SlaveBeat
+from dips.core.net.data_header import REQUESTS, WITH_PAYLOAD, DataHeader, DataOp
+from dips.core.observe.counting import Recent
+from dips.core.wire import Codec, encoded_bytes
+from dips.slave.landing import Companion, Job
+from dips.slave.memory import F32, Buffer, bytes_of
+from dips.slave.receipts import NEVER, Known, Receipts
+from dips.slave.state.admission import Admission
+from dips.slave.state.checks import MAX_WINDOW_CHUNKS
+from dips.slave.state.credits import Credits
+from dips.slave.state.events import PushStaged
+from dips.slave.state.staging import Landing, ShardMap, Staging, StagingTable, find_version
+
+NOT_READY_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer. The payload, where the op has one, is the version's own memory.
+
+    Bytes that leave it late, when the version has left and the memory holds another one, do not have the checksum of
+    the header: the reader asks again and is told that the version is gone.
+    """
+
+    header: DataHeader
+    payload: memoryview | None = None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the data port counted since its start. refused: messages by code; staged_of: bytes by cluster."""
+
+    beat: SlaveBeat = field(default_factory=SlaveBeat)
+    refused: Mapping[str, int] = field(default_factory=dict)
+    staged_of: Mapping[str, int] = field(default_factory=dict)
+
+
+class DataPort:
+    """The tables and counters of the data thread. staged: called once for each push that becomes complete.
+
+    checksum: another function in the place of xxh3-64 on both sides shows what it costs (benchmarks only). admission:
+    judges every message by the key of its connection; None: there are no keys.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        staged: Callable[[PushStaged], None],
+        checksum: Callable[[Bytes], int] = checksum,
+        now_s: Callable[[], float] = time.monotonic,
+        admission: Admission | None = None,
+    ) -> None:
+        self._run_id = run_id
+        self._admission = admission
+        self._staged = staged
+        self._checksum = checksum
+        self._now_s = now_s
+        self._epoch = 0
+        self._map: ShardMap | None = None
+        self._rows: F32 | None = None
+        self._table: StagingTable | None = None
+        self._receipts: Receipts | None = None
+        self._readable: Mapping[Version, Buffer] = {}
+        self._bytes: dict[Version, memoryview] = {}
+        self._current: Version | None = None
+        self._under_way: set[tuple[int, int]] = set()
+        self._push_credits: Credits[PushId] = Credits(MAX_WINDOW_CHUNKS)
+        self._pull_credits: Credits[bytes] = Credits(MAX_WINDOW_CHUNKS)
+        self._staging_bytes = 0
+        self.served_bytes = 0
+        self.served_any = False
+        """Whether a message may still refer to a version's memory; the socket's owner resets it."""
+        self.refused_chunks = 0
+        self._refused: Counter[str] = Counter()
+        self._staged_of: Recent[str] = Recent(1)
+        self.last_refusal = ""
+        self.refused_connections = 0
+        self.last_refused_connection = ""
+
+    # ---- told by the control side; never while a landing is under way ----
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chunks of older epochs are refused from now on."""
+        self._epoch = epoch
+
+    def set_memory(self, shard: ShardMap | None, staging: F32 | None) -> None:
+        """Serve another shard, or none; every open staging and readable version is forgotten."""
+        self.close_all()
+        self.set_readable({}, None)
+        self._map, self._rows = shard, staging
+        self._table = self._receipts = None
+        if shard is not None and staging is not None:
+            self._table = StagingTable(shard, len(staging))
+            self._staged_of.keep(len(staging))
+            self._receipts = Receipts(shard, len(staging))
+
+    def set_readable(self, versions: Mapping[Version, Buffer], current: Version | None) -> None:
+        """Serve these versions and no others; pushes are measured with `current`, one of them, or not at all."""
+        self._readable = versions
+        self._bytes = {version: bytes_of(buffer.theta) for version, buffer in versions.items()}
+        if current != self._current and self._receipts is not None:
+            self._receipts.new_theta()
+        self._current = current
+
+    def open(
+        self,
+        push: PushId,
+        attempt: int,
+        slot: int,
+        opening: int = 0,
+        wire: Codec = Codec.F32,
+        base: Version | None = None,
+    ) -> None:
+        """Open or adopt a staging; says at once that it is complete when nothing is missing."""
+        if self._table is None or self._receipts is None or self._map is None:
+            return
+        staging = self._table.open(push, attempt, slot, opening, wire, base)
+        if not staging.n_landed:
+            self._receipts.clear(slot)
+        if staging.complete:
+            self._say_staged(staging)
+        else:
+            left_elems = (self._map.n_bytes - staging.landed_bytes) // FLOAT32_BYTES
+            self._push_credits.note_open(push, encoded_bytes(wire, left_elems), self._now_s())
+
+    def close(self, push: PushId) -> None:
+        if self._table is not None:
+            self._table.close(push)
+        self._push_credits.note_closed(push, self._now_s())
+
+    def close_all(self) -> None:
+        if self._table is not None:
+            self._table.close_all()
+        self._push_credits = Credits(MAX_WINDOW_CHUNKS)
+
+    def known(self, version: Version) -> Known | None:
+        """What receipt told of complete pushes for MEASURE at this version; None if it is not the current one."""
+        return self._receipts.known() if self._receipts is not None and self._current == version else None
+
+    # ---- asked by peers ----
+
+    def answer(self, frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Answer:
+        """The answer to one message: frames are the header and, for PUT_CHUNK, the payload; user: as in begin()."""
+        step = self.begin(frames, peer, user)
+        if isinstance(step, Answer):
+            return step
+        assert step is not None, "with one landing at a time no other is under way"
+        return self.end(step, landed(step))
+
+    def begin(self, frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Answer | Job | None:
+        """The answer, or a landing to run first; None: the same chunk is under way, try again when something ended.
+
+        user: the id that slave/state/admission.py gave the connection that the message came by.
+        """
+        request = 0
+        try:
+            if not frames:
+                raise Refused(RefusalCode.MALFORMED, "a data message has no header frame")
+            header = DataHeader.decode(frames[0])
+            request = header.request
+            header.check_common(self._run_id)
+            _check_frames(header, len(frames))
+            if self._admission is not None:
+                self._admission.check(user, header)
+            return self._serve(header, frames, peer)
+        except Refused as refused:
+            return self._refuse(request, refused)
+
+    def end(self, job: Job, refused: Refused | None) -> Answer:
+        """Note what a landing did, and answer its sender."""
+        assert self._table is not None
+        assert self._receipts is not None
+        staging, landing, receipts = job.staging, job.landing, self._receipts
+        self._under_way.discard((staging.slot, landing.index))
+        if refused is not None:
+            receipts.note(staging.slot, landing, 0, NEVER)
+            return self._refuse(job.header.request, refused)
+        receipts.note(staging.slot, landing, job.bad, job.theta_number)
+        for companion in job.companions:
+            receipts.note_products(staging.slot, companion.row, landing, job.theta_number)
+        self._staging_bytes += landing.length_bytes
+        self._staged_of.add(staging.push.cluster, landing.length_bytes)
+        self._push_credits.note_landed(staging.push, len(job.payload), self._now_s())
+        if self._table.land(staging, landing, job.header.checksum):
+            self._push_credits.note_closed(staging.push, self._now_s())
+            self._say_staged(staging)
+        return Answer(self._reply(job.header, DataOp.ACK, staging))
+
+    def beat(self) -> SlaveBeat:
+        """Counters since start and the open stagings; resident_bytes is for the control side to fill in."""
+        progress = self._table.progress() if self._table is not None else ()
+        return SlaveBeat(
+            self._staging_bytes,
+            self.served_bytes,
+            self.refused_chunks,
+            0,
+            len(progress),
+            progress,
+            refused_connections=self.refused_connections,
+            refused_connection=self.last_refused_connection,
+        )
+
+    def figures(self) -> Figures:
+        """beat(), and the counts that metrics show beside it."""
+        return Figures(self.beat(), dict(self._refused), self._staged_of.counted())
+
+    def refuse_connection(self, sentence: str) -> None:
+        """Note that somebody was not let in, or not any more."""
+        self.refused_connections += 1
+        self.last_refused_connection = sentence
+
+    def _refuse(self, request: int, refused: Refused) -> Answer:
+        self.refused_chunks += 1
+        self._refused[refused.code.name] += 1
+        if refused.retry_after_s == 0:  # else it is early, not wrong: no news for people
+            self.last_refusal = refused.sentence
+        refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
+        return Answer(DataHeader(self._run_id, self._epoch, DataOp.REFUSED, request, refusal=refusal))
+
+    def _serve(self, header: DataHeader, frames: Sequence[memoryview], peer: bytes) -> Answer | Job | None:
+        if self._map is None or self._table is None:
+            raise Refused(RefusalCode.BUSY, "this slave has no memory yet: it is starting", NOT_READY_RETRY_S)
+        if header.op is DataOp.GET_CHUNK:
+            return self._get(header, self._map, peer)
+        if header.epoch < self._epoch:
+            raise Refused(
+                RefusalCode.STALE_EPOCH,
+                f"the chunk is of epoch {header.epoch}, the master is in {self._epoch}: join again",
+            )
+        if header.op is DataOp.PUT_CHUNK:
+            return self._put(header, frames[1], self._table)
+        staging = self._table.find(header.push, header.attempt)
+        return Answer(self._reply(header, DataOp.MISSING, staging))
+
+    def _put(self, header: DataHeader, payload: memoryview, table: StagingTable) -> Answer | Job | None:
+        staging, landing, has_landed = table.admit(header, len(payload))
+        if has_landed:
+            return Answer(self._reply(header, DataOp.ACK, staging))
+        if (staging.slot, landing.index) in self._under_way:
+            return None
+        job = self._job(header, payload, staging, landing)
+        self._under_way.add((staging.slot, landing.index))
+        return job
+
+    def _job(self, header: DataHeader, payload: memoryview, staging: Staging, landing: Landing) -> Job:
+        assert self._rows is not None
+        elems = landing.elems
+        job = Job(header, staging, landing, payload, self._checksum, self._rows[staging.slot, elems])
+        if staging.wire is not Codec.F32:
+            job.base = self._base(staging).theta[elems]
+        if self._current is not None:
+            self._to_measure(job, elems)
+        return job
+
+    def _to_measure(self, job: Job, elems: slice) -> None:
+        """Have the chunk's sums taken with the current theta, and products with the other pushes that have it."""
+        assert self._rows is not None
+        assert self._receipts is not None
+        assert self._current is not None
+        if not self._receipts.shard.whole_pieces:
+            return
+        row, landing = job.staging.slot, job.landing
+        job.theta = self._readable[self._current].theta[elems]
+        job.theta_number = self._receipts.theta_number
+        job.squared = self._receipts.squared_of(row, landing)
+        job.companions = [
+            Companion(other, self._rows[other, elems], products)
+            for other, products in self._receipts.companions(row, landing)
+        ]
+
+    def _base(self, staging: Staging) -> Buffer:
+        base = self._readable.get(staging.base) if staging.base is not None else None
+        if base is None:
+            raise Refused(
+                RefusalCode.BASE_GONE,
+                f"push {staging.push} holds differences to version {staging.base}, which is not kept here any more: "
+                "take a new ticket and send parameters",
+            )
+        return base
+
+    def _get(self, header: DataHeader, shard: ShardMap, peer: bytes) -> Answer:
+        landing = find_version(shard, header, self._readable)
+        version = header.version
+        assert version is not None
+        now_s = self._now_s()
+        payload, chunk_sum = self._chunk(version, landing, header.momentum)
+        self.served_bytes += landing.length_bytes
+        self.served_any = True
+        self._pull_credits.note_landed(peer, landing.length_bytes, now_s)
+        return Answer(
+            DataHeader(
+                self._run_id,
+                self._epoch,
+                DataOp.CHUNK,
+                header.request,
+                version=version,
+                block=header.block,
+                offset_bytes=header.offset_bytes,
+                length_bytes=landing.length_bytes,
+                codec=Codec.F32,
+                checksum=chunk_sum,
+                cause_id=header.cause_id,
+                credit=self._pull_credits.credit(peer, now_s),
+                momentum=header.momentum,
+            ),
+            payload,
+        )
+
+    def _chunk(self, version: Version, landing: Landing, momentum: bool) -> tuple[memoryview, int]:
+        """A chunk's bytes and their checksum. Raises Refused(VERSION_GONE) for the momentum of an older version."""
+        span = slice(landing.start_byte, landing.start_byte + landing.length_bytes)
+        buffer = self._readable[version]
+        if not momentum:
+            return self._bytes[version][span], buffer.checksums[landing.index]
+        array = buffer.momentum
+        if array is None:
+            sentence = f"the momentum of version {version} is not kept: it is not the newest"
+            raise Refused(RefusalCode.VERSION_GONE, sentence)
+        payload = bytes_of(array)[span]
+        return payload, self._checksum(payload)
+
+    def _reply(self, header: DataHeader, op: DataOp, staging: Staging) -> DataHeader:
+        assert self._table is not None
+        missing = self._table.missing(staging) if op is DataOp.MISSING else ()
+        return DataHeader(
+            self._run_id,
+            self._epoch,
+            op,
+            header.request,
+            push=staging.push,
+            attempt=staging.attempt,
+            block=header.block,
+            offset_bytes=header.offset_bytes,
+            missing=missing,
+            complete=staging.complete,
+            cause_id=header.cause_id,
+            credit=self._push_credits.credit(staging.push, self._now_s()),
+        )
+
+    def _say_staged(self, staging: Staging) -> None:
+        self._staged(PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
+
+
+def landed(job: Job) -> Refused | None:
+    """Run a landing; what it was refused with, for end()."""
+    try:
+        job.run()
+    except Refused as refused:
+        return refused
+    return None
+
+
+def _check_frames(header: DataHeader, n_frames: int) -> None:
+    if header.op not in REQUESTS:
+        raise Refused(RefusalCode.MALFORMED, f"{header.op.name} is an answer: only slaves send it")
+    expected = 2 if header.op in WITH_PAYLOAD else 1
+    if n_frames != expected:
+        raise Refused(RefusalCode.MALFORMED, f"{header.op.name} has {n_frames} frames, it takes {expected}")

@@ -1,0 +1,529 @@
+"""The data port's threads: one ROUTER socket and its tables on one, and landings on a pool where cores allow it.
+
+Everything that touches the socket or the DataPort runs on the thread "dips-data"; the control side only posts
+functions, which run while no landing is under way. With data_threads = 1 landings run on that thread too. Never shares
+a socket or a thread with control, so that a saturated link starves no heartbeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import resource
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import zmq
+
+from dips.core.chunks import Buffer as Bytes
+from dips.core.chunks import checksum
+from dips.core.errors import ConfigError, Refused
+from dips.core.ids import PushId, Version
+from dips.core.messages import AllowedKey, SlaveBeat
+from dips.core.net.addresses import require_loopback
+from dips.core.net.curve import CurvePair, as_server
+from dips.core.net.data_header import MAX_HEADER_BYTES
+from dips.core.net.frames_zmq import NOW, NOW_MORE, Outgoing
+from dips.core.net.handshakes_zmq import Failure, Handshakes
+from dips.core.observe.failpoint_spec import Kind
+from dips.core.observe.failpoints import failpoint
+from dips.core.wire import Codec
+from dips.slave.cutting import cut
+from dips.slave.data_port import Answer, DataPort, Figures, landed
+from dips.slave.gate import Gate
+from dips.slave.landing import Job
+from dips.slave.memory import F32, Buffer
+from dips.slave.receipts import Known
+from dips.slave.state.admission import Admission
+from dips.slave.state.checks import MAX_WINDOW_CHUNKS
+from dips.slave.state.events import PushStaged
+from dips.slave.state.staging import ShardMap
+
+HANDSHAKE_MS = 5_000
+"""A peer that does not speak ZMTP is dropped after this."""
+
+HEARTBEAT_MS = 5_000
+HEARTBEAT_TIMEOUT_MS = 30_000
+"""A frozen peer is dropped after this and its unread answers are freed. A 1 MiB chunk takes 8 s at 1 Mbit/s."""
+
+LINGER_MS = 500
+BACKLOG = socket.SOMAXCONN
+"""Connections that wait to be accepted; the system may allow fewer. Where strangers fill this room, whoever else comes
+waits a second until his system tries again."""
+
+PAGE_BYTES = resource.getpagesize()
+RECEIVE_BATCH = 32
+"""Messages taken before the control side's words are looked at again: 32 chunks are about 10 ms of work."""
+
+TOGETHER = 4
+"""Chunks that are admitted before the first of them lands, if as many wait, and answered after the last. A chunk of
+1 MiB drives the interpreter's code and data out of the caches: so that is paid for once for four chunks."""
+
+MAX_ANSWERS = 1026
+"""On their way to one peer, which has at most 512 requests unanswered (tiny chunks): libzmq tells the writing side that
+messages were taken only once per half of the mark. Payloads among them are the version's own memory."""
+
+COPIED_BYTES = 16384
+"""Smaller frames are copied into the message: that is faster than to have one's memory given back."""
+
+BEAT_REFRESH_S = 0.05
+"""How old the counters that beat() gives may be. Beats are seconds apart."""
+
+LOOK_AGAIN_MS = 1000
+"""While somebody came who has not shaken hands."""
+
+KEPT_FRAMES = 3
+"""Of one message. No honest one has more than two; the third shows the refusal that it is wrong."""
+
+MOST_FRAMES = 1 << 16
+"""Reading and dropping so many takes 50 ms. libzmq cannot skip the rest of a message; closing the socket does."""
+
+Message = tuple[bytes, list[zmq.Frame]]
+"""A peer's routing id, and the frames that it sent."""
+
+
+class DataServer:
+    """Binds at once and serves from start() on.
+
+    staged, refused and crashed are called on the data thread. data_threads: of landings and of libzmq's input and
+    output each. curve: encrypt with these keys, and let in whom set_allowed() names; None: neither, and loopback only.
+    Raises ConfigError when the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        run_id: str,
+        max_chunk_bytes: int,
+        staged: Callable[[PushStaged], None],
+        crashed: Callable[[BaseException], None],
+        data_threads: int = 1,
+        checksum: Callable[[Bytes], int] = checksum,
+        curve: CurvePair | None = None,
+    ) -> None:
+        if curve is None:
+            require_loopback(host, "data_host")
+        self._curve = curve
+        self._admission = Admission() if curve is not None else None
+        self._port = DataPort(run_id, staged, checksum, admission=self._admission)
+        self._crashed = crashed
+        self._words: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ended = self._stopped = False
+        self._context = zmq.Context(data_threads)
+        self._outgoing = Outgoing()
+        self._max_chunk_bytes = max_chunk_bytes
+        self._listener = self._listen(host, port)
+        self._gate: Gate | None = None
+        if self._admission is not None:
+            self._gate = Gate(self._context, self._admission, self._port.refuse_connection)
+        self._router, self._handshakes = self._bind()
+        self._hear, self._wake = os.pipe()
+        for end in (self._hear, self._wake):
+            os.set_blocking(end, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._hear, zmq.POLLIN)
+        if self._gate is not None:
+            self._poller.register(self._gate.socket, zmq.POLLIN)
+        self._watch()
+        self._at_the_door = True
+        self._traffic_bytes = 0
+        self._delivered: set[int] | None = None
+        self._pool = ThreadPoolExecutor(data_threads, "dips-landing") if data_threads > 1 else None
+        self._most_under_way = 2 * data_threads
+        self._under_way = 0
+        self._admitted: list[tuple[bytes, Job]] = []
+        self._landed: queue.SimpleQueue[tuple[bytes, Job, Refused | BaseException | None]] = queue.SimpleQueue()
+        self._deferred: deque[Message] = deque()
+        self._figures = Figures()
+        self._beat_s = 0.0
+        self._counters_moved = True
+        self._thread = threading.Thread(target=self._run, name="dips-data", daemon=True)
+
+    def _listen(self, host: str, port: int) -> socket.socket:
+        try:
+            listener = socket.create_server((host, port), backlog=BACKLOG)
+        except OSError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"the data port cannot bind tcp://{host}:{port or '*'}: {error.strerror or error}; choose another "
+                "data_port, or 0"
+            ) from error
+        listener.setblocking(False)
+        return listener
+
+    def _bind(self) -> tuple[zmq.Socket[bytes], Handshakes]:
+        """A fresh socket on the listener, which outlives it, so that nobody else can take the port."""
+        router = self._context.socket(zmq.ROUTER)
+        handshakes = Handshakes(self._context, router, arrivals=self._curve is not None)
+        options = {
+            zmq.USE_FD: os.dup(self._listener.fileno()),
+            zmq.MAXMSGSIZE: self._max_chunk_bytes + MAX_HEADER_BYTES,  # encryption adds 33 bytes to a frame
+            zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
+            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+            zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
+            # What a peer sends beyond this waits in its own memory: libzmq stops reading from it, nothing is lost. So
+            # frames of one honest peer hold at most 2 x MAX_WINDOW_CHUNKS x max_chunk_bytes of this process's memory.
+            # A message of endlessly many frames holds more, as libzmq hands out whole messages only and limits no
+            # number of frames: slave/connections.py cuts its connection before it fills the memory.
+            zmq.RCVHWM: MAX_WINDOW_CHUNKS,
+            zmq.SNDHWM: MAX_ANSWERS,
+            zmq.LINGER: LINGER_MS,
+            zmq.BACKLOG: BACKLOG,
+            zmq.ROUTER_MANDATORY: 1,
+        }
+        for option, value in options.items():
+            router.setsockopt(option, value)
+        if self._curve is not None:
+            as_server(router, self._curve)
+        router.bind(self.endpoint)
+        return router, handshakes
+
+    def _watch(self) -> None:
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._handshakes.socket, zmq.POLLIN)
+
+    def _drop_peers(self) -> None:
+        """Close every connection, with whatever its peer did not read: messages may refer to memory that goes away.
+
+        Honest peers connect again by themselves, and ask again for what was lost.
+        """
+        self._poller.unregister(self._router)
+        self._poller.unregister(self._handshakes.socket)
+        self._handshakes.close()
+        self._router.close(linger=0)
+        self._outgoing.clear()
+        self._router, self._handshakes = self._bind()
+        self._watch()
+
+    @property
+    def endpoint(self) -> str:
+        """The bound endpoint, "tcp://127.0.0.1:41234"."""
+        host, port = self._listener.getsockname()[:2]
+        return f"tcp://{host}:{port}"
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the threads and close the sockets; frames that peers do not take within LINGER_MS are dropped."""
+        if self._stopped:
+            return
+        if self._thread.is_alive():
+            self._post(self._end)
+            self._thread.join()
+        self._stopped = True
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._context.destroy(linger=LINGER_MS)
+        self._listener.close()
+        os.close(self._hear)
+        os.close(self._wake)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """What honest peers may have on its way in here: a window of chunks for each staging slot, twice, since a peer
+        that connects anew sends again what its old connection may still hold."""
+        return self._traffic_bytes
+
+    def note_deliveries(self, on: bool) -> set[int]:
+        """File numbers of the connections that brought a whole message since the last call; noted only while `on`.
+
+        For slave/connections.py, on its own thread.
+        """
+        delivered, self._delivered = self._delivered, set() if on else None
+        return delivered or set()
+
+    def refuse_connection(self, sentence: str) -> None:
+        """Count connections that were ended, and say why; from any thread."""
+        self._post(lambda: self._port.refuse_connection(sentence))
+
+    def beat(self) -> SlaveBeat:
+        """The latest counters; may be called from any thread."""
+        return self._figures.beat
+
+    def figures(self) -> Figures:
+        """The same with what metrics show beside them; from any thread."""
+        return self._figures
+
+    @property
+    def last_refusal(self) -> str:
+        """Why the last refused message was refused; empty when none was."""
+        return self._port.last_refusal
+
+    # ---- the control side's words; done is called on the data thread ----
+
+    def set_epoch(self, epoch: int) -> None:
+        self._post(lambda: self._port.set_epoch(epoch))
+
+    def set_memory(self, shard: ShardMap | None, staging: F32 | None, done: Callable[[], None]) -> None:
+        def word() -> None:
+            served, self._port.served_any = self._port.served_any, False
+            self._port.set_memory(shard, staging)
+            self._traffic_bytes = 0
+            if shard is not None and staging is not None:
+                self._traffic_bytes = 2 * len(staging) * MAX_WINDOW_CHUNKS * shard.chunk_bytes
+            if served:
+                self._drop_peers()
+            done()
+
+        self._post(word)
+
+    def set_readable(
+        self, versions: Mapping[Version, Buffer], done: Callable[[], None], current: Version | None = None
+    ) -> None:
+        self._post(lambda: self._port.set_readable(versions, current))
+        self._post(done)
+
+    def set_allowed(self, keys: Sequence[AllowedKey]) -> None:
+        """Let in these keys and no others; for a port with keys only."""
+        admission = self._admission
+        assert admission is not None, "the state machine refuses a list where no keys are used"
+        self._post(lambda: admission.set_keys(keys))
+
+    def open(
+        self,
+        push: PushId,
+        attempt: int,
+        slot: int,
+        opening: int,
+        wire: Codec = Codec.F32,
+        base: Version | None = None,
+    ) -> None:
+        self._post(lambda: self._port.open(push, attempt, slot, opening, wire, base))
+
+    def close(self, push: PushId) -> None:
+        self._post(lambda: self._port.close(push))
+
+    def close_all(self) -> None:
+        self._post(self._port.close_all)
+
+    def known(self, version: Version) -> Known | None:
+        """As DataPort.known; from any thread, since rows of complete pushes and the current version stand still."""
+        return self._port.known(version)
+
+    def _post(self, word: Callable[[], None]) -> None:
+        """On the thread that calls stop(); what comes after that is not heard any more."""
+        if not self._stopped:
+            self._words.put(word)
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        """From any thread."""
+        try:
+            os.write(self._wake, b"x")
+        except BlockingIOError:
+            pass  # the thread has unread wake-ups already and will find what there is
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        try:
+            while not self._ended:
+                self._turn()
+        except BaseException as error:
+            logging.getLogger("dips.slave").exception("the data thread ended")
+            self._crashed(error)
+
+    def _turn(self) -> None:
+        """What has landed first, then words, then messages; then wait, if there was nothing left to read."""
+        self._finish_landed()
+        if not self._words.empty():
+            self._hear_words()
+        if self._ended:
+            return
+        if self._at_the_door:
+            self._mind_the_door()
+        more = self._receive_some()
+        now_s = time.monotonic()
+        if self._counters_moved and now_s - self._beat_s >= BEAT_REFRESH_S:
+            self._figures, self._beat_s, self._counters_moved = self._port.figures(), now_s, False
+        self._at_the_door = True  # without a wait nothing tells
+        if not more:
+            self._wait()
+
+    def _wait(self) -> None:
+        timeout_ms = LOOK_AGAIN_MS if self._handshakes.unsettled else None
+        if self._counters_moved:
+            timeout_ms = round(BEAT_REFRESH_S * 1000)
+        ready = dict(self._poller.poll(timeout_ms))
+        self._counters_moved |= bool(ready)
+        door = (self._handshakes.socket, None if self._gate is None else self._gate.socket)
+        self._at_the_door = self._handshakes.unsettled or any(socket in ready for socket in door)
+        if self._hear in ready:
+            os.read(self._hear, 4096)
+
+    def _hear_words(self) -> None:
+        """They change what landings rely on, so none may be under way."""
+        while self._under_way:
+            self._finish(self._landed.get())
+        while not self._words.empty():
+            self._words.get()()
+
+    def _mind_the_door(self) -> None:
+        """Let in who may come in, and count who was not."""
+        if self._gate is not None:
+            self._gate.answer_all()
+        for failed in self._handshakes.failures():
+            if failed.failure is not Failure.KEY:  # whom the gate turned away, it has counted itself
+                self._port.refuse_connection(f"a handshake failed: {failed.sentence}")
+                self._counters_moved = True
+
+    def _receive_some(self) -> bool:
+        """Serve what has arrived; messages that wait for a landing hold their frames, so few may. Returns whether there
+        may be more."""
+        for _ in range(RECEIVE_BATCH):
+            if len(self._admitted) == TOGETHER or (self._admitted and self._deferred):
+                self._land_admitted()
+            if max(self._under_way, len(self._deferred)) >= self._most_under_way:
+                self._finish(self._landed.get())
+            message = self._receive()
+            if message is None:
+                self._land_admitted()
+                return False
+            self._serve(message)
+        self._land_admitted()
+        return True
+
+    def _receive(self) -> Message | None:
+        try:
+            peer = self._router.recv(NOW)
+        except zmq.Again:
+            return None
+        frames = [self._router.recv(NOW, copy=False)]
+        n_frames, more = 1, frames[0].more
+        while more:
+            frame = self._router.recv(NOW, copy=False)
+            n_frames, more = n_frames + 1, frame.more
+            if n_frames <= KEPT_FRAMES:
+                frames.append(frame)
+            elif n_frames > MOST_FRAMES:
+                self._port.refuse_connection(f"a message of more than {MOST_FRAMES} frames: all connections are ended")
+                self._drop_peers()
+                return None
+        noted = self._delivered
+        if noted is not None:
+            with contextlib.suppress(zmq.ZMQError):  # not every frame says where it came from
+                noted.add(frames[0].get(zmq.SRCFD))
+        return peer, frames
+
+    def _serve(self, message: Message) -> None:
+        peer, frames = message
+        self._counters_moved = True
+        user = "" if self._admission is None else self._user_of(frames[0], self._admission)
+        step = self._port.begin([frame.buffer for frame in frames], peer, user)
+        if step is None:
+            self._deferred.append(message)
+        elif isinstance(step, Answer):
+            self._send(peer, step)
+        elif self._pool is None:
+            self._admitted.append((peer, step))
+        else:
+            self._under_way += 1
+            self._pool.submit(self._land, peer, step)
+
+    def _user_of(self, frame: zmq.Frame, admission: Admission) -> str:
+        """Whose connection a message came by. One whose key has left the list ends here, and is not made again."""
+        user = str(frame.get("User-Id"))
+        if not admission.listed(user) and cut(int(frame.get(zmq.SRCFD)), self._listener.getsockname()[1]):
+            self._port.refuse_connection(f"an open connection ends, its data key {user[:8]} left the master's list")
+        return user
+
+    # ---- landings on this thread ----
+
+    def _land_admitted(self) -> None:
+        """All that were admitted, then their answers; a message that waited for one of them is served after that."""
+        while self._admitted:
+            admitted, self._admitted = self._admitted, []
+            outcomes = [landed(job) for _, job in admitted]
+            for (peer, job), refused in zip(admitted, outcomes, strict=True):
+                self._send(peer, self._port.end(job, refused))
+            self._serve_deferred()
+
+    # ---- landings on the pool ----
+
+    def _land(self, peer: bytes, job: Job) -> None:
+        """On a thread of the pool."""
+        try:
+            outcome: Refused | BaseException | None = landed(job)
+        except BaseException as error:
+            outcome = error
+        self._landed.put((peer, job, outcome))
+        self._wake_up()
+
+    def _finish_landed(self) -> None:
+        while not self._landed.empty():
+            self._finish(self._landed.get())
+
+    def _finish(self, ended: tuple[bytes, Job, Refused | BaseException | None]) -> None:
+        peer, job, outcome = ended
+        self._under_way -= 1
+        if outcome is not None and not isinstance(outcome, Refused):
+            raise outcome
+        self._send(peer, self._port.end(job, outcome))
+        self._serve_deferred()
+
+    def _serve_deferred(self) -> None:
+        for _ in range(len(self._deferred)):
+            self._serve(self._deferred.popleft())
+
+    # ---- answers ----
+
+    def _send(self, peer: bytes, answer: Answer) -> None:
+        """A peer that is gone, or reads nothing, loses its answer: it asks again (docs/protocol.md, the data flow)."""
+        frames: list[bytes | memoryview] = [answer.header.encode()]
+        if answer.payload is not None:
+            frames.append(answer.payload)
+        for faulty in _through_failpoint(frames):
+            self._send_frames(peer, faulty)
+
+    def _send_frames(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> None:
+        try:
+            self._router.send(peer, NOW_MORE)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return
+            raise
+        # A payload is sent from the version's own memory, and nobody waits for it to leave: a peer that asks and never
+        # reads holds up nothing (I15 of docs/architecture.md). When the memory is written again before, the bytes that
+        # leave do not have the checksum of their header, and the reader asks again (slave/data_port.py, Answer).
+        *first, last = frames
+        for frame in first:
+            self._router.send(frame, NOW_MORE)
+        if isinstance(last, bytes) or len(last) < COPIED_BYTES:
+            self._router.send(last, NOW)
+        else:
+            self._router.send(self._outgoing.frame(last), NOW, copy=False)
+
+    def _end(self) -> None:
+        self._ended = True
+
+
+def _through_failpoint(frames: list[bytes | memoryview]) -> list[list[bytes | memoryview]]:
+    """The answer as it goes out: once, unless a failpoint loses, doubles or garbles it."""
+    try:
+        action = failpoint("slave.data.before_answer")
+    except OSError:
+        return []  # as when the peer is gone
+    if action is None:
+        return [frames]
+    if action.kind is Kind.CORRUPT:
+        *first, last = frames
+        garbled = bytearray(last)
+        garbled[-1] ^= 1
+        return [[*first, bytes(garbled)]]
+    return {Kind.DROP: [], Kind.DUP: [frames, frames]}.get(action.kind, [frames])
+
+
+def with_resident_bytes(beat: SlaveBeat) -> SlaveBeat:
+    """Fill in this process's resident memory, as the kernel counts it."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    return replace(beat, resident_bytes=pages * PAGE_BYTES)

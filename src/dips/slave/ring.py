@@ -1,0 +1,467 @@
+"""The ring of snapshot files: made once at full size, overwritten in place, so that a full disk shows before a round.
+
+Every step is in an order that a crash can follow anywhere (docs/storage.md): the manifest of the version that leaves
+goes first, durably; then the file is written, header last, and synced; then its own manifest comes, and with it the
+commit. Never overwrites a file that a manifest of a kept version or an open round names, and never trusts a file that
+it has not read back in full since the process began, or written itself. One caller at a time: the thread "dips-disk".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import xxhash
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import RoundId, Version
+from dips.core.layout import FLOAT32_BYTES
+from dips.core.messages import SnapshotInfo
+from dips.core.observe.failpoints import failpoint
+from dips.slave import manifest as manifests
+from dips.slave.durable import Disk, replace_durably
+from dips.slave.inventory import Content, manifest_name, read_manifest, ring_name, take_stock
+from dips.slave.memory import F32, bytes_of
+from dips.slave.snapshot_file import (
+    HEADER_BYTES,
+    SnapshotError,
+    build_header,
+    file_bytes,
+    momentum_place,
+    read_snapshot,
+)
+
+Key = tuple[Version, RoundId]
+
+DISK_RETRY_S = 1.0
+"""How soon a write that the disk refused is tried again, where it is tried again."""
+
+SPARE_FILES = 1
+"""Beside those that are kept: the file of the shadow, while a round is open."""
+
+
+class Stream:
+    """A snapshot file while it is written from its beginning to its end: theta's bytes, then the momentum's."""
+
+    def __init__(self, disk: Disk, name: str, n_elems: int) -> None:
+        self._disk = disk
+        self.name = name
+        self.n_elems = n_elems
+        self._half_bytes = n_elems * FLOAT32_BYTES
+        self._written_bytes = 0
+        self._sums = (xxhash.xxh3_128(), xxhash.xxh3_128())
+
+    def write(self, data: memoryview) -> None:
+        """The next bytes, of one of the two tensors. Raises Refused(DISK)."""
+        which = int(self._written_bytes >= self._half_bytes)
+        at = HEADER_BYTES + self._written_bytes
+        try:
+            self._disk.overwrite(self.name, at, data, self._sums[which].update)
+        except OSError as error:
+            raise disk_refusal(self._disk.where(self.name), error) from error
+        self._written_bytes += len(data)
+
+    def sums(self) -> tuple[str, str]:
+        """xxh3-128 of both tensors, once all is written."""
+        assert self._written_bytes == 2 * self._half_bytes, "a header seals whole files only"
+        return self._sums[0].hexdigest(), self._sums[1].hexdigest()
+
+
+class Ring:
+    """snapshots_kept: committed snapshots that are never overwritten. scan() must come first."""
+
+    def __init__(self, disk: Disk, run_id: str, slave_id: str, snapshots_kept: int) -> None:
+        self._disk = disk
+        self._owner = (run_id, slave_id)
+        self._snapshots_kept = snapshots_kept
+        self._slots: dict[int, Content | None] = {}
+        self._known: tuple[SnapshotInfo, ...] = ()
+        self._current: Key | None = None
+        self._open: Key | None = None
+        self._streaming: int | None = None
+
+    @property
+    def n_files(self) -> int:
+        return self._snapshots_kept + SPARE_FILES
+
+    # ---- what is there ----
+
+    def scan(self) -> list[str]:
+        """Verify every file. Returns one sentence for each that cannot be used; it is free space from now on."""
+        self._slots, problems = take_stock(self._disk, *self._owner)
+        self._note()
+        return problems
+
+    def infos(self) -> tuple[SnapshotInfo, ...]:
+        """Verified snapshots, newest first. May be asked from any thread, and never waits for the disk."""
+        return self._known
+
+    def holds(self, info: SnapshotInfo) -> bool:
+        """Whether a file with this version, round and digest is here, committed or not."""
+        slot = self._slot_of(_key(info))
+        return slot is not None and self._content(slot).info.digest == info.digest
+
+    # ---- the files ----
+
+    def make(self, n_elems: int) -> None:
+        """Make all files, or what is missing of them. Raises Refused(DISK) with what is needed and what is free.
+
+        A file that holds a verified snapshot is left as it is, also where it has another size.
+        """
+        size = file_bytes(n_elems)
+        free_slots = [slot for slot in range(self.n_files) if self._slots.get(slot) is None]
+        lacking = {slot: self._disk.missing_bytes(ring_name(slot), size) for slot in free_slots}
+        wanted = [slot for slot, n_bytes in lacking.items() if n_bytes]
+        made: list[int] = []
+        try:
+            for slot in wanted:
+                made.append(slot)
+                self._disk.allocate(ring_name(slot), size)
+            if wanted:
+                self._disk.sync_names()
+        except OSError as error:
+            refused = self._no_room(size, sum(lacking.values()), error)
+            self._give_room_back(made)
+            raise refused from error
+        for slot in range(self.n_files):
+            self._slots.setdefault(slot, None)
+
+    def _no_room(self, size: int, needed: int, error: OSError) -> Refused:
+        try:
+            free = str(self._disk.free_bytes())
+        except OSError:
+            free = "an unknown number"
+        return Refused(
+            RefusalCode.DISK,
+            f"{self._disk.where(ring_name(0))} and the other {self.n_files - 1} snapshot files of {size} bytes cannot "
+            f"be made: {error.strerror}; {needed} bytes are needed and {free} are free: free space on the slave's "
+            "disk, lower its snapshots_kept, or give it another directory",
+            DISK_RETRY_S,
+        )
+
+    def _give_room_back(self, slots: list[int]) -> None:
+        """Half a ring would only hold space that the operator is asked to free. Best effort: the disk fails already."""
+        for slot in slots:
+            try:
+                self._disk.remove(ring_name(slot))
+            except OSError:
+                continue
+
+    # ---- the life of a snapshot ----
+
+    def write_shadow(
+        self,
+        info: SnapshotInfo,
+        theta: F32,
+        momentum: F32,
+        written: Callable[[], object] = lambda: None,
+        straight: bool = False,
+    ) -> None:
+        """Durable when this returns. theta, momentum: (n,) float32 of this slave's blocks, not read after written().
+
+        straight: nobody waits for it, others want the processors. Raises Refused(DISK); the file is free space then.
+        """
+        if self._open == _key(info):
+            self._open = None  # written once more: the earlier file is no longer the round's
+        slot = self._choose(_key(info))
+        name, n_bytes = ring_name(slot), file_bytes(theta.size)
+        try:
+            self._vacate(slot)
+            if self._disk.missing_bytes(name, n_bytes):
+                self._disk.allocate(name, n_bytes)
+                self._disk.sync_names()
+            sums = self._write_tensors(name, theta, momentum, straight)
+            written()
+            raw, head = build_header(info, theta.size, sums, *self._owner)
+            self._disk.overwrite(name, 0, memoryview(raw))
+            self._disk.sync(name)
+        except OSError as error:
+            raise disk_refusal(self._disk.where(name), error) from error
+        self._put(slot, Content(head.info, head))
+        self._open = _key(info)
+
+    def _write_tensors(self, name: str, theta: F32, momentum: F32, straight: bool) -> tuple[str, str]:
+        """Their checksums, taken on the way: so the header that holds them comes last, and none fits mixed bytes."""
+        sums = (xxhash.xxh3_128(), xxhash.xxh3_128())
+        self._disk.overwrite(name, HEADER_BYTES, bytes_of(theta), sums[0].update, straight)
+        self._disk.overwrite(name, momentum_place(theta.size), bytes_of(momentum), sums[1].update, straight)
+        return sums[0].hexdigest(), sums[1].hexdigest()
+
+    # ---- a shadow that comes piece by piece, of another placement ----
+
+    def begin_stream(self, info: SnapshotInfo, n_elems: int) -> Stream:
+        """A file for a shard of n_elems that stands nowhere in memory. Nothing else takes its place until
+        seal_stream() or drop_stream(). Raises Refused(DISK), also when a whole ring of such files would find no room.
+        """
+        self.drop_stream()
+        self._check_room(file_bytes(n_elems))
+        slot = self._choose(_key(info))
+        name, n_bytes = ring_name(slot), file_bytes(n_elems)
+        try:
+            self._vacate(slot)
+            if self._disk.missing_bytes(name, n_bytes):
+                self._disk.allocate(name, n_bytes)
+                self._disk.sync_names()
+        except OSError as error:
+            raise disk_refusal(self._disk.where(name), error) from error
+        self._streaming = slot
+        return Stream(self._disk, name, n_elems)
+
+    def seal_stream(self, stream: Stream, info: SnapshotInfo) -> None:
+        """All of it is written: durable when this returns, and a shadow like any other. Raises Refused(DISK)."""
+        slot = self._streaming
+        assert slot is not None, "a stream that was begun is sealed once"
+        raw, head = build_header(info, stream.n_elems, stream.sums(), *self._owner)
+        try:
+            self._disk.overwrite(stream.name, 0, memoryview(raw))
+            self._disk.sync(stream.name)
+        except OSError as error:
+            raise disk_refusal(self._disk.where(stream.name), error) from error
+        self._streaming = None
+        self._put(slot, Content(head.info, head))
+        self._open = _key(info)
+
+    def drop_stream(self) -> None:
+        """What was written so far is free space."""
+        self._streaming = None
+
+    def _check_room(self, size: int) -> None:
+        """Files grow where they stand: what they lack of `size` must be free, or rounds would fail later."""
+        lacking = sum(self._disk.missing_bytes(ring_name(slot), size) for slot in range(self.n_files))
+        try:
+            free = self._disk.free_bytes()
+        except OSError as error:
+            raise disk_refusal(self._disk.where(ring_name(0)), error) from error
+        if lacking > free:
+            raise Refused(
+                RefusalCode.DISK,
+                f"{self.n_files} snapshot files of {size} bytes need {lacking} bytes more, and {free} are free: free "
+                "space on the slave's disk, or lower its snapshots_kept",
+                DISK_RETRY_S,
+            )
+
+    def close_round(self) -> None:
+        """No round is open: no shadow needs protection. For a slave that is configured anew."""
+        self._open = None
+
+    def drop_shadow(self, info: SnapshotInfo) -> None:
+        """The file of this shadow is free space; a committed snapshot is left alone."""
+        slot = self._slot_of(_key(info))
+        if slot is not None and not self._content(slot).info.committed:
+            self._put(slot, None)
+        if self._open == _key(info):
+            self._open = None
+
+    def commit(self, info: SnapshotInfo, commit_hash: bytes, record: bytes) -> SnapshotInfo:
+        """Make a shadow a committed snapshot: its manifest is durable when this returns. Raises Refused(DISK)."""
+        return self._name(_key(info), replace(info, committed=True, commit_hash=commit_hash), record)
+
+    def write_committed(
+        self,
+        info: SnapshotInfo,
+        theta: F32,
+        momentum: F32,
+        record: bytes,
+        written: Callable[[], object] = lambda: None,
+    ) -> None:
+        """The manifest of a committed version, and before it the file unless it is there already. Raises Refused(DISK).
+
+        info: with its commit_hash. What a write of another version left behind when it failed is free space then.
+        """
+        if not self.holds(info):
+            self.close_round()
+            self.write_shadow(info, theta, momentum, written, straight=True)
+        self.commit(info, info.commit_hash, record)
+
+    def rename(self, origin: SnapshotInfo, info: SnapshotInfo, commit_hash: bytes, record: bytes) -> SnapshotInfo:
+        """After a rollback: the snapshot of `origin` is `info` from now on, by a manifest in the place of its own.
+
+        Raises Refused(DISK).
+        """
+        return self._name(_key(origin), replace(info, committed=True, commit_hash=commit_hash), record)
+
+    def adopt(
+        self, source: SnapshotInfo, named: SnapshotInfo, origin: Version | None, commit_hash: bytes, record: bytes
+    ) -> tuple[SnapshotInfo, list[str]]:
+        """`source` was loaded as what the master calls `named`: give it that name and COMMIT, if it has not both.
+
+        What a rollback to `origin` lost leaves only after that. May be done again after a crash anywhere. Returns the
+        committed snapshot, and a sentence for each file that could not be removed. Raises Refused(DISK).
+        """
+        here = source
+        if _key(source) != _key(named):
+            here = self.rename(source, named, commit_hash, record)
+        elif not source.committed:
+            here = self.commit(source, commit_hash, record)
+        problems = self.forget_lost(origin, here.version) if origin is not None else []
+        return here, problems + self.tidy(here)
+
+    def _name(self, key: Key, info: SnapshotInfo, record: bytes) -> SnapshotInfo:
+        slot = self._slot_of(key)
+        if slot is None:
+            raise Refused(RefusalCode.DISK, f"the snapshot of {key[0]} ({key[1]}) is gone: it cannot be committed")
+        content = self._content(slot)
+        name, said = manifest_name(slot), content.head.info
+        try:
+            text = record.decode()
+        except UnicodeDecodeError as error:
+            raise Refused(RefusalCode.MALFORMED, f"the COMMIT record of {info.round} is not text: {error}") from error
+        manifest = manifests.Manifest(
+            info, *self._owner, ring_name(slot), content.head.stamp, said.version, said.round, text
+        )
+        try:
+            replace_durably(self._disk, name, manifests.encode(manifest))
+        except OSError as error:
+            raise disk_refusal(self._disk.where(name), error) from error
+        self._put(slot, Content(info, content.head))
+        self._current = _key(info)
+        if self._open == key:
+            self._open = None
+        return info
+
+    def load(self, info: SnapshotInfo, theta: F32, momentum: F32) -> None:
+        """Read a snapshot into memory. Raises Refused(DISK) when it changed since it was verified; it is free then."""
+        slot = self._slot_of(_key(info))
+        if slot is None:
+            raise Refused(RefusalCode.DISK, f"the snapshot of version {info.version} ({info.round}) is gone")
+        where = self._disk.where(ring_name(slot))
+        try:
+            with self._disk.open(ring_name(slot)) as file:
+                head = read_snapshot(file, where, theta, momentum)
+            if head != self._content(slot).head:
+                raise SnapshotError(f"{where} changed since it was verified")
+        except (OSError, SnapshotError) as error:
+            self._put(slot, None)
+            sentence = f"the snapshot of version {info.version} cannot be loaded: {error}"
+            raise Refused(RefusalCode.DISK, sentence) from error
+        self._current = _key(info)
+
+    def record(self, version: Version, round_id: RoundId) -> tuple[bytes, bytes]:
+        """The COMMIT record in a manifest, read anew, and its hash as committed.
+
+        Raises Refused(VERSION_GONE or DISK).
+        """
+        slot = self._slot_of((version, round_id))
+        if slot is None or not self._content(slot).info.committed:
+            raise Refused(RefusalCode.VERSION_GONE, f"no committed snapshot of {version} ({round_id}) is here")
+        try:
+            found = read_manifest(self._disk, slot, self._content(slot).head)
+        except (OSError, SnapshotError) as error:
+            raise Refused(RefusalCode.DISK, f"the COMMIT record of {version} cannot be read: {error}") from error
+        return found.record.encode(), found.info.commit_hash
+
+    # ---- what leaves ----
+
+    def forget_lost(self, origin: Version, now: Version) -> list[str]:
+        """After a rollback to `origin`, named `now`: snapshots that came after it on the timelines before leave.
+
+        Returns a sentence for each that could not be removed.
+        """
+        lost = [slot for slot, info in self._infos_by_slot() if info.timeline < now.timeline and info > origin]
+        return self._each(lost, self._vacate)
+
+    def tidy(self, current: SnapshotInfo) -> list[str]:
+        """`current` is in memory: other shadows are free space; files beyond the ring go if nothing is kept there.
+
+        Returns a sentence for each file that could not be removed: a failing disk must not undo a durable COMMIT.
+        """
+        self._current = _key(current)
+        for slot, content in list(self._slots.items()):
+            if content is not None and not content.info.committed and _key(content.info) != self._open:
+                self._put(slot, None)
+        kept = self._protected()
+        surplus = [slot for slot in self._slots if slot >= self.n_files and slot not in kept]
+        return self._each(surplus, self._remove)
+
+    def _vacate(self, slot: int) -> None:
+        """The slot's content leaves: its manifest goes first, durably, so that none ever names other bytes."""
+        failpoint("slave.manifest.before_remove")
+        self._disk.remove(manifest_name(slot))
+        self._put(slot, None)
+        failpoint("slave.manifest.after_remove")
+        self._disk.sync_names()
+
+    def _remove(self, slot: int) -> None:
+        self._vacate(slot)
+        self._disk.remove(ring_name(slot))
+        del self._slots[slot]
+
+    def _each(self, slots: list[int], act: Callable[[int], None]) -> list[str]:
+        problems: list[str] = []
+        for slot in slots:
+            try:
+                act(slot)
+            except OSError as error:
+                problems.append(f"{self._disk.where(ring_name(slot))} cannot be removed: {error.strerror}")
+        return problems
+
+    # ---- which file ----
+
+    def _choose(self, key: Key) -> int:
+        """The slot to overwrite: one that holds nothing, else a stale shadow, else the oldest that is not kept.
+
+        Raises Refused(DISK) when every file is named by a kept version or an open round.
+        """
+        kept = self._protected()
+        free = [slot for slot in range(self.n_files) if slot not in kept]
+        same = self._slot_of(key)
+        if not free:
+            raise Refused(
+                RefusalCode.DISK,
+                f"all {self.n_files} snapshot files hold versions that are kept or the shadow of an open round: this "
+                "ends with the round; raise snapshots_kept if it lasts",
+                DISK_RETRY_S,
+            )
+        return same if same in free and same is not None else min(free, key=self._rank)
+
+    def _rank(self, slot: int) -> tuple[int, Key | None, int]:
+        content = self._slots.get(slot)
+        if content is None:
+            return (0, _ZERO, slot)
+        return (1 + content.info.committed, _key(content.info), slot)
+
+    def _protected(self) -> set[int]:
+        """Slots of the current version, of the newest other committed ones, and of the open round's shadow."""
+        committed = [slot for slot, content in self._slots.items() if content is not None and content.info.committed]
+        committed.sort(key=partial(self._newest_first), reverse=True)
+        kept = set(committed[: self._snapshots_kept])
+        opened = self._slot_of(self._open) if self._open is not None else None
+        return kept | {slot for slot in (opened, self._streaming) if slot is not None}
+
+    def _newest_first(self, slot: int) -> tuple[bool, Key]:
+        key = _key(self._content(slot).info)
+        return (key == self._current, key)
+
+    def _infos_by_slot(self) -> list[tuple[int, Version]]:
+        return [(slot, content.info.version) for slot, content in self._slots.items() if content is not None]
+
+    def _put(self, slot: int, content: Content | None) -> None:
+        self._slots[slot] = content
+        self._note()
+
+    def _note(self) -> None:
+        found = (content.info for content in self._slots.values() if content is not None)
+        self._known = tuple(sorted(found, key=_key, reverse=True))
+
+    def _slot_of(self, key: Key) -> int | None:
+        return next((slot for slot, c in self._slots.items() if c is not None and _key(c.info) == key), None)
+
+    def _content(self, slot: int) -> Content:
+        content = self._slots[slot]
+        assert content is not None
+        return content
+
+
+_ZERO: Key = (Version(0, 0), RoundId(0, 0))
+
+
+def disk_refusal(where: str, error: OSError) -> Refused:
+    """What a peer is told when this slave's disk is full or fails."""
+    return Refused(
+        RefusalCode.DISK, f"{where} cannot be written: {error.strerror}: free space on the slave's disk", DISK_RETRY_S
+    )
+
+
+def _key(info: SnapshotInfo) -> Key:
+    return (info.version, info.round)

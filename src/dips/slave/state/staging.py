@@ -1,0 +1,286 @@
+"""Which chunks of which push are here: the slave's answer to every PUT_CHUNK, decided before a byte is copied.
+
+Pure: it knows block ids, lengths and checksums, never the bytes. It must never accept a chunk that is not one
+of this slave's, let a second sender change a landed chunk, or call a push complete before every chunk landed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from dips.core.chunks import shard_digest
+from dips.core.errors import LocalProtocolError, RefusalCode, Refused
+from dips.core.ids import PushId, Version
+from dips.core.layout import FLOAT32_BYTES, Block
+from dips.core.math.outer_numpy import PIECE_ELEMS, n_pieces
+from dips.core.messages import StagingProgress
+from dips.core.net.data_header import MAX_MISSING, DataHeader, MissingChunk
+from dips.core.wire import Codec, encoded_bytes
+
+OPENING_RETRY_S = 0.05
+"""A ticket may reach the worker before OpenStaging reaches the slave: both leave the master at the same time."""
+
+
+@dataclass(slots=True)
+class Landing:
+    """Where a chunk belongs: bytes [start_byte, start_byte + length_bytes) of a shard, number `index` of its chunks.
+
+    first_piece: the piece (core/math/outer_numpy.py) of the shard that begins with it; only where chunks are whole
+    pieces. Nobody changes one; each chunk makes one, and not frozen it is made several times faster.
+    """
+
+    index: int
+    start_byte: int
+    length_bytes: int
+    first_piece: int = 0
+
+    @property
+    def elems(self) -> slice:
+        """The same range in elements."""
+        start = self.start_byte // FLOAT32_BYTES
+        return slice(start, start + self.length_bytes // FLOAT32_BYTES)
+
+    @property
+    def pieces(self) -> slice:
+        """The shard's pieces that it consists of."""
+        return slice(self.first_piece, self.first_piece + n_pieces(self.length_bytes // FLOAT32_BYTES))
+
+
+@dataclass(frozen=True)
+class Place:
+    """One block in the shard's memory."""
+
+    block: Block
+    start_byte: int
+    first_chunk: int
+    first_piece: int
+
+
+class ShardMap:
+    """From (block, offset, length) as a peer names a chunk to its place in this slave's shard.
+
+    blocks: this slave's, in block-id order, one after the other in memory. chunk_bytes: of one data-flow frame.
+    """
+
+    def __init__(self, blocks: Sequence[Block], chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.places: dict[int, Place] = {}
+        start_byte = first_chunk = first_piece = 0
+        for block in blocks:
+            self.places[block.block_id] = Place(block, start_byte, first_chunk, first_piece)
+            start_byte += block.n_bytes
+            first_chunk += -(-block.n_bytes // chunk_bytes)
+            first_piece += n_pieces(block.n_elems)
+        self.n_bytes = start_byte
+        self.n_chunks = first_chunk
+        self.n_pieces = first_piece
+        self._in_order = tuple(self.places.values())
+
+    @property
+    def whole_pieces(self) -> bool:
+        """Whether every chunk begins with a piece, so that it can be measured by itself."""
+        return self.chunk_bytes % (PIECE_ELEMS * FLOAT32_BYTES) == 0
+
+    def find(self, header: DataHeader) -> Landing:
+        """The chunk that a header names. Raises Refused(CHUNK) unless it is exactly one of this slave's chunks."""
+        place = self.places.get(header.block)
+        if place is None:
+            raise _chunk(header, "this slave does not hold the block: read the placement again")
+        if header.offset_bytes % self.chunk_bytes or header.offset_bytes >= place.block.n_bytes:
+            raise _chunk(
+                header,
+                f"the offset must be a multiple of {self.chunk_bytes} below the block's {place.block.n_bytes} bytes",
+            )
+        length = min(self.chunk_bytes, place.block.n_bytes - header.offset_bytes)
+        if header.length_bytes != length:
+            raise _chunk(header, f"the length is {header.length_bytes} bytes, this chunk has {length}")
+        index = place.first_chunk + header.offset_bytes // self.chunk_bytes
+        first_piece = place.first_piece + header.offset_bytes // (PIECE_ELEMS * FLOAT32_BYTES)
+        return Landing(index, place.start_byte + header.offset_bytes, length, first_piece)
+
+    def chunk_at(self, index: int) -> MissingChunk:
+        """Inverse of find, for the answer to QUERY_MISSING."""
+        if not 0 <= index < self.n_chunks:
+            raise LocalProtocolError(f"chunk {index} is not one of this shard's {self.n_chunks}")
+        place = self._in_order[bisect_right(self._in_order, index, key=lambda place: place.first_chunk) - 1]
+        return MissingChunk(place.block.block_id, (index - place.first_chunk) * self.chunk_bytes)
+
+
+@dataclass
+class Staging:
+    """One push in one slot. checksums: xxh3-64 of each landed chunk as it was sent, None where none has landed.
+
+    wire: how its chunks are written; base: the version that differences stand on.
+    """
+
+    push: PushId
+    attempt: int
+    slot: int
+    opening: int
+    checksums: list[int | None]
+    n_landed: int = 0
+    landed_bytes: int = 0
+    wire: Codec = Codec.F32
+    base: Version | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.n_landed == len(self.checksums)
+
+    def digest(self) -> bytes:
+        """Digest of the whole shard of this push, as the sender computes it. Only for a complete one."""
+        landed = [value for value in self.checksums if value is not None]
+        if len(landed) != len(self.checksums):
+            raise LocalProtocolError(f"push {self.push} has {len(landed)} of {len(self.checksums)} chunks: no digest")
+        return shard_digest(landed)
+
+
+class StagingTable:
+    """The open stagings of one shard. n_slots: rows of staging memory."""
+
+    def __init__(self, shard: ShardMap, n_slots: int) -> None:
+        self.shard = shard
+        self.n_slots = n_slots
+        self._open: dict[PushId, Staging] = {}
+
+    def open(
+        self,
+        push: PushId,
+        attempt: int,
+        slot: int,
+        opening: int = 0,
+        wire: Codec = Codec.F32,
+        base: Version | None = None,
+    ) -> Staging:
+        """Open or adopt a staging. The same push keeps its landed chunks; another push in the slot is thrown out.
+
+        A push that is written in another way, or on another base, begins with nothing.
+
+        Raises Refused(MALFORMED) for a slot that does not exist and Refused(FENCED) for an attempt older than
+        the open one.
+        """
+        if not 0 <= slot < self.n_slots:
+            raise Refused(RefusalCode.MALFORMED, f"slot {slot} of push {push}: this slave has {self.n_slots} slots")
+        known = self._open.get(push)
+        same = known is not None and (known.wire, known.base) == (wire, base)
+        if known is not None and same and (known.slot, known.opening) == (slot, opening):
+            if attempt < known.attempt:
+                raise Refused(RefusalCode.FENCED, f"push {push}: attempt {attempt} is older than {known.attempt}")
+            known.attempt = attempt
+            return known
+        self._throw_out(push, slot)
+        staging = Staging(push, attempt, slot, opening, [None] * self.shard.n_chunks, wire=wire, base=base)
+        self._open[push] = staging
+        return staging
+
+    def close(self, push: PushId) -> None:
+        """Free the slot of a decided push; unknown ones are ignored, because the command may be sent again."""
+        self._open.pop(push, None)
+
+    def close_all(self) -> None:
+        self._open.clear()
+
+    def admit(self, header: DataHeader, payload_bytes: int) -> tuple[Staging, Landing, bool]:
+        """Decide on a PUT_CHUNK: the staging, the chunk's place, and whether it has landed already.
+
+        Raises Refused: UNKNOWN_PUSH, CHUNK for what is not one of this slave's chunks, DIGEST when the chunk
+        landed before with other bytes. Changes nothing.
+        """
+        staging = self.find(header.push, header.attempt)
+        if header.codec is not staging.wire:
+            raise _chunk(header, f"the codec is {header.codec.name}, the ticket of this push says {staging.wire.name}")
+        landing = self.shard.find(header)
+        expected = encoded_bytes(staging.wire, landing.length_bytes // FLOAT32_BYTES)
+        if payload_bytes != expected:
+            sentence = f"the payload has {payload_bytes} bytes, {header.length_bytes} of parameters take {expected}"
+            raise _chunk(header, sentence)
+        before = staging.checksums[landing.index]
+        if before is not None and before != header.checksum:
+            raise Refused(
+                RefusalCode.DIGEST,
+                f"{_what(header)}: it landed before with checksum {before:016x}, now it has "
+                f"{header.checksum:016x}; the bytes of a push never change, take a new sequence number",
+            )
+        return staging, landing, before is not None
+
+    def land(self, staging: Staging, landing: Landing, checksum: int) -> bool:
+        """Note that the verified bytes stand in memory. Returns True when this made the push complete."""
+        if staging.checksums[landing.index] is None:
+            staging.checksums[landing.index] = checksum
+            staging.n_landed += 1
+            staging.landed_bytes += landing.length_bytes
+            return staging.complete
+        return False
+
+    def find(self, push: PushId | None, attempt: int) -> Staging:
+        """The open staging. Raises Refused(UNKNOWN_PUSH); retry_after_s > 0 where it may still be on its way."""
+        staging = self._open.get(push) if push is not None else None
+        if staging is None or attempt > staging.attempt:
+            raise Refused(
+                RefusalCode.UNKNOWN_PUSH,
+                f"no staging is open for push {push}, attempt {attempt}: ask the master for a ticket, or wait for it",
+                OPENING_RETRY_S,
+            )
+        if attempt < staging.attempt:
+            raise Refused(
+                RefusalCode.UNKNOWN_PUSH,
+                f"push {push}: attempt {attempt} was replaced by {staging.attempt}, send with the new ticket",
+            )
+        return staging
+
+    def missing(self, staging: Staging) -> tuple[MissingChunk, ...]:
+        """The first MAX_MISSING chunks that have not landed, in (block, offset) order."""
+        out: list[MissingChunk] = []
+        for index, value in enumerate(staging.checksums):
+            if value is None:
+                out.append(self.shard.chunk_at(index))
+                if len(out) == MAX_MISSING:
+                    break
+        return tuple(out)
+
+    @property
+    def n_open(self) -> int:
+        return len(self._open)
+
+    def progress(self) -> tuple[StagingProgress, ...]:
+        """How far every open push is, for the beat; in push order."""
+        return tuple(StagingProgress(s.push, s.attempt, s.landed_bytes) for _, s in sorted(self._open.items()))
+
+    def check_invariants(self) -> None:
+        """No slot holds two pushes and counts agree with the bitmaps (I9 of docs/architecture.md).
+
+        Raises LocalProtocolError.
+        """
+        slots = [staging.slot for staging in self._open.values()]
+        if len(set(slots)) != len(slots):
+            raise LocalProtocolError(f"two pushes share a staging slot: {sorted(slots)}")
+        for staging in self._open.values():
+            landed = sum(value is not None for value in staging.checksums)
+            if landed != staging.n_landed:
+                raise LocalProtocolError(f"push {staging.push} counts {staging.n_landed} chunks, {landed} landed")
+
+    def _throw_out(self, push: PushId, slot: int) -> None:
+        for other in [s.push for s in self._open.values() if s.slot == slot or s.push == push]:
+            del self._open[other]
+
+
+def find_version(shard: ShardMap, header: DataHeader, readable: Collection[Version]) -> Landing:
+    """Where the chunk that a GET_CHUNK asks for stands. Raises Refused(VERSION_GONE) or Refused(CHUNK)."""
+    if header.version not in readable:
+        kept = ", ".join(str(version) for version in sorted(readable)) or "none"
+        raise Refused(
+            RefusalCode.VERSION_GONE,
+            f"version {header.version} is not kept here (kept: {kept}): begin the pull again",
+        )
+    return shard.find(header)
+
+
+def _what(header: DataHeader) -> str:
+    about = f"push {header.push}" if header.push is not None else f"version {header.version}"
+    return f"block {header.block}, offset {header.offset_bytes} of {about}"
+
+
+def _chunk(header: DataHeader, why: str) -> Refused:
+    return Refused(RefusalCode.CHUNK, f"{_what(header)}: {why}")

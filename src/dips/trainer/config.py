@@ -1,0 +1,78 @@
+"""Settings of the trainer that ships with dips.
+
+What all clusters must share (text, data_seed, chunk_tokens, model_size) is checked at Join: a cluster that differs is
+refused. The rest may differ from cluster to cluster.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from dips.core.config import Knobs
+from dips.core.units import Bytes, Count
+from dips.trainer.corpus import Corpus, CorpusLimits, read_corpus
+from dips.trainer.sizes import SIZES
+
+SECTION = "train"
+"""The TOML table, and the middle of the environment names DIPS_TRAIN_<FIELD>."""
+
+
+def _known_size(name: str) -> str:
+    if name not in SIZES:
+        raise ValueError(f"choose one of {', '.join(SIZES)}")
+    return name
+
+
+class TrainConfig(Knobs):
+    """How one cluster trains. The defaults take `tiny` on 4 clusters below 2 nats per byte in a million tokens."""
+
+    data: tuple[Path, ...] = Field(
+        (), description="Text files and folders of text files; none: the source of Python's standard library."
+    )
+    max_bytes: Bytes = Field(24_000_000, ge=1, description="At most so much text is read.")
+    heldout_fraction: float = Field(
+        0.02, gt=0, lt=0.5, description="Share of the files that is kept for evaluation and never trained on."
+    )
+    heldout_max_bytes: Bytes = Field(32_768, ge=1, description="How much of the held-out files an evaluation reads.")
+    chunk_tokens: int = Field(
+        1024, ge=1, description="Tokens in a chunk of text, the unit that the master lends; the same on all clusters."
+    )
+    data_seed: int = Field(0, ge=0, description="Seed of the order of the text; the same on all clusters.")
+    model_size: Annotated[str, AfterValidator(_known_size)] = Field(
+        "tiny", description="tiny (0.36 million parameters) or small (3.3 million)."
+    )
+    seed: int = Field(0, ge=0, description="Seed of the first parameters; counts on the cluster that seeds the run.")
+    batch_size: int = Field(4, ge=1, description="Sequences in an inner step.")
+    sequence_tokens: int = Field(128, ge=1, description="Tokens in a sequence.")
+    lr: float = Field(3e-3, gt=0, description="Peak learning rate of AdamW.")
+    warmup_tokens: Count = Field(
+        50_000, ge=0, description="Tokens of the whole run over which the learning rate rises to its peak."
+    )
+    min_lr_fraction: float = Field(
+        0.1, ge=0, le=1, description="The learning rate at the run's end, as a fraction of the peak (cosine)."
+    )
+    weight_decay: float = Field(0.1, ge=0, description="AdamW's decoupled weight decay, of matrices only.")
+    grad_clip: float = Field(1.0, gt=0, description="Largest norm of the gradient of an inner step.")
+    threads: int = Field(1, ge=1, description="Processor threads of the computation.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a CUDA device when there is one.")
+    emulate_gap: float = Field(
+        0.0, ge=0, le=0.95, description="Be slower than the hardware by this fraction, to try out unequal clusters."
+    )
+    log_every_steps: int = Field(20, ge=1, description="Steps between two lines of the log and of the tape.")
+    steps: int | None = Field(
+        None, ge=1, description="Inner steps of plain training, without a master; with one the run says when it ends."
+    )
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a full inner step."""
+        return self.batch_size * self.sequence_tokens
+
+
+def corpus_of(config: TrainConfig) -> Corpus:
+    """Read the text that these settings name. Raises ConfigError as read_corpus does."""
+    limits = CorpusLimits(config.max_bytes, config.heldout_fraction, config.heldout_max_bytes)
+    return read_corpus(config.data, limits)

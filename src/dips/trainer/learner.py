@@ -1,0 +1,107 @@
+"""A cluster of a comparison: the byte model, its AdamW and the text, stepped from outside (compare/learner.py).
+
+Knows no session, no clock and no simulator: whoever drives it says which tokens a step takes and where the run
+stands. Many live in one process, so they share the text and one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dips.core.layout import Layout
+from dips.core.messages import DataPlan, DataRange
+from dips.trainer.config import TrainConfig, corpus_of
+from dips.trainer.data import ChunkedText, make_batch
+from dips.trainer.heldout import heldout_loss, model_from_flat, windows_of
+from dips.trainer.inner import inner_step, make_optimizer
+from dips.trainer.model import ByteModel
+from dips.trainer.schedule import Schedule
+from dips.trainer.sizes import SIZES
+from dips.worker.torch_parameters import TorchParameters
+
+F32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SharedText:
+    """The text of a run, read once for all clusters of a process. heldout: what is never trained on."""
+
+    training: ChunkedText
+    heldout: bytes
+
+
+def read_text(config: TrainConfig) -> SharedText:
+    """Raises ConfigError for text that cannot be used."""
+    corpus = corpus_of(config)
+    return SharedText(ChunkedText(corpus.training, config.data_seed, config.chunk_tokens), corpus.heldout)
+
+
+def learners(
+    config: TrainConfig, total_tokens: int
+) -> tuple[Callable[[str, int], ByteLearner], Callable[[F32], float]]:
+    """What makes a new learner for (cluster, index), and the held-out loss, over one text.
+
+    Raises ConfigError for text that cannot be used.
+    """
+    text = read_text(config)
+    return lambda cluster, index: ByteLearner(config, text, total_tokens), evaluator(config, text)
+
+
+class ByteLearner:
+    """One cluster's model, inner optimizer and text, on the processor; sets torch's thread count for the process.
+
+    Flat vectors are float32 of layout().n_elems elements. Two of one configuration begin with equal parameters.
+    """
+
+    def __init__(self, config: TrainConfig, text: SharedText, total_tokens: int) -> None:
+        """total_tokens: of the whole run, the end of the learning rate's schedule (0: unknown)."""
+        torch.set_num_threads(config.threads)
+        self._config = config
+        self._text = text.training
+        self._model = ByteModel(SIZES[config.model_size], config.seed)
+        self._optimizer = make_optimizer(self._model, config)
+        self._parameters = TorchParameters(self._model, self._optimizer)
+        self._schedule = Schedule(config.lr, config.warmup_tokens, config.min_lr_fraction, total_tokens)
+
+    def layout(self) -> Layout:
+        return self._parameters.layout()
+
+    def data_plan(self) -> DataPlan:
+        """What the master lends; equal on all clusters of one text."""
+        return self._text.plan
+
+    def snapshot(self, into: F32) -> None:
+        self._parameters.snapshot(into)
+
+    def install(self, flat: F32) -> None:
+        self._parameters.install(flat)
+
+    def reset_inner_optimizer(self) -> None:
+        self._parameters.reset_inner_optimizer()
+
+    def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float:
+        """One inner step on exactly these tokens, each range a row of the batch; the mean loss in nats per byte.
+
+        progress_tokens: where the run stands on the learning rate's schedule. A loss that is not finite changes
+        nothing and is returned. Raises RemoteProtocolError for a range that the text does not have.
+        """
+        batch = make_batch(self._text, ranges)
+        lr = self._schedule.at(progress_tokens)
+        return inner_step(self._model, self._optimizer, batch, lr, self._config.grad_clip)
+
+
+def evaluator(config: TrainConfig, text: SharedText) -> Callable[[F32], float]:
+    """The held-out loss, in nats per byte, of a model given as a flat vector; sets torch's thread count.
+
+    Raises ConfigError when the held-out text is shorter than one window, and on a vector of another length.
+    """
+    torch.set_num_threads(config.threads)
+    windows = windows_of(text.heldout, config.sequence_tokens)
+    model = ByteModel(SIZES[config.model_size])
+    layout = TorchParameters(model, make_optimizer(model, config)).layout()
+    return lambda flat: heldout_loss(model_from_flat(layout, flat), windows)

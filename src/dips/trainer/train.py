@@ -1,0 +1,160 @@
+"""`dips train`: the training loop of one cluster, and the same loop without a master.
+
+The loop steps, the driver (worker/driver.py) decides what happens between two steps. Never computes on a token that
+was not leased to it, and never goes on after its driver says that it is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from dips.core.errors import ConfigError
+from dips.core.observe.failpoints import install
+from dips.core.observe.telemetry import Tape, configure_logging
+from dips.trainer.config import TrainConfig
+from dips.trainer.data import LeasedBatches
+from dips.trainer.heldout import heldout_loss, windows_of
+from dips.trainer.inner import InnerTrainer
+from dips.trainer.progress import StepReports
+from dips.trainer.rows import all_ranges
+from dips.trainer.schedule import Schedule
+from dips.trainer.signals import StopSignals
+from dips.trainer.slowdown import Slowdown
+from dips.worker.config import ClientConfig, check
+from dips.worker.driver import Driver
+from dips.worker.torch_parameters import TorchParameters
+from dips.worker.torch_state import TorchState
+
+_logger = logging.getLogger("dips.trainer")
+
+ALONE = "alone"
+"""The name and the cause in records of training without a master."""
+
+MIXED_CHUNKS_PER_ROW = 2
+"""A lease holds at least so many chunks for each row of a batch, so that a batch never is one document."""
+
+
+def run(train: TrainConfig, client: ClientConfig) -> int:
+    """Train until the run ends, or for train.steps steps when client.master is empty; the process's exit code.
+
+    0 when the run has ended or has drained this cluster; else 143 after SIGTERM and 130 after ctrl-C, so that a
+    supervisor which did not send the signal starts it again. In all cases this cluster has left. Raises the errors of
+    core/errors.py: ConfigError for settings, Refused when the master has no place for this cluster.
+    """
+    configure_logging("worker", client.cluster_id or ALONE, client.log_level, client.log_format)
+    install("worker", enabled=client.failpoints)
+    if not client.master:
+        return _run_alone(train, client)
+    check(client)
+    with StopSignals() as signals:
+        return _ClusterLoop(train, client, signals).run()
+
+
+class _ClusterLoop:
+    """The loop of a cluster in a run."""
+
+    def __init__(self, train: TrainConfig, client: ClientConfig, signals: StopSignals) -> None:
+        self._train = train
+        self._signals = signals
+        self._inner = InnerTrainer(train)
+        parameters = TorchParameters(self._inner.model, self._inner.optimizer)
+        self._batches = LeasedBatches(self._inner.text, train.batch_size, train.sequence_tokens)
+        self._tape = Tape(client.tape, "worker", client.cluster_id, may_lose=True)
+        self._reports = StepReports(self._tape, train.log_every_steps)
+        inner = TorchState(self._inner.model, self._inner.optimizer, {"data": self._batches, "reports": self._reports})
+        plan = self._inner.text.plan
+        self._driver = Driver(client, parameters, parameters.layout(), plan, inner=inner, tape=self._tape)
+        self._slowdown = Slowdown(train.emulate_gap)
+        self._forgotten = 0
+
+    def run(self) -> int:
+        reason, whole = "finished", True
+        try:
+            self._signals.when_heard(self._driver.request_stop)
+            self._driver.start()
+            if self._driver.resumed:
+                self._batches.resume(self._driver.take_unused())
+            self._train_until_done()
+        except BaseException as error:
+            reason, whole = f"{type(error).__name__}: {error}", False
+            raise
+        finally:
+            self._driver.close(reason, push_pending=whole)
+            self._tape.close()
+        _logger.info("left the run: %s", self._driver.exit_reason)
+        return 0 if self._driver.released else self._signals.exit_code
+
+    def _train_until_done(self) -> None:
+        schedule = schedule_of(self._train, self._driver.settings.tk_max_tokens)
+        while not self._driver.done:
+            self._driver.checkpoint_if_due()
+            self._forget_what_is_not_lent()
+            # Each lease may be preceded by a new Join, so what is not lent any more goes before every step.
+            if self._batches.held_tokens < self._train.step_tokens:
+                self._batches.add(self._driver.lease(self._wanted_tokens()))
+            else:
+                self._step(schedule)
+
+    def _forget_what_is_not_lent(self) -> None:
+        """After a new Join the master may have lent our ranges to somebody else."""
+        if self._driver.times_forgotten != self._forgotten:
+            self._forgotten = self._driver.times_forgotten
+            self._batches.keep_only(self._driver.held_ranges)
+
+    def _wanted_tokens(self) -> int:
+        """Tokens to lease: the steps up to the next push, and enough chunks to mix."""
+        mixed = MIXED_CHUNKS_PER_ROW * self._train.batch_size * self._train.chunk_tokens
+        return max(self._driver.local_steps * self._train.step_tokens, mixed)
+
+    def _step(self, schedule: Schedule) -> None:
+        begin_s = time.monotonic()
+        batch, lr = self._batches.next(), schedule.at(self._driver.progress)
+        base = str(self._driver.version or "")
+        loss = self._inner.step(batch, lr)
+        # Before the driver hears of the step: it measures this cluster's speed, and the wait is part of that.
+        self._signals.wait(self._slowdown.wait_s(time.monotonic() - begin_s))
+        self._driver.step(batch.tokens, batch.ranges, loss)
+        self._reports.step(loss, batch.tokens, lr, self._driver.progress, base, self._driver.cause)
+
+
+def schedule_of(train: TrainConfig, total_tokens: int) -> Schedule:
+    """The learning rate of a run of total_tokens tokens (0: unknown)."""
+    return Schedule(train.lr, train.warmup_tokens, train.min_lr_fraction, total_tokens)
+
+
+def _run_alone(train: TrainConfig, client: ClientConfig) -> int:
+    """Plain training of the same model on the same text: the baseline, and a first look without any server."""
+    if train.steps is None:
+        raise ConfigError(
+            "neither a master nor a number of steps is given: give --master HOST:PORT to take part in a run, or "
+            "--steps N to train without one"
+        )
+    inner = InnerTrainer(train)
+    windows = windows_of(inner.heldout, train.sequence_tokens)
+    name = client.cluster_id or ALONE
+    with StopSignals() as signals, Tape(client.tape, "worker", name, may_lose=True) as tape:
+        tokens = _steps_alone(inner, train.steps, signals, StepReports(tape, train.log_every_steps))
+        loss = heldout_loss(inner.model.cpu(), windows)
+        tape.write("heldout", ALONE, version=None, tokens=tokens, loss=loss)
+        _logger.info("held-out loss %.4f nats per byte after %d tokens, without a master", loss, tokens)
+        return signals.exit_code
+
+
+def _steps_alone(inner: InnerTrainer, steps: int, signals: StopSignals, reports: StepReports) -> int:
+    train = inner.config
+    schedule, slowdown = schedule_of(train, steps * train.step_tokens), Slowdown(train.emulate_gap)
+    batches = LeasedBatches(inner.text, train.batch_size, train.sequence_tokens)
+    source, tokens = all_ranges(inner.text.plan), 0
+    for _ in range(steps):
+        if signals.caught is not None:
+            break
+        begin_s = time.monotonic()
+        if batches.held_tokens < train.step_tokens:
+            batches.add(next(source) for _ in range(MIXED_CHUNKS_PER_ROW * train.batch_size))
+        batch, lr = batches.next(), schedule.at(tokens)
+        loss = inner.step(batch, lr)
+        tokens += batch.tokens
+        reports.step(loss, batch.tokens, lr, tokens, "", ALONE)
+        signals.wait(slowdown.wait_s(time.monotonic() - begin_s))
+    return tokens

@@ -1,0 +1,228 @@
+"""Files of a checkpoint: tensors in safetensors' format, and small JSON records that carry their own checksum.
+
+Each is written whole under a temporary name, flushed, renamed, and its directory flushed, so that a crash at any
+point leaves the file of that name as it was or as it shall be. The tensors' format is safetensors' own (8-byte
+length, JSON header, raw tensors), written by hand because the library copies every tensor and never flushes. Never
+reads a byte that it does not check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from dips.core.errors import DipsError
+from dips.core.observe.failpoints import failpoint
+
+IO_BYTES = 4 << 20
+"""Written and read in pieces of this size: large enough for the disk, small enough for the cache."""
+
+MAX_HEADER_BYTES = 64 << 20
+"""A header names every tensor with about 100 bytes, so this allows some hundred thousand of them."""
+
+ITEM_BYTES: Mapping[str, int] = {
+    **{"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2},
+    **{"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8},
+}
+"""safetensors' names of element types, and their sizes."""
+
+Bytes = NDArray[np.uint8]
+
+
+class CheckpointError(DipsError):
+    """A file of a checkpoint is not what was written; the sentence says how."""
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor as its bytes, little-endian and contiguous. dtype: a name of ITEM_BYTES."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Bytes
+
+    def __post_init__(self) -> None:
+        assert self.data.nbytes == math.prod(self.shape) * ITEM_BYTES[self.dtype], "as many bytes as the shape says"
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """What proves that a file is the one that was written: length, and xxh3-128 of all its bytes."""
+
+    n_bytes: int
+    xxh3_128: str
+
+
+# ---- tensors ----
+
+
+def write_tensors(path: Path, tensors: Mapping[str, RawTensor]) -> FileStamp:
+    """Write all tensors to one file. Raises OSError, leaving the file of this name as it was."""
+    return write_durably(path, [_header(tensors), *(tensor.data.data for tensor in tensors.values())])
+
+
+def read_tensors(path: Path, stamp: FileStamp) -> dict[str, RawTensor]:
+    """Read a file of tensors and check every byte. Raises CheckpointError when it is not the one that was stamped."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            n_bytes = os.fstat(file.fileno()).st_size
+            if n_bytes != stamp.n_bytes:
+                raise CheckpointError(f"{path.name} has {n_bytes} bytes, {stamp.n_bytes} were written: it is torn")
+            return _read(path, file, stamp)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+
+
+def _header(tensors: Mapping[str, RawTensor]) -> memoryview:
+    header: dict[str, Any] = {"__metadata__": {"format": "dips-checkpoint-1"}}
+    start = 0
+    for name, tensor in tensors.items():
+        stop = start + tensor.data.nbytes
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return memoryview(len(text).to_bytes(8, "little") + text)
+
+
+def _read(path: Path, file: Any, stamp: FileStamp) -> dict[str, RawTensor]:
+    whole = xxhash.xxh3_128()
+    prefix = _take(path, file, 8, whole)
+    length = int.from_bytes(prefix.tobytes(), "little")
+    if not 2 <= length <= min(MAX_HEADER_BYTES, stamp.n_bytes):
+        raise CheckpointError(f"{path.name} does not begin as a file of tensors does")
+    header = _take(path, file, length, whole).tobytes()
+    tensors = {}
+    for name, dtype, shape in _described(path, header, stamp.n_bytes - 8 - length):
+        tensors[name] = RawTensor(dtype, shape, _take(path, file, math.prod(shape) * ITEM_BYTES[dtype], whole))
+    if whole.hexdigest() != stamp.xxh3_128:
+        raise CheckpointError(f"{path.name}: its bytes are not those that were written")
+    return tensors
+
+
+def _described(path: Path, header: bytes, n_bytes: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor; they must fill the file, or nothing is allocated for them."""
+    try:
+        rows = {name: row for name, row in json.loads(header).items() if name != "__metadata__"}
+        found = [(name, str(row["dtype"]), tuple(map(int, row["shape"]))) for name, row in rows.items()]
+        sizes = [math.prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in found]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{path.name}: its header cannot be read ({error})") from error
+    if sum(sizes) != n_bytes or any(size < 0 for size in sizes):
+        raise CheckpointError(f"{path.name}: its header speaks of {sum(sizes)} bytes, there are {n_bytes}")
+    return found
+
+
+def _take(path: Path, file: Any, n_bytes: int, whole: xxhash.xxh3_128) -> Bytes:
+    data = np.empty(n_bytes, np.uint8)
+    for begin in range(0, n_bytes, IO_BYTES):
+        piece = data.data[begin : begin + IO_BYTES]
+        rest = piece
+        while rest:
+            n = file.readinto(rest)
+            if not n:
+                raise CheckpointError(f"{path.name} ends early: it is torn")
+            rest = rest[n:]
+        whole.update(piece)
+    return data
+
+
+# ---- records ----
+
+
+def write_record(path: Path, body: Mapping[str, Any]) -> None:
+    """Write a JSON record with the checksum of its body. Raises OSError, leaving the file of this name as it was."""
+    text = _canonical(body)
+    record = json.dumps({"body": body, "xxh3_128": xxhash.xxh3_128_hexdigest(text)}, allow_nan=False)
+    write_durably(path, [memoryview(record.encode())])
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The body of a record. Raises CheckpointError when it cannot be read or is not what was written."""
+    try:
+        raw = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} is no JSON: it is torn or was changed") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("body"), dict):
+        raise CheckpointError(f"{path.name} is no record of a checkpoint")
+    body: dict[str, Any] = raw["body"]
+    if not _is_plain(body) or xxhash.xxh3_128_hexdigest(_canonical(body)) != raw.get("xxh3_128"):
+        raise CheckpointError(f"{path.name}: its content is not what was written")
+    return body
+
+
+def _is_plain(body: Mapping[str, Any]) -> bool:
+    """Whether it could have been written at all: JSON as Python reads it has infinities, and surrogates."""
+    try:
+        _canonical(body)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _canonical(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+# ---- durably ----
+
+
+def write_durably(path: Path, parts: Sequence[memoryview]) -> FileStamp:
+    """Replace a file as a whole: temporary file, flush, rename, flush of the directory.
+
+    Raises OSError; the temporary file is gone then, and the file of this name is as it was or as it shall be.
+    """
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        stamp = _write_parts(temporary, parts)
+        failpoint("worker.checkpoint.before_rename")
+        os.replace(temporary, path)
+        failpoint("worker.checkpoint.after_rename")
+        fsync_directory(path.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    return stamp
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make names durable: a rename is not until its directory is flushed."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        failpoint("worker.checkpoint.before_directory_fsync")
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_parts(path: Path, parts: Iterable[memoryview]) -> FileStamp:
+    hasher, total = xxhash.xxh3_128(), 0
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        failpoint("worker.checkpoint.before_write")
+        for part in parts:
+            for begin in range(0, part.nbytes, IO_BYTES):
+                piece = part[begin : begin + IO_BYTES]
+                hasher.update(piece)
+                total += piece.nbytes
+                while piece.nbytes:
+                    piece = piece[os.write(handle, piece) :]
+        failpoint("worker.checkpoint.before_fsync")
+        os.fsync(handle)
+        failpoint("worker.checkpoint.after_fsync")
+    finally:
+        os.close(handle)
+    return FileStamp(total, hasher.hexdigest())

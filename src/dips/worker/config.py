@@ -1,0 +1,169 @@
+"""What one training cluster may set for itself.
+
+Settings that all clusters of a run must share (H, outer learning rate, chunk size) live on the master; where they
+stand here they only say what this cluster expects, and a difference is refused at Join. Never holds a secret.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from dips.core.assumptions import violations
+from dips.core.errors import ConfigError
+from dips.core.ids import check_name
+from dips.core.messages import Settings
+from dips.core.net.addresses import parse_address, require_loopback
+from dips.core.observe.log_lines import LogFormat
+from dips.core.observe.metrics_knobs import MetricsKnobs
+from dips.core.units import Seconds
+from dips.core.wire import WIRE_DTYPES, Codec
+from dips.worker.state.times import times_of
+
+SECTION = "worker"
+"""The TOML table, and the middle of the environment names DIPS_WORKER_<FIELD>."""
+
+PositiveSeconds = Annotated[Seconds, Field(gt=0)]
+AutoSeconds = Literal["auto"] | PositiveSeconds
+"""auto: from the master's heartbeat_s and round_timeout_s (worker/state/times.py), which nobody need think about."""
+
+
+class ClientConfig(MetricsKnobs):
+    """One cluster's settings; the precedence is core.config's."""
+
+    run_id: str = Field("", description="The run to take part in; empty: whichever the master serves.")
+    cluster_id: str = Field("", description="This cluster's name; the same after a restart.")
+    master: str = Field("", description="The master's HOST:PORT.")
+    tape: Path | None = Field(None, description="File to which this process appends its event record.")
+    declared_tokens_per_s: float = Field(
+        0.0, ge=0, description="Speed at which this cluster claims to train until it is measured; 0: unknown."
+    )
+    check_tokens: bool = Field(
+        True,
+        description="Refuse a count of tokens that the model's inputs cannot hold; no where it fetches its own data.",
+    )
+    connect_wait_s: PositiveSeconds = Field(
+        120.0, description="How long the first join waits for a master that cannot be reached, before it gives up."
+    )
+    call_deadline_s: AutoSeconds = Field(
+        "auto",
+        description="How long one control call may take; auto: as long as the master waits for beats (10 s), "
+        "at least 6 s.",
+    )
+    retry_max_s: AutoSeconds = Field(
+        "auto",
+        description="Longest pause between two tries of a call that failed; it begins at 0.2 s and doubles; "
+        "auto: half a heartbeat (1 s).",
+    )
+    leave_wait_s: AutoSeconds = Field(
+        "auto",
+        description="How long leaving may take, with the push of the last steps and its verdict, before it is given "
+        "up; auto: the master's round_timeout_s (30 s), twice the last push and pull, and as long as the push's "
+        "window is open.",
+    )
+    # A chunk of 1 MiB takes 0.8 s at 10 Mbit/s; the timer adapts upwards from here to the gaps that it measures.
+    data_silence_s: AutoSeconds = Field(
+        "auto",
+        description="A slave that answers nothing for so long is asked again over a new connection; "
+        "auto: a heartbeat (2 s).",
+    )
+    data_stall_s: AutoSeconds = Field(
+        "auto",
+        description="A transfer without any progress for so long is given up and asked for anew; "
+        "auto: the master's round_timeout_s (30 s).",
+    )
+    checkpoint_dir: Path | None = Field(
+        None, description="Directory for this cluster's checkpoints, its own alone; empty: none are made."
+    )
+    checkpoint_every_s: Seconds = Field(
+        60.0, ge=0, description="Time between two checkpoints; 0: as fast as they can be written."
+    )
+    checkpoints_kept: int = Field(2, ge=1, description="Checkpoints that stay; a damaged one falls back to the next.")
+    resume: bool = Field(False, description="Go on from the newest checkpoint, if there is one.")
+    resume_required: bool = Field(False, description="Go on from the newest checkpoint, and fail if there is none.")
+    sync_every: int | None = Field(
+        None, ge=1, description="Inner steps between two pushes that this cluster expects; empty: the master's word."
+    )
+    outer_lr: float | None = Field(
+        None, gt=0, description="Outer learning rate that this cluster expects; empty: the master's word."
+    )
+    outer_momentum: float | None = Field(
+        None, ge=0, lt=1, description="Outer momentum that this cluster expects; empty: the master's word."
+    )
+    wire_dtype: str = Field(
+        "float32",
+        description="How this cluster's pushes are written: float32 parameters, or bfloat16, int8 or int4 differences "
+        "to the version that it pulled, with what rounding loses kept for the next push.",
+    )
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
+    log_format: LogFormat = Field("human", description="Form of log lines: human, or json for machines.")
+
+    @field_validator("wire_dtype")
+    @classmethod
+    def _check_wire_dtype(cls, value: str) -> str:
+        if value not in WIRE_DTYPES:
+            raise ValueError(f"wire_dtype {value!r} is none of {', '.join(WIRE_DTYPES)}")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        wrong = violations("worker", dict(iter(self)))
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+
+def given(seconds: float | str) -> float | None:
+    """A time that somebody set; None for "auto"."""
+    return None if isinstance(seconds, str) else seconds
+
+
+def leaving_takes_s(config: ClientConfig, settings: Settings) -> float:
+    """The longest that a cluster takes to leave such a master, with its last push, if that and its window do not take
+    longer than a round's time-out.
+    """
+    times = times_of(given_times(config), settings)
+    return times.leave_wait_s + times.call_deadline_s
+
+
+@dataclass(frozen=True)
+class TimesGiven:
+    """The times of a ClientConfig; None for "auto"."""
+
+    call_deadline_s: float | None
+    retry_max_s: float | None
+    leave_wait_s: float | None
+    data_silence_s: float | None
+    data_stall_s: float | None
+
+
+def given_times(config: ClientConfig) -> TimesGiven:
+    return TimesGiven(
+        given(config.call_deadline_s), given(config.retry_max_s), given(config.leave_wait_s),
+        given(config.data_silence_s), given(config.data_stall_s),
+    )  # fmt: skip
+
+
+def wire_of(config: ClientConfig) -> Codec:
+    """The codec that wire_dtype names."""
+    return WIRE_DTYPES[config.wire_dtype]
+
+
+def check(config: ClientConfig) -> ClientConfig:
+    """Return the settings if a cluster can run with them. Raises ConfigError naming the setting and the remedy."""
+    if not config.master:
+        raise ConfigError("the master's address is missing: set DIPS_MASTER, or give --master HOST:PORT")
+    parse_address(config.master, "master")
+    if config.insecure:
+        require_loopback(config.master, "master")
+    if not config.cluster_id:
+        raise ConfigError("the cluster's name is missing: set DIPS_CLUSTER, or give --cluster-id NAME")
+    check_name(config.cluster_id, "cluster_id")
+    if config.run_id:
+        check_name(config.run_id, "run_id")
+    if (config.resume or config.resume_required) and config.checkpoint_dir is None:
+        raise ConfigError("resuming needs checkpoints: give --checkpoint-dir DIR, or leave out --resume")
+    return config

@@ -1,0 +1,343 @@
+"""The flat copies of the model that a cluster keeps beside its live parameters, and the arithmetic between them.
+
+Shapes: every vector is float32 of n_elems (the layout's). Memory, in vectors: two while training waits for its push and
+pull (theta_base, and the landing place of the pull, which is theta_at_push before if that is sent from a copy), a third
+when steps were made meanwhile, one more for the residual of a difference codec (worker/wire.py).
+
+Parameters in bfloat16 or float16 hold what was installed only rounded, and that rounding is as large as a
+pseudo-gradient. theta_now of such a model is theta_installed + (its parameters - theta_installed rounded): what steps
+changed, and nothing else. theta_installed is theta_base, but for a vector of its own (one more) after a rebase.
+
+The push vector is read by the data thread while a push is sent, the pull vector written by it while a version is
+fetched; everything else is the training thread's alone, which calls every method here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dips.core.allocator import zeros
+from dips.core.chunks import chunks_of
+from dips.core.layout import Layout
+from dips.core.observe.starting import Starting
+from dips.core.wire import DIFFERENCES, Codec
+from dips.worker.live import Live
+from dips.worker.parameters import ParameterStore, Ready, RoundingStore, StreamingStore
+from dips.worker.state.effects import InstallMode
+from dips.worker.wire import Places, kernels
+
+F32 = NDArray[np.float32]
+
+PIECE_ELEMS = 1 << 18
+"""Arithmetic goes by pieces that stay in the cache between its two operations."""
+
+
+WORTH_A_LINE_BYTES = 1 << 30
+
+
+class Vectors:
+    """theta_base, theta_at_push, the pulled theta, and the residual.
+
+    theta_at_push is a vector, or what the live parameters hold (_push_is_live; then keep_push() must be called before
+    they change), or theta_base (_push_is_base).
+    """
+
+    def __init__(
+        self,
+        n_elems: int,
+        store: ParameterStore | None = None,
+        starting: Callable[[], Starting] | None = None,
+        *,
+        n_trained: int | None = None,
+    ) -> None:
+        """store: whose memory is used, if it has a word on that (StreamingStore), and whose rounding is kept
+        out of what is pushed. starting: told of a vector of a GiB or more, which takes its time. n_trained: elements
+        before those that are averaged; None: there are no others.
+        """
+        self._n_elems = n_elems
+        self._n_trained = n_elems if n_trained is None else n_trained
+        self._starting = starting if 4 * n_elems >= WORTH_A_LINE_BYTES else None
+        self._store = store if isinstance(store, StreamingStore) else None
+        self._rounding = store if isinstance(store, RoundingStore) and store.rounds else None
+        self._installed: F32 | None = None
+        self.installs = 0
+        """How often theta_installed changed: who keeps a copy sees whether it is the newest."""
+        self._base: F32 | None = None
+        self._push: F32 | None = None
+        self._ready: Ready | None = None
+        self._live: Live | None = None
+        self._push_is_live = False
+        self._push_is_base = False
+        self._pull: F32 | None = None
+        self._free: list[F32] = []
+        self._residual: F32 | None = None
+        self._has_residual = False
+        self.residual_changes = 0
+        """How often the residual changed: who keeps a copy sees whether it is the newest."""
+
+    # ---- what may be read ----
+
+    @property
+    def base(self) -> F32:
+        """theta_base; of any content before the first install() or restore()."""
+        if self._base is None:
+            self._base = self._take()
+        return self._base
+
+    @property
+    def push(self) -> F32:
+        """theta_at_push, whole, while it is not the live parameters."""
+        self._settle_snapshot()
+        return self.base if self._push_is_base else self._pushed()
+
+    @property
+    def pull(self) -> F32:
+        """Where the pulled version lands, or has landed."""
+        return self.landing()
+
+    @property
+    def residual(self) -> F32 | None:
+        """What earlier pushes lost by rounding; None: nothing."""
+        return self._residual if self._has_residual else None
+
+    @property
+    def installed(self) -> F32 | None:
+        """theta_installed, where it is a vector of its own."""
+        return None if self._installed is self._base else self._installed
+
+    @property
+    def n_vectors(self) -> int:
+        """Vectors in memory, the residual's included."""
+        held = (self._base, self._push, self._pull, self._residual, self.installed)
+        return len(self._free) + sum(vector is not None for vector in held)
+
+    def empty(self) -> F32:
+        """A further vector in memory of the same kind; not one of these."""
+        starting = self._starting() if self._starting is not None else None
+        if starting is not None:
+            starting.touched(0, 4 * self._n_elems)
+        vector = self._store.empty(self._n_elems) if self._store is not None else zeros(self._n_elems)
+        if starting is not None:
+            starting.end()
+        return vector
+
+    # ---- the push ----
+
+    def snapshot(self, parameters: ParameterStore, *, may_stay_live: bool = False) -> None:
+        """theta_at_push = theta_now. No transfer may be under way: it could still write what is taken here.
+
+        may_stay_live: training is about to wait, so that no copy is made if the push can be sent from the parameters.
+        """
+        self._settle_snapshot()
+        self._free += [vector for vector in (self._push, self._pull) if vector is not None]  # a pull that was given up
+        self.forget_push()
+        self._push = self._pull = None
+        self._push_is_base = False
+        parts = parameters.live() if may_stay_live and isinstance(parameters, StreamingStore) else None
+        self._push_is_live = parts is not None
+        if parts is not None:
+            self._live = Live(parts)
+        else:
+            self._copy_live(parameters)
+
+    def copy_base(self) -> None:
+        """theta_at_push = theta_base, to the bit, which nothing overwrites before a pull is installed."""
+        self._settle_snapshot()
+        self.forget_push()
+        self._push_is_base = True
+
+    def sending(self) -> tuple[F32 | Live, Ready | None]:
+        """What a push is sent from, and which part of it is there (None: all)."""
+        if self._push_is_base:
+            return self.base, None
+        if self._live is not None:
+            return self._live, None
+        return self._pushed(), self._ready
+
+    def keep_push(self, parameters: ParameterStore) -> None:
+        """Training goes on: if theta_at_push stands in the live parameters alone, it gets a vector now."""
+        if self._push_is_live:
+            push = self._copy_live(parameters)
+            self._push_is_live = False
+            if self._live is not None:
+                self._settle_snapshot()
+                self._live.freeze(push)
+                self._live = None
+
+    def forget_push(self) -> None:
+        """The parameters are about to change, and nothing will be computed from theta_at_push if it is in them."""
+        self._push_is_live = False
+        if self._live is not None:
+            self._live.end()
+            self._live = None
+
+    def restore(self, base: F32, push: F32 | None, residual: F32 | None = None, installed: F32 | None = None) -> None:
+        """What a checkpoint held; push None: nothing needs theta_at_push. installed None: it was theta_base."""
+        np.copyto(self.base, base)
+        if self._rounding is not None:
+            self._installed = self.base
+            if installed is not None:
+                self._installed = self._take()
+                np.copyto(self._installed, installed)
+            self.installs += 1
+        if push is not None:
+            self._push = self._push if self._push is not None else self._take()
+            np.copyto(self._push, push)
+        if residual is not None:
+            np.copyto(self._residual_room(), residual)
+            self._has_residual = True
+
+    # ---- the pull ----
+
+    def landing(self, *, push_is_live: bool = False, push_is_needed: bool = True) -> F32:
+        """Where the next version is to land. A pull that is asked for again lands where it did before.
+
+        push_is_live: the parameters are theta_at_push still; then its vector need not be kept until training goes on,
+        of which keep_push() must be told. push_is_needed: something will still be computed from theta_at_push.
+        """
+        if self._pull is None:
+            self._push_is_live = (self._push_is_live or push_is_live) and push_is_needed and not self._push_is_base
+            if self._push is not None and (self._push_is_live or not push_is_needed or self._push_is_base):
+                self._settle_snapshot()
+                self._pull, self._push = self._push, None
+            else:
+                self._pull = self._take()
+        return self._pull
+
+    def install(self, parameters: ParameterStore, mode: InstallMode) -> None:
+        """Make the pulled theta live (REPLACE: to the bit) and remember it as theta_base."""
+        self._settle_snapshot()
+        self.forget_push()
+        pulled, old_base, own = self.pull, self._base, self.installed
+        installed = pulled
+        if mode is InstallMode.REPLACE:
+            parameters.install(pulled)
+        else:
+            if mode is InstallMode.REBASE_FROM_PUSH:
+                then = self.push
+                # theta_base is worth nothing any more, unless theta_now is computed from it.
+                room = self.base if self._installed is not self.base else self._take()
+            else:
+                then = self.base
+                room = self._push = self._push if self._push is not None else self._take()
+            self._rebase(parameters, pulled, then, room)
+            installed = room
+        self._base, held = pulled, (old_base, self._push, own, installed)
+        self._push = self._pull = None
+        self._push_is_base = False
+        if self._rounding is not None:
+            self._installed = installed
+            self.installs += 1
+        keep = (self._base, self._installed)
+        self._free += [vector for vector in _distinct(held) if not any(vector is kept for kept in keep)]
+        if mode is InstallMode.REPLACE:
+            del self._free[1:]  # nothing was computed while this pull went on, so two vectors do
+
+    # ---- the residual ----
+
+    def keep_residual(self, wire: Codec, spans: Iterable[tuple[int, int]]) -> None:
+        """residual = (push - base + residual) - what the slaves were sent of it; `spans`: chunk_spans() of the push."""
+        assert wire in DIFFERENCES, "float32 loses nothing"
+        now, base, residual, keep = self.push, self.base, self._residual_room(), kernels().keep_residual
+        if not self._has_residual:
+            residual.fill(0)
+        for start, stop in spans:
+            keep(wire, now[start:stop], base[start:stop], residual[start:stop])
+        self._has_residual = True
+        self.residual_changes += 1
+
+    def clear_residual(self) -> None:
+        """The steps that it comes from do not stand any more."""
+        self._has_residual = False
+        self.residual_changes += 1
+
+    # ---- parts ----
+
+    def _take(self) -> F32:
+        if self._free:
+            return self._free.pop()
+        return self.empty()
+
+    def _pushed(self) -> F32:
+        assert self._push is not None, "theta_at_push is asked for while there is one"
+        return self._push
+
+    def _residual_room(self) -> F32:
+        if self._residual is None:
+            self._residual = self._take()
+        return self._residual
+
+    def _copy_live(self, parameters: ParameterStore) -> F32:
+        """theta_now becomes the push vector, or begins to."""
+        self._push = self._take()
+        if isinstance(parameters, StreamingStore):
+            self._ready = parameters.begin_snapshot(self._push)
+        else:
+            parameters.snapshot(self._push)
+        if self._rounding is not None and self._installed is not None:
+            self._ready = _Exact(self._rounding, self._ready, self._push, self._installed)
+        return self._push
+
+    def _settle_snapshot(self) -> None:
+        """Return once the push vector is written."""
+        if self._ready is not None:
+            self._ready.wait(0, self._n_elems)
+            self._ready = None
+
+    def _rebase(self, parameters: ParameterStore, pulled: F32, then: F32, room: F32) -> None:
+        """theta_now = pulled + (theta_now - then), computed in `room`.
+
+        Averaged buffers become the pulled ones: a statistic moves towards what it is of, so that a way it went does not
+        lead on from another place (a variance could come out negative), and a few steps renew it.
+        """
+        parameters.snapshot(room)
+        room[self._n_trained :] = pulled[self._n_trained :]
+        for start in range(0, self._n_trained, PIECE_ELEMS):
+            here = slice(start, min(start + PIECE_ELEMS, self._n_trained))
+            if self._rounding is not None and self._installed is not None:
+                self._rounding.add_rounded_off(room, self._installed, here.start, here.stop)
+            np.subtract(room[here], then[here], out=room[here])
+            np.add(pulled[here], room[here], out=room[here])
+        parameters.install(room)
+
+
+class _Exact:
+    """A snapshot without its rounding, each piece when it is first asked for: by the data thread, which sends it while
+    other pieces are copied still, or by whoever computes from it.
+    """
+
+    def __init__(self, store: RoundingStore, copied: Ready | None, flat: F32, installed: F32) -> None:
+        """copied: which part of the snapshot is in `flat`; None: all. installed: not to be changed before the end."""
+        self._store = store
+        self._copied = copied
+        self._flat = flat
+        self._installed = installed
+        self._is_exact = [False] * -(-flat.size // PIECE_ELEMS)
+        self._lock = threading.Lock()
+
+    def wait(self, start_elem: int, stop_elem: int) -> None:
+        for piece in range(start_elem // PIECE_ELEMS, -(-stop_elem // PIECE_ELEMS)):
+            start, stop = piece * PIECE_ELEMS, min((piece + 1) * PIECE_ELEMS, self._flat.size)
+            with self._lock:
+                if self._is_exact[piece]:
+                    continue
+                if self._copied is not None:
+                    self._copied.wait(start, stop)
+                self._store.add_rounded_off(self._flat, self._installed, start, stop)
+                self._is_exact[piece] = True
+
+
+def _distinct(vectors: Iterable[F32 | None]) -> list[F32]:
+    """Without None, and each once."""
+    return list({id(vector): vector for vector in vectors if vector is not None}.values())
+
+
+def chunk_spans(layout: Layout, chunk_bytes: int) -> list[tuple[int, int]]:
+    """First and last-plus-one element of every chunk in the flat vector."""
+    places = Places(layout)
+    elems = (places.elems_at(chunk) for chunk in chunks_of(layout.blocks, chunk_bytes))
+    return [(here.start, here.stop) for here in elems]

@@ -1,0 +1,174 @@
+"""What a push's chunks look like on the wire: the parameters as they stand, or differences to the base in fewer bits.
+
+Shapes: every vector is the whole model's, float32 of n_elems (the layout's). A chunk's bytes are a function of theta,
+base and residual alone, so that one that is sent again is the same to the bit. numba is imported only where
+differences are sent. Raises ConfigError from kernels() when it is not installed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dips.core.chunks import Chunk
+from dips.core.errors import ConfigError
+from dips.core.layout import FLOAT32_BYTES, Layout
+from dips.core.release import how_to_install
+from dips.core.wire import Codec, encoded_bytes
+from dips.worker.parameters import Ready
+
+F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
+
+
+class Kernels(Protocol):
+    """The part of dips.core.math.wire_numba that a worker needs; dips.core.math.wire_numpy says what each computes."""
+
+    def encode(self, codec: Codec, now: F32, base: F32, residual: F32 | None, payload: U8) -> None: ...
+
+    def keep_residual(self, codec: Codec, now: F32, base: F32, residual: F32) -> None: ...
+
+    def warm_up(self) -> None: ...
+
+
+def kernels() -> Kernels:
+    """The compiled conversions. Raises ConfigError without numba."""
+    try:
+        from dips.core.math import wire_numba
+    except ModuleNotFoundError as error:
+        if error.name != "numba":
+            raise
+        raise ConfigError(
+            f"wire_dtype other than float32 needs numba, which is not installed: {how_to_install('worker')}, or leave "
+            "wire_dtype out"
+        ) from error
+    return wire_numba
+
+
+def warm_up(tell: Callable[[str, int, int], None]) -> None:
+    """Compile the conversions, or load them; tell: (kernel that is compiled, how many, of how many). Raises ConfigError
+    without numba.
+    """
+    kernels()
+    from dips.core.math import wire_numba
+    from dips.core.math.compiling import watched
+
+    with watched(tell, wire_numba):
+        wire_numba.warm_up()
+
+
+def bytes_of(flat: F32) -> U8:
+    """The vector's memory, without a copy."""
+    return flat.view(np.uint8)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What theta is the difference to; residual: what earlier pushes lost by rounding, None where nothing was."""
+
+    base: F32
+    residual: F32 | None = None
+
+
+class Places:
+    """Where chunks stand in a flat vector."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._start_elem = [block.start_elem for block in layout.blocks]
+
+    def bytes_at(self, chunk: Chunk) -> slice:
+        """Its bytes."""
+        begin = self._start_elem[chunk.block_id] * FLOAT32_BYTES + chunk.offset_bytes
+        return slice(begin, begin + chunk.length_bytes)
+
+    def elems_at(self, chunk: Chunk) -> slice:
+        """Its elements."""
+        begin = self._start_elem[chunk.block_id] + chunk.offset_bytes // FLOAT32_BYTES
+        return slice(begin, begin + chunk.length_bytes // FLOAT32_BYTES)
+
+
+class Payloads(Protocol):
+    """The payload of each chunk of a push. lasting: its memory is not written again for another chunk.
+
+    lock: held from of() until the checksum is taken.
+    """
+
+    codec: Codec
+    lasting: bool
+    lock: AbstractContextManager[object]
+
+    def of(self, chunk: Chunk) -> memoryview: ...
+
+
+class Source(Protocol):
+    """Where parameters stand as bytes (worker/live.py)."""
+
+    lock: threading.Lock
+
+    def bytes_at(self, here: slice) -> memoryview: ...
+
+
+class Parameters:
+    """theta as it stands, without a copy."""
+
+    codec = Codec.F32
+    lasting = True
+
+    def __init__(self, theta: F32 | Source, places: Places) -> None:
+        self.lock: AbstractContextManager[object] = nullcontext()
+        self._read: Callable[[slice], memoryview]
+        if isinstance(theta, np.ndarray):
+            self._read = bytes_of(theta).data.__getitem__
+        else:
+            self._read, self.lock = theta.bytes_at, theta.lock
+        self._places = places
+
+    def of(self, chunk: Chunk) -> memoryview:
+        """The chunk's memory in theta."""
+        return self._read(self._places.bytes_at(chunk))
+
+
+class Differences:
+    """theta - base + residual in fewer bits; each payload is valid until the next one is asked for."""
+
+    lasting = False
+
+    def __init__(self, codec: Codec, theta: F32, difference: Difference, places: Places, chunk_bytes: int) -> None:
+        """Raises ConfigError without numba."""
+        self.codec = codec
+        self.lock: AbstractContextManager[object] = nullcontext()
+        self._theta = theta
+        self._difference = difference
+        self._places = places
+        self._kernels = kernels()
+        self._room = np.empty(encoded_bytes(codec, chunk_bytes // FLOAT32_BYTES), np.uint8)
+
+    def of(self, chunk: Chunk) -> memoryview:
+        """The chunk, written anew."""
+        here, difference = self._places.elems_at(chunk), self._difference
+        payload = self._room[: encoded_bytes(self.codec, chunk.length_bytes // FLOAT32_BYTES)]
+        residual = None if difference.residual is None else difference.residual[here]
+        self._kernels.encode(self.codec, self._theta[here], difference.base[here], residual, payload)
+        return payload.data
+
+
+class Gated:
+    """Payloads of a push vector that is still being written: each waits for its part of the snapshot."""
+
+    def __init__(self, payloads: Payloads, ready: Ready, places: Places) -> None:
+        self.codec, self.lasting, self.lock = payloads.codec, payloads.lasting, payloads.lock
+        self._payloads = payloads
+        self._ready = ready
+        self._places = places
+
+    def of(self, chunk: Chunk) -> memoryview:
+        """The chunk's payload, once it is there."""
+        here = self._places.elems_at(chunk)
+        self._ready.wait(here.start, here.stop)
+        return self._payloads.of(chunk)

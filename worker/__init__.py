@@ -1,7 +1,0 @@
-"""What runs in a training cluster. The only place for torch."""
-
-if __name__ != "dips.worker":
-    raise ImportError(
-        f"import dips.worker, not {__name__}: the folder at the top of the repository is the same code "
-        "under a second name"
-    )
