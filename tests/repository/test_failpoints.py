@@ -21,7 +21,8 @@ ROLES = ("core", "master", "slave", "worker")
 SECTIONS = {role: getattr(failpoint_names, role.upper()) for role in ROLES}
 PATTERNS = {pattern for section in SECTIONS.values() for pattern in section}
 MACHINERY = SOURCE / "core" / "observe" / "failpoints.py"
-MODULES = [path for path in modules() if path.relative_to(SOURCE).parts[0] in ROLES and path != MACHINERY]
+ROLE_OF_PACKAGE = {role: role for role in ROLES} | {"trainer": "worker"}
+MODULES = [path for path in modules() if path.relative_to(SOURCE).parts[0] in ROLE_OF_PACKAGE and path != MACHINERY]
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -39,7 +40,7 @@ class Use:
 
     @property
     def role(self) -> str:
-        return self.path.relative_to(SOURCE).parts[0]
+        return ROLE_OF_PACKAGE[self.path.relative_to(SOURCE).parts[0]]
 
 
 def functions(tree: ast.Module) -> Iterator[FunctionNode]:
