@@ -80,7 +80,7 @@ FROM common AS slave
 COPY --from=slave-packages /opt/dips/venv /opt/dips/venv
 COPY --from=package /opt/dips/venv /opt/dips/venv
 RUN NUMBA_CACHE_DIR=/opt/dips/kernels python -c \
- "from dips.core import kernels_numba, kernels_wire; kernels_numba.warm_up(); kernels_wire.warm_up()"
+ "from dips.core.math import outer_numba, wire_numba; outer_numba.warm_up(); wire_numba.warm_up()"
 USER 10001:10001
 CMD ["dips", "slave", "--help"]
 

@@ -31,7 +31,7 @@ OF_PROCESSES = ("tests/integration/", "tests/slow/", "tests/faults/", "tests/end
 WITHOUT_PROCESSES = ("tests/slow/unit/",)
 WISHES = ("--faults", "--endurance")
 
-WARM_UP = "from dips.core import kernels_numba, kernels_wire; kernels_numba.warm_up(); kernels_wire.warm_up()"
+WARM_UP = "from dips.core.math import outer_numba, wire_numba; outer_numba.warm_up(); wire_numba.warm_up()"
 
 
 LISTED = Path(__file__).with_name("second_tries.txt")
