@@ -27,11 +27,11 @@ import torch
 from dips.core.clock import SystemClock
 from dips.core.ids import Incarnation, Version
 from dips.core.observe.telemetry import Tape, read_tape
-from dips.worker.checkpointing import Checkpointing
+from dips.worker.checkpoint import Checkpointing
 from dips.worker.config import ClientConfig
+from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.saved import SavedSession
-from dips.worker.state.session import Session
-from dips.worker.torch_parameters import TorchParameters
+from dips.worker.torch_model import TorchParameters
 from dips.worker.torch_state import TorchState
 from dips.worker.vectors import Vectors
 
@@ -76,7 +76,7 @@ def measure(n_bytes: int, repeats: int, directory: Path) -> Result:
     vectors, clock = Vectors(parameters.layout().n_elems), SystemClock()
     vectors.snapshot(parameters)
     config = ClientConfig(checkpoint_dir=directory / "checkpoints", checkpoint_every_s=0.0)
-    session = cast(Session, _Standing(parameters.layout().layout_hash))
+    session = cast(ClusterMachine, _Standing(parameters.layout().layout_hash))
     tape, floors = directory / "tape", []
     with Tape(tape, "bench", "a") as records:
         checkpoints = Checkpointing(

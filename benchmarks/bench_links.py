@@ -32,8 +32,8 @@ from flows.peer import Peer
 from flows.shaped_ends import ClusterSite, SlaveSite, TcpSite, placement_of
 from shaped import Cable, NotPossible, ShapedNet, made_in
 
-from dips.master.state.schedule import TransferScheduler, Way, Wish
-from dips.sim.transfers import Method
+from dips.master.state.schedule import TransferRequest, TransferScheduler, Way
+from dips.sim.transfers import TransferMethod
 
 MIB = 1 << 20
 FRAME_BYTES, FRAME_PAYLOAD_BYTES = 1514, 1448
@@ -99,15 +99,15 @@ class Cast:
         self._slaves = tuple(slaves)
         self._number = 0
 
-    def race(self, clusters: Sequence[str], way: Way, method: Method) -> dict[str, float]:
+    def race(self, clusters: Sequence[str], way: Way, method: TransferMethod) -> dict[str, float]:
         """All of these at once: seconds that each one's transfer takes."""
         self._number += 1
         scheduler = TransferScheduler()
         for name in clusters:
             slot = self.clusters.index(name)
             order = tuple(range(len(self._slaves)))
-            if method is Method.SCHEDULED:
-                order = scheduler.begin(Wish(name, way, slot), self._placement)
+            if method is TransferMethod.SCHEDULED:
+                order = scheduler.begin(TransferRequest(name, way, slot), self._placement)
             if way is Way.PUSH:
                 for slave in self._slaves:
                     self._peers[slave].call("open", name, self._number, slot)
@@ -177,7 +177,7 @@ def far(options: Options) -> list[Row]:
         for _ in range(options.repeats):
             runs["tcp"].append({"a": cast.tcp("a", "s0", options.far_bytes)})
             for way in Way:
-                runs[way.value].append(cast.race(["a"], way, Method.SCHEDULED))
+                runs[way.value].append(cast.race(["a"], way, TransferMethod.SCHEDULED))
     found = {what: _medians(of) for what, of in runs.items()}
     tcp_s = found["tcp"][0]["a"]
     rows = []
@@ -204,10 +204,10 @@ def slow(options: Options) -> list[Row]:
     with stage(_cables(options, SLOW_PART), clusters, slaves, options.n_bytes, options) as (_, cast):
         for way in Way:
             alone_runs: list[dict[str, float]] = []
-            together: dict[Method, list[dict[str, float]]] = {method: [] for method in Method}
+            together: dict[TransferMethod, list[dict[str, float]]] = {method: [] for method in TransferMethod}
             for _ in range(options.repeats):
-                alone_runs.append({name: cast.race([name], way, Method.SCHEDULED)[name] for name in FAST})
-                for method in Method:
+                alone_runs.append({name: cast.race([name], way, TransferMethod.SCHEDULED)[name] for name in FAST})
+                for method in TransferMethod:
                     together[method].append(cast.race(clusters, way, method))
             alone, spread = _medians(alone_runs)
             rows.append(Row("slow", f"{way.value} alone", alone, spread, {}))
@@ -227,7 +227,7 @@ def narrow(options: Options) -> list[Row]:
     rows = []
     with stage(cables, clusters, ["s0"], options.n_bytes, options) as (_, cast):
         for way in Way:
-            for method in (Method.SCHEDULED, Method.FREE):
+            for method in (TransferMethod.SCHEDULED, TransferMethod.FREE):
                 runs = [cast.race(clusters, way, method) for _ in range(options.repeats)]
                 seconds, spread = _medians(runs)
                 # Clusters are alike, so who ends first may change from run to run: only mean and last say something.
@@ -248,8 +248,8 @@ def mixed(options: Options) -> list[Row]:
             net.set_rate(FOURTH, _cables(options, part)[FOURTH])
             served, rings = [], []
             for _ in range(options.repeats):
-                push = cast.race(clusters, Way.PUSH, Method.SCHEDULED)
-                pull = cast.race(clusters, Way.PULL, Method.SCHEDULED)
+                push = cast.race(clusters, Way.PUSH, TransferMethod.SCHEDULED)
+                pull = cast.race(clusters, Way.PULL, TransferMethod.SCHEDULED)
                 served.append({name: push[name] + pull[name] for name in clusters})
                 rings.append(cast.ring())
             (ours, spread), (ring, ring_spread) = _medians(served), _medians(rings)

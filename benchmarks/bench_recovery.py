@@ -40,7 +40,7 @@ SETTLE_S = 5.0
 
 REST_S = 75.0
 """Until the next fault: long enough that a life which ended was no quick one, and that what is usual is known again: a
-cluster's patience is that of its last 32 exchanges (worker/state/patience.py), of which a round makes one each 2 s."""
+cluster's patience is that of its last 32 exchanges (worker/state/waiting.py), of which a round makes one each 2 s."""
 
 FAULTS = ("slave", "master", "cluster", "silent", "hung")
 

@@ -66,12 +66,12 @@ from dips.core.observe.telemetry import Tape
 from dips.core.placement import Placement, shard_bytes_needed
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.slave.data_server import DataServer
-from dips.slave.engine import Engine
 from dips.slave.ring import Ring
+from dips.slave.shell import SlaveShell
 from dips.slave.snapshot_file import file_bytes
 from dips.slave.snapshots import SnapshotStore
 from dips.slave.state import events
-from dips.slave.state.slave import SlaveState
+from dips.slave.state.slave import SlaveMachine
 
 F32 = NDArray[np.float32]
 PLAIN_PIECE_BYTES = 4 << 20
@@ -200,9 +200,9 @@ class Slave:
         self._data = DataServer("127.0.0.1", 0, RUN, self._settings.chunk_bytes, lambda event: None, self._crashed)
         room = shard_bytes_needed((block.n_elems for block in layout.blocks), self._settings.chunk_bytes, 1, PINS)
         limits = (room, self._settings.chunk_bytes, self._store.promised_epoch, self._store.ring.infos())
-        state = SlaveState(RUN, SLAVE, self._data.endpoint, *limits)
+        state = SlaveMachine(RUN, SLAVE, self._data.endpoint, *limits)
         self._tape = Tape(None, "slave", SLAVE)
-        self._engine = Engine(state, SLAVE, room, self._store, self._data, self._tape, SystemClock())
+        self._engine = SlaveShell(state, SLAVE, room, self._store, self._data, self._tape, SystemClock())
         self._engine.send = self._heard
         self.v = -1
 

@@ -43,7 +43,7 @@ from dips.core.net.codec_protobuf import decode, encode
 from dips.core.net.grpc_channel import open_channel_aio
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.worker.config import ClientConfig
-from dips.worker.driver import Driver
+from dips.worker.shell import ClusterShell
 
 SMALL = Layout((Parameter("w", (64,), "float32", "w"),))
 QUIET_CALLS = 30
@@ -267,7 +267,7 @@ def _train(address: str, servers: Servers, layout: Layout, rounds: int, ages: li
     """Push and pull; notes how old the last beat is at the master. Returns seconds."""
     model, began_s = Still(layout), time.monotonic()
     config = ClientConfig(cluster_id="a", master=address, **servers.who("a"))
-    with Driver(config, model, layout, DataPlan(DataMode.OWN)) as driver:
+    with ClusterShell(config, model, layout, DataPlan(DataMode.OWN)) as driver:
         while driver.version is None or driver.version.v < rounds:
             time.sleep(0.25)
             model.theta += np.float32(0.001)

@@ -25,7 +25,7 @@ from dips.judge.verify import verify_or_say
 from dips.local.calibration import measure_tokens_per_s
 from dips.local.demo_plan import (
     RUN_ID,
-    DemoWish,
+    DemoOptions,
     cluster_names,
     make_plan,
     speed_gaps,
@@ -58,7 +58,7 @@ def main() -> int:
 
 def soak(minutes: float, seed: int, directory: Path) -> int:
     """Both runs, and what is to be said of them; the exit code."""
-    wish = DemoWish(minutes=CALM_SHARE * minutes, faults=False)
+    wish = DemoOptions(minutes=CALM_SHARE * minutes, faults=False)
     train, names = train_settings(wish), cluster_names(wish.clusters)
     gaps, cores = speed_gaps(wish.clusters), os.cpu_count() or 1
     say(f"measuring how fast this machine trains ({cores} cores, load {os.getloadavg()[0]:.1f})")
@@ -78,11 +78,11 @@ def soak(minutes: float, seed: int, directory: Path) -> int:
     return 1 if wrong else 0
 
 
-def run(wish: DemoWish, directory: Path, tk_max: int, kills: list[Kill]) -> tuple[Storm, list[HeldoutPoint]]:
+def run(wish: DemoOptions, directory: Path, tk_max: int, kills: list[Kill]) -> tuple[Storm, list[HeldoutPoint]]:
     """One run to its end, verified; what happened, and its held-out losses."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     clock = SystemClock()
-    wish = DemoWish(**{**vars(wish), "run_dir": directory})
+    wish = DemoOptions(**{**vars(wish), "run_dir": directory})
     plan = make_plan(wish, train_settings(wish), tk_max)
     name = directory.name
     with claim(directory, Mark(RUN_ID, DEMO, "soak")) as claimed:

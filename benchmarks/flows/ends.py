@@ -26,8 +26,8 @@ from dips.core.net.curve import CurvePair
 from dips.core.placement import shard_bytes_needed
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
-from dips.slave.main import SWITCH_INTERVAL_S
-from dips.slave.memory import Buffer, ShardMemory
+from dips.slave.memory import ShardMemory, ThetaBuffer
+from dips.slave.process import SWITCH_INTERVAL_S
 from dips.slave.state.events import PushStaged
 from dips.worker.transfer import TransferSettings
 from dips.worker.transfer_zmq import Common, carry_pull, carry_push
@@ -108,7 +108,7 @@ class SlaveEnd:
             curve=self._pair if way == "curve" else None,
         )
         assert self._memory.current is not None
-        buffer = Buffer(self._memory.current.theta, self._memory.current.info, self.checksums[way])
+        buffer = ThetaBuffer(self._memory.current.theta, self._memory.current.info, self.checksums[way])
         done = threading.Event()
         server.start()
         server.set_memory(self._memory.map, self._memory.staging, lambda: None)

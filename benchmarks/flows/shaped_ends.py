@@ -22,10 +22,10 @@ from dips.core.layout import Layout, Parameter
 from dips.core.math import outer_numba
 from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
 from dips.core.placement import Placement
-from dips.sim.transfers import CAP_CHUNKS, FLOWS, Method
+from dips.sim.transfers import CAP_CHUNKS, FLOWS, TransferMethod
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
-from dips.slave.memory import Buffer
+from dips.slave.memory import ThetaBuffer
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap
 from dips.worker.transfer import TransferSettings
@@ -73,7 +73,7 @@ class SlaveSite:
         self._server.start()
         done = threading.Event()
         self._server.set_memory(ShardMap(blocks, CHUNK_BYTES), staging, lambda: None)
-        self._server.set_readable({V0: Buffer(theta, info, checksums)}, done.set, V0)
+        self._server.set_readable({V0: ThetaBuffer(theta, info, checksums)}, done.set, V0)
         done.wait()
 
     def _staged(self, event: PushStaged) -> None:
@@ -134,7 +134,7 @@ class ClusterSite:
         self._context.destroy(linger=0)
 
     def _common(self, method: str) -> Common:
-        settings = TransferSettings(CHUNK_BYTES, CAP_CHUNKS, SILENCE_S, STALL_S, FLOWS[Method(method)])
+        settings = TransferSettings(CHUNK_BYTES, CAP_CHUNKS, SILENCE_S, STALL_S, FLOWS[TransferMethod(method)])
         return Common(RUN, 1, "bench", self._layout, settings)
 
     # ---- without servers ----

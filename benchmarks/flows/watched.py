@@ -19,9 +19,9 @@ from dips.core.observe.metrics_server import PATH, LoopSnapshots, MetricsServer
 from dips.slave.connections import ConnectionGuard
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ShardMemory
-from dips.slave.metrics_collector import Collector, Sizes, disk_free_bytes, snapshot
+from dips.slave.metrics_collector import Collector, DiskSizes, disk_free_bytes, snapshot
 from dips.slave.metrics_counts import JOBS, Counts
-from dips.slave.state.slave import SlaveState
+from dips.slave.state.slave import SlaveMachine
 
 MEMORY_BYTES = 8 << 30
 ANSWER_S = 10.0
@@ -33,7 +33,7 @@ class ServedMetrics:
     def __init__(self, run_id: str, data: DataServer, memory: ShardMemory, chunk_bytes: int) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="bench-loop", daemon=True)
-        state = SlaveState(run_id, "s", data.endpoint, MEMORY_BYTES, chunk_bytes, 0, ())
+        state = SlaveMachine(run_id, "s", data.endpoint, MEMORY_BYTES, chunk_bytes, 0, ())
         counts = Counts(SystemClock())
         for kind in JOBS:
             with counts.job(kind):
@@ -42,7 +42,7 @@ class ServedMetrics:
         collector, guard = Collector("s", MEMORY_BYTES, 1e9), ConnectionGuard(data, MEMORY_BYTES)
 
         def collect() -> Families:
-            sizes = Sizes(guard.memory_bytes(), guard.limit_bytes, disk_free_bytes(Path.cwd()), 0)
+            sizes = DiskSizes(guard.memory_bytes(), guard.limit_bytes, disk_free_bytes(Path.cwd()), 0)
             return collector.families(snapshots.take(), data.figures(), sizes)
 
         self._server = MetricsServer("127.0.0.1:0", collect, INSECURE)

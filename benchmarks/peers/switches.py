@@ -30,7 +30,7 @@ def switch_off(name: str) -> None:
 
 
 def _small_pages() -> None:
-    from dips.slave import main as slave_main
+    from dips.slave import process as slave_main
 
     _replace(slave_main, "keep_freed_memory", lambda: False)
     del mmap.MADV_HUGEPAGE
@@ -49,7 +49,7 @@ def _copied_answers() -> None:
 
 
 def _long_switches() -> None:
-    from dips.slave import main as slave_main
+    from dips.slave import process as slave_main
 
     _replace(slave_main, "SWITCH_INTERVAL_S", sys.getswitchinterval())
 

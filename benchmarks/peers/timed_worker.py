@@ -20,7 +20,7 @@ from dips.core.config import load
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, VerdictKind
 from dips.worker.config import SECTION, ClientConfig
-from dips.worker.driver import Driver
+from dips.worker.shell import ClusterShell
 
 F32 = NDArray[np.float32]
 LAYERS = 16
@@ -53,7 +53,7 @@ class Numbers:
 class Worker:
     """Steps through inner loops and keeps count; times of CLOCK_MONOTONIC."""
 
-    def __init__(self, driver: Driver, numbers: Numbers, step_s: float) -> None:
+    def __init__(self, driver: ClusterShell, numbers: Numbers, step_s: float) -> None:
         self._driver = driver
         self._numbers = numbers
         self._step_s = step_s
@@ -91,7 +91,7 @@ def main() -> None:
         "master": os.environ["DIPS_MASTER"], "cluster_id": f"c{options.cluster}", "tape": options.tape,
         "insecure": True,
     }).value  # fmt: skip
-    with Driver(config, numbers, numbers.layout(), DataPlan(DataMode.OWN)) as driver:
+    with ClusterShell(config, numbers, numbers.layout(), DataPlan(DataMode.OWN)) as driver:
         print(json.dumps({"ready": True, "model_bytes": 0, "sample": []}), flush=True)
         worker = Worker(driver, numbers, options.step_ms / 1e3)
         for line in sys.stdin:

@@ -20,7 +20,7 @@ from dips.core.messages import DataMode, DataPlan
 from dips.core.observe.telemetry import configure_logging
 from dips.local.settings import role_settings
 from dips.worker.config import SECTION, ClientConfig
-from dips.worker.driver import Driver
+from dips.worker.shell import ClusterShell
 
 F32 = NDArray[np.float32]
 TOKENS_PER_STEP = 1000
@@ -61,7 +61,7 @@ def main(steps_file: Path, n_elems: int, step_s: float, data: str) -> int:
     configure_logging("worker", config.cluster_id)
     model = Walk(n_elems)
     ended = os.open(steps_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    with Driver(config, model, model.layout(), LEASED if data == "leased" else DataPlan(DataMode.OWN)) as driver:
+    with ClusterShell(config, model, model.layout(), LEASED if data == "leased" else DataPlan(DataMode.OWN)) as driver:
         while not driver.done:
             ranges = driver.lease(TOKENS_PER_STEP) if data == "leased" else []
             if data == "leased" and not ranges:

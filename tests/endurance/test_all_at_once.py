@@ -13,7 +13,7 @@ from support.whole_run import WholeRun
 
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import VerdictKind
-from dips.worker.links import Links
+from dips.worker.sockets import SlaveSockets
 
 CLUSTERS, SLAVES = 8, 4
 LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (40_000 + i,), "float32", f"layers.{i}") for i in range(8)), 30_000)
@@ -31,18 +31,18 @@ def test_eight_clusters_push_to_four_slaves_and_pull_from_them_together(
 ) -> None:
     connects: list[str] = []
     opened: list[int] = []
-    connect, open_all = Links.reconnect, Links.open
+    connect, open_all = SlaveSockets.reconnect, SlaveSockets.open
 
-    def reconnect(links: Links, slave: str) -> None:
+    def reconnect(links: SlaveSockets, slave: str) -> None:
         connects.append(slave)
         connect(links, slave)
 
-    def open_slaves(links: Links, slaves: Sequence[str]) -> None:
+    def open_slaves(links: SlaveSockets, slaves: Sequence[str]) -> None:
         opened.append(len(slaves))
         open_all(links, slaves)
 
-    monkeypatch.setattr(Links, "reconnect", reconnect)
-    monkeypatch.setattr(Links, "open", open_slaves)
+    monkeypatch.setattr(SlaveSockets, "reconnect", reconnect)
+    monkeypatch.setattr(SlaveSockets, "open", open_slaves)
     patient = {"grace_s": 100.0, "verdict_wait_s": 150.0, "round_timeout_s": 200.0}
     knobs: dict[str, Any] = {"min_clusters": CLUSTERS, "clip_norm": 1e6, "chunk_bytes": CHUNK_BYTES, **patient}
     with WholeRun(tmp_path, SLAVES, tk_max=rounds * CLUSTERS * TOKENS, **knobs) as run:

@@ -20,7 +20,7 @@ from dips.core.chunks import digest_of_array
 from dips.core.clock import SystemClock
 from dips.core.messages import PullGrant, Ticket
 from dips.slave.memory import bytes_of
-from dips.worker.links import Links
+from dips.worker.sockets import SlaveSockets
 from dips.worker.transfer_zmq import Common, carry_pull, carry_push
 
 MIB = 1 << 20
@@ -53,13 +53,13 @@ def test_what_is_pushed_is_there_once_and_comes_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     connects: list[str] = []
-    connect = Links.reconnect
+    connect = SlaveSockets.reconnect
 
-    def reconnect(links: Links, slave: str) -> None:
+    def reconnect(links: SlaveSockets, slave: str) -> None:
         connects.append(slave)
         connect(links, slave)
 
-    monkeypatch.setattr(Links, "reconnect", reconnect)
+    monkeypatch.setattr(SlaveSockets, "reconnect", reconnect)
     flat = allocator.zeros(bulk.n_elems)
     bulk.fill(flat)
     order = tuple(block.block_id for block in bulk.layout.blocks)

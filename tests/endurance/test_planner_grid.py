@@ -12,7 +12,7 @@ from dips.planner.ir import straight
 from dips.planner.schedules.cross_ud import cross_ud
 from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import simulate
-from dips.planner.sweep import GREEDY_PARTS, Case, Row, cases, rows_of
+from dips.planner.sweep import GREEDY_PARTS, Case, SweepRow, cases, rows_of
 
 RATIOS = [0, 0.25, 0.5, 1, 2]
 COMMAND = (
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.endurance
 @pytest.mark.timeout(600)
 def test_the_whole_grid_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(COMMAND.split()) == 0
-    rows = [Row(**row) for row in json.loads(capsys.readouterr().out)]
+    rows = [SweepRow(**row) for row in json.loads(capsys.readouterr().out)]
     assert len(by_point(rows)) == 2 * 2 * 2 * 5 * 5 * 2
     assert len(rows) == 400 * 8
     check_grid(rows)

@@ -17,10 +17,10 @@ ELSEWHERE: Mapping[str, str] = {
     "master.archive.before_prune": "tests/unit/master/test_archive.py",
     "master.rpc.before_Watch": "tests/integration/test_master_server.py",
     "master.rpc.after_Watch": "tests/integration/test_master_server.py",
-    "worker.export.before_rename": "tests/unit/worker/trainer/test_trainer_export.py",
-    "worker.export.before_directory_fsync": "tests/unit/worker/trainer/test_trainer_export.py",
-    "worker.status.before_call": "tests/unit/worker/trainer/test_trainer_follower.py",
-    "worker.status.after_call": "tests/unit/worker/trainer/test_trainer_follower.py",
+    "worker.export.before_rename": "tests/unit/trainer/test_trainer_export.py",
+    "worker.export.before_directory_fsync": "tests/unit/trainer/test_trainer_export.py",
+    "worker.status.before_call": "tests/unit/trainer/test_trainer_follower.py",
+    "worker.status.after_call": "tests/unit/trainer/test_trainer_follower.py",
 }
 """Not reached by clusters without torch, or only with megabytes of journal: the test that runs through it."""
 

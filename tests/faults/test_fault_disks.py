@@ -22,7 +22,7 @@ from support.fault_run import CLUSTERS, SLAVES, TALLY, FaultRun
 from support.fork_server import ForkServer
 
 from dips.master.directory import ADDRESS_NAME, LOCK_NAME, TAPE_NAME
-from dips.slave.push_record import DIRECTORY
+from dips.slave.push_evidence import DIRECTORY
 
 FELT_S = 30.0
 FULL_S = 1.5

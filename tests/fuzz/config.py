@@ -18,7 +18,7 @@ from dips.core.observe.failpoint_spec import parse
 from dips.local.authority import ensure_keys
 from dips.local.run_file import read_run_file
 from dips.master.config import MasterConfig
-from dips.master.server_site import from_toml
+from dips.planner.server_site import from_toml
 from dips.sim.scale.scenario import load_scenario
 from dips.slave.config import SlaveConfig
 from dips.worker.config import ClientConfig

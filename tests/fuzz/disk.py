@@ -28,7 +28,7 @@ from dips.core.model_description import Lacking, ModelDescription, description_f
 from dips.core.observe.telemetry import Tape, read_tape
 from dips.core.untrained import TensorDigest, Untrained
 from dips.master.archive import FOLDER, JournalRecord, write_segment
-from dips.master.journal import FILE_NAME, Entry, Journal, read_records
+from dips.master.journal import FILE_NAME, Journal, JournalEntry, read_records
 from dips.master.journal_file import RECORDS, set_base
 from dips.master.state.ledger import UNREADABLE, commit_from_record, ledger_from_journal, ledger_of
 from dips.slave import manifest as manifests
@@ -176,7 +176,7 @@ def committed() -> tuple[str, bytes]:
     bench = Bench().running("a", "b", "c")
     for name in ("a", "b", "c"):
         bench.push(name, 100)
-    ledger = bench.state.world.ledger
+    ledger = bench.state.shared.ledger
     assert ledger.commit is not None
     return ledger.to_json(), ledger.commit.record
 
@@ -205,7 +205,7 @@ def _journal(ledger: str) -> bytes:
     folder = fresh("seed-journal")
     journal = Journal.open(folder, "test")
     epoch = journal.begin_epoch()
-    journal.append_all(epoch, [Entry(n, "JOIN", '{"kind":"JOIN"}', ledger) for n in range(1, 30)])
+    journal.append_all(epoch, [JournalEntry(n, "JOIN", '{"kind":"JOIN"}', ledger) for n in range(1, 30)])
     journal.close()
     with closing(sqlite3.connect(folder / FILE_NAME)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -38,7 +38,7 @@ from dips.core.net.grpc_refusal import to_refusal
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_port import DataPort
-from dips.slave.memory import Buffer
+from dips.slave.memory import ThetaBuffer
 from dips.slave.state.staging import ShardMap
 from fuzz.mutate import mutated
 from fuzz.target import Broken, Target
@@ -148,7 +148,7 @@ class Port:
         self.port.set_memory(ShardMap(LAYOUT.blocks, CHUNK_BYTES), self.rows)
         theta = np.arange(LAYOUT.n_elems, dtype=np.float32)
         info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", b"", committed=True)
-        buffer = Buffer(theta, info, chunk_checksums(theta, LAYOUT.blocks, CHUNK_BYTES))
+        buffer = ThetaBuffer(theta, info, chunk_checksums(theta, LAYOUT.blocks, CHUNK_BYTES))
         self.port.set_readable({V0: buffer}, V0)
         self.port.open(push_id("a"), 1, 0, opening=1)
         self.port.open(push_id("b"), 1, 1, opening=1, wire=Codec.INT8, base=V0)

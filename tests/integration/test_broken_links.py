@@ -15,7 +15,7 @@ from dips.core.clock import SystemClock
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress
-from dips.worker.links import Links
+from dips.worker.sockets import SlaveSockets
 from dips.worker.transfer import TURNED_AWAY_S, TransferSettings
 from dips.worker.transfer_zmq import Common, carry_pull
 
@@ -52,7 +52,7 @@ class Mute:
 
 def test_a_link_says_that_its_slave_is_gone(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     slave = Mute()
-    links = Links(context, slave.placement, 4096)
+    links = SlaveSockets(context, slave.placement, 4096)
     links.open(["s0"])
     links.send("s0", b"x")
     assert slave.hears()

@@ -55,9 +55,9 @@ from dips.core.net.security import INSECURE
 from dips.core.observe.failpoints import armed, hits
 from dips.core.observe.telemetry import Tape, read_tape
 from dips.master.access import Access
-from dips.master.executor import Executor, Outcome
-from dips.master.server import MasterServer
-from dips.master.services_clusters import CALLS
+from dips.master.rpc.clusters import CALLS
+from dips.master.rpc.server import MasterServer
+from dips.master.shell import MasterExit, MasterShell
 from dips.master.state.effects import BeginAgain, CloseLink, Effect, Refuse, Reply, ToSlave
 from dips.master.state.events import (
     BeatsEnded,
@@ -84,7 +84,7 @@ class Served:
         self.machine = ScriptedMachine()
         self.tape_path = directory / "tape.jsonl"
         self.tape = Tape(self.tape_path, "master", "demo")
-        self.executor = Executor(self.machine, MemoryJournal().append_all, self.tape, SystemClock(), tick_s=60.0)
+        self.executor = MasterShell(self.machine, MemoryJournal().append_all, self.tape, SystemClock(), tick_s=60.0)
         self.server = MasterServer(MAX_MESSAGE_BYTES, 10, INSECURE, Access(INSECURE))
         self.address = self.server.bind("127.0.0.1:0")
         self.channel = grpc.aio.insecure_channel(self.address, options=channel_options(64 << 20))
@@ -119,7 +119,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     await made.server.start(made.executor)
     yield made
     await made.channel.close()
-    made.executor.stop(Outcome(0, "the test is over"))
+    made.executor.stop(MasterExit(0, "the test is over"))
     await made.server.stop()
     await made.executor.close()
     made.tape.close()
@@ -397,7 +397,7 @@ async def test_slaves_learn_that_the_master_ends(served: Served) -> None:
     stream = served.attach()
     await stream.write(encode(slave_hello()))
     await served.machine.until(SlaveSaid)
-    served.executor.stop(Outcome(0, "stopped"))
+    served.executor.stop(MasterExit(0, "stopped"))
     error = await failed(stream.read())
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.BUSY
@@ -453,7 +453,7 @@ async def test_watch_ends_at_once_when_the_master_ends(served: Served) -> None:
     served.reacts(operating)
     stream = served.operator.Watch(to_message(WatchRequest("demo", 3600)), timeout=30)
     await stream.read()
-    served.executor.stop(Outcome(0, "stopped"))
+    served.executor.stop(MasterExit(0, "stopped"))
     error = await failed(stream.read())
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.BUSY
@@ -579,7 +579,7 @@ async def test_another_executor_is_served_on_the_same_port(served: Served) -> No
     assert error.retry_after_s > 0
     assert (await served.executor.outcome).begin_again == 9
     machine = ScriptedMachine(answering)
-    later = Executor(machine, MemoryJournal().append_all, served.tape, SystemClock(), tick_s=60.0)
+    later = MasterShell(machine, MemoryJournal().append_all, served.tape, SystemClock(), tick_s=60.0)
     later.start()
     await served.server.start(later)
     await served.clusters.Leave(to_message(leave("again")), timeout=30)
@@ -588,5 +588,5 @@ async def test_another_executor_is_served_on_the_same_port(served: Served) -> No
     await stream.write(encode(slave_hello()))
     assert (await machine.until(SlaveSaid)).message == slave_hello()
     stream.cancel()
-    later.stop(Outcome(0, "the test is over"))
+    later.stop(MasterExit(0, "the test is over"))
     await later.close()

@@ -54,8 +54,8 @@ from dips.core.messages import (
 )
 from dips.slave import ring
 from dips.slave.config import SlaveConfig
-from dips.slave.main import serve
 from dips.slave.memory import ShardMemory
+from dips.slave.process import serve
 from dips.slave.snapshots import SnapshotStore
 
 A, B = push_id("a"), push_id("b")

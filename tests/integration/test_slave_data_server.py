@@ -28,7 +28,7 @@ from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import RECEIVE_BATCH, DataServer
-from dips.slave.memory import Buffer, ShardMemory
+from dips.slave.memory import ShardMemory, ThetaBuffer
 from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.events import PushStaged
 
@@ -79,7 +79,7 @@ class Served:
         self.server.set_memory(self.memory.map, self.memory.staging, lambda: None)
         self.told(lambda done: self.server.set_readable(self._readable(), done, V0))
 
-    def _readable(self) -> dict[Version, Buffer]:
+    def _readable(self) -> dict[Version, ThetaBuffer]:
         assert self.memory is not None
         return dict(self.memory.readable())
 

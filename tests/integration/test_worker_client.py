@@ -20,8 +20,8 @@ from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.security import INSECURE
 from dips.core.observe.telemetry import read_tape
 from dips.worker.config import ClientConfig
-from dips.worker.driver import Driver
 from dips.worker.reader import fetch_version
+from dips.worker.shell import ClusterShell
 
 OWN = DataPlan(DataMode.OWN)
 TOKENS = 100
@@ -34,16 +34,16 @@ def run() -> Iterator[RunForWorkers]:
     run.close()
 
 
-def driver(run: RunForWorkers, model: FlatModel, plan: DataPlan = OWN, **knobs: object) -> Driver:
+def driver(run: RunForWorkers, model: FlatModel, plan: DataPlan = OWN, **knobs: object) -> ClusterShell:
     given: dict[str, object] = {
         "master": run.address, "cluster_id": "a", "data_silence_s": 0.3, "call_deadline_s": 2.0, "retry_max_s": 0.3,
         "connect_wait_s": 10.0, "leave_wait_s": 5.0,
         "insecure": True,
     }  # fmt: skip
-    return Driver(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
+    return ClusterShell(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
 
 
-def train(driver: Driver, model: FlatModel, steps: int) -> None:
+def train(driver: ClusterShell, model: FlatModel, steps: int) -> None:
     """Each step adds 1 to every parameter, so that rebasing can be checked by counting."""
     for _ in range(steps):
         model.theta += 1
@@ -267,7 +267,7 @@ def test_training_goes_on_while_the_master_is_down(run: RunForWorkers) -> None:
         assert run.pushes[0].steps == 4, "the push is the one that was frozen"
 
 
-def rejoined(client: Driver, model: FlatModel) -> None:
+def rejoined(client: ClusterShell, model: FlatModel) -> None:
     """Train until the cluster has become another incarnation."""
     before = client.incarnation
     end_s = time.monotonic() + 120
@@ -394,7 +394,7 @@ def test_when_an_install_fails_the_cluster_still_says_good_bye(
     def fails(*_: object) -> None:
         raise OSError("the accelerator is lost")
 
-    def train_until_it_fails(client: Driver) -> None:
+    def train_until_it_fails(client: ClusterShell) -> None:
         monkeypatch.setattr(client, "_install", fails)
         train(client, model, 1000)
 

@@ -35,12 +35,12 @@ class Model(torch.nn.Module):
 def _same_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake run cuts layers into smaller blocks than the default."""
 
-    from dips.worker import torch_parameters
+    from dips.worker import torch_model
 
     def cut(parameters: object, block_elems: int) -> Layout:
         return Layout(parameters, LAYOUT.block_elems)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(torch_parameters, "Layout", cut)
+    monkeypatch.setattr(torch_model, "Layout", cut)
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ from dips.core.layout import Layout
 from dips.core.messages import BeginPushRequest, DataMode, DataPlan, VerdictKind
 from dips.core.observe import failpoints
 from dips.core.observe.telemetry import read_tape
-from dips.worker import torch_parameters
+from dips.worker import torch_model
 from dips.worker.checkpoint_file import read_record
 from dips.worker.config import ClientConfig
-from dips.worker.driver import Driver
 from dips.worker.parameters import ParameterStore
+from dips.worker.shell import ClusterShell
 from dips.worker.state.effects import Finished
 
 OWN = DataPlan(DataMode.OWN)
@@ -41,26 +41,28 @@ def run() -> Iterator[RunForWorkers]:
     run.close()
 
 
-def driver(run: RunForWorkers, model: ParameterStore, folder: Path, plan: DataPlan = OWN, **knobs: object) -> Driver:
+def driver(
+    run: RunForWorkers, model: ParameterStore, folder: Path, plan: DataPlan = OWN, **knobs: object
+) -> ClusterShell:
     given: dict[str, object] = {
         "master": run.address, "cluster_id": "a", "checkpoint_dir": folder / "checkpoints", "checkpoint_every_s": 0.0,
         "resume": True, "tape": folder / "tape", "retry_max_s": 0.3, "connect_wait_s": 60.0,
         "insecure": True,
     }  # fmt: skip
-    return Driver(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
+    return ClusterShell(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
 
 
 def wait_for(run: RunForWorkers, what: Callable[[], bool]) -> None:
     run.wait_for(what, within_s=90.0)
 
 
-def train(client: Driver, model: FlatModel, steps: int) -> None:
+def train(client: ClusterShell, model: FlatModel, steps: int) -> None:
     for _ in range(steps):
         model.theta += 1
         client.step(TOKENS, loss=2.0)
 
 
-def checkpoint(run: RunForWorkers, client: Driver, folder: Path) -> None:
+def checkpoint(run: RunForWorkers, client: ClusterShell, folder: Path) -> None:
     """Take one, of now, and wait until it is on disk."""
     before = len(records(folder, "checkpoint"))
     wait_for(run, lambda: written(client))
@@ -68,13 +70,13 @@ def checkpoint(run: RunForWorkers, client: Driver, folder: Path) -> None:
     wait_for(run, lambda: len(records(folder, "checkpoint")) > before)
 
 
-def written(client: Driver) -> bool:
+def written(client: ClusterShell) -> bool:
     assert client._checkpoints is not None
     writing = client._checkpoints._writing
     return writing is None or writing.done()
 
 
-def die(client: Driver) -> None:
+def die(client: ClusterShell) -> None:
     """As after SIGKILL: nobody says good-bye, threads and locks are gone."""
     client._finished = Finished("killed")
     client.close()
@@ -144,7 +146,7 @@ def test_a_push_that_was_applied_meanwhile_is_rebased_from_its_saved_parameters(
         assert np.array_equal(again.theta, other + (later - pushed))
 
 
-def _settled(client: Driver) -> bool:
+def _settled(client: ClusterShell) -> bool:
     """A step boundary without a step, so that what has arrived is handled."""
     client._settle()
     return False
@@ -154,20 +156,20 @@ def test_a_bfloat16_model_pushes_its_steps_alone_also_after_a_rebase_and_a_resta
     run: RunForWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What installing a version rounds is as large as what many steps change."""
-    monkeypatch.setattr(torch_parameters, "Layout", same_cut)
+    monkeypatch.setattr(torch_model, "Layout", same_cut)
     run.settings = replace(run.settings, verdict_wait_s=0.0)
     known = threading.Event()
     known.set()
     run.decide = lambda push: VerdictKind.APPLIED if known.is_set() else None
 
-    def enter() -> tuple[Driver, torch_parameters.TorchParameters]:
+    def enter() -> tuple[ClusterShell, torch_model.TorchParameters]:
         model = Model(3).bfloat16()
-        store = torch_parameters.TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        store = torch_model.TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
         client = driver(run, store, tmp_path)
         client.start()
         return client, store
 
-    def flat(store: torch_parameters.TorchParameters) -> F32:
+    def flat(store: torch_model.TorchParameters) -> F32:
         vector = np.empty(store.layout().n_elems, np.float32)
         store.snapshot(vector)
         return vector
@@ -356,9 +358,9 @@ def loop(run: RunForWorkers, folder: Path, losses: list[float], steps: int) -> d
         while not sync.done:
             losses.append(step(model, optimizer))
             scheduler.step()
-            wait_for(run, lambda: sync.driver is not None and written(sync.driver))
-        assert sync.driver is not None
-        sync.driver._finished = Finished("killed")
+            wait_for(run, lambda: sync.shell is not None and written(sync.shell))
+        assert sync.shell is not None
+        sync.shell._finished = Finished("killed")
     return sync
 
 
@@ -368,7 +370,7 @@ def test_a_users_loop_goes_on_with_its_scheduler_and_random_numbers(
     monkeypatch.setenv("DIPS_MASTER", run.address)
     monkeypatch.setenv("DIPS_INSECURE", "1")
     monkeypatch.setenv("DIPS_CLUSTER", "a")
-    monkeypatch.setattr(torch_parameters, "Layout", lambda parameters, block_elems: Layout(parameters, 4000))
+    monkeypatch.setattr(torch_model, "Layout", lambda parameters, block_elems: Layout(parameters, 4000))
     run.settings = replace(run.settings, sync_every_steps=100)
     torch.manual_seed(5)
     whole: list[float] = []
@@ -379,8 +381,8 @@ def test_a_users_loop_goes_on_with_its_scheduler_and_random_numbers(
     torch.manual_seed(99)
     second = loop(run, tmp_path / "parts", parts, 9)
     assert (first.steps, second.steps) == (4, 9)
-    assert second.driver is not None
-    assert second.driver.resumed
+    assert second.shell is not None
+    assert second.shell.resumed
     assert parts == whole
 
 
@@ -398,4 +400,4 @@ def test_a_state_without_the_two_methods_is_refused(run: RunForWorkers, tmp_path
 def test_resuming_needs_a_directory(run: RunForWorkers) -> None:
     config = ClientConfig(master=run.address, cluster_id="a", resume=True, insecure=True)
     with pytest.raises(ConfigError, match="give --checkpoint-dir"):
-        Driver(config, FlatModel(1), FlatModel(1).layout(), OWN)
+        ClusterShell(config, FlatModel(1), FlatModel(1).layout(), OWN)

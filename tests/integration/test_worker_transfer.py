@@ -20,7 +20,7 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, PlacementSpec, PullGrant, Refusal, SlaveAddress, Ticket
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.worker.config import ClientConfig
-from dips.worker.driver import Driver
+from dips.worker.shell import ClusterShell
 from dips.worker.transfer import TransferSettings
 from dips.worker.transfer_zmq import Common, carry_pull, carry_push
 
@@ -165,7 +165,7 @@ def run() -> Iterator[RunForWorkers]:
 def test_no_copy_is_made_for_a_push_while_training_waits(run: RunForWorkers) -> None:
     run.settings = replace(run.settings, verdict_wait_s=60.0)
     model = LiveModel(1)
-    with Driver(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
+    with ClusterShell(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
         for number in (1, 2, 3):
             for _ in range(4):
                 model.theta += 1
@@ -183,7 +183,7 @@ def test_a_push_that_training_does_not_wait_for_any_more_goes_on_from_a_copy(run
     released = threading.Event()
     busy = Refusal(RefusalCode.BUSY, "not now", 0.05)
     model = LiveModel(1)
-    with Driver(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
+    with ClusterShell(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
 
         def hook(header: DataHeader) -> Refusal | None:
             late = header.op is DataOp.PUT_CHUNK and header.block % 3 == 1
@@ -217,7 +217,7 @@ def test_a_loop_that_interrupts_its_wait_and_goes_on_changes_nothing_of_its_push
     busy = Refusal(RefusalCode.BUSY, "not now", 0.05)
     released = threading.Event()
     model = LiveModel(1)
-    with Driver(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
+    with ClusterShell(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
         for slave in run.slaves:
             slave.hook = lambda header: busy if header.op is DataOp.PUT_CHUNK and not released.is_set() else None
         for _ in range(3):
@@ -249,7 +249,7 @@ def test_training_that_goes_on_while_a_version_lands_keeps_its_steps(run: RunFor
     released = threading.Event()
     busy = Refusal(RefusalCode.BUSY, "not now", 0.05)
     model = kind(1)
-    with Driver(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
+    with ClusterShell(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
         for slave in run.slaves:
             slave.hook = lambda h: busy if h.op is DataOp.GET_CHUNK and not released.is_set() else None
         for _ in range(4):

@@ -17,7 +17,7 @@ from dips.core.math import wire_numpy
 from dips.core.messages import DataMode, DataPlan, Refusal
 from dips.core.wire import WIRE_DTYPES, Codec, encoded_bytes
 from dips.worker.config import ClientConfig
-from dips.worker.driver import Driver
+from dips.worker.shell import ClusterShell
 from dips.worker.vectors import F32, chunk_spans
 
 DTYPES = ("bfloat16", "int8", "int4")
@@ -32,15 +32,15 @@ def run() -> Iterator[RunForWorkers]:
     run.close()
 
 
-def driver(run: RunForWorkers, model: FlatModel, wire_dtype: str, **knobs: object) -> Driver:
+def driver(run: RunForWorkers, model: FlatModel, wire_dtype: str, **knobs: object) -> ClusterShell:
     given: dict[str, object] = {
         "insecure": True, "master": run.address, "cluster_id": "a", "data_silence_s": 5.0, "data_stall_s": 60.0,
         "wire_dtype": wire_dtype,
     }  # fmt: skip
-    return Driver(ClientConfig.model_validate(given | knobs), model, model.layout(), DataPlan(DataMode.OWN))
+    return ClusterShell(ClientConfig.model_validate(given | knobs), model, model.layout(), DataPlan(DataMode.OWN))
 
 
-def train(client: Driver, model: FlatModel, seed: int) -> F32:
+def train(client: ClusterShell, model: FlatModel, seed: int) -> F32:
     """One round; what the model held when it was pushed."""
     rng = np.random.default_rng(seed)
     for _ in range(4):

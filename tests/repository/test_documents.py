@@ -38,7 +38,7 @@ from dips.core import errors
 from dips.core.config import load
 from dips.core.errors import DipsError, RefusalCode
 from dips.local.demo_faults import CLUSTER, SLAVE
-from dips.local.demo_plan import DemoWish, planned_faults, speed_gaps
+from dips.local.demo_plan import DemoOptions, planned_faults, speed_gaps
 from dips.local.run_file import read_run_file
 from dips.master.config import MasterConfig
 
@@ -244,7 +244,7 @@ def test_defaults_that_the_readme_tells() -> None:
 
 
 def test_the_demo_that_the_readme_tells() -> None:
-    readme, wish = " ".join((ROOT / "README.md").read_text().split()), DemoWish()
+    readme, wish = " ".join((ROOT / "README.md").read_text().split()), DemoOptions()
     *most, last = (f"{gap:.0%}".rstrip("%") for gap in speed_gaps(wish.clusters))
     assert f"clusters that are {', '.join(most)} and {last} % slower" in readme
     assert (wish.minutes, wish.slaves, wish.clusters) == (3, 2, 4)

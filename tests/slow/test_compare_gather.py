@@ -11,12 +11,12 @@ from support.compare_records import record
 from support.pool_work import fail_for_seed_two, made_up, stumble_for_seed_two
 
 from dips.compare.gather import gather
-from dips.compare.jobs import Job, Results
+from dips.compare.jobs import ComparisonJob, Results
 from dips.compare.setup import load_setup
 from dips.core.clock import ManualClock
 from dips.core.errors import DipsError
 
-JOBS = [Job("dips", seed, load_setup("small"), text="t") for seed in (1, 2, 3)]
+JOBS = [ComparisonJob("dips", seed, load_setup("small"), text="t") for seed in (1, 2, 3)]
 
 
 def console() -> Console:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.pool_work import die, double, fail_at_two, hang, stumble, threads
 
-from dips.compare.pool import JobFailed, run_jobs
+from dips.compare.pool import PoolJobFailed, run_jobs
 
 
 class Told:
@@ -56,20 +56,20 @@ def test_a_job_that_cannot_be_done_ends_all_with_its_sentence() -> None:
     told = Told()
     running = run_jobs([1, 2, 3], fail_at_two, 1, told)
     assert next(running) == (0, 1)
-    with pytest.raises(JobFailed, match="two is too much: give one") as failed:
+    with pytest.raises(PoolJobFailed, match="two is too much: give one") as failed:
         next(running)
     assert (failed.value.index, failed.value.trace) == (1, "")
     assert ("began", 2) not in told.notes
 
 
 def test_a_bug_brings_its_trace() -> None:
-    with pytest.raises(JobFailed, match="a bug: ZeroDivisionError") as failed:
+    with pytest.raises(PoolJobFailed, match="a bug: ZeroDivisionError") as failed:
         list(run_jobs([1], stumble, 1, Told()))
     assert "pool_work.py" in failed.value.trace
 
 
 def test_a_process_that_is_killed_is_noticed() -> None:
-    with pytest.raises(JobFailed, match=r"was killed by signal 9 before it was done: .*--jobs"):
+    with pytest.raises(PoolJobFailed, match=r"was killed by signal 9 before it was done: .*--jobs"):
         list(run_jobs([1], die, 1, Told()))
 
 

@@ -15,7 +15,7 @@ from support.plain_diloco import Step, plain_diloco
 from dips.compare.engine import run_on_servers
 from dips.compare.learner import F32
 from dips.compare.methods import find_method
-from dips.compare.setup import Setup, load_setup
+from dips.compare.setup import ComparisonSetup, load_setup
 from dips.core.messages import DataRange
 from dips.trainer.config import TrainConfig
 from dips.trainer.learner import ByteLearner, SharedText, read_text
@@ -69,7 +69,7 @@ class Ran:
         return [float(commit["judgement"]["kappa"]) for commit in self.commits]
 
 
-def setup_of(n_clusters: int) -> Setup:
+def setup_of(n_clusters: int) -> ComparisonSetup:
     setup = load_setup("small")
     inner = {"batch_size": BATCH, "sequence_tokens": SEQUENCE, "lr": LR, "warmup_tokens": WARMUP_TOKENS}
     return setup.model_copy(update={"inner": setup.inner.model_copy(update=inner)}).with_overrides(

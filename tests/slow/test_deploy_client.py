@@ -23,7 +23,7 @@ from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.deploy import plan
 from dips.deploy.contexts import open_context
 from dips.deploy.deploy_file import read_deploy_file
-from dips.deploy.operate import Site
+from dips.deploy.operate import LiveDeployment
 from dips.deploy.rollout import Rollout
 
 APPLY = ("--yes", "--no-reach")
@@ -274,12 +274,12 @@ class Master:
         return "it may finish its push"
 
 
-def site_of(file: Path, master: Master, dial: Callable[[str, int], None] = lambda host, port: None) -> Site:
+def site_of(file: Path, master: Master, dial: Callable[[str, int], None] = lambda host, port: None) -> LiveDeployment:
     deployment = read_deploy_file(file)
     apis = {name: open_context(name, deployment.run.namespace) for name in plan.contexts(deployment)}
     seconds = iter(range(10**6))
     rollout = Rollout(apis, lambda words: None, 60.0, True, lambda pause_s: None, lambda: float(next(seconds)))
-    return Site(deployment, apis, rollout, lambda: contextlib.nullcontext(master), dial)
+    return LiveDeployment(deployment, apis, rollout, lambda: contextlib.nullcontext(master), dial)
 
 
 def replicas(here: StandIn) -> int:

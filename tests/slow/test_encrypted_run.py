@@ -18,7 +18,7 @@ from dips.core.messages import BeginPullReply, BeginPullRequest, Caller, PullGra
 from dips.core.net.curve import CurvePair, as_client
 from dips.core.net.handshakes_zmq import Failure, Handshakes
 from dips.local.authority import Authority, ensure_keys
-from dips.worker.client import MasterStubs, channel_to
+from dips.worker.control import MasterStubs, channel_to
 from dips.worker.reader import FetchedModel, fetch_version
 
 A, B = "cluster-alpha", "cluster-beta"

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import dips
 from dips.core.errors import ConfigError
 from dips.core.messages import VerdictKind
-from dips.worker import torch_parameters
+from dips.worker import torch_model
 from dips.worker.state.effects import Finished
 
 pytestmark = [
@@ -41,15 +41,15 @@ class KillAt(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if state.global_step == self._step:
             assert self._ours.sync is not None
-            assert self._ours.sync.driver is not None
-            self._ours.sync.driver._finished = Finished("killed")
+            assert self._ours.sync.shell is not None
+            self._ours.sync.shell._finished = Finished("killed")
             self._ours.close()
             raise Killed
 
 
 @pytest.fixture(autouse=True)
 def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch_parameters, "Layout", same_cut)
+    monkeypatch.setattr(torch_model, "Layout", same_cut)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -192,8 +192,8 @@ class Heard(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         assert self._ours.sync is not None
-        assert self._ours.sync.driver is not None
-        self.losses[state.global_step] = self._ours.sync.driver._pace.loss
+        assert self._ours.sync.shell is not None
+        self.losses[state.global_step] = self._ours.sync.shell._pace.loss
 
 
 class Look(TrainerCallback):

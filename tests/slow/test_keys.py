@@ -23,7 +23,7 @@ from dips.local.authority import Authority, ensure_keys
 from dips.local.operator_client import OperatorClient
 from dips.protos import operator_pb2, operator_pb2_grpc
 from dips.worker.config import ClientConfig
-from dips.worker.driver import Driver
+from dips.worker.shell import ClusterShell
 
 WITHIN_S = 5.0
 """What takes a second on a machine that has nothing else to do."""
@@ -112,8 +112,8 @@ def test_a_foreign_slave_and_a_foreign_cluster_end_with_the_reason(run: WholeRun
         assert cluster.done
 
 
-def driver(config: ClientConfig) -> Driver:
-    return Driver(config, NumpyModel(seed=2), LAYOUT, DataPlan(DataMode.OWN))
+def driver(config: ClientConfig) -> ClusterShell:
+    return ClusterShell(config, NumpyModel(seed=2), LAYOUT, DataPlan(DataMode.OWN))
 
 
 def test_a_lapsed_certificate_is_told_before_anybody_is_dialled_and_refused_if_it_dials(

@@ -17,7 +17,7 @@ from dips.core.clock import SystemClock
 from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, Refused
 from dips.local.child import wrapped
 from dips.local.restart import RestartPolicy
-from dips.local.supervisor import ChildEvent, ChildSpec, Stage, Supervisor, how_it_ended, log_tail
+from dips.local.supervisor import ChildEvent, ChildSpec, ProcessSupervisor, StopStage, how_it_ended, log_tail
 
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.02, quick_s=10.0, quick_failures_max=3)
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
@@ -27,7 +27,7 @@ def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
 
-def spec(name: str, code: str, folder: Path, stage: Stage = Stage.FIRST, restart: bool = True) -> ChildSpec:
+def spec(name: str, code: str, folder: Path, stage: StopStage = StopStage.FIRST, restart: bool = True) -> ChildSpec:
     return ChildSpec(name, python(code), folder / f"{name}.log", stage=stage, restart=restart)
 
 
@@ -52,12 +52,12 @@ def events() -> list[ChildEvent]:
 
 
 @pytest.fixture
-def supervisor(events: list[ChildEvent]) -> Iterator[Supervisor]:
-    with Supervisor(SystemClock(), events.append, QUICK) as made:
+def supervisor(events: list[ChildEvent]) -> Iterator[ProcessSupervisor]:
+    with ProcessSupervisor(SystemClock(), events.append, QUICK) as made:
         yield made
 
 
-def polled(supervisor: Supervisor, true: Callable[[], bool]) -> Callable[[], bool]:
+def polled(supervisor: ProcessSupervisor, true: Callable[[], bool]) -> Callable[[], bool]:
     def poll_then_ask() -> bool:
         supervisor.poll()
         return true()
@@ -66,7 +66,7 @@ def polled(supervisor: Supervisor, true: Callable[[], bool]) -> Callable[[], boo
 
 
 def test_a_process_that_is_killed_by_others_is_started_again(
-    supervisor: Supervisor, events: list[ChildEvent], tmp_path: Path
+    supervisor: ProcessSupervisor, events: list[ChildEvent], tmp_path: Path
 ) -> None:
     first = supervisor.start(spec("s0", SLEEP, tmp_path))
     os.kill(first, signal.SIGKILL)
@@ -76,7 +76,7 @@ def test_a_process_that_is_killed_by_others_is_started_again(
     assert "ended by SIGKILL" in events[1].sentence
 
 
-def test_a_process_that_ends_well_is_not_started_again(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_a_process_that_ends_well_is_not_started_again(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
     supervisor.start(spec("a", "print('done')", tmp_path))
     until(polled(supervisor, lambda: supervisor.ended(["a"])), "the end")
     assert (supervisor.exit_code("a"), supervisor.lives("a"), supervisor.pid("a")) == (0, 1, None)
@@ -84,7 +84,7 @@ def test_a_process_that_ends_well_is_not_started_again(supervisor: Supervisor, t
 
 
 def test_a_process_killed_on_purpose_comes_back_and_is_no_failure(
-    supervisor: Supervisor, events: list[ChildEvent], tmp_path: Path
+    supervisor: ProcessSupervisor, events: list[ChildEvent], tmp_path: Path
 ) -> None:
 
     def lives(n: int) -> Callable[[], bool]:
@@ -98,13 +98,15 @@ def test_a_process_killed_on_purpose_comes_back_and_is_no_failure(
     assert supervisor.exit_code("a") is None
 
 
-def test_somebody_who_does_not_run_cannot_be_killed(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_somebody_who_does_not_run_cannot_be_killed(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
     supervisor.start(spec("a", "pass", tmp_path))
     until(polled(supervisor, lambda: supervisor.ended(["a"])), "the end")
     assert supervisor.kill("a") is None
 
 
-def test_a_process_that_cannot_live_is_given_up_with_the_end_of_its_log(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_a_process_that_cannot_live_is_given_up_with_the_end_of_its_log(
+    supervisor: ProcessSupervisor, tmp_path: Path
+) -> None:
     supervisor.start(spec("s1", "import sys; sys.exit('the disk is on fire')", tmp_path))
     with pytest.raises(FatalError, match=r"s1 ended with exit code 1, 3 times in a row") as told:
         until(polled(supervisor, lambda: False), "giving up")
@@ -113,7 +115,7 @@ def test_a_process_that_cannot_live_is_given_up_with_the_end_of_its_log(supervis
     assert supervisor.lives("s1") == QUICK.quick_failures_max
 
 
-def test_a_process_that_refuses_its_settings_is_given_up_at_once(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_a_process_that_refuses_its_settings_is_given_up_at_once(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
     code = "import sys; print('dips: --data nowhere: there is no such path', file=sys.stderr); sys.exit(2)"
     supervisor.start(spec("a", code, tmp_path))
     with pytest.raises(ConfigError, match="there is no such path"):
@@ -122,7 +124,7 @@ def test_a_process_that_refuses_its_settings_is_given_up_at_once(supervisor: Sup
 
 
 def test_a_process_whose_name_is_taken_ends_its_supervisor_with_the_sentence(
-    supervisor: Supervisor, tmp_path: Path
+    supervisor: ProcessSupervisor, tmp_path: Path
 ) -> None:
     code = f"import sys; print('dips slave s0: another is s0', file=sys.stderr); sys.exit({NAME_TAKEN_EXIT})"
     supervisor.start(spec("s0", code, tmp_path))
@@ -132,13 +134,13 @@ def test_a_process_whose_name_is_taken_ends_its_supervisor_with_the_sentence(
     assert supervisor.lives("s0") == 1
 
 
-def test_without_restart_the_exit_code_is_kept(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_without_restart_the_exit_code_is_kept(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
     supervisor.start(spec("a", "import sys; sys.exit(9)", tmp_path, restart=False))
     until(polled(supervisor, lambda: supervisor.ended(["a"])), "the end")
     assert supervisor.exit_code("a") == 9
 
 
-def test_a_command_that_does_not_exist_is_told(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_a_command_that_does_not_exist_is_told(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
     supervisor.start(ChildSpec("a", ("/nowhere/at/all",), tmp_path / "a.log", restart=False))
     until(polled(supervisor, lambda: supervisor.ended(["a"])), "the end")
     assert supervisor.exit_code("a") == 127
@@ -146,13 +148,13 @@ def test_a_command_that_does_not_exist_is_told(supervisor: Supervisor, tmp_path:
 
 
 def test_stop_ends_stages_in_order_and_kills_who_does_not_listen(
-    supervisor: Supervisor, events: list[ChildEvent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    supervisor: ProcessSupervisor, events: list[ChildEvent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dips.local.supervisor._STOP_TERMINATE_S", 0.5)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
     pids = {
-        "master": supervisor.start(spec("master", SLEEP, tmp_path, Stage.LAST)),
-        "slave": supervisor.start(spec("slave", deaf, tmp_path, Stage.SECOND)),
+        "master": supervisor.start(spec("master", SLEEP, tmp_path, StopStage.LAST)),
+        "slave": supervisor.start(spec("slave", deaf, tmp_path, StopStage.SECOND)),
         "cluster": supervisor.start(spec("cluster", SLEEP, tmp_path)),
     }
     until(lambda: all(log_tail(tmp_path / f"{name}.log").endswith("up") for name in pids), "all are up")
@@ -165,7 +167,9 @@ def test_stop_ends_stages_in_order_and_kills_who_does_not_listen(
     assert len([event for event in events if event.kind == "stopped"]) == 3
 
 
-def test_what_waits_for_its_next_life_is_not_started_after_a_stop(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_what_waits_for_its_next_life_is_not_started_after_a_stop(
+    supervisor: ProcessSupervisor, tmp_path: Path
+) -> None:
     supervisor.start(spec("a", SLEEP, tmp_path))
     supervisor.kill("a", restart_delay_s=0.2)
     until(polled(supervisor, lambda: supervisor.pid("a") is None), "the death")
@@ -226,7 +230,7 @@ def test_the_end_of_a_log_is_bounded(tmp_path: Path) -> None:
     assert "no log" in log_tail(tmp_path / "none.log")
 
 
-def test_a_nice_child_steps_back(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_a_nice_child_steps_back(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
     log = tmp_path / "nice.log"
     supervisor.start(ChildSpec("nice", python("import os; print(os.nice(0))"), log, niceness=10))
     until(polled(supervisor, lambda: supervisor.ended(["nice"])), "the end")

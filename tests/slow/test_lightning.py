@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import dips
 from dips.core.errors import ConfigError
-from dips.worker import torch_parameters
+from dips.worker import torch_model
 from dips.worker.integrations import lightning as lightning_callback
 from dips.worker.state.effects import Finished
 
@@ -50,8 +50,8 @@ class KillAt(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *given: Any) -> None:
         if trainer.global_step == self._step:
             assert self._ours.sync is not None
-            assert self._ours.sync.driver is not None
-            self._ours.sync.driver._finished = Finished("killed")
+            assert self._ours.sync.shell is not None
+            self._ours.sync.shell._finished = Finished("killed")
             self._ours.close()
             raise Killed
 
@@ -112,13 +112,13 @@ class Heard(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **given: Any) -> None:
         if self._ours.sync is not None and self._ours.sync.steps == 3:
-            assert self._ours.sync.driver is not None
-            self.loss = self._ours.sync.driver._pace.loss
+            assert self._ours.sync.shell is not None
+            self.loss = self._ours.sync.shell._pace.loss
 
 
 @pytest.fixture(autouse=True)
 def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch_parameters, "Layout", same_cut)
+    monkeypatch.setattr(torch_model, "Layout", same_cut)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

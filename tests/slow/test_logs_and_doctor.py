@@ -18,7 +18,7 @@ from support.dips_command import ROOT, dips, dips_started, ended, environment, m
 
 from dips.core.observe.log_lines import parse
 from dips.doctor.findings import Grade
-from dips.doctor.network import Door, check_doors, check_free, check_name_found, dialled, judge_reached
+from dips.doctor.network import ListenAddress, check_addresses, check_free, check_name_found, dialled, judge_reached
 from dips.local.log_files import find_logs
 
 RUN = """
@@ -184,13 +184,16 @@ def test_a_key_of_somebody_else_is_one_sentence(told_run: tuple[Path, str, str],
 
 def test_doors_are_tried_by_listening(monkeypatch: pytest.MonkeyPatch) -> None:
     with taken_port() as port:
-        doors = [Door("the master", f"127.0.0.1:{port}", "listen"), Door("s0", "127.0.0.1:0", "data_port")]
-        (found,) = check_doors(doors)
+        addresses = [
+            ListenAddress("the master", f"127.0.0.1:{port}", "listen"),
+            ListenAddress("s0", "127.0.0.1:0", "data_port"),
+        ]
+        (found,) = check_addresses(addresses)
         assert found.grade is Grade.FAIL
-        assert check_free(Door("x", f"127.0.0.1:{port}", "listen")).grade is Grade.FAIL
-    assert check_free(Door("x", f"127.0.0.1:{port}", "listen")).grade is Grade.OK
-    assert check_free(Door("x", "192.0.2.1:4711", "listen")).grade is Grade.FAIL
-    assert check_free(Door("x", "no-such-host.invalid:4711", "listen")).check == "addresses"
+        assert check_free(ListenAddress("x", f"127.0.0.1:{port}", "listen")).grade is Grade.FAIL
+    assert check_free(ListenAddress("x", f"127.0.0.1:{port}", "listen")).grade is Grade.OK
+    assert check_free(ListenAddress("x", "192.0.2.1:4711", "listen")).grade is Grade.FAIL
+    assert check_free(ListenAddress("x", "no-such-host.invalid:4711", "listen")).check == "addresses"
 
 
 def test_addresses_are_dialled_and_their_round_trip_is_told() -> None:

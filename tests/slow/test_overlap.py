@@ -22,8 +22,8 @@ from dips.core.observe.failpoints import armed, fired
 from dips.core.observe.telemetry import read_tape
 from dips.judge.verify import verify_run
 from dips.worker.config import ClientConfig
-from dips.worker.driver import Driver
 from dips.worker.reader import fetch_version
+from dips.worker.shell import ClusterShell
 from dips.worker.state.effects import Finished
 
 
@@ -67,23 +67,23 @@ def fake() -> Iterator[RunForWorkers]:
     run.close()
 
 
-def driver(run: RunForWorkers, model: FlatModel, plan: DataPlan = OWN, **knobs: object) -> Driver:
+def driver(run: RunForWorkers, model: FlatModel, plan: DataPlan = OWN, **knobs: object) -> ClusterShell:
     given: dict[str, object] = {
         "master": run.address, "cluster_id": "a", "data_silence_s": 0.3, "call_deadline_s": 5.0, "retry_max_s": 0.3,
         "connect_wait_s": 60.0, "leave_wait_s": 30.0,
         "insecure": True,
     }  # fmt: skip
-    return Driver(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
+    return ClusterShell(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
 
 
-def train(client: Driver, model: FlatModel, steps: int) -> None:
+def train(client: ClusterShell, model: FlatModel, steps: int) -> None:
     """Each step adds 1 to every parameter, so that rebasing can be checked by counting."""
     for _ in range(steps):
         model.theta += 1
         client.step(TOKENS, loss=2.0)
 
 
-def settle(client: Driver, done: Callable[[], bool]) -> None:
+def settle(client: ClusterShell, done: Callable[[], bool]) -> None:
     """Step boundaries without steps, until it is so."""
 
     def look() -> bool:
@@ -148,7 +148,7 @@ def test_a_checkpoint_in_the_middle_of_an_exchange_goes_on_in_another_process(
         held.set()
         return Refusal(RefusalCode.BUSY, "the test holds it up", 0.05)
 
-    def once_more(model: FlatModel) -> Driver:
+    def once_more(model: FlatModel) -> ClusterShell:
         return driver(
             fake, model, checkpoint_dir=tmp_path / "checkpoints", checkpoint_every_s=0.0, resume=True,
             tape=tmp_path / "tape",

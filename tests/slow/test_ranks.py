@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 
 import dips
 from dips.core.errors import ConfigError, FatalError
-from dips.worker import loop, torch_parameters
+from dips.worker import loop, torch_model
 from dips.worker.parallel import ranks
-from dips.worker.parallel.ranks import Told
-from dips.worker.torch_parameters import TorchParameters
+from dips.worker.parallel.ranks import StepNews
+from dips.worker.torch_model import TorchParameters
 from dips.worker.wrapped import plain_model, plain_optimizer
 
 STEPS = 10
@@ -43,7 +43,7 @@ def of(run: RunForWorkers) -> dict[str, str]:
 
 def enter(monkeypatch: pytest.MonkeyPatch, run: RunForWorkers) -> None:
     """Loops of this process take part in the run."""
-    monkeypatch.setattr(torch_parameters, "Layout", same_cut)
+    monkeypatch.setattr(torch_model, "Layout", same_cut)
     for name, value in of(run).items():
         monkeypatch.setenv(name, value)
 
@@ -108,7 +108,7 @@ class FirstOfTwo:
     is_first = True
 
     def __init__(self) -> None:
-        self.told: list[Told | None] = []
+        self.told: list[StepNews | None] = []
         self.compared = 0
 
     def agree(self, parameters: TorchParameters | Exception, *, replicas: bool) -> None:
@@ -117,9 +117,9 @@ class FirstOfTwo:
     def compare(self, parameters: TorchParameters) -> None:
         self.compared += 1
 
-    def tell(self, told: Told | None) -> Told:
+    def tell(self, told: StepNews | None) -> StepNews:
         self.told.append(told)
-        return told or Told()
+        return told or StepNews()
 
     def close(self) -> None:
         """There is no group."""
@@ -135,12 +135,12 @@ def test_the_other_ranks_are_told_when_the_first_cannot_take_part(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="sync_every"):
         dips.DiLoCo(model, optimizer, tokens_per_step=1, sync_every=5).__enter__()
-    assert first.told == [Told(failed=True)]
+    assert first.told == [StepNews(failed=True)]
 
 
 def test_a_rank_ends_when_the_first_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def broadcast(numbers: torch.Tensor, source: int, group: object) -> None:
-        numbers.copy_(torch.tensor([int(value) for value in vars(Told(failed=True)).values()]))
+        numbers.copy_(torch.tensor([int(value) for value in vars(StepNews(failed=True)).values()]))
 
     monkeypatch.setattr(dist, "new_group", lambda **given: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
@@ -155,9 +155,9 @@ class SecondOfTwo(FirstOfTwo):
 
     is_first = False
 
-    def tell(self, told: Told | None) -> Told:
+    def tell(self, told: StepNews | None) -> StepNews:
         self.told.append(told)
-        return Told(resets=1, timeline=1, version=3)
+        return StepNews(resets=1, timeline=1, version=3)
 
     def spread(self, parameters: Sequence[torch.Tensor]) -> None:
         """They are those of rank 0 already."""

@@ -26,8 +26,8 @@ from dips.core.net.keys import MASTER_DNS_NAME
 from dips.core.net.security import INSECURE
 from dips.local.authority import Authority, ensure_keys
 from dips.local.operator_client import OperatorClient
+from dips.master.page.access import read_page_url
 from dips.master.page.bounds import MAX_CONNECTIONS, MAX_STREAMS
-from dips.master.page.gate import read_page_url
 
 ANSWER_S = 20.0
 

@@ -42,7 +42,8 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
-from dips.worker.state.effects import Call, Effect, Finished, Install, StartPull, StartPush
+from dips.worker.state.cluster import ClusterMachine
+from dips.worker.state.effects import CallMaster, Effect, Finished, Install, StartPull, StartPush
 from dips.worker.state.events import (
     Beat,
     CallDone,
@@ -58,7 +59,6 @@ from dips.worker.state.events import (
     Tick,
 )
 from dips.worker.state.phases import SessionPhase
-from dips.worker.state.session import Session
 from dips.worker.state.terms import SessionConfig
 
 LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (8,), "float32", f"layers.{i}") for i in range(4)))
@@ -85,7 +85,7 @@ class ClusterBench:
     """One session, and what a master would remember of it."""
 
     def __init__(self, config: SessionConfig | None = None, settings: Settings = SETTINGS, epoch: int = 1) -> None:
-        self.session = Session(config or session_config())
+        self.session = ClusterMachine(config or session_config())
         self.settings = settings
         self.now_s = 0.0
         self.epoch = epoch
@@ -125,19 +125,21 @@ class ClusterBench:
     def call(self, kind: type[K]) -> tuple[int, K]:
         """The oldest call of this request type that was not answered: its id and its request."""
         for effect in self.effects:
-            if isinstance(effect, Call) and isinstance(effect.request, kind):
+            if isinstance(effect, CallMaster) and isinstance(effect.request, kind):
                 self.effects.remove(effect)
                 return effect.call_id, effect.request
         raise AssertionError(f"no call {kind.__name__} among {self.effects}")
 
     def asked(self, kind: type[K]) -> K:
         """The oldest unanswered request of this type, left unanswered."""
-        request = next((e.request for e in self.effects if isinstance(e, Call) and isinstance(e.request, kind)), None)
+        request = next(
+            (e.request for e in self.effects if isinstance(e, CallMaster) and isinstance(e.request, kind)), None
+        )
         assert request is not None, f"no call {kind.__name__} among {self.effects}"
         return request
 
     def asks(self, kind: type[Any]) -> bool:
-        return any(isinstance(effect, Call) and isinstance(effect.request, kind) for effect in self.effects)
+        return any(isinstance(effect, CallMaster) and isinstance(effect.request, kind) for effect in self.effects)
 
     def answer(self, kind: type[Any], reply: Any) -> Any:
         call_id, request = self.call(kind)
@@ -207,7 +209,7 @@ class ClusterBench:
         return self.take(Install)
 
     def beat(self, **changes: Any) -> None:
-        incarnation = self.session.core.terms.incarnation
+        incarnation = self.session.shared.terms.incarnation
         assert incarnation is not None
         reply = HeartbeatReply(self.epoch, self.published, self.tokens, self.local_steps, False, "IDLE")
         self.say(Beat(incarnation, replace(reply, **changes)))
@@ -275,8 +277,10 @@ class ClusterBench:
     def donate(self) -> PushId:
         """The master asks for this cluster's base; the push that answers is open."""
         superseded = (AwaitVerdictRequest, BeginPullRequest)
-        self.effects = [e for e in self.effects if not (isinstance(e, Call) and isinstance(e.request, superseded))]
-        self.beat(donate=self.session.core.base)
+        self.effects = [
+            e for e in self.effects if not (isinstance(e, CallMaster) and isinstance(e.request, superseded))
+        ]
+        self.beat(donate=self.session.shared.base)
         assert self.phase is SessionPhase.BEGINNING_PUSH
         return self.push_id
 
@@ -327,6 +331,6 @@ class LeasedClusterBench(ClusterBench):
         return DataRange(1, 0, 0, begin, end)
 
 
-def phase_of(life: ClusterBench) -> SessionPhase:
+def phase_of(generation: ClusterBench) -> SessionPhase:
     """life.phase, in tests that ask twice: mypy takes an attribute for what it was when it was compared last."""
-    return life.phase
+    return generation.phase

@@ -25,7 +25,7 @@ from dips.core.net.security import KEYS_VARIABLE
 from dips.core.observe.failpoints import install
 from dips.core.observe.telemetry import configure_logging
 from dips.worker.config import ClientConfig
-from dips.worker.driver import Driver
+from dips.worker.shell import ClusterShell
 
 STEP_TOKENS = 10
 
@@ -75,7 +75,7 @@ def _train(told: argparse.Namespace) -> str:
     """Until its part has ended; why it did."""
     layout = LAYOUT if told.elems is None else layout_of(told.elems)
     model = NumpyModel(sum(told.name.encode()), layout)
-    driver = Driver(_config(told), model, layout, DataPlan(DataMode.OWN) if told.own_data else LEASED)
+    driver = ClusterShell(_config(told), model, layout, DataPlan(DataMode.OWN) if told.own_data else LEASED)
     signal.signal(signal.SIGTERM, lambda *_: driver.request_stop("SIGTERM"))
     with driver:
         while not driver.done:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 
 from dips.compare.record import CurvePoint, PushFact, RoundFact, RunRecord
-from dips.compare.setup import Setup
-from dips.compare.throughput import Comparison, Throughput
+from dips.compare.setup import ComparisonSetup
+from dips.compare.throughput import Throughput, ThroughputComparison
 
 TOKENS = 12_000
 
@@ -68,6 +68,6 @@ SHARES = {
 """Of an ideal of 1000 tokens/s."""
 
 
-def speed_comparison(setup: Setup, shares: Mapping[str, float] = SHARES) -> Comparison:
+def speed_comparison(setup: ComparisonSetup, shares: Mapping[str, float] = SHARES) -> ThroughputComparison:
     made = [Throughput(name, 1000 * share, 1000.0) for name, share in shares.items()]
-    return Comparison(setup, made[1], tuple(made[:4]), tuple(made[4:]))
+    return ThroughputComparison(setup, made[1], tuple(made[:4]), tuple(made[4:]))

@@ -28,11 +28,11 @@ from dips.master.archive import FOLDER
 from dips.master.directory import TAPE_NAME
 from dips.master.journal_file import FILE_NAME
 from dips.slave import manifest as manifests
+from dips.slave.directory import IDENTITY
 from dips.slave.durable import LocalDisk
-from dips.slave.owner import IDENTITY
 from dips.slave.promise import NAME as PROMISE
 from dips.slave.promise import write_small
-from dips.slave.push_record import checksum
+from dips.slave.push_evidence import checksum
 
 Apply = Callable[[Path], object]
 

@@ -38,8 +38,8 @@ from dips.core.observe.failpoints import install
 from dips.slave.connections import ConnectionGuard
 from dips.slave.data_port import Answer, DataPort
 from dips.slave.data_server import DataServer
-from dips.slave.landing import Job
-from dips.slave.memory import Buffer, bytes_of
+from dips.slave.landing import LandingJob
+from dips.slave.memory import ThetaBuffer, bytes_of
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap
 from dips.worker.transfer_zmq import Common, carry_push
@@ -159,7 +159,7 @@ class _BulkSlave:
 
         def begin(
             self: DataPort, frames: Sequence[memoryview], peer: bytes = b"", user: str = ""
-        ) -> Answer | Job | None:
+        ) -> Answer | LandingJob | None:
             slave._received_bytes += sum(len(frame) for frame in frames[1:])
             return real(self, frames, peer, user)
 
@@ -176,7 +176,7 @@ class _BulkSlave:
             begin = 4 * self._blocks[chunk.block_id].start_elem + chunk.offset_bytes
             sums.append(checksum(data[begin : begin + chunk.length_bytes]))
         served = threading.Event()
-        self.server.set_readable({VERSION: Buffer(self._rows[0], None, sums)}, served.set)
+        self.server.set_readable({VERSION: ThetaBuffer(self._rows[0], None, sums)}, served.set)
         assert served.wait(WAIT_S)
         return {"digest": shard_digest(sums).hex()}
 

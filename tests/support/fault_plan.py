@@ -34,10 +34,10 @@ AGAIN_S = 2.0
 
 ELSEWHERE: Mapping[str, str] = {
     "master.archive.before_prune": "tests/unit/master/test_archive.py",
-    "worker.export.before_rename": "tests/unit/worker/trainer/test_trainer_export.py",
-    "worker.export.before_directory_fsync": "tests/unit/worker/trainer/test_trainer_export.py",
-    "worker.status.before_call": "tests/unit/worker/trainer/test_trainer_follower.py",
-    "worker.status.after_call": "tests/unit/worker/trainer/test_trainer_follower.py",
+    "worker.export.before_rename": "tests/unit/trainer/test_trainer_export.py",
+    "worker.export.before_directory_fsync": "tests/unit/trainer/test_trainer_export.py",
+    "worker.status.before_call": "tests/unit/trainer/test_trainer_follower.py",
+    "worker.status.after_call": "tests/unit/trainer/test_trainer_follower.py",
     "master.rpc.before_ReturnData": "tests/integration/test_master_server.py",
     "master.rpc.after_ReturnData": "tests/integration/test_master_server.py",
     "worker.rpc.before_ReturnData": "tests/slow/test_overlap.py",
@@ -259,15 +259,17 @@ def _bring_there(run: FaultRun, fault: Fault) -> int:
     """Wait until it fired; the process in which it did."""
     trigger = trigger_of(fault.point)
     next_s, deadline_s = time.monotonic(), time.monotonic() + FIRE_S
-    life = run.lives[fault.process]
+    generation = run.lives[fault.process]
     while not (pids := _fired(run, fault)):
         assert time.monotonic() < deadline_s, f"{fault} never fired: {run.where_it_stands()}"
         if trigger is not None and time.monotonic() >= next_s:
             _try(lambda: trigger(run, fault))
             next_s = time.monotonic() + AGAIN_S
         run.tend()
-        if run.lives[fault.process] > life and not _fired(run, fault):  # it ended on the way: arm its next life, too
-            life = run.lives[fault.process]
+        if run.lives[fault.process] > generation and not _fired(
+            run, fault
+        ):  # it ended on the way: arm its next life, too
+            generation = run.lives[fault.process]
             run.arm(fault.process, fault.spec)
         time.sleep(0.005)
     return pids[-1]

@@ -206,7 +206,7 @@ def _import_everything() -> None:
 
     import dips.cli.main
     import dips.master.main
-    import dips.slave.main
+    import dips.slave.process
     from dips.core.math import outer_numba, wire_numba
 
     del support, dips

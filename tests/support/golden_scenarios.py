@@ -61,7 +61,7 @@ class Transcript(Bench):
 
     def verdict_is_out(self, cluster: str) -> bool:
         """Whether its last push is decided."""
-        member = self.state.world.members.get(cluster)
+        member = self.state.shared.members.get(cluster)
         return member is None or member.push is None
 
     def text(self) -> str:

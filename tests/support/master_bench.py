@@ -65,7 +65,6 @@ from dips.core.messages import (
     Verdict,
     Welcome,
 )
-from dips.master.state.coordinator import Coordinator
 from dips.master.state.effects import (
     BeginAgain,
     CloseLink,
@@ -87,6 +86,7 @@ from dips.master.state.events import (
     SlaveSaid,
     Tick,
 )
+from dips.master.state.master import MasterMachine
 from dips.master.state.run_config import RunConfig
 
 TAPE_HEAD = {"wall_s", "monotonic_s", "role", "name", "kind", "cause"}
@@ -344,7 +344,7 @@ class Bench:
         """A (new) life of the master, from its newest durable snapshot."""
         self.epoch += 1
         self.by_link.clear()
-        self.state = Coordinator(self.config, self.epoch, self.snapshot, 0.0)
+        self.state = MasterMachine(self.config, self.epoch, self.snapshot, 0.0)
         self._carry_out(self.state.start(self.now_s))
 
     def event(self, event: Event) -> None:
@@ -488,7 +488,7 @@ class Bench:
         return [dict(record.fields) for record in self.records if record.kind == kind]
 
     def alive(self, name: str) -> bool:
-        member = self.state.world.members.get(name)
+        member = self.state.shared.members.get(name)
         return member is not None and member.incarnation == self.clusters[name].join.incarnation
 
     def lease(self, name: str, tokens: int) -> tuple[DataRange, ...]:

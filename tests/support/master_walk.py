@@ -27,8 +27,8 @@ from dips.sim.disks import JournalDisk, JournalEntry
 from dips.sim.faults import register, reshard
 from dips.sim.hosts.master import MasterHost
 from dips.sim.hosts.slave import SlaveHost
-from dips.sim.kernel import Process
-from dips.sim.plan import make_plan
+from dips.sim.kernel import SimulatedProcess
+from dips.sim.run_plan import make_plan
 from dips.sim.world import World
 
 SHAPE = replace(shapes.SMALL, clusters=(3,), slaves=(2,))
@@ -129,7 +129,7 @@ class Walk(World):
         master = self.master
         if not master.running or master.state is None:
             return False
-        members = master.state.world.members
+        members = master.state.shared.members
         newest = {name: member.incarnation for name, member in members.items()}
         late = [r for r in self._asked if r.caller.incarnation and r.caller.incarnation != newest.get(r.caller.name)]
         if not late:
@@ -146,7 +146,7 @@ class Walk(World):
         super().remember_request(request)
         self._asked.append(request)
 
-    def tape(self, role: str, process: Process, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
+    def tape(self, role: str, process: SimulatedProcess, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
         if role == "master":
             self.records.append((kind, fields))
         super().tape(role, process, kind, cause, fields)
@@ -182,7 +182,7 @@ class Walk(World):
 
     def _ledger(self, master: WalkMaster) -> list[tuple[bool, str]]:
         assert master.state is not None
-        ledger, said = master.state.world.ledger, self._memory
+        ledger, said = master.state.shared.ledger, self._memory
         found = [
             (ledger.tokens == said.now.tokens, "the ledger's tokens are not the journal's"),
             (ledger.version == said.version, "the ledger's version is not the journal's"),
@@ -318,7 +318,7 @@ class _Memory:
 def _machines(master: WalkMaster) -> list[tuple[bool, str]]:
     """Of rounds, pushes, slots, pins and what is kept: what holds between any two events."""
     assert master.state is not None
-    world = master.state.world
+    world = master.state.shared
     state = world.round
     idle = state.phase.now in (RoundPhase.IDLE, RoundPhase.WINDOW)
     slots = {m.cluster: m.slot for m in world.members.values()} | {p.cluster: p.slot for p in state.participants}
@@ -340,7 +340,7 @@ def _machines(master: WalkMaster) -> list[tuple[bool, str]]:
 def _calls(master: WalkMaster) -> list[tuple[bool, str]]:
     """A call is answered, held by something that will answer it, or waits for the journal."""
     assert master.state is not None
-    world = master.state.world
+    world = master.state.shared
     held = {token for waiting in world.waiters.values() for token, _ in waiting}
     held |= {m.leave_token for m in world.members.values() if m.leave_token is not None}
     held |= {p.finish_token for p in world.pushes() if p.finish_token is not None}

@@ -85,7 +85,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "publish before all slaves flipped",
         "master.state.rounds:Rounds.flipped",
-        "len(state.flipped) == len(world.slaves_expected())",
+        "len(state.flipped) == len(shared.slaves_expected())",
         "state.flipped",
         ("I4",),
         _bounds(),
@@ -149,7 +149,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no bound on staleness",
         "master.state.push_checks:stale",
-        "if version.v - base.v > world.s_max():",
+        "if version.v - base.v > shared.s_max():",
         "if False:",
         ("I10",),
         _bounds(clusters=2, slaves=1, eager=("a",), s_max=1),
@@ -189,7 +189,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "steps made meanwhile are counted, and gone",
         "worker.state.pulling:Pulling._exact",
-        "ahead = core.steps_since_snapshot if mode is InstallMode.REBASE_FROM_PUSH else core.work.pending.steps",
+        "ahead = shared.steps_since_snapshot if mode is InstallMode.REBASE_FROM_PUSH else shared.work.pending.steps",
         "ahead = 0",
         ("I11",),
         _bounds(pushes=2, overlap="full"),
@@ -197,8 +197,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a round number out of thin air",
         "master.state.rounds:Rounds._open",
-        "world.ledger.round_n += 1",
-        "world.ledger.round_n += 1 + id(world) // 16 % 1009",
+        "shared.ledger.round_n += 1",
+        "shared.ledger.round_n += 1 + id(shared) // 16 % 1009",
         ("I14",),
         _bounds(twice=True),
     ),
@@ -245,7 +245,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a RESHARD begins while a round is open",
         "master.state.reshard:Reshard._maybe_begin",
-        "if world.round.phase.now is RoundPhase.IDLE:",
+        "if shared.round.phase.now is RoundPhase.IDLE:",
         "if True:",
         ("I2", "I5", "I9", "ILLEGAL", "DEADLOCK"),
         _bounds("reshard", slaves=1, add=("s1",)),

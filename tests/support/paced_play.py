@@ -6,11 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from dips.local.plan_run_ranks import job_of
-from dips.local.plan_run_source import Source
+from dips.local.plan_run_source import PlanSource
 from dips.planner.run.cells import Cell, Cells, parse_cells
 from dips.planner.run.job import BOARD_FILE, Iteration, board_sizes
 from dips.planner.run.links import BACK, FORTH, LinkBoard
-from dips.planner.run.pace import Pace
+from dips.planner.run.pace import RankPace
 
 
 class RankClock:
@@ -28,7 +28,7 @@ class RankClock:
             self.ns = ns + self._late_ns
 
 
-def play(folder: Path, source: Source, late_ns: int = 0) -> list[Iteration]:
+def play(folder: Path, source: PlanSource, late_ns: int = 0) -> list[Iteration]:
     """One iteration, as each rank notes it."""
     job = job_of(source, 1, "gloo", 1.0)
     cells = parse_cells(job.csv, "the plan")
@@ -36,7 +36,7 @@ def play(folder: Path, source: Source, late_ns: int = 0) -> list[Iteration]:
     LinkBoard.make(folder / BOARD_FILE, *sizes)
     with LinkBoard(folder / BOARD_FILE, *sizes) as board:
         clocks = [RankClock(late_ns) for _ in cells.rows]
-        paces = [Pace(job, cells, rank, board, clock) for rank, clock in enumerate(clocks)]
+        paces = [RankPace(job, cells, rank, board, clock) for rank, clock in enumerate(clocks)]
         for pace in paces:
             pace.begin(0)
         _play(cells, clocks, paces, board, job.lasts_ns)
@@ -46,7 +46,7 @@ def play(folder: Path, source: Source, late_ns: int = 0) -> list[Iteration]:
 def _play(
     cells: Cells,
     clocks: list[RankClock],
-    paces: list[Pace],
+    paces: list[RankPace],
     board: LinkBoard,
     lasts_ns: tuple[tuple[int, int, int], ...],
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from dips.planner.sweep import STATIC, Row
+from dips.planner.sweep import STATIC, SweepRow
 
 Point = tuple[int, int, int, float, float, float]
 """Stages, microbatches, sites, latency, bandwidth, memory."""
@@ -19,8 +19,8 @@ WITHOUT_DELAY = {
 """Closed forms of the makespan with T_F = T_D = T_W = 1 (CrossPipe, Table 3; Zero Bubble, arXiv:2401.10241)."""
 
 
-def by_point(rows: Iterable[Row]) -> dict[Point, dict[str, Row]]:
-    found: dict[Point, dict[str, Row]] = defaultdict(dict)
+def by_point(rows: Iterable[SweepRow]) -> dict[Point, dict[str, SweepRow]]:
+    found: dict[Point, dict[str, SweepRow]] = defaultdict(dict)
     for row in rows:
         point = (row.n_pp, row.n_mb, row.n_sites, row.latency, row.bandwidth, row.memory)
         assert row.schedule not in found[point], "a schedule has one row in a case"
@@ -28,7 +28,7 @@ def by_point(rows: Iterable[Row]) -> dict[Point, dict[str, Row]]:
     return found
 
 
-def check_grid(rows: Iterable[Row]) -> None:
+def check_grid(rows: Iterable[SweepRow]) -> None:
     """Raises AssertionError, which names the row."""
     points = by_point(rows)
     for point, found in points.items():
@@ -39,7 +39,7 @@ def check_grid(rows: Iterable[Row]) -> None:
         _check_optimal(found)
 
 
-def _check_row(row: Row) -> None:
+def _check_row(row: SweepRow) -> None:
     assert row.makespan >= row.device_span >= row.stage0_span >= 3 * row.n_mb, row
     if "wave" not in row.schedule and STATIC.get(row.schedule, (None, 1))[1] == 1:
         crossings = 2 * (row.n_sites - 1)
@@ -51,13 +51,13 @@ def _check_row(row: Row) -> None:
         assert row.makespan == WITHOUT_DELAY[row.schedule](row.n_pp, row.n_mb), row
 
 
-def _check_greedy(found: Mapping[str, Row]) -> None:
+def _check_greedy(found: Mapping[str, SweepRow]) -> None:
     best = min(row.makespan for name, row in found.items() if name in ("cross_ud/1", "cross_ud/2", "cross_ud/4"))
     assert best <= found["1f1b"].makespan, found["1f1b"]
     assert best <= 1.05 * found["zb_h1"].makespan, found["zb_h1"]
 
 
-def _check_static(point: Point, found: Mapping[str, Row], points: Mapping[Point, Mapping[str, Row]]) -> None:
+def _check_static(point: Point, found: Mapping[str, SweepRow], points: Mapping[Point, Mapping[str, SweepRow]]) -> None:
     """An order that knows no delays is never faster with longer ones, nor with other memory."""
     p, m, sites, latency, bandwidth, memory = point
     for other, rows in points.items():
@@ -70,7 +70,7 @@ def _check_static(point: Point, found: Mapping[str, Row], points: Mapping[Point,
                     assert rows[name].makespan == found[name].makespan, (memory, rows[name])
 
 
-def _check_optimal(found: Mapping[str, Row]) -> None:
+def _check_optimal(found: Mapping[str, SweepRow]) -> None:
     """The solver's bound holds for all of its kind that fit, and its own schedule is the best of them."""
     down = ("zb_h1", "cross_ud/1", "cross_ud/2", "cross_ud/4")
     kinds = {"cross_ud/optimal": down, "cross_wave/optimal": ("zb_v",)}

@@ -23,7 +23,7 @@ sys.path.insert(0, str(__import__("pathlib").Path(__file__).parents[1]))
 
 from support.trainer_models import LENGTH, Model, same_cut
 
-from dips.worker import torch_parameters
+from dips.worker import torch_model
 
 STEPS = 10
 
@@ -69,13 +69,13 @@ def train(kind: str, rank: int) -> dict[str, object]:
                 average(list(model.parameters()))
             optimizer.step()
         told = {"steps": sync.steps, "version": str(sync.version), "progress": sync.progress, "active": sync.active}
-        told["driver"] = sync.driver is not None
+        told["driver"] = sync.shell is not None
     return {**told, "model": hashlib.sha256(model.flat().tobytes()).hexdigest()}
 
 
 def main(rank: int, store: str, *kinds: str) -> None:
     torch.set_num_threads(1)
-    torch_parameters.Layout = same_cut  # type: ignore[attr-defined, assignment]
+    torch_model.Layout = same_cut  # type: ignore[attr-defined, assignment]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for kind in kinds:
         try:

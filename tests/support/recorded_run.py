@@ -22,7 +22,7 @@ from support.dips_command import dips, dips_started, ended, until
 ARCHIVE = Path(__file__).parents[1] / "frozen" / "recorded_run.tar.xz"
 NUMBERS = ARCHIVE.with_name("recorded_run.json")
 
-LOOP = '''
+LOOP = """
 import os
 import time
 import torch
@@ -41,7 +41,7 @@ with dips.DiLoCo(model, optimizer, tokens_per_step=10) as sync:
         loss.backward()
         sync.report(loss)
         optimizer.step()
-'''
+"""
 
 RUN = """
 [run]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.messages import SnapshotInfo
-from dips.judge.records import Line, RunRecords, StoredManifest
+from dips.judge.records import RunRecords, StoredManifest, TapeLine
 from dips.sim import world as simulated
 from dips.sim.judging import Judge
 
@@ -29,7 +29,7 @@ class Recording(Judge):
         super().tape(role, name, kind, fields)
         self.records.tapes.add((role, name))
         if role in self.records.lines:
-            self.records.lines[role].append(Line(role, name, kind, self._clock.now_s, "-", dict(fields)))
+            self.records.lines[role].append(TapeLine(role, name, kind, self._clock.now_s, "-", dict(fields)))
 
     def manifest(self, slave: str, info: SnapshotInfo, record: bytes) -> None:
         super().manifest(slave, info, record)

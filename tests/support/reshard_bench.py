@@ -118,7 +118,7 @@ class ReshardBench(Bench):
         return sentence
 
     def placed(self) -> tuple[str, ...]:
-        placement = self.state.world.ledger.placement
+        placement = self.state.shared.ledger.placement
         return tuple(placement.slaves) if placement is not None else ()
 
     def lose_disk(self, name: str) -> None:

@@ -28,7 +28,7 @@ from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.slave.state import effects, events
 from dips.slave.state.effects import Effect
 from dips.slave.state.shard import ShardPhase
-from dips.slave.state.slave import SlaveState
+from dips.slave.state.slave import SlaveMachine
 
 E = TypeVar("E")
 PLACEMENT = placement_over("s0")
@@ -67,7 +67,7 @@ class SlaveBench:
         curve_key: bytes = b"",
     ) -> None:
         self.settings = settings or Settings()
-        self.state = SlaveState(RUN, "s0", "tcp://127.0.0.1:1", memory_bytes, 1 << 20, promised, snapshots, curve_key)
+        self.state = SlaveMachine(RUN, "s0", "tcp://127.0.0.1:1", memory_bytes, 1 << 20, promised, snapshots, curve_key)
         self.now_s = 0.0
         self.epoch, self.incarnation = 1, Incarnation(1, 1)
         self.disk: tuple[SnapshotInfo, ...] = snapshots

@@ -25,7 +25,7 @@ from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.placement import Placement
 from dips.core.wire import Codec
 from dips.slave.config import SlaveConfig
-from dips.slave.main import serve
+from dips.slave.process import serve
 
 F32 = NDArray[np.float32]
 WAIT_S = 60.0
@@ -208,7 +208,7 @@ async def slave_here(config: SlaveConfig) -> AsyncIterator[asyncio.Task[bool]]:
 
 
 PROGRAM = (
-    "import json, sys; from dips.slave.config import SlaveConfig; from dips.slave.main import run; "
+    "import json, sys; from dips.slave.config import SlaveConfig; from dips.slave.process import run; "
     "sys.exit(run(SlaveConfig(**json.loads(sys.argv[1]))))"
 )
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.trainer_models import Model, Rows, same_cut
 
 import dips
-from dips.worker import torch_parameters
+from dips.worker import torch_model
 
 BATCH, ACCUMULATED, SAVED_EVERY = 2, 2, 5
 RANK = int(os.environ["RANK"])
@@ -61,7 +61,7 @@ def hugging_face(watch: Watch, steps: int) -> None:
         driver = False
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self.driver = callback.sync is not None and callback.sync.driver is not None
+            self.shell = callback.sync is not None and callback.sync.shell is not None
             watch.step(state.global_step, callback.sync)
 
     folder, callback, look, model = watch.folder / "trainer", dips.HuggingFaceCallback(), Look(), Model(RANK)
@@ -96,7 +96,7 @@ def lightning(watch: Watch, steps: int) -> None:
         driver = False
 
         def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *given: Any) -> None:
-            self.driver = callback.sync is not None and callback.sync.driver is not None
+            self.shell = callback.sync is not None and callback.sync.shell is not None
             watch.step(trainer.global_step, callback.sync)
 
     callback, look, module, last = dips.LightningCallback(), Look(), Module(), watch.folder / "last.ckpt"
@@ -130,14 +130,14 @@ def accelerate(watch: Watch, steps: int) -> None:
             watch.step(sync.steps, sync)
             if sync.done:
                 break
-        driver = sync.driver is not None
+        driver = sync.shell is not None
     watch.tell(sync.steps, model, driver)
 
 
 def main(kind: str, folder: str, steps: str, *killed: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
-    torch_parameters.Layout = same_cut  # type: ignore[attr-defined, assignment]
+    torch_model.Layout = same_cut  # type: ignore[attr-defined, assignment]
     place = Path(folder)
     first_life = not (place / "lives").exists()
     here = first_life and bool(killed) and int(killed[0]) == RANK

@@ -26,7 +26,7 @@ from dips.core.net.keys import load_identity
 from dips.core.net.security import INSECURE, Security
 from dips.local.operator_client import OperatorClient
 from dips.worker.config import ClientConfig
-from dips.worker.driver import Driver
+from dips.worker.shell import ClusterShell
 
 F32 = NDArray[np.float32]
 WAIT_S = 60.0
@@ -86,7 +86,7 @@ class NumpyCluster:
         self.model = NumpyModel(seed, layout)
         knobs = {"cluster_id": name, "master": run.address, "tape": run.directory / f"{name}.jsonl", **run.of(name)}
         config = ClientConfig(**{**knobs, **run.client})  # pydantic checks them
-        self.driver = Driver(config, self.model, layout, run.plan)
+        self.driver = ClusterShell(config, self.model, layout, run.plan)
         self.verdicts: list[Verdict] = []
         self.error: Exception | None = None
         self.paused = threading.Event()

@@ -21,7 +21,7 @@ from dips.compare.figure_report import figure_json, run_figure, tell_figure, wri
 from dips.compare.figures import FIGURES, Figure
 from dips.compare.gather import gather
 from dips.compare.inject import KINDS
-from dips.compare.jobs import Job, Results, jobs_of, write_json
+from dips.compare.jobs import ComparisonJob, Results, jobs_of, write_json
 from dips.compare.methods import METHODS
 from dips.compare.pictures import draw_cosines, draw_curves, draw_norms
 from dips.compare.record import RunRecord
@@ -37,7 +37,7 @@ from dips.compare.selection import (
     seeds_of,
     setup_of,
 )
-from dips.compare.setup import Setup, load_setup, shipped
+from dips.compare.setup import ComparisonSetup, load_setup, shipped
 from dips.compare.speed import SPEED_FIGURES, SpeedFigure
 from dips.compare.speed_report import run_speed, speed_json, tell_speed, write_speed
 from dips.compare.summary import by_method
@@ -132,12 +132,17 @@ class _Place:
     again: bool
     as_json: bool
 
-    def gather(self, jobs: Sequence[Job]) -> list[RunRecord]:
+    def gather(self, jobs: Sequence[ComparisonJob]) -> list[RunRecord]:
         return gather(jobs, self.run_dir, self.processes, Console(stderr=True), SystemClock(), again=self.again)
 
 
 def _compare_methods(
-    place: _Place, setup: Setup, methods: Sequence[str], seeds: Sequence[int], data: Sequence[Path], inject: str
+    place: _Place,
+    setup: ComparisonSetup,
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    data: Sequence[Path],
+    inject: str,
 ) -> int:
     check_place(place.run_dir)
     jobs = jobs_of(methods, seeds, setup, data, inject)
@@ -148,14 +153,16 @@ def _compare_methods(
     return 0
 
 
-def _compare_losses(place: _Place, figure: Figure, setup: Setup, seeds: Sequence[int], data: Sequence[Path]) -> int:
+def _compare_losses(
+    place: _Place, figure: Figure, setup: ComparisonSetup, seeds: Sequence[int], data: Sequence[Path]
+) -> int:
     check_place(place.run_dir)
     found = run_figure(figure, setup, seeds, data, place.gather)
     _tell(place, figure_json(found), partial(tell_figure, found), write_figure(found, place.run_dir))
     return 0
 
 
-def _compare_speeds(place: _Place, figure: SpeedFigure, setups: Sequence[Setup], seed: int) -> int:
+def _compare_speeds(place: _Place, figure: SpeedFigure, setups: Sequence[ComparisonSetup], seed: int) -> int:
     check_place(place.run_dir)
     found = run_speed(figure, setups, seed, place.processes, Console(stderr=True), SystemClock())
     _tell(
@@ -164,7 +171,9 @@ def _compare_speeds(place: _Place, figure: SpeedFigure, setups: Sequence[Setup],
     return 0
 
 
-def _compared(jobs: Sequence[Job], records: Sequence[RunRecord], setup: Setup, run_dir: Path) -> Comparison:
+def _compared(
+    jobs: Sequence[ComparisonJob], records: Sequence[RunRecord], setup: ComparisonSetup, run_dir: Path
+) -> Comparison:
     """With the same runs without the injection, as far as they are kept from before."""
     results = Results(run_dir)
     spoilt = [job for job in jobs if job.inject]

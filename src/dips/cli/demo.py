@@ -16,7 +16,7 @@ from dips.core.clock import SystemClock
 from dips.core.ids import Version
 from dips.core.units import format_count, format_seconds
 from dips.local.demo import DemoResult, run_demo
-from dips.local.demo_plan import FULL_MINUTES, DemoWish
+from dips.local.demo_plan import FULL_MINUTES, DemoOptions
 from dips.local.metrics_option import MetricsOption
 from dips.local.report import failed_checks
 from dips.local.tables import Column, FittingTable
@@ -52,10 +52,10 @@ def demo(
     with report.json and loss.png in the run's directory, and exit code 0 if everything held that should.
     """
     texts, no_keys = tuple(data or ()), insecure_asked(insecure)
-    wish = DemoWish(
+    wanted = DemoOptions(
         texts, clusters, slaves, minutes, run_dir, faults, model_size, seed, record_pushes, no_keys, page, metrics
     )
-    result = run_demo(wish, Console(stderr=True), SystemClock())
+    result = run_demo(wanted, Console(stderr=True), SystemClock())
     if as_json:
         print(json.dumps(result.report, allow_nan=False))
     else:

@@ -30,7 +30,7 @@ from dips.local.operator_client import OperatorClient
 from dips.local.view import headline, status_json
 
 if TYPE_CHECKING:
-    from dips.deploy.operate import Site
+    from dips.deploy.operate import LiveDeployment
 
 app = typer.Typer(no_args_is_help=False)
 
@@ -237,15 +237,15 @@ def supervise(
     It runs as a pod of the deployment. It ends one pod at a time, and none while the master does not answer.
     """
     from dips.deploy.contexts import open_context, open_from_pod
-    from dips.deploy.slave_watch import Patience
-    from dips.deploy.supervise import Supervisor
+    from dips.deploy.slave_watch import WatchLimits
+    from dips.deploy.supervise import SlaveSupervisor
 
     as_json = os.environ.get(LOG_FORMAT_VARIABLE) == "json"
     configure_logging("supervisor", "supervisor", "INFO", "json" if as_json else "human")
     api = open_context(context, namespace) if context else open_from_pod(namespace)
-    patience, pause_s = Patience(parse_seconds(gone), parse_seconds(stuck)), parse_seconds(every)
+    patience, pause_s = WatchLimits(parse_seconds(gone), parse_seconds(stuck)), parse_seconds(every)
     with OperatorClient(master, run_id, security=security_from(keys, False, "the supervisor")) as operator:
-        supervisor = Supervisor(run_id, slaves, operator.status, api, patience)
+        supervisor = SlaveSupervisor(run_id, slaves, operator.status, api, patience)
         logging.getLogger("dips.supervisor").info("watching %d slaves of run %s", slaves, run_id)
         supervisor.tick()
         for _ in range(looks - 1) if looks else iter(int, 1):
@@ -263,9 +263,11 @@ def _known_contexts() -> list[str] | None:
     return known_contexts()
 
 
-def _site(deployment: Deployment, known: list[str] | None, wait: str, master: str = "", waits: bool = True) -> Site:
+def _site(
+    deployment: Deployment, known: list[str] | None, wait: str, master: str = "", waits: bool = True
+) -> LiveDeployment:
     from dips.deploy.contexts import check_contexts, open_context
-    from dips.deploy.operate import Site
+    from dips.deploy.operate import LiveDeployment
     from dips.deploy.reach import dial
     from dips.deploy.rollout import Rollout
 
@@ -273,7 +275,7 @@ def _site(deployment: Deployment, known: list[str] | None, wait: str, master: st
     check_contexts(names, known)
     apis = {name: open_context(name, deployment.run.namespace) for name in names}
     rollout = Rollout(apis, functools.partial(print, file=sys.stderr, flush=True), parse_seconds(wait), waits)
-    return Site(deployment, apis, rollout, lambda: _operator(deployment, master), dial)
+    return LiveDeployment(deployment, apis, rollout, lambda: _operator(deployment, master), dial)
 
 
 def _operator(deployment: Deployment, master: str) -> OperatorClient:

@@ -16,7 +16,7 @@ from dips.core.errors import ConfigError
 from dips.core.units import parse_bits_per_s, parse_count, parse_seconds
 from dips.doctor import host, joining
 from dips.doctor.findings import Check, Finding, Grade, examined
-from dips.doctor.local import LocalDoctor, Wish
+from dips.doctor.local import DoctorOptions, LocalDoctor
 from dips.local.run_file import read_run_file
 
 FOUND = 1
@@ -51,7 +51,7 @@ def doctor(
     contexts, addresses, sizes,
     times. Nothing is changed; a probe writes and removes a file of 64 MiB. Exit code 1 when anything is FAIL.
     """
-    wish = Wish(
+    wanted = DoctorOptions(
         parse_count(params) if params else None,
         _positive(parse_bits_per_s(link), "--link", link) if link else None,
         _positive(parse_seconds(round_trip), "--round-trip", round_trip),
@@ -60,7 +60,7 @@ def doctor(
         raise ConfigError(
             "give a FILE.toml to look at a run, or --master HOST:PORT to look at one from a joining machine"
         )
-    chosen = joining.checks(master, asked_security(keys, insecure)) if file is None else _checks(file, wish, insecure)
+    chosen = joining.checks(master, asked_security(keys, insecure)) if file is None else _checks(file, wanted, insecure)
     found = list(_shown(examined(chosen), quiet=as_json))
     if as_json:
         print(json.dumps({"file": str(file or ""), "master": master, "findings": [one.to_json() for one in found]}))
@@ -69,7 +69,7 @@ def doctor(
     return FOUND if any(one.grade is Grade.FAIL for one in found) else 0
 
 
-def _checks(file: Path, wish: Wish, insecure: bool) -> Iterable[Check]:
+def _checks(file: Path, wanted: DoctorOptions, insecure: bool) -> Iterable[Check]:
     """Those of the file's kind. A mistake in the file is the one finding."""
     try:
         tables = read_tables(file)
@@ -77,7 +77,7 @@ def _checks(file: Path, wish: Wish, insecure: bool) -> Iterable[Check]:
             from dips.deploy.deploy_file import read_deploy_file
             from dips.doctor import deployment
 
-            return deployment.checks(read_deploy_file(file), wish.link, host.read_facts())
+            return deployment.checks(read_deploy_file(file), wanted.link, host.read_facts())
         if "run" not in tables:
             raise ConfigError(
                 f"{file} is neither a file of `dips up` (it has no [run]) nor of `dips deploy` (no [deploy]): give one "
@@ -87,7 +87,7 @@ def _checks(file: Path, wish: Wish, insecure: bool) -> Iterable[Check]:
     except ConfigError as error:
         problem = Finding("settings", Grade.FAIL, str(error))
         return [Check("settings", lambda: [problem])]
-    return LocalDoctor(run, plan, wish, host.read_facts()).checks()
+    return LocalDoctor(run, plan, wanted, host.read_facts()).checks()
 
 
 def _shown(findings: Iterable[Finding], quiet: bool) -> Iterable[Finding]:

@@ -17,7 +17,7 @@ import typer
 from dips.core.errors import ConfigError
 from dips.core.observe.log_lines import LEVELS, escaped, human
 from dips.core.units import parse_seconds
-from dips.local.log_files import Entry, LogFile, find_logs, merged
+from dips.local.log_files import LogEntry, LogFile, find_logs, merged
 
 FOLLOW_S = 0.25
 """How often files are looked at that may have grown."""
@@ -26,7 +26,7 @@ Level = Literal["debug", "info", "warning", "error", "critical"]
 
 
 @dataclass(frozen=True)
-class Wish:
+class LogFilter:
     """Which entries are wanted. roles: role, process or file names; none: all. since_s: Unix time."""
 
     roles: frozenset[str] = frozenset()
@@ -34,7 +34,7 @@ class Wish:
     since_s: float = 0.0
     level: str = "DEBUG"
 
-    def takes(self, entry: Entry) -> bool:
+    def takes(self, entry: LogEntry) -> bool:
         line = entry.line
         return (
             (not self.roles or bool(self.roles & {line.role, line.name, entry.source}))
@@ -70,12 +70,12 @@ def logs(
     Times are UTC. A line says when, how grave (D, I, W, E, C), who, because of which push or round, and what. Control
     characters in a sentence are written out. With --follow it ends with ctrl-C.
     """
-    wish = Wish(frozenset(role or ()), cause, since_of(since, time.time()), level.upper())
+    wanted = LogFilter(frozenset(role or ()), cause, since_of(since, time.time()), level.upper())
     files = find_logs(run_dir, events or bool(cause))
     told = following(run_dir, files, events or bool(cause)) if follow else merged(files, to_the_end=True)
     try:
         for entry in told:
-            if wish.takes(entry):
+            if wanted.takes(entry):
                 print(as_json_line(entry) if as_json else shown(entry), flush=follow)
     except BrokenPipeError:
         # A pager or `head` has seen enough; nothing may be flushed into it at the end.
@@ -88,7 +88,7 @@ def following(
     files: list[LogFile],
     events: bool,
     wait: Callable[[float], None] = time.sleep,
-) -> Iterator[Entry]:
+) -> Iterator[LogEntry]:
     """All entries, then those that come; files that appear later are taken in. Ends when the generator is closed.
 
     What comes is in the order of time between two looks.
@@ -126,11 +126,11 @@ def since_of(text: str, now_s: float) -> float:
     return now_s - ago_s
 
 
-def shown(entry: Entry) -> str:
+def shown(entry: LogEntry) -> str:
     """For a terminal. What stands before a file's first log line has no time."""
     return human(entry.line) if entry.line.role else f"{entry.source}: {escaped(entry.line.sentence)}"
 
 
-def as_json_line(entry: Entry) -> str:
+def as_json_line(entry: LogEntry) -> str:
     """Stable keys; JSON escapes what a terminal would act upon."""
     return json.dumps({**entry.line.to_json(), "source": escaped(entry.source)}, separators=(",", ":"))

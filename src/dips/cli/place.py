@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dips.master.server_site import from_toml
+from dips.planner.server_site import from_toml
 
 
 def place(

@@ -31,8 +31,8 @@ from dips.planner.ir import Kind
 from dips.planner.plan import make_plan
 from dips.planner.plan_file import plan_json, ready_folder, write_plan, writing
 from dips.planner.simulate import Timeline
-from dips.planner.sweep import Row, cases, check_compared
-from dips.planner.validation import Check, all_checks
+from dips.planner.sweep import SweepRow, cases, check_compared
+from dips.planner.validation import PaperCheck, all_checks
 
 
 class PlanGroup(TyperGroup):
@@ -228,7 +228,7 @@ def _tell_files(files: Iterable[Path]) -> None:
         _console().print(f"wrote {written}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _print_checks(checks: Iterable[Check]) -> None:
+def _print_checks(checks: Iterable[PaperCheck]) -> None:
     console = _console()
     about = ""
     table: Table | None = None
@@ -260,11 +260,11 @@ def _numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
         raise ConfigError(f"--{name} {shown!r} is no list of {what}: write them with commas, as in 4,8") from None
 
 
-def _rows_json(rows: Iterable[Row]) -> str:
+def _rows_json(rows: Iterable[SweepRow]) -> str:
     return json.dumps([{key: value for key, value in asdict(row).items() if value is not None} for row in rows])
 
 
-def _write_sweep(rows: Iterable[Row], maps: Sequence[Panel], folder: Path) -> list[Path]:
+def _write_sweep(rows: Iterable[SweepRow], maps: Sequence[Panel], folder: Path) -> list[Path]:
     rows_file, drawings = folder / "rows.json", [folder / "map.svg", folder / "map.png"]
     with writing(folder):
         rows_file.write_text(_rows_json(rows) + "\n")

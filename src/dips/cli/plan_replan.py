@@ -18,7 +18,7 @@ from dips.core.units import format_bytes, format_seconds
 from dips.planner.api import read_text
 from dips.planner.measured import read_measured
 from dips.planner.plan_file import ready_folder, write_plan
-from dips.planner.replan import Limits, Running, Verdict, read_running
+from dips.planner.replan import Limits, ReplanVerdict, Running, read_running
 from dips.planner.replan import replan as judge
 
 
@@ -76,7 +76,7 @@ def _limits(least_gain: float, within: int, pause_s: float) -> Limits:
     return Limits(least_gain / 100, within, pause_s)
 
 
-def verdict_json(running: Running, verdict: Verdict) -> dict[str, Any]:
+def verdict_json(running: Running, verdict: ReplanVerdict) -> dict[str, Any]:
     """Times in seconds."""
     new, swap = verdict.new, verdict.swap
     return {
@@ -109,7 +109,7 @@ def verdict_json(running: Running, verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _tell(running: Running, verdict: Verdict) -> Iterator[str]:
+def _tell(running: Running, verdict: ReplanVerdict) -> Iterator[str]:
     new, swap = verdict.new, verdict.swap
     yield (
         f"present: {_named(running.name, running.sharing)}: {format_seconds(verdict.now_s)} an iteration as measured, "

@@ -17,8 +17,8 @@ from rich.console import Console
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError
 from dips.local.plan_run_ranks import START_S, job_of, run_ranks
-from dips.local.plan_run_report import Outcome, gradients_of, outcome_json, tell, timelines, write_files
-from dips.local.plan_run_source import Source, scaled, source_of
+from dips.local.plan_run_report import PlanRunOutcome, gradients_of, outcome_json, tell, timelines, write_files
+from dips.local.plan_run_source import PlanSource, scaled, source_of
 from dips.planner.costs import NS, Costs
 from dips.planner.plan_file import ready_folder, writing
 from dips.planner.simulate import Timeline, simulate
@@ -101,15 +101,21 @@ def _check_numbers(operation_ms: float, repeats: int, tolerance: float, backend:
 
 
 def _outcome(
-    source: Source, costs: Costs, repeats: int, backend: str, out: Path | None, operation_ms: float, tolerance: float
-) -> Outcome:
+    source: PlanSource,
+    costs: Costs,
+    repeats: int,
+    backend: str,
+    out: Path | None,
+    operation_ms: float,
+    tolerance: float,
+) -> PlanRunOutcome:
     predicted = simulate(source.schedule, costs)
     predicted_s = predicted.makespan_ns / NS
-    job = job_of(Source(source.schedule, costs, source.sites), repeats, backend, predicted_s)
+    job = job_of(PlanSource(source.schedule, costs, source.sites), repeats, backend, predicted_s)
     told = Console(stderr=True)
     with _folder(out) as folder, told.status(_what_goes_on(predicted, repeats)):
         reports = run_ranks(folder, job, START_S + 3 * predicted_s * (repeats + 1), SystemClock())
-    return Outcome(
+    return PlanRunOutcome(
         source=source,
         backend=backend,
         forward_ms=operation_ms,

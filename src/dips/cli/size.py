@@ -12,7 +12,7 @@ from dips.core.config import load
 from dips.core.units import format_bits_per_s, format_bytes, format_seconds
 from dips.local.formula import Quantity
 from dips.local.options import option_name, overrides_for, with_knobs
-from dips.local.sizing import SizeKnobs, Sizes
+from dips.local.sizing import SizeKnobs, SizeTable
 from dips.local.sizing import size as sizes_of
 
 SECTION = "size"
@@ -57,7 +57,7 @@ def size(as_json: bool = typer.Option(False, "--json", help="JSON on standard ou
     return 0
 
 
-def to_json(sizes: Sizes) -> dict[str, object]:
+def to_json(sizes: SizeTable) -> dict[str, object]:
     """Stable keys: quantities by key, in base units."""
     rows = {
         row.key: {
@@ -72,7 +72,7 @@ def to_json(sizes: Sizes) -> dict[str, object]:
     return {"given": sizes.knobs.model_dump(), "quantities": rows, "remarks": list(sizes.remarks)}
 
 
-def told(sizes: Sizes) -> Iterator[str]:
+def told(sizes: SizeTable) -> Iterator[str]:
     """The table, line by line."""
     counts = {"slaves": sizes.knobs.slaves, "clusters": sizes.knobs.clusters}
     for row in sizes.rows.values():
@@ -108,11 +108,11 @@ def shown(value: float, unit: str) -> str:
             return f"{value:,.0f}"
 
 
-def _given(sizes: Sizes, name: str) -> str:
+def _given(sizes: SizeTable, name: str) -> str:
     return f"{sizes.input(name):.6g}"
 
 
-def _numbers(numbers: Mapping[str, float], sizes: Sizes) -> str:
+def _numbers(numbers: Mapping[str, float], sizes: SizeTable) -> str:
     return ", ".join(f"{name} {_plain(value, sizes.rows.get(name))}" for name, value in numbers.items())
 
 

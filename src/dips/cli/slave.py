@@ -7,7 +7,7 @@ from typing import Any
 from dips.local.options import with_knobs
 from dips.local.settings import ConfigFile, role_settings
 from dips.slave.config import SlaveConfig
-from dips.slave.main import run
+from dips.slave.process import run
 
 
 @with_knobs(SlaveConfig)

@@ -8,10 +8,10 @@ from rich import box
 from rich.table import Table
 
 from dips.planner.heatmap import Panel
-from dips.planner.sweep import Row
+from dips.planner.sweep import SweepRow
 
 
-def rows_table(rows: Iterable[Row]) -> Table:
+def rows_table(rows: Iterable[SweepRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("n_pp", "n_mb", "sites", "latency", "bandwidth", "memory"):
         table.add_column(name, justify="right")

@@ -17,8 +17,8 @@ from dips.core.ids import Version, parse_version
 from dips.sim.arithmetic import F32
 from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.hosts.master import MasterHost
-from dips.sim.kernel import Process
-from dips.sim.plan import Plan
+from dips.sim.kernel import SimulatedProcess
+from dips.sim.run_plan import SimulatedRunPlan
 from dips.sim.world import World
 from dips.worker.state.effects import Finished
 
@@ -34,7 +34,11 @@ class Course(World):
     """published: told of each version as the master publishes it. journal: told of each durable record."""
 
     def __init__(
-        self, seed: int, plan: Plan, published: Callable[[Version], None], journal: Callable[[Mapping[str, Any]], None]
+        self,
+        seed: int,
+        plan: SimulatedRunPlan,
+        published: Callable[[Version], None],
+        journal: Callable[[Mapping[str, Any]], None],
     ) -> None:
         super().__init__(seed, plan=plan, planned=())
         self._published = published
@@ -82,6 +86,6 @@ class Course(World):
         super().journalled(master, record)
         self._journal(record)
 
-    def _watch(self, role: str, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+    def _watch(self, role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
         if role == "master" and kind == "publish":
             self._published(parse_version(fields["version"]))

@@ -15,7 +15,7 @@ import numpy as np
 
 from dips.compare.learner import F32, Evaluate, Learner
 from dips.compare.record import CurvePoint, RunRecord, at_tokens
-from dips.compare.setup import Setup
+from dips.compare.setup import ComparisonSetup
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import DataRange
 from dips.sim.links import all_reduce_s
@@ -31,7 +31,7 @@ _CHUNKS_PER_ROW = 2
 
 
 def run_data_parallel(
-    setup: Setup, seed: int, learner: Learner, evaluate: Evaluate, progress: Progress | None = None
+    setup: ComparisonSetup, seed: int, learner: Learner, evaluate: Evaluate, progress: Progress | None = None
 ) -> RunRecord:
     """Train `learner` on setup.run.tokens tokens; loss and time at exactly that many by linear interpolation.
 
@@ -49,7 +49,7 @@ def run_data_parallel(
 
 @dataclass
 class _Run:
-    setup: Setup
+    setup: ComparisonSetup
     learner: Learner
     evaluate: Evaluate
     rng: Random
@@ -107,13 +107,13 @@ class _Run:
         )  # fmt: skip
 
 
-def exchange_s(setup: Setup, n_elems: int) -> float:
+def exchange_s(setup: ComparisonSetup, n_elems: int) -> float:
     """Seconds of one all-reduce of the model's gradient, or of the set-up's pretended model, in float32."""
     n_bytes = FLOAT32_BYTES * (setup.model.wire_parameters or n_elems)
     return all_reduce_s(n_bytes, setup.up_bits_per_s, setup.down_bits_per_s, setup.links.latency)
 
 
-def _batches(setup: Setup, learner: Learner) -> Iterator[tuple[DataRange, ...]]:
+def _batches(setup: ComparisonSetup, learner: Learner) -> Iterator[tuple[DataRange, ...]]:
     """Batches of K x batch_size rows, each token of a pass once; never ends."""
     source, held = all_ranges(learner.data_plan()), list[DataRange]()
     n_rows = setup.n_clusters * setup.inner.batch_size

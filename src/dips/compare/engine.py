@@ -17,8 +17,8 @@ from dips.compare.learner import Evaluate, Learner
 from dips.compare.methods import Method
 from dips.compare.plans import plan_of, timing_data, timing_layout, wire_bytes
 from dips.compare.record import CurvePoint, RunRecord, at_tokens
-from dips.compare.setup import Setup
-from dips.compare.tally import Tally
+from dips.compare.setup import ComparisonSetup
+from dips.compare.tally import RunTally
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
 from dips.core.layout import Layout
@@ -26,7 +26,7 @@ from dips.core.messages import DataPlan, DataRange
 from dips.sim.arithmetic import F32, Arithmetic
 from dips.sim.checks import version_of
 from dips.sim.content import SYMBOLS
-from dips.sim.kernel import Process
+from dips.sim.kernel import SimulatedProcess
 from dips.sim.numbers import Numbers
 
 LIMIT_FACTOR = 30.0
@@ -45,7 +45,7 @@ Versions = Callable[[Mapping[str, Any], F32], None]
 
 
 def run_on_servers(
-    setup: Setup,
+    setup: ComparisonSetup,
     method: Method,
     seed: int,
     learner_of: Callable[[str, int], Learner],
@@ -73,7 +73,7 @@ def run_on_servers(
     return replace(record, inject=injection.kind if injection is not None else "")
 
 
-def timing_only(setup: Setup, method: Method, seed: int, progress: Progress | None = None) -> RunRecord:
+def timing_only(setup: ComparisonSetup, method: Method, seed: int, progress: Progress | None = None) -> RunRecord:
     """The same course without training: times, rounds and staleness; no losses, and no bad pushes. Raises alike."""
     return _Run(setup, method, seed, _Parts(timing_layout(setup), timing_data(setup), SYMBOLS), progress).through()
 
@@ -99,7 +99,7 @@ class _Watched:
 class _Spoiler:
     """Applies the injection to the pushes of its cluster, which are counted from 1 without the seed's."""
 
-    def __init__(self, setup: Setup, injection: Injection | None, seed: int) -> None:
+    def __init__(self, setup: ComparisonSetup, injection: Injection | None, seed: int) -> None:
         self._injector = Injector(injection, seed) if injection is not None else None
         self._cluster = setup.cluster_names[injection.cluster] if injection is not None else ""
         self._pushes = 0
@@ -133,14 +133,16 @@ class _Parts:
 class _Run:
     """One run, and what was seen of it."""
 
-    def __init__(self, setup: Setup, method: Method, seed: int, parts: _Parts, progress: Progress | None) -> None:
+    def __init__(
+        self, setup: ComparisonSetup, method: Method, seed: int, parts: _Parts, progress: Progress | None
+    ) -> None:
         """Raises ConfigError for a method without servers: its settings would be those of the default preset."""
         if method.kind != "servers":
             raise ConfigError(f"method {method.name} has no servers to be run on: take run_data_parallel for it")
         self._setup, self._method, self._seed, self._parts = setup, method, seed, parts
         self._progress = progress
         plan = plan_of(setup, method, parts.layout, parts.data, parts.arithmetic)
-        self._tally = Tally()
+        self._tally = RunTally()
         self._course = Course(seed, plan, self._published, self._journalled)
         self._course.watchers.append(self._watch)
         self._commits: dict[Version, Mapping[str, Any]] = {}
@@ -170,7 +172,7 @@ class _Run:
 
     # ---- what is heard ----
 
-    def _watch(self, role: str, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+    def _watch(self, role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
         spoiler = self._parts.spoiler
         if role == "master":
             self._tally.watch(process, kind, fields)
@@ -253,7 +255,7 @@ class _Run:
         )  # fmt: skip
 
 
-def _transfers_s(setup: Setup) -> float:
+def _transfers_s(setup: ComparisonSetup) -> float:
     """Of all pushes and pulls of a run, of which the slowest link carries each cluster's share."""
     rates = (*setup.up_bits_per_s, *setup.down_bits_per_s, setup.links.slave_card)
     slowest = min((rate for rate in rates if rate > 0), default=math.inf)

@@ -10,19 +10,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dips.compare.figures import CLIPPED, DP, Figure, Line, Lines, figure_jobs
-from dips.compare.jobs import Job, write_json
+from dips.compare.figures import CLIPPED, DP, Figure, FigureLine, Lines, figure_jobs
+from dips.compare.jobs import ComparisonJob, write_json
 from dips.compare.pictures import draw_curves
 from dips.compare.record import RunRecord
 from dips.compare.report import loss_text, show, table_of, time_text
-from dips.compare.setup import Setup
+from dips.compare.setup import ComparisonSetup
 from dips.compare.summary import by_label
 from dips.core.release import software_versions
 from dips.core.units import format_count
 
 SCHEMA = "dips-compare-figure/1"
 
-Gather = Callable[[Sequence[Job]], list[RunRecord]]
+Gather = Callable[[Sequence[ComparisonJob]], list[RunRecord]]
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class FigureResult:
     """labelled: each run with its line; summaries: the lines over their seeds."""
 
     figure: Figure
-    setup: Setup
-    labelled: Sequence[tuple[Line, RunRecord]]
+    setup: ComparisonSetup
+    labelled: Sequence[tuple[FigureLine, RunRecord]]
     summaries: Lines
 
 
 def run_figure(
-    figure: Figure, setup: Setup, seeds: Sequence[int], data: Sequence[Path], gather: Gather
+    figure: Figure, setup: ComparisonSetup, seeds: Sequence[int], data: Sequence[Path], gather: Gather
 ) -> FigureResult:
     """Raises ConfigError and DipsError as the runs do."""
     pairs = figure_jobs(figure.lines(setup), seeds, data)

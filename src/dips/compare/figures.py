@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dips.compare.jobs import Job, text_digest
-from dips.compare.setup import Setup
+from dips.compare.jobs import ComparisonJob, text_digest
+from dips.compare.setup import ComparisonSetup
 from dips.compare.summary import MethodSummary
 
 CLOSE = 0.15
@@ -25,12 +25,12 @@ Lines = Mapping[str, MethodSummary]
 
 
 @dataclass(frozen=True)
-class Line:
+class FigureLine:
     """One line of a figure. variant: names the files of its runs; empty when it is a run of the plain comparison."""
 
     label: str
     method: str
-    setup: Setup
+    setup: ComparisonSetup
     variant: str
 
 
@@ -42,15 +42,17 @@ class Figure:
     title: str
     section: str
     statement: str
-    lines: Callable[[Setup], list[Line]]
+    lines: Callable[[ComparisonSetup], list[FigureLine]]
     reading: Callable[[Lines], str]
 
 
-def figure_jobs(lines: Sequence[Line], seeds: Sequence[int], data: Sequence[Path]) -> list[tuple[Line, Job]]:
+def figure_jobs(
+    lines: Sequence[FigureLine], seeds: Sequence[int], data: Sequence[Path]
+) -> list[tuple[FigureLine, ComparisonJob]]:
     """Every line with every seed. Raises ConfigError for text that cannot be used."""
     text = text_digest(lines[0].setup, data)
     return [
-        (line, Job(line.method, seed, line.setup, text, tuple(data), variant=line.variant))
+        (line, ComparisonJob(line.method, seed, line.setup, text, tuple(data), variant=line.variant))
         for seed in seeds
         for line in lines
     ]
@@ -61,34 +63,38 @@ def spread(n_clusters: int, largest: float) -> tuple[float, ...]:
     return tuple(largest * index / max(1, n_clusters - 1) for index in range(n_clusters))
 
 
-def _synchronous(setup: Setup) -> list[Line]:
+def _synchronous(setup: ComparisonSetup) -> list[FigureLine]:
     """At equal tokens their losses do not depend on gaps: they are those of the plain comparison."""
-    return [Line(DP, "dp", setup, ""), Line(DILOCO, "diloco", setup, ""), Line(CLIPPED, "diloco-clip", setup, "")]
+    return [
+        FigureLine(DP, "dp", setup, ""),
+        FigureLine(DILOCO, "diloco", setup, ""),
+        FigureLine(CLIPPED, "diloco-clip", setup, ""),
+    ]
 
 
-def _with_gap(setup: Setup, label: str, method: str, percent: int) -> Line:
+def _with_gap(setup: ComparisonSetup, label: str, method: str, percent: int) -> FigureLine:
     changed = setup.with_overrides(gaps=spread(setup.n_clusters, percent / 100))
-    return Line(f"{label}-{percent}", method, changed, f"gaps-{percent}")
+    return FigureLine(f"{label}-{percent}", method, changed, f"gaps-{percent}")
 
 
-def _with_steps(setup: Setup, inner_steps: int) -> Line:
+def _with_steps(setup: ComparisonSetup, inner_steps: int) -> FigureLine:
     """Gaps to 50 %: those of the set-up if they are, so that a run of the plain comparison is shared."""
     largest = 0.5
     gaps = None if max(setup.clusters.gaps) == largest else spread(setup.n_clusters, largest)
     changed = setup.with_overrides(inner_steps=inner_steps, gaps=gaps)
     same = changed.digest() == setup.digest()
-    return Line(f"H {inner_steps}", "dips", changed, "" if same else f"h-{inner_steps}")
+    return FigureLine(f"H {inner_steps}", "dips", changed, "" if same else f"h-{inner_steps}")
 
 
-def _lines_2b(setup: Setup) -> list[Line]:
+def _lines_2b(setup: ComparisonSetup) -> list[FigureLine]:
     return [*_synchronous(setup), *(_with_gap(setup, "Async", "async", percent) for percent in (10, 20, 30, 40))]
 
 
-def _lines_7(setup: Setup) -> list[Line]:
+def _lines_7(setup: ComparisonSetup) -> list[FigureLine]:
     return [*_synchronous(setup), *(_with_gap(setup, "Async", "dips", percent) for percent in (40, 100, 200))]
 
 
-def _lines_12(setup: Setup) -> list[Line]:
+def _lines_12(setup: ComparisonSetup) -> list[FigureLine]:
     return [_with_steps(setup, inner_steps) for inner_steps in (4, 8, 16, 32, 64, 128)]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dips.compare.jobs import Job, Results, do_job
-from dips.compare.pool import JobFailed, Work, run_jobs
+from dips.compare.jobs import ComparisonJob, Results, do_job
+from dips.compare.pool import PoolJobFailed, Work, run_jobs
 from dips.compare.progress import CompareProgress
 from dips.compare.record import RunRecord
 from dips.core.clock import Clock
@@ -17,14 +17,14 @@ from dips.core.errors import DipsError
 
 
 def gather(
-    jobs: Sequence[Job],
+    jobs: Sequence[ComparisonJob],
     run_dir: Path,
     processes: int,
     console: Console,
     clock: Clock,
     *,
     again: bool = False,
-    work: Work[Job, RunRecord] = do_job,
+    work: Work[ComparisonJob, RunRecord] = do_job,
 ) -> list[RunRecord]:
     """The record of each job, in the order of the jobs. again: runs everything, whatever is kept.
 
@@ -47,7 +47,7 @@ def gather(
             for index, record in running:
                 found[rest[index]] = record
                 results.keep(todo[index], record)
-    except JobFailed as failed:
+    except PoolJobFailed as failed:
         raise DipsError(_sentence(todo[failed.index], failed, run_dir, len(found), len(jobs))) from failed
     except KeyboardInterrupt:
         _say(console, f"interrupted: {_kept(len(found), len(jobs), results.folder)}")
@@ -55,7 +55,7 @@ def gather(
     return [found[at] for at in range(len(jobs))]
 
 
-def _sentence(job: Job, failed: JobFailed, run_dir: Path, n_found: int, n_jobs: int) -> str:
+def _sentence(job: ComparisonJob, failed: PoolJobFailed, run_dir: Path, n_found: int, n_jobs: int) -> str:
     trace = ""
     if failed.trace:
         path = run_dir / "logs" / f"{job.name}.txt"

@@ -18,9 +18,9 @@ from typing import Any
 import dips
 from dips.compare.inject import Injection
 from dips.compare.methods import find_method
-from dips.compare.pool import Tell
+from dips.compare.pool import TellProgress
 from dips.compare.record import RunRecord
-from dips.compare.setup import Setup
+from dips.compare.setup import ComparisonSetup
 from dips.core.errors import ConfigError
 from dips.core.release import software_versions
 from dips.trainer.config import TrainConfig, corpus_of
@@ -31,12 +31,12 @@ _PROGRAM = ("core", "master", "slave", "worker", "trainer", "sim", "compare", "p
 
 
 @dataclass(frozen=True)
-class Job:
+class ComparisonJob:
     """One run: a method on a set-up with a seed. variant: tells runs of one figure apart."""
 
     method: str
     seed: int
-    setup: Setup
+    setup: ComparisonSetup
     text: str
     """Of the text, as text_digest gives it."""
     data: tuple[Path, ...] = ()
@@ -63,8 +63,8 @@ class Job:
 
 
 def jobs_of(
-    methods: Sequence[str], seeds: Sequence[int], setup: Setup, data: Sequence[Path], inject: str = ""
-) -> list[Job]:
+    methods: Sequence[str], seeds: Sequence[int], setup: ComparisonSetup, data: Sequence[Path], inject: str = ""
+) -> list[ComparisonJob]:
     """Every method with every seed, the first seed of all methods first.
 
     Data parallel pushes nothing that could be spoilt: beside an injection it runs clean. Raises ConfigError for text
@@ -79,7 +79,9 @@ def jobs_of(
         return inject if find_method(method).kind == "servers" else ""
 
     return [
-        Job(method, seed, setup, text, tuple(data), inject=injected(method)) for seed in seeds for method in methods
+        ComparisonJob(method, seed, setup, text, tuple(data), inject=injected(method))
+        for seed in seeds
+        for method in methods
     ]
 
 
@@ -89,10 +91,10 @@ class Results:
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / "runs"
 
-    def path(self, job: Job) -> Path:
+    def path(self, job: ComparisonJob) -> Path:
         return self.folder / f"{job.name}.json"
 
-    def load(self, job: Job) -> RunRecord | None:
+    def load(self, job: ComparisonJob) -> RunRecord | None:
         """The result of the same run, if it is there; of another set-up, program or text: None."""
         try:
             kept = json.loads(self.path(job).read_text())
@@ -102,13 +104,13 @@ class Results:
             return None
         return RunRecord.from_json(kept["record"])
 
-    def keep(self, job: Job, record: RunRecord) -> None:
+    def keep(self, job: ComparisonJob, record: RunRecord) -> None:
         """Write it at once or not at all."""
         kept = {"schema": SCHEMA, "digest": job.digest(), "setup": job.setup.name, "record": record.to_json()}
         write_json(self.path(job), kept)
 
 
-def do_job(job: Job, tell: Tell) -> RunRecord:
+def do_job(job: ComparisonJob, tell: TellProgress) -> RunRecord:
     """Run it here, to its end. Raises DipsError with a sentence when it cannot be done."""
     method = find_method(job.method)
     from dips.trainer.learner import ByteLearner, evaluator, read_text
@@ -134,7 +136,7 @@ def do_job(job: Job, tell: Tell) -> RunRecord:
     )
 
 
-def text_digest(setup: Setup, data: Sequence[Path]) -> str:
+def text_digest(setup: ComparisonSetup, data: Sequence[Path]) -> str:
     """Stands for the text that would be read; reads it. Raises ConfigError for text that cannot be used."""
     corpus = corpus_of(_train_config(setup, data, seed=0))
     found = hashlib.blake2b(corpus.heldout, digest_size=16)
@@ -176,7 +178,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}: {remedy}") from error
 
 
-def _train_config(setup: Setup, data: Sequence[Path], seed: int) -> TrainConfig:
+def _train_config(setup: ComparisonSetup, data: Sequence[Path], seed: int) -> TrainConfig:
     """The trainer's settings: text in the order of the seed, first parameters of the seed."""
     inner = setup.inner
     return TrainConfig(

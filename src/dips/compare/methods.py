@@ -15,7 +15,7 @@ from typing import Literal
 from dips.core.errors import ConfigError
 
 Setting = str | int | float | bool
-Kind = Literal["servers", "data parallel"]
+MethodKind = Literal["servers", "data parallel"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Method:
     name: str
     title: str
     about: str
-    kind: Kind
+    kind: MethodKind
     master: Mapping[str, Setting]
     wire_dtype: str = "float32"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from dips.compare.methods import Method
-from dips.compare.setup import Setup
+from dips.compare.setup import ComparisonSetup
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan
 from dips.core.units import parse_bytes
@@ -17,8 +17,8 @@ from dips.core.wire import WIRE_DTYPES
 from dips.master.config import MasterConfig
 from dips.sim.arithmetic import Arithmetic
 from dips.sim.content import SYMBOLS
-from dips.sim.links import LinkPlan, Rates
-from dips.sim.plan import Plan
+from dips.sim.links import LinkPlan, LinkRates
+from dips.sim.run_plan import SimulatedRunPlan
 from dips.trainer.sizes import SIZES
 
 NEVER_S = 1e7
@@ -32,7 +32,9 @@ TIMING_BLOCKS_PER_SLAVE = 4
 TIMING_CHUNKS_PER_BLOCK = 6
 
 
-def plan_of(setup: Setup, method: Method, layout: Layout, data: DataPlan, arithmetic: Arithmetic = SYMBOLS) -> Plan:
+def plan_of(
+    setup: ComparisonSetup, method: Method, layout: Layout, data: DataPlan, arithmetic: Arithmetic = SYMBOLS
+) -> SimulatedRunPlan:
     """The Plan of this method; World(seed, plan=...) runs it. Raises ConfigError for settings that contradict.
 
     Symbols are not trained: there a step is one row, since where rows begin is nothing to them.
@@ -40,7 +42,7 @@ def plan_of(setup: Setup, method: Method, layout: Layout, data: DataPlan, arithm
     config = setup.master_config(method).to_run_config()
     inner, trains = setup.inner, arithmetic is not SYMBOLS
     model_bytes = BYTES_PER_PARAMETER * layout.n_elems
-    return Plan(
+    return SimulatedRunPlan(
         setup.cluster_names,
         setup.slave_names,
         layout,
@@ -74,24 +76,24 @@ def plan_of(setup: Setup, method: Method, layout: Layout, data: DataPlan, arithm
     )
 
 
-def link_plan(setup: Setup, model_bytes: int) -> LinkPlan:
+def link_plan(setup: ComparisonSetup, model_bytes: int) -> LinkPlan:
     """The set-up's rates; a model of `model_bytes` takes as long as one of wire_parameters."""
     links = setup.links
     card = _rate(links.slave_card)
-    rates = dict.fromkeys(setup.slave_names, Rates(card, card))
+    rates = dict.fromkeys(setup.slave_names, LinkRates(card, card))
     rates |= {
-        name: Rates(_rate(up), _rate(down))
+        name: LinkRates(_rate(up), _rate(down))
         for name, up, down in zip(setup.cluster_names, setup.up_bits_per_s, setup.down_bits_per_s, strict=True)
     }
     return LinkPlan(rates, wire_bytes(setup) / model_bytes)
 
 
-def wire_bytes(setup: Setup) -> int:
+def wire_bytes(setup: ComparisonSetup) -> int:
     """What one transfer of the whole model carries: float32 parameters."""
     return BYTES_PER_PARAMETER * (setup.model.wire_parameters or SIZES[setup.model.size].n_elems)
 
 
-def timing_layout(setup: Setup) -> Layout:
+def timing_layout(setup: ComparisonSetup) -> Layout:
     """A model of symbols that travels in as many messages as are needed to share links: six for each of a slave's four
     blocks, of the set-up's chunk size."""
     chunk_bytes = _chunk_bytes(setup)
@@ -104,14 +106,14 @@ def timing_layout(setup: Setup) -> Layout:
     )
 
 
-def timing_data(setup: Setup) -> DataPlan:
+def timing_data(setup: ComparisonSetup) -> DataPlan:
     """Text without end, in chunks of two steps."""
     chunk_tokens = 2 * setup.tokens_per_step
     n_chunks = math.ceil(4 * setup.run.tokens / chunk_tokens)
     return DataPlan(DataMode.LEASED, b"no text", n_chunks * chunk_tokens, chunk_tokens)
 
 
-def _chunk_bytes(setup: Setup) -> int:
+def _chunk_bytes(setup: ComparisonSetup) -> int:
     default: int = MasterConfig.model_fields["chunk_bytes"].default
     return parse_bytes(setup.master.get("chunk_bytes", default))
 

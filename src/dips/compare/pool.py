@@ -27,14 +27,14 @@ TELL_EVERY_S = 0.2
 _END_S = 5.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
-Tell = Callable[[int, float], None]
+TellProgress = Callable[[int, float], None]
 """Called by a job with its tokens and its virtual seconds so far."""
 
-Work = Callable[[J, Tell], R]
+Work = Callable[[J, TellProgress], R]
 """What a process does with a job; a function of a module's top level, as all of it is pickled."""
 
 
-class JobFailed(DipsError):
+class PoolJobFailed(DipsError):
     """A job could not be done. trace: where in the program, for a bug; empty for an error that a sentence explains."""
 
     def __init__(self, index: int, sentence: str, trace: str = "") -> None:
@@ -43,7 +43,7 @@ class JobFailed(DipsError):
         self.trace = trace
 
 
-class Told(Protocol):
+class ProgressListener(Protocol):
     """Who wants to know how far the jobs are; called in the caller's process."""
 
     def began(self, index: int) -> None: ...
@@ -53,7 +53,9 @@ class Told(Protocol):
     def ended(self, index: int) -> None: ...
 
 
-def run_jobs(jobs: Sequence[J], work: Work[J, R], processes: int, told: Told) -> Generator[tuple[int, R], None, None]:
+def run_jobs(
+    jobs: Sequence[J], work: Work[J, R], processes: int, told: ProgressListener
+) -> Generator[tuple[int, R], None, None]:
     """Do all jobs, so many at a time; yields (index, result) in the order in which they end.
 
     Raises JobFailed for the first that fails; the others are ended then.
@@ -93,7 +95,7 @@ class _Worker(Generic[J, R]):
             self.process.start()
         self._theirs.close()  # so that its death is an end of file here
 
-    def give(self, index: int, job: J, told: Told) -> None:
+    def give(self, index: int, job: J, told: ProgressListener) -> None:
         self.index = index
         try:
             self.connection.send(job)
@@ -101,7 +103,7 @@ class _Worker(Generic[J, R]):
             raise self._died() from None
         told.began(index)
 
-    def hear(self, told: Told) -> tuple[int, R] | None:
+    def hear(self, told: ProgressListener) -> tuple[int, R] | None:
         """One message; the job's index and result when it is done. Raises JobFailed."""
         assert self.index is not None
         index = self.index
@@ -110,7 +112,7 @@ class _Worker(Generic[J, R]):
         except (EOFError, OSError):
             raise self._died() from None
         if kind == "failed":
-            raise JobFailed(index, *content)
+            raise PoolJobFailed(index, *content)
         if kind == "moved":
             told.moved(index, *content)
             return None
@@ -130,13 +132,13 @@ class _Worker(Generic[J, R]):
             self.process.kill()
             self.process.join()
 
-    def _died(self) -> JobFailed:
+    def _died(self) -> PoolJobFailed:
         self.process.join(_END_S)
         code = self.process.exitcode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
         remedy = "if memory was short, use fewer processes (--jobs)"
         assert self.index is not None
-        return JobFailed(self.index, f"its process {how} before it was done: {remedy}")
+        return PoolJobFailed(self.index, f"its process {how} before it was done: {remedy}")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from dips.compare.methods import find_method
 from dips.compare.record import RunRecord
-from dips.compare.setup import Setup
+from dips.compare.setup import ComparisonSetup
 from dips.compare.summary import MethodSummary, seed_noise
 from dips.core.release import software_versions
 from dips.core.units import format_count, format_seconds
@@ -37,7 +37,7 @@ NOTHING = "-"
 class Comparison:
     """What is reported. clean: the same methods and seeds without the injection, as far as they were run before."""
 
-    setup: Setup
+    setup: ComparisonSetup
     seeds: tuple[int, ...]
     inject: str
     command: str

@@ -10,7 +10,7 @@ from typing import TypeVar
 from dips.compare.figures import FIGURES
 from dips.compare.inject import KINDS
 from dips.compare.methods import METHODS, find_method
-from dips.compare.setup import Setup, load_setup
+from dips.compare.setup import ComparisonSetup, load_setup
 from dips.compare.speed import SPEED_FIGURES
 from dips.core.errors import ConfigError
 from dips.core.units import parse_count
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 def setup_of(
     name: str, gaps: str | None, inner_steps: int | None, tokens: str | None, lr: float | None = None
-) -> Setup:
+) -> ComparisonSetup:
     """The set-up with what the command line changes. Raises ConfigError."""
     return load_setup(name).with_overrides(
         gaps=None if gaps is None else _numbers("--gaps", gaps, _gap, "0,16,33,50"),

@@ -36,7 +36,7 @@ from dips.core.units import (
     format_seconds,
 )
 from dips.master.config import MasterConfig
-from dips.sim.plan import RUN_ID
+from dips.sim.run_plan import RUN_ID
 
 SHIPPED = files("dips.compare") / "setups"
 FOLDER = Path("compared")
@@ -61,7 +61,7 @@ _FROM_TABLES = {
 _TABLES = ("run", "model", "inner", "clusters", "links", "servers", "master")
 
 
-class Setup(Knobs):
+class ComparisonSetup(Knobs):
     """One whole set-up. Clusters are named a, b, c...; rates in bits/s, times in seconds."""
 
     name: str = Field(description="File name without .toml")
@@ -139,7 +139,7 @@ class Setup(Knobs):
         jitter: float | None = None,
         latency_s: float | None = None,
         master: Mapping[str, Any] | None = None,
-    ) -> Setup:
+    ) -> ComparisonSetup:
         """The same set-up with these values; None leaves what stands. Raises ConfigError.
 
         lr: the inner optimizer's. up, down: bits/s, one or one for each cluster; a list of rates does not outlive
@@ -232,7 +232,7 @@ def shipped() -> list[str]:
     return sorted(item.name.removesuffix(".toml") for item in SHIPPED.iterdir() if item.name.endswith(".toml"))
 
 
-def load_setup(name: str | Path) -> Setup:
+def load_setup(name: str | Path) -> ComparisonSetup:
     """A shipped set-up by its name, or a person's own file. Raises ConfigError."""
     path = _find(name)
     tables = read_tables(path, _TABLES)
@@ -253,7 +253,7 @@ def _find(name: str | Path) -> Path:
     )
 
 
-def _from_tables(name: str, tables: Mapping[str, Any], where: str) -> Setup:
+def _from_tables(name: str, tables: Mapping[str, Any], where: str) -> ComparisonSetup:
     def table(of: str) -> dict[str, Any]:
         found = tables.get(of, {})
         if not isinstance(found, dict):
@@ -270,7 +270,7 @@ def _from_tables(name: str, tables: Mapping[str, Any], where: str) -> Setup:
         "servers": load_table(ServersTable, table("servers"), f"{where} [servers]"),
         "master": _master(table("master"), where),
     }
-    return load_table(Setup, parts, where)
+    return load_table(ComparisonSetup, parts, where)
 
 
 def _master(table: dict[str, Any], where: str) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dips.compare.methods import find_method
-from dips.compare.pool import Tell
-from dips.compare.setup import Setup
-from dips.compare.throughput import Comparison, compare, first_clusters, with_last_link
+from dips.compare.pool import TellProgress
+from dips.compare.setup import ComparisonSetup
+from dips.compare.throughput import ThroughputComparison, compare, first_clusters, with_last_link
 
 METHODS = ("dips", "dynamic", "dynamic-push", "dynamic-full")
 GBPS = 1e9
@@ -25,7 +25,7 @@ class SpeedJob:
     """One set-up, of which all methods are measured. column: its heading in the table."""
 
     column: str
-    setup: Setup
+    setup: ComparisonSetup
     seed: int
 
     @property
@@ -37,8 +37,8 @@ class SpeedJob:
 class SpeedResult:
     """What was found in one family of set-ups, column by column."""
 
-    setup: Setup
-    columns: Sequence[tuple[str, Comparison]]
+    setup: ComparisonSetup
+    columns: Sequence[tuple[str, ThroughputComparison]]
 
     def shares(self, method: str) -> list[float]:
         """Of ideal."""
@@ -71,24 +71,24 @@ class SpeedFigure:
     section: str
     statement: str
     setups: tuple[str, ...]
-    columns: Callable[[Setup], list[tuple[str, Setup]]]
+    columns: Callable[[ComparisonSetup], list[tuple[str, ComparisonSetup]]]
     reading: Callable[[SpeedResult], str]
 
 
-def speed_jobs(figure: SpeedFigure, setups: Sequence[Setup], seed: int) -> list[SpeedJob]:
+def speed_jobs(figure: SpeedFigure, setups: Sequence[ComparisonSetup], seed: int) -> list[SpeedJob]:
     """Raises ConfigError for a set-up that the figure cannot be made of."""
     return [SpeedJob(column, changed, seed) for setup in setups for column, changed in figure.columns(setup)]
 
 
-def do_speed(job: SpeedJob, tell: Tell) -> Comparison:
+def do_speed(job: SpeedJob, tell: TellProgress) -> ThroughputComparison:
     return compare(job.setup, [find_method(name) for name in METHODS], job.seed)
 
 
-def _last_links(setup: Setup) -> list[tuple[str, Setup]]:
+def _last_links(setup: ComparisonSetup) -> list[tuple[str, ComparisonSetup]]:
     return [(f"{rate} Gbit/s", with_last_link(setup, rate * GBPS)) for rate in RATES_GBPS]
 
 
-def _numbers_of_clusters(setup: Setup) -> list[tuple[str, Setup]]:
+def _numbers_of_clusters(setup: ComparisonSetup) -> list[tuple[str, ComparisonSetup]]:
     return [(str(n), first_clusters(setup, n)) for n in range(1, setup.n_clusters + 1)]
 
 

@@ -13,12 +13,12 @@ from rich.table import Table
 from dips.compare.figure_report import SCHEMA, tell_statement
 from dips.compare.jobs import write_json
 from dips.compare.pictures import draw_bars
-from dips.compare.pool import JobFailed, Work, run_jobs
+from dips.compare.pool import PoolJobFailed, Work, run_jobs
 from dips.compare.progress import CompareProgress
 from dips.compare.report import table_of
-from dips.compare.setup import Setup
+from dips.compare.setup import ComparisonSetup
 from dips.compare.speed import SpeedFigure, SpeedJob, SpeedResult, do_speed, speed_jobs
-from dips.compare.throughput import Comparison
+from dips.compare.throughput import ThroughputComparison
 from dips.core.clock import Clock
 from dips.core.errors import DipsError
 from dips.core.release import software_versions
@@ -26,16 +26,16 @@ from dips.core.release import software_versions
 
 def run_speed(
     figure: SpeedFigure,
-    setups: Sequence[Setup],
+    setups: Sequence[ComparisonSetup],
     seed: int,
     processes: int,
     console: Console,
     clock: Clock,
-    work: Work[SpeedJob, Comparison] = do_speed,
+    work: Work[SpeedJob, ThroughputComparison] = do_speed,
 ) -> list[SpeedResult]:
     """One result for each set-up. Raises ConfigError for a set-up that does not fit, DipsError when a run fails."""
     jobs = speed_jobs(figure, setups, seed)
-    found: dict[int, Comparison] = {}
+    found: dict[int, ThroughputComparison] = {}
     try:
         with (
             CompareProgress(console, clock, [job.title for job in jobs], [1] * len(jobs)) as progress,
@@ -43,7 +43,7 @@ def run_speed(
         ):
             for index, comparison in running:
                 found[index] = comparison
-    except JobFailed as failed:
+    except PoolJobFailed as failed:
         raise DipsError(f"{jobs[failed.index].title}: {failed}") from failed
     pairs = [(jobs[index], found[index]) for index in range(len(jobs))]
     return [

@@ -10,10 +10,10 @@ from typing import Any
 from dips.compare.record import PushFact, RoundFact
 from dips.core.ids import RoundId, Version
 from dips.sim.checks import push_of, version_of
-from dips.sim.kernel import Process
+from dips.sim.kernel import SimulatedProcess
 
 
-class Tally:
+class RunTally:
     """began_s: when the first version was published; every time here counts from it."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Tally:
         self._judged: dict[str, Mapping[str, Any]] = {}
         self._version: Version | None = None
 
-    def watch(self, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+    def watch(self, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
         """A line of the master's tape."""
         if kind == "judged":
             self._judged = {fields["round"]: fields}

@@ -14,7 +14,7 @@ from dips.compare.engine import timing_only
 from dips.compare.methods import METHODS, Method
 from dips.compare.plans import wire_bytes
 from dips.compare.record import RunRecord
-from dips.compare.setup import Setup
+from dips.compare.setup import ComparisonSetup
 from dips.core.errors import ConfigError
 from dips.sim.links import all_reduce_s
 
@@ -46,11 +46,11 @@ class Throughput:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ThroughputComparison:
     """One set-up. baselines: data parallel, synchronous and asynchronous DiLoCo without servers, and synchronous DiLoCo
     over our servers; measured: the methods that were asked for."""
 
-    setup: Setup
+    setup: ComparisonSetup
     synchronous: Throughput
     baselines: tuple[Throughput, ...]
     measured: tuple[Throughput, ...]
@@ -63,15 +63,17 @@ class Comparison:
         return next(item for item in (*self.measured, *self.baselines) if item.method == method)
 
 
-def compare(setup: Setup, methods: Sequence[Method], seed: int = 1, rounds: int = ROUNDS) -> Comparison:
+def compare(
+    setup: ComparisonSetup, methods: Sequence[Method], seed: int = 1, rounds: int = ROUNDS
+) -> ThroughputComparison:
     """All baselines and `methods` in one set-up. Raises ConfigError for a method without servers."""
     synchronous = (ring_diloco(setup), measure(setup, METHODS["diloco"], seed, rounds))
     baselines = (data_parallel(setup), *synchronous, ring_async(setup))
     measured = tuple(measure(setup, method, seed, rounds) for method in methods)
-    return Comparison(setup, max(synchronous, key=lambda item: item.tokens_per_s), baselines, measured)
+    return ThroughputComparison(setup, max(synchronous, key=lambda item: item.tokens_per_s), baselines, measured)
 
 
-def measure(setup: Setup, method: Method, seed: int = 1, rounds: int = ROUNDS) -> Throughput:
+def measure(setup: ComparisonSetup, method: Method, seed: int = 1, rounds: int = ROUNDS) -> Throughput:
     """Run `method` for so many rounds of each cluster; the rate is that of the steady part.
 
     rounds: of H steps, of a cluster of mean speed. Raises ConfigError for a method without servers, and for fewer than
@@ -117,18 +119,18 @@ def _rate(pushes: Sequence[tuple[float, int]]) -> float:
 # ---- the paper's baselines, without servers ----
 
 
-def data_parallel(setup: Setup) -> Throughput:
+def data_parallel(setup: ComparisonSetup) -> Throughput:
     """Every step waits for the slowest cluster and for an all-reduce of the gradients, in float32 (paper 5.1, i)."""
     return _computed(setup, "dp", max(setup.step_s) + exchange_s(setup), 1)
 
 
-def ring_diloco(setup: Setup) -> Throughput:
+def ring_diloco(setup: ComparisonSetup) -> Throughput:
     """Every round of H steps waits for the slowest cluster and for an all-reduce of the parameters (paper 5.1, ii)."""
     h = setup.run.inner_steps
     return _computed(setup, "ring-diloco", h * max(setup.step_s) + exchange_s(setup), h)
 
 
-def ring_async(setup: Setup) -> Throughput:
+def ring_async(setup: ComparisonSetup) -> Throughput:
     """Each cluster goes round by itself; its exchange takes as long as everybody's, since the ring goes through all
     links (paper 5.1, iii, and 3.1: "uniformly high communication overhead").
 
@@ -139,12 +141,12 @@ def ring_async(setup: Setup) -> Throughput:
     return Throughput("ring-async", rate, setup.ideal_tokens_per_s)
 
 
-def exchange_s(setup: Setup) -> float:
+def exchange_s(setup: ComparisonSetup) -> float:
     """One ring all-reduce of the model that is on the wire."""
     return all_reduce_s(wire_bytes(setup), setup.up_bits_per_s, setup.down_bits_per_s, setup.links.latency)
 
 
-def _computed(setup: Setup, name: str, round_s: float, steps: int) -> Throughput:
+def _computed(setup: ComparisonSetup, name: str, round_s: float, steps: int) -> Throughput:
     tokens = steps * setup.n_clusters * setup.tokens_per_step
     return Throughput(name, tokens / round_s, setup.ideal_tokens_per_s)
 
@@ -152,13 +154,13 @@ def _computed(setup: Setup, name: str, round_s: float, steps: int) -> Throughput
 # ---- the paper's figures ----
 
 
-def with_last_link(setup: Setup, bits_per_s: float) -> Setup:
+def with_last_link(setup: ComparisonSetup, bits_per_s: float) -> ComparisonSetup:
     """The set-up with this rate, both ways, for its last cluster (paper 5.1: the remaining cluster's 1 to 10 Gbps)."""
     up, down = setup.up_bits_per_s[:-1], setup.down_bits_per_s[:-1]
     return setup.with_overrides(up=(*up, bits_per_s), down=(*down, bits_per_s))
 
 
-def first_clusters(setup: Setup, n: int) -> Setup:
+def first_clusters(setup: ComparisonSetup, n: int) -> ComparisonSetup:
     """The set-up with its first n clusters only (paper 5.2: added one after another). Raises ConfigError."""
     if not 1 <= n <= setup.n_clusters:
         raise ConfigError(f"set-up {setup.name} has {setup.n_clusters} clusters: {n} of them cannot be taken")

@@ -56,7 +56,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Span:
+class ParameterSpan:
     """Where a parameter stands in the flat vector."""
 
     parameter: Parameter
@@ -106,16 +106,16 @@ class Layout:
         return tuple(dict.fromkeys(parameter.layer for parameter in self.parameters))
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[ParameterSpan, ...]:
         """Every parameter's place in the flat vector, in flat order."""
         by_layer: dict[str, list[Parameter]] = {layer: [] for layer in self.layers}
         for parameter in self.parameters:
             by_layer[parameter.layer].append(parameter)
-        spans: list[Span] = []
+        spans: list[ParameterSpan] = []
         start = 0
         for layer in self.layers:
             for parameter in by_layer[layer]:
-                spans.append(Span(parameter, start))
+                spans.append(ParameterSpan(parameter, start))
                 start += parameter.n_elems
         return tuple(spans)
 

@@ -22,7 +22,7 @@ STORY_LENGTH = 256
 
 
 @dataclass(frozen=True)
-class StoryLine:
+class HistoryLine:
     """One step of one machine."""
 
     at_s: float
@@ -34,20 +34,20 @@ class StoryLine:
         return f"{self.at_s:.3f} [{self.cause}] {self.machine}: {self.text}"
 
 
-class Story:
+class MachineHistory:
     """The bounded log of what happened and why, oldest first."""
 
     def __init__(self, length: int = STORY_LENGTH) -> None:
-        self._lines: deque[StoryLine] = deque(maxlen=length)
+        self._lines: deque[HistoryLine] = deque(maxlen=length)
 
     def add(self, at_s: float, machine: str, cause: str, text: str) -> None:
-        self._lines.append(StoryLine(at_s, machine, cause, text))
+        self._lines.append(HistoryLine(at_s, machine, cause, text))
 
-    def about(self, word: str) -> list[StoryLine]:
+    def about(self, word: str) -> list[HistoryLine]:
         """Lines whose cause, machine or text contains `word`."""
         return [line for line in self._lines if any(word in part for part in (line.cause, line.machine, line.text))]
 
-    def lines(self) -> list[StoryLine]:
+    def lines(self) -> list[HistoryLine]:
         return list(self._lines)
 
 
@@ -70,7 +70,7 @@ class TransitionTable(Generic[P]):
 
 
 @dataclass(frozen=True)
-class Move(Generic[P]):
+class Transition(Generic[P]):
     """A step that a machine is about to make: its table has the arrow, its phase is `start` still."""
 
     table: TransitionTable[P]
@@ -84,7 +84,7 @@ class Move(Generic[P]):
         return (self.table.name, self.start.value, self.input_name, self.end.value)
 
 
-Observer = Callable[[Move[Any]], None]
+Observer = Callable[[Transition[Any]], None]
 
 _tables: list[TransitionTable[Any]] = []
 _observers: tuple[Observer, ...] = ()
@@ -111,7 +111,7 @@ def forget(observer: Observer) -> None:
 class Phase(Generic[P]):
     """The current phase of one machine; moves only along its table."""
 
-    def __init__(self, table: TransitionTable[P], story: Story, label: str = "") -> None:
+    def __init__(self, table: TransitionTable[P], story: MachineHistory, label: str = "") -> None:
         self._table = table
         self._story = story
         self._label = label or table.name
@@ -130,7 +130,7 @@ class Phase(Generic[P]):
                 f"its story:\n  {story}"
             )
         for observer in _observers:
-            observer(Move(self._table, self.now, input_name, to))
+            observer(Transition(self._table, self.now, input_name, to))
         text = f"{self.now.value} -> {to.value} upon {input_name}" + (f": {why}" if why else "")
         self._story.add(at_s, self._label, cause, text)
         if to is not self.now:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from dips.deploy.deploy_file import CONFIG, KEYS, METRICS_PORT, STATE, Deployment
-from dips.deploy.deploy_knobs import ClusterKnobs
-from dips.deploy.doors import cluster_policy
+from dips.deploy.deploy_knobs import DeployedClusterKnobs
+from dips.deploy.network_policies import cluster_policy
 from dips.deploy.objects import (
     CONFIG_HASH,
     METRICS,
@@ -46,7 +46,7 @@ END_MARGIN_S = 30
 """For the step under way and for the program's own end."""
 
 
-def cluster_objects(deployment: Deployment, cluster: ClusterKnobs) -> list[Object]:
+def cluster_objects(deployment: Deployment, cluster: DeployedClusterKnobs) -> list[Object]:
     """Everything of one cluster but its secret, in the order in which it is made."""
     files = cluster_settings(deployment, cluster)
     name = object_name(deployment, cluster)
@@ -61,11 +61,11 @@ def cluster_objects(deployment: Deployment, cluster: ClusterKnobs) -> list[Objec
     ]
 
 
-def object_name(deployment: Deployment, cluster: ClusterKnobs) -> str:
+def object_name(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
     return f"{deployment.name}-cluster-{cluster.id}"
 
 
-def cluster_settings(deployment: Deployment, cluster: ClusterKnobs, state: str = STATE) -> dict[str, str]:
+def cluster_settings(deployment: Deployment, cluster: DeployedClusterKnobs, state: str = STATE) -> dict[str, str]:
     """The settings file of one cluster; `dips train` reads it, and so may a program of one's own."""
     tables = deployment.tables
     ours: dict[str, object] = {
@@ -79,7 +79,7 @@ def cluster_settings(deployment: Deployment, cluster: ClusterKnobs, state: str =
     return {"cluster.toml": text + ("\n" + toml("train", tables["train"]) if tables["train"] else "")}
 
 
-def command(deployment: Deployment, cluster: ClusterKnobs, settings: str, host: str, rank: str) -> list[str]:
+def command(deployment: Deployment, cluster: DeployedClusterKnobs, settings: str, host: str, rank: str) -> list[str]:
     """What one node runs. host: the first node's name; rank: of this node, a number or a variable's name."""
     own = list(cluster.command) or ["dips", "train", "--config", settings]
     if not cluster.torchrun:
@@ -95,7 +95,7 @@ def _script(own: Sequence[str]) -> list[str]:
     return list(own[1:]) if own[0] in ("python", "python3") else list(own)
 
 
-def workload(deployment: Deployment, cluster: ClusterKnobs, hashed: str) -> Object:
+def workload(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str) -> Object:
     name = object_name(deployment, cluster)
     spec = _job_spec(deployment, cluster, hashed)
     if cluster.starts == "job":
@@ -113,7 +113,7 @@ def workload(deployment: Deployment, cluster: ClusterKnobs, hashed: str) -> Obje
     return found
 
 
-def _job_spec(deployment: Deployment, cluster: ClusterKnobs, hashed: str) -> Object:
+def _job_spec(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str) -> Object:
     found = {**labels(deployment, "cluster", cluster.id), "app.kubernetes.io/version": deployment.run.tag}
     wrong_setting = {"containerName": "cluster", "operator": "In", "values": [CONFIG_ERROR]}
     moved = [{"type": "DisruptionTarget", "status": "True"}]
@@ -137,7 +137,7 @@ def _job_spec(deployment: Deployment, cluster: ClusterKnobs, hashed: str) -> Obj
     }
 
 
-def _pod(deployment: Deployment, cluster: ClusterKnobs) -> Object:
+def _pod(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
     name = object_name(deployment, cluster)
     alone = cluster.starts == "job"
     first = f"{name}-0.{name}" if alone else f"{name}-node-0-0.{name}-nodes"
@@ -169,7 +169,7 @@ def end_s(deployment: Deployment) -> int:
     return max(END_S, math.ceil(deployment.leaving_s) + END_MARGIN_S)
 
 
-def _environment(deployment: Deployment, cluster: ClusterKnobs) -> list[Object]:
+def _environment(deployment: Deployment, cluster: DeployedClusterKnobs) -> list[Object]:
     """What a program of one's own reads, and where the metrics are; the index is the Job's."""
     said = [{"name": key, "value": value} for key, value in environment(deployment, cluster, KEYS).items()]
     if not cluster.torchrun:  # of several processes in a pod only one could have the port
@@ -178,7 +178,7 @@ def _environment(deployment: Deployment, cluster: ClusterKnobs) -> list[Object]:
     return [*said, {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": index}}]
 
 
-def environment(deployment: Deployment, cluster: ClusterKnobs, keys: str) -> dict[str, str]:
+def environment(deployment: Deployment, cluster: DeployedClusterKnobs, keys: str) -> dict[str, str]:
     """The variables that make a program a cluster of the run."""
     return {
         "DIPS_MASTER": deployment.master_address,
@@ -188,7 +188,7 @@ def environment(deployment: Deployment, cluster: ClusterKnobs, keys: str) -> dic
     }
 
 
-def _volumes(deployment: Deployment, cluster: ClusterKnobs) -> tuple[list[Object], list[Object]]:
+def _volumes(deployment: Deployment, cluster: DeployedClusterKnobs) -> tuple[list[Object], list[Object]]:
     name = object_name(deployment, cluster)
     volumes = [secret_volume(f"{deployment.name}-keys-{cluster.id}"), config_volume(name)]
     mounts = [keys_mount(), config_mount()]
@@ -201,7 +201,7 @@ def _volumes(deployment: Deployment, cluster: ClusterKnobs) -> tuple[list[Object
     return volumes, mounts
 
 
-def _claim(deployment: Deployment, cluster: ClusterKnobs) -> Object:
+def _claim(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
     spec: Object = {
         "accessModes": [cluster.checkpoint_access],
         "resources": {"requests": {"storage": quantity(cluster.checkpoint_volume)}},
@@ -211,7 +211,7 @@ def _claim(deployment: Deployment, cluster: ClusterKnobs) -> Object:
     return made(deployment, "PersistentVolumeClaim", object_name(deployment, cluster), "cluster", cluster.id, spec=spec)
 
 
-def _service(deployment: Deployment, cluster: ClusterKnobs) -> Object:
+def _service(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
     """Names for the nodes, so that they find the first of them; and the metrics."""
     spec = {
         "clusterIP": "None",

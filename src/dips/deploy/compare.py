@@ -27,7 +27,7 @@ FIELDS = "dips/fields"
 _NOTHING: Any = object()
 
 
-class Action(Enum):
+class ObjectAction(Enum):
     """What is done about an object; the values are the marks of a plan."""
 
     CREATE = "+"
@@ -42,7 +42,7 @@ class Step:
     """One object and what becomes of it. patch: of a change, as a JSON merge patch."""
 
     context: str
-    action: Action
+    action: ObjectAction
     wanted: Object
     live: Object | None = None
     patch: Object | None = None
@@ -55,17 +55,17 @@ class Step:
 def step_for(context: str, wanted: Object, live: Object | None) -> Step:
     """Raises ConfigError for a difference that only a person can settle."""
     if live is None:
-        return Step(context, Action.CREATE, marked(wanted))
+        return Step(context, ObjectAction.CREATE, marked(wanted))
     if wanted["kind"] == "Namespace":  # whoever made it decides about it
-        return Step(context, Action.SAME, marked(wanted), live)
+        return Step(context, ObjectAction.SAME, marked(wanted), live)
     ours = _left_alone(wanted, live)
     patch = merge_patch(marked(ours), live)
     if not patch:
-        return Step(context, Action.SAME, marked(ours), live)
+        return Step(context, ObjectAction.SAME, marked(ours), live)
     if _needs_replacing(wanted["kind"], patch):
-        return Step(context, Action.REPLACE, marked(wanted), live)
+        return Step(context, ObjectAction.REPLACE, marked(wanted), live)
     _check_changeable(ours, patch)
-    return Step(context, Action.CHANGE, marked(ours), live, patch)
+    return Step(context, ObjectAction.CHANGE, marked(ours), live, patch)
 
 
 def marked(wanted: Object) -> Object:
@@ -209,10 +209,10 @@ def _fingerprint(value: str) -> str:
 def diff_lines(step: Step) -> Iterator[str]:
     """A plan's lines about one object: all of a new one, of a changed one each field that changes."""
     yield f"{step.action.value} {step.name}"
-    if step.action in (Action.CREATE, Action.REPLACE):
+    if step.action in (ObjectAction.CREATE, ObjectAction.REPLACE):
         for line in as_yaml(shown(step.wanted)).splitlines():
             yield f"  + {line}"
-    if step.action is Action.CHANGE and step.patch is not None and step.live is not None:
+    if step.action is ObjectAction.CHANGE and step.patch is not None and step.live is not None:
         yield from _changes(step.patch, step.live, step.wanted["kind"] == "Secret")
 
 

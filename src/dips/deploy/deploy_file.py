@@ -18,7 +18,7 @@ from dips.core.config import Knobs, load_table, read_tables
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import parse_address
 from dips.deploy.deploy_knobs import (
-    ClusterKnobs,
+    DeployedClusterKnobs,
     DeployKnobs,
     ModelKnobs,
     SiteKnobs,
@@ -26,7 +26,7 @@ from dips.deploy.deploy_knobs import (
 from dips.deploy.sizes import PodSizes, sizes_for
 from dips.local.processes import leaving_s
 from dips.master.config import MasterConfig
-from dips.master.server_site import Sites
+from dips.planner.server_site import Sites
 from dips.slave.config import SlaveConfig
 from dips.worker.config import ClientConfig
 
@@ -67,7 +67,7 @@ class Deployment:
     model: ModelKnobs
     tables: Mapping[str, Mapping[str, Any]]
     sites: tuple[SiteKnobs, ...]
-    clusters: tuple[ClusterKnobs, ...]
+    clusters: tuple[DeployedClusterKnobs, ...]
     server_site: SiteKnobs
     why_there: str
     sizes: PodSizes
@@ -112,7 +112,7 @@ def read_deploy_file(file: Path) -> Deployment:
     run = load_table(DeployKnobs, _table(file, tables, "deploy"), f"{file} [deploy]")
     model = load_table(ModelKnobs, _table(file, tables, "model"), f"{file} [model]")
     sites = _rows(SiteKnobs, file, tables, "sites")
-    clusters = _rows(ClusterKnobs, file, tables, "clusters")
+    clusters = _rows(DeployedClusterKnobs, file, tables, "clusters")
     roles = {name: _role_table(file, tables, name) for name in OURS}
     _check_names(file, run, sites, clusters)
     server_site, why = _server_site(file, run, sites, clusters)
@@ -154,7 +154,7 @@ def _role_table(file: Path, tables: Mapping[str, Any], name: str) -> Mapping[str
 
 
 def _check_names(
-    file: Path, run: DeployKnobs, sites: tuple[SiteKnobs, ...], clusters: tuple[ClusterKnobs, ...]
+    file: Path, run: DeployKnobs, sites: tuple[SiteKnobs, ...], clusters: tuple[DeployedClusterKnobs, ...]
 ) -> None:
     _check_once(file, "[[sites]]", "name", [site.name for site in sites])
     _check_once(file, "[[clusters]]", "id", [cluster.id for cluster in clusters])
@@ -177,7 +177,7 @@ def _check_once(file: Path, table: str, key: str, names: list[str]) -> None:
 
 
 def _server_site(
-    file: Path, run: DeployKnobs, sites: tuple[SiteKnobs, ...], clusters: tuple[ClusterKnobs, ...]
+    file: Path, run: DeployKnobs, sites: tuple[SiteKnobs, ...], clusters: tuple[DeployedClusterKnobs, ...]
 ) -> tuple[SiteKnobs, str]:
     if run.placement != AUTO:
         named = [site for site in sites if site.name == run.placement]
@@ -189,7 +189,9 @@ def _server_site(
     return _best_site(file, sites, clusters)
 
 
-def _best_site(file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[ClusterKnobs, ...]) -> tuple[SiteKnobs, str]:
+def _best_site(
+    file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[DeployedClusterKnobs, ...]
+) -> tuple[SiteKnobs, str]:
     """argmax_i B_i^T p over the sites that have a context and say their links."""
     able = [site for site in sites if site.context and site.bandwidth_gbps]
     if not able:
@@ -230,7 +232,7 @@ def _check_reach(
     file: Path,
     run: DeployKnobs,
     sites: tuple[SiteKnobs, ...],
-    clusters: tuple[ClusterKnobs, ...],
+    clusters: tuple[DeployedClusterKnobs, ...],
     server_site: SiteKnobs,
 ) -> None:
     if run.expose == "inside":
@@ -269,14 +271,14 @@ def _check_node_ports(file: Path, run: DeployKnobs) -> None:
         )
 
 
-def _site_of(sites: Iterable[SiteKnobs], cluster: ClusterKnobs) -> SiteKnobs:
+def _site_of(sites: Iterable[SiteKnobs], cluster: DeployedClusterKnobs) -> SiteKnobs:
     return next(site for site in sites if site.name == cluster.site)
 
 
 # ---- clusters and roles ----
 
 
-def _check_clusters(file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[ClusterKnobs, ...]) -> None:
+def _check_clusters(file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[DeployedClusterKnobs, ...]) -> None:
     for site in sites:
         for cidr in site.cidrs:
             _check_cidr(f"{file} [[sites]] {site.name}", cidr)

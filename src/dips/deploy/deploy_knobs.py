@@ -107,7 +107,7 @@ class SiteKnobs(Knobs):
     )
 
 
-class ClusterKnobs(Knobs):
+class DeployedClusterKnobs(Knobs):
     """A table [[clusters]]."""
 
     id: Label = Field(description="Name of the cluster")

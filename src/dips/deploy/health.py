@@ -18,15 +18,15 @@ class Health(Enum):
 
 
 @dataclass(frozen=True)
-class State:
+class ObjectState:
     health: Health
     sentence: str
 
 
-def state_of(live: Object | None) -> State:
+def state_of(live: Object | None) -> ObjectState:
     """Of an object as the API gave it back; None: it is not there."""
     if live is None:
-        return State(Health.WAITING, "not there")
+        return ObjectState(Health.WAITING, "not there")
     match live["kind"]:
         case "StatefulSet":
             return _of_set(live)
@@ -38,27 +38,27 @@ def state_of(live: Object | None) -> State:
             return _of_conditions(live, "Completed", "started")
         case "Service" if live["spec"].get("type") == "LoadBalancer":
             return _of_balancer(live)
-    return State(Health.READY, "there")
+    return ObjectState(Health.READY, "there")
 
 
-def _of_set(live: Object) -> State:
+def _of_set(live: Object) -> ObjectState:
     status, wanted = live.get("status", {}), live["spec"].get("replicas", 1)
     ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)
     if _stale(live):
-        return State(Health.WAITING, "its change has yet to be seen")
+        return ObjectState(Health.WAITING, "its change has yet to be seen")
     if ready < wanted:
-        return State(Health.WAITING, f"{ready} of {wanted} pods ready")
+        return ObjectState(Health.WAITING, f"{ready} of {wanted} pods ready")
     if status.get("currentRevision") != status.get("updateRevision") and updated < wanted:
-        return State(Health.WAITING, f"{updated} of {wanted} pods are the new ones")
-    return State(Health.READY, f"{ready} of {wanted} pods ready")
+        return ObjectState(Health.WAITING, f"{updated} of {wanted} pods are the new ones")
+    return ObjectState(Health.READY, f"{ready} of {wanted} pods ready")
 
 
-def _of_deployment(live: Object) -> State:
+def _of_deployment(live: Object) -> ObjectState:
     status, wanted = live.get("status", {}), live["spec"].get("replicas", 1)
     ready = min(status.get("readyReplicas", 0), status.get("updatedReplicas", 0))
     if _stale(live):
-        return State(Health.WAITING, "its change has yet to be seen")
-    return State(Health.READY if ready >= wanted else Health.WAITING, f"{ready} of {wanted} pods ready")
+        return ObjectState(Health.WAITING, "its change has yet to be seen")
+    return ObjectState(Health.READY if ready >= wanted else Health.WAITING, f"{ready} of {wanted} pods ready")
 
 
 def _stale(live: Object) -> bool:
@@ -66,34 +66,34 @@ def _stale(live: Object) -> bool:
     return bool(live.get("status", {}).get("observedGeneration", 0) < generation)
 
 
-def _of_job(live: Object) -> State:
+def _of_job(live: Object) -> ObjectState:
     if live["spec"].get("suspend"):
-        return State(Health.READY, "waits in its queue")
+        return ObjectState(Health.READY, "waits in its queue")
     ended = _of_conditions(live, "Complete", "")
     if ended.health in (Health.DONE, Health.FAILED):
         return ended
     active, ready = live.get("status", {}).get("active", 0), live.get("status", {}).get("ready", 0)
     wanted = live["spec"].get("parallelism", 1)
     if ready >= wanted:
-        return State(Health.READY, f"{ready} of {wanted} pods train")
-    return State(Health.WAITING, f"{ready} of {wanted} pods run, {active} were started")
+        return ObjectState(Health.READY, f"{ready} of {wanted} pods train")
+    return ObjectState(Health.WAITING, f"{ready} of {wanted} pods run, {active} were started")
 
 
-def _of_conditions(live: Object, complete: str, otherwise: str) -> State:
+def _of_conditions(live: Object, complete: str, otherwise: str) -> ObjectState:
     for condition in live.get("status", {}).get("conditions") or []:
         if condition.get("status") != "True":
             continue
         if condition.get("type") == complete:
-            return State(Health.DONE, "ended well")
+            return ObjectState(Health.DONE, "ended well")
         if condition.get("type") in ("Failed", "FailureTarget"):
             why = condition.get("message") or condition.get("reason") or "no reason given"
-            return State(Health.FAILED, f"failed: {why}")
+            return ObjectState(Health.FAILED, f"failed: {why}")
     if live["spec"].get("suspend"):
-        return State(Health.READY, "waits in its queue")
-    return State(Health.READY, otherwise)
+        return ObjectState(Health.READY, "waits in its queue")
+    return ObjectState(Health.READY, otherwise)
 
 
-def _of_balancer(live: Object) -> State:
+def _of_balancer(live: Object) -> ObjectState:
     found = live.get("status", {}).get("loadBalancer", {}).get("ingress") or []
     where = [one.get("hostname") or one.get("ip", "") for one in found]
-    return State(Health.READY, f"at {where[0]}") if where else State(Health.WAITING, "has no address yet")
+    return ObjectState(Health.READY, f"at {where[0]}") if where else ObjectState(Health.WAITING, "has no address yet")

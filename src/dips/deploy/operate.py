@@ -14,15 +14,15 @@ from typing import Protocol
 from dips.core.errors import ConfigError, DipsError
 from dips.core.messages import StatusReply
 from dips.deploy import identities, plan
-from dips.deploy.compare import Action, Step
+from dips.deploy.compare import ObjectAction, Step
 from dips.deploy.deploy_file import Deployment
-from dips.deploy.deploy_knobs import ClusterKnobs
-from dips.deploy.health import Health, State, state_of
+from dips.deploy.deploy_knobs import DeployedClusterKnobs
+from dips.deploy.health import Health, ObjectState, state_of
 from dips.deploy.objects import CLUSTER_LABEL, Object
-from dips.deploy.reach import Dial, doors, state_of_door
+from dips.deploy.reach import Dial, endpoints, state_of_endpoint
 from dips.deploy.rollout import Api, Rollout, everything, rehearsed
 
-Planned = list[tuple[plan.Stage, list[Step]]]
+Planned = list[tuple[plan.RolloutStage, list[Step]]]
 
 _AROUND = ("Secret", "Service", "NetworkPolicy", "Role", "RoleBinding")
 """What a new slave needs beside its settings and its pod."""
@@ -41,7 +41,7 @@ Dialled = Callable[[], AbstractContextManager[Operator]]
 
 
 @dataclass(frozen=True)
-class Difference:
+class PendingChanges:
     """What apply would do: steps by stage, and objects of the run that nobody wants any more."""
 
     planned: Planned
@@ -49,10 +49,12 @@ class Difference:
 
     @property
     def changes(self) -> int:
-        return sum(step.action is not Action.SAME for _, steps in self.planned for step in steps) + len(self.leaving)
+        return sum(step.action is not ObjectAction.SAME for _, steps in self.planned for step in steps) + len(
+            self.leaving
+        )
 
 
-class Site:
+class LiveDeployment:
     """A deployment, its API servers by context, and its master."""
 
     def __init__(
@@ -66,7 +68,7 @@ class Site:
 
     # ---- plan and apply ----
 
-    def difference(self) -> Difference:
+    def difference(self) -> PendingChanges:
         """Raises ConfigError for a difference that only a person can settle."""
 
         def find(context: str, document: Object) -> Object | None:
@@ -74,12 +76,12 @@ class Site:
 
         there = {context: everything(api, self.deployment.name) for context, api in self._apis.items()}
         planned = plan.steps(plan.stages(self.deployment), find)
-        return Difference(planned, plan.left_over(self.deployment, there))
+        return PendingChanges(planned, plan.left_over(self.deployment, there))
 
     def check_slaves(self) -> None:
         plan.check_slaves(self.deployment, self._live_slaves())
 
-    def apply(self, difference: Difference, reach: bool = True) -> int:
+    def apply(self, difference: PendingChanges, reach: bool = True) -> int:
         """Try everything, then make it in order; how many objects changed. Raises DipsError."""
         identities.check(self.deployment)
         self.check_slaves()
@@ -89,28 +91,28 @@ class Site:
                 changed += self._rollout.carry_out(steps)
                 self._rollout.wait(stage)
                 if stage.title == "supervisor and metrics" and reach:
-                    self._wait_for_doors()
+                    self._wait_for_endpoints()
         return changed + self._rollout.carry_out(difference.leaving)
 
-    def _wait_for_doors(self) -> None:
-        for who, address in doors(self.deployment):
-            self._rollout.until(who, lambda who=who, address=address: state_of_door(who, address, self._dial))  # type: ignore[misc]
+    def _wait_for_endpoints(self) -> None:
+        for who, address in endpoints(self.deployment):
+            self._rollout.until(who, lambda who=who, address=address: state_of_endpoint(who, address, self._dial))  # type: ignore[misc]
         self._rollout.until("the run", self._attached)
 
-    def _attached(self) -> State:
+    def _attached(self) -> ObjectState:
         """Whether the master has all of its slaves."""
         try:
             with self._operator() as operator:
                 status = operator.status()
         except DipsError as error:
-            return State(Health.WAITING, str(error))
+            return ObjectState(Health.WAITING, str(error))
         here = sum(slave.alive for slave in status.slaves)
         words = f"{here} of {self.deployment.run.slaves} slaves are with the master"
-        return State(Health.READY if here >= self.deployment.run.slaves else Health.WAITING, words)
+        return ObjectState(Health.READY if here >= self.deployment.run.slaves else Health.WAITING, words)
 
     # ---- status ----
 
-    def states(self) -> Iterator[tuple[str, Object, State]]:
+    def states(self) -> Iterator[tuple[str, Object, ObjectState]]:
         """Every object that is wanted, with its context and how it is."""
         seen = set()
         for stage in plan.stages(self.deployment):
@@ -149,7 +151,7 @@ class Site:
                 self._rollout.carry_out([step for step in steps if step.wanted["kind"] in _AROUND])
         # Those that run keep their settings: started anew, they must still find room for all that they hold.
         self._tell_settings(names)
-        self._wish(names, [])
+        self._ask_reshard(names, [])
         self._set_replicas(live, self.deployment.run.slaves)
         self._until_moved()
         self._wait_for_slaves()
@@ -163,7 +165,7 @@ class Site:
             for stage, steps in around:
                 self._rollout.carry_out([step for step in steps if step.wanted["kind"] == "StatefulSet"])
                 self._rollout.wait(stage)
-        self._wish([], [f"s{index}" for index in range(self.deployment.run.slaves, running)])
+        self._ask_reshard([], [f"s{index}" for index in range(self.deployment.run.slaves, running)])
         self._until_moved()
         self._set_replicas(live, self.deployment.run.slaves)
         self._wait_for_slaves()
@@ -178,7 +180,7 @@ class Site:
         """The server site's stages up to the slaves."""
         return [pair for pair in self.difference().planned if pair[0].title in ("keys and settings", "slaves")]
 
-    def _wish(self, add: Sequence[str], remove: Sequence[str]) -> None:
+    def _ask_reshard(self, add: Sequence[str], remove: Sequence[str]) -> None:
         with self._operator() as operator:
             known = {slave.slave_id for slave in operator.status().slaves}
             add = [name for name in add if name not in known]
@@ -187,9 +189,13 @@ class Site:
                 self._rollout.say(operator.reshard(add, remove, "dips deploy scale"))
 
     def _until_moved(self) -> None:
-        def look() -> State:
+        def look() -> ObjectState:
             words = self.run_status().reshard
-            return State(Health.WAITING, words) if words else State(Health.READY, "the blocks are where they belong")
+            return (
+                ObjectState(Health.WAITING, words)
+                if words
+                else ObjectState(Health.READY, "the blocks are where they belong")
+            )
 
         self._rollout.until("RESHARD", look)
 
@@ -216,21 +222,21 @@ class Site:
         if found in plan.on_kubernetes(self.deployment):
             self._rollout.until(f"cluster {cluster}", lambda: self._ended(cluster))
 
-    def _left(self, cluster: str) -> State:
+    def _left(self, cluster: str) -> ObjectState:
         for one in self.run_status().clusters:
             if one.cluster_id == cluster and one.alive:
-                return State(Health.WAITING, f"is {one.phase}")
-        return State(Health.READY, "has left the run")
+                return ObjectState(Health.WAITING, f"is {one.phase}")
+        return ObjectState(Health.READY, "has left the run")
 
-    def _ended(self, cluster: str) -> State:
+    def _ended(self, cluster: str) -> ObjectState:
         found = self._cluster(cluster)
         kind = "JobSet" if found.starts == "jobset" else "Job"
         api = self._apis[self.deployment.site(found.site).context]
         live = api.get(kind, f"{self.deployment.name}-cluster-{cluster}")
         state = state_of(live)
         if live is None or state.health is not Health.READY:
-            return State(Health.DONE, "its job is gone") if live is None else state
-        return State(Health.WAITING, "its job has yet to end")
+            return ObjectState(Health.DONE, "its job is gone") if live is None else state
+        return ObjectState(Health.WAITING, "its job has yet to end")
 
     def going(self, cluster: str = "") -> list[Step]:
         """All objects of the run (or of one cluster) in the order in which they are deleted; no volumes."""
@@ -241,14 +247,14 @@ class Site:
             for one in reversed(everything(api, self.deployment.name)):
                 mine = not cluster or one["metadata"]["labels"].get(CLUSTER_LABEL) == cluster
                 if mine and one["kind"] != "PersistentVolumeClaim":
-                    found.append(Step(context, Action.DELETE, one, one))
+                    found.append(Step(context, ObjectAction.DELETE, one, one))
         return found
 
     def volumes(self, cluster: str = "") -> list[Step]:
         """The volumes of the run, those of StatefulSets too, which carry fewer labels."""
         labels = {"app.kubernetes.io/instance": self.deployment.name}
         return [
-            Step(context, Action.DELETE, one, one)
+            Step(context, ObjectAction.DELETE, one, one)
             for context, api in self._apis.items()
             for one in api.list("PersistentVolumeClaim", labels)
             if not cluster or one["metadata"]["labels"].get(CLUSTER_LABEL) == cluster
@@ -261,11 +267,11 @@ class Site:
                 self._rollout.until(step.name, lambda step=step: self._gone(step))  # type: ignore[misc]
         self._rollout.carry_out(volumes)
 
-    def _gone(self, step: Step) -> State:
+    def _gone(self, step: Step) -> ObjectState:
         live = self._apis[step.context].get(step.wanted["kind"], step.wanted["metadata"]["name"])
-        return State(Health.WAITING, "ends") if live is not None else State(Health.READY, "is gone")
+        return ObjectState(Health.WAITING, "ends") if live is not None else ObjectState(Health.READY, "is gone")
 
-    def _cluster(self, cluster: str) -> ClusterKnobs:
+    def _cluster(self, cluster: str) -> DeployedClusterKnobs:
         for one in self.deployment.clusters:
             if one.id == cluster:
                 return one

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from dips.core.errors import ConfigError
 from dips.deploy import identities
 from dips.deploy.clusters import cluster_objects
-from dips.deploy.compare import Action, Step, diff_lines, step_for
+from dips.deploy.compare import ObjectAction, Step, diff_lines, step_for
 from dips.deploy.deploy_file import Deployment
-from dips.deploy.deploy_knobs import ClusterKnobs
+from dips.deploy.deploy_knobs import DeployedClusterKnobs
 from dips.deploy.objects import Object
 from dips.deploy.servers import server_objects
 
@@ -24,7 +24,7 @@ Find = Callable[[str, Object], Object | None]
 
 
 @dataclass(frozen=True)
-class Stage:
+class RolloutStage:
     """A part of the rollout that is whole before the next begins. title: for a person."""
 
     context: str
@@ -32,7 +32,7 @@ class Stage:
     objects: tuple[Object, ...]
 
 
-def stages(deployment: Deployment) -> list[Stage]:
+def stages(deployment: Deployment) -> list[RolloutStage]:
     """Secrets and settings, the master, the slaves, what belongs to them, then each cluster on Kubernetes."""
     context = deployment.server_site.context
     servers = server_objects(deployment)
@@ -41,26 +41,26 @@ def stages(deployment: Deployment) -> list[Stage]:
     sets = {one["metadata"]["name"]: one for one in servers if one["kind"] == "StatefulSet"}
     at, after = first[:1], first[1:]
     return [
-        Stage(context, "keys and settings", (*at, *identities.server_secrets(deployment), *after)),
-        Stage(context, "master", (sets[f"{deployment.name}-master"],)),
-        Stage(context, "slaves", (sets[f"{deployment.name}-slave"],)),
-        Stage(context, "supervisor and metrics", tuple(rest)),
+        RolloutStage(context, "keys and settings", (*at, *identities.server_secrets(deployment), *after)),
+        RolloutStage(context, "master", (sets[f"{deployment.name}-master"],)),
+        RolloutStage(context, "slaves", (sets[f"{deployment.name}-slave"],)),
+        RolloutStage(context, "supervisor and metrics", tuple(rest)),
         *(_of_cluster(deployment, cluster) for cluster in on_kubernetes(deployment)),
     ]
 
 
-def _of_cluster(deployment: Deployment, cluster: ClusterKnobs) -> Stage:
+def _of_cluster(deployment: Deployment, cluster: DeployedClusterKnobs) -> RolloutStage:
     at, *rest = cluster_objects(deployment, cluster)
     secret = identities.cluster_secret(deployment, cluster.id)
     context = deployment.site(cluster.site).context
-    return Stage(context, f"cluster {cluster.id}", (at, secret, *rest))
+    return RolloutStage(context, f"cluster {cluster.id}", (at, secret, *rest))
 
 
-def on_kubernetes(deployment: Deployment) -> list[ClusterKnobs]:
+def on_kubernetes(deployment: Deployment) -> list[DeployedClusterKnobs]:
     return [cluster for cluster in deployment.clusters if cluster.starts in ("job", "jobset")]
 
 
-def elsewhere(deployment: Deployment) -> list[ClusterKnobs]:
+def elsewhere(deployment: Deployment) -> list[DeployedClusterKnobs]:
     """Clusters that a script starts."""
     return [cluster for cluster in deployment.clusters if cluster.starts in ("slurm", "command")]
 
@@ -74,7 +74,7 @@ def key(context: str, document: Object) -> Key:
     return context, document["kind"], document["metadata"]["name"]
 
 
-def steps(found: Iterable[Stage], find: Find) -> list[tuple[Stage, list[Step]]]:
+def steps(found: Iterable[RolloutStage], find: Find) -> list[tuple[RolloutStage, list[Step]]]:
     """Each stage with what has to be done about each of its objects; an object that two stages have is done once."""
     done: set[Key] = set()
     result = []
@@ -89,7 +89,7 @@ def left_over(deployment: Deployment, there: Mapping[str, Sequence[Object]]) -> 
     """Objects of the run that no stage wants any more. Volumes are never among them."""
     wanted = {key(stage.context, one) for stage in stages(deployment) for one in stage.objects}
     return [
-        Step(context, Action.DELETE, one, one)
+        Step(context, ObjectAction.DELETE, one, one)
         for context, objects in there.items()
         for one in reversed(objects)
         if one["kind"] not in ("PersistentVolumeClaim", "Namespace") and key(context, one) not in wanted
@@ -112,7 +112,7 @@ def slave_settings_map(deployment: Deployment) -> Object:
     return next(one for one in server_objects(deployment) if (one["kind"], one["metadata"]["name"]) == name)
 
 
-def lines(found: Iterable[tuple[Stage, list[Step]]], summary: bool = False) -> Iterator[str]:
+def lines(found: Iterable[tuple[RolloutStage, list[Step]]], summary: bool = False) -> Iterator[str]:
     """The plan for a person: each stage, each object, each field that changes."""
     for stage, mine in found:
         yield f"# {stage.title}, context {stage.context}"
@@ -122,14 +122,14 @@ def lines(found: Iterable[tuple[Stage, list[Step]]], summary: bool = False) -> I
         yield ""
 
 
-def counts(found: Iterable[tuple[Stage, list[Step]]], leaving: Sequence[Step] = ()) -> str:
+def counts(found: Iterable[tuple[RolloutStage, list[Step]]], leaving: Sequence[Step] = ()) -> str:
     """One line: how many objects are made, changed, replaced, deleted and left as they are."""
     every = [step for _, mine in found for step in mine]
     words = {
-        Action.CREATE: "to make",
-        Action.CHANGE: "to change",
-        Action.REPLACE: "to replace",
-        Action.SAME: "as they should be",
+        ObjectAction.CREATE: "to make",
+        ObjectAction.CHANGE: "to change",
+        ObjectAction.REPLACE: "to replace",
+        ObjectAction.SAME: "as they should be",
     }
     told = [f"{sum(step.action is action for step in every)} {word}" for action, word in words.items()]
     return ", ".join([*told, f"{len(leaving)} to delete"])

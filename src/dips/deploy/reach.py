@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from dips.core.net.addresses import parse_address
 from dips.deploy.deploy_file import Deployment
-from dips.deploy.health import Health, State
+from dips.deploy.health import Health, ObjectState
 
 CONNECT_S = 3.0
 
@@ -23,7 +23,7 @@ def dial(host: str, port: int) -> None:
     socket.create_connection((host, port), timeout=CONNECT_S).close()
 
 
-def doors(deployment: Deployment) -> Iterator[tuple[str, str]]:
+def endpoints(deployment: Deployment) -> Iterator[tuple[str, str]]:
     """Who is to be reached, and at which HOST:PORT; nothing when only pods of the same place dial them."""
     if deployment.run.expose == "inside":
         return
@@ -32,13 +32,13 @@ def doors(deployment: Deployment) -> Iterator[tuple[str, str]]:
         yield f"slave {slave}", deployment.slave_address(index)
 
 
-def state_of_door(who: str, address: str, dial: Dial = dial) -> State:
+def state_of_endpoint(who: str, address: str, dial: Dial = dial) -> ObjectState:
     host, port = parse_address(address, f"the address of {who}")
     try:
         dial(host, port)
     except OSError as error:
-        return State(Health.WAITING, f"{who} is not reached at {address} from this machine ({_words(error)})")
-    return State(Health.READY, f"{who} answers at {address}")
+        return ObjectState(Health.WAITING, f"{who} is not reached at {address} from this machine ({_words(error)})")
+    return ObjectState(Health.READY, f"{who} answers at {address}")
 
 
 def _words(error: OSError) -> str:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from dips.core.errors import DipsError, RetryLater
-from dips.deploy.compare import Action, Step
-from dips.deploy.health import Health, State, state_of
+from dips.deploy.compare import ObjectAction, Step
+from dips.deploy.health import Health, ObjectState, state_of
 from dips.deploy.objects import Object
-from dips.deploy.plan import WORKLOADS, Stage
+from dips.deploy.plan import WORKLOADS, RolloutStage
 
 POLL_S = 2.0
 KINDS = (
@@ -47,7 +47,7 @@ def everything(api: Api, run: str) -> list[Object]:
 
 
 @contextlib.contextmanager
-def rehearsed(apis: Mapping[str, Api], found: Iterable[tuple[Stage, list[Step]]]) -> Iterator[None]:
+def rehearsed(apis: Mapping[str, Api], found: Iterable[tuple[RolloutStage, list[Step]]]) -> Iterator[None]:
     """Let the API servers check every step, and keep nothing. Raises DipsError for the first that is refused.
 
     A namespace that is missing is made, since nothing can be checked without it, and unmade after a refusal.
@@ -56,7 +56,7 @@ def rehearsed(apis: Mapping[str, Api], found: Iterable[tuple[Stage, list[Step]]]
     try:
         for _, steps in found:
             for step in steps:
-                if step.wanted["kind"] == "Namespace" and step.action is Action.CREATE:
+                if step.wanted["kind"] == "Namespace" and step.action is ObjectAction.CREATE:
                     apis[step.context].create(step.wanted)
                     made.append(step)
                 else:
@@ -91,14 +91,14 @@ class Rollout:
         """Do what the steps say, in their order; how many of them changed something."""
         changed = 0
         for step in steps:
-            if step.action is Action.REPLACE:
+            if step.action is ObjectAction.REPLACE:
                 self._remove(step)
             if step.wanted["kind"] != "Namespace" and _carry_out(self._apis[step.context], step):
                 self.say(f"{step.action.value} {step.name}")
                 changed += 1
         return changed
 
-    def wait(self, stage: Stage) -> None:
+    def wait(self, stage: RolloutStage) -> None:
         """Until every workload of a stage is well. Raises RetryLater when that takes too long, or one failed."""
         for one in stage.objects:
             if self._waits and one["kind"] in WORKLOADS:
@@ -107,12 +107,12 @@ class Rollout:
     def _wait_for(self, context: str, document: Object) -> None:
         kind, name = document["kind"], document["metadata"]["name"]
 
-        def look() -> State:
+        def look() -> ObjectState:
             return state_of(self._apis[context].get(kind, name))
 
         self.until(f"{kind} {name}", look)
 
-    def until(self, what: str, look: Callable[[], State]) -> None:
+    def until(self, what: str, look: Callable[[], ObjectState]) -> None:
         """Ask again and again until something is READY or DONE; say what it waits for whenever that changes."""
         deadline_s, told = self._now_s() + self._wait_s, ""
         while True:
@@ -137,9 +137,13 @@ class Rollout:
         api, kind, name = self._apis[step.context], step.wanted["kind"], step.wanted["metadata"]["name"]
         api.delete(kind, name)
 
-        def look() -> State:
+        def look() -> ObjectState:
             there = api.get(kind, name) is not None
-            return State(Health.WAITING, "the old one ends") if there else State(Health.READY, "the old one has ended")
+            return (
+                ObjectState(Health.WAITING, "the old one ends")
+                if there
+                else ObjectState(Health.READY, "the old one has ended")
+            )
 
         self.until(f"{kind} {name}", look)
 
@@ -147,15 +151,15 @@ class Rollout:
 def _carry_out(api: Api, step: Step, dry_run: bool = False) -> bool:
     """One step; whether there was anything to do. A replaced object is rehearsed under another name."""
     match step.action:
-        case Action.CREATE:
+        case ObjectAction.CREATE:
             api.create(step.wanted, dry_run)
-        case Action.CHANGE if step.patch is not None:
+        case ObjectAction.CHANGE if step.patch is not None:
             api.patch(step.wanted, step.patch, dry_run)
-        case Action.REPLACE:
+        case ObjectAction.REPLACE:
             api.create(_renamed(step.wanted) if dry_run else step.wanted, dry_run)
-        case Action.DELETE if not dry_run:
+        case ObjectAction.DELETE if not dry_run:
             api.delete(step.wanted["kind"], step.wanted["metadata"]["name"])
-        case Action.SAME:
+        case ObjectAction.SAME:
             return False
     return True
 

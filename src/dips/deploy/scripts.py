@@ -10,19 +10,19 @@ import shlex
 from dips.core.release import requirement
 from dips.deploy.clusters import cluster_settings, command, environment
 from dips.deploy.deploy_file import Deployment
-from dips.deploy.deploy_knobs import ClusterKnobs
+from dips.deploy.deploy_knobs import DeployedClusterKnobs
 
 NODE_MEMORY_UNIT = 1 << 20
 
 
-def script(deployment: Deployment, cluster: ClusterKnobs) -> tuple[str, str]:
+def script(deployment: Deployment, cluster: DeployedClusterKnobs) -> tuple[str, str]:
     """The name and the text of the script with which this cluster is started."""
     if cluster.starts == "slurm":
         return f"{deployment.name}-{cluster.id}.sbatch", slurm_script(deployment, cluster)
     return f"{deployment.name}-{cluster.id}.sh", plain_script(deployment, cluster)
 
 
-def slurm_script(deployment: Deployment, cluster: ClusterKnobs) -> str:
+def slurm_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
     """For sbatch. It is queued again when it dies: a cluster comes back as a new incarnation and goes on."""
     name = f"{deployment.name}-{cluster.id}"
     wanted = [
@@ -54,7 +54,7 @@ def slurm_script(deployment: Deployment, cluster: ClusterKnobs) -> str:
     return _text([f"#SBATCH {one}" for one in wanted], deployment, cluster, body)
 
 
-def plain_script(deployment: Deployment, cluster: ClusterKnobs) -> str:
+def plain_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
     """For a shell on one machine; it starts the cluster again unless it ended well or a setting is wrong."""
     run = _line(deployment, cluster, "127.0.0.1", "0")
     body = [
@@ -69,7 +69,7 @@ def plain_script(deployment: Deployment, cluster: ClusterKnobs) -> str:
     return _text([], deployment, cluster, body)
 
 
-def _text(first: list[str], deployment: Deployment, cluster: ClusterKnobs, body: list[str]) -> str:
+def _text(first: list[str], deployment: Deployment, cluster: DeployedClusterKnobs, body: list[str]) -> str:
     keys = f"keys/{cluster.id}"
     said = environment(deployment, cluster, "")
     said.pop("DIPS_KEYS")
@@ -90,7 +90,7 @@ def _text(first: list[str], deployment: Deployment, cluster: ClusterKnobs, body:
     return "\n".join([*lines, *body, ""])
 
 
-def _line(deployment: Deployment, cluster: ClusterKnobs, host: str, rank: str) -> str:
+def _line(deployment: Deployment, cluster: DeployedClusterKnobs, host: str, rank: str) -> str:
     """The command with its arguments quoted; host and rank are the shell's own words."""
     file = f"{deployment.name}-{cluster.id}.toml"
     words = command(deployment, cluster, file, "@host@", "@rank@")

@@ -16,7 +16,7 @@ from dips.deploy.deploy_file import (
     STATE,
     Deployment,
 )
-from dips.deploy.doors import server_policies
+from dips.deploy.network_policies import server_policies
 from dips.deploy.objects import (
     CONFIG_HASH,
     METRICS,
@@ -47,7 +47,7 @@ from dips.deploy.sizes import SUPERVISOR_BYTES, processors, quantity
 START_PROBES, LIFE_PROBES, PROBE_S = 360, 6, 10
 """A slave reads its snapshots back before it opens its port: an hour is given. Later a minute of silence ends it."""
 
-DOOR_LABEL = "dips-door"
+ENDPOINT_LABEL = "dips-door"
 """Tells the services that the metrics are read from, inside, from those that lead in from outside."""
 
 END_S = 60
@@ -142,7 +142,11 @@ def _services(deployment: Deployment) -> list[Object]:
     ]
     if deployment.run.expose == "inside":
         return inside
-    return [*inside, _door(deployment, "master", 0), *(_door(deployment, "slave", i) for i in _indices(deployment))]
+    return [
+        *inside,
+        _endpoint(deployment, "master", 0),
+        *(_endpoint(deployment, "slave", i) for i in _indices(deployment)),
+    ]
 
 
 def _indices(deployment: Deployment) -> range:
@@ -152,23 +156,23 @@ def _indices(deployment: Deployment) -> range:
 def _service(deployment: Deployment, name: str, component: str, ports: Mapping[str, int], **spec: object) -> Object:
     ours = {"selector": selector(deployment, component), "ports": service_ports(ports), **spec}
     found = made(deployment, "Service", name, component, spec=ours)
-    found["metadata"]["labels"][DOOR_LABEL] = "inside"
+    found["metadata"]["labels"][ENDPOINT_LABEL] = "inside"
     return found
 
 
-def _door(deployment: Deployment, component: str, index: int) -> Object:
+def _endpoint(deployment: Deployment, component: str, index: int) -> Object:
     """The way in from other places: one for the master, one for each slave."""
     name = "master-outside" if component == "master" else f"slave-{index}"
     address = deployment.master_address if component == "master" else deployment.slave_address(index)
     host, _, port = address.rpartition(":")
     target = "control" if component == "master" else "data"
     spec: Object = {"selector": _pod_of(deployment, component, index)}
-    door = {"name": target, "port": int(port), "targetPort": target, "protocol": "TCP"}
+    endpoint = {"name": target, "port": int(port), "targetPort": target, "protocol": "TCP"}
     if deployment.run.expose == "node-port":
-        spec |= {"type": "NodePort", "ports": [{**door, "nodePort": int(port)}]}
+        spec |= {"type": "NodePort", "ports": [{**endpoint, "nodePort": int(port)}]}
         return made(deployment, "Service", f"{deployment.name}-{name}", component, spec=spec)
     # Local: the door sees from which network somebody comes.
-    spec |= {"type": "LoadBalancer", "ports": [door], "externalTrafficPolicy": "Local"}
+    spec |= {"type": "LoadBalancer", "ports": [endpoint], "externalTrafficPolicy": "Local"}
     found = made(deployment, "Service", f"{deployment.name}-{name}", component, spec=spec)
     found["metadata"]["annotations"] = {"external-dns.alpha.kubernetes.io/hostname": host}
     return found
@@ -344,6 +348,6 @@ def _service_monitor(deployment: Deployment, component: str) -> Object:
         name = {"sourceLabels": ["__meta_kubernetes_pod_name"], "regex": pods}
         name |= {"targetLabel": "name", "replacement": "s$1"}
     endpoint = {"port": "metrics", "scheme": "https", "interval": "15s", "tlsConfig": tls}
-    found = {"matchLabels": {**selector(deployment, component), DOOR_LABEL: "inside"}}
+    found = {"matchLabels": {**selector(deployment, component), ENDPOINT_LABEL: "inside"}}
     spec = {"selector": found, "endpoints": [{**endpoint, "relabelings": [role, run, name]}]}
     return made(deployment, "ServiceMonitor", f"{deployment.name}-{component}", component, spec=spec)

@@ -32,7 +32,7 @@ class Pod:
 
 
 @dataclass(frozen=True)
-class Patience:
+class WatchLimits:
     """gone_s: how long the master may miss a slave whose pod is ready. stuck_s: how long a round may wait for one."""
 
     gone_s: float = 120.0
@@ -40,7 +40,7 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Memory:
+class WatchMemory:
     """What is remembered between two looks. away, blamed: since when, by slave; ended: when last and how often."""
 
     away_s: Mapping[str, float]
@@ -51,7 +51,7 @@ class Memory:
     epoch: int = -1
 
     @classmethod
-    def nothing(cls) -> Memory:
+    def nothing(cls) -> WatchMemory:
         return cls({}, {}, {}, {})
 
 
@@ -65,8 +65,8 @@ class Ending:
 
 
 def look(
-    memory: Memory, status: StatusReply, pods: Mapping[str, Pod | None], now_s: float, patience: Patience
-) -> tuple[Memory, Ending | None]:
+    memory: WatchMemory, status: StatusReply, pods: Mapping[str, Pod | None], now_s: float, patience: WatchLimits
+) -> tuple[WatchMemory, Ending | None]:
     """One look: what is remembered of it, and the pod to end, if there is one. pods: by slave; None: not there."""
     memory = _noted(memory, status, tuple(pods), now_s)
     if status.stopping or status.stopped or any(pod is None or not pod.ready for pod in pods.values()):
@@ -78,7 +78,7 @@ def look(
     return memory, None
 
 
-def _noted(memory: Memory, status: StatusReply, slaves: Sequence[str], now_s: float) -> Memory:
+def _noted(memory: WatchMemory, status: StatusReply, slaves: Sequence[str], now_s: float) -> WatchMemory:
     """Since when each slave is away or blamed; a master's new life, or a version, begins the count anew."""
     alive = {slave.slave_id for slave in status.slaves if slave.alive}
     fresh = status.epoch != memory.epoch
@@ -101,7 +101,7 @@ def _blamed(status: StatusReply) -> str:
     return found[1] if found and status.phase in _WAITING_PHASES else ""
 
 
-def _why(memory: Memory, slave: str, pod: Pod | None, now_s: float, patience: Patience) -> str:
+def _why(memory: WatchMemory, slave: str, pod: Pod | None, now_s: float, patience: WatchLimits) -> str:
     if pod is None:
         return ""
     gone_s = now_s - memory.away_s.get(slave, now_s)
@@ -113,7 +113,7 @@ def _why(memory: Memory, slave: str, pod: Pod | None, now_s: float, patience: Pa
     return ""
 
 
-def _may_end(memory: Memory, slave: str, now_s: float) -> bool:
+def _may_end(memory: WatchMemory, slave: str, now_s: float) -> bool:
     """Longer pauses after each time."""
     if slave not in memory.ended_s:
         return True
@@ -121,7 +121,7 @@ def _may_end(memory: Memory, slave: str, now_s: float) -> bool:
     return now_s - memory.ended_s[slave] >= pause_s
 
 
-def _with_ending(memory: Memory, slave: str, now_s: float) -> Memory:
+def _with_ending(memory: WatchMemory, slave: str, now_s: float) -> WatchMemory:
     endings = {**memory.endings, slave: memory.endings.get(slave, 0) + 1}
     return replace(
         memory,

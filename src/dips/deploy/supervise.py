@@ -15,7 +15,7 @@ from typing import Protocol
 from dips.core.errors import DipsError
 from dips.core.messages import StatusReply
 from dips.deploy.objects import Object
-from dips.deploy.slave_watch import Ending, Memory, Patience, Pod, look
+from dips.deploy.slave_watch import Ending, Pod, WatchLimits, WatchMemory, look
 
 log = logging.getLogger("dips.supervisor")
 
@@ -27,7 +27,7 @@ class Pods(Protocol):
     def delete(self, kind: str, name: str, uid: str = "") -> bool: ...
 
 
-class Supervisor:
+class SlaveSupervisor:
     """One look at a time, by tick(). status: asks the master, raising DipsError when it cannot."""
 
     def __init__(
@@ -36,14 +36,14 @@ class Supervisor:
         slaves: int,
         status: Callable[[], StatusReply],
         pods: Pods,
-        patience: Patience,
+        patience: WatchLimits,
         now_s: Callable[[], float] = time.monotonic,
         wall: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._pod_of = {f"s{index}": f"{run_id}-slave-{index}" for index in range(slaves)}
         self._status, self._pods, self._patience = status, pods, patience
         self._now_s, self._wall = now_s, wall
-        self._memory = Memory.nothing()
+        self._memory = WatchMemory.nothing()
         self._trouble = ""
 
     def tick(self) -> Ending | None:

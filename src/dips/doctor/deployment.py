@@ -14,12 +14,12 @@ from dips.core.release import VERSION
 from dips.core.units import format_bits_per_s, format_bytes, format_seconds, parse_seconds
 from dips.deploy import contexts, identities
 from dips.deploy.deploy_file import Deployment
-from dips.deploy.deploy_knobs import ClusterKnobs
+from dips.deploy.deploy_knobs import DeployedClusterKnobs
 from dips.doctor import host, network
 from dips.doctor.findings import Check, Finding, Findings, Grade, fail, ok, warn
 from dips.doctor.identities import WantedIdentity, check_identities
 from dips.doctor.packages import check_packages
-from dips.local.sizing import SizeKnobs, Sizes, size
+from dips.local.sizing import SizeKnobs, SizeTable, size
 from dips.master.config import MasterConfig
 
 CLOCKS_DIFFER_S = 5.0
@@ -132,7 +132,7 @@ def _sizes(deployment: Deployment) -> Findings:
         yield _cluster_memory(deployment, cluster)
 
 
-def _cluster_memory(deployment: Deployment, cluster: ClusterKnobs) -> Finding:
+def _cluster_memory(deployment: Deployment, cluster: DeployedClusterKnobs) -> Finding:
     needed = _table(deployment, 10e9).whole("cluster_memory_bytes")
     have = cluster.memory * cluster.nodes
     told = (
@@ -165,7 +165,7 @@ def _times(deployment: Deployment, link_bits_per_s: float) -> Findings:
         yield ok("times", told)
 
 
-def _table(deployment: Deployment, link_bits_per_s: float) -> Sizes:
+def _table(deployment: Deployment, link_bits_per_s: float) -> SizeTable:
     clusters = len(deployment.clusters)
     return size(
         SizeKnobs(

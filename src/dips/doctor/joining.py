@@ -36,7 +36,7 @@ from dips.doctor import host, network
 from dips.doctor.findings import Check, Finding, Findings, Grade, fail, ok, warn
 from dips.doctor.identities import WantedIdentity, check_identities
 from dips.local.operator_client import OperatorClient
-from dips.worker.client import MasterStubs, channel_to
+from dips.worker.control import MasterStubs, channel_to
 
 CALL_S = 10.0
 HANDSHAKE_S = 6.0

@@ -27,13 +27,13 @@ from dips.local.authority import OPERATOR
 from dips.local.processes import EVALUATOR, MASTER, OwnCluster, RunPlan, TrainedCluster
 from dips.local.run_directory import KEYS, UP, Mark, is_held, read_mark
 from dips.local.run_file import RunKnobs
-from dips.local.sizing import SizeKnobs, Sizes, size
+from dips.local.sizing import SizeKnobs, SizeTable, size
 from dips.trainer.config import TrainConfig, corpus_of
 from dips.trainer.sizes import SIZES
 
 
 @dataclass(frozen=True)
-class Wish:
+class DoctorOptions:
     """What the file does not say. params: of the model, where a cluster brings its own loop. Link and round trip: to
     the clusters that come from elsewhere; link None: nobody said, and what is on loopback has none."""
 
@@ -50,12 +50,14 @@ class Wish:
 class LocalDoctor:
     """The checks of one file, which was read without a mistake."""
 
-    def __init__(self, run: RunKnobs, plan: RunPlan, wish: Wish, facts: host.HostFacts | None = None) -> None:
+    def __init__(
+        self, run: RunKnobs, plan: RunPlan, wanted: DoctorOptions, facts: host.HostFacts | None = None
+    ) -> None:
         """facts: of this machine, as they are now, unless given."""
-        self._run, self._plan, self._wish = run, plan, wish
+        self._run, self._plan, self._wanted = run, plan, wanted
         self._facts = facts or host.read_facts()
         self.runs_now = is_held(run.directory)
-        self._params = wish.params or _params_of(plan)
+        self._params = wanted.params or _params_of(plan)
         self._sizes = None if self._params is None else _sizes(plan, self._params)
 
     def quick_checks(self) -> list[Check]:
@@ -142,7 +144,7 @@ class LocalDoctor:
     def _ports(self) -> Findings:
         if self.runs_now:
             return iter(())
-        return network.check_doors(_doors(self._plan))
+        return network.check_addresses(_addresses(self._plan))
 
     def _addresses(self) -> Findings:
         for slave in self._plan.slaves:
@@ -156,8 +158,8 @@ class LocalDoctor:
 
     def _buffers(self) -> Findings:
         outside = [slave.data_host for slave in self._plan.slaves if not is_loopback(slave.data_host)]
-        if outside or self._wish.link_bits_per_s is not None:
-            yield host.judge_buffers(self._facts, self._wish.link, self._wish.round_trip_s)
+        if outside or self._wanted.link_bits_per_s is not None:
+            yield host.judge_buffers(self._facts, self._wanted.link, self._wanted.round_trip_s)
 
     # ---- memory and disks ----
 
@@ -212,7 +214,7 @@ def refuse_what_cannot_start(run: RunKnobs, plan: RunPlan) -> None:
 
     Only what is quick to look at. A directory in which a launcher runs is left to who claims it.
     """
-    doctor = LocalDoctor(run, plan, Wish())
+    doctor = LocalDoctor(run, plan, DoctorOptions())
     if doctor.runs_now:
         return
     for found in examined(doctor.quick_checks()):
@@ -234,7 +236,7 @@ def _own_clusters(plan: RunPlan) -> list[OwnCluster]:
     return [cluster for cluster in plan.clusters if isinstance(cluster, OwnCluster)]
 
 
-def _sizes(plan: RunPlan, params: int) -> Sizes:
+def _sizes(plan: RunPlan, params: int) -> SizeTable:
     master, slave = plan.master, plan.slaves[0]
     clusters = max(1, len(plan.clusters) + len(plan.keys_for))
     return size(
@@ -280,11 +282,11 @@ def _holders(plan: RunPlan) -> Iterable[tuple[Role, str]]:
         yield Role.OPERATOR, EVALUATOR
 
 
-def _doors(plan: RunPlan) -> Iterable[network.Door]:
-    yield network.Door("the master", plan.master.listen, "listen in [master]")
+def _addresses(plan: RunPlan) -> Iterable[network.ListenAddress]:
+    yield network.ListenAddress("the master", plan.master.listen, "listen in [master]")
     for slave in plan.slaves:
         address = format_address(slave.data_host, slave.data_port)
-        yield network.Door(f"slave {slave.slave_id}", address, "data_port in [slave]")
+        yield network.ListenAddress(f"slave {slave.slave_id}", address, "data_port in [slave]")
     clients = [(c.cluster_id, c.client) for c in plan.clusters if isinstance(c, TrainedCluster)]
     roles = [
         ("the master", plan.master),
@@ -295,7 +297,7 @@ def _doors(plan: RunPlan) -> Iterable[network.Door]:
         for setting, words in (("metrics_listen", "metrics"), ("page_listen", "page")):
             wanted: str | None = getattr(knobs, setting, None)
             if wanted:
-                yield network.Door(f"{who}'s {words}", wanted, setting)
+                yield network.ListenAddress(f"{who}'s {words}", wanted, setting)
 
 
 def _extras(run: RunKnobs, plan: RunPlan) -> Iterable[str]:

@@ -19,7 +19,7 @@ TRIES = 3
 
 
 @dataclass(frozen=True)
-class Door:
+class ListenAddress:
     """Where something is to listen. setting: what changes it."""
 
     who: str
@@ -36,38 +36,38 @@ class Reached:
     why: str = ""
 
 
-def check_doors(doors: Iterable[Door]) -> Findings:
+def check_addresses(addresses: Iterable[ListenAddress]) -> Findings:
     """Each port that is not 0 is wanted once, and free."""
-    taken: dict[str, Door] = {}
-    for door in doors:
-        host, port = parse_address(door.address, door.setting)
-        other = taken.setdefault(format_address(host, port), door) if port else door
-        if other is not door:
+    taken: dict[str, ListenAddress] = {}
+    for wanted in addresses:
+        host, port = parse_address(wanted.address, wanted.setting)
+        other = taken.setdefault(format_address(host, port), wanted) if port else wanted
+        if other is not wanted:
             yield fail(
                 "ports",
-                f"{door.who} and {other.who} are both to listen at {door.address}",
-                f"give each its own {door.setting}, or port 0",
+                f"{wanted.who} and {other.who} are both to listen at {wanted.address}",
+                f"give each its own {wanted.setting}, or port 0",
             )
         elif port:
-            yield check_free(door)
+            yield check_free(wanted)
 
 
-def check_free(door: Door) -> Finding:
+def check_free(wanted: ListenAddress) -> Finding:
     """Bind the port for a moment."""
-    host, port = parse_address(door.address, door.setting)
+    host, port = parse_address(wanted.address, wanted.setting)
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
-        return fail("addresses", f"{door.who}: {host} is not found ({error.strerror})", f"correct {door.setting}")
+        return fail("addresses", f"{wanted.who}: {host} is not found ({error.strerror})", f"correct {wanted.setting}")
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(place)
             probe.listen(1)
         except OSError as error:
-            remedy = f"end what listens there (ss -ltnp 'sport = :{port}'), or choose another {door.setting}"
-            return fail("ports", f"{door.who} cannot listen at {door.address}: {error.strerror}", remedy)
-    return ok("ports", f"{door.who} can listen at {door.address}")
+            remedy = f"end what listens there (ss -ltnp 'sport = :{port}'), or choose another {wanted.setting}"
+            return fail("ports", f"{wanted.who} cannot listen at {wanted.address}: {error.strerror}", remedy)
+    return ok("ports", f"{wanted.who} can listen at {wanted.address}")
 
 
 def check_name_found(who: str, address: str, setting: str) -> Finding:

@@ -14,7 +14,7 @@ _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?P<specs
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([A-Za-z0-9_-]+)['"]""")
 _SPEC = re.compile(r"\s*(>=|<=|==|!=|<|>|~=)\s*([0-9][0-9A-Za-z.+]*)\s*\Z")
 
-Version = Callable[[str], str | None]
+VersionOf = Callable[[str], str | None]
 
 
 def installed(name: str) -> str | None:
@@ -26,7 +26,7 @@ def installed(name: str) -> str | None:
 
 
 def check_packages(
-    extras: Iterable[str], requirements: Iterable[str] | None = None, version: Version = installed
+    extras: Iterable[str], requirements: Iterable[str] | None = None, version: VersionOf = installed
 ) -> Findings:
     """Base and extras. requirements: as in dips' own record, for tests."""
     if requirements is None:

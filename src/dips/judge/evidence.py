@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.errors import ConfigError
-from dips.judge.facts import MERGES, Fields, History, Pair, Push, pair, push_of, say_push, say_round, say_version
+from dips.judge.facts import MERGES, Fields, History, Pair, PushKey, pair, push_of, say_push, say_round, say_version
 from dips.judge.invariants import Violation
-from dips.judge.records import Line, RunRecords
+from dips.judge.records import RunRecords, TapeLine
 from dips.master.journal_file import EPOCH
 from dips.slave import promise
+from dips.slave.directory import IDENTITY, KEYS
 from dips.slave.durable import LocalDisk
-from dips.slave.owner import IDENTITY, KEYS
 from dips.slave.promise import read_promise, read_small
 
 NAME = "records"
@@ -234,7 +234,7 @@ def _since_commits_are_told(records: RunRecords, record: Fields) -> bool:
     return told is not None and asked is not None and asked >= told
 
 
-def _later(records: RunRecords, role: str) -> list[Line]:
+def _later(records: RunRecords, role: str) -> list[TapeLine]:
     """What a live process said while the journal was read."""
     return [line for line in records.later if line.role == role]
 
@@ -285,8 +285,8 @@ def _untold(
     records: RunRecords,
     history: History,
     about: str,
-    push: Push,
-    lines: tuple[Mapping[Push, Any], ...],
+    push: PushKey,
+    lines: tuple[Mapping[PushKey, Any], ...],
     found: Evidence,
 ) -> None:
     """A cluster's tape has the push before its first byte is sent, the master's before its ticket is."""
@@ -301,8 +301,8 @@ def _untold(
         found.differs(f"the master's tape says nothing of a ticket for {about}: lines are missing", "master ticket")
 
 
-def _by_push(lines: Iterable[Line], kind: str) -> dict[Push, list[Fields]]:
-    by_push: dict[Push, list[Fields]] = {}
+def _by_push(lines: Iterable[TapeLine], kind: str) -> dict[PushKey, list[Fields]]:
+    by_push: dict[PushKey, list[Fields]] = {}
     for line in lines:
         if line.kind == kind:
             by_push.setdefault(push_of(line.fields["push"]), []).append(line.fields)
@@ -436,7 +436,7 @@ def _journal_against_tape(records: RunRecords, _: History, found: Evidence) -> N
     )
 
 
-def _other_rows(records: RunRecords) -> tuple[list[Line], list[int]]:
+def _other_rows(records: RunRecords) -> tuple[list[TapeLine], list[int]]:
     """What the master's tape says of the journal, and which of these lines (by index) the journal contradicts."""
     digests = {row.number: row.digest for row in records.rows}
     oldest = records.rows[0].number if records.rows else 1
@@ -448,7 +448,7 @@ def _other_rows(records: RunRecords) -> tuple[list[Line], list[int]]:
     return lines, wrong
 
 
-def _at_the_end(records: RunRecords, lines: list[Line], wrong: list[int]) -> bool:
+def _at_the_end(records: RunRecords, lines: list[TapeLine], wrong: list[int]) -> bool:
     """Whether no later master went on from the journal as it is now."""
     after = wrong[-1] + 1
     if after == len(lines):

@@ -19,7 +19,7 @@ from typing import Any
 from dips.judge.judgement import Judging
 
 Pair = tuple[int, int]
-Push = tuple[str, int, int, int]
+PushKey = tuple[str, int, int, int]
 Fields = Mapping[str, Any]
 Sentences = list[str] | None
 """What an invariant says of a fact: what is wrong, an empty list when nothing is, None when it does not judge it."""
@@ -47,7 +47,7 @@ def _pair_of_text(text: str) -> Pair:
     return int(first), int(second)
 
 
-def push_of(raw: Any) -> Push:
+def push_of(raw: Any) -> PushKey:
     """A push from a list of four or from its text."""
     if isinstance(raw, str):
         return _push_of_text(raw)
@@ -56,7 +56,7 @@ def push_of(raw: Any) -> Push:
 
 
 @lru_cache(maxsize=4096)
-def _push_of_text(text: str) -> Push:
+def _push_of_text(text: str) -> PushKey:
     cluster, _, rest = text.rpartition("/")
     incarnation, _, seq = rest.partition("#")
     epoch, n = _pair_of_text(incarnation)
@@ -76,7 +76,7 @@ def say_round(round_id: Pair | None) -> str:
     return "none" if round_id is None else f"r{round_id[0]}.{round_id[1]}"
 
 
-def say_push(push: Push) -> str:
+def say_push(push: PushKey) -> str:
     return f"{push[0]}/{push[1]}.{push[2]}#{push[3]}"
 
 
@@ -89,10 +89,10 @@ def short(digest: str) -> str:
 
 
 @dataclass(frozen=True)
-class Participant:
+class RecordedParticipant:
     """One push of a decided round, as the record names it. ranges: (pass, chunk, begin, end)."""
 
-    push: Push
+    push: PushKey
     attempt: int
     verdict: str
     base: Pair | None
@@ -113,15 +113,15 @@ class Decision:
     digests: Mapping[str, str]
     tokens: int | None
     s_max: int | None
-    participants: tuple[Participant, ...]
+    participants: tuple[RecordedParticipant, ...]
     judgement: Fields | None
     origin: Pair | None
     donor: str | None
     lost_tokens: int
-    rolled_back: tuple[Push, ...]
+    rolled_back: tuple[PushKey, ...]
 
     @property
-    def accepted(self) -> list[Participant]:
+    def accepted(self) -> list[RecordedParticipant]:
         return [item for item in self.participants if item.verdict == "APPLIED"]
 
     @property
@@ -155,8 +155,8 @@ def decision_of(record: Fields) -> Decision:
     )
 
 
-def _participant(raw: Fields) -> Participant:
-    return Participant(
+def _participant(raw: Fields) -> RecordedParticipant:
+    return RecordedParticipant(
         push_of(raw["push"]),
         int(raw["attempt"]),
         str(raw["verdict"]),
@@ -184,7 +184,7 @@ class Fact:
     def round(self) -> Pair | None:
         return pair(self.fields.get("round"))
 
-    def push(self) -> Push:
+    def push(self) -> PushKey:
         return push_of(self.fields["push"])
 
     def digest(self) -> str:
@@ -203,7 +203,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class RecordedPrepare:
     """What a slave made in a round. durable is None when its tape does not say."""
 
     version: Pair | None
@@ -232,10 +232,10 @@ class History:
     newest_round: Pair | None = None
     commits: dict[Pair, Decision] = field(default_factory=dict)
     tokens_at: dict[Pair, int] = field(default_factory=dict)
-    decided: dict[Push, tuple[str, Pair | None]] = field(default_factory=dict)
-    taken_back: set[Push] = field(default_factory=set)
-    applied_ranges: dict[tuple[int, int], list[tuple[int, int, Pair, Push]]] = field(default_factory=dict)
-    last_decided: dict[str, tuple[Push, int, bool]] = field(default_factory=dict)
+    decided: dict[PushKey, tuple[str, Pair | None]] = field(default_factory=dict)
+    taken_back: set[PushKey] = field(default_factory=set)
+    applied_ranges: dict[tuple[int, int], list[tuple[int, int, Pair, PushKey]]] = field(default_factory=dict)
+    last_decided: dict[str, tuple[PushKey, int, bool]] = field(default_factory=dict)
     joined: dict[str, Pair] = field(default_factory=dict)
 
     digests: dict[tuple[Pair, str], tuple[str, str]] = field(default_factory=dict)
@@ -243,14 +243,14 @@ class History:
     hashes: dict[Pair, tuple[str, str]] = field(default_factory=dict)
     stands: dict[tuple[str, Pair], bool | None] = field(default_factory=dict)
     on_disk: set[tuple[str, Pair]] = field(default_factory=set)
-    prepared: dict[tuple[str, Pair], Prepared] = field(default_factory=dict)
-    staged: dict[tuple[Push, str], dict[int, str]] = field(default_factory=dict)
-    sent: dict[Push, Mapping[str, str]] = field(default_factory=dict)
+    prepared: dict[tuple[str, Pair], RecordedPrepare] = field(default_factory=dict)
+    staged: dict[tuple[PushKey, str], dict[int, str]] = field(default_factory=dict)
+    sent: dict[PushKey, Mapping[str, str]] = field(default_factory=dict)
     promised: dict[str, int] = field(default_factory=dict)
     promised_at_s: dict[str, float] = field(default_factory=dict)
     ticketed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    told: dict[Push, str] = field(default_factory=dict)
-    said: dict[Push, str] = field(default_factory=dict)
+    told: dict[PushKey, str] = field(default_factory=dict)
+    said: dict[PushKey, str] = field(default_factory=dict)
     """What this life of the master said; what it did not tell anybody may be decided otherwise in the next."""
     published: set[Pair] = field(default_factory=set)
     unproven: list[tuple[Decision, int]] = field(default_factory=list)
@@ -331,7 +331,7 @@ class History:
         now = (made.version, made.round) if made.version is not None and made.round is not None else None
         self.judging.moved(made.kind, now, origin)
 
-    def _decide(self, made: Decision, item: Participant) -> None:
+    def _decide(self, made: Decision, item: RecordedParticipant) -> None:
         donated = made.kind == "ROLLBACK"
         self.decided[item.push] = (item.verdict, made.version)
         if not donated:
@@ -397,7 +397,7 @@ class History:
         round_id = fact.round()
         if round_id is not None:
             durable = fact.fields.get("durable")
-            self.prepared[fact.who, round_id] = Prepared(fact.version(), fact.digest(), durable)
+            self.prepared[fact.who, round_id] = RecordedPrepare(fact.version(), fact.digest(), durable)
 
     def add_stands(self, fact: Fact) -> None:
         """committed, configured, persisted, rolled_back, or a manifest: a version stands on a slave."""

@@ -19,7 +19,7 @@ from typing import Any
 
 Fields = Mapping[str, Any]
 Pair = tuple[int, int]
-State = tuple[Pair, Pair]
+PushState = tuple[Pair, Pair]
 """A version and the round that made it: the same version may be made twice after a journal was lost."""
 
 FORMAT = 1
@@ -49,7 +49,7 @@ def near(a: float, b: float, slack: float = 0.0) -> bool:
 
 
 @dataclass(frozen=True)
-class Known:
+class ClusterMemory:
     """Of one cluster."""
 
     n: int = 0
@@ -63,10 +63,10 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PenaltyMemory:
     """Of all clusters; what they share is oldest first."""
 
-    of: Mapping[str, Known]
+    of: Mapping[str, ClusterMemory]
     norms: tuple[float, ...] = ()
     scores: tuple[float, ...] = ()
     merged: tuple[float, ...] = ()
@@ -77,10 +77,10 @@ class Memory:
         return frozenset(name for name, known in self.of.items() if known.quarantined)
 
 
-def memory_of(detector: Fields) -> Memory:
+def memory_of(detector: Fields) -> PenaltyMemory:
     """From the detector's state as a ledger holds it. Raises KeyError, TypeError or ValueError when it is none."""
     of = {
-        str(name): Known(
+        str(name): ClusterMemory(
             int(raw["accepted"]), float(raw["mean"]), float(raw["variance"]),
             None if raw["mean_tokens"] is None else float(raw["mean_tokens"]), int(raw["steps"]),
             int(raw["flags_in_a_row"]), int(raw["score_rejections_in_a_row"]), bool(raw["quarantined"]),
@@ -88,10 +88,10 @@ def memory_of(detector: Fields) -> Memory:
         for name, raw in detector["clusters"].items()
     }  # fmt: skip
     norms, scores, merged = (tuple(map(float, detector[name])) for name in ("norms", "scores", "merged_norms"))
-    return Memory(of, norms, scores, merged, int(detector["voids_in_a_row"]))
+    return PenaltyMemory(of, norms, scores, merged, int(detector["voids_in_a_row"]))
 
 
-def difference(ours: Memory, theirs: Memory) -> str:
+def difference(ours: PenaltyMemory, theirs: PenaltyMemory) -> str:
     """What of `theirs` is not as it was computed here; empty when nothing is."""
     if ours.of.keys() != theirs.of.keys():
         return f"it knows clusters {', '.join(theirs.of) or 'none'}, not {', '.join(ours.of) or 'none'}"
@@ -175,7 +175,7 @@ def _ints(raw: Sequence[Any], k: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Push:
+class JudgedPush:
     """One participant as it is judged here.
 
     bad: "invalid", "gate", "score" or empty; close: rounding decides whether it is bad, so either is right. z, dev: NaN
@@ -190,7 +190,7 @@ class Push:
     close: bool
 
 
-def pushes_of(given: Round, memory: Memory) -> list[Push]:
+def pushes_of(given: Round, memory: PenaltyMemory) -> list[JudgedPush]:
     """The detector, on every participant, against the memory before."""
     found = [_measured(given, memory, j) for j in range(len(given.names))]
     detector = given.settings["detector"]
@@ -213,12 +213,12 @@ def pushes_of(given: Round, memory: Memory) -> list[Push]:
     return judged
 
 
-def _near_score(push: Push, a: float, b: float) -> bool:
+def _near_score(push: JudgedPush, a: float, b: float) -> bool:
     """Scores are differences, which rounding moves by more than their own size tells."""
     return near(a, b, RELATIVE * (1.0 + 2.0 * push.Gn / push.dev)) if push.dev > 0.0 else near(a, b)
 
 
-def threshold(given: Round, memory: Memory) -> float:
+def threshold(given: Round, memory: PenaltyMemory) -> float:
     """tau."""
     beta, scores = given.number("beta"), memory.scores
     match given.settings["detector"]:
@@ -233,21 +233,21 @@ def threshold(given: Round, memory: Memory) -> float:
     raise ValueError(f"detector {given.settings['detector']!r} is not known")
 
 
-def _measured(given: Round, memory: Memory, j: int) -> Push:
+def _measured(given: Round, memory: PenaltyMemory, j: int) -> JudgedPush:
     squared, T, nan = given.gram[j][j], given.T[j], math.nan
     G = math.sqrt(max(0.0, squared)) if math.isfinite(squared) else squared
     if given.nonfinite[j] > 0 or not math.isfinite(G) or not 0 < T <= MAX_TOKENS or G == 0:
-        return Push(G, nan, nan, nan, "invalid", False)
-    me = memory.of.get(given.names[j], Known())
+        return JudgedPush(G, nan, nan, nan, "invalid", False)
+    me = memory.of.get(given.names[j], ClusterMemory())
     literal = given.settings["detector"] == "literal"
     usual_T = me.T
     if usual_T is None or _other_steps(given, me, j):
         usual_T = _T_of_H(given, j)
     Gn = G if literal else G / max(1.0, T / usual_T)
     if me.n < given.number("warm_up_pushes"):
-        return Push(G, Gn, nan, nan, "", False)
+        return JudgedPush(G, Gn, nan, nan, "", False)
     dev = math.sqrt(me.V) if literal else max(math.sqrt(me.V), 0.05 * me.mu, 1e-12)
-    return Push(G, Gn, (Gn - me.mu) / dev if dev else 0.0, dev, "", False)
+    return JudgedPush(G, Gn, (Gn - me.mu) / dev if dev else 0.0, dev, "", False)
 
 
 def _T_of_H(given: Round, j: int) -> float:
@@ -256,7 +256,7 @@ def _T_of_H(given: Round, j: int) -> float:
     return T * H / made if 0 < H < made else T
 
 
-def _other_steps(given: Round, me: Known, j: int) -> bool:
+def _other_steps(given: Round, me: ClusterMemory, j: int) -> bool:
     """H moved so far that the usual T does not stand for it."""
     H = given.H[j]
     return me.H > 0 and H > 0 and abs(H - me.H) > given.number("steps_change") * me.H
@@ -283,7 +283,7 @@ def merged_norm_of(given: Round, accepted: Sequence[int], weights: Sequence[floa
     return norm, 1e-12 * size / norm if norm > 0.0 else 1e-6 * math.sqrt(size)
 
 
-def clip_of(given: Round, memory: Memory) -> float:
+def clip_of(given: Round, memory: PenaltyMemory) -> float:
     if given.settings["clip_scope"] == "auto" and memory.merged:
         return statistics.median(memory.merged)
     return given.number("clip_norm")
@@ -335,7 +335,9 @@ def step_of(given: Round, kappa: float, rho: float, before_v: int) -> dict[str, 
 # ---- what is remembered after it ----
 
 
-def after_commit(given: Round, memory: Memory, pushes: Sequence[Push], accepted: set[str], merged: float) -> Memory:
+def after_commit(
+    given: Round, memory: PenaltyMemory, pushes: Sequence[JudgedPush], accepted: set[str], merged: float
+) -> PenaltyMemory:
     of = dict(memory.of)
     norms, scores = list(memory.norms), list(memory.scores)
     for j, (name, push) in enumerate(zip(given.names, pushes, strict=True)):
@@ -346,10 +348,10 @@ def after_commit(given: Round, memory: Memory, pushes: Sequence[Push], accepted:
         else:
             of[name] = _flagged(given, memory, push, j)
     window, rounds = int(given.settings["window_pushes"]), int(given.settings["clip_window_rounds"])
-    return Memory(of, tuple(norms[-window:]), tuple(scores[-window:]), (*memory.merged, merged)[-rounds:], 0)
+    return PenaltyMemory(of, tuple(norms[-window:]), tuple(scores[-window:]), (*memory.merged, merged)[-rounds:], 0)
 
 
-def after_void(given: Round, memory: Memory, pushes: Sequence[Push], accepted: set[str]) -> Memory:
+def after_void(given: Round, memory: PenaltyMemory, pushes: Sequence[JudgedPush], accepted: set[str]) -> PenaltyMemory:
     """accepted: by JUDGE, before a slave's step was not finite; whose fault that was is not known."""
     of = dict(memory.of)
     for j, (name, push) in enumerate(zip(given.names, pushes, strict=True)):
@@ -357,12 +359,12 @@ def after_void(given: Round, memory: Memory, pushes: Sequence[Push], accepted: s
             of[name] = _flagged(given, memory, push, j)
     voids = memory.voids + 1
     if 0 < given.number("clear_after_voids") <= voids:
-        return Memory(of)
+        return PenaltyMemory(of)
     return replace(memory, of=of, voids=voids)
 
 
-def _learnt(given: Round, memory: Memory, push: Push, j: int) -> Known:
-    me = memory.of.get(given.names[j], Known())
+def _learnt(given: Round, memory: PenaltyMemory, push: JudgedPush, j: int) -> ClusterMemory:
+    me = memory.of.get(given.names[j], ClusterMemory())
     n = me.n + 1
     a = max(given.number("alpha"), 1.0 / n)
     if given.settings["detector"] == "literal" and n > 1:
@@ -376,13 +378,13 @@ def _learnt(given: Round, memory: Memory, push: Push, j: int) -> Known:
     return replace(me, n=n, mu=mu, V=V, T=T, H=H)
 
 
-def _flagged(given: Round, memory: Memory, push: Push, j: int) -> Known:
-    me = memory.of.get(given.names[j], Known())
+def _flagged(given: Round, memory: PenaltyMemory, push: JudgedPush, j: int) -> ClusterMemory:
+    me = memory.of.get(given.names[j], ClusterMemory())
     if given.settings["detector"] == "literal" and push.bad != "invalid":
         me = _learnt(given, memory, push, j)
     me = replace(me, flags=me.flags + 1, score_flags=me.score_flags + 1 if push.bad == "score" else 0)
     if 0 < given.number("restart_after_rejections") <= me.score_flags:
-        me = Known(flags=me.flags, quarantined=me.quarantined)
+        me = ClusterMemory(flags=me.flags, quarantined=me.quarantined)
     quarantined = me.quarantined or 0 < given.number("quarantine_after_flags") <= me.flags
     return replace(me, quarantined=quarantined)
 
@@ -391,12 +393,12 @@ def _flagged(given: Round, memory: Memory, push: Push, j: int) -> Known:
 
 
 @dataclass(frozen=True)
-class Judged:
+class RoundJudged:
     """What a record says was judged, beside what is computed from it. pushes: None while the memory is not known."""
 
     given: Round
     accepted: tuple[int, ...]
-    pushes: tuple[Push, ...] | None
+    pushes: tuple[JudgedPush, ...] | None
 
 
 class Judging:
@@ -409,11 +411,11 @@ class Judging:
     """
 
     def __init__(self, whole: bool = True) -> None:
-        self.memory: Memory | None = Memory({}) if whole else None
+        self.memory: PenaltyMemory | None = PenaltyMemory({}) if whole else None
         self.recomputed = self.blind = self.old = self.holes = 0
-        self._at: dict[State, Memory | None] = {}
-        self._after: Memory | None = self.memory
-        self._compared: set[State] = set()
+        self._at: dict[PushState, PenaltyMemory | None] = {}
+        self._after: PenaltyMemory | None = self.memory
+        self._compared: set[PushState] = set()
         self._measured: dict[Pair, dict[str, tuple[tuple[float, ...], tuple[int, ...]] | None]] = {}
 
     # ---- facts ----
@@ -429,7 +431,7 @@ class Judging:
         same = slave not in of_round or repr(of_round[slave]) == repr(said)
         of_round[slave] = said if same else None
 
-    def moved(self, kind: str, now: State | None, origin: State | None) -> None:
+    def moved(self, kind: str, now: PushState | None, origin: PushState | None) -> None:
         """A record was taken: after a COMMIT or VOID with what judge() computed, else with what was then."""
         match kind:
             case "COMMIT" | "VOID":
@@ -445,7 +447,7 @@ class Judging:
                 self._compared.discard(oldest := next(iter(self._at)))
                 del self._at[oldest]
 
-    def ledger(self, detector: Fields, at: State | None = None) -> list[str] | None:
+    def ledger(self, detector: Fields, at: PushState | None = None) -> list[str] | None:
         """The detector's state as a ledger holds it: at a version, or now. None when there is nothing to compare."""
         known = self.memory if at is None else self._at.get(at)
         if known is None or at in self._compared:
@@ -477,7 +479,7 @@ class Judging:
         wrong = [*self._anchor(given), *self._as_measured(record, given, slaves)]
         accepted = tuple(j for j, name in enumerate(given.names) if name in judgement["accepted"])
         pushes = None if self.memory is None else tuple(pushes_of(given, self.memory))
-        judged = Judged(given, accepted, pushes)
+        judged = RoundJudged(given, accepted, pushes)
         self.recomputed += 1
         self.blind += pushes is None
         wrong += self._wrong_threshold(given, judgement)
@@ -524,7 +526,7 @@ class Judging:
         said, tau = float(judgement["threshold"]), threshold(given, self.memory)
         return [] if near(said, tau, 1e-6) else [f"its threshold is {said!r}, but the last scores make it {tau!r}"]
 
-    def _wrong_numbers(self, judged: Judged, judgement: Fields) -> list[str]:
+    def _wrong_numbers(self, judged: RoundJudged, judgement: Fields) -> list[str]:
         """Weights, merged norm, kappa, T_round and rho, each from those before it as the record has them."""
         given, accepted, wrong = judged.given, judged.accepted, list[str]()
         said = [float(text) for text in judgement["weights"]]
@@ -540,7 +542,7 @@ class Judging:
         if not near(merged, norm, slack):
             wrong.append(f"its merged norm is {merged!r}, but weights and Gram matrix make it {norm!r}")
         if self.memory is not None or given.settings["clip_scope"] != "auto":
-            clip = clip_of(given, self.memory or Memory({}))
+            clip = clip_of(given, self.memory or PenaltyMemory({}))
             if not near(float(judgement["clip_norm"]), clip):
                 wrong.append(f"its clip is {judgement['clip_norm']}, but the settings make it {clip!r}")
             expected = min(1.0, clip / max(merged, 1e-12))
@@ -555,7 +557,7 @@ class Judging:
                 wrong.append(f"its rho is {rho!r}, but live clusters and accepted tokens make it {expected!r}")
         return wrong
 
-    def _remember(self, judged: Judged, record: Fields) -> Memory | None:
+    def _remember(self, judged: RoundJudged, record: Fields) -> PenaltyMemory | None:
         """What follows from what the record decided, so that one wrong judgement is said once."""
         if self.memory is None or judged.pushes is None:
             return None
@@ -573,7 +575,7 @@ def _is_diagonal(index: int, k: int) -> bool:
     return index == 0
 
 
-def _wrong_accepted(judged: Judged, record: Fields) -> list[str]:
+def _wrong_accepted(judged: RoundJudged, record: Fields) -> list[str]:
     given, kind, judgement = judged.given, str(record["kind"]), record["judgement"]
     names = [given.names[j] for j in judged.accepted]
     rejected = [name for name in given.names if name not in names]
@@ -592,12 +594,12 @@ def _wrong_accepted(judged: Judged, record: Fields) -> list[str]:
     return wrong
 
 
-def pushes_of_numbers(given: Round) -> list[Push]:
+def pushes_of_numbers(given: Round) -> list[JudgedPush]:
     """Only what no memory is needed for: numbers that can be no push's."""
-    return [_measured(given, Memory({}), j) for j in range(len(given.names))]
+    return [_measured(given, PenaltyMemory({}), j) for j in range(len(given.names))]
 
 
-def _why_bad(push: Push, given: Round) -> str:
+def _why_bad(push: JudgedPush, given: Round) -> str:
     match push.bad:
         case "invalid":
             return f"its norm is {push.G:g}, or it counts no tokens or elements that are not finite"
@@ -606,7 +608,7 @@ def _why_bad(push: Push, given: Round) -> str:
     return f"its score {push.z:.6g} is above the threshold"
 
 
-def _wrong_norms(judged: Judged, judgement: Fields) -> list[str]:
+def _wrong_norms(judged: RoundJudged, judgement: Fields) -> list[str]:
     """The norms and scores in the record are those of the Gram matrix's diagonal and of the memory."""
     given = judged.given
     rows = judgement["norms"]
@@ -614,7 +616,7 @@ def _wrong_norms(judged: Judged, judgement: Fields) -> list[str]:
         return [f"its norms are of {[row[0] for row in rows]}, but its pushes of {list(given.names)}"]
     pushes = judged.pushes
     for j, (name, norm, score, *_) in enumerate(rows):
-        push = pushes[j] if pushes is not None else _measured(given, Memory({}), j)
+        push = pushes[j] if pushes is not None else _measured(given, PenaltyMemory({}), j)
         if not near(float(norm), push.G):
             return [f"the norm of cluster {name} is {norm}, but the Gram matrix makes it {push.G!r}"]
         if pushes is not None and not _near_score(push, float(score), push.z):
@@ -622,7 +624,7 @@ def _wrong_norms(judged: Judged, judgement: Fields) -> list[str]:
     return []
 
 
-def _wrong_step(judged: Judged, record: Fields) -> list[str]:
+def _wrong_step(judged: RoundJudged, record: Fields) -> list[str]:
     """Scale, rates and coefficients follow from kappa, rho and the settings."""
     judgement, before = record["judgement"], record.get("from_version")
     said = judgement["outer_step"]

@@ -34,7 +34,7 @@ TRIES = 5
 
 
 @dataclass(frozen=True)
-class Line:
+class TapeLine:
     """One line of a tape."""
 
     role: str
@@ -72,7 +72,7 @@ class RunRecords:
     rows: list[JournalRecord] = field(default_factory=list)
     ledger: Mapping[str, Any] | None = None
     whole: bool = True
-    lines: dict[str, list[Line]] = field(default_factory=lambda: {role: [] for role in ROLES})
+    lines: dict[str, list[TapeLine]] = field(default_factory=lambda: {role: [] for role in ROLES})
     manifests: list[StoredManifest] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     unproven: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class RunRecords:
     gaps: set[tuple[str, str]] = field(default_factory=set)
     tape_names: dict[Path, str] = field(default_factory=dict)
     last_kinds: dict[tuple[str, str], str] = field(default_factory=dict)
-    later: list[Line] = field(default_factory=list)
+    later: list[TapeLine] = field(default_factory=list)
     n_lines: dict[Path, int] = field(default_factory=dict)
 
 
@@ -178,10 +178,10 @@ def _read_tapes(
             records.unproven.append(f"{bare} lines of tape {path} have no digests: an older release wrote them")
 
 
-def _line(event: dict[str, Any], path: Path) -> Line:
+def _line(event: dict[str, Any], path: Path) -> TapeLine:
     try:
         wall_s, _, role, name, kind, cause = (event.pop(key) for key in HEAD)
-        return Line(str(role), str(name), str(kind), float(wall_s), str(cause), event)
+        return TapeLine(str(role), str(name), str(kind), float(wall_s), str(cause), event)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"a line of tape {path} is not an event ({error!r}): the file was changed") from error
 

@@ -28,7 +28,7 @@ from dips.core.placement import Placement
 from dips.judge.facts import MERGES, Decision, Pair, decision_of, pair, say_round, say_version, short
 from dips.judge.judgement import near
 from dips.judge.records import RunRecords
-from dips.slave.push_record import FORMAT, checksum
+from dips.slave.push_evidence import FORMAT, checksum
 
 F32 = NDArray[np.float32]
 

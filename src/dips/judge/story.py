@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.errors import ConfigError
-from dips.judge.facts import Decision, Push, decision_of, pair, push_of, say_push, say_round, say_version, short
+from dips.judge.facts import Decision, PushKey, decision_of, pair, push_of, say_push, say_round, say_version, short
 from dips.judge.invariants.checker import DECISIONS
-from dips.judge.records import Line, RunRecords, read_run
+from dips.judge.records import RunRecords, TapeLine, read_run
 
 _ROUND = re.compile(r"r\d+\.\d+\Z")
 _VERSION = re.compile(r"\d+:\d+\Z")
@@ -28,7 +28,7 @@ QUIET = frozenset({"step", "heartbeat", "beat", "journaled"})
 
 
 @dataclass(frozen=True)
-class Told:
+class StoryLine:
     """One line of a story. at_s: seconds since 1970 by its process's clock."""
 
     at_s: float
@@ -44,7 +44,7 @@ class Story:
 
     what: str
     name: str
-    lines: list[Told] = field(default_factory=list)
+    lines: list[StoryLine] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -57,7 +57,7 @@ class Story:
         }
 
 
-def _without_heads(told: Told) -> dict[str, Any]:
+def _without_heads(told: StoryLine) -> dict[str, Any]:
     return {name: value for name, value in told.fields.items() if name not in ("at_s", "who", "kind", "cause")}
 
 
@@ -141,7 +141,7 @@ def _targets(what: str, name: str, decisions: Iterable[Decision]) -> _Targets:
     )
 
 
-def _concerns(told: Told, what: str, name: str, wanted: _Targets) -> bool:
+def _concerns(told: StoryLine, what: str, name: str, wanted: _Targets) -> bool:
     fields = told.fields
     if what == "slave":
         return told.who == f"slave {name}" or fields.get("slave") == name or name in fields.get("digests", {})
@@ -154,7 +154,7 @@ def _concerns(told: Told, what: str, name: str, wanted: _Targets) -> bool:
     return fields.get("version") in wanted.versions and told.kind not in ("base", "join", "joined")
 
 
-def _of_cluster(told: Told, name: str) -> bool:
+def _of_cluster(told: StoryLine, name: str) -> bool:
     fields = told.fields
     if told.who == f"worker {name}" or name in (fields.get("cluster"), fields.get("by")):
         return True
@@ -165,24 +165,24 @@ def _of_cluster(told: Told, name: str) -> bool:
 # ---- all that was recorded, in time order ----
 
 
-def _all(records: RunRecords) -> list[Told]:
+def _all(records: RunRecords) -> list[StoryLine]:
     tapes = [_told(line) for lines in records.lines.values() for line in lines]
     return sorted([*tapes, *_journal(records)], key=lambda told: told.at_s)
 
 
-def _told(line: Line) -> Told:
+def _told(line: TapeLine) -> StoryLine:
     who = line.role if line.role == "master" else f"{line.role} {line.name}"
-    return Told(line.wall_s, who, line.kind, line.cause, line.fields)
+    return StoryLine(line.wall_s, who, line.kind, line.cause, line.fields)
 
 
-def _journal(records: RunRecords) -> Iterator[Told]:
+def _journal(records: RunRecords) -> Iterator[StoryLine]:
     """Records that say no time stand after the one before them; the first ones where the master's tape begins."""
     began = [line.wall_s for line in records.lines["master"][:1]]
     at_s = began[0] if began else 0.0
     for record in records.journal:
         at_s = max(at_s, float(record.get("wall_s") or 0.0))
         named = {key: _named(key, value) for key, value in record.items() if key not in ("kind", "ledger", "wall_s")}
-        yield Told(at_s, "journal", str(record["kind"]), "-", named)
+        yield StoryLine(at_s, "journal", str(record["kind"]), "-", named)
 
 
 def _named(key: str, value: Any) -> Any:
@@ -201,7 +201,7 @@ def _named(key: str, value: Any) -> Any:
     return value
 
 
-def _push(participant: Mapping[str, Any]) -> Push:
+def _push(participant: Mapping[str, Any]) -> PushKey:
     return push_of(participant["push"])
 
 

@@ -18,7 +18,7 @@ from dips.judge.evidence import NAME, PROMISE, SPEAKS, Evidence, ended_without_a
 from dips.judge.facts import REMEMBERED
 from dips.judge.invariants import INVARIANTS, Checker, Violation
 from dips.judge.judgement import Judging
-from dips.judge.records import Line, RunRecords, read_run
+from dips.judge.records import RunRecords, TapeLine, read_run
 from dips.judge.replay import Replayed, replay_run
 
 OK, VIOLATED, UNPROVEN, NOT_APPLICABLE = "ok", "violated", "unproven", "not applicable"
@@ -33,7 +33,7 @@ _OWN_DATA = "clusters bring their own data, so no token is lent"
 
 
 @dataclass(frozen=True)
-class Row:
+class PromiseRow:
     """What became of one promise. records: how many facts were judged."""
 
     invariant: str
@@ -54,7 +54,7 @@ class VerifyReport:
 
     run_dir: Path
     run_id: str
-    rows: list[Row]
+    rows: list[PromiseRow]
     violations: list[Violation]
     problems: list[str] = field(default_factory=list)
     unproven: list[str] = field(default_factory=list)
@@ -139,14 +139,14 @@ def verify_run(
     )
 
 
-def _of_records(evidence: Evidence) -> Row:
+def _of_records(evidence: Evidence) -> PromiseRow:
     """The row below the promises: whether their evidence may be believed."""
     result, why = OK, ""
     if evidence.violations:
         result, why = VIOLATED, f"{len(evidence.violations)} times"
     elif evidence.unproven:
         result, why = UNPROVEN, f"{len(evidence.unproven)} times, see below"
-    return Row(NAME, PROMISE, evidence.judged, result, why)
+    return PromiseRow(NAME, PROMISE, evidence.judged, result, why)
 
 
 def check_records(records: RunRecords) -> Checker:
@@ -184,7 +184,7 @@ def _wanted(role: str, kind: str) -> bool:
     return (role, kind) in _USED
 
 
-def _feed(checker: Checker, lines: Iterable[Line], records: RunRecords) -> None:
+def _feed(checker: Checker, lines: Iterable[TapeLine], records: RunRecords) -> None:
     for line in lines:
         try:
             checker.feed_tape(line.role, line.name, line.kind, line.fields, line.wall_s)
@@ -192,7 +192,7 @@ def _feed(checker: Checker, lines: Iterable[Line], records: RunRecords) -> None:
             records.problems.append(f"a line {line.kind!r} of {line.role} {line.name} cannot be read ({error!r})")
 
 
-def _durability(master: Iterable[Line]) -> str | None:
+def _durability(master: Iterable[TapeLine]) -> str | None:
     """What the master promised in all its lives: the weaker one if both; None when no life said it."""
     said = {line.fields["durability"] for line in master if line.kind == "epoch" and "durability" in line.fields}
     return "async" if "async" in said else "sync" if said else None
@@ -217,7 +217,7 @@ def _lost_journal(records: RunRecords) -> str:
     return put_back(records)
 
 
-def _rows(checker: Checker, records: RunRecords, replayed: Replayed | None) -> list[Row]:
+def _rows(checker: Checker, records: RunRecords, replayed: Replayed | None) -> list[PromiseRow]:
     counts, broken = checker.counts(), checker.broken()
     if replayed is not None:
         counts["I14"] += replayed.shards
@@ -233,7 +233,7 @@ def _rows(checker: Checker, records: RunRecords, replayed: Replayed | None) -> l
             result, why = _why_none(item.name, records)
         elif item.name == "I18" and (holes := checker.history.judging.holes):
             result, why = UNPROVEN, f"{holes} records do not say what was judged from, though records before them do"
-        rows.append(Row(item.name, item.promise, count, result, why))
+        rows.append(PromiseRow(item.name, item.promise, count, result, why))
     return rows
 
 

@@ -24,7 +24,7 @@ from dips.local.calibration import measure_tokens_per_s
 from dips.local.demo_faults import CLUSTER, Fault, FaultPlan, PlannedFault
 from dips.local.demo_plan import (
     RUN_ID,
-    DemoWish,
+    DemoOptions,
     make_plan,
     planned_faults,
     speed_gaps,
@@ -38,7 +38,7 @@ from dips.local.page_option import page_sentence, with_page
 from dips.local.picture import draw_losses
 from dips.local.processes import evaluation_options
 from dips.local.progress import Progress, progress_for
-from dips.local.report import Outcome, build_report, write_report
+from dips.local.report import LocalRunOutcome, build_report, write_report
 from dips.local.run_directory import DEMO, Mark, RunDirectory, claim
 from dips.local.supervisor import POLL_S
 from dips.local.tapes import HELDOUT_TAPE, heldout_losses, tape_path, training_losses
@@ -62,22 +62,22 @@ class DemoResult:
     page_url: str | None = None
 
 
-def run_demo(wish: DemoWish, console: Console, clock: Clock) -> DemoResult:
+def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
     """Run it to its end. Raises ConfigError and FatalError; every process is gone when this returns or
     raises."""
     command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    train = train_settings(wish)
-    with claim(wish.run_dir, Mark(RUN_ID, DEMO, command)) as directory, progress_for(console, clock) as progress:
+    train = train_settings(wanted)
+    with claim(wanted.run_dir, Mark(RUN_ID, DEMO, command)) as directory, progress_for(console, clock) as progress:
         if directory.replaced:
             progress.say(f"replacing what an earlier demo left in {directory.path}")
-        tk_max = _choose_length(wish, command_line(train), progress)
-        plan = make_plan(wish, train, tk_max)
-        plan = with_page(plan, directory.path) if wish.page else plan
-        faults = FaultPlan(planned_faults(wish))
+        tk_max = _choose_length(wanted, command_line(train), progress)
+        plan = make_plan(wanted, train, tk_max)
+        plan = with_page(plan, directory.path) if wanted.page else plan
+        faults = FaultPlan(planned_faults(wanted))
         begin_s = clock.monotonic_s()
         with LocalRun(plan, directory, clock, progress.say, STALL_S) as local:
             local.start()
-            if said := page_sentence(local.page_url, wish.page):
+            if said := page_sentence(local.page_url, wanted.page):
                 progress.say(said)
             if said := metrics_sentence(plan, directory):
                 progress.say(said)
@@ -85,12 +85,12 @@ def run_demo(wish: DemoWish, console: Console, clock: Clock) -> DemoResult:
         return _finish(local, faults, directory, command, clock.monotonic_s() - begin_s)
 
 
-def _choose_length(wish: DemoWish, options: list[str], progress: Progress) -> int:
+def _choose_length(wanted: DemoOptions, options: list[str], progress: Progress) -> int:
     cores = os.cpu_count() or 1
-    at_once = min(cores, wish.clusters)
+    at_once = min(cores, wanted.clusters)
     progress.say(f"measuring how fast this machine trains ({cores} cores)")
     speed = measure_tokens_per_s(options, CALIBRATION_S, at_once)
-    tk_max = tokens_to_train(speed, speed_gaps(wish.clusters), cores, wish.minutes)
+    tk_max = tokens_to_train(speed, speed_gaps(wanted.clusters), cores, wanted.minutes)
     progress.say(f"{speed:.0f} tokens/s for one process: training on {format_count(tk_max)} tokens")
     return tk_max
 
@@ -132,7 +132,7 @@ def _finish(local: LocalRun, faults: FaultPlan, directory: RunDirectory, command
     if local.status is None:
         raise FatalError(f"the master never told its status: see {directory.log('master')}")
     heldout = heldout_losses(tape_path(directory.path, HELDOUT_TAPE))
-    outcome = Outcome(
+    outcome = LocalRunOutcome(
         status=local.status,
         seconds=seconds,
         command=command,

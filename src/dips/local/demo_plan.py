@@ -52,7 +52,7 @@ SPENT_ELSEWHERE = 0.45
 
 
 @dataclass(frozen=True)
-class DemoWish:
+class DemoOptions:
     """What a person asked for."""
 
     data: tuple[Path, ...] = ()
@@ -94,13 +94,13 @@ def tokens_to_train(tokens_per_s: float, gaps: Sequence[float], cores: int, minu
     return int(max(fits, least))
 
 
-def train_settings(wish: DemoWish) -> TrainConfig:
+def train_settings(wanted: DemoOptions) -> TrainConfig:
     """The trainer's settings that all clusters of the demo share, and the evaluator."""
     ours: dict[str, object] = {
-        "data": wish.data,
-        "model_size": wish.model_size,
-        "seed": wish.seed,
-        "data_seed": wish.seed,
+        "data": wanted.data,
+        "model_size": wanted.model_size,
+        "seed": wanted.seed,
+        "data_seed": wanted.seed,
         "threads": 1,
         "device": "cpu",
         "log_every_steps": LOG_EVERY_STEPS,
@@ -108,41 +108,41 @@ def train_settings(wish: DemoWish) -> TrainConfig:
     return load(TrainConfig, "train", overrides=ours).value
 
 
-def make_plan(wish: DemoWish, train: TrainConfig, tk_max: int) -> RunPlan:
+def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int) -> RunPlan:
     """All processes of the demo."""
-    names, gaps = cluster_names(wish.clusters), speed_gaps(wish.clusters)
+    names, gaps = cluster_names(wanted.clusters), speed_gaps(wanted.clusters)
     master: dict[str, object] = {
         "run_id": RUN_ID,
-        "directory": wish.run_dir / "master",
-        "slaves": wish.slaves,
-        "max_clusters": wish.clusters,
-        "min_clusters": wish.clusters,
+        "directory": wanted.run_dir / "master",
+        "slaves": wanted.slaves,
+        "max_clusters": wanted.clusters,
+        "min_clusters": wanted.clusters,
         "sync_every": SYNC_EVERY,
         "heartbeat_s": HEARTBEAT_S,
         "preset": "dynamic",
         "tk_max": tk_max,
     }
-    clusters = [_cluster(wish.run_dir, train, name, gap) for name, gap in zip(names, gaps, strict=True)]
+    clusters = [_cluster(wanted.run_dir, train, name, gap) for name, gap in zip(names, gaps, strict=True)]
     return RunPlan(
         RUN_ID,
         load(MasterConfig, "master", overrides=master).value,
-        make_slaves(wish.run_dir, RUN_ID, wish.slaves, record_pushes=wish.record_pushes or None),
+        make_slaves(wanted.run_dir, RUN_ID, wanted.slaves, record_pushes=wanted.record_pushes or None),
         tuple(clusters),
         train,
-        wish.insecure,
+        wanted.insecure,
         log_format=log_format_asked(None) or "human",
-        metrics=wish.metrics,
+        metrics=wanted.metrics,
     )
 
 
-def planned_faults(wish: DemoWish) -> list[PlannedFault]:
+def planned_faults(wanted: DemoOptions) -> list[PlannedFault]:
     """One cluster that is neither the fastest nor the slowest, if there is one, and the last slave."""
-    if not wish.faults:
+    if not wanted.faults:
         return []
-    names = cluster_names(wish.clusters)
+    names = cluster_names(wanted.clusters)
     return [
         PlannedFault(CLUSTER, names[min(1, len(names) - 1)], CLUSTER_KILLED_AT),
-        PlannedFault(SLAVE, f"s{wish.slaves - 1}", SLAVE_KILLED_AT),
+        PlannedFault(SLAVE, f"s{wanted.slaves - 1}", SLAVE_KILLED_AT),
     ]
 
 

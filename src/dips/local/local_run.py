@@ -30,9 +30,9 @@ from dips.local.processes import (
     slave_specs,
 )
 from dips.local.run_directory import RunDirectory
-from dips.local.supervisor import POLL_S, ChildEvent, Supervisor
+from dips.local.supervisor import POLL_S, ChildEvent, ProcessSupervisor
 from dips.local.tapes import StartFollower, tape_path
-from dips.master.page.gate import read_page_url
+from dips.master.page.access import read_page_url
 
 STATUS_EVERY_S = 0.5
 _STATUS_CALL_S = 2.0
@@ -66,7 +66,7 @@ class LocalRun:
         self._clock = clock
         self._tell = tell
         self._tape = Tape(tape_path(directory.path, LAUNCH_TAPE), "launch", "launch", clock, may_lose=True)
-        self.supervisor = Supervisor(clock, self._child_event, log_format=plan.log_format)
+        self.supervisor = ProcessSupervisor(clock, self._child_event, log_format=plan.log_format)
         self._operator: OperatorClient | None = None
         self._next_status_s = 0.0
         self._stall_s = stall_s

@@ -32,7 +32,7 @@ EVENT_LEVEL = "DEBUG"
 
 
 @dataclass(frozen=True)
-class Entry:
+class LogEntry:
     """One line of a log with what belongs to it. after_s: never before the entry above it in its file, for the order.
 
     line.wall_s is 0 for what stands in a file before its first log line.
@@ -61,7 +61,7 @@ class LogFile:
             self._file.close()
             self._file = None
 
-    def entries(self, *, to_the_end: bool) -> Iterator[Entry]:
+    def entries(self, *, to_the_end: bool) -> Iterator[LogEntry]:
         """Those that are new since the last call. to_the_end: also a last line without its newline, then close."""
         try:
             if self._open():
@@ -70,8 +70,8 @@ class LogFile:
             if to_the_end:
                 self.close()
 
-    def _new_entries(self, to_the_end: bool) -> Iterator[Entry]:
-        held: Entry | None = None
+    def _new_entries(self, to_the_end: bool) -> Iterator[LogEntry]:
+        held: LogEntry | None = None
         n_lines = 0
         for text in self._lines(to_the_end and not self._is_tape):
             entry = self._entry(text, held)
@@ -121,17 +121,17 @@ class LogFile:
                 text = data.decode("utf-8", errors="backslashreplace").rstrip("\r\n")
                 yield f"{text} (cut here: the line is longer)" if self._skipping else text
 
-    def _entry(self, text: str, held: Entry | None) -> Entry | None:
+    def _entry(self, text: str, held: LogEntry | None) -> LogEntry | None:
         line = _event(text) if self._is_tape else parse(text)
         if line is None:
             return None
         if line.wall_s <= self._changed_s + CLOCK_STEP_S:  # nobody writes what has yet to happen
             self._after_s = max(self._after_s, line.wall_s)
-        return Entry(line, self._after_s, self.source)
+        return LogEntry(line, self._after_s, self.source)
 
-    def _loose(self, text: str) -> Entry:
+    def _loose(self, text: str) -> LogEntry:
         """A line that no entry stands above."""
-        return Entry(LogLine(self._after_s, "INFO", "", self.source, text), self._after_s, self.source)
+        return LogEntry(LogLine(self._after_s, "INFO", "", self.source, text), self._after_s, self.source)
 
 
 def find_logs(run_dir: Path, events: bool = False) -> list[LogFile]:
@@ -148,12 +148,12 @@ def find_logs(run_dir: Path, events: bool = False) -> list[LogFile]:
     return found
 
 
-def merged(files: Sequence[LogFile], *, to_the_end: bool) -> Iterator[Entry]:
+def merged(files: Sequence[LogFile], *, to_the_end: bool) -> Iterator[LogEntry]:
     """The new entries of all files in the order of time; of one file always in its own order."""
     return heapq.merge(*(file.entries(to_the_end=to_the_end) for file in files), key=lambda entry: entry.after_s)
 
 
-def _continued(entry: Entry, text: str) -> Entry:
+def _continued(entry: LogEntry, text: str) -> LogEntry:
     line = entry.line
     text = text.removeprefix("  ")
     return replace(entry, line=replace(line, sentence=f"{line.sentence}\n{text}"))

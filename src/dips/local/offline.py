@@ -21,7 +21,7 @@ from dips.core.ids import SlaveId, Version
 from dips.core.layout import Layout, layout_from_json
 from dips.core.placement import Placement
 from dips.slave import manifest as manifests
-from dips.slave.snapshot_file import FileStamp, SnapshotError, read_snapshot
+from dips.slave.snapshot_file import SnapshotError, SnapshotStamp, read_snapshot
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Committed:
     version: Version
     slave_id: str
     file: Path
-    stamp: FileStamp
+    stamp: SnapshotStamp
     digest: str
     record: Mapping[str, Any]
 

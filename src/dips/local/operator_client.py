@@ -68,31 +68,31 @@ class OperatorClient:
 
     def pause(self, reason: str) -> str:
         """The master's sentence about what it did; so for the other wishes."""
-        return self._wish(self._stub.Pause, OperatorRequest(self._run_id, reason))
+        return self._operate(self._stub.Pause, OperatorRequest(self._run_id, reason))
 
     def resume(self, reason: str) -> str:
-        return self._wish(self._stub.Resume, OperatorRequest(self._run_id, reason))
+        return self._operate(self._stub.Resume, OperatorRequest(self._run_id, reason))
 
     def stop(self, reason: str) -> str:
-        return self._wish(self._stub.Stop, OperatorRequest(self._run_id, reason))
+        return self._operate(self._stub.Stop, OperatorRequest(self._run_id, reason))
 
     def evict(self, cluster_id: str, reason: str) -> str:
-        return self._wish(self._stub.Evict, EvictRequest(self._run_id, cluster_id, reason))
+        return self._operate(self._stub.Evict, EvictRequest(self._run_id, cluster_id, reason))
 
     def drain(self, cluster_id: str, reason: str) -> str:
-        return self._wish(self._stub.Drain, DrainRequest(self._run_id, cluster_id, reason))
+        return self._operate(self._stub.Drain, DrainRequest(self._run_id, cluster_id, reason))
 
     def reshard(self, add: Sequence[str], remove: Sequence[str], reason: str) -> str:
-        return self._wish(self._stub.Reshard, ReshardRequest(self._run_id, tuple(add), tuple(remove), False, reason))
+        return self._operate(self._stub.Reshard, ReshardRequest(self._run_id, tuple(add), tuple(remove), False, reason))
 
     def take_back_reshard(self) -> str:
-        return self._wish(self._stub.Reshard, ReshardRequest(self._run_id, cancel=True))
+        return self._operate(self._stub.Reshard, ReshardRequest(self._run_id, cancel=True))
 
     def extend(self, tk_max_tokens: int, no_limit: bool, reason: str) -> str:
         """tk_max_tokens 0: the limit stays."""
-        return self._wish(self._stub.Extend, ExtendRequest(self._run_id, tk_max_tokens, no_limit, reason))
+        return self._operate(self._stub.Extend, ExtendRequest(self._run_id, tk_max_tokens, no_limit, reason))
 
-    def _wish(self, method: Callable[..., Message], request: object) -> str:
+    def _operate(self, method: Callable[..., Message], request: object) -> str:
         return self._call(method, request, OperatorReply).sentence
 
     def _call(self, method: Callable[..., Message], request: object, kind: type[T]) -> T:

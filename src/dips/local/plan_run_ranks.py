@@ -14,10 +14,10 @@ from pathlib import Path
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, FatalError
-from dips.local.plan_run_source import Source
-from dips.local.supervisor import POLL_S, ChildSpec, Supervisor, how_it_ended, last_word, log_tail
+from dips.local.plan_run_source import PlanSource
+from dips.local.supervisor import POLL_S, ChildSpec, ProcessSupervisor, how_it_ended, last_word, log_tail
 from dips.planner.run.cells import parse_cells
-from dips.planner.run.job import BOARD_FILE, Job, Link, RankReport, board_sizes, read_report, write_job
+from dips.planner.run.job import BOARD_FILE, PlanJob, RankLink, RankReport, board_sizes, read_report, write_job
 from dips.planner.run.links import LinkBoard
 
 START_S = 120.0
@@ -31,18 +31,18 @@ _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK
 _NEIGHBOUR_GONE = re.compile(r"connection (was )?(closed|reset)|broken pipe|timed out", re.IGNORECASE)
 
 
-def job_of(source: Source, repeats: int, backend: str, predicted_s: float) -> Job:
+def job_of(source: PlanSource, repeats: int, backend: str, predicted_s: float) -> PlanJob:
     """source: with the times that the operations shall take."""
     numbers = {resource: n for n, resource in enumerate(sorted({w.resource for w in source.costs.wires.values()}))}
     links = tuple(
-        Link(sender, receiver, numbers[wire.resource], wire.busy_ns, wire.latency_ns, wire.hold_ns)
+        RankLink(sender, receiver, numbers[wire.resource], wire.busy_ns, wire.latency_ns, wire.hold_ns)
         for (sender, receiver), wire in sorted(source.costs.wires.items())
     )
     lasts_ns = tuple((stage.f_ns, stage.d_ns, stage.w_ns) for stage in source.costs.stages)
-    return Job(source.schedule.to_csv(), lasts_ns, links, repeats, backend, START_S + 3 * predicted_s)
+    return PlanJob(source.schedule.to_csv(), lasts_ns, links, repeats, backend, START_S + 3 * predicted_s)
 
 
-def run_ranks(folder: Path, job: Job, deadline_s: float, clock: Clock) -> list[RankReport]:
+def run_ranks(folder: Path, job: PlanJob, deadline_s: float, clock: Clock) -> list[RankReport]:
     """Run a job in `folder`, which holds the ranks' logs afterwards; the reports by rank.
 
     deadline_s: how long all of it may take. Raises ModuleNotFoundError without torch, ConfigError or FatalError where a
@@ -54,7 +54,7 @@ def run_ranks(folder: Path, job: Job, deadline_s: float, clock: Clock) -> list[R
     write_job(folder, job)
     LinkBoard.make(folder / BOARD_FILE, *board_sizes(job, cells.n_stages, cells.n_microbatches))
     names = [rank_name(rank) for rank in range(cells.n_ranks)]
-    with Supervisor(clock, lambda event: None) as ranks:
+    with ProcessSupervisor(clock, lambda event: None) as ranks:
         for rank in range(cells.n_ranks):
             ranks.start(_spec(folder, rank))
         _watch(ranks, names, folder, clock, deadline_s)
@@ -74,7 +74,7 @@ def log_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
 
-def _watch(ranks: Supervisor, names: list[str], folder: Path, clock: Clock, deadline_s: float) -> None:
+def _watch(ranks: ProcessSupervisor, names: list[str], folder: Path, clock: Clock, deadline_s: float) -> None:
     """Until all have ended well. Raises ConfigError or FatalError."""
     end_s = clock.monotonic_s() + deadline_s
     while not ranks.ended(names):

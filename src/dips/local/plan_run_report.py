@@ -12,12 +12,12 @@ from rich import box
 from rich.table import Table
 
 from dips.core.units import format_bytes, format_seconds
-from dips.local.plan_run_source import Source
+from dips.local.plan_run_source import PlanSource
 from dips.planner.costs import NS
 from dips.planner.ir import Op
 from dips.planner.plan_file import writing
 from dips.planner.run.job import GRADIENT_TOLERANCE, Iteration, RankReport
-from dips.planner.simulate import Message, Timeline
+from dips.planner.simulate import SimulatedMessage, Timeline
 from dips.planner.trace import trace_events
 
 SCHEMA = "dips-plan-run/1"
@@ -41,11 +41,11 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlanRunOutcome:
     """measured: a timeline for each timed iteration, from its first operation's start. tolerance: of the error of the
     median, as a fraction. message_bytes: of one message, as it was really sent."""
 
-    source: Source
+    source: PlanSource
     backend: str
     forward_ms: float
     predicted: Timeline
@@ -76,18 +76,18 @@ class Outcome:
         return self.gradients.equal and abs(self.error) <= self.tolerance
 
 
-def timelines(source: Source, reports: Sequence[RankReport]) -> tuple[Timeline, ...]:
+def timelines(source: PlanSource, reports: Sequence[RankReport]) -> tuple[Timeline, ...]:
     """One for each timed iteration, from what all ranks have noted."""
     rounds = zip(*(report.iterations for report in reports), strict=True)
     return tuple(_timeline(source, iterations) for iterations in rounds)
 
 
-def _timeline(source: Source, iterations: Sequence[Iteration]) -> Timeline:
+def _timeline(source: PlanSource, iterations: Sequence[Iteration]) -> Timeline:
     first = min(one.times[0][0] for one in iterations)
     starts = tuple(tuple(start - first for start, _ in one.times) for one in iterations)
     ends = tuple(tuple(end - first for _, end in one.times) for one in iterations)
     messages = tuple(
-        Message(Op.parse(sent.cell), rank, sent.target, *(ns - first for ns in sent[2:]))
+        SimulatedMessage(Op.parse(sent.cell), rank, sent.target, *(ns - first for ns in sent[2:]))
         for rank, one in enumerate(iterations)
         for sent in one.sent
     )
@@ -101,7 +101,7 @@ def gradients_of(reports: Sequence[RankReport]) -> Gradients:
 # ---- for people ----
 
 
-def tell(outcome: Outcome) -> Iterator[str | Table]:
+def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
     source, schedule = outcome.source, outcome.source.schedule
     yield (
         f"{schedule.name}: {schedule.n_microbatches} microbatches through {schedule.n_stages} stages on "
@@ -123,7 +123,7 @@ def tell(outcome: Outcome) -> Iterator[str | Table]:
         yield _links_table(outcome)
 
 
-def _times_sentence(outcome: Outcome) -> str:
+def _times_sentence(outcome: PlanRunOutcome) -> str:
     spans = sorted(timeline.makespan_ns / NS for timeline in outcome.measured)
     return (
         f"iteration, at {outcome.forward_ms:g} ms for a forward pass on a device: predicted "
@@ -141,7 +141,7 @@ def _gradients_sentence(gradients: Gradients) -> str:
     )
 
 
-def _ranks_table(outcome: Outcome) -> Table:
+def _ranks_table(outcome: PlanRunOutcome) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="median iteration", title_justify="left")
     for name in ("rank", "site", "stages", "busy", "predicted", "idle", "predicted"):
         table.add_column(name, justify="left" if name == "site" else "right")
@@ -152,7 +152,7 @@ def _ranks_table(outcome: Outcome) -> Table:
     return table
 
 
-def _links_table(outcome: Outcome) -> Table:
+def _links_table(outcome: PlanRunOutcome) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("from", "to", "messages", "sent", "occupied", "waited", "predicted"):
         table.add_column(name, justify="right")
@@ -166,7 +166,7 @@ def _links_table(outcome: Outcome) -> Table:
 # ---- for programs ----
 
 
-def outcome_json(outcome: Outcome) -> dict[str, Any]:
+def outcome_json(outcome: PlanRunOutcome) -> dict[str, Any]:
     schedule, gradients = outcome.source.schedule, outcome.gradients
     found: dict[str, Any] = {
         "schema": SCHEMA,
@@ -198,7 +198,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
     return found
 
 
-def ranks_json(outcome: Outcome) -> list[dict[str, Any]]:
+def ranks_json(outcome: PlanRunOutcome) -> list[dict[str, Any]]:
     """Of the median iteration. idle: the iteration without what was computed."""
     schedule = outcome.source.schedule
     rows = []
@@ -224,7 +224,7 @@ def _busy_and_idle(timeline: Timeline, rank: int) -> tuple[float, float]:
     return busy_ns / NS, (timeline.makespan_ns - busy_ns) / NS
 
 
-def links_json(outcome: Outcome) -> list[dict[str, Any]]:
+def links_json(outcome: PlanRunOutcome) -> list[dict[str, Any]]:
     """Of the median iteration, each pair of ranks with messages. waited: for the link, of all messages together."""
     rows = []
     for pair in sorted({(m.source, m.target) for m in outcome.median.messages}):
@@ -244,7 +244,7 @@ def links_json(outcome: Outcome) -> list[dict[str, Any]]:
     return rows
 
 
-def write_files(outcome: Outcome, folder: Path) -> list[Path]:
+def write_files(outcome: PlanRunOutcome, folder: Path) -> list[Path]:
     """run.json, and trace.json with the prediction and the median iteration. Raises PlanError."""
     texts = {folder / "run.json": json.dumps(outcome_json(outcome), indent=1)}
     if outcome.measured:
@@ -255,7 +255,7 @@ def write_files(outcome: Outcome, folder: Path) -> list[Path]:
     return list(texts)
 
 
-def _both(outcome: Outcome) -> dict[str, Any]:
+def _both(outcome: PlanRunOutcome) -> dict[str, Any]:
     sites = outcome.source.sites
     found: dict[str, Any] = trace_events(outcome.predicted, [f"predicted, rank {n}, {s}" for n, s in enumerate(sites)])
     measured = trace_events(outcome.median, [f"measured, rank {n}, {s}" for n, s in enumerate(sites)])

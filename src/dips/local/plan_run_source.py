@@ -31,7 +31,7 @@ UNEXCHANGED = "one replica runs: what replicas exchange of gradients and weights
 
 
 @dataclass(frozen=True)
-class Source:
+class PlanSource:
     """schedule: of whole blocks, its parts being stages. costs: of those stages. sites[d]: the name of device d's.
     note: in what the run differs from the plan; empty: in nothing."""
 
@@ -41,7 +41,7 @@ class Source:
     note: str = ""
 
 
-def source_of(plan: str, options: dict[str, float | None]) -> Source:
+def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
     """plan: a file's path or a schedule's name; options: those of CASE, None where not given.
 
     Raises PlanError for what cannot be read, found or run.
@@ -80,21 +80,21 @@ def _times(wire: Wire, factor: float) -> Wire:
 
 # ---- by name ----
 
-Maker = Callable[[Case], tuple[Schedule, Costs]]
+PlanMaker = Callable[[Case], tuple[Schedule, Costs]]
 
 
-def _makers() -> dict[str, Maker]:
+def _makers() -> dict[str, PlanMaker]:
     static = {name: _static(name) for name in STATIC}
     greedy = {f"cross_ud/{parts}": _ud(parts) for parts in GREEDY_PARTS}
     return {**static, **greedy, "cross_wave": _wave}
 
 
-def _static(name: str) -> Maker:
+def _static(name: str) -> PlanMaker:
     make, chunks = STATIC[name]
     return lambda case: (make(case.n_pp, case.n_mb), case.costs(chunks, wraps=name == "interleaved_1f1b"))
 
 
-def _ud(parts: int) -> Maker:
+def _ud(parts: int) -> PlanMaker:
     return lambda case: (cross_ud(case.n_pp, case.n_mb, case.costs(), case.limits(), parts), case.costs())
 
 
@@ -102,13 +102,13 @@ def _wave(case: Case) -> tuple[Schedule, Costs]:
     return cross_wave(case.n_pp, case.n_mb, case.costs(2), case.limits()), case.costs(2)
 
 
-def _named(name: str, make: Maker, given: dict[str, float]) -> Source:
+def _named(name: str, make: PlanMaker, given: dict[str, float]) -> PlanSource:
     (case,) = cases(
         *([int(given[key])] for key in ("stages", "microbatches", "sites")),
         *([given[key]] for key in ("latency", "bandwidth", "memory")),
     )
     schedule, costs = make(case)
-    return Source(schedule, costs, _site_names(case.n_pp, case.n_sites))
+    return PlanSource(schedule, costs, _site_names(case.n_pp, case.n_sites))
 
 
 def _filled(options: dict[str, float | None]) -> dict[str, float]:
@@ -122,7 +122,7 @@ def _site_names(n_devices: int, n_sites: int) -> tuple[str, ...]:
 # ---- from files ----
 
 
-def _text(file: Path, makers: Sequence[str] | dict[str, Maker]) -> str:
+def _text(file: Path, makers: Sequence[str] | dict[str, PlanMaker]) -> str:
     if not file.exists():
         raise PlanError(
             f"{file} is no file, nor a schedule: name a plan.json, a plan.csv, or one of {', '.join(makers)}"
@@ -130,7 +130,7 @@ def _text(file: Path, makers: Sequence[str] | dict[str, Maker]) -> str:
     return read_text(file, "plan", "name a plan.json or a plan.csv")
 
 
-def _from_json(text: str, where: str, options: dict[str, float | None]) -> Source:
+def _from_json(text: str, where: str, options: dict[str, float | None]) -> PlanSource:
     _refuse(options, (), "a plan.json, which has its own")
     schedule, _ = read_plan(text, where)
     found = json.loads(text)
@@ -144,10 +144,10 @@ def _from_json(text: str, where: str, options: dict[str, float | None]) -> Sourc
             f"{where} does not say what its operations cost ({type(error).__name__}: {error}): make it anew with "
             "dips plan FILE --out FOLDER"
         ) from error
-    return Source(schedule, costs, sites, "; ".join(notes))
+    return PlanSource(schedule, costs, sites, "; ".join(notes))
 
 
-def _from_csv(text: str, where: str, options: dict[str, float | None]) -> Source:
+def _from_csv(text: str, where: str, options: dict[str, float | None]) -> PlanSource:
     _refuse(options, _OF_CSV, "a plan.csv, which has its own")
     schedule = Schedule.from_csv(text, where)
     n = schedule.n_devices
@@ -159,7 +159,7 @@ def _from_csv(text: str, where: str, options: dict[str, float | None]) -> Source
     )
     one = case.costs(schedule.chunks, wraps=last_to_first)
     costs = Costs((one.stages[0],) * schedule.n_stages, one.wires)
-    return Source(schedule, costs, _site_names(n, case.n_sites))
+    return PlanSource(schedule, costs, _site_names(n, case.n_sites))
 
 
 def _refuse(options: dict[str, float | None], known: Sequence[str], what: str) -> None:
@@ -171,7 +171,7 @@ def _refuse(options: dict[str, float | None], known: Sequence[str], what: str) -
 # ---- what torch can run ----
 
 
-def _with_parts_as_stages(source: Source) -> Source:
+def _with_parts_as_stages(source: PlanSource) -> PlanSource:
     schedule, costs = source.schedule, source.costs
     if schedule.parts == 1:
         return source

@@ -19,7 +19,7 @@ from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
 from dips.core.observe.log_lines import LOG_FORMAT_VARIABLE, LogFormat
 from dips.local.options import command_line, option_name
 from dips.local.run_directory import RunDirectory
-from dips.local.supervisor import ChildSpec, Stage
+from dips.local.supervisor import ChildSpec, StopStage
 from dips.local.tapes import HELDOUT_TAPE, tape_path
 from dips.worker.config import ClientConfig, leaving_takes_s
 
@@ -113,7 +113,7 @@ def master_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec:
     """The master; with port 0 it takes the same port again when it is restarted."""
     knobs = [*command_line(plan.master, without=_SECURITY), *metrics_options(plan, directory, MASTER, plan.master)]
     command = _dips("master", *knobs, *security_options(plan, directory, MASTER))
-    return ChildSpec(MASTER, tuple(command), directory.log(MASTER), _environment(plan), Stage.LAST)
+    return ChildSpec(MASTER, tuple(command), directory.log(MASTER), _environment(plan), StopStage.LAST)
 
 
 def slave_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
@@ -169,7 +169,7 @@ def _slave_spec(plan: RunPlan, slave: SlaveConfig, directory: RunDirectory, addr
         *metrics_options(plan, directory, name, slave),
     ]
     command = _dips("slave", *knobs, option_name("master"), address, *security_options(plan, directory, name))
-    return ChildSpec(name, tuple(command), directory.log(name), _environment(plan), Stage.SECOND)
+    return ChildSpec(name, tuple(command), directory.log(name), _environment(plan), StopStage.SECOND)
 
 
 def _cluster_spec(

@@ -26,7 +26,7 @@ from dips.local.tapes import HeldoutPoint
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LocalRunOutcome:
     """What the launcher knows when a run has ended.
 
     speeds: cluster id -> last measured tokens a second. exit_codes: process name -> its last exit code. verify: what
@@ -46,7 +46,7 @@ class Outcome:
     verified: Mapping[str, int] = field(default_factory=dict)
 
 
-def build_report(outcome: Outcome) -> dict[str, Any]:
+def build_report(outcome: LocalRunOutcome) -> dict[str, Any]:
     """The content of report.json; docs of the keys stand in the module's docstring."""
     status = outcome.status
     return {
@@ -74,7 +74,7 @@ def build_report(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def checks(outcome: Outcome) -> dict[str, bool]:
+def checks(outcome: LocalRunOutcome) -> dict[str, bool]:
     """What must hold at the end of a run, by name; a run whose checks hold ends with exit code 0."""
     status = outcome.status
     published = status.published
@@ -111,7 +111,7 @@ def _heldout(point: HeldoutPoint) -> dict[str, Any]:
     }
 
 
-def _cluster(cluster: ClusterStatus, outcome: Outcome) -> dict[str, Any]:
+def _cluster(cluster: ClusterStatus, outcome: LocalRunOutcome) -> dict[str, Any]:
     return {
         "pushes_applied": cluster.pushes_applied,
         "pushes_excluded": cluster.pushes_excluded,

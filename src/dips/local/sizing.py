@@ -103,7 +103,7 @@ class SizeKnobs(Knobs):
         return self
 
 
-class Sizes:
+class SizeTable:
     """The table: quantities by key, in the order in which they are told. remarks: what somebody must not overlook."""
 
     def __init__(self, knobs: SizeKnobs) -> None:
@@ -135,12 +135,12 @@ class Sizes:
         self.rows[key] = Quantity(key, what, unit, formula, numbers, value, note)
 
 
-def size(knobs: SizeKnobs) -> Sizes:
+def size(knobs: SizeKnobs) -> SizeTable:
     """All quantities of a run. Raises ConfigError when a number leaves all bounds."""
-    return Sizes(knobs)
+    return SizeTable(knobs)
 
 
-Row = tuple[str, str, str, str, str]
+SizeRow = tuple[str, str, str, str, str]
 """key, what, unit, formula, note."""
 
 PAPER_PARAMS = 100e9
@@ -175,7 +175,7 @@ def _wire_bytes(knobs: SizeKnobs) -> float:
     return encoded_bytes(WIRE_DTYPES[knobs.wire], SCALE_BLOCK_ELEMS) / SCALE_BLOCK_ELEMS
 
 
-def _slave(_: SizeKnobs) -> Iterator[Row]:
+def _slave(_: SizeKnobs) -> Iterator[SizeRow]:
     yield (
         "shard_params",
         "parameters of one slave, at most",
@@ -221,7 +221,7 @@ def _slave(_: SizeKnobs) -> Iterator[Row]:
     )
 
 
-def _master(_: SizeKnobs) -> Iterator[Row]:
+def _master(_: SizeKnobs) -> Iterator[SizeRow]:
     yield (
         "measure_bytes",
         "answers to MEASURE of all slaves",
@@ -245,7 +245,7 @@ def _master(_: SizeKnobs) -> Iterator[Row]:
     )
 
 
-def _cluster(knobs: SizeKnobs) -> Iterator[Row]:
+def _cluster(knobs: SizeKnobs) -> Iterator[SizeRow]:
     vectors = 8 if knobs.overlap == "none" else 12
     yield (
         "cluster_memory_bytes",
@@ -264,7 +264,7 @@ def _cluster(knobs: SizeKnobs) -> Iterator[Row]:
     )
 
 
-def _transfers(knobs: SizeKnobs) -> Iterator[Row]:
+def _transfers(knobs: SizeKnobs) -> Iterator[SizeRow]:
     yield "push_bytes", "bytes of one push", "bytes", "params * wire_bytes", ""
     yield "pull_bytes", "bytes of one pull", "bytes", "params * 4", "parameters travel back as float32"
     crypto = ", 8 * crypto_rate" if knobs.keys else ""
@@ -294,7 +294,7 @@ def _transfers(knobs: SizeKnobs) -> Iterator[Row]:
         )
 
 
-def _update(_: SizeKnobs) -> Iterator[Row]:
+def _update(_: SizeKnobs) -> Iterator[SizeRow]:
     yield (
         "update_s",
         "update with one cluster's push",
@@ -319,7 +319,7 @@ def _update(_: SizeKnobs) -> Iterator[Row]:
     )
 
 
-def _round(knobs: SizeKnobs) -> Iterator[Row]:
+def _round(knobs: SizeKnobs) -> Iterator[SizeRow]:
     yield "step_s", "one inner step", "s", "tokens_per_step / tokens_per_s", ""
     yield "compute_s", "inner steps between two pushes", "s", "sync_every * step_s", ""
     yield "copies_s", "copies of the live parameters", "s", "2 * 4 * params / copy_rate", "to the push, from the pull"
@@ -368,7 +368,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 """The default of the master's max_message_bytes, which bounds one slave's answer to MEASURE."""
 
 
-def _remarks(sizes: Sizes) -> Iterator[str]:
+def _remarks(sizes: SizeTable) -> Iterator[str]:
     slots = sizes.knobs.max_clusters or sizes.knobs.clusters
     if slots != 8:
         yield f"the master's max_clusters is 8 unless set: write max_clusters = {slots} in [master]"

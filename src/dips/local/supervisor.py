@@ -45,7 +45,7 @@ _LOG_TAIL_LINES = 12
 _LOG_TAIL_BYTES = 8192
 
 
-class Stage(Enum):
+class StopStage(Enum):
     """When a process is ended on stop(): what uses others ends before what it uses."""
 
     FIRST = 1
@@ -64,7 +64,7 @@ class ChildSpec:
     command: tuple[str, ...]
     log_path: Path
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    stage: Stage = Stage.FIRST
+    stage: StopStage = StopStage.FIRST
     restart: bool = True
     niceness: int = 0
     stop_s: float = _STOP_TERMINATE_S
@@ -95,7 +95,7 @@ class _Child:
     exit_code: int | None = None
 
 
-class Supervisor:
+class ProcessSupervisor:
     """Use as a context manager: leaving it ends every process that still runs."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Supervisor:
         self._policy = policy or RestartPolicy()
         self._children: dict[str, _Child] = {}
 
-    def __enter__(self) -> Supervisor:
+    def __enter__(self) -> ProcessSupervisor:
         return self
 
     def __exit__(
@@ -173,7 +173,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """End everything: stage by stage, politely first, then with SIGKILL. Bounded, and safe to repeat."""
-        for stage in Stage:
+        for stage in StopStage:
             children = [child for child in self._children.values() if child.spec.stage is stage]
             self._end(children, signal.SIGTERM, max((child.spec.stop_s for child in children), default=0.0))
             self._end(children, signal.SIGKILL, _STOP_KILL_S)

@@ -60,9 +60,9 @@ from dips.master.journal_file import (
 __all__ = [
     "FILE_NAME",
     "SCHEMA",
-    "Entry",
     "Journal",
     "JournalContent",
+    "JournalEntry",
     "JournalRecord",
     "Retention",
     "pruned_to",
@@ -77,7 +77,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """One decision to be made durable, with the state that follows from it."""
 
     entry_id: int
@@ -138,7 +138,7 @@ class Journal:
         with self._transaction() as cursor:
             epoch = max(_epoch(cursor) + 1, at_least)
             set_meta(cursor, "epoch", str(epoch))
-            _insert(cursor, epoch, [Entry(0, EPOCH, json.dumps({"kind": EPOCH, "epoch": epoch}), "")])
+            _insert(cursor, epoch, [JournalEntry(0, EPOCH, json.dumps({"kind": EPOCH, "epoch": epoch}), "")])
         return epoch
 
     def latest_snapshot(self) -> str | None:
@@ -153,9 +153,9 @@ class Journal:
 
     def append(self, epoch: int, entry_id: int, kind: str, record_json: str, snapshot_json: str) -> None:
         """Make one entry durable. Raises FatalError as append_all does."""
-        self.append_all(epoch, [Entry(entry_id, kind, record_json, snapshot_json)])
+        self.append_all(epoch, [JournalEntry(entry_id, kind, record_json, snapshot_json)])
 
-    def append_all(self, epoch: int, entries: Sequence[Entry]) -> None:
+    def append_all(self, epoch: int, entries: Sequence[JournalEntry]) -> None:
         """Make entries durable, all or none, with one flush of the disk; only the last snapshot is kept.
 
         Raises FatalError when a newer epoch was begun or the disk fails, LocalProtocolError when an entry's
@@ -296,7 +296,7 @@ class Journal:
                 "this one stops and has written nothing"
             )
 
-    def _assert_order(self, cursor: sqlite3.Cursor, epoch: int, entries: Sequence[Entry]) -> None:
+    def _assert_order(self, cursor: sqlite3.Cursor, epoch: int, entries: Sequence[JournalEntry]) -> None:
         row = cursor.execute("SELECT MAX(entry_id) FROM records WHERE epoch = ?", (epoch,)).fetchone()
         numbers = [int(row[0] or 0), *(entry.entry_id for entry in entries)]
         if any(later <= earlier for earlier, later in itertools.pairwise(numbers)):
@@ -439,7 +439,7 @@ def _epoch(cursor: sqlite3.Cursor) -> int:
     return whole(get_meta(cursor, "epoch") or 0)
 
 
-def _insert(cursor: sqlite3.Cursor, epoch: int, entries: Sequence[Entry]) -> str:
+def _insert(cursor: sqlite3.Cursor, epoch: int, entries: Sequence[JournalEntry]) -> str:
     """Add records after the newest one; returns the last one's digest."""
     number, digest = newest(cursor)
     for entry in entries:

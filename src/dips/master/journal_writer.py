@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from dips.master.journal import Entry
+from dips.master.journal import JournalEntry
 
 THREAD_NAME = "dips-journal"
 
@@ -30,7 +30,7 @@ class JournalWriter:
 
     def __init__(
         self,
-        append: Callable[[Sequence[Entry]], None],
+        append: Callable[[Sequence[JournalEntry]], None],
         written: Callable[[int], None],
         failed: Callable[[Exception], None],
         tidy: Callable[[], bool] = lambda: False,
@@ -40,12 +40,12 @@ class JournalWriter:
         self._failed = failed
         self._tidy = tidy
         self._closing = False
-        self._waiting: list[Entry] = []
+        self._waiting: list[JournalEntry] = []
         self._flush: asyncio.Task[None] | None = None
         self._broken = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: JournalEntry) -> None:
         """Queue one entry; returns at once."""
         self._waiting.append(entry)
         if self._flush is None and not self._broken:

@@ -11,7 +11,7 @@ from dips.core.observe.failpoints import install
 from dips.core.observe.telemetry import configure_logging
 from dips.master.config import MasterConfig
 from dips.master.process import serve
-from dips.master.state.coordinator import Coordinator
+from dips.master.state.master import MasterMachine
 
 _logger = logging.getLogger(__name__)
 
@@ -29,4 +29,4 @@ def run(config: MasterConfig, loaded: Loaded[MasterConfig] | None = None) -> int
     install("master", enabled=config.failpoints)
     if loaded is not None:
         _logger.info("settings:\n%s", loaded.describe())
-    return asyncio.run(serve(config, Coordinator)).exit_code
+    return asyncio.run(serve(config, MasterMachine)).exit_code

@@ -28,8 +28,8 @@ from dips.master.state.alarms import KINDS as ALARMS
 from dips.master.state.leases import TokenState
 from dips.master.state.penalty_detect import threshold
 from dips.master.state.run_view import RunView, look
+from dips.master.state.shared import SharedState
 from dips.master.state.tables import RoundPhase, SlavePhase
-from dips.master.state.world import World
 
 PHASES = tuple(phase.value.lower() for phase in RoundPhase)
 
@@ -40,7 +40,7 @@ VERDICTS_FROM_0 = (("applied", "merged"), *(("excluded", reason) for reason in R
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class MetricsMoment:
     """One moment of a master. late_s: since the state's last event, from which the view's ages count.
 
     landed: bytes by (cluster, slave) of open pushes. transfer_s: a cluster's last push and pull, 0 where not known.
@@ -63,27 +63,27 @@ class Snapshot:
     data_tokens: Mapping[str, int]
 
 
-def snapshot(world: World, counts: Counts, now_s: float) -> Snapshot:
+def snapshot(shared: SharedState, counts: Counts, now_s: float) -> MetricsMoment:
     """On the thread that owns the state, between two events. now_s: of the clock that the state is told."""
-    leases = world.ledger.leases
+    leases = shared.ledger.leases
     totals = leases.totals() if leases is not None else {}
     if leases is not None:
         totals.setdefault(TokenState.FREE, 0)
-    return Snapshot(
-        look(world),
+    return MetricsMoment(
+        look(shared),
         counts.counted(),
-        max(0.0, now_s - world.now_s),
-        waiting_word(world),
-        threshold(world.ledger.detector, world.config.penalty),
-        world.s_max(),
-        len(world.slaves_expected()) if world.ledger.placement else world.config.n_slaves,
-        world.recovery.active,
-        world.ledger.reshard is not None or world.reshard.moving,
-        world.config.max_clusters,
-        frozenset(world.ledger.draining) & frozenset(world.members),
-        len({pin.version for pin in world.pins.values()}),
-        {(push.cluster, slave): n for push in world.pushes() for slave, n in push.landed_bytes.items()},
-        {member.cluster: (member.beat.push_s, member.beat.pull_s) for member in world.live() if member.beat},
+        max(0.0, now_s - shared.now_s),
+        waiting_word(shared),
+        threshold(shared.ledger.detector, shared.config.penalty),
+        shared.s_max(),
+        len(shared.slaves_expected()) if shared.ledger.placement else shared.config.n_slaves,
+        shared.recovery.active,
+        shared.ledger.reshard is not None or shared.reshard.moving,
+        shared.config.max_clusters,
+        frozenset(shared.ledger.draining) & frozenset(shared.members),
+        len({pin.version for pin in shared.pins.values()}),
+        {(push.cluster, slave): n for push in shared.pushes() for slave, n in push.landed_bytes.items()},
+        {member.cluster: (member.beat.push_s, member.beat.pull_s) for member in shared.live() if member.beat},
         {state.value: tokens for state, tokens in totals.items()},
     )
 
@@ -96,7 +96,7 @@ class Collector:
         self._security = security
         self._rising: Rising[tuple[str, str]] = Rising()
 
-    def families(self, now: Snapshot) -> Families:
+    def families(self, now: MetricsMoment) -> Families:
         """Of one snapshot; sizes of files as they are when this is called."""
         families = Families(PREFIX, METRICS)
         shown = clusters_shown(now.view.status.clusters, now.max_clusters)
@@ -113,7 +113,7 @@ class Collector:
         _disk(families, self._directory)
         return families
 
-    def _counters(self, families: Families, now: Snapshot, shown: Iterable[ClusterStatus]) -> None:
+    def _counters(self, families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus]) -> None:
         """Numbers of the ledger that a ROLLBACK takes back."""
         status = now.view.status
         values = {
@@ -145,7 +145,7 @@ def clusters_shown(clusters: Iterable[ClusterStatus], most: int) -> list[Cluster
 # ---- parts ----
 
 
-def _run(families: Families, now: Snapshot, shown: Iterable[ClusterStatus]) -> None:
+def _run(families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus]) -> None:
     status, events = now.view.status, now.counted.events
     settings = status.settings
     families.set("info", 1, status.run_id, VERSION)
@@ -173,7 +173,7 @@ def _run(families: Families, now: Snapshot, shown: Iterable[ClusterStatus]) -> N
     families.set("staleness_limit_versions", now.staleness_limit)
 
 
-def _members(families: Families, now: Snapshot, shown: Iterable[ClusterStatus]) -> None:
+def _members(families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus]) -> None:
     status = now.view.status
     live = [cluster for cluster in status.clusters if cluster.alive]
     states = {
@@ -197,7 +197,7 @@ def _members(families: Families, now: Snapshot, shown: Iterable[ClusterStatus]) 
             families.set("departures_total", count, cluster.cluster_id, how)
 
 
-def _slaves(families: Families, now: Snapshot, slaves: Iterable[SlaveStatus]) -> None:
+def _slaves(families: Families, now: MetricsMoment, slaves: Iterable[SlaveStatus]) -> None:
     states = dict.fromkeys(("ready", "attached", "away"), 0)
     for slave in slaves:
         name, ready = slave.slave_id, slave.alive and slave.phase == READY
@@ -217,7 +217,7 @@ def _slaves(families: Families, now: Snapshot, slaves: Iterable[SlaveStatus]) ->
     families.set("slaves_expected", now.slaves_expected)
 
 
-def _rounds(families: Families, now: Snapshot) -> None:
+def _rounds(families: Families, now: MetricsMoment) -> None:
     view, status, counted = now.view, now.view.status, now.counted
     families.set("version", _v(status.published))
     families.set("timeline", status.published.timeline if status.published else None)
@@ -233,7 +233,7 @@ def _rounds(families: Families, now: Snapshot) -> None:
     families.observed("round_seconds", counted.rounds)
 
 
-def _judgement(families: Families, now: Snapshot, shown: Iterable[ClusterStatus]) -> None:
+def _judgement(families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus]) -> None:
     nothing = dict.fromkeys(((cluster.cluster_id, *words) for cluster in shown for words in VERDICTS_FROM_0), 0)
     names = {cluster.cluster_id for cluster in shown}
     for (name, verdict, reason), count in sorted({**nothing, **now.counted.verdicts}.items()):
@@ -261,7 +261,7 @@ def _clip_active_ratio(status: StatusReply) -> float | None:
     return sum(kappa < 1.0 for kappa in known) / len(known) if known else None
 
 
-def _progress(families: Families, now: Snapshot, shown: Iterable[ClusterStatus]) -> None:
+def _progress(families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus]) -> None:
     status = now.view.status
     families.set("tokens", status.tokens)
     families.set("tokens_per_second", sum(cluster.tokens_per_s for cluster in status.clusters if cluster.alive))
@@ -282,7 +282,7 @@ def _staleness(published: Version | None, base: Version | None) -> int | None:
     return max(0, published.v - base.v)
 
 
-def _transfers(families: Families, now: Snapshot, names: set[str]) -> None:
+def _transfers(families: Families, now: MetricsMoment, names: set[str]) -> None:
     families.set("open_pushes", len(now.view.pushes))
     for (name, attempt), count in sorted(now.counted.attempts.items()):
         if name in names:
@@ -296,7 +296,7 @@ def _transfers(families: Families, now: Snapshot, names: set[str]) -> None:
     families.set("pinned_versions", now.pinned_versions)
 
 
-def _data(families: Families, now: Snapshot, shown: Iterable[ClusterStatus]) -> None:
+def _data(families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus]) -> None:
     families.each("data_tokens", now.data_tokens)
     if now.data_tokens:
         families.each("cluster_leased_tokens", {cluster.cluster_id: cluster.leased_tokens for cluster in shown})

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dips.core.observe.counting import Durations, Observed, Recent
-from dips.master.journal import Entry
+from dips.master.journal import JournalEntry
 from dips.master.metrics_reasons import reason_word
 from dips.master.state.effects import Record
 from dips.master.state.pulls import READER
@@ -25,7 +25,7 @@ WORDS_FOR_EACH_CLUSTER = 32
 
 
 @dataclass(frozen=True)
-class Judged:
+class LastJudged:
     """The last round that was judged; NaN where nothing was accepted."""
 
     kappa: float
@@ -50,7 +50,7 @@ class Counted:
     refused: Mapping[tuple[str, str], int]
     journal_s: Observed
     journal_entries: int
-    judged: Judged | None
+    judged: LastJudged | None
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Counts:
     most_slaves: int = 64
     _phase: tuple[str, float] = (IDLE, 0.0)
     _opened_s: float | None = None
-    _judged: Judged | None = None
+    _judged: LastJudged | None = None
     _rolled_back_tokens: int = 0
     _journal_entries: int = 0
     _events: Counter[str] = field(default_factory=Counter)
@@ -90,7 +90,7 @@ class Counts:
                 verdict, sentence = str(fields.get("verdict")), str(fields.get("reason"))
                 self._verdicts.add((_cluster_of(record), verdict.lower(), reason_word(verdict, sentence)))
             case "judged":
-                self._judged = Judged(*(_number(fields.get(name)) for name in ("kappa", "rho", "merged_norm")))
+                self._judged = LastJudged(*(_number(fields.get(name)) for name in ("kappa", "rho", "merged_norm")))
             case "ticket":
                 self._attempts.add((_cluster_of(record), "first" if fields.get("attempt") == 1 else "again"))
             case "evict" | "leave":
@@ -115,10 +115,10 @@ class Counts:
         """Both are of the protocol, not of the caller."""
         self._refused[method, code] += 1
 
-    def timed(self, append: Callable[[Sequence[Entry]], None]) -> Callable[[Sequence[Entry]], None]:
+    def timed(self, append: Callable[[Sequence[JournalEntry]], None]) -> Callable[[Sequence[JournalEntry]], None]:
         """The same, with its time taken; on the journal's thread."""
 
-        def append_and_count(entries: Sequence[Entry]) -> None:
+        def append_and_count(entries: Sequence[JournalEntry]) -> None:
             began_s = time.monotonic()
             append(entries)
             self._journal_s.observe(time.monotonic() - began_s)

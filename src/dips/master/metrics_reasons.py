@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 from dips.master.state.reasons import lagging, recovery_words, slaves_away
+from dips.master.state.shared import SharedState
 from dips.master.state.tables import RoundPhase
-from dips.master.state.world import World
 
 _EXCLUDED = (
     (r"\d+ elements are not finite|the norm of its pseudo-gradient is", "not_finite"),
@@ -77,34 +77,34 @@ def reason_word(verdict: str, sentence: str) -> str:
     return next((word for rule, word in _RULES.get(verdict, ()) if re.match(rule, sentence)), OTHER)
 
 
-def waiting_word(world: World) -> str:
+def waiting_word(shared: SharedState) -> str:
     """What the run waits for: the branch of reasons.waiting_for() that speaks, "none" where it says nothing."""
-    if world.stopped_s is not None:
+    if shared.stopped_s is not None:
         return "ended"
-    if recovery_words(world):
+    if recovery_words(shared):
         return "recovery"
-    away = slaves_away(world)
-    if away and world.ledger.placement is not None:
+    away = slaves_away(shared)
+    if away and shared.ledger.placement is not None:
         return "slaves"
-    if world.reshard.moving:
+    if shared.reshard.moving:
         return "reshard"
-    if world.ledger.paused:
+    if shared.ledger.paused:
         return "paused"
-    if lagging(world):
+    if lagging(shared):
         return "disks"
-    if not world.members:
+    if not shared.members:
         return "slaves" if away else "no_clusters"
-    return _round_word(world)
+    return _round_word(shared)
 
 
-def _round_word(world: World) -> str:
-    state = world.round
+def _round_word(shared: SharedState) -> str:
+    state = shared.round
     match state.phase.now:
-        case RoundPhase.IDLE if world.ledger.version is None:
+        case RoundPhase.IDLE if shared.ledger.version is None:
             return "first_push"
-        case RoundPhase.WINDOW if state.last_abort and world.now_s < state.not_before_s:
+        case RoundPhase.WINDOW if state.last_abort and shared.now_s < state.not_before_s:
             return "aborted_round"
-        case RoundPhase.WINDOW if world.ledger.version is not None and not world.enough_clusters():
+        case RoundPhase.WINDOW if shared.ledger.version is not None and not shared.enough_clusters():
             return "min_clusters"
         case phase:
             return _SLAVES_WORK.get(phase, "none")

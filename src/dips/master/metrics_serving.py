@@ -14,9 +14,9 @@ from dips.core.net.security import Security
 from dips.core.observe.metrics_knobs import METRICS_FILE
 from dips.core.observe.metrics_server import LoopSnapshots, NotNow, serve_metrics, served
 from dips.master.config import MasterConfig
-from dips.master.metrics_collector import Collector, Snapshot, snapshot
+from dips.master.metrics_collector import Collector, MetricsMoment, snapshot
 from dips.master.metrics_counts import Counts
-from dips.master.state.world import World
+from dips.master.state.shared import SharedState
 
 
 class Metrics:
@@ -24,18 +24,18 @@ class Metrics:
 
     def __init__(self, most_clusters: int = 8) -> None:
         self.counts = Counts(most_clusters)
-        self._world: World | None = None
+        self._shared: SharedState | None = None
 
     def watch(self, machine: object) -> None:
         """This state machine is served from now on. One without a world, as tests have them, shows nothing."""
-        world = getattr(machine, "world", None)
-        self._world = world if isinstance(world, World) else None
+        shared = getattr(machine, "world", None)
+        self._shared = shared if isinstance(shared, SharedState) else None
 
-    def snapshot(self, now_s: float) -> Snapshot:
+    def snapshot(self, now_s: float) -> MetricsMoment:
         """On the event loop. Raises NotNow before there is a state."""
-        if self._world is None:
+        if self._shared is None:
             raise NotNow("the master has not begun its epoch yet")
-        return snapshot(self._world, self.counts, now_s)
+        return snapshot(self._shared, self.counts, now_s)
 
     @contextlib.contextmanager
     def served(self, config: MasterConfig, security: Security, clock: Clock) -> Iterator[None]:

@@ -25,11 +25,11 @@ from dips.core.observe.telemetry import Tape
 from dips.master.access import LOOK_S, Access
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, write_address
-from dips.master.executor import Executor, Outcome, StateMachine
-from dips.master.journal import Entry, Journal, Retention
+from dips.master.journal import Journal, JournalEntry, Retention
 from dips.master.metrics_serving import Metrics
-from dips.master.page.ear import Ear, HeardTape
-from dips.master.server import MasterServer
+from dips.master.page.event_buffer import BufferedTape, EventBuffer
+from dips.master.rpc.server import MasterServer
+from dips.master.shell import MasterExit, MasterShell, StateMachine
 from dips.master.state.events import Revoked
 from dips.master.state.run_config import RunConfig
 
@@ -42,7 +42,7 @@ TICKS_PER_HEARTBEAT = 4
 MakeMachine = Callable[[RunConfig, int, str | None, float], StateMachine]
 """(settings, epoch, newest snapshot, Unix time minus monotonic time) -> the state machine of this epoch."""
 
-Started = Callable[[MasterAddress, Executor], None]
+Started = Callable[[MasterAddress, MasterShell], None]
 
 _logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ async def serve(
     make_machine: MakeMachine,
     clock: Clock | None = None,
     started: Started | None = None,
-) -> Outcome:
+) -> MasterExit:
     """Run one master in the running event loop; `started` is told once it answers.
 
     Ends upon Halt, an error of the state machine, SIGTERM or SIGINT (signals in the main thread only); BeginAgain
@@ -66,8 +66,8 @@ async def serve(
     retention = Retention(config.journal_records, config.archive_bytes)
     journal = Journal.open(config.directory, config.run_id, retention)
     try:
-        ear = Ear()
-        with _tape(config, clock, ear) as tape, _page(config, security, clock, ear) as page:
+        event_buffer = EventBuffer()
+        with _tape(config, clock, event_buffer) as tape, _page(config, security, clock, event_buffer) as page:
             metrics = Metrics(config.max_clusters)
             master = _Master(config, security, access, journal, tape, clock, page, metrics)
             return await master.serve(make_machine, started)
@@ -88,17 +88,17 @@ class _Master:
     page: Page | None = None
     metrics: Metrics = field(default_factory=Metrics)
 
-    async def serve(self, make_machine: MakeMachine, started: Started | None) -> Outcome:
+    async def serve(self, make_machine: MakeMachine, started: Started | None) -> MasterExit:
         peers = self.config.max_clusters + self.config.slaves
         server = MasterServer(self.config.max_message_bytes, peers, self.security, self.access)
         try:
             address = self._bind(server)
             with _signals() as signals, self.metrics.served(self.config, self.security, self.clock):
-                outcome = Outcome(0, "the first epoch begins", begin_again=0)
+                outcome = MasterExit(0, "the first epoch begins", begin_again=0)
                 while outcome.begin_again is not None:
-                    executor, here = self._begin(make_machine, address, outcome.begin_again)
-                    signals.stop_also(executor)
-                    outcome = await self._serve(server, executor, here, started)
+                    shell, here = self._begin(make_machine, address, outcome.begin_again)
+                    signals.stop_also(shell)
+                    outcome = await self._serve(server, shell, here, started)
                     await asyncio.sleep(0)  # signals and hang-ups are heard, however short an epoch was
         finally:
             await server.stop()
@@ -106,14 +106,14 @@ class _Master:
         self.tape.write("master-ended", "-", exit_code=outcome.exit_code, sentence=outcome.sentence)
         return outcome
 
-    def _begin(self, make_machine: MakeMachine, address: str, at_least: int) -> tuple[Executor, MasterAddress]:
+    def _begin(self, make_machine: MakeMachine, address: str, at_least: int) -> tuple[MasterShell, MasterAddress]:
         """Make an epoch durable, and its state machine from the journal's newest snapshot."""
         epoch = self.journal.begin_epoch(at_least)
         self._note_journal()
         here = MasterAddress(dialable(address), self.config.run_id, os.getpid(), epoch)
-        return self._executor(make_machine, epoch), here
+        return self._shell(make_machine, epoch), here
 
-    def _append(self, epoch: int, entries: Sequence[Entry]) -> None:
+    def _append(self, epoch: int, entries: Sequence[JournalEntry]) -> None:
         self.journal.append_all(epoch, entries)
         self._note_journal()
 
@@ -135,12 +135,12 @@ class _Master:
         self.journal.remember_port(parse_address(address)[1])
         return address
 
-    def _executor(self, make_machine: MakeMachine, epoch: int) -> Executor:
+    def _shell(self, make_machine: MakeMachine, epoch: int) -> MasterShell:
         wall_offset_s = self.clock.wall_s() - self.clock.monotonic_s()
         snapshot_json = self.journal.latest_snapshot()
         machine = make_machine(self.config.to_run_config(), epoch, snapshot_json, wall_offset_s)
         self.metrics.watch(machine)
-        return Executor(
+        return MasterShell(
             machine,
             self.metrics.counts.timed(lambda entries: self._append(epoch, entries)),
             self.tape,
@@ -151,40 +151,40 @@ class _Master:
         )
 
     async def _serve(
-        self, server: MasterServer, executor: Executor, here: MasterAddress, started: Started | None
-    ) -> Outcome:
+        self, server: MasterServer, shell: MasterShell, here: MasterAddress, started: Started | None
+    ) -> MasterExit:
         try:
-            executor.start()
-            await server.start(executor)
+            shell.start()
+            await server.start(shell)
             self._announce(here)
             if started is not None:
-                started(here, executor)
-            with self._shown(executor):
-                outcome = await self._until_ended(executor)
+                started(here, shell)
+            with self._shown(shell):
+                outcome = await self._until_ended(shell)
             if outcome.begin_again is None:
                 remove_address(self.config.directory)
             return outcome
         finally:
-            executor.stop(Outcome(1, "the master could not be started"))
-            if executor.outcome.result().begin_again is None:
+            shell.stop(MasterExit(1, "the master could not be started"))
+            if shell.outcome.result().begin_again is None:
                 await server.stop()
-            await executor.close()
+            await shell.close()
 
-    async def _until_ended(self, executor: Executor) -> Outcome:
+    async def _until_ended(self, shell: MasterShell) -> MasterExit:
         """Wait for the end, and tell the state meanwhile whose certificate was revoked."""
-        while not executor.outcome.done():
-            await asyncio.wait([executor.outcome], timeout=LOOK_S if self.access.checks else None)
+        while not shell.outcome.done():
+            await asyncio.wait([shell.outcome], timeout=LOOK_S if self.access.checks else None)
             for holder in self.access.look():
-                executor.dispatch(Revoked(holder.role.value, holder.name, holder.why))
-        return executor.outcome.result()
+                shell.dispatch(Revoked(holder.role.value, holder.name, holder.why))
+        return shell.outcome.result()
 
     @contextlib.contextmanager
-    def _shown(self, executor: Executor) -> Iterator[None]:
+    def _shown(self, shell: MasterShell) -> Iterator[None]:
         """While this lasts the status page, if there is one, shows this state."""
         if self.page is None:
             yield
             return
-        following = asyncio.create_task(self.page.follow(executor), name="status page")
+        following = asyncio.create_task(self.page.follow(shell), name="status page")
         try:
             yield
         finally:
@@ -200,23 +200,23 @@ class _Master:
         )
 
 
-def _tape(config: MasterConfig, clock: Clock, ear: Ear) -> Tape:
+def _tape(config: MasterConfig, clock: Clock, event_buffer: EventBuffer) -> Tape:
     """The master's tape; with a status page, one that the page hears too."""
     path = config.directory / TAPE_NAME
     if config.page_listen is None:
         return Tape(path, "master", config.run_id, clock)
-    return HeardTape(path, "master", config.run_id, clock, ear)
+    return BufferedTape(path, "master", config.run_id, clock, event_buffer)
 
 
 @contextlib.contextmanager
-def _page(config: MasterConfig, security: Security, clock: Clock, ear: Ear) -> Iterator[Page | None]:
+def _page(config: MasterConfig, security: Security, clock: Clock, event_buffer: EventBuffer) -> Iterator[Page | None]:
     """The status page, from before the first epoch to after the last, if one is wanted."""
     if config.page_listen is None:
         yield None
         return
     from dips.master.page.page import Page  # aiohttp comes with the extra [master]
 
-    page = Page(config, config.page_listen, security, ear, clock)
+    page = Page(config, config.page_listen, security, event_buffer, clock)
     try:
         yield page
     finally:
@@ -240,11 +240,11 @@ class _Signals:
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
-        self._executor: Executor | None = None
+        self._shell: MasterShell | None = None
 
-    def stop_also(self, executor: Executor) -> None:
+    def stop_also(self, shell: MasterShell) -> None:
         """From now on it is this executor that a signal ends, at once if one came already."""
-        self._executor = executor
+        self._shell = shell
         self._stop()
 
     def rang(self, number: signal.Signals) -> None:
@@ -253,11 +253,11 @@ class _Signals:
         self._stop()
 
     def _stop(self) -> None:
-        if self._executor is None or self._signal is None:
+        if self._shell is None or self._signal is None:
             return
-        over = self._executor.machine.run_is_over()
+        over = self._shell.machine.run_is_over()
         code = INTERRUPTED if self._signal is signal.SIGINT else TERMINATED
-        self._executor.stop(Outcome(0 if over else code, f"stopped by {self._signal.name}"))
+        self._shell.stop(MasterExit(0 if over else code, f"stopped by {self._signal.name}"))
 
 
 @contextlib.contextmanager

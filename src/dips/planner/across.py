@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dips.planner.candidates import Candidate, those_that_fit
-from dips.planner.cluster import Link, Setup, Site
+from dips.planner.cluster import ClusterFile, Link, Site
 from dips.planner.errors import PlanError
-from dips.planner.problem import Problem, Ring
+from dips.planner.problem import Problem, ReplicaRing
 
 STATIC_AND_GREEDY = ("1f1b", "zb_h1", "zb_v", "cross_ud/1")
 
@@ -75,7 +75,7 @@ def _together(sites: Sequence[Site], alone: bool) -> Site:
     )
 
 
-def _links(setup: Setup, members: Sequence[Sequence[int]], sites: Sequence[Site]) -> Iterable[Link]:
+def _links(setup: ClusterFile, members: Sequence[Sequence[int]], sites: Sequence[Site]) -> Iterable[Link]:
     """Between positions: of the groups' links the narrowest, with the longest latency."""
     for here, senders in enumerate(members):
         for there, receivers in enumerate(members):
@@ -86,7 +86,7 @@ def _links(setup: Setup, members: Sequence[Sequence[int]], sites: Sequence[Site]
                 )
 
 
-def _slowest(setup: Setup, pairs: Sequence[tuple[int, int]]) -> Link | None:
+def _slowest(setup: ClusterFile, pairs: Sequence[tuple[int, int]]) -> Link | None:
     """None where a group has no such link, which only matters where stages there are neighbours."""
     try:
         found = [setup.link(setup.sites[a].name, setup.sites[b].name) for a, b in pairs]
@@ -96,7 +96,7 @@ def _slowest(setup: Setup, pairs: Sequence[tuple[int, int]]) -> Link | None:
     return min(found, key=lambda link: link.bytes_per_s).model_copy(update={"latency_ms": latency_ms})
 
 
-def _ring(setup: Setup, members: tuple[int, ...]) -> Ring:
+def _ring(setup: ClusterFile, members: tuple[int, ...]) -> ReplicaRing:
     pairs = zip(members, (*members[1:], members[0]), strict=True)
     links = [setup.link(setup.sites[a].name, setup.sites[b].name) for a, b in pairs]
-    return Ring(members, min(link.bytes_per_s for link in links), max(link.latency_ms for link in links) / 1e3)
+    return ReplicaRing(members, min(link.bytes_per_s for link in links), max(link.latency_ms for link in links) / 1e3)

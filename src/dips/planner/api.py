@@ -15,7 +15,7 @@ from dips.planner.plan import Plan, make_plan
 from dips.planner.plan_file import read_plan, ready_folder, write_plan
 from dips.planner.problem import Problem
 from dips.planner.simulate import Timeline
-from dips.planner.sweep import Case, Row, cases, rows_of
+from dips.planner.sweep import Case, SweepRow, cases, rows_of
 from dips.planner.validate import check_complete, validate
 
 MOST_SECONDS = 3600.0
@@ -80,7 +80,7 @@ def sweep_rows(
     *,
     optimal: bool = False,
     seconds: float = 20.0,
-) -> list[Row]:
+) -> list[SweepRow]:
     """Every schedule for every combination, in units of T_F. seconds: the solver's for each schedule, with optimal.
 
     Raises ConfigError for a combination that cannot be, before anything is computed.
@@ -88,7 +88,7 @@ def sweep_rows(
     return list(swept(cases(stages, microbatches, sites, latency, bandwidth, memory), optimal, seconds))
 
 
-def swept(grid: Iterable[Case], optimal: bool, seconds: float) -> Iterator[Row]:
+def swept(grid: Iterable[Case], optimal: bool, seconds: float) -> Iterator[SweepRow]:
     """The rows of each case in its turn. Raises ConfigError."""
     if not 0 < seconds <= MOST_SECONDS:
         raise PlanError(f"{seconds:g} seconds are no time for a solver: give more than 0, up to {MOST_SECONDS:g}")

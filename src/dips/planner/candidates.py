@@ -22,18 +22,18 @@ from dips.planner.simulate import Timeline
 from dips.planner.units import Division
 from dips.planner.validate import peaks, validate
 
-Maker = Callable[[Problem, Costs, Sequence[int]], Schedule]
+ScheduleMaker = Callable[[Problem, Costs, Sequence[int]], Schedule]
 
 
-def _fixed(make: Callable[[int, int], Schedule]) -> Maker:
+def _fixed(make: Callable[[int, int], Schedule]) -> ScheduleMaker:
     return lambda problem, costs, limits: make(problem.n_devices, problem.n_microbatches)
 
 
-def _ud(parts: int) -> Maker:
+def _ud(parts: int) -> ScheduleMaker:
     return lambda problem, costs, limits: cross_ud(problem.n_devices, problem.n_microbatches, costs, limits, parts)
 
 
-MAKERS: dict[str, tuple[Maker, Callable[[int], tuple[int, ...]]]] = {
+MAKERS: dict[str, tuple[ScheduleMaker, Callable[[int], tuple[int, ...]]]] = {
     "gpipe": (_fixed(gpipe), straight),
     "1f1b": (_fixed(one_f_one_b), straight),
     "interleaved_1f1b": (_fixed(interleaved_1f1b), lambda n: loop(n, 2)),
@@ -79,7 +79,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedCandidate:
     """A candidate that cannot be, and why, in a sentence."""
 
     name: str

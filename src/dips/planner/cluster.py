@@ -17,7 +17,7 @@ from pydantic import Field
 
 from dips.core.config import Knobs, load_table, read_tables
 from dips.planner.errors import PlanError
-from dips.planner.model import Count, Maybe, Model, Name, Sourced, model_of
+from dips.planner.model import Maybe, Model, Name, PositiveCount, Sourced, model_of
 
 Amount = Annotated[float, Field(ge=1e-6, le=1e9)]
 """Of a rate or a size, in the unit of its key: what lies outside is a slip of the pen, or of the unit."""
@@ -39,7 +39,7 @@ class Site(Sourced):
     """Equal devices in one place. What a site's own network costs a message between stages is nothing unless given."""
 
     name: Name = Field(description="what the place is called")
-    devices: Count = Field(description="accelerators that it has")
+    devices: PositiveCount = Field(description="accelerators that it has")
     memory_gib: Amount | None = Field(default=None, description="memory of one device")
     sustained_tflops: Amount | None = Field(default=None, description="10^12 operations a second of one device, really")
     stages: Maybe = Field(default=0, description="pipeline stages that stand there; 0: in proportion to the devices")
@@ -69,14 +69,16 @@ class Link(Sourced):
 class Training(Sourced):
     """How one iteration is split."""
 
-    pipeline: Count = Field(description="stages of the pipeline: groups of devices, one behind the other")
-    data: Count = Field(default=1, description="replicas of the pipeline (data parallel)")
-    tensor: Count = Field(default=1, description="devices that share each layer (tensor parallel, with sequences)")
-    context: Count = Field(default=1, description="devices that share each sequence (context parallel)")
-    expert: Count = Field(default=1, description="devices that share the experts of a layer (expert parallel)")
-    microbatches: Count = Field(description="microbatches of an iteration, for each replica")
-    microbatch_sequences: Count = Field(default=1, description="sequences of a microbatch")
-    sequence_tokens: Count = Field(description="tokens of a sequence")
+    pipeline: PositiveCount = Field(description="stages of the pipeline: groups of devices, one behind the other")
+    data: PositiveCount = Field(default=1, description="replicas of the pipeline (data parallel)")
+    tensor: PositiveCount = Field(
+        default=1, description="devices that share each layer (tensor parallel, with sequences)"
+    )
+    context: PositiveCount = Field(default=1, description="devices that share each sequence (context parallel)")
+    expert: PositiveCount = Field(default=1, description="devices that share the experts of a layer (expert parallel)")
+    microbatches: PositiveCount = Field(description="microbatches of an iteration, for each replica")
+    microbatch_sequences: PositiveCount = Field(default=1, description="sequences of a microbatch")
+    sequence_tokens: PositiveCount = Field(description="tokens of a sequence")
     activation_bytes: Annotated[float, Field(ge=0.5, le=8)] = Field(default=2.0, description="bytes of a number sent")
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1, description="what replicas shard: 1 optimizer, 2 gradients, 3 all"
@@ -103,7 +105,7 @@ class Profile(Sourced):
     )
 
 
-class Options(Knobs):
+class PlanOptions(Knobs):
     """What is asked for."""
 
     schedules: list[str] = Field(default=[], description="schedules to compare; empty: all")
@@ -121,7 +123,7 @@ class Options(Knobs):
 
 
 @dataclass(frozen=True)
-class Setup:
+class ClusterFile:
     """A whole file. sites in the order of the pipeline."""
 
     file: str
@@ -130,7 +132,7 @@ class Setup:
     links: tuple[Link, ...]
     training: Training
     profile: Profile | None
-    options: Options
+    options: PlanOptions
 
     def link(self, sender: str, receiver: str) -> Link:
         """Raises PlanError where there is none."""
@@ -158,7 +160,7 @@ def shipped_setups() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
-def read_setup(name: str | Path) -> Setup:
+def read_setup(name: str | Path) -> ClusterFile:
     """A file, or a shipped one by its name. Raises PlanError or ConfigError, which name file and key."""
     if isinstance(name, str) and name in shipped_setups():
         with resources.as_file(resources.files("dips.planner.setups") / f"{name}.toml") as file:
@@ -175,17 +177,17 @@ def read_setup(name: str | Path) -> Setup:
 K = TypeVar("K", bound=Knobs)
 
 
-def _read(file: Path) -> Setup:
+def _read(file: Path) -> ClusterFile:
     return setup_of(read_tables(file, TABLES), file)
 
 
-def setup_of(tables: dict[str, Any], file: Path) -> Setup:
+def setup_of(tables: dict[str, Any], file: Path) -> ClusterFile:
     """The tables of a file as read_setup() checks them; file: how errors call it."""
     for name in ("model", "sites", "training"):
         if name not in tables:
             brackets = f"[[{name}]]" if name == "sites" else f"[{name}]"
             raise PlanError(f"{file}: the table {brackets} is not given: add it (docs/planner.md says what it holds)")
-    setup = Setup(
+    setup = ClusterFile(
         file=str(file),
         model=model_of(_one(tables, "model", file), file),
         sites=tuple(_many(Site, tables, "sites", file)),
@@ -194,7 +196,7 @@ def setup_of(tables: dict[str, Any], file: Path) -> Setup:
         profile=load_table(Profile, _one(tables, "profile", file), f"{file} [profile]")
         if "profile" in tables
         else None,
-        options=load_table(Options, _one(tables, "options", file), f"{file} [options]"),
+        options=load_table(PlanOptions, _one(tables, "options", file), f"{file} [options]"),
     )
     _check(setup)
     return setup
@@ -214,7 +216,7 @@ def _many(kind: type[K], tables: dict[str, Any], name: str, file: Path) -> list[
     return [load_table(kind, table, f"{file} [[{name}]] {number}") for number, table in enumerate(found, 1)]
 
 
-def _check(setup: Setup) -> None:
+def _check(setup: ClusterFile) -> None:
     names = [site.name for site in setup.sites]
     if not names or len(set(names)) < len(names):
         raise PlanError(f"{setup.file}: [[sites]] are {names}: give at least one, each with a name of its own")
@@ -230,7 +232,7 @@ def _check(setup: Setup) -> None:
     check_parallelism(setup)
 
 
-def _check_links_differ(setup: Setup) -> None:
+def _check_links_differ(setup: ClusterFile) -> None:
     """Of two links with the same ends one would be ignored."""
     given: dict[tuple[str, str], int] = {}
     for number, link in enumerate(setup.links, 1):
@@ -244,7 +246,7 @@ def _check_links_differ(setup: Setup) -> None:
             given[way] = number
 
 
-def check_parallelism(setup: Setup) -> None:
+def check_parallelism(setup: ClusterFile) -> None:
     """Raises PlanError where model, devices and the way of splitting do not go together."""
     training, where = setup.training, f"{setup.file} [training]"
     units = setup.model.layers + training.extra_layers
@@ -284,7 +286,7 @@ def check_parallelism(setup: Setup) -> None:
     stages_of_sites(setup)
 
 
-def stages_of_sites(setup: Setup) -> list[int]:
+def stages_of_sites(setup: ClusterFile) -> list[int]:
     """How many stages stand at each site. Raises PlanError where they do not fit."""
     sites, n = setup.sites, setup.training.pipeline
     given = [site.stages for site in sites]

@@ -17,7 +17,7 @@ WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
 
 
 @dataclass(frozen=True)
-class Work:
+class MicrobatchCost:
     """Operations of one microbatch: forward, gradient of the input, gradient of the weights."""
 
     forward: float
@@ -28,33 +28,33 @@ class Work:
     def total(self) -> float:
         return self.forward + self.input_gradient + self.weight_gradient
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: MicrobatchCost) -> MicrobatchCost:
+        return MicrobatchCost(
             self.forward + other.forward,
             self.input_gradient + other.input_gradient,
             self.weight_gradient + other.weight_gradient,
         )
 
-    def recomputed(self) -> Work:
+    def recomputed(self) -> MicrobatchCost:
         """When the backward pass runs the forward pass anew."""
-        return Work(self.forward, self.input_gradient + self.forward, self.weight_gradient)
+        return MicrobatchCost(self.forward, self.input_gradient + self.forward, self.weight_gradient)
 
 
-def layer_work(model: Model, layer: int, tokens: int, sequence_tokens: int, causal: bool = True) -> Work:
+def layer_work(model: Model, layer: int, tokens: int, sequence_tokens: int, causal: bool = True) -> MicrobatchCost:
     """Of one layer and `tokens` tokens in sequences. Gradients of weights need no attention scores; gradients of
     inputs need them twice."""
     matrices = 2.0 * tokens * model.layer_matrices(layer, active=True)
     scores = 2.0 * tokens * sequence_tokens * model.heads * (model.qk_width + model.v_width) / (2 if causal else 1)
-    return Work(matrices + scores, matrices + 2 * scores, matrices)
+    return MicrobatchCost(matrices + scores, matrices + 2 * scores, matrices)
 
 
-def output_work(model: Model, tokens: int) -> Work:
+def output_work(model: Model, tokens: int) -> MicrobatchCost:
     """Of the output layer; looking up an embedding computes nothing that counts."""
     matrix = 2.0 * tokens * model.vocabulary * model.hidden
-    return Work(matrix, matrix, matrix)
+    return MicrobatchCost(matrix, matrix, matrix)
 
 
-def model_work(model: Model, tokens: int, sequence_tokens: int, causal: bool = True) -> Work:
+def model_work(model: Model, tokens: int, sequence_tokens: int, causal: bool = True) -> MicrobatchCost:
     found = output_work(model, tokens)
     for layer in range(model.layers):
         found += layer_work(model, layer, tokens, sequence_tokens, causal)

@@ -23,7 +23,7 @@ UNIT_NS = 1000
 FEW_REPLICAS = 4
 """The climb plays so many replicas with proportionally larger messages; the end is judged with all of them."""
 
-Span = Callable[[Division], int]
+SpanOf = Callable[[Division], int]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def divide(problem: Problem, coordinated: bool = True, most_trials: int = 150) -
 _NONE = 1 << 62
 
 
-def _spans(problem: Problem, replicas: int) -> Span:
+def _spans(problem: Problem, replicas: int) -> SpanOf:
     """The greedy schedule's makespan for a division; _NONE where memory forbids it. replicas: that are played."""
     together = problem.replicas / replicas
 
@@ -77,7 +77,7 @@ def _spans(problem: Problem, replicas: int) -> Span:
 
 
 class _Climb:
-    def __init__(self, span_ns: Span, most: int) -> None:
+    def __init__(self, span_ns: SpanOf, most: int) -> None:
         self._span_ns, self._most = span_ns, most
         self.known: dict[Division, int] = {}
 

@@ -19,14 +19,14 @@ FEW = 8
 
 
 @dataclass(frozen=True)
-class Effect:
+class ChangeEffect:
     """What a change of the setting would do. saved: part of each microbatch's share of the iteration that it saves."""
 
     change: str
     saved: float
 
 
-def effects_of(problem: Problem, ranked: Sequence[Candidate]) -> Iterator[Effect]:
+def effects_of(problem: Problem, ranked: Sequence[Candidate]) -> Iterator[ChangeEffect]:
     """Each change alone, planned anew among the schedules that are near the front; the greatest help first."""
     changes: list[tuple[str, Problem]] = [
         ("microbatches x 2", problem.with_training(microbatches=2 * problem.n_microbatches))
@@ -41,7 +41,7 @@ def effects_of(problem: Problem, ranked: Sequence[Candidate]) -> Iterator[Effect
     found = []
     for change, other in changes:
         each = _near_the_front(other, ranked) * problem.n_microbatches / other.n_microbatches
-        found.append(Effect(change, max(0.0, 1 - each / before)))  # nobody has to use what does not help
+        found.append(ChangeEffect(change, max(0.0, 1 - each / before)))  # nobody has to use what does not help
     yield from sorted(found, key=lambda effect: -effect.saved)
 
 

@@ -21,7 +21,7 @@ from dips.planner.costs import Costs, Wire
 from dips.planner.errors import PlanError
 from dips.planner.ir import Op, Schedule
 from dips.planner.program import NOTHING, Give, Program, compile_program
-from dips.planner.simulate import UNKNOWN, Message, Run, Timeline, exchanged, stuck
+from dips.planner.simulate import UNKNOWN, Run, SimulatedMessage, Timeline, exchanged, stuck
 
 Order = Mapping[int, Sequence[tuple[int, Op]]]
 """For each link, the messages as (replica, operation) in the order in which it carries them."""
@@ -89,7 +89,7 @@ def _fleet(
     at: Sequence[int],
     starts: list[list[int]],
     ends: list[list[int]],
-    messages: Sequence[Sequence[Message]],
+    messages: Sequence[Sequence[SimulatedMessage]],
 ) -> Fleet:
     """What was played, without pauses, with what replicas exchange."""
     _check_ended(schedules, program.operations_before(at))
@@ -111,7 +111,7 @@ def _timelines(
     schedules: Sequence[Schedule],
     starts: Sequence[Sequence[int]],
     ends: Sequence[Sequence[int]],
-    messages: Sequence[Sequence[Message]],
+    messages: Sequence[Sequence[SimulatedMessage]],
 ) -> Iterator[Timeline]:
     n = schedules[0].n_devices
     for replica, schedule in enumerate(schedules):
@@ -159,7 +159,7 @@ class _Run:
         self.at = [0] * total
         self.starts: list[list[int]] = [[] for _ in range(total)]
         self.ends: list[list[int]] = [[] for _ in range(total)]
-        self.messages: list[list[Message]] = [[] for _ in range(total)]
+        self.messages: list[list[SimulatedMessage]] = [[] for _ in range(total)]
         self._free = [0] * total
         self._running = [False] * total
         self._there = [UNKNOWN] * program.n_slots
@@ -245,7 +245,7 @@ class _Run:
         arrives = now + wire.latency_ns
         op = self._program.orders[message.device][message.index]
         n = self._n
-        sent = Message(op, message.device % n, target % n, message.ready_ns, message.start_ns, now, arrives)
+        sent = SimulatedMessage(op, message.device % n, target % n, message.ready_ns, message.start_ns, now, arrives)
         self.messages[message.device].append(sent)
         if wire.hold_ns or self._sharing is Sharing.FAIR:
             heappush(self._heap, (now + wire.hold_ns, 2, message.device, target))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dips.planner.errors import PlanError
-from dips.planner.sweep import Row
+from dips.planner.sweep import SweepRow
 from dips.planner.trace import save
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ class Panel:
         return f"{self.n_pp} stages, {self.n_mb} microbatches, {sites}, memory {self.memory:g}"
 
 
-def panels(rows: Iterable[Row], over: str = "1f1b") -> list[Panel]:
+def panels(rows: Iterable[SweepRow], over: str = "1f1b") -> list[Panel]:
     """A map for each pipeline, in the order of the rows. over: the schedule that is compared with.
 
     Of schedules that fit the memory the one with the shortest makespan is the best; of equal ones, the first. Raises
     PlanError where no row is of `over`.
     """
-    pipelines: dict[tuple[int, int, int, float], dict[tuple[float, float], list[Row]]] = defaultdict(
+    pipelines: dict[tuple[int, int, int, float], dict[tuple[float, float], list[SweepRow]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for row in rows:
@@ -67,7 +67,9 @@ def panels(rows: Iterable[Row], over: str = "1f1b") -> list[Panel]:
     return [_panel(pipeline, points, over) for pipeline, points in pipelines.items()]
 
 
-def _panel(pipeline: tuple[int, int, int, float], points: dict[tuple[float, float], list[Row]], over: str) -> Panel:
+def _panel(
+    pipeline: tuple[int, int, int, float], points: dict[tuple[float, float], list[SweepRow]], over: str
+) -> Panel:
     latencies = tuple(dict.fromkeys(latency for latency, _ in points))
     bandwidths = tuple(dict.fromkeys(bandwidth for _, bandwidth in points))
     others = {point: _named(over, rows) for point, rows in points.items()}
@@ -78,7 +80,7 @@ def _panel(pipeline: tuple[int, int, int, float], points: dict[tuple[float, floa
     return Panel(*pipeline, latencies, bandwidths, cells, over, all(map(_fits, others.values())))
 
 
-def _named(name: str, rows: Sequence[Row]) -> Row:
+def _named(name: str, rows: Sequence[SweepRow]) -> SweepRow:
     for row in rows:
         if row.schedule == name:
             return row
@@ -89,12 +91,12 @@ def _named(name: str, rows: Sequence[Row]) -> Row:
     )
 
 
-def _best(rows: Sequence[Row], other: Row) -> Best:
+def _best(rows: Sequence[SweepRow], other: SweepRow) -> Best:
     best = min(filter(_fits, rows), key=lambda row: row.makespan)
     return Best(best.schedule, best.makespan, other.makespan / best.makespan)
 
 
-def _fits(row: Row) -> bool:
+def _fits(row: SweepRow) -> bool:
     return row.peak_activations <= row.memory * row.n_pp * (1 + 1e-9)
 
 

@@ -17,8 +17,8 @@ from pydantic import Field
 from dips.core.config import MAX_TOML_BYTES, Knobs, load_table, read_tables
 from dips.planner.cluster import Amount, Duration, DurationOrNone, Link
 from dips.planner.errors import PlanError
-from dips.planner.model import Count, Maybe
-from dips.planner.problem import Pace, Problem
+from dips.planner.model import Maybe, PositiveCount
+from dips.planner.problem import Problem, TimesPerLayer
 from dips.planner.units import Division
 
 TABLES = ("measured", "stages", "links")
@@ -28,7 +28,7 @@ class MeasuredRun(Knobs):
     """Where the numbers come from."""
 
     source: str = Field(min_length=1, description="who measured, when and how: one text for all numbers of the file")
-    iterations: Count = Field(default=1, description="iterations that were measured; times are their medians")
+    iterations: PositiveCount = Field(default=1, description="iterations that were measured; times are their medians")
 
 
 class MeasuredStage(Knobs):
@@ -51,7 +51,7 @@ class MeasuredLink(Knobs):
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredFile:
     """A whole file. stages: in their order, or none."""
 
     file: str
@@ -60,7 +60,7 @@ class Measured:
     links: tuple[MeasuredLink, ...]
 
 
-def read_measured(file: Path) -> Measured:
+def read_measured(file: Path) -> MeasuredFile:
     """Raises PlanError or ConfigError, which name file and key."""
     tables = _json(file) if file.suffix == ".json" else read_tables(file, TABLES)
     unknown = sorted(set(tables) - set(TABLES))
@@ -69,7 +69,7 @@ def read_measured(file: Path) -> Measured:
     run = tables.get("measured")
     if not isinstance(run, dict):
         raise PlanError(f'{file}: the table [measured] is not given: add it, with source = "who measured, and how"')
-    found = Measured(
+    found = MeasuredFile(
         str(file),
         load_table(MeasuredRun, run, f"{file} [measured]"),
         tuple(
@@ -112,20 +112,22 @@ def _rows(tables: dict[str, Any], name: str, file: Path) -> list[dict[str, Any]]
 # ---- into a problem ----
 
 
-def with_measured_links(problem: Problem, measured: Measured) -> Problem:
+def with_measured_links(problem: Problem, measured: MeasuredFile) -> Problem:
     """Raises PlanError for a link that the plan has not."""
     if not measured.links:
         return problem
     return replace(problem, setup=replace(problem.setup, links=_links(problem, measured)))
 
 
-def with_measured_stages(problem: Problem, division: Division, places: tuple[int, ...], measured: Measured) -> Problem:
+def with_measured_stages(
+    problem: Problem, division: Division, places: tuple[int, ...], measured: MeasuredFile
+) -> Problem:
     """division and places: of the plan that ran. A device's measured over its planned time is taken to be the
     device's, whatever layers it gets. Raises PlanError for stages that the plan has not."""
     return problem.with_paces(_paces(problem, division, places, measured)) if measured.stages else problem
 
 
-def _links(problem: Problem, measured: Measured) -> tuple[Link, ...]:
+def _links(problem: Problem, measured: MeasuredFile) -> tuple[Link, ...]:
     """All links one way each, the measured ones with their numbers."""
     found: dict[tuple[str, str], Link] = {}
     for link in problem.setup.links:
@@ -146,7 +148,9 @@ def _links(problem: Problem, measured: Measured) -> tuple[Link, ...]:
     return tuple(found.values())
 
 
-def _paces(problem: Problem, division: Division, places: tuple[int, ...], measured: Measured) -> tuple[Pace, ...]:
+def _paces(
+    problem: Problem, division: Division, places: tuple[int, ...], measured: MeasuredFile
+) -> tuple[TimesPerLayer, ...]:
     stages = sorted(measured.stages, key=lambda one: one.stage)
     if [one.stage for one in stages] != list(range(len(division))):
         raise PlanError(
@@ -165,7 +169,7 @@ def _paces(problem: Problem, division: Division, places: tuple[int, ...], measur
     return tuple(_pace(row) for row in sums)
 
 
-def _pace(row: list[list[float]]) -> Pace:
+def _pace(row: list[list[float]]) -> TimesPerLayer:
     f, d, w = (got / wanted if wanted else 1.0 for got, wanted in row)
     return f, d, w
 

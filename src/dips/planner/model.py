@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 from dips.core.config import Knobs, load_table, read_tables
 from dips.planner.errors import PlanError
 
-Count = Annotated[int, Field(ge=1, le=10**9)]
+PositiveCount = Annotated[int, Field(ge=1, le=10**9)]
 Maybe = Annotated[int, Field(ge=0, le=10**9)]
 
 
@@ -64,13 +64,13 @@ class Model(Sourced):
 
     name: Name = Field(description="what it is called")
     layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = Field(description="transformer layers")
-    hidden: Count = Field(description="width of the residual stream")
-    heads: Count = Field(description="attention heads")
+    hidden: PositiveCount = Field(description="width of the residual stream")
+    heads: PositiveCount = Field(description="attention heads")
     kv_heads: Maybe = Field(default=0, description="heads of keys and values; 0: as many as heads")
     head_width: Maybe = Field(default=0, description="width of a head; 0: hidden / heads")
-    mlp_width: Count = Field(description="inner width of a dense MLP")
+    mlp_width: PositiveCount = Field(description="inner width of a dense MLP")
     gated_mlp: bool = Field(default=True, description="whether the MLP has a gate (SwiGLU: three matrices, not two)")
-    vocabulary: Count = Field(description="tokens of the vocabulary")
+    vocabulary: PositiveCount = Field(description="tokens of the vocabulary")
     tied_embeddings: bool = Field(default=False, description="whether the output layer is the embedding")
     positions: Maybe = Field(default=0, description="learned position embeddings; 0: none")
     biases: bool = Field(default=False, description="whether linear layers and norms have biases")

@@ -17,13 +17,13 @@ from dips.planner.candidates import (
     MAKERS,
     NAMES,
     Candidate,
-    Refused,
+    RefusedCandidate,
     coordinated,
     divided,
     jeeves_of,
     optimal_of,
 )
-from dips.planner.effects import Effect, effects_of
+from dips.planner.effects import ChangeEffect, effects_of
 from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 
@@ -37,8 +37,8 @@ class Plan:
 
     problem: Problem
     candidates: tuple[Candidate, ...]
-    refused: tuple[Refused, ...]
-    effects: tuple[Effect, ...]
+    refused: tuple[RefusedCandidate, ...]
+    effects: tuple[ChangeEffect, ...]
 
     @property
     def chosen(self) -> Candidate:
@@ -49,12 +49,12 @@ def make_plan(problem: Problem, sensitivity: bool = True) -> Plan:
     """Raises PlanError where nothing fits, with the reason of each candidate."""
     names = _names(problem)
     found: list[Candidate] = []
-    refused: list[Refused] = []
+    refused: list[RefusedCandidate] = []
     for name in names:
         try:
             found += _candidates(problem, name)
         except PlanError as error:
-            refused.append(Refused(name, str(error)))
+            refused.append(RefusedCandidate(name, str(error)))
     if not found:
         _check_one_fits(problem)
         reasons = "; ".join(f"{no.name}: {no.why}" for no in refused[:3])

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from dips.planner.cluster import Setup, Site, stages_of_sites
+from dips.planner.cluster import ClusterFile, Site, stages_of_sites
 from dips.planner.cost import pipeline_message_bytes
 from dips.planner.costs import NS, Costs, StageCost, Wire
 from dips.planner.errors import PlanError
@@ -23,11 +23,11 @@ RELEASED_BY_INPUT_GRADIENT = 2 / 34
 """Of an activation, when D ends; the rest when W ends: with flash attention a layer holds 34 s b h bytes, and W
 needs 32 of them (Zero Bubble, arXiv:2401.10241, Table 1)."""
 
-Pace = tuple[float, float, float]
+TimesPerLayer = tuple[float, float, float]
 """Measured over planned time of a device's forward passes, gradients of inputs and gradients of weights."""
 
 
-class Ring(NamedTuple):
+class ReplicaRing(NamedTuple):
     """The link, or the slowest of the links, between sites that hold the same stages. members: those sites, as the file
     numbers them; gradients and weights go round from each to the next."""
 
@@ -46,10 +46,10 @@ class Problem:
     measured; empty: as planned.
     """
 
-    setup: Setup
+    setup: ClusterFile
     released: float = RELEASED_BY_INPUT_GRADIENT
-    rings: tuple[Ring, ...] = ()
-    paces: tuple[Pace, ...] = ()
+    rings: tuple[ReplicaRing, ...] = ()
+    paces: tuple[TimesPerLayer, ...] = ()
 
     @cached_property
     def n_devices(self) -> int:
@@ -108,7 +108,7 @@ class Problem:
             return 1.0
         return tflops_of(self.setup, 0) / tflops_of(self.setup, site)
 
-    def _pace(self, device: int) -> Pace:
+    def _pace(self, device: int) -> TimesPerLayer:
         return self.paces[device] if self.paces else (1.0, 1.0, 1.0)
 
     # ---- stages ----
@@ -281,7 +281,7 @@ class Problem:
         )
         return replace(self, setup=replace(self.setup, profile=profile, sites=sites))
 
-    def with_paces(self, paces: tuple[Pace, ...]) -> Problem:
+    def with_paces(self, paces: tuple[TimesPerLayer, ...]) -> Problem:
         return replace(self, paces=paces)
 
     def with_training(self, **changes: object) -> Problem:

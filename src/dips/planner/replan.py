@@ -22,7 +22,7 @@ from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Schedule
-from dips.planner.measured import Measured, layers_moved, with_measured_links, with_measured_stages
+from dips.planner.measured import MeasuredFile, layers_moved, with_measured_links, with_measured_stages
 from dips.planner.plan import Plan, make_plan, pipelines_of
 from dips.planner.plan_file import FORMAT
 from dips.planner.problem import Problem
@@ -79,7 +79,7 @@ class Swap:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReplanVerdict:
     """planned_s, now_s: of the present schedule, as planned and as measured. new: the best of the others, under the
     measured numbers. break_even: iterations after which a swap has paid off; None: never."""
 
@@ -101,7 +101,7 @@ class Verdict:
         return self.now_s - self.new.iteration_s
 
 
-def replan(running: Running, measured: Measured, limits: Limits) -> Verdict:
+def replan(running: Running, measured: MeasuredFile, limits: Limits) -> ReplanVerdict:
     """Raises PlanError where the file is not of this plan, or nothing fits."""
     whole = with_measured_links(running.problem, measured)
     problem = with_measured_stages(regrouped(whole, running.groups), running.division, running.places, measured)
@@ -111,7 +111,7 @@ def replan(running: Running, measured: Measured, limits: Limits) -> Verdict:
     planned_s = running.iteration_s(regrouped(running.problem, running.groups))
     now_s = running.iteration_s(problem)
     break_even, advised, why = decide(now_s, new.iteration_s, swap.seconds, limits)
-    return Verdict(plan, planned_s, now_s, swap, break_even, advised, why)
+    return ReplanVerdict(plan, planned_s, now_s, swap, break_even, advised, why)
 
 
 def _as_of_file(plan: Plan, running: Running, whole: Problem) -> Plan:

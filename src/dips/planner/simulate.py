@@ -27,7 +27,7 @@ from dips.planner.program import Program, compile_program
 UNKNOWN = -1
 
 
-class Message(NamedTuple):
+class SimulatedMessage(NamedTuple):
     """One that crossed a link. ready_ns: its producer ended; it occupied the link in [start_ns, freed_ns)."""
 
     op: Op
@@ -47,7 +47,7 @@ class Timeline:
     schedule: Schedule
     starts: tuple[tuple[int, ...], ...]
     ends: tuple[tuple[int, ...], ...]
-    messages: tuple[Message, ...]
+    messages: tuple[SimulatedMessage, ...]
     exchanges: tuple[Exchanged, ...] = ()
 
     @property
@@ -149,7 +149,7 @@ class Run:
         n = len(program.devices)
         self.program = program
         self.at = [0] * n
-        self.messages: list[Message] = []
+        self.messages: list[SimulatedMessage] = []
         self.starts: list[list[int]] = [[] for _ in range(n)]
         self.ends: list[list[int]] = [[] for _ in range(n)]
         self._free = [0] * n
@@ -162,9 +162,9 @@ class Run:
     def stuck(self) -> bool:
         return any(at < len(device.lasts) for at, device in zip(self.at, self.program.devices, strict=True))
 
-    def sent_by(self, n: int) -> list[list[Message]]:
+    def sent_by(self, n: int) -> list[list[SimulatedMessage]]:
         """The messages by sender, as those of a pipeline of n devices: replicas stand behind each other."""
-        found: list[list[Message]] = [[] for _ in self.at]
+        found: list[list[SimulatedMessage]] = [[] for _ in self.at]
         for message in self.messages:
             source, target = message.source % n, message.target % n
             found[message.source].append(message._replace(source=source, target=target))
@@ -224,7 +224,7 @@ class Run:
         freed_ns = start_ns + busy_ns
         op = self.program.orders[source][index]
         arrives_ns = freed_ns + latency_ns
-        self.messages.append(Message(op, source, give.target, ready_ns, start_ns, freed_ns, arrives_ns))
+        self.messages.append(SimulatedMessage(op, source, give.target, ready_ns, start_ns, freed_ns, arrives_ns))
         return arrives_ns
 
     # ---- links that several devices send over ----

@@ -72,7 +72,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """A schedule's times in a case, in units of T_F. peak_activations: microbatches, on the device that holds most.
 
     lower_bound: no schedule of this kind, with blocks in as many parts, has a shorter makespan; None where no solver
@@ -155,7 +155,7 @@ def check_compared(grid: Sequence[Case], over: str, optimal: bool) -> None:
             )
 
 
-def rows_of(case: Case, optimal_s: float = 0.0) -> Iterator[Row]:
+def rows_of(case: Case, optimal_s: float = 0.0) -> Iterator[SweepRow]:
     """Every schedule in one case. optimal_s > 0: the solver's too, with so much time for each.
 
     Static schedules know no limit: their peak_activations say what they need.
@@ -173,7 +173,7 @@ def rows_of(case: Case, optimal_s: float = 0.0) -> Iterator[Row]:
         yield from _optima(case, optimal_s)
 
 
-def _optima(case: Case, time_limit_s: float) -> Iterator[Row]:
+def _optima(case: Case, time_limit_s: float) -> Iterator[SweepRow]:
     n, n_mb, limits = case.n_pp, case.n_mb, case.limits()
     one, two = case.costs(), case.costs(2)
     down = [zb_h1(n, n_mb), *(cross_ud(n, n_mb, one, limits, parts) for parts in GREEDY_PARTS)]
@@ -182,7 +182,7 @@ def _optima(case: Case, time_limit_s: float) -> Iterator[Row]:
     yield _optimum(case, OPTIMAL[1], wave(n), two, back, time_limit_s)
 
 
-def _best_cut(case: Case, others: Sequence[Schedule], costs: Costs, time_limit_s: float) -> Row:
+def _best_cut(case: Case, others: Sequence[Schedule], costs: Costs, time_limit_s: float) -> SweepRow:
     """Of whole blocks; and where the greedy does better with parts, of as many parts: the shorter one."""
     place = straight(case.n_pp)
     whole = [other for other in others if other.parts == 1]
@@ -196,7 +196,7 @@ def _best_cut(case: Case, others: Sequence[Schedule], costs: Costs, time_limit_s
 
 def _optimum(
     case: Case, name: str, places: Sequence[int], costs: Costs, others: Sequence[Schedule], time_limit_s: float
-) -> Row:
+) -> SweepRow:
     """The solver's schedule, begun at the best of `others`, of the same kind, that fits; never worse than that."""
     from dips.planner.schedules.optimal import optimal  # OR-tools: a second to import, and only needed here
 
@@ -215,9 +215,9 @@ def _row(
     name: str,
     memory: Sequence[int] | None = None,
     lower_bound_ns: int | None = None,
-) -> Row:
+) -> SweepRow:
     timeline = validate(schedule, costs, memory)
-    return Row(
+    return SweepRow(
         n_pp=case.n_pp,
         n_mb=case.n_mb,
         n_sites=case.n_sites,

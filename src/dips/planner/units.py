@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from dips.planner.cluster import Setup
+from dips.planner.cluster import ClusterFile
 from dips.planner.cost import (
     WEIGHT_BYTES,
-    Work,
+    MicrobatchCost,
     inside_exchange_bytes,
     layer_activation_bytes,
     layer_state_bytes,
@@ -47,13 +47,13 @@ class Unit:
         return self.forward_s + self.input_gradient_s + self.weight_gradient_s
 
 
-def units_of(setup: Setup, groups: int = 1) -> tuple[Unit, ...]:
+def units_of(setup: ClusterFile, groups: int = 1) -> tuple[Unit, ...]:
     """groups: of sites, each with a part of the replicas; what they send inside is among those. Raises PlanError where
     neither a profile nor a speed is given."""
     return tuple(_Units(setup, groups).all())
 
 
-def tflops_of(setup: Setup, site: int) -> float:
+def tflops_of(setup: ClusterFile, site: int) -> float:
     """10^12 operations a second of one device. Raises PlanError."""
     given = setup.sites[site].sustained_tflops
     if given is None:
@@ -65,7 +65,7 @@ def tflops_of(setup: Setup, site: int) -> float:
 
 
 class _Units:
-    def __init__(self, setup: Setup, groups: int) -> None:
+    def __init__(self, setup: ClusterFile, groups: int) -> None:
         self._setup, self._groups = setup, groups
 
     def all(self) -> list[Unit]:
@@ -112,7 +112,7 @@ class _Units:
         training = self._setup.training
         return self._timed(output_work(self._setup.model, training.microbatch_sequences * training.sequence_tokens))
 
-    def _timed(self, work: Work) -> Unit:
+    def _timed(self, work: MicrobatchCost) -> Unit:
         training = self._setup.training
         speed = tflops_of(self._setup, 0) * 1e12 * training.tensor * training.context
         return Unit(work.forward / speed, work.input_gradient / speed, work.weight_gradient / speed, 0.0, 0.0)

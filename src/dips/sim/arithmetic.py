@@ -34,7 +34,7 @@ Part = Any
 """All chunks of one slave, theta or momentum: a tuple of integers, or one float32 array. Never changed once made."""
 
 
-class Vector(Protocol):
+class ModelVector(Protocol):
     """A whole model's parameters, to be sent."""
 
     def value(self, chunk: Chunk) -> Value: ...
@@ -61,7 +61,7 @@ class ClusterModel(Protocol):
         """theta_at_push = theta_base."""
         ...
 
-    def sent(self, wire: Codec) -> Vector:
+    def sent(self, wire: Codec) -> ModelVector:
         """What a push sends, written so."""
         ...
 
@@ -143,6 +143,6 @@ class Arithmetic(Protocol):
         """What a slave makes of a chunk that was written as a difference to `base`."""
         ...
 
-    def model(self, name: str, life: int, layout: Layout, chunk_bytes: int) -> ClusterModel: ...
+    def model(self, name: str, generation: int, layout: Layout, chunk_bytes: int) -> ClusterModel: ...
 
     def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> ShardArithmetic: ...

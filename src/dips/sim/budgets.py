@@ -14,7 +14,7 @@ from dips.core.protocol import MAX_LEASED_CHUNKS
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE
 from dips.master.state.ledger import APPLIED_KEPT
 from dips.master.state.pulls import MAX_READERS
-from dips.master.state.world import COMMITS_KEPT, RECENT_ROUNDS
+from dips.master.state.shared import COMMITS_KEPT, RECENT_ROUNDS
 from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.hosts.master import MasterHost
 from dips.sim.hosts.slave import SlaveHost
@@ -62,7 +62,7 @@ class Budgets:
     def _of_master(self, master: MasterHost) -> Used:
         if master.state is None:
             return
-        run, config = master.state.world, self._world.plan.config
+        run, config = master.state.shared, self._world.plan.config
         n = config.max_clusters
         yield "members", len(run.members), n
         yield "pins", len(run.pins), n + MAX_READERS
@@ -101,5 +101,5 @@ class Budgets:
             return
         yield "transfers of a cluster", cluster.n_transfers, 2
         if plan.data.chunk_tokens:
-            ranges = len(session.core.work.all_ranges())
+            ranges = len(session.shared.work.all_ranges())
             yield "ranges that a cluster holds", ranges, MAX_RANGES_IN_A_MESSAGE

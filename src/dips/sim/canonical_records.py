@@ -28,8 +28,8 @@ from dips.core.messages import SnapshotInfo
 from dips.core.observe.seen import note, refuses
 from dips.sim.hosts.master import MasterHost
 from dips.sim.hosts.slave import SlaveHost
-from dips.sim.kernel import Process
-from dips.sim.world import Outcome, World
+from dips.sim.kernel import SimulatedProcess
+from dips.sim.world import SeedOutcome, World
 
 CHUNK = 10
 """Seeds that one worker process takes at a time."""
@@ -82,7 +82,7 @@ class RecordedWorld(World):
         self._refused_at: tuple[float, set[str]] = (-1.0, set())
         super().__init__(seed)
 
-    def run(self) -> Outcome:
+    def run(self) -> SeedOutcome:
         """The whole run."""
         errors.watch_refusals(self._refused)
         try:
@@ -116,7 +116,7 @@ class RecordedWorld(World):
         )
         super().manifest(slave, info, record)
 
-    def tape(self, role: str, process: Process, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
+    def tape(self, role: str, process: SimulatedProcess, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
         """One line of a process's tape."""
         if role == "master" and kind == "ticket":
             self._tokens_of[fields["push"]] = fields["tokens"]
@@ -137,7 +137,6 @@ class RecordedWorld(World):
         if code.name not in self._refused_at[1]:
             self._refused_at[1].add(code.name)
             self.record("", "refusal", {"code": code.name})
-
 
     @property
     def text(self) -> bytes:

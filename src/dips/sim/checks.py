@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dips.core.chunks import chunks_of, shard_digest
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.wire import Codec
-from dips.sim.arithmetic import Key, Value, Vector
+from dips.sim.arithmetic import Key, ModelVector, Value
 from dips.sim.content import key_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Checks:
 
     # ---- pushes and versions ----
 
-    def pushing(self, push: PushId, wire: Codec, vector: Vector) -> None:
+    def pushing(self, push: PushId, wire: Codec, vector: ModelVector) -> None:
         """The bytes of a push never change, as long as it is written in the same way."""
         digest = shard_digest([self.checksum(vector.value(chunk)) for chunk in self.chunks])
         *before, known = self.sent.get(push.cluster, (push, wire, digest))

@@ -17,7 +17,7 @@ from dips.core.ids import Version
 from dips.core.layout import Block, Layout
 from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.wire import DIFFERENCES, Codec
-from dips.sim.arithmetic import F32, Key, Vector
+from dips.sim.arithmetic import F32, Key, ModelVector
 from dips.worker.state.effects import InstallMode
 
 CLEAN, NAN, HUGE, SAME = 0, 1, 2, 3
@@ -56,7 +56,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Pulled:
+class PulledModel:
     """Parameters exactly as they were pulled."""
 
     values: Mapping[Key, int]
@@ -70,8 +70,8 @@ class Rounded:
     """Parameters as slaves hold them after a push of differences: rounding made something of its own of all it had."""
 
     wire: Codec
-    push: Vector
-    base: Vector
+    push: ModelVector
+    base: ModelVector
     residual: int
 
     def value(self, chunk: Chunk) -> int:
@@ -96,14 +96,14 @@ def difference_mask(wire: Codec, base: int) -> int:
 
 
 @dataclass
-class Model:
+class SimulatedModel:
     """The parameters of one cluster, and what its transfers read and write. written: what the open push was last sent
     as, if that was differences."""
 
-    live: Vector
-    base: Vector | None = None
-    push: Vector | None = None
-    pulled: Vector | None = None
+    live: ModelVector
+    base: ModelVector | None = None
+    push: ModelVector | None = None
+    pulled: ModelVector | None = None
     changes: int = 0
     residual: int = 0
     written: Rounded | None = None
@@ -131,7 +131,7 @@ class Model:
     def copy_base(self) -> None:
         self.push, self.written = self.base, None
 
-    def sent(self, wire: Codec) -> Vector:
+    def sent(self, wire: Codec) -> ModelVector:
         assert self.push is not None, "a snapshot was taken before"
         if wire not in DIFFERENCES:
             self.written = None
@@ -152,7 +152,7 @@ class Model:
         self.residual = 0
 
     def fetched(self, values: Mapping[Key, int]) -> None:
-        self.pulled = Pulled(values)
+        self.pulled = PulledModel(values)
 
     def install(self, name: str, mode: InstallMode, reset_inner: bool) -> None:
         assert self.pulled is not None, "installed only what was pulled"
@@ -161,11 +161,11 @@ class Model:
             self.train(name)
 
 
-def _token(vector: Vector | None) -> object:
+def _token(vector: ModelVector | None) -> object:
     match vector:
         case Trained(token, _):
             return token
-        case Pulled(values):
+        case PulledModel(values):
             return sorted(values.items())
         case _:
             return None
@@ -294,8 +294,8 @@ class Symbols:
     def decoded(self, wire: Codec, base: int, written: int) -> int:
         return written ^ difference_mask(wire, base)
 
-    def model(self, name: str, life: int, layout: Layout, chunk_bytes: int) -> Model:
-        return Model(Trained(mixed("initial", name, life)))
+    def model(self, name: str, generation: int, layout: Layout, chunk_bytes: int) -> SimulatedModel:
+        return SimulatedModel(Trained(mixed("initial", name, generation)))
 
     def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> SymbolShard:
         return SymbolShard(blocks, chunk_bytes, n_slots)

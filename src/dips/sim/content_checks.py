@@ -13,7 +13,7 @@ from typing import Any
 from dips.core.chunks import Chunk, shard_digest
 from dips.core.ids import PushId, Version
 from dips.core.wire import Codec
-from dips.sim.arithmetic import Key, Vector
+from dips.sim.arithmetic import Key, ModelVector
 from dips.sim.checks import Checks, push_of, version_of
 from dips.sim.content import Written, averaged, key_of, merged, rates_of
 
@@ -26,12 +26,12 @@ class ContentChecks(Checks):
     """`content`: what every version must hold. `pushes`: what slaves hold of each push, as it was sent last."""
 
     content: dict[Version, Content] = field(default_factory=dict)
-    pushes: dict[PushId, Vector] = field(default_factory=dict)
-    first: dict[tuple[PushId, Codec], Vector] = field(default_factory=dict)
+    pushes: dict[PushId, ModelVector] = field(default_factory=dict)
+    first: dict[tuple[PushId, Codec], ModelVector] = field(default_factory=dict)
     unseen: set[Version] = field(default_factory=set)
     """Committed in a journal that was lost, and not known to have reached anybody by then."""
 
-    def pushing(self, push: PushId, wire: Codec, vector: Vector) -> None:
+    def pushing(self, push: PushId, wire: Codec, vector: ModelVector) -> None:
         known = self.first.setdefault((push, wire), vector)
         if known != vector:
             self.violated(f"push {push} is sent with other bytes than before")
@@ -71,7 +71,7 @@ class ContentChecks(Checks):
             self.violated(f"version {version} has two contents (I2)")
         self.note_applied(record)
 
-    def _merge(self, before: Content | None, vectors: Sequence[Vector], judgement: Any) -> Content:
+    def _merge(self, before: Content | None, vectors: Sequence[ModelVector], judgement: Any) -> Content:
         if judgement is None or before is None:
             return {key_of(chunk): (vectors[0].value(chunk), 0) for chunk in self.chunks}
         weights = [float(text) for text in judgement["weights"]]

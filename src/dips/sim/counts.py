@@ -27,7 +27,7 @@ NO_MOMENT = "it was armed, and its moment did not come"
 
 
 @dataclass
-class Counts:
+class RunCounts:
     """One run's, or many runs' together.
 
     fired, kills: what struck, and which role's process was killed, by the phase that the master's tape told last.
@@ -71,7 +71,7 @@ class Counts:
             if kind in armed and not self.fired[kind]:
                 self.cannot(kind, NO_MOMENT, self.begun[kind])
 
-    def add(self, other: Counts) -> None:
+    def add(self, other: RunCounts) -> None:
         """Together with another run's."""
         self.fired.update(other.fired)
         self.fired_in.update(other.fired_in)

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dips.core.errors import Refused
 from dips.core.messages import Refusal
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.sim.kernel import Process
+from dips.sim.kernel import SimulatedProcess
 from dips.slave.state.admission import Admission
 
 Away = Callable[[str], None]
 """Told why no connection was made."""
 
 
-def key_of(process: Process) -> bytes:
+def key_of(process: SimulatedProcess) -> bytes:
     """Another one in each life."""
-    return hashlib.sha256(f"{process.name} {process.life}".encode()).digest()
+    return hashlib.sha256(f"{process.name} {process.generation}".encode()).digest()
 
 
 def may_ask(

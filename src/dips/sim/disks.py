@@ -15,8 +15,8 @@ from io import BytesIO
 from random import Random
 from typing import Any, BinaryIO, NoReturn
 
+from dips.slave.directory import IDENTITY
 from dips.slave.overwrite import Seen
-from dips.slave.owner import IDENTITY
 
 LOST_NAMES, LOST_DATA, TORN_DATA = "lost_unsynced_names", "lost_unsynced_data", "torn_unsynced_data"
 """What a crash can do to what was not synced."""
@@ -206,7 +206,7 @@ class SlaveDisk:
         self.put_back({})
 
     def identity(self, draw: Callable[[], bytes]) -> bytes:
-        """As dips.slave.owner.claim: drawn once for this directory, and part of a copy of it."""
+        """As dips.slave.directory.claim: drawn once for this directory, and part of a copy of it."""
         if IDENTITY not in self._names:
             drawn = draw()
             for names in (self._names, self._durable_names):

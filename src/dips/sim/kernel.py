@@ -19,13 +19,13 @@ MIN_STEP_S = 1e-6
 """Something that is due "now" happens a moment later, so that cause always precedes effect."""
 
 
-class Process:
+class SimulatedProcess:
     """Something with a life: what was scheduled for one life never reaches the next one."""
 
     def __init__(self, kernel: Kernel, name: str) -> None:
         self.kernel = kernel
         self.name = name
-        self.life = 0
+        self.generation = 0
         self.alive = False
         self.paused = False
         self.dies_after = 0
@@ -33,14 +33,14 @@ class Process:
 
         self._backlog: list[tuple[Action, tuple[Any, ...]]] = []
 
-    def begin_life(self) -> None:
-        self.life += 1
+    def begin_process(self) -> None:
+        self.generation += 1
         self.alive, self.paused, self.dies_after = True, False, 0
         self._backlog.clear()
 
-    def end_life(self) -> None:
+    def end_process(self) -> None:
         """kill -9: whatever was to happen to this life does not."""
-        self.life += 1
+        self.generation += 1
         self.alive, self.paused = False, False
         self._backlog.clear()
 
@@ -81,17 +81,17 @@ class Kernel:
         self.handled = 0
         self.story: list[str] = []
         self._tell = tell
-        self._heap: list[tuple[float, int, Process | None, int, Action, tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, SimulatedProcess | None, int, Action, tuple[Any, ...]]] = []
         self._numbers = 0
         self._hash = hashlib.blake2b(digest_size=16)
 
-    def at(self, at_s: float, process: Process | None, action: Action, *args: Any) -> None:
+    def at(self, at_s: float, process: SimulatedProcess | None, action: Action, *args: Any) -> None:
         """Do this at that time, in this life of `process` (None: whatever happens)."""
         self._numbers += 1
         due_s = max(at_s, self.now_s + MIN_STEP_S)
-        heapq.heappush(self._heap, (due_s, self._numbers, process, process.life if process else 0, action, args))
+        heapq.heappush(self._heap, (due_s, self._numbers, process, process.generation if process else 0, action, args))
 
-    def after(self, delay_s: float, process: Process | None, action: Action, *args: Any) -> None:
+    def after(self, delay_s: float, process: SimulatedProcess | None, action: Action, *args: Any) -> None:
         self.at(self.now_s + delay_s, process, action, *args)
 
     @property
@@ -103,9 +103,9 @@ class Kernel:
         """Let the next thing happen; whether there was one."""
         if not self._heap:
             return False
-        self.now_s, _, process, life, action, args = heapq.heappop(self._heap)
+        self.now_s, _, process, generation, action, args = heapq.heappop(self._heap)
         if process is not None:
-            if process.life != life:
+            if process.generation != generation:
                 return True
             if process.paused:
                 process.put_off(action, args)

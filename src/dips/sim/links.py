@@ -15,18 +15,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dips.sim.kernel import Action, Kernel, Process
+from dips.sim.kernel import Action, Kernel, SimulatedProcess
 
 
 @dataclass(frozen=True)
-class Rates:
+class LinkRates:
     """Of one process, in bits/s; infinite: no limit."""
 
     up_bits_per_s: float = math.inf
     down_bits_per_s: float = math.inf
 
 
-NO_LIMIT = Rates()
+NO_LIMIT = LinkRates()
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class LinkPlan:
     wire_factor: what a datagram's size is multiplied with, when a small model stands for a large one.
     """
 
-    rates: Mapping[str, Rates]
+    rates: Mapping[str, LinkRates]
     wire_factor: float = 1.0
 
 
-class Links:
+class LinkOccupancy:
     """Until when each link is taken."""
 
     def __init__(self, kernel: Kernel, plan: LinkPlan) -> None:
@@ -50,13 +50,13 @@ class Links:
         self._up_free_s: dict[str, float] = {}
         self._down_free_s: dict[str, float] = {}
 
-    def change(self, name: str, rates: Rates) -> None:
+    def change(self, name: str, rates: LinkRates) -> None:
         """From now on a process has these rates; what is on its links already keeps its time."""
         self._rates[name] = rates
 
     def carry(
-        self, source: str, target: str, size_bytes: int, delay_s: float, process: Process | None, action: Action,
-        *args: Any,
+        self, source: str, target: str, size_bytes: int, delay_s: float, process: SimulatedProcess | None, action:
+        Action, *args: Any,
     ) -> None:  # fmt: skip
         """Do `action` in this life of `process` once the last bit is there. delay_s: the way itself."""
         now_s, bits = self._kernel.now_s, 8.0 * size_bytes * self._wire_factor
@@ -67,7 +67,7 @@ class Links:
         self._kernel.after(begins_s - now_s + delay_s, process, self._arrives, *arrival)
 
     def _arrives(
-        self, target: str, bits: float, last_bit_s: float, process: Process | None, action: Action,
+        self, target: str, bits: float, last_bit_s: float, process: SimulatedProcess | None, action: Action,
         args: tuple[Any, ...],
     ) -> None:  # fmt: skip
         """The first bit is at the receiver."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dips.core.messages import ClusterRequest, HeartbeatRequest
 from dips.master.state.name_claims import DIALS_AGAIN_BEATS
-from dips.sim.kernel import Process
+from dips.sim.kernel import SimulatedProcess
 
 if TYPE_CHECKING:
     from dips.sim.world import World
@@ -24,7 +24,7 @@ class _Owner:
 
     drawn: str
     incarnation: str
-    heard_s: float
+    last_seen_s: float
     here: bool = False
     """Whether it is a slave with a stream."""
 
@@ -34,18 +34,18 @@ class NameChecks:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._processes: dict[str, tuple[Process, int]] = {}
+        self._processes: dict[str, tuple[SimulatedProcess, int]] = {}
         self._owners: dict[tuple[str, str], _Owner] = {}
 
-    def began(self, process: Process, drawn: bytes) -> None:
+    def began(self, process: SimulatedProcess, drawn: bytes) -> None:
         """This life of a process is known by this identity."""
-        self._processes[drawn.hex()] = (process, process.life)
+        self._processes[drawn.hex()] = (process, process.generation)
 
     def called(self, request: ClusterRequest) -> None:
         owner = self._owners.get(("cluster", request.caller.name))
         if isinstance(request, HeartbeatRequest) and owner is not None:
             if owner.incarnation == str(request.caller.incarnation):
-                owner.heard_s = self._world.kernel.now_s
+                owner.last_seen_s = self._world.kernel.now_s
 
     def said(self, kind: str, fields: Mapping[str, Any]) -> None:
         """A line of a master's tape."""
@@ -60,7 +60,7 @@ class NameChecks:
                 self._owners.pop(("cluster", fields["cluster"]), None)
             case "slave_lost":
                 if owner := self._owners.get(("slave", fields["slave"])):
-                    owner.heard_s, owner.here = self._world.kernel.now_s, False
+                    owner.last_seen_s, owner.here = self._world.kernel.now_s, False
             case "slave_dismissed":
                 self._owners.pop(("slave", fields["slave"]), None)
             case "epoch" if fields["version"] == "None":
@@ -68,17 +68,17 @@ class NameChecks:
 
     def _takes(self, whose: tuple[str, str], drawn: str, incarnation: str) -> None:
         world, owner = self._world, self._owners.get(whose)
-        if owner is not None and owner.drawn != drawn and self._lives(whose, owner):
+        if owner is not None and owner.drawn != drawn and self._is_alive(whose, owner):
             world.checks.violated(
                 f"{whose[0]} {whose[1]} was taken over, as incarnation {incarnation}, from a process that beats"
             )
         self._owners[whose] = _Owner(drawn, incarnation, world.kernel.now_s, whose[0] == "slave")
 
-    def _lives(self, whose: tuple[str, str], owner: _Owner) -> bool:
+    def _is_alive(self, whose: tuple[str, str], owner: _Owner) -> bool:
         """Whether the owner is alive, and can be heard by the master."""
         world = self._world
-        process, life = self._processes[owner.drawn]
-        if not process.running or process.life != life or world.net.is_cut(process.name, "master"):
+        process, generation = self._processes[owner.drawn]
+        if not process.running or process.generation != generation or world.net.is_cut(process.name, "master"):
             return False
         dials_s = DIALS_AGAIN_BEATS * world.plan.config.settings.heartbeat_s
-        return owner.here or world.kernel.now_s - owner.heard_s < dials_s
+        return owner.here or world.kernel.now_s - owner.last_seen_s < dials_s

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from dips.sim.kernel import Action, Kernel, Process
-from dips.sim.links import Links
+from dips.sim.kernel import Action, Kernel, SimulatedProcess
+from dips.sim.links import LinkOccupancy
 
 KEEPALIVE_S = 20.0
 """How long a stream may be silent one way before both ends give it up (core/net/grpc_refusal.py: ten seconds to ask,
@@ -45,7 +45,7 @@ class Network:
     kernel: Kernel
     fired: Callable[[str], None]
     weather: Weather = field(default_factory=Weather)
-    links: Links | None = None
+    links: LinkOccupancy | None = None
     cut: set[tuple[str, str]] = field(default_factory=set)
     slow: dict[tuple[str, str], float] = field(default_factory=dict)
     streams: list[Stream] = field(default_factory=list)
@@ -76,7 +76,13 @@ class Network:
     # ---- datagrams ----
 
     def datagram(
-        self, source: str, target: str, process: Process | None, action: Action, *args: Any, size_bytes: int = 0
+        self,
+        source: str,
+        target: str,
+        process: SimulatedProcess | None,
+        action: Action,
+        *args: Any,
+        size_bytes: int = 0,
     ) -> None:
         """Perhaps do `action` at the other side, perhaps twice; `process` bounds it to one life.
 
@@ -111,7 +117,7 @@ class Network:
 
     # ---- halves of calls ----
 
-    def request(self, source: str, target: str, process: Process, action: Action, *args: Any) -> None:
+    def request(self, source: str, target: str, process: SimulatedProcess, action: Action, *args: Any) -> None:
         weather = self.weather
         if self.is_cut(source, target):
             return
@@ -120,7 +126,7 @@ class Network:
             return
         self.kernel.after(self.delay_s(source, target), process, action, *args)
 
-    def reply(self, source: str, target: str, process: Process, action: Action, *args: Any) -> None:
+    def reply(self, source: str, target: str, process: SimulatedProcess, action: Action, *args: Any) -> None:
         rng, weather = self.kernel.rng, self.weather
         if self.is_cut(source, target):
             return
@@ -139,7 +145,7 @@ class End:
     """One end of a stream: whose it is, and what it hears."""
 
     name: str
-    process: Process
+    process: SimulatedProcess
     hear: Callable[[Any], None]
     down: Callable[[Any], None]
     """Told once, with the refusal that the other end gave, or None."""
@@ -187,7 +193,7 @@ class Stream:
         for end in self._ends:
             self._network.kernel.after(0.001, end.process, self._hung_up, end, None)
 
-    def belongs_to(self, process: Process) -> End | None:
+    def belongs_to(self, process: SimulatedProcess) -> End | None:
         return next((end for end in self._ends if end.process is process), None)
 
     def check(self) -> None:

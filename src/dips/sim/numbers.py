@@ -22,7 +22,7 @@ from dips.core.math import wire_numba
 from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.placement import shard_bytes_needed
 from dips.core.wire import DIFFERENCES, Codec
-from dips.sim.arithmetic import F32, Key, Vector
+from dips.sim.arithmetic import F32, Key, ModelVector
 from dips.sim.content import CLEAN
 from dips.slave import calculation
 from dips.slave.memory import ShardMemory
@@ -109,7 +109,7 @@ class NumberModel:
     def residual_mark(self) -> int:
         return 0 if self._vectors.residual is None else self._vectors.residual_changes
 
-    def sent(self, wire: Codec) -> Vector:
+    def sent(self, wire: Codec) -> ModelVector:
         vectors = self._vectors
         theta = vectors.push if self._spoiled is None else self._spoiled
         if wire not in DIFFERENCES:
@@ -218,7 +218,7 @@ class Numbers:
         wire_numba.decode(wire, base, written, out)
         return out
 
-    def model(self, name: str, life: int, layout: Layout, chunk_bytes: int) -> NumberModel:
+    def model(self, name: str, generation: int, layout: Layout, chunk_bytes: int) -> NumberModel:
         return NumberModel(self._trainer_of(name), layout, chunk_bytes, self._corrupt)
 
     def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> NumberShard:

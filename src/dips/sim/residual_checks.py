@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 from dips.core.messages import VerdictKind
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.state import effects
-from dips.worker.state.session import Session
+from dips.worker.state.cluster import ClusterMachine
 
 
 def residual_fault(
-    before: int, after: int, told: Sequence[effects.Effect], sent_as: Mapping[str, Codec], session: Session
+    before: int, after: int, told: Sequence[effects.Effect], sent_as: Mapping[str, Codec], session: ClusterMachine
 ) -> str:
     """A sentence when one step of a session did something else to the residual than the table says; "" when not.
 
     before, after: ClusterModel.residual_mark. told: the effects of the step. sent_as: how each push of this life was
     sent last.
     """
-    if session.core.residual != (after != 0):
-        return f"the session {'knows' if session.core.residual else 'denies'} a residual, the parameters have {after}"
+    if session.shared.residual != (after != 0):
+        return f"the session {'knows' if session.shared.residual else 'denies'} a residual, the parameters have {after}"
     plan = session.pulling.plan
     replaced = plan is not None and plan.drops
     if replaced:

@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from dips.core.observe.seen import note
 from dips.sim.totals import Totals, complaints, reasons_of, report
-from dips.sim.world import Outcome, World
+from dips.sim.world import SeedOutcome, World
 
 CHUNK = 10
 """Seeds that one worker process takes at a time."""
@@ -25,7 +25,7 @@ PROGRESS_EVERY = 500
 """Seeds between two lines on standard error."""
 
 
-def run_one(seed: int) -> tuple[Outcome, float]:
+def run_one(seed: int) -> tuple[SeedOutcome, float]:
     """One seed, and the processor time that it took, in seconds."""
     note()
     began_s = time.process_time()
@@ -39,7 +39,7 @@ def run_one(seed: int) -> tuple[Outcome, float]:
     return outcome, time.process_time() - began_s
 
 
-def run_some(seeds: Sequence[int]) -> list[tuple[Outcome, float]]:
+def run_some(seeds: Sequence[int]) -> list[tuple[SeedOutcome, float]]:
     return [run_one(seed) for seed in seeds]
 
 
@@ -48,7 +48,7 @@ def run_all(seeds: Sequence[int], jobs: int) -> Totals:
     totals = Totals()
     chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
     if jobs <= 1:
-        batches: Iterable[list[tuple[Outcome, float]]] = map(run_some, chunks)
+        batches: Iterable[list[tuple[SeedOutcome, float]]] = map(run_some, chunks)
         _add_all(totals, batches)
         return totals
     with ProcessPoolExecutor(jobs) as pool:
@@ -56,7 +56,7 @@ def run_all(seeds: Sequence[int], jobs: int) -> Totals:
     return totals
 
 
-def _add_all(totals: Totals, batches: Iterable[list[tuple[Outcome, float]]]) -> None:
+def _add_all(totals: Totals, batches: Iterable[list[tuple[SeedOutcome, float]]]) -> None:
     for batch in batches:
         for outcome, took_s in batch:
             totals.add(outcome, took_s)

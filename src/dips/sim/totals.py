@@ -14,9 +14,9 @@ from dips.core.machine import TransitionTable, tables
 from dips.core.observe.seen import Arrow, Seen, arrows_of
 from dips.core.observe.seen import report as seen_report
 from dips.master.state.tables import RoundPhase
-from dips.sim.counts import NO_MASTER, RECOVERY, STARTING, Counts, by_phase
+from dips.sim.counts import NO_MASTER, RECOVERY, STARTING, RunCounts, by_phase
 from dips.sim.faults import register
-from dips.sim.world import Outcome
+from dips.sim.world import SeedOutcome
 
 SEEDS_FOR_FAULTS = 200
 SEEDS_FOR_PHASES = 2000
@@ -63,7 +63,7 @@ class Totals:
 
     seeds: int = 0
     failures: list[tuple[int, str]] = field(default_factory=list)
-    counts: Counts = field(default_factory=Counts)
+    counts: RunCounts = field(default_factory=RunCounts)
     shapes: Counter[str] = field(default_factory=Counter)
     facts: Counter[str] = field(default_factory=Counter)
     seen: Seen = field(default_factory=Seen)
@@ -75,7 +75,7 @@ class Totals:
     slowest: tuple[float, int] = (0.0, 0)
     longest: tuple[int, int] = (0, 0)
 
-    def add(self, outcome: Outcome, took_s: float) -> None:
+    def add(self, outcome: SeedOutcome, took_s: float) -> None:
         self.seeds += 1
         self.failures += [(outcome.seed, outcome.violations[0])] if outcome.violations else []
         self.counts.add(outcome.counts)
@@ -120,7 +120,7 @@ def report(totals: Totals) -> list[str]:
     ]
 
 
-def _planned(counts: Counts) -> list[str]:
+def _planned(counts: RunCounts) -> list[str]:
     """How many of the planned faults struck, and why the others did not."""
     planned, idle = sum(counts.planned.values()), Counter[str]()
     for (_, why), n in counts.idle.items():
@@ -129,7 +129,7 @@ def _planned(counts: Counts) -> list[str]:
     return [f"faults planned: {planned}, struck: {planned - idle.total()}" + (f", not: {reasons}" if reasons else "")]
 
 
-def _kinds(counts: Counts) -> list[str]:
+def _kinds(counts: RunCounts) -> list[str]:
     """Group by group: how often each kind struck, and how often it was planned."""
     lines = []
     for group in dict.fromkeys(register.GROUP_OF.values()):
@@ -140,11 +140,11 @@ def _kinds(counts: Counts) -> list[str]:
     return ["faults that struck, by kind (in brackets: how often it was planned)", *lines]
 
 
-def _of_planned(counts: Counts, kind: str) -> str:
+def _of_planned(counts: RunCounts, kind: str) -> str:
     return f" ({counts.planned[kind]})" if kind in register.FAULTS else ""
 
 
-def _phases(counts: Counts) -> list[str]:
+def _phases(counts: RunCounts) -> list[str]:
     """In which phase of the round kills and faults fell, one column for each role and group."""
     groups = list(dict.fromkeys(register.GROUP_OF.values()))
     columns = [("kills of master", "master"), ("of slaves", "slave"), ("of clusters", "cluster")]
@@ -204,6 +204,6 @@ def _faults_that_never_fired(totals: Totals) -> list[str]:
     return said
 
 
-def reasons_of(counts: Counts) -> Mapping[str, str]:
+def reasons_of(counts: RunCounts) -> Mapping[str, str]:
     """Planned faults of one run that did not strike -> why."""
     return {kind: why for kind, why in sorted(counts.idle)}

@@ -19,12 +19,12 @@ from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
 from dips.core.messages import PlacementSpec, SlaveAddress
 from dips.core.net.data_header import MAX_MISSING, MissingChunk
 from dips.core.placement import Placement
-from dips.master.state.schedule import TransferScheduler, Way, Wish
+from dips.master.state.schedule import TransferRequest, TransferScheduler, Way
 from dips.sim.kernel import Kernel
-from dips.sim.links import LinkPlan, Links, Rates
+from dips.sim.links import LinkOccupancy, LinkPlan, LinkRates
 from dips.slave.state.credits import Credits
-from dips.worker.flow import Flow
-from dips.worker.transfer import Ask, PullTransfer, PushTransfer, Transfer, TransferSettings, shares_of
+from dips.worker.flow import FlowControl
+from dips.worker.transfer import PullTransfer, PushTransfer, SlaveRequest, Transfer, TransferSettings, shares_of
 
 MIB = 1 << 20
 CAP_CHUNKS = 64
@@ -34,7 +34,7 @@ FREE_CHUNKS = 16
 BEAT_S = 2.0
 
 
-class Method(Enum):
+class TransferMethod(Enum):
     """SCHEDULED: as it is. FREE: everybody to all slaves at once. NAIVE: everybody to one slave after the other, all in
     the same order."""
 
@@ -43,7 +43,7 @@ class Method(Enum):
     NAIVE = "naive order"
 
 
-class FreeForAll(Flow):
+class FreeForAll(FlowControl):
     """The same window to every slave at any time, whatever it takes and allows."""
 
     def __init__(self, slaves: Iterable[str], chunk_bytes: int, cap_chunks: int) -> None:
@@ -54,17 +54,17 @@ class FreeForAll(Flow):
         return self.in_flight_bytes(slave) < self._each_bytes
 
 
-class OneAfterAnother(Flow):
+class OneAfterAnother(FlowControl):
     """A slave is begun only when the one before has everything."""
 
     def may_send(self, slave: str) -> bool:
         return slave == next(self.open_slaves(), slave) and self.in_flight_bytes(slave) < CAP_CHUNKS * self.chunk_bytes
 
 
-FLOWS: Mapping[Method, Callable[[Iterable[str], int, int], Flow]] = {
-    Method.SCHEDULED: Flow,
-    Method.FREE: FreeForAll,
-    Method.NAIVE: OneAfterAnother,
+FLOWS: Mapping[TransferMethod, Callable[[Iterable[str], int, int], FlowControl]] = {
+    TransferMethod.SCHEDULED: FlowControl,
+    TransferMethod.FREE: FreeForAll,
+    TransferMethod.NAIVE: OneAfterAnother,
 }
 
 
@@ -77,14 +77,14 @@ class Race:
     has_left: the part of a push that its slaves lack still; all of it unless named.
     """
 
-    clusters: Mapping[str, Rates]
-    slaves: Mapping[str, Rates]
+    clusters: Mapping[str, LinkRates]
+    slaves: Mapping[str, LinkRates]
     delay_s: float
     model_bytes: int = 256 * MIB
     chunk_bytes: int = MIB
     way: Way = Way.PUSH
     begins_s: Mapping[str, float] = field(default_factory=dict)
-    changes: tuple[tuple[float, str, Rates], ...] = ()
+    changes: tuple[tuple[float, str, LinkRates], ...] = ()
     told_s: Mapping[str, float] = field(default_factory=dict)
     has_left: Mapping[str, float] = field(default_factory=dict)
 
@@ -96,16 +96,16 @@ class Race:
         )  # fmt: skip
 
 
-def run(race: Race, method: Method) -> dict[str, float]:
+def run(race: Race, method: TransferMethod) -> dict[str, float]:
     """Seconds that each cluster's transfer takes."""
     return _Course(race, method).run()
 
 
 class _Course:
-    def __init__(self, race: Race, method: Method) -> None:
+    def __init__(self, race: Race, method: TransferMethod) -> None:
         self.race, self.method = race, method
         self.kernel = Kernel(1)
-        self.links = Links(self.kernel, LinkPlan({**race.clusters, **race.slaves}))
+        self.links = LinkOccupancy(self.kernel, LinkPlan({**race.clusters, **race.slaves}))
         self.scheduler = TransferScheduler()
         self.layout = _layout(race)
         names = tuple(SlaveId(name) for name in race.slaves)
@@ -133,10 +133,12 @@ class _Course:
 
     def _begin(self, name: str, slot: int) -> None:
         order: Iterable[int] = range(len(self.layout.blocks))
-        if self.method is Method.SCHEDULED:
+        if self.method is TransferMethod.SCHEDULED:
             told_s = self.race.told_s
-            wish = Wish(name, self.race.way, slot, told_s.get(name, 0.0), min(told_s.values(), default=0.0))
-            order = self.scheduler.begin(wish, self.placement)
+            request = TransferRequest(
+                name, self.race.way, slot, told_s.get(name, 0.0), min(told_s.values(), default=0.0)
+            )
+            order = self.scheduler.begin(request, self.placement)
         _Cluster(self, name, order).pump()
 
     def _beat(self) -> None:
@@ -176,14 +178,14 @@ class _Cluster:
 
     def pump(self) -> None:
         for action in self.transfer.actions(self.course.kernel.now_s):
-            assert isinstance(action, Ask), "nobody is silent here"
+            assert isinstance(action, SlaveRequest), "nobody is silent here"
             there = action.chunk.length_bytes if action.chunk and self.course.race.way is Way.PUSH else 0
             self._carry(self.name, action.slave, there, self._asked, action)
 
     def _carry(self, source: str, target: str, n_bytes: int, action: Callable[..., None], *args: object) -> None:
         self.course.links.carry(source, target, n_bytes, self.course.race.delay_s, None, action, *args)
 
-    def _asked(self, ask: Ask) -> None:
+    def _asked(self, ask: SlaveRequest) -> None:
         """At the slave."""
         course, now_s, lacking = self.course, self.course.kernel.now_s, self.lacking[ask.slave]
         pace, back = course.credits[ask.slave], 0
@@ -198,7 +200,7 @@ class _Cluster:
             pace.note_closed(self.name, now_s)
         self._carry(ask.slave, self.name, back, self._answered, ask, missing, not lacking, credit)
 
-    def _answered(self, ask: Ask, missing: tuple[MissingChunk, ...], complete: bool, credit: int) -> None:
+    def _answered(self, ask: SlaveRequest, missing: tuple[MissingChunk, ...], complete: bool, credit: int) -> None:
         """At the cluster."""
         now_s = self.course.kernel.now_s
         if self.course.race.way is Way.PULL:
@@ -223,13 +225,13 @@ def _layout(race: Race) -> Layout:
 
 # ---- the table ----
 
-_GBIT = Rates(1e9, 1e9)
+_GBIT = LinkRates(1e9, 1e9)
 _FAST = dict.fromkeys(("a", "b", "c"), _GBIT)
-_FOUR = {**_FAST, "slow": Rates(1e8, 1e8)}
+_FOUR = {**_FAST, "slow": LinkRates(1e8, 1e8)}
 _SLAVES = {f"s{i:02d}": _GBIT for i in range(16)}
 
 
-def _first(n: int) -> dict[str, Rates]:
+def _first(n: int) -> dict[str, LinkRates]:
     return dict(list(_SLAVES.items())[:n])
 
 
@@ -237,10 +239,10 @@ def races(way: Way, delay_s: float) -> dict[str, Race]:
     """What the table shows; 1 Gbit/s unless it says otherwise."""
     eight = {f"c{i}": _GBIT for i in range(8)}
     late = {"slow": 0.0, "a": 1.0, "b": 1.4, "c": 1.9}
-    cast: dict[str, tuple[dict[str, Rates], dict[str, Rates], dict[str, float]]] = {
+    cast: dict[str, tuple[dict[str, LinkRates], dict[str, LinkRates], dict[str, float]]] = {
         "4 clusters, one at 0.1, 4 slaves": (_FOUR, _first(4), {}),
         "the same, begun one after the other": (_FOUR, _first(4), late),
-        "the same at once, one slave at 0.3": (_FOUR, {**_first(4), "s00": Rates(3e8, 3e8)}, {}),
+        "the same at once, one slave at 0.3": (_FOUR, {**_first(4), "s00": LinkRates(3e8, 3e8)}, {}),
         "4 clusters, one at 0.1, 1 slave": (_FOUR, _first(1), {}),
         "8 clusters, 2 slaves": (eight, _first(2), {}),
         "8 clusters, 4 slaves": (eight, _first(4), {}),
@@ -252,19 +254,22 @@ def races(way: Way, delay_s: float) -> dict[str, Race]:
     }
 
 
-def slowdowns(race: Race, method: Method) -> dict[str, float]:
+def slowdowns(race: Race, method: TransferMethod) -> dict[str, float]:
     """Each cluster's time over what it takes alone, as scheduled."""
-    return {name: took_s / run(race.alone(name), Method.SCHEDULED)[name] for name, took_s in run(race, method).items()}
+    return {
+        name: took_s / run(race.alone(name), TransferMethod.SCHEDULED)[name]
+        for name, took_s in run(race, method).items()
+    }
 
 
 def main() -> None:
     """Time over what it takes alone: mean and worst of the clusters with fast links."""
-    print(f"{'':45}" + "".join(f"{method.value:>15}" for method in Method))
+    print(f"{'':45}" + "".join(f"{method.value:>15}" for method in TransferMethod))
     for way in Way:
         for delay_s in (0.0002, 0.025):
             for name, race in races(way, delay_s).items():
                 cells = []
-                for method in Method:
+                for method in TransferMethod:
                     fast = [x for cluster, x in slowdowns(race, method).items() if cluster != "slow"]
                     cells.append(f"{sum(fast) / len(fast):8.2f}  {max(fast):.2f}")
                 print(f"{way.value} {1e3 * delay_s:4g} ms  {name:35}" + "".join(f"{cell:>15}" for cell in cells))

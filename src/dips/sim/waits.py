@@ -22,7 +22,7 @@ SLOWEST = 3.0
 """A job, a flush or a message takes up to so many times its mean; longer ones are rarer than one in a thousand."""
 
 
-class Waits:
+class VerdictWaits:
     """One run's."""
 
     def __init__(self, world: World) -> None:
@@ -58,7 +58,7 @@ class Waits:
     def most_s(self) -> float | None:
         """Two ordinary rounds, the grace window and one round time-out; None while no version is published."""
         plan, master = self._world.plan, master_of(self._world)
-        if master is None or master.state is None or master.state.world.published is None:
+        if master is None or master.state is None or master.state.shared.published is None:
             return None
         round_s = SLOWEST * (3 * plan.work_s + 4 * plan.flush_s + 12 * plan.delay_s)
-        return ROUNDS * round_s + pacing.longest_window_s(master.state.world) + plan.config.round_timeout_s
+        return ROUNDS * round_s + pacing.longest_window_s(master.state.shared) + plan.config.round_timeout_s

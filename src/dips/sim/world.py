@@ -26,7 +26,7 @@ from dips.sim.budgets import Budgets
 from dips.sim.checks import Checks, version_of
 from dips.sim.content import CLEAN
 from dips.sim.content_checks import ContentChecks
-from dips.sim.counts import HEALED_ROUNDS, HEALED_S, NO_MASTER, RECOVERY, STARTING, Counts
+from dips.sim.counts import HEALED_ROUNDS, HEALED_S, NO_MASTER, RECOVERY, STARTING, RunCounts
 from dips.sim.data_keys import key_of
 from dips.sim.disks import JournalDisk
 from dips.sim.faults import register
@@ -36,12 +36,12 @@ from dips.sim.hosts.master import MasterHost
 from dips.sim.hosts.reader import ReaderHost
 from dips.sim.hosts.slave import SlaveHost
 from dips.sim.judging import Judge
-from dips.sim.kernel import Kernel, Process
-from dips.sim.links import Links
+from dips.sim.kernel import Kernel, SimulatedProcess
+from dips.sim.links import LinkOccupancy
 from dips.sim.name_checks import NameChecks
 from dips.sim.network import Network, Weather
-from dips.sim.plan import Plan, make_plan
-from dips.sim.waits import Waits
+from dips.sim.run_plan import SimulatedRunPlan, make_plan
+from dips.sim.waits import VerdictWaits
 from dips.worker.state.effects import Finished
 
 HEALED_WITHIN_S = 150.0
@@ -58,7 +58,7 @@ BUDGETS_EVERY = 64
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SeedOutcome:
     """What one seed showed."""
 
     seed: int
@@ -73,7 +73,7 @@ class Outcome:
     facts: Mapping[str, int] = field(default_factory=dict)
     story: tuple[str, ...] = ()
     shape: str = ""
-    counts: Counts = field(default_factory=Counts)
+    counts: RunCounts = field(default_factory=RunCounts)
 
     @property
     def arrows(self) -> frozenset[Arrow]:
@@ -89,22 +89,26 @@ class World:
     FIRST_FAULT_S = 0.6
 
     def __init__(
-        self, seed: int, tell: bool = False, plan: Plan | None = None, planned: tuple[str, ...] | None = None
+        self,
+        seed: int,
+        tell: bool = False,
+        plan: SimulatedRunPlan | None = None,
+        planned: tuple[str, ...] | None = None,
     ) -> None:
         self.seed = seed
         self.kernel = Kernel(seed, tell)
         self.shape = shapes.of_seed(seed) if plan is None else shapes.GIVEN
         self.plan = plan or make_plan(self.kernel.rng, shape=self.shape)
         self.run_id = self.plan.config.run_id
-        self.counts = Counts()
+        self.counts = RunCounts()
         self._phase = STARTING
         self.seen = Seen()
-        links = Links(self.kernel, self.plan.links) if self.plan.links is not None else None
+        links = LinkOccupancy(self.kernel, self.plan.links) if self.plan.links is not None else None
         self.net = Network(self.kernel, self.fired, Weather(self.plan.delay_s), links=links)
         self.checks = ContentChecks(self) if self.plan.arithmetic.remembers else Checks(self)
         self.judge = Judge(self)
         self.budgets = Budgets(self)
-        self.waits = Waits(self)
+        self.waits = VerdictWaits(self)
         self.names = NameChecks(self)
         self.churning = self.rolling = False
         """Whether clusters come and go all the time, and whether processes are being restarted in turn."""
@@ -128,7 +132,7 @@ class World:
         self.voids = 0
         self.rounds_at_publish = 0
         self.publishes = 0
-        self.watchers: list[Callable[[str, Process, str, Mapping[str, Any]], None]] = []
+        self.watchers: list[Callable[[str, SimulatedProcess, str, Mapping[str, Any]], None]] = []
         self._handled = 0
         self._tokens = 0
         self._said: dict[tuple[str, str], str] = {}
@@ -144,13 +148,13 @@ class World:
         self.twins: list[ClusterHost | SlaveHost] = []
         """Second processes under a name that is another's."""
         self._drawn = 0
-        self.struck: Process | None = None
+        self.struck: SimulatedProcess | None = None
         self._planned = planned
         self.waits.judging = bool(self.plan.sabotaged) and set(planned or ()) <= set(register.OF_ONE_CLUSTER)
 
     # ---- the course of a run ----
 
-    def run(self) -> Outcome:
+    def run(self) -> SeedOutcome:
         """The whole run; never raises for what the simulated processes do."""
         with self.seen.watching():
             self._boot()
@@ -223,7 +227,7 @@ class World:
         lost = self.state_lost or self.plan.durability == "async"
         if master is None or master.state is None or not lost or self.checks.violations or self.ended:
             return False
-        recovery = master.state.world.recovery
+        recovery = master.state.shared.recovery
         return recovery.phase.now is RecoveryPhase.GATHERING and bool(recovery.words or recovery.reason)
 
     def _operator_restores(self, publishes: int, restored: bool) -> None:
@@ -253,7 +257,7 @@ class World:
         master = master_of(self)
         if master is None or master.state is None:
             return False
-        world = master.state.world
+        world = master.state.shared
         return world.all_slaves_ready() and bool(world.members) and world.ledger.version is not None
 
     def heal(self) -> None:
@@ -286,7 +290,7 @@ class World:
         master = master_of(self)
         if self.ended:
             return
-        if master is not None and not master.paused and master.state is not None and master.state.world.ledger.paused:
+        if master is not None and not master.paused and master.state is not None and master.state.shared.ledger.paused:
             master.operate(Resume(OperatorRequest("", "well again")))
         self.kernel.after(LOOKS_EVERY_S, None, self._operator_watches)
 
@@ -315,8 +319,8 @@ class World:
         elif not ended and not self.checks.violations:
             self.checks.violated(f"the run does not end: {self.waiting_for()}")
 
-    def _outcome(self) -> Outcome:
-        return Outcome(
+    def _outcome(self) -> SeedOutcome:
+        return SeedOutcome(
             self.seed,
             tuple(self.checks.violations),
             dict(sorted(self.counts.fired.items())),
@@ -421,11 +425,11 @@ class World:
 
     def slave_at(self, endpoint: str) -> SlaveHost | None:
         """Who listens at a data endpoint; each life of a slave has its own."""
-        name, _, life = endpoint.removeprefix("tcp://").partition(":")
+        name, _, generation = endpoint.removeprefix("tcp://").partition(":")
         slave = self.slaves.get(name)
-        return slave if slave is not None and slave.alive and str(slave.life) == life else None
+        return slave if slave is not None and slave.alive and str(slave.generation) == generation else None
 
-    def key_of(self, process: Process) -> bytes:
+    def key_of(self, process: SimulatedProcess) -> bytes:
         """The data key of this life of a process; empty where the run uses none."""
         return key_of(process) if self.plan.config.encrypted else b""
 
@@ -464,7 +468,7 @@ class World:
         if self.kernel.telling:
             self.kernel.story.extend(_traceback(error))
 
-    def tape(self, role: str, process: Process, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
+    def tape(self, role: str, process: SimulatedProcess, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
         """One line of a process's tape."""
         text = " ".join(f"{key}={value}" for key, value in fields.items())
         self.kernel.note(process.name, f"{kind} {text}")
@@ -519,7 +523,7 @@ class World:
 
     def _placed_by(self, master: MasterHost) -> Mapping[int, str]:
         """Which slave holds which block, as the master whose entry it is has it."""
-        placement = master.state.world.ledger.placement if master.state is not None else None
+        placement = master.state.shared.ledger.placement if master.state is not None else None
         if placement is None:
             return {}
         return {block: placement.slaves[index] for block, index in enumerate(placement.slave_of_block)}
@@ -529,7 +533,7 @@ class World:
         master = master_of(self)
         if master is None or master.state is None:
             return "no master is alive"
-        world = master.state.world
+        world = master.state.shared
         phases = {name: c.session.phase.value if c.session else "-" for name, c in self.clusters.items()}
         slaves = {str(name): slave.phase.now.value for name, slave in world.slaves.items()}
         troubles = [slave.trouble for slave in world.slaves.values() if slave.trouble]

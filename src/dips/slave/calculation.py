@@ -20,7 +20,7 @@ from dips.core.math.outer_numpy import F64, I64, PIECE_ELEMS
 from dips.core.messages import BlockGram, Prepare
 from dips.core.threads import Threads, split
 from dips.slave.memory import F32, ShardMemory, bytes_of
-from dips.slave.receipts import Known
+from dips.slave.receipts import KnownReceipts
 
 ONE_THREAD = Threads(1)
 
@@ -29,7 +29,11 @@ PARTS_PER_THREAD = 4
 
 
 def measure(
-    memory: ShardMemory, theta: F32, rows: Sequence[int], known: Known | None = None, threads: Threads = ONE_THREAD
+    memory: ShardMemory,
+    theta: F32,
+    rows: Sequence[int],
+    known: KnownReceipts | None = None,
+    threads: Threads = ONE_THREAD,
 ) -> tuple[BlockGram, ...]:
     """The Gram matrix of the rows' pseudo-gradients at theta, block by block (docs/algorithm.md, MEASURE).
 
@@ -53,7 +57,7 @@ def measure(
 
 
 def _piece_sums(
-    memory: ShardMemory, theta: F32, rows: Sequence[int], known: Known | None, threads: Threads
+    memory: ShardMemory, theta: F32, rows: Sequence[int], known: KnownReceipts | None, threads: Threads
 ) -> tuple[F64, I64]:
     """((k (k + 1) / 2, p) sums of each pair, upper triangle by rows; (k, p) non-finite elements)."""
     edges, k = _edges(memory), len(rows)

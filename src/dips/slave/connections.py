@@ -1,4 +1,4 @@
-"""Watches the data port's connections from outside of libzmq, and cuts those that slave/state/guard.py names.
+"""Watches the data port's connections from outside of libzmq, and cuts those that slave/state/connections.py names.
 
 A thread of its own, since the data thread may be busy with what it is to be protected from. A connection is cut below
 libzmq, which takes it for the peer's end: nobody else's connection is touched.
@@ -16,9 +16,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from dips.slave.cutting import connection_of, reset
 from dips.slave.data_server import PAGE_BYTES, DataServer
-from dips.slave.state.guard import Cut, Guard, Pressure
+from dips.slave.disconnecting import connection_of, reset
+from dips.slave.state.connections import ConnectionLimits, Cut, Pressure
 
 LOOK_S = 0.05
 """How often. libzmq takes in about 2 GB/s, so what comes between two looks stays below 100 MB."""
@@ -53,7 +53,7 @@ class ConnectionGuard:
         self._most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._n_files = 0
         self._looks = 0
-        self._guard = Guard()
+        self._guard = ConnectionLimits()
         self._delivering: set[int] = set()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dips-guard", daemon=True)

@@ -19,14 +19,14 @@ from dips.core.messages import Settings, SlaveCommand, SlaveMessage
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_channel import open_channel_aio
 from dips.core.net.grpc_refusal import refused_from
-from dips.core.net.keys import Used
+from dips.core.net.keys import UsedKeys
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import check_let_in, why_not_let_in
 from dips.core.observe.failpoints import copies, failpoint
 from dips.core.observe.telemetry import ChangeLogger
 from dips.protos import slaves_pb2, slaves_pb2_grpc
 from dips.slave.data_server import DataServer, with_resident_bytes
-from dips.slave.engine import Engine
+from dips.slave.shell import SlaveShell
 from dips.slave.state import events
 
 FIRST_WAIT_S = 0.1
@@ -62,11 +62,11 @@ Attachment = grpc.aio.StreamStreamCall[slaves_pb2.SlaveMessage, slaves_pb2.Slave
 class Control:
     """master: "host:port". run() returns never; it raises Refused when the master refuses this slave for good."""
 
-    def __init__(self, master: str, security: Security, engine: Engine, data: DataServer) -> None:
+    def __init__(self, master: str, security: Security, shell: SlaveShell, data: DataServer) -> None:
         self._master = master
         self._security = security
-        self._used = Used(security)
-        self._engine = engine
+        self._used = UsedKeys(security)
+        self._shell = shell
         self._data = data
         self._changes = ChangeLogger(log)
         self._up: asyncio.Queue[SlaveMessage] = asyncio.Queue()
@@ -74,8 +74,8 @@ class Control:
         self._welcomed = False
         self._told_refused = 0
         self._closing: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        engine.send = self._send
-        engine.close_link = self._close_link
+        shell.send = self._send
+        shell.close_link = self._close_link
 
     async def run(self) -> None:
         """Attach, and attach again, until cancelled."""
@@ -95,9 +95,9 @@ class Control:
         """One stream, from hello to its end. Returns why it ended."""
         self._up = asyncio.Queue()
         self._welcomed, self._closing = False, asyncio.get_running_loop().create_future()
-        self._used = Used(self._security)
+        self._used = UsedKeys(self._security)
         self._call = call = stub.Attach()
-        self._engine.handle(events.Linked())
+        self._shell.handle(events.Linked())
         helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
         why = "the master ended it"
         try:
@@ -117,7 +117,7 @@ class Control:
                 helper.cancel()
             call.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
-            self._engine.handle(events.Unlinked(why))
+            self._shell.handle(events.Unlinked(why))
         return why
 
     def _judge(self, error: grpc.RpcError) -> str:
@@ -130,7 +130,7 @@ class Control:
         if meaning.code in FOR_GOOD and not meaning.retry_after_s > 0:
             raise meaning
         if meaning.code is RefusalCode.FENCED:
-            self._engine.handle(events.Fenced())
+            self._shell.handle(events.Fenced())
         return meaning.sentence
 
     async def _read(self, call: Attachment) -> None:
@@ -139,8 +139,8 @@ class Control:
         while isinstance(message, slaves_pb2.SlaveCommand):
             self._welcomed = True
             for _ in range(copies(failpoint("slave.link.after_receive"))):
-                self._engine.handle(events.Commanded(from_message(message, SlaveCommand)))
-            if self._engine.state.link.attached:
+                self._shell.handle(events.Commanded(from_message(message, SlaveCommand)))
+            if self._shell.state.link.attached:
                 self._changes.report("link", f"attached to the master at {self._master}")
             message = await self._next(call)
 
@@ -175,13 +175,13 @@ class Control:
 
     async def _beat(self) -> None:
         while True:
-            welcome = self._engine.state.link.welcome
+            welcome = self._shell.state.link.welcome
             await self._until_next_beat(welcome.settings.heartbeat_s if welcome is not None else FIRST_WAIT_S)
-            self._engine.note_refusals()
-            if self._engine.state.link.attached:
-                beat = replace(with_resident_bytes(self._data.beat()), durable=self._engine.state.shard.saving.durable)
+            self._shell.note_refusals()
+            if self._shell.state.link.attached:
+                beat = replace(with_resident_bytes(self._data.beat()), durable=self._shell.state.shard.saving.durable)
                 self._told_refused = beat.refused_connections
-                self._send(SlaveMessage(self._engine.state.caller(), beat))
+                self._send(SlaveMessage(self._shell.state.caller(), beat))
 
     async def _until_next_beat(self, period_s: float) -> None:
         """Or until somebody was turned away at the data port, so that the master's log has it within a second."""

@@ -23,9 +23,9 @@ from dips.core.messages import Refusal, SlaveBeat
 from dips.core.net.data_header import REQUESTS, WITH_PAYLOAD, DataHeader, DataOp
 from dips.core.observe.counting import Recent
 from dips.core.wire import Codec, encoded_bytes
-from dips.slave.landing import Companion, Job
-from dips.slave.memory import F32, Buffer, bytes_of
-from dips.slave.receipts import NEVER, Known, Receipts
+from dips.slave.landing import Companion, LandingJob
+from dips.slave.memory import F32, ThetaBuffer, bytes_of
+from dips.slave.receipts import NEVER, KnownReceipts, Receipts
 from dips.slave.state.admission import Admission
 from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.credits import Credits
@@ -81,7 +81,7 @@ class DataPort:
         self._rows: F32 | None = None
         self._table: StagingTable | None = None
         self._receipts: Receipts | None = None
-        self._readable: Mapping[Version, Buffer] = {}
+        self._readable: Mapping[Version, ThetaBuffer] = {}
         self._bytes: dict[Version, memoryview] = {}
         self._current: Version | None = None
         self._under_way: set[tuple[int, int]] = set()
@@ -115,7 +115,7 @@ class DataPort:
             self._staged_of.keep(len(staging))
             self._receipts = Receipts(shard, len(staging))
 
-    def set_readable(self, versions: Mapping[Version, Buffer], current: Version | None) -> None:
+    def set_readable(self, versions: Mapping[Version, ThetaBuffer], current: Version | None) -> None:
         """Serve these versions and no others; pushes are measured with `current`, one of them, or not at all."""
         self._readable = versions
         self._bytes = {version: bytes_of(buffer.theta) for version, buffer in versions.items()}
@@ -154,7 +154,7 @@ class DataPort:
             self._table.close_all()
         self._push_credits = Credits(MAX_WINDOW_CHUNKS)
 
-    def known(self, version: Version) -> Known | None:
+    def known(self, version: Version) -> KnownReceipts | None:
         """What receipt told of complete pushes for MEASURE at this version; None if it is not the current one."""
         return self._receipts.known() if self._receipts is not None and self._current == version else None
 
@@ -168,7 +168,7 @@ class DataPort:
         assert step is not None, "with one landing at a time no other is under way"
         return self.end(step, landed(step))
 
-    def begin(self, frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Answer | Job | None:
+    def begin(self, frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Answer | LandingJob | None:
         """The answer, or a landing to run first; None: the same chunk is under way, try again when something ended.
 
         user: the id that slave/state/admission.py gave the connection that the message came by.
@@ -187,7 +187,7 @@ class DataPort:
         except Refused as refused:
             return self._refuse(request, refused)
 
-    def end(self, job: Job, refused: Refused | None) -> Answer:
+    def end(self, job: LandingJob, refused: Refused | None) -> Answer:
         """Note what a landing did, and answer its sender."""
         assert self._table is not None
         assert self._receipts is not None
@@ -238,7 +238,7 @@ class DataPort:
         refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
         return Answer(DataHeader(self._run_id, self._epoch, DataOp.REFUSED, request, refusal=refusal))
 
-    def _serve(self, header: DataHeader, frames: Sequence[memoryview], peer: bytes) -> Answer | Job | None:
+    def _serve(self, header: DataHeader, frames: Sequence[memoryview], peer: bytes) -> Answer | LandingJob | None:
         if self._map is None or self._table is None:
             raise Refused(RefusalCode.BUSY, "this slave has no memory yet: it is starting", NOT_READY_RETRY_S)
         if header.op is DataOp.GET_CHUNK:
@@ -253,7 +253,7 @@ class DataPort:
         staging = self._table.find(header.push, header.attempt)
         return Answer(self._reply(header, DataOp.MISSING, staging))
 
-    def _put(self, header: DataHeader, payload: memoryview, table: StagingTable) -> Answer | Job | None:
+    def _put(self, header: DataHeader, payload: memoryview, table: StagingTable) -> Answer | LandingJob | None:
         staging, landing, has_landed = table.admit(header, len(payload))
         if has_landed:
             return Answer(self._reply(header, DataOp.ACK, staging))
@@ -263,17 +263,17 @@ class DataPort:
         self._under_way.add((staging.slot, landing.index))
         return job
 
-    def _job(self, header: DataHeader, payload: memoryview, staging: Staging, landing: Landing) -> Job:
+    def _job(self, header: DataHeader, payload: memoryview, staging: Staging, landing: Landing) -> LandingJob:
         assert self._rows is not None
         elems = landing.elems
-        job = Job(header, staging, landing, payload, self._checksum, self._rows[staging.slot, elems])
+        job = LandingJob(header, staging, landing, payload, self._checksum, self._rows[staging.slot, elems])
         if staging.wire is not Codec.F32:
             job.base = self._base(staging).theta[elems]
         if self._current is not None:
             self._to_measure(job, elems)
         return job
 
-    def _to_measure(self, job: Job, elems: slice) -> None:
+    def _to_measure(self, job: LandingJob, elems: slice) -> None:
         """Have the chunk's sums taken with the current theta, and products with the other pushes that have it."""
         assert self._rows is not None
         assert self._receipts is not None
@@ -289,7 +289,7 @@ class DataPort:
             for other, products in self._receipts.companions(row, landing)
         ]
 
-    def _base(self, staging: Staging) -> Buffer:
+    def _base(self, staging: Staging) -> ThetaBuffer:
         base = self._readable.get(staging.base) if staging.base is not None else None
         if base is None:
             raise Refused(
@@ -362,7 +362,7 @@ class DataPort:
         self._staged(PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
 
 
-def landed(job: Job) -> Refused | None:
+def landed(job: LandingJob) -> Refused | None:
     """Run a landing; what it was refused with, for end()."""
     try:
         job.run()

@@ -32,19 +32,19 @@ from dips.core.net.curve import CurvePair, as_server
 from dips.core.net.data_header import MAX_HEADER_BYTES
 from dips.core.net.frames_zmq import NOW, NOW_MORE, Outgoing
 from dips.core.net.handshakes_zmq import Failure, Handshakes
-from dips.core.observe.failpoint_spec import Kind
+from dips.core.observe.failpoint_spec import FailpointKind
 from dips.core.observe.failpoints import failpoint
 from dips.core.wire import Codec
-from dips.slave.cutting import cut
 from dips.slave.data_port import Answer, DataPort, Figures, landed
-from dips.slave.gate import Gate
-from dips.slave.landing import Job
-from dips.slave.memory import F32, Buffer
-from dips.slave.receipts import Known
+from dips.slave.disconnecting import cut
+from dips.slave.landing import LandingJob
+from dips.slave.memory import F32, ThetaBuffer
+from dips.slave.receipts import KnownReceipts
 from dips.slave.state.admission import Admission
 from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap
+from dips.slave.zap import ZapHandler
 
 HANDSHAKE_MS = 5_000
 """A peer that does not speak ZMTP is dropped after this."""
@@ -85,7 +85,7 @@ KEPT_FRAMES = 3
 MOST_FRAMES = 1 << 16
 """Reading and dropping so many takes 50 ms. libzmq cannot skip the rest of a message; closing the socket does."""
 
-Message = tuple[bytes, list[zmq.Frame]]
+DataMessage = tuple[bytes, list[zmq.Frame]]
 """A peer's routing id, and the frames that it sent."""
 
 
@@ -121,9 +121,9 @@ class DataServer:
         self._outgoing = Outgoing()
         self._max_chunk_bytes = max_chunk_bytes
         self._listener = self._listen(host, port)
-        self._gate: Gate | None = None
+        self._gate: ZapHandler | None = None
         if self._admission is not None:
-            self._gate = Gate(self._context, self._admission, self._port.refuse_connection)
+            self._gate = ZapHandler(self._context, self._admission, self._port.refuse_connection)
         self._router, self._handshakes = self._bind()
         self._hear, self._wake = os.pipe()
         for end in (self._hear, self._wake):
@@ -133,15 +133,15 @@ class DataServer:
         if self._gate is not None:
             self._poller.register(self._gate.socket, zmq.POLLIN)
         self._watch()
-        self._at_the_door = True
+        self._handshakes_due = True
         self._traffic_bytes = 0
         self._delivered: set[int] | None = None
         self._pool = ThreadPoolExecutor(data_threads, "dips-landing") if data_threads > 1 else None
         self._most_under_way = 2 * data_threads
         self._under_way = 0
-        self._admitted: list[tuple[bytes, Job]] = []
-        self._landed: queue.SimpleQueue[tuple[bytes, Job, Refused | BaseException | None]] = queue.SimpleQueue()
-        self._deferred: deque[Message] = deque()
+        self._admitted: list[tuple[bytes, LandingJob]] = []
+        self._landed: queue.SimpleQueue[tuple[bytes, LandingJob, Refused | BaseException | None]] = queue.SimpleQueue()
+        self._deferred: deque[DataMessage] = deque()
         self._figures = Figures()
         self._beat_s = 0.0
         self._counters_moved = True
@@ -277,7 +277,7 @@ class DataServer:
         self._post(word)
 
     def set_readable(
-        self, versions: Mapping[Version, Buffer], done: Callable[[], None], current: Version | None = None
+        self, versions: Mapping[Version, ThetaBuffer], done: Callable[[], None], current: Version | None = None
     ) -> None:
         self._post(lambda: self._port.set_readable(versions, current))
         self._post(done)
@@ -305,7 +305,7 @@ class DataServer:
     def close_all(self) -> None:
         self._post(self._port.close_all)
 
-    def known(self, version: Version) -> Known | None:
+    def known(self, version: Version) -> KnownReceipts | None:
         """As DataPort.known; from any thread, since rows of complete pushes and the current version stand still."""
         return self._port.known(version)
 
@@ -339,13 +339,13 @@ class DataServer:
             self._hear_words()
         if self._ended:
             return
-        if self._at_the_door:
-            self._mind_the_door()
+        if self._handshakes_due:
+            self._serve_handshakes()
         more = self._receive_some()
         now_s = time.monotonic()
         if self._counters_moved and now_s - self._beat_s >= BEAT_REFRESH_S:
             self._figures, self._beat_s, self._counters_moved = self._port.figures(), now_s, False
-        self._at_the_door = True  # without a wait nothing tells
+        self._handshakes_due = True  # without a wait nothing tells
         if not more:
             self._wait()
 
@@ -355,8 +355,8 @@ class DataServer:
             timeout_ms = round(BEAT_REFRESH_S * 1000)
         ready = dict(self._poller.poll(timeout_ms))
         self._counters_moved |= bool(ready)
-        door = (self._handshakes.socket, None if self._gate is None else self._gate.socket)
-        self._at_the_door = self._handshakes.unsettled or any(socket in ready for socket in door)
+        sockets = (self._handshakes.socket, None if self._gate is None else self._gate.socket)
+        self._handshakes_due = self._handshakes.unsettled or any(socket in ready for socket in sockets)
         if self._hear in ready:
             os.read(self._hear, 4096)
 
@@ -367,7 +367,7 @@ class DataServer:
         while not self._words.empty():
             self._words.get()()
 
-    def _mind_the_door(self) -> None:
+    def _serve_handshakes(self) -> None:
         """Let in who may come in, and count who was not."""
         if self._gate is not None:
             self._gate.answer_all()
@@ -392,7 +392,7 @@ class DataServer:
         self._land_admitted()
         return True
 
-    def _receive(self) -> Message | None:
+    def _receive(self) -> DataMessage | None:
         try:
             peer = self._router.recv(NOW)
         except zmq.Again:
@@ -414,7 +414,7 @@ class DataServer:
                 noted.add(frames[0].get(zmq.SRCFD))
         return peer, frames
 
-    def _serve(self, message: Message) -> None:
+    def _serve(self, message: DataMessage) -> None:
         peer, frames = message
         self._counters_moved = True
         user = "" if self._admission is None else self._user_of(frames[0], self._admission)
@@ -449,7 +449,7 @@ class DataServer:
 
     # ---- landings on the pool ----
 
-    def _land(self, peer: bytes, job: Job) -> None:
+    def _land(self, peer: bytes, job: LandingJob) -> None:
         """On a thread of the pool."""
         try:
             outcome: Refused | BaseException | None = landed(job)
@@ -462,7 +462,7 @@ class DataServer:
         while not self._landed.empty():
             self._finish(self._landed.get())
 
-    def _finish(self, ended: tuple[bytes, Job, Refused | BaseException | None]) -> None:
+    def _finish(self, ended: tuple[bytes, LandingJob, Refused | BaseException | None]) -> None:
         peer, job, outcome = ended
         self._under_way -= 1
         if outcome is not None and not isinstance(outcome, Refused):
@@ -514,12 +514,12 @@ def _through_failpoint(frames: list[bytes | memoryview]) -> list[list[bytes | me
         return []  # as when the peer is gone
     if action is None:
         return [frames]
-    if action.kind is Kind.CORRUPT:
+    if action.kind is FailpointKind.CORRUPT:
         *first, last = frames
         garbled = bytearray(last)
         garbled[-1] ^= 1
         return [[*first, bytes(garbled)]]
-    return {Kind.DROP: [], Kind.DUP: [frames, frames]}.get(action.kind, [frames])
+    return {FailpointKind.DROP: [], FailpointKind.DUP: [frames, frames]}.get(action.kind, [frames])
 
 
 def with_resident_bytes(beat: SlaveBeat) -> SlaveBeat:

@@ -20,7 +20,7 @@ _SLOT = re.compile(r"(?:ring-(\d{1,4})\.safetensors|manifest-(\d{1,4})\.json)\Z"
 
 
 @dataclass(frozen=True)
-class Content:
+class SlotContent:
     """A verified snapshot in a slot. info: as committed by its manifest, else a shadow as its header says."""
 
     info: SnapshotInfo
@@ -35,11 +35,11 @@ def manifest_name(slot: int) -> str:
     return f"manifest-{slot}.json"
 
 
-def take_stock(disk: Disk, run_id: str, slave_id: str) -> tuple[dict[int, Content | None], list[str]]:
+def take_stock(disk: Disk, run_id: str, slave_id: str) -> tuple[dict[int, SlotContent | None], list[str]]:
     """The slots that are there (None: nothing usable), and a sentence for each file that cannot be used."""
     names = disk.names()
     found = {int(match[1] or match[2]) for match in map(_SLOT.match, names) if match}
-    slots: dict[int, Content | None] = {}
+    slots: dict[int, SlotContent | None] = {}
     problems: list[str] = []
     for slot in sorted(found):
         slots[slot] = _stock(disk, slot, names, (run_id, slave_id), problems)
@@ -47,7 +47,7 @@ def take_stock(disk: Disk, run_id: str, slave_id: str) -> tuple[dict[int, Conten
     return slots, problems
 
 
-def _stock(disk: Disk, slot: int, names: list[str], owner: tuple[str, str], problems: list[str]) -> Content | None:
+def _stock(disk: Disk, slot: int, names: list[str], owner: tuple[str, str], problems: list[str]) -> SlotContent | None:
     name, named_by = ring_name(slot), manifest_name(slot)
     where = disk.where(name)
     try:
@@ -62,7 +62,7 @@ def _stock(disk: Disk, slot: int, names: list[str], owner: tuple[str, str], prob
         return None
     if head is None:
         return None
-    shadow = Content(head.info, head)
+    shadow = SlotContent(head.info, head)
     if named_by not in names:
         return shadow
     try:
@@ -92,7 +92,7 @@ def read_manifest(disk: Disk, slot: int, head: FileHead) -> Manifest:
     return found
 
 
-def _drop_doubles(slots: dict[int, Content | None], problems: list[str], disk: Disk) -> None:
+def _drop_doubles(slots: dict[int, SlotContent | None], problems: list[str], disk: Disk) -> None:
     """Of two files of the same version and round the committed one stays; a copy made by hand is no second snapshot."""
     kept: dict[object, int] = {}
     for slot, content in sorted(slots.items(), key=lambda item: not (item[1] and item[1].info.committed)):

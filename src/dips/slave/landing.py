@@ -35,7 +35,7 @@ class Companion:
 
 
 @dataclass(slots=True)
-class Job:
+class LandingJob:
     """A chunk that was admitted. Shapes: m elements of the chunk, p pieces of it.
 
     row: (m,), where it lands. theta: (m,) of the current version, and squared (p,) for the sums against it; both None

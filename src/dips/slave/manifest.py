@@ -15,7 +15,7 @@ import xxhash
 
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
-from dips.slave.snapshot_file import FileHead, FileStamp, SnapshotError, parse_round, read_version
+from dips.slave.snapshot_file import FileHead, SnapshotError, SnapshotStamp, parse_round, read_version
 
 FORMAT = "dips-manifest-2"
 
@@ -28,7 +28,7 @@ class Manifest:
     run_id: str
     slave_id: str
     file: str
-    stamp: FileStamp
+    stamp: SnapshotStamp
     file_version: Version
     file_round: RoundId
     record: str
@@ -93,7 +93,7 @@ def decode(data: bytes, where: str) -> Manifest:
             body["run_id"],
             body["slave_id"],
             body["file"],
-            FileStamp(body["file_bytes"], body["header_xxh3_128"]),
+            SnapshotStamp(body["file_bytes"], body["header_xxh3_128"]),
             read_version(body["file_version"]),
             parse_round(body["file_round"]),
             body["commit_record"],

@@ -34,7 +34,7 @@ BUSY_RETRY_S = 0.5
 
 
 @dataclass
-class Buffer:
+class ThetaBuffer:
     """One theta. checksums: xxh3-64 of each chunk, in (block, offset) order. momentum: of the current version only."""
 
     theta: F32
@@ -74,15 +74,15 @@ class ShardMemory:
         self.max_buffers = RING_BUFFERS + spare // max(1, self.map.n_bytes + BYTES_PER_CHECKSUM * self.map.n_chunks)
         tell = _summed((staging_slots + RING_BUFFERS + 2) * self.map.n_bytes, touched)
         self.staging = _touched((staging_slots, self.n_elems), tell)
-        self._buffers = [Buffer(_touched((self.n_elems,), tell)) for _ in range(RING_BUFFERS)]
+        self._buffers = [ThetaBuffer(_touched((self.n_elems,), tell)) for _ in range(RING_BUFFERS)]
         self._momentum = [_touched((self.n_elems,), tell) for _ in range(2)]
         self.samples = Samples(self.n_trained)
-        self.current: Buffer | None = None
-        self.previous: Buffer | None = None
-        self.shadow: Buffer | None = None
+        self.current: ThetaBuffer | None = None
+        self.previous: ThetaBuffer | None = None
+        self.shadow: ThetaBuffer | None = None
         self._pins: frozenset[Version] = frozenset()
-        self._readable: dict[Version, Buffer] = {}
-        self._leaving: list[Buffer] = []
+        self._readable: dict[Version, ThetaBuffer] = {}
+        self._leaving: list[ThetaBuffer] = []
 
     @property
     def momentum(self) -> F32:
@@ -112,7 +112,7 @@ class ShardMemory:
             start += block.n_elems
         return out
 
-    def take(self) -> Buffer:
+    def take(self) -> ThetaBuffer:
         """A buffer to write the shadow into. Raises Refused(BUSY) while every one is read or pinned."""
         if self.shadow is not None:
             raise LocalProtocolError("a second shadow was begun while one stands")
@@ -127,7 +127,7 @@ class ShardMemory:
                 "memory_bytes or wait for the pulls to end",
                 BUSY_RETRY_S,
             )
-        self._buffers.append(Buffer(_touched((self.n_elems,))))
+        self._buffers.append(ThetaBuffer(_touched((self.n_elems,))))
         self.shadow = self._buffers[-1]
         return self.shadow
 
@@ -157,7 +157,7 @@ class ShardMemory:
         self._pins = frozenset(versions)
         self._sort_out()
 
-    def readable(self) -> Mapping[Version, Buffer]:
+    def readable(self) -> Mapping[Version, ThetaBuffer]:
         """What the data port may serve."""
         return dict(self._readable)
 
@@ -167,11 +167,11 @@ class ShardMemory:
             buffer.info = None
         self._leaving = []
 
-    def _held(self, buffer: Buffer) -> bool:
+    def _held(self, buffer: ThetaBuffer) -> bool:
         return buffer is self.shadow or any(buffer is other for other in (*self._readable.values(), *self._leaving))
 
     def _sort_out(self) -> None:
-        keep: dict[Version, Buffer] = {}
+        keep: dict[Version, ThetaBuffer] = {}
         for buffer in (self.current, self.previous):
             if buffer is not None and buffer.info is not None:
                 keep[buffer.info.version] = buffer

@@ -22,7 +22,7 @@ from dips.slave.memory import ShardMemory
 from dips.slave.metrics import METRICS, PREFIX
 from dips.slave.metrics_counts import JOBS, Counted, Counts
 from dips.slave.state.shard import ShardPhase
-from dips.slave.state.slave import SlaveState
+from dips.slave.state.slave import SlaveMachine
 
 PHASES = tuple(phase.value.lower() for phase in ShardPhase)
 
@@ -40,7 +40,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class MetricsMoment:
     """One moment of what the event loop owns. now_s: of the process's clock."""
 
     run_id: str
@@ -54,10 +54,10 @@ class Snapshot:
     now_s: float
 
 
-def snapshot(state: SlaveState, memory: ShardMemory | None, counts: Counts) -> Snapshot:
+def snapshot(state: SlaveMachine, memory: ShardMemory | None, counts: Counts) -> MetricsMoment:
     """On the event loop, between two events."""
     shard = state.shard
-    return Snapshot(
+    return MetricsMoment(
         state.link.run_id,
         state.link.attached,
         state.link.promised_epoch,
@@ -75,7 +75,7 @@ def _held(memory: ShardMemory) -> Held:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DiskSizes:
     """What is read on the scrape's thread. None: it cannot be read now."""
 
     resident_bytes: int
@@ -93,7 +93,7 @@ class Collector:
     memory_bytes_per_s: float
     security: Security = INSECURE
 
-    def families(self, now: Snapshot, figures: Figures, sizes: Sizes) -> Families:
+    def families(self, now: MetricsMoment, figures: Figures, sizes: DiskSizes) -> Families:
         families = Families(PREFIX, METRICS)
         families.set("info", 1, now.run_id, self.slave_id, VERSION)
         families.set(CERTIFICATE.name, certificate_left_s(self.security))
@@ -106,7 +106,7 @@ class Collector:
         return families
 
 
-def _link(families: Families, now: Snapshot) -> None:
+def _link(families: Families, now: MetricsMoment) -> None:
     events = now.counted.events
     families.set("attached", flag(now.attached))
     families.set("epoch", now.epoch)
@@ -116,7 +116,7 @@ def _link(families: Families, now: Snapshot) -> None:
     families.set("staged_pushes_total", events.get("staged", 0))
 
 
-def _shard(families: Families, now: Snapshot) -> None:
+def _shard(families: Families, now: MetricsMoment) -> None:
     families.one_of("shard_phase", now.phase, PHASES)
     families.set("version", now.version.v if now.version else None)
     families.set("timeline", now.version.timeline if now.version else None)
@@ -127,7 +127,7 @@ def _shard(families: Families, now: Snapshot) -> None:
         families.each("memory_bytes", now.held.use)
 
 
-def _jobs(families: Families, now: Snapshot, memory_bytes_per_s: float) -> None:
+def _jobs(families: Families, now: MetricsMoment, memory_bytes_per_s: float) -> None:
     counted = now.counted
     for kind in JOBS:
         families.set("job_failures_total", counted.failures.get(kind, 0), kind)
@@ -141,7 +141,7 @@ def _jobs(families: Families, now: Snapshot, memory_bytes_per_s: float) -> None:
         families.set("update_floor_seconds", counted.update.n_bytes / memory_bytes_per_s)
 
 
-def _sizes(families: Families, sizes: Sizes) -> None:
+def _sizes(families: Families, sizes: DiskSizes) -> None:
     families.set("resident_bytes", sizes.resident_bytes)
     families.set("budget_bytes", sizes.budget_bytes)
     families.set("disk_free_bytes", sizes.disk_free_bytes)

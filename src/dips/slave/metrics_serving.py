@@ -15,25 +15,25 @@ from dips.core.observe.metrics_server import LoopSnapshots, MetricsServer, serve
 from dips.slave.config import SlaveConfig
 from dips.slave.connections import ConnectionGuard
 from dips.slave.data_server import DataServer
-from dips.slave.engine import Engine
-from dips.slave.metrics_collector import Collector, Sizes, disk_free_bytes
+from dips.slave.metrics_collector import Collector, DiskSizes, disk_free_bytes
 from dips.slave.ring import Ring
+from dips.slave.shell import SlaveShell
 
 
 async def serve_slave_metrics(
-    config: SlaveConfig, security: Security, engine: Engine, data: DataServer, guard: ConnectionGuard, ring: Ring
+    config: SlaveConfig, security: Security, shell: SlaveShell, data: DataServer, guard: ConnectionGuard, ring: Ring
 ) -> MetricsServer | None:
     """A server that has started, if the settings ask for one. Raises ConfigError as MetricsServer does."""
     if config.metrics_listen is None:
         return None
-    speed = await engine.measure_memory()
+    speed = await shell.measure_memory()
     collector = Collector(config.slave_id, config.memory_bytes, speed, security)
-    snapshots = LoopSnapshots(asyncio.get_running_loop(), engine.look)
+    snapshots = LoopSnapshots(asyncio.get_running_loop(), shell.look)
 
     def collect() -> Families:
         infos = ring.infos()
         committed = sum(info.committed for info in infos)
-        sizes = Sizes(guard.memory_bytes(), guard.limit_bytes, disk_free_bytes(config.directory), committed)
+        sizes = DiskSizes(guard.memory_bytes(), guard.limit_bytes, disk_free_bytes(config.directory), committed)
         return collector.families(snapshots.take(), data.figures(), sizes)
 
     return serve_metrics(

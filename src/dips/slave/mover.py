@@ -28,7 +28,7 @@ from dips.core.wire import Codec
 from dips.slave.memory import F32, ShardMemory, bytes_of
 from dips.slave.ring import Ring
 from dips.slave.state import checks
-from dips.slave.state.fetching import WINDOW_CHUNKS, Ask, Fetch, cancelled
+from dips.slave.state.fetching import WINDOW_CHUNKS, ChunkRequest, Fetch, cancelled
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ class Mover:
             if self._cancelled.is_set():
                 raise cancelled(self._move)
             for action in fetch.actions(now_s()):
-                if isinstance(action, Ask):
+                if isinstance(action, ChunkRequest):
                     link.send(self._header(action, momentum).encode())
                 else:
                     link.connect()
@@ -138,7 +138,7 @@ class Mover:
             for frames in link.receive(pause_s):
                 self._hear(fetch, frames, momentum, into)
 
-    def _header(self, ask: Ask, momentum: bool) -> DataHeader:
+    def _header(self, ask: ChunkRequest, momentum: bool) -> DataHeader:
         chunk = ask.chunk
         return DataHeader(
             self._run_id, self._epoch, DataOp.GET_CHUNK, ask.request, version=self._move.from_version,

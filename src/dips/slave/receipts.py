@@ -99,9 +99,9 @@ class Receipts:
             if self._pair_of[place, chunk] == code and self._taken_with[place, chunk] == _PENDING:
                 self._taken_with[place, chunk] = theta_number
 
-    def known(self) -> Known:
+    def known(self) -> KnownReceipts:
         """What holds for the current theta."""
-        return Known(self, self.theta_number)
+        return KnownReceipts(self, self.theta_number)
 
     def _claim(self, code: int, chunk: int) -> int | None:
         """A place for a pair's products of this chunk; None while all hold what is of use, or soon will."""
@@ -123,7 +123,7 @@ class Receipts:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownReceipts:
     """What receipt told of complete pushes, for the theta with this number."""
 
     receipts: Receipts

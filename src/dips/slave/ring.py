@@ -21,7 +21,7 @@ from dips.core.messages import SnapshotInfo
 from dips.core.observe.failpoints import failpoint
 from dips.slave import manifest as manifests
 from dips.slave.durable import Disk, replace_durably
-from dips.slave.inventory import Content, manifest_name, read_manifest, ring_name, take_stock
+from dips.slave.inventory import SlotContent, manifest_name, read_manifest, ring_name, take_stock
 from dips.slave.memory import F32, bytes_of
 from dips.slave.snapshot_file import (
     HEADER_BYTES,
@@ -41,7 +41,7 @@ SPARE_FILES = 1
 """Beside those that are kept: the file of the shadow, while a round is open."""
 
 
-class Stream:
+class SnapshotWriter:
     """A snapshot file while it is written from its beginning to its end: theta's bytes, then the momentum's."""
 
     def __init__(self, disk: Disk, name: str, n_elems: int) -> None:
@@ -75,7 +75,7 @@ class Ring:
         self._disk = disk
         self._owner = (run_id, slave_id)
         self._snapshots_kept = snapshots_kept
-        self._slots: dict[int, Content | None] = {}
+        self._slots: dict[int, SlotContent | None] = {}
         self._known: tuple[SnapshotInfo, ...] = ()
         self._current: Key | None = None
         self._open: Key | None = None
@@ -178,7 +178,7 @@ class Ring:
             self._disk.sync(name)
         except OSError as error:
             raise disk_refusal(self._disk.where(name), error) from error
-        self._put(slot, Content(head.info, head))
+        self._put(slot, SlotContent(head.info, head))
         self._open = _key(info)
 
     def _write_tensors(self, name: str, theta: F32, momentum: F32, straight: bool) -> tuple[str, str]:
@@ -190,7 +190,7 @@ class Ring:
 
     # ---- a shadow that comes piece by piece, of another placement ----
 
-    def begin_stream(self, info: SnapshotInfo, n_elems: int) -> Stream:
+    def begin_stream(self, info: SnapshotInfo, n_elems: int) -> SnapshotWriter:
         """A file for a shard of n_elems that stands nowhere in memory. Nothing else takes its place until
         seal_stream() or drop_stream(). Raises Refused(DISK), also when a whole ring of such files would find no room.
         """
@@ -206,9 +206,9 @@ class Ring:
         except OSError as error:
             raise disk_refusal(self._disk.where(name), error) from error
         self._streaming = slot
-        return Stream(self._disk, name, n_elems)
+        return SnapshotWriter(self._disk, name, n_elems)
 
-    def seal_stream(self, stream: Stream, info: SnapshotInfo) -> None:
+    def seal_stream(self, stream: SnapshotWriter, info: SnapshotInfo) -> None:
         """All of it is written: durable when this returns, and a shadow like any other. Raises Refused(DISK)."""
         slot = self._streaming
         assert slot is not None, "a stream that was begun is sealed once"
@@ -219,7 +219,7 @@ class Ring:
         except OSError as error:
             raise disk_refusal(self._disk.where(stream.name), error) from error
         self._streaming = None
-        self._put(slot, Content(head.info, head))
+        self._put(slot, SlotContent(head.info, head))
         self._open = _key(info)
 
     def drop_stream(self) -> None:
@@ -314,7 +314,7 @@ class Ring:
             replace_durably(self._disk, name, manifests.encode(manifest))
         except OSError as error:
             raise disk_refusal(self._disk.where(name), error) from error
-        self._put(slot, Content(info, content.head))
+        self._put(slot, SlotContent(info, content.head))
         self._current = _key(info)
         if self._open == key:
             self._open = None
@@ -436,7 +436,7 @@ class Ring:
     def _infos_by_slot(self) -> list[tuple[int, Version]]:
         return [(slot, content.info.version) for slot, content in self._slots.items() if content is not None]
 
-    def _put(self, slot: int, content: Content | None) -> None:
+    def _put(self, slot: int, content: SlotContent | None) -> None:
         self._slots[slot] = content
         self._note()
 
@@ -447,7 +447,7 @@ class Ring:
     def _slot_of(self, key: Key) -> int | None:
         return next((slot for slot, c in self._slots.items() if c is not None and _key(c.info) == key), None)
 
-    def _content(self, slot: int) -> Content:
+    def _content(self, slot: int) -> SlotContent:
         content = self._slots[slot]
         assert content is not None
         return content

@@ -37,7 +37,7 @@ class SnapshotError(DipsError):
 
 
 @dataclass(frozen=True)
-class FileStamp:
+class SnapshotStamp:
     """What proves that a file is the one that was written: its length, and xxh3-128 of its header, which seals all."""
 
     n_bytes: int
@@ -52,7 +52,7 @@ class FileHead:
     run_id: str
     slave_id: str
     n_elems: int
-    stamp: FileStamp
+    stamp: SnapshotStamp
     sums: tuple[str, str]
 
 
@@ -84,7 +84,7 @@ def build_header(
     text = json.dumps(header, separators=(",", ":")).encode()
     raw = (HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(HEADER_BYTES - 8)
     assert len(raw) == HEADER_BYTES, "names and hashes are bounded, so a page holds them"
-    stamp = FileStamp(file_bytes(n_elems), xxhash.xxh3_128_hexdigest(raw))
+    stamp = SnapshotStamp(file_bytes(n_elems), xxhash.xxh3_128_hexdigest(raw))
     plain = replace(info, committed=False, commit_hash=b"")
     return raw, FileHead(plain, run_id, slave_id, n_elems, stamp, sums)
 
@@ -177,7 +177,7 @@ def _parse(raw: bytes, where: str) -> FileHead:
         version, round_id = read_version(metadata["version"]), parse_round(metadata["round"])
         info = SnapshotInfo(version, round_id, layout_hash, placement_hash, digest, committed=False)
         sums = (metadata["xxh3_128_theta"], metadata["xxh3_128_momentum"])
-        stamp = FileStamp(file_bytes(n_elems), xxhash.xxh3_128_hexdigest(raw))
+        stamp = SnapshotStamp(file_bytes(n_elems), xxhash.xxh3_128_hexdigest(raw))
         return FileHead(info, metadata["run_id"], metadata["slave_id"], n_elems, stamp, sums)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{where}: its header cannot be read: {error}") from error

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from dips.core.errors import ConfigError
-from dips.slave import owner
+from dips.slave import directory as owner
 from dips.slave.durable import TEMPORARY, LocalDisk
 from dips.slave.promise import Promise
 from dips.slave.ring import Ring
@@ -20,7 +20,7 @@ class SnapshotStore:
 
     def __init__(self, directory: Path, run_id: str, slave_id: str, snapshots_kept: int) -> None:
         self.directory = directory
-        self._lock = owner.Lock(directory)
+        self._lock = owner.DirectoryLock(directory)
         try:
             self._disk = LocalDisk(directory)
             self.directory_id = owner.claim(self._disk, run_id, slave_id)

@@ -22,7 +22,7 @@ _logger = logging.getLogger("dips.trainer")
 POLL_S = 0.5
 
 
-class Loss(Protocol):
+class Evaluated(Protocol):
     """What evaluating gives; only the loss, in nats per byte, is of interest here."""
 
     @property
@@ -45,7 +45,7 @@ class Follower:
         self,
         status: Callable[[], StatusReply],
         fetch: Callable[[Version | None], Fetched],
-        evaluate: Callable[[Fetched], Loss],
+        evaluate: Callable[[Fetched], Evaluated],
         tape: Tape,
         patience_s: float,
         clock: Clock | None = None,
@@ -58,7 +58,7 @@ class Follower:
         self._patience_s = patience_s
         self._clock: Clock = clock or SystemClock()
         self._last: Version | None = None
-        self._heard_s = self._clock.monotonic_s()
+        self._answered_s = self._clock.monotonic_s()
         self._changes = ChangeLogger(_logger)
 
     def run(self, wait: Callable[[float], bool]) -> None:
@@ -70,7 +70,7 @@ class Follower:
         while not wait(pause_s):
             try:
                 status = self._status()
-                self._heard()
+                self._answered()
                 wanted = next_version(status.published, self._last)
                 if wanted is None and status.stopped:
                     return
@@ -82,7 +82,7 @@ class Follower:
     def _evaluate_one(self, wanted: Version) -> bool:
         """Tells whether there was something new."""
         fetched = self._fetched(wanted)
-        self._heard()
+        self._answered()
         if fetched.version == self._last:
             return False
         loss = self._evaluate(fetched).loss
@@ -99,12 +99,12 @@ class Follower:
                 raise
             return self._fetch(None)
 
-    def _heard(self) -> None:
-        self._heard_s = self._clock.monotonic_s()
+    def _answered(self) -> None:
+        self._answered_s = self._clock.monotonic_s()
         self._changes.report("master", "")
 
     def _away(self, error: RetryLater) -> None:
-        away_s = self._clock.monotonic_s() - self._heard_s
+        away_s = self._clock.monotonic_s() - self._answered_s
         if away_s >= self._patience_s:
             raise RetryLater(f"the run could not be read for {away_s:.0f} s: {error}", error.retry_after_s) from error
         self._changes.report("master", f"waiting for the run: {error}", logging.WARNING)

@@ -20,9 +20,9 @@ from dips.trainer.data import ChunkedText, make_batch
 from dips.trainer.heldout import heldout_loss, model_from_flat, windows_of
 from dips.trainer.inner import inner_step, make_optimizer
 from dips.trainer.model import ByteModel
-from dips.trainer.schedule import Schedule
+from dips.trainer.schedule import LearningRateSchedule
 from dips.trainer.sizes import SIZES
-from dips.worker.torch_parameters import TorchParameters
+from dips.worker.torch_model import TorchParameters
 
 F32 = NDArray[np.float32]
 
@@ -66,7 +66,7 @@ class ByteLearner:
         self._model = ByteModel(SIZES[config.model_size], config.seed)
         self._optimizer = make_optimizer(self._model, config)
         self._parameters = TorchParameters(self._model, self._optimizer)
-        self._schedule = Schedule(config.lr, config.warmup_tokens, config.min_lr_fraction, total_tokens)
+        self._schedule = LearningRateSchedule(config.lr, config.warmup_tokens, config.min_lr_fraction, total_tokens)
 
     def layout(self) -> Layout:
         return self._parameters.layout()

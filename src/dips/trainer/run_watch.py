@@ -14,7 +14,7 @@ from dips.core.net.grpc_refusal import refused_from
 from dips.core.net.security import Security
 from dips.core.observe.failpoints import failpoint
 from dips.protos import operator_pb2_grpc
-from dips.worker.client import channel_to
+from dips.worker.control import channel_to
 
 
 class RunWatch:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRateSchedule:
     """Linear warm-up to `peak`, then a cosine down to `peak * min_fraction` at `total_tokens`.
 
     total_tokens 0: the run's length is unknown, the rate stays at its peak after the warm-up.

@@ -23,7 +23,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.caught: signal.Signals | None = None
-        self._heard: Callable[[], None] | None = None
+        self._received: Callable[[], None] | None = None
         self._before: dict[signal.Signals, object] = {}
         self._reader, self._writer = os.pipe()
 
@@ -32,9 +32,9 @@ class StopSignals:
         """128 + the signal that was caught, as in shells; 0 if none was."""
         return {None: 0, signal.SIGINT: INTERRUPTED}.get(self.caught, TERMINATED)
 
-    def when_heard(self, action: Callable[[], None]) -> None:
+    def when_received(self, action: Callable[[], None]) -> None:
         """Call `action` inside the handler, or now if a signal was caught already; it must be safe there."""
-        self._heard = action
+        self._received = action
         if self.caught is not None:
             action()
 
@@ -65,5 +65,5 @@ class StopSignals:
             return
         self.caught = signal.Signals(number)
         os.write(self._writer, b"!")
-        if self._heard is not None:
-            self._heard()
+        if self._received is not None:
+            self._received()

@@ -1,6 +1,6 @@
 """`dips train`: the training loop of one cluster, and the same loop without a master.
 
-The loop steps, the driver (worker/driver.py) decides what happens between two steps. Never computes on a token that
+The loop steps, the driver (worker/shell.py) decides what happens between two steps. Never computes on a token that
 was not leased to it, and never goes on after its driver says that it is done.
 """
 
@@ -18,12 +18,12 @@ from dips.trainer.heldout import heldout_loss, windows_of
 from dips.trainer.inner import InnerTrainer
 from dips.trainer.progress import StepReports
 from dips.trainer.rows import all_ranges
-from dips.trainer.schedule import Schedule
+from dips.trainer.schedule import LearningRateSchedule
 from dips.trainer.signals import StopSignals
 from dips.trainer.slowdown import Slowdown
 from dips.worker.config import ClientConfig, check
-from dips.worker.driver import Driver
-from dips.worker.torch_parameters import TorchParameters
+from dips.worker.shell import ClusterShell
+from dips.worker.torch_model import TorchParameters
 from dips.worker.torch_state import TorchState
 
 _logger = logging.getLogger("dips.trainer")
@@ -64,63 +64,63 @@ class _ClusterLoop:
         self._reports = StepReports(self._tape, train.log_every_steps)
         inner = TorchState(self._inner.model, self._inner.optimizer, {"data": self._batches, "reports": self._reports})
         plan = self._inner.text.plan
-        self._driver = Driver(client, parameters, parameters.layout(), plan, inner=inner, tape=self._tape)
+        self._shell = ClusterShell(client, parameters, parameters.layout(), plan, inner=inner, tape=self._tape)
         self._slowdown = Slowdown(train.emulate_gap)
         self._forgotten = 0
 
     def run(self) -> int:
         reason, whole = "finished", True
         try:
-            self._signals.when_heard(self._driver.request_stop)
-            self._driver.start()
-            if self._driver.resumed:
-                self._batches.resume(self._driver.take_unused())
+            self._signals.when_received(self._shell.request_stop)
+            self._shell.start()
+            if self._shell.resumed:
+                self._batches.resume(self._shell.take_unused())
             self._train_until_done()
         except BaseException as error:
             reason, whole = f"{type(error).__name__}: {error}", False
             raise
         finally:
-            self._driver.close(reason, push_pending=whole)
+            self._shell.close(reason, push_pending=whole)
             self._tape.close()
-        _logger.info("left the run: %s", self._driver.exit_reason)
-        return 0 if self._driver.released else self._signals.exit_code
+        _logger.info("left the run: %s", self._shell.exit_reason)
+        return 0 if self._shell.released else self._signals.exit_code
 
     def _train_until_done(self) -> None:
-        schedule = schedule_of(self._train, self._driver.settings.tk_max_tokens)
-        while not self._driver.done:
-            self._driver.checkpoint_if_due()
+        schedule = schedule_of(self._train, self._shell.settings.tk_max_tokens)
+        while not self._shell.done:
+            self._shell.checkpoint_if_due()
             self._forget_what_is_not_lent()
             # Each lease may be preceded by a new Join, so what is not lent any more goes before every step.
             if self._batches.held_tokens < self._train.step_tokens:
-                self._batches.add(self._driver.lease(self._wanted_tokens()))
+                self._batches.add(self._shell.lease(self._wanted_tokens()))
             else:
                 self._step(schedule)
 
     def _forget_what_is_not_lent(self) -> None:
         """After a new Join the master may have lent our ranges to somebody else."""
-        if self._driver.times_forgotten != self._forgotten:
-            self._forgotten = self._driver.times_forgotten
-            self._batches.keep_only(self._driver.held_ranges)
+        if self._shell.times_forgotten != self._forgotten:
+            self._forgotten = self._shell.times_forgotten
+            self._batches.keep_only(self._shell.held_ranges)
 
     def _wanted_tokens(self) -> int:
         """Tokens to lease: the steps up to the next push, and enough chunks to mix."""
         mixed = MIXED_CHUNKS_PER_ROW * self._train.batch_size * self._train.chunk_tokens
-        return max(self._driver.local_steps * self._train.step_tokens, mixed)
+        return max(self._shell.local_steps * self._train.step_tokens, mixed)
 
-    def _step(self, schedule: Schedule) -> None:
+    def _step(self, schedule: LearningRateSchedule) -> None:
         begin_s = time.monotonic()
-        batch, lr = self._batches.next(), schedule.at(self._driver.progress)
-        base = str(self._driver.version or "")
+        batch, lr = self._batches.next(), schedule.at(self._shell.progress)
+        base = str(self._shell.version or "")
         loss = self._inner.step(batch, lr)
         # Before the driver hears of the step: it measures this cluster's speed, and the wait is part of that.
         self._signals.wait(self._slowdown.wait_s(time.monotonic() - begin_s))
-        self._driver.step(batch.tokens, batch.ranges, loss)
-        self._reports.step(loss, batch.tokens, lr, self._driver.progress, base, self._driver.cause)
+        self._shell.step(batch.tokens, batch.ranges, loss)
+        self._reports.step(loss, batch.tokens, lr, self._shell.progress, base, self._shell.cause)
 
 
-def schedule_of(train: TrainConfig, total_tokens: int) -> Schedule:
+def schedule_of(train: TrainConfig, total_tokens: int) -> LearningRateSchedule:
     """The learning rate of a run of total_tokens tokens (0: unknown)."""
-    return Schedule(train.lr, train.warmup_tokens, train.min_lr_fraction, total_tokens)
+    return LearningRateSchedule(train.lr, train.warmup_tokens, train.min_lr_fraction, total_tokens)
 
 
 def _run_alone(train: TrainConfig, client: ClientConfig) -> int:

@@ -36,7 +36,7 @@ ITEM_BYTES: Mapping[str, int] = {
 }
 """safetensors' names of element types, and their sizes."""
 
-Bytes = NDArray[np.uint8]
+ByteArray = NDArray[np.uint8]
 
 
 class CheckpointError(DipsError):
@@ -49,14 +49,14 @@ class RawTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    data: Bytes
+    data: ByteArray
 
     def __post_init__(self) -> None:
         assert self.data.nbytes == math.prod(self.shape) * ITEM_BYTES[self.dtype], "as many bytes as the shape says"
 
 
 @dataclass(frozen=True)
-class FileStamp:
+class CheckpointStamp:
     """What proves that a file is the one that was written: length, and xxh3-128 of all its bytes."""
 
     n_bytes: int
@@ -66,12 +66,12 @@ class FileStamp:
 # ---- tensors ----
 
 
-def write_tensors(path: Path, tensors: Mapping[str, RawTensor]) -> FileStamp:
+def write_tensors(path: Path, tensors: Mapping[str, RawTensor]) -> CheckpointStamp:
     """Write all tensors to one file. Raises OSError, leaving the file of this name as it was."""
     return write_durably(path, [_header(tensors), *(tensor.data.data for tensor in tensors.values())])
 
 
-def read_tensors(path: Path, stamp: FileStamp) -> dict[str, RawTensor]:
+def read_tensors(path: Path, stamp: CheckpointStamp) -> dict[str, RawTensor]:
     """Read a file of tensors and check every byte. Raises CheckpointError when it is not the one that was stamped."""
     try:
         with path.open("rb", buffering=0) as file:
@@ -95,7 +95,7 @@ def _header(tensors: Mapping[str, RawTensor]) -> memoryview:
     return memoryview(len(text).to_bytes(8, "little") + text)
 
 
-def _read(path: Path, file: Any, stamp: FileStamp) -> dict[str, RawTensor]:
+def _read(path: Path, file: Any, stamp: CheckpointStamp) -> dict[str, RawTensor]:
     whole = xxhash.xxh3_128()
     prefix = _take(path, file, 8, whole)
     length = int.from_bytes(prefix.tobytes(), "little")
@@ -123,7 +123,7 @@ def _described(path: Path, header: bytes, n_bytes: int) -> list[tuple[str, str, 
     return found
 
 
-def _take(path: Path, file: Any, n_bytes: int, whole: xxhash.xxh3_128) -> Bytes:
+def _take(path: Path, file: Any, n_bytes: int, whole: xxhash.xxh3_128) -> ByteArray:
     data = np.empty(n_bytes, np.uint8)
     for begin in range(0, n_bytes, IO_BYTES):
         piece = data.data[begin : begin + IO_BYTES]
@@ -179,7 +179,7 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
 # ---- durably ----
 
 
-def write_durably(path: Path, parts: Sequence[memoryview]) -> FileStamp:
+def write_durably(path: Path, parts: Sequence[memoryview]) -> CheckpointStamp:
     """Replace a file as a whole: temporary file, flush, rename, flush of the directory.
 
     Raises OSError; the temporary file is gone then, and the file of this name is as it was or as it shall be.
@@ -208,7 +208,7 @@ def fsync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def _write_parts(path: Path, parts: Iterable[memoryview]) -> FileStamp:
+def _write_parts(path: Path, parts: Iterable[memoryview]) -> CheckpointStamp:
     hasher, total = xxhash.xxh3_128(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
@@ -225,4 +225,4 @@ def _write_parts(path: Path, parts: Iterable[memoryview]) -> FileStamp:
         failpoint("worker.checkpoint.after_fsync")
     finally:
         os.close(handle)
-    return FileStamp(total, hasher.hexdigest())
+    return CheckpointStamp(total, hasher.hexdigest())

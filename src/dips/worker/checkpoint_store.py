@@ -19,7 +19,7 @@ from dips.core.errors import ConfigError
 from dips.core.observe.failpoints import failpoint
 from dips.worker.checkpoint_file import (
     CheckpointError,
-    FileStamp,
+    CheckpointStamp,
     RawTensor,
     read_record,
     read_tensors,
@@ -102,7 +102,7 @@ class CheckpointStore:
         self._prune()
         return Checkpoint(number, content, tensors, stamp.n_bytes)
 
-    def _write(self, number: int, content: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> FileStamp:
+    def _write(self, number: int, content: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> CheckpointStamp:
         data = self._path(number, "safetensors")
         stamp = write_tensors(data, tensors)
         body = {
@@ -158,7 +158,7 @@ class CheckpointStore:
         told = body.get("tensors")
         if not isinstance(told, dict) or not isinstance(told.get("n_bytes"), int):
             raise CheckpointError("its manifest does not say what its tensors are")
-        stamp = FileStamp(told["n_bytes"], str(told.get("xxh3_128")))
+        stamp = CheckpointStamp(told["n_bytes"], str(told.get("xxh3_128")))
         tensors = read_tensors(self._path(number, "safetensors"), stamp)
         return Checkpoint(number, body["content"], tensors, stamp.n_bytes)
 

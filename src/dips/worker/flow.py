@@ -68,7 +68,7 @@ class _Lane:
     open: bool = True
 
 
-class Flow:
+class FlowControl:
     """Windows of one transfer. slaves: those that take part; cap_chunks: most to one slave, ever, in full chunks."""
 
     def __init__(self, slaves: Iterable[str], chunk_bytes: int, cap_chunks: int) -> None:

@@ -21,12 +21,12 @@ from dips.core.ids import Incarnation
 from dips.core.messages import HeartbeatReply, HeartbeatRequest
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_refusal import refused_from
-from dips.core.net.keys import Used
+from dips.core.net.keys import UsedKeys
 from dips.core.net.security import Security
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.telemetry import ChangeLogger
 from dips.protos import clusters_pb2_grpc
-from dips.worker.client import channel_to
+from dips.worker.control import channel_to
 from dips.worker.state.events import Beat, BeatRefused, Event
 from dips.worker.state.refusals import Remedy, remedy_for
 
@@ -52,7 +52,7 @@ class Heartbeat:
     def __init__(self, master: str, security: Security, deliver: Callable[[Event], None], clock: Clock) -> None:
         self._master = master
         self._security = security
-        self._used = Used(security)
+        self._used = UsedKeys(security)
         self._deliver = deliver
         self._clock = clock
         self._log = ChangeLogger(logging.getLogger("dips.worker.heartbeat"))
@@ -86,7 +86,7 @@ class Heartbeat:
             if self._incarnation() == self._fenced:
                 self._stop.wait(FIRST_PAUSE_S)  # until the session has joined again
                 continue
-            self._used = Used(self._security)
+            self._used = UsedKeys(self._security)
             with channel_to(self._master, self._security) as channel:
                 answered = self._stream(channel)
             pause_s = FIRST_PAUSE_S if answered else min(MAX_PAUSE_S, 2 * pause_s)

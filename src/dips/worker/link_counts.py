@@ -12,23 +12,23 @@ from enum import Enum
 
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.wire import Codec, encoded_bytes
-from dips.worker.transfer import Moved
+from dips.worker.transfer import SlaveProgress
 
 
-class Direction(Enum):
+class TransferDirection(Enum):
     PUSH = "push"
     PULL = "pull"
 
 
 @dataclass(frozen=True)
-class Link:
+class SlaveLinkCounts:
     """One slave's. n_bytes, bytes_per_s: by direction; the rate is of the newest transfer, NaN where there was none.
 
     resumed_bytes: what the slave held already when an attempt of a push began. refusals: by code.
     """
 
-    n_bytes: Mapping[Direction, int] = field(default_factory=dict)
-    bytes_per_s: Mapping[Direction, float] = field(default_factory=dict)
+    n_bytes: Mapping[TransferDirection, int] = field(default_factory=dict)
+    bytes_per_s: Mapping[TransferDirection, float] = field(default_factory=dict)
     resumed_bytes: int = 0
     reconnects: int = 0
     refusals: Mapping[str, int] = field(default_factory=dict)
@@ -40,17 +40,19 @@ class Transferring:
     """One transfer: told of its progress, it adds it to what was before. For the data thread."""
 
     counts: LinkCounts
-    direction: Direction
+    direction: TransferDirection
     wire: Codec
     began_s: float
-    before: Mapping[str, Link]
+    before: Mapping[str, SlaveLinkCounts]
 
-    def tell(self, moved: Mapping[str, Moved], now_s: float) -> None:
+    def tell(self, moved: Mapping[str, SlaveProgress], now_s: float) -> None:
         """How far it is, in all since it began."""
-        links = {slave: self._link(self.before.get(slave, Link()), part, now_s) for slave, part in moved.items()}
+        links = {
+            slave: self._link(self.before.get(slave, SlaveLinkCounts()), part, now_s) for slave, part in moved.items()
+        }
         self.counts.show({**self.before, **links})
 
-    def _link(self, before: Link, part: Moved, now_s: float) -> Link:
+    def _link(self, before: SlaveLinkCounts, part: SlaveProgress, now_s: float) -> SlaveLinkCounts:
         way, n_bytes = self.direction, encoded_bytes(self.wire, part.carried_bytes // FLOAT32_BYTES)
         refusals = dict(before.refusals)
         for code, count in part.refusals.items():
@@ -73,17 +75,17 @@ class LinkCounts:
     """All links; `keep` bounds them to the slaves of the placement of the newest transfer."""
 
     def __init__(self) -> None:
-        self._view: Mapping[str, Link] = {}
+        self._view: Mapping[str, SlaveLinkCounts] = {}
 
     @property
-    def view(self) -> Mapping[str, Link]:
+    def view(self) -> Mapping[str, SlaveLinkCounts]:
         """The newest one; from any thread, never changed once it is given out."""
         return self._view
 
-    def show(self, links: Mapping[str, Link]) -> None:
+    def show(self, links: Mapping[str, SlaveLinkCounts]) -> None:
         self._view = links
 
-    def begin(self, direction: Direction, wire: Codec, slaves: Iterable[str], now_s: float) -> Transferring:
+    def begin(self, direction: TransferDirection, wire: Codec, slaves: Iterable[str], now_s: float) -> Transferring:
         """A transfer with these slaves begins; those of an earlier placement are forgotten."""
         before = {slave: self._view[slave] for slave in slaves if slave in self._view}
         return Transferring(self, direction, wire, now_s, before)

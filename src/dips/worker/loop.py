@@ -35,13 +35,13 @@ from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.core.observe.failpoints import install
 from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
-from dips.worker.described import description_of
-from dips.worker.driver import Driver, is_orderly, reason_of
 from dips.worker.losses import Losses
-from dips.worker.parallel.ranks import Ranks, Told, ranks_here
+from dips.worker.model_description import description_of
+from dips.worker.parallel.ranks import Ranks, StepNews, ranks_here
+from dips.worker.shell import ClusterShell, is_orderly, reason_of
 from dips.worker.sigterm import Sigterm
 from dips.worker.token_check import TokenCheck
-from dips.worker.torch_parameters import TorchParameters
+from dips.worker.torch_model import TorchParameters
 from dips.worker.torch_state import HasState, TorchState
 from dips.worker.untrained import running_statistics, untrained_of
 from dips.worker.wrapped import is_replica_on_all_ranks, plain_model, plain_optimizer, refuse_shards
@@ -142,14 +142,14 @@ class DiLoCo:
         self._losses = Losses()
         self._token_check: TokenCheck | None = None
         self._hooks: list[RemovableHandle] = []
-        self._sigterm = Sigterm(self._heard_sigterm)
+        self._sigterm = Sigterm(self._received_sigterm)
         self._ends = False
         self._in_step = self._asked = self._told_of_end = False
-        self._driver: Driver | None = None
+        self._shell: ClusterShell | None = None
         self._config: ClientConfig | None = None
         self._parameters: TorchParameters | None = None
         self._ranks: Ranks | None = None
-        self._told = Told()
+        self._told = StepNews()
         self.steps = self._steps_compared = 0
         self._own_tokens = 0
         self._state = state
@@ -220,7 +220,7 @@ class DiLoCo:
             raise
         finally:
             self._leave(reason_of(kind, error), whole, together=kind is None)
-        released = self._driver is not None and self._driver.released
+        released = self._shell is not None and self._shell.released
         if kind is None and (self._sigterm.caught or self._ends) and not released:
             raise self._end_of_process()
 
@@ -234,18 +234,18 @@ class DiLoCo:
     def _leave(self, reason: str, push_pending: bool, together: bool) -> None:
         """together: all ranks do, and keep one model."""
         try:
-            if self._driver is not None:
-                self._driver.close("SIGTERM" if self._sigterm.caught else reason, push_pending=push_pending)
+            if self._shell is not None:
+                self._shell.close("SIGTERM" if self._sigterm.caught else reason, push_pending=push_pending)
             if together and self._ranks is not None:
                 self._follow_the_first(self._ranks)
         finally:
             self._close_ranks()
             self._sigterm.give_back()
 
-    def _heard_sigterm(self) -> None:
+    def _received_sigterm(self) -> None:
         """In the handler. What waits goes on at once; with several ranks all of them hear of it at the next step."""
-        if self._driver is not None and self._ranks is None:
-            self._driver.request_stop("SIGTERM")
+        if self._shell is not None and self._ranks is None:
+            self._shell.request_stop("SIGTERM")
 
     def _end_of_process(self) -> SystemExit:
         _logger.warning("SIGTERM: this cluster has left the run, and this process ends with exit code %d", TERMINATED)
@@ -281,18 +281,18 @@ class DiLoCo:
             )
         if ranks is None or ranks.is_first:
             try:
-                self._driver = self._driver_for(config, parameters)
-                self._driver.__enter__()
+                self._shell = self._driver_for(config, parameters)
+                self._shell.__enter__()
             except BaseException:
                 if ranks is not None:
-                    ranks.tell(Told(failed=True))
+                    ranks.tell(StepNews(failed=True))
                 raise
         if ranks is not None:
             self._told = ranks.tell(self._facts())
             ranks.spread(parameters.tensors)
             self._reset_with_the_first(parameters, 0)
 
-    def _driver_for(self, config: ClientConfig, parameters: TorchParameters) -> Driver:
+    def _driver_for(self, config: ClientConfig, parameters: TorchParameters) -> ClusterShell:
         inner = TorchState(self._model, self._optimizer, {"steps": _Steps(self), **_named(self._state)})
         plan = DataPlan(DataMode.OWN)
         untrained = untrained_of(self._model, parameters.ids)
@@ -303,7 +303,7 @@ class DiLoCo:
                 'lacks them, unless all clusters enter the loop with buffers="average"',
                 own[0], len(own) - 1,
             )  # fmt: skip
-        return Driver(
+        return ClusterShell(
             config, parameters, parameters.layout(), plan,
             inner=inner, resume_label=self._resume_label, untrained=untrained,
         )  # fmt: skip
@@ -341,8 +341,8 @@ class DiLoCo:
                 self._must_be_entered("done")
             return True
         self._asks_done = self._was_used = True
-        if self._driver is not None:
-            self._driver.checkpoint_if_due()
+        if self._shell is not None:
+            self._shell.checkpoint_if_due()
         if self._sigterm.caught and self._ranks is None:
             return True
         return self.run_ended or (self._steps_wanted is not None and self.steps >= self._steps_wanted)
@@ -351,9 +351,7 @@ class DiLoCo:
         if self._use is _Use.MADE:
             raise ConfigError(f"{what} before the `with` block: no step is shared; write `{_WITH}` around the loop")
         if self._use is _Use.ENDED:
-            raise ConfigError(
-                f"{what} after the `with` block: no step is shared; indent the loop under `{_WITH}`"
-            )
+            raise ConfigError(f"{what} after the `with` block: no step is shared; indent the loop under `{_WITH}`")
 
     @property
     def run_ended(self) -> bool:
@@ -361,35 +359,35 @@ class DiLoCo:
         self._asked = True
         if self._ranks is not None:
             return self._told.done  # the same on every rank
-        return self._driver is not None and self._driver.done
+        return self._shell is not None and self._shell.done
 
     @property
     def active(self) -> bool:
         """Whether this loop takes part in a run."""
-        return self._driver is not None or self._ranks is not None
+        return self._shell is not None or self._ranks is not None
 
     @property
     def version(self) -> Version | None:
         """The version that was pulled last; None when training alone."""
-        if self._driver is not None:
-            return self._driver.version
+        if self._shell is not None:
+            return self._shell.version
         return Version(self._told.timeline, self._told.version) if self._told.timeline else None
 
     @property
     def progress(self) -> int:
         """Tokens that the whole run has trained on, as far as is known here; alone, this loop's own steps' worth."""
-        if self._driver is not None:
-            return self._driver.progress
+        if self._shell is not None:
+            return self._shell.progress
         return self._told.progress if self._ranks is not None else self._own_tokens
 
     @property
     def last_verdict(self) -> Verdict | None:
-        return self._driver.last_verdict if self._driver else None
+        return self._shell.last_verdict if self._shell else None
 
     @property
-    def driver(self) -> Driver | None:
+    def shell(self) -> ClusterShell | None:
         """For everything else; None when training alone."""
-        return self._driver
+        return self._shell
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._in_step = True
@@ -397,8 +395,8 @@ class DiLoCo:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         tokens = self._next_tokens or self._tokens_per_step
         self._next_tokens, self._was_used, loss = None, True, math.nan
-        near = self._driver is not None and self._driver.push_is_near
-        if self._driver is not None:
+        near = self._shell is not None and self._shell.push_is_near
+        if self._shell is not None:
             loss = self._losses.take(time.monotonic(), near)
         if self._token_check is not None:
             self._token_check.stepped(tokens)
@@ -408,10 +406,10 @@ class DiLoCo:
         self._own_tokens += tokens
         if self._ranks is not None:
             self._step_together(self._ranks, tokens, loss, near or self._ends)
-        elif self._driver is not None:
-            self._driver.step(tokens, loss=loss)
-        if self._driver is not None and self._keeps_own_checkpoints and not self._asks_done:
-            self._driver.checkpoint_if_due()  # a loop that never asks whether it is done
+        elif self._shell is not None:
+            self._shell.step(tokens, loss=loss)
+        if self._shell is not None and self._keeps_own_checkpoints and not self._asks_done:
+            self._shell.checkpoint_if_due()  # a loop that never asks whether it is done
         self._in_step = False
         asked, ended = self._asked, self.run_ended
         self._asked = False
@@ -431,12 +429,12 @@ class DiLoCo:
             ranks.compare(self._parameters)
             self._steps_compared = self.steps
         try:
-            if self._driver is not None:
+            if self._shell is not None:
                 if self._ends:
-                    self._driver.request_stop("SIGTERM")
-                self._driver.step(tokens, loss=loss, may_push=may_push)
+                    self._shell.request_stop("SIGTERM")
+                self._shell.step(tokens, loss=loss, may_push=may_push)
         except BaseException:
-            ranks.tell(Told(failed=True))
+            ranks.tell(StepNews(failed=True))
             raise
         self._follow_the_first(ranks)
 
@@ -450,17 +448,17 @@ class DiLoCo:
 
     def _reset_with_the_first(self, parameters: TorchParameters, before: int) -> None:
         """Replicas stay one only if their optimizers do. before: the resets of rank 0 that this rank has followed."""
-        if self._told.resets != before and self._driver is None:
+        if self._told.resets != before and self._shell is None:
             parameters.reset_inner_optimizer()
 
-    def _facts(self) -> Told | None:
+    def _facts(self) -> StepNews | None:
         """What rank 0 tells the others; None on those."""
-        driver, parameters = self._driver, self._parameters
-        if driver is None or parameters is None:
+        shell, parameters = self._shell, self._parameters
+        if shell is None or parameters is None:
             return None
-        base = driver.version
+        base = shell.version
         at = (base.timeline, base.v) if base is not None else (0, 0)
-        return Told(parameters.installs, parameters.resets, driver.done, *at, driver.progress)
+        return StepNews(parameters.installs, parameters.resets, shell.done, *at, shell.progress)
 
 
 def _refuse_steps_before_entering(optimizer: torch.optim.Optimizer) -> None:

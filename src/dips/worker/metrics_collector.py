@@ -16,15 +16,15 @@ from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
 from dips.core.observe.metrics import CERTIFICATE, Families, flag
 from dips.core.release import VERSION
-from dips.worker.link_counts import Direction, Link
+from dips.worker.link_counts import SlaveLinkCounts, TransferDirection
 from dips.worker.metrics import HELDOUT, METRICS, PREFIX
-from dips.worker.metrics_counts import Checkpoints, Counts, View
+from dips.worker.metrics_counts import CheckpointCounts, Counts, View
 from dips.worker.state.phases import SessionPhase
 
 PHASES = tuple(phase.value.lower() for phase in SessionPhase)
 VERDICTS = tuple(kind.name.lower() for kind in VerdictKind)
 STALE = tuple(kind.name.lower() for kind in StaleKind)
-DIRECTIONS = tuple(direction.value for direction in Direction)
+DIRECTIONS = tuple(direction.value for direction in TransferDirection)
 
 _UNREFUSED = {code.name: 0 for code in REFUSED_DATA}
 """Counted from 0: an increase from nothing to 1 would not be seen."""
@@ -41,8 +41,8 @@ class Collector:
         self,
         view: View,
         counts: Counts,
-        links: Mapping[str, Link],
-        checkpoints: Checkpoints | None,
+        links: Mapping[str, SlaveLinkCounts],
+        checkpoints: CheckpointCounts | None,
         answered_s: float | None,
         now_s: float,
     ) -> Families:
@@ -100,9 +100,9 @@ def _training(families: Families, view: View) -> None:
         families.set("staleness_versions", max(0, published.v - base.v))
 
 
-def _links(families: Families, links: Mapping[str, Link]) -> None:
+def _links(families: Families, links: Mapping[str, SlaveLinkCounts]) -> None:
     for slave, link in sorted(links.items()):
-        for direction in Direction:
+        for direction in TransferDirection:
             families.set("link_bytes_total", link.n_bytes.get(direction, 0), slave, direction.value)
             families.set("link_bytes_per_second", link.bytes_per_s.get(direction), slave, direction.value)
         families.set("link_resumed_bytes_total", link.resumed_bytes, slave)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from dips.core.ids import Version
 from dips.core.observe.counting import Durations, Observed
-from dips.worker.pace import Pace
+from dips.worker.pace import StepTimer
+from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Effect, Record, StartPush
 from dips.worker.state.events import (
     CallDone,
@@ -27,7 +28,6 @@ from dips.worker.state.events import (
     PushSent,
     Stepped,
 )
-from dips.worker.state.session import Session
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ class Counts:
             self._waited_s[self._waiting] += now_s - self._waiting_since_s
             self._waiting, self._waiting_since_s = "", math.nan
 
-    def view(self, session: Session, pace: Pace) -> View:
-        core = session.core
+    def view(self, session: ClusterMachine, pace: StepTimer) -> View:
+        shared = session.shared
         return View(
-            core.terms.run_id,
+            shared.terms.run_id,
             session.phase.value.lower(),
             self._waiting,
             self._waiting_since_s,
@@ -125,10 +125,10 @@ class Counts:
             pace.tokens_per_s,
             pace.steps_per_s,
             pace.loss,
-            core.terms.local_steps,
-            core.work.tokens,
-            core.base,
-            core.terms.published,
+            shared.terms.local_steps,
+            shared.work.tokens,
+            shared.base,
+            shared.terms.published,
             self._events.copy(),
             self._waited_s.copy(),
         )
@@ -138,7 +138,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class CheckpointCounts:
     """written_s: when the last one was written, of the process's clock; NaN: none was."""
 
     durations: Observed

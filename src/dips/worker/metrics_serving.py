@@ -8,21 +8,21 @@ from dips.core.clock import Clock
 from dips.core.net.security import Security
 from dips.core.observe.metrics import Families
 from dips.core.observe.metrics_server import MetricsServer, serve_metrics
-from dips.worker.checkpointing import Checkpointing
+from dips.worker.checkpoint import Checkpointing
 from dips.worker.config import ClientConfig
 from dips.worker.link_counts import LinkCounts
 from dips.worker.metrics_collector import Collector
-from dips.worker.metrics_counts import Checkpoints, Counts, View
-from dips.worker.pace import Pace
+from dips.worker.metrics_counts import CheckpointCounts, Counts, View
+from dips.worker.pace import StepTimer
+from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Effect
 from dips.worker.state.events import Event
-from dips.worker.state.session import Session
 
 
 class Metrics:
     """Of one cluster's process; made only where the settings ask for it. All methods are the training thread's."""
 
-    def __init__(self, session: Session, pace: Pace, clock: Clock) -> None:
+    def __init__(self, session: ClusterMachine, pace: StepTimer, clock: Clock) -> None:
         self.counts = Counts()
         self.links = LinkCounts()
         self._session = session
@@ -44,7 +44,7 @@ class Metrics:
         def collect() -> Families:
             taken = None
             if checkpoints is not None:
-                taken = Checkpoints(checkpoints.durations.observed(), checkpoints.written_s)
+                taken = CheckpointCounts(checkpoints.durations.observed(), checkpoints.written_s)
             now_s = self._clock.monotonic_s()
             return collector.families(self._view, self.counts, self.links.view, taken, answered_s(), now_s)
 

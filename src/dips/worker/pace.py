@@ -9,7 +9,7 @@ WINDOW_STEPS = 32
 """Long enough to smooth over a slow step, short enough to follow a change of speed within one round."""
 
 
-class Pace:
+class StepTimer:
     """Computing time from resume() to the next stepped(), less the pauses between. Times in seconds."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """What the driver needs of a model: its layout, a copy of its parameters, and a way to replace them.
 
-The driver knows no framework; TorchParameters (worker/torch_parameters.py) and the tests' numpy model are two
+The driver knows no framework; TorchParameters (worker/torch_model.py) and the tests' numpy model are two
 implementations. Every method is called on the training thread, at a step boundary, and never elsewhere.
 """
 
@@ -33,7 +33,7 @@ class ParameterStore(Protocol):
         ...
 
 
-class Ready(Protocol):
+class SnapshotReady(Protocol):
     """Which part of a snapshot is in its vector. May be asked on any thread."""
 
     def wait(self, start_elem: int, stop_elem: int) -> None:
@@ -49,7 +49,7 @@ class StreamingStore(ParameterStore, Protocol):
         """A vector of any content, in the memory that snapshots and installs are fastest with."""
         ...
 
-    def begin_snapshot(self, into: NDArray[np.float32]) -> Ready | None:
+    def begin_snapshot(self, into: NDArray[np.float32]) -> SnapshotReady | None:
         """Copy the live parameters of this moment; None: they are there. They may change while the copy goes on."""
         ...
 

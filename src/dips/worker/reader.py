@@ -31,7 +31,7 @@ from dips.core.net.reach import check_slaves_reachable
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import check_let_in
 from dips.core.observe.telemetry import new_cause
-from dips.worker.client import MasterStubs, channel_to
+from dips.worker.control import MasterStubs, channel_to
 from dips.worker.state.pulling import check_placement
 from dips.worker.transfer import TransferSettings
 from dips.worker.transfer_zmq import Common, carry_pull

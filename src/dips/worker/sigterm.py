@@ -14,10 +14,10 @@ from types import FrameType
 
 
 class Sigterm:
-    """`heard` is called inside the handler, once; it must be safe there."""
+    """`received` is called inside the handler, once; it must be safe there."""
 
-    def __init__(self, heard: Callable[[], None]) -> None:
-        self._heard = heard
+    def __init__(self, received: Callable[[], None]) -> None:
+        self._received = received
         self._installed = False
         self.caught = False
 
@@ -37,4 +37,4 @@ class Sigterm:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.caught:
             self.caught = True
-            self._heard()
+            self._received()

@@ -13,7 +13,7 @@ from typing import Any
 
 from dips.core.errors import ConfigError
 
-Json = Any
+JsonTree = Any
 
 MAX_DEPTH = 100
 
@@ -22,7 +22,7 @@ class StateTreeError(ConfigError):
     """A state holds something that a checkpoint cannot; the sentence says where."""
 
 
-def flatten(state: object, mark_of: Callable[[object], str | None]) -> tuple[Json, dict[str, Any]]:
+def flatten(state: object, mark_of: Callable[[object], str | None]) -> tuple[JsonTree, dict[str, Any]]:
     """A JSON skeleton and the tensors by name. mark_of: the kind of a tensor, by a word; None for anything else.
 
     Raises StateTreeError naming the place of what cannot be kept.
@@ -31,7 +31,7 @@ def flatten(state: object, mark_of: Callable[[object], str | None]) -> tuple[Jso
     return writer.skeleton(state, (), 0), writer.tensors
 
 
-def unflatten(skeleton: Json, tensor: Callable[[str, str], Any]) -> Any:
+def unflatten(skeleton: JsonTree, tensor: Callable[[str, str], Any]) -> Any:
     """The inverse of flatten; tensor(kind, name) gives the tensors back. Raises StateTreeError for no skeleton."""
     try:
         return _Reader(tensor).value(skeleton)
@@ -44,7 +44,7 @@ class _Writer:
         self._mark_of = mark_of
         self.tensors: dict[str, Any] = {}
 
-    def skeleton(self, value: object, path: tuple[str, ...], depth: int) -> Json:
+    def skeleton(self, value: object, path: tuple[str, ...], depth: int) -> JsonTree:
         if depth > MAX_DEPTH:
             raise StateTreeError(f"the state at {_place(path)} is nested deeper than {MAX_DEPTH}: it may hold itself")
         mark = self._mark_of(value)
@@ -57,7 +57,7 @@ class _Writer:
             return {"l" if isinstance(value, list) else "t": items}
         return _leaf(value, path)
 
-    def _pair(self, key: object, item: object, path: tuple[str, ...], depth: int) -> list[Json]:
+    def _pair(self, key: object, item: object, path: tuple[str, ...], depth: int) -> list[JsonTree]:
         return [_leaf(key, path), self.skeleton(item, (*path, str(key)), depth + 1)]
 
     def _named(self, tensor: object, path: tuple[str, ...]) -> str:
@@ -71,7 +71,7 @@ class _Writer:
         return name
 
 
-def _leaf(value: object, path: tuple[str, ...]) -> Json:
+def _leaf(value: object, path: tuple[str, ...]) -> JsonTree:
     if value is None or isinstance(value, bool):
         return value
     # Subclasses (an IntEnum, say) would come back as something else.
@@ -91,7 +91,7 @@ class _Reader:
     def __init__(self, tensor: Callable[[str, str], Any]) -> None:
         self._tensor = tensor
 
-    def value(self, skeleton: Json) -> Any:
+    def value(self, skeleton: JsonTree) -> Any:
         if not isinstance(skeleton, dict):
             if isinstance(skeleton, list):
                 raise StateTreeError("a state's skeleton holds a bare list: it is not one of this release")
@@ -101,7 +101,7 @@ class _Reader:
         ((mark, inner),) = skeleton.items()
         return self._marked(mark, inner)
 
-    def _marked(self, mark: str, inner: Json) -> Any:
+    def _marked(self, mark: str, inner: JsonTree) -> Any:
         match mark:
             case "x":
                 kind, name = inner
@@ -118,7 +118,7 @@ class _Reader:
                 return bytes.fromhex(inner)
         raise StateTreeError(f"a state's skeleton says {mark}: {inner!r}, which means nothing here")
 
-    def _items(self, inner: Sequence[Json]) -> list[Any]:
+    def _items(self, inner: Sequence[JsonTree]) -> list[Any]:
         return [self.value(item) for item in inner]
 
 

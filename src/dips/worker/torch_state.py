@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from dips.core.errors import ConfigError
-from dips.worker.checkpoint_file import Bytes, RawTensor
-from dips.worker.state_tree import Json, StateTreeError, flatten, unflatten
-from dips.worker.torch_parameters import wait_for
+from dips.worker.checkpoint_file import ByteArray, RawTensor
+from dips.worker.state_tree import JsonTree, StateTreeError, flatten, unflatten
+from dips.worker.torch_model import wait_for
 
 _TORCH_NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
@@ -55,7 +55,7 @@ class TorchState:
         }
         self._copies: dict[str, _Copy] = {}
 
-    def capture(self) -> tuple[Json, dict[str, RawTensor]]:
+    def capture(self) -> tuple[JsonTree, dict[str, RawTensor]]:
         """Copy the state of all parts. What is returned is valid until the next capture().
 
         Raises StateTreeError when a part's state holds what a checkpoint cannot.
@@ -66,7 +66,7 @@ class TorchState:
         wait_for({item.device for item in tensors.values() if isinstance(item, torch.Tensor) and item.is_cuda})
         return skeleton, raw
 
-    def restore(self, skeleton: Json, tensors: Mapping[str, RawTensor]) -> None:
+    def restore(self, skeleton: JsonTree, tensors: Mapping[str, RawTensor]) -> None:
         """Give every part its state back. Raises ConfigError when a part is missing or does not accept it."""
         state = unflatten(skeleton, lambda kind, name: _uncopied(kind, name, tensors))
         if not isinstance(state, dict) or state.keys() != self._parts.keys():
@@ -117,7 +117,7 @@ class _Copy:
         return self._raw
 
 
-def _bytes_of(host: torch.Tensor) -> Bytes:
+def _bytes_of(host: torch.Tensor) -> ByteArray:
     return host.reshape(-1).view(torch.uint8).numpy()
 
 

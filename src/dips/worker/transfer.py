@@ -19,7 +19,7 @@ from dips.core.errors import RefusalCode
 from dips.core.layout import Layout
 from dips.core.messages import PlacementSpec, Refusal
 from dips.core.net.data_header import MissingChunk
-from dips.worker.flow import Flow
+from dips.worker.flow import FlowControl
 
 MAX_SILENCE_S = 60.0
 MAX_SILENCES = 2
@@ -66,7 +66,7 @@ class TransferSettings:
     window_chunks: int
     silence_s: float = 3.0
     stall_s: float = 30.0
-    flow: Callable[[Iterable[str], int, int], Flow] = Flow
+    flow: Callable[[Iterable[str], int, int], FlowControl] = FlowControl
 
     @property
     def first_silence_s(self) -> float:
@@ -75,7 +75,7 @@ class TransferSettings:
 
 
 @dataclass(frozen=True)
-class Ask:
+class SlaveRequest:
     """One message to a slave. chunk None: which chunks are missing?"""
 
     slave: str
@@ -90,11 +90,11 @@ class Reconnect:
     slave: str
 
 
-Action = Ask | Reconnect
+TransferEffect = SlaveRequest | Reconnect
 
 
 @dataclass(frozen=True)
-class Moved:
+class SlaveProgress:
     """How far a transfer is with one slave, in parameter bytes. carried: over the link, now; resumed: there before.
 
     refusals: by code. round_trip_s: the shortest time from a request to its answer; None before the first.
@@ -192,10 +192,10 @@ class Transfer(ABC):
     def done(self) -> bool:
         return not self._open and not self.failure
 
-    def moved(self) -> dict[str, Moved]:
+    def moved(self) -> dict[str, SlaveProgress]:
         """How far it is with each slave that takes part."""
         return {
-            peer.slave: Moved(
+            peer.slave: SlaveProgress(
                 peer.carried_bytes,
                 peer.resumed_bytes,
                 peer.reconnects,
@@ -206,7 +206,7 @@ class Transfer(ABC):
             if peer.chunks
         }
 
-    def actions(self, now_s: float) -> list[Action]:
+    def actions(self, now_s: float) -> list[TransferEffect]:
         """What to do now: a chunk to each slave in turn, so that all shares end together, as far as windows go.
 
         The slave that has the least part of its share comes first, and the schedule decides between equals.
@@ -217,7 +217,7 @@ class Transfer(ABC):
         if now_s >= self._progress_s + self._settings.stall_s:
             self.failure = f"no progress for {self._settings.stall_s:g} s: {self._why}"
             return []
-        actions: list[Action] = []
+        actions: list[TransferEffect] = []
         for peer in self._peers.values():
             if peer.must_reconnect and now_s >= peer.resume_at_s:
                 peer.must_reconnect = False
@@ -314,7 +314,7 @@ class Transfer(ABC):
         peer.todo.extendleft(reversed(lost))
         peer.must_query = True
 
-    def _ask_chunks(self, peer: _Peer, now_s: float) -> Iterator[Ask]:
+    def _ask_chunks(self, peer: _Peer, now_s: float) -> Iterator[SlaveRequest]:
         """The next chunks that are not moved, as many as the window takes."""
         todo, moved, flow = peer.todo, peer.moved, self._flow
         while todo and flow.may_send(peer.slave):
@@ -322,17 +322,17 @@ class Transfer(ABC):
             if not moved[index]:
                 yield self._ask(peer, index, now_s)
 
-    def _ask(self, peer: _Peer, index: int | None, now_s: float) -> Ask:
+    def _ask(self, peer: _Peer, index: int | None, now_s: float) -> SlaveRequest:
         if not peer.in_flight:
             peer.last_word_s = now_s  # silence is counted from the first unanswered request
         self._last_request += 1
         peer.in_flight[self._last_request] = index
         chunk = None if index is None else peer.chunks[index]
         self._flow.sent(peer.slave, self._last_request, 0 if chunk is None else chunk.length_bytes, now_s)
-        return Ask(peer.slave, self._last_request, chunk)
+        return SlaveRequest(peer.slave, self._last_request, chunk)
 
     @abstractmethod
-    def _asks(self, peer: _Peer, now_s: float) -> Iterator[Ask]:
+    def _asks(self, peer: _Peer, now_s: float) -> Iterator[SlaveRequest]:
         """What to ask of this slave now, which is neither done nor pausing."""
 
     def _moved(self, peer: _Peer, index: int, now_s: float, *, carried: bool = True) -> None:
@@ -419,7 +419,7 @@ class PushTransfer(Transfer):
         peer.query = None
         self._finish(peer)
 
-    def _asks(self, peer: _Peer, now_s: float) -> Iterator[Ask]:
+    def _asks(self, peer: _Peer, now_s: float) -> Iterator[SlaveRequest]:
         """A query goes alone: nothing else is in flight, so its answer is about everything sent before."""
         if peer.query is not None:
             return
@@ -484,7 +484,7 @@ class PullTransfer(Transfer):
         peer.checksums.clear()
         peer.todo = peer.scheduled(range(len(peer.chunks)))
 
-    def _asks(self, peer: _Peer, now_s: float) -> Iterator[Ask]:
+    def _asks(self, peer: _Peer, now_s: float) -> Iterator[SlaveRequest]:
         return self._ask_chunks(peer, now_s)
 
 
@@ -509,7 +509,7 @@ def _begun_part(peer: _Peer) -> float:
     return (peer.n_moved + len(peer.in_flight)) / len(peer.chunks)
 
 
-def _in_turn(queues: list[Iterator[Ask]]) -> Iterator[Ask]:
+def _in_turn(queues: list[Iterator[SlaveRequest]]) -> Iterator[SlaveRequest]:
     while queues:
         for queue in list(queues):
             ask = next(queue, None)

@@ -26,22 +26,22 @@ from dips.core.layout import Layout
 from dips.core.messages import PullGrant, Ticket
 from dips.core.net.curve import CurvePair
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.core.observe.failpoint_spec import Action, Kind
+from dips.core.observe.failpoint_spec import FailpointAction, FailpointKind
 from dips.core.observe.failpoints import copies, failpoint
 from dips.core.observe.telemetry import ChangeLogger
 from dips.core.wire import DIFFERENCES, Codec
-from dips.worker.links import Links
-from dips.worker.parameters import Ready
+from dips.worker.parameters import SnapshotReady
+from dips.worker.sockets import SlaveSockets
 from dips.worker.transfer import (
-    Ask,
-    Moved,
     PullTransfer,
     PushTransfer,
+    SlaveProgress,
+    SlaveRequest,
     Transfer,
     TransferSettings,
     shares_of,
 )
-from dips.worker.wire import Difference, Differences, Gated, Parameters, Payloads, Places, Source, bytes_of
+from dips.worker.wire import Difference, Differences, Gated, Parameters, ParameterSource, Payloads, Places, bytes_of
 
 _logger = logging.getLogger("dips.worker.data")
 
@@ -62,7 +62,7 @@ TOGETHER = 4
 
 F32 = NDArray[np.float32]
 
-Tell = Callable[[Mapping[str, Moved], float], None]
+TellMoved = Callable[[Mapping[str, SlaveProgress], float], None]
 """(how far it is with each slave, now)."""
 
 
@@ -81,13 +81,13 @@ class Common:
     settings: TransferSettings
     checksum: Callable[[Buffer], int] = checksum
     curve: CurvePair | None = None
-    tell: Tell | None = None
+    tell: TellMoved | None = None
 
 
 class _Carrier(ABC):
     """Carries one transfer out, until it is done, has failed, or is cancelled."""
 
-    def __init__(self, common: Common, links: Links, transfer: Transfer, clock: Clock) -> None:
+    def __init__(self, common: Common, links: SlaveSockets, transfer: Transfer, clock: Clock) -> None:
         self._common = common
         self._links = links
         self._transfer = transfer
@@ -108,7 +108,7 @@ class _Carrier(ABC):
         while not (transfer.done or transfer.failure or cancelled.is_set()):
             asks = []
             for action in transfer.actions(now_s()):
-                if isinstance(action, Ask):
+                if isinstance(action, SlaveRequest):
                     asks.append(action)
                 else:
                     links.reconnect(action.slave)
@@ -141,7 +141,7 @@ class _Carrier(ABC):
             _ways.report(slave, why, logging.WARNING, self._common.cause)
 
     @abstractmethod
-    def send(self, asks: Sequence[Ask]) -> None:
+    def send(self, asks: Sequence[SlaveRequest]) -> None:
         """Send what the transfer asks for."""
 
     @abstractmethod
@@ -166,7 +166,7 @@ class _PushCarrier(_Carrier):
     """checksums: of chunks whose payload was seen, in this attempt or an earlier one; grows."""
 
     def __init__(
-        self, common: Common, links: Links, transfer: PushTransfer, clock: Clock, push: PushId, attempt: int,
+        self, common: Common, links: SlaveSockets, transfer: PushTransfer, clock: Clock, push: PushId, attempt: int,
         payloads: Payloads, checksums: dict[Chunk, int],
     ) -> None:  # fmt: skip
         super().__init__(common, links, transfer, clock)
@@ -176,7 +176,7 @@ class _PushCarrier(_Carrier):
         self._payloads = payloads
         self._checksums = checksums
 
-    def send(self, asks: Sequence[Ask]) -> None:
+    def send(self, asks: Sequence[SlaveRequest]) -> None:
         """The payloads of a few chunks are read before the first is sent: reading one drives the interpreter's code
         and data out of the caches."""
         together = TOGETHER if self._payloads.lasting else 1
@@ -189,7 +189,7 @@ class _PushCarrier(_Carrier):
                 else:
                     self._send_chunk(ask, ask.chunk, *payload)
 
-    def _send_query(self, ask: Ask) -> None:
+    def _send_query(self, ask: SlaveRequest) -> None:
         common = self._common
         query = DataHeader(
             common.run_id, common.epoch, DataOp.QUERY_MISSING, ask.request, self._push, self._attempt,
@@ -197,7 +197,7 @@ class _PushCarrier(_Carrier):
         )  # fmt: skip
         self._links.send(ask.slave, query.encode())
 
-    def _send_chunk(self, ask: Ask, chunk: Chunk, payload: memoryview, checksum: int) -> None:
+    def _send_chunk(self, ask: SlaveRequest, chunk: Chunk, payload: memoryview, checksum: int) -> None:
         common = self._common
         header = DataHeader(
             common.run_id, common.epoch, DataOp.PUT_CHUNK, ask.request, self._push, self._attempt,
@@ -233,7 +233,7 @@ class _PushCarrier(_Carrier):
 
 class _PullCarrier(_Carrier):
     def __init__(
-        self, common: Common, links: Links, transfer: PullTransfer, clock: Clock, version: Version, flat: F32
+        self, common: Common, links: SlaveSockets, transfer: PullTransfer, clock: Clock, version: Version, flat: F32
     ) -> None:
         super().__init__(common, links, transfer, clock)
         self._pull_transfer = transfer
@@ -241,11 +241,11 @@ class _PullCarrier(_Carrier):
         self._bytes = bytes_of(flat)
         self._places = Places(common.layout)
 
-    def send(self, asks: Sequence[Ask]) -> None:
+    def send(self, asks: Sequence[SlaveRequest]) -> None:
         for ask in asks:
             self._send(ask)
 
-    def _send(self, ask: Ask) -> None:
+    def _send(self, ask: SlaveRequest) -> None:
         common, chunk = self._common, ask.chunk
         assert chunk is not None, "a pull asks for chunks only"
         header = DataHeader(
@@ -271,7 +271,7 @@ class _PullCarrier(_Carrier):
         self._pull_transfer.landed(slave, header.request, header.checksum, now_s, credit=header.credit)
 
     def _what_is_wrong(
-        self, header: DataHeader, payload: memoryview | None, chunk: Chunk, action: Action | None
+        self, header: DataHeader, payload: memoryview | None, chunk: Chunk, action: FailpointAction | None
     ) -> str:
         named = Chunk(header.block, header.offset_bytes, header.length_bytes)
         if named != chunk or header.version != self._version or header.codec is not Codec.F32:
@@ -282,9 +282,9 @@ class _PullCarrier(_Carrier):
         return "" if right else f"the checksum of {chunk} is wrong"
 
 
-def _spoilt(payload: memoryview, action: Action | None) -> memoryview:
+def _spoilt(payload: memoryview, action: FailpointAction | None) -> memoryview:
     """The payload, with one bit flipped when a failpoint says corrupt."""
-    if action is None or action.kind is not Kind.CORRUPT:
+    if action is None or action.kind is not FailpointKind.CORRUPT:
         return payload
     damaged = bytearray(payload)
     damaged[len(damaged) // 2] ^= 1
@@ -292,9 +292,9 @@ def _spoilt(payload: memoryview, action: Action | None) -> memoryview:
 
 
 def carry_push(
-    context: zmq.Context[zmq.Socket[bytes]], common: Common, flat: F32 | Source, push: PushId, ticket: Ticket,
-    clock: Clock, cancelled: threading.Event, *, difference: Difference | None = None, ready: Ready | None = None,
-    checksums: dict[Chunk, int] | None = None,
+    context: zmq.Context[zmq.Socket[bytes]], common: Common, flat: F32 | ParameterSource, push: PushId, ticket: Ticket,
+    clock: Clock, cancelled: threading.Event, *, difference: Difference | None = None, ready: SnapshotReady | None =
+    None, checksums: dict[Chunk, int] | None = None,
 ) -> tuple[PushTransfer, tuple[tuple[str, bytes], ...]]:  # fmt: skip
     """Send a push; returns the transfer (done, failed or cancelled) and the digest of what each slave was sent.
 
@@ -313,7 +313,7 @@ def carry_push(
         payloads = Differences(ticket.wire, flat, difference, places, common.settings.chunk_bytes)
     if ready is not None:
         payloads = Gated(payloads, ready, places)
-    links = Links(context, ticket.placement, common.settings.chunk_bytes, common.curve)
+    links = SlaveSockets(context, ticket.placement, common.settings.chunk_bytes, common.curve)
     known = {} if checksums is None else checksums
     carrier = _PushCarrier(common, links, transfer, clock, push, ticket.attempt, payloads, known)
     try:
@@ -336,7 +336,7 @@ def carry_pull(
     """
     shares = shares_of(common.layout, grant.placement, grant.block_order, common.settings.chunk_bytes)
     transfer = PullTransfer(shares, dict(grant.digest_of_slave), common.settings, clock.monotonic_s())
-    links = Links(context, grant.placement, common.settings.chunk_bytes, common.curve)
+    links = SlaveSockets(context, grant.placement, common.settings.chunk_bytes, common.curve)
     try:
         _PullCarrier(common, links, transfer, clock, grant.version, flat).carry(cancelled)
     finally:

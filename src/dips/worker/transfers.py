@@ -15,8 +15,8 @@ from dips.core.layout import Layout
 from dips.core.messages import PlacementSpec, Settings
 from dips.core.net.curve import CurvePair
 from dips.core.wire import DIFFERENCES, Codec
-from dips.worker.data_thread import DataThread
-from dips.worker.link_counts import Direction, LinkCounts
+from dips.worker.data import DataThread
+from dips.worker.link_counts import LinkCounts, TransferDirection
 from dips.worker.state.effects import StartPull, StartPush
 from dips.worker.state.events import Event, Pulled, PullFailed, PushFailed, PushSent
 from dips.worker.state.times import Times
@@ -62,7 +62,7 @@ class Transfers:
 
         def job(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
             began_s = clock.monotonic_s()
-            counted = self._counted(common, Direction.PUSH, effect.ticket.placement, wire)
+            counted = self._counted(common, TransferDirection.PUSH, effect.ticket.placement, wire)
             transfer, digests = carry_push(
                 context, counted, flat, effect.push, effect.ticket, clock, cancelled, difference=difference,
                 ready=ready, checksums=checksums,
@@ -82,7 +82,7 @@ class Transfers:
 
         def job(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
             began_s = clock.monotonic_s()
-            counted = self._counted(common, Direction.PULL, grant.placement, Codec.F32)
+            counted = self._counted(common, TransferDirection.PULL, grant.placement, Codec.F32)
             transfer = carry_pull(context, counted, flat, grant, clock, cancelled)
             if transfer.done:
                 self._deliver(Pulled(effect.transfer_id, clock.monotonic_s() - began_s))
@@ -101,7 +101,7 @@ class Transfers:
     def close(self) -> None:
         self._thread.close()
 
-    def _counted(self, common: Common, direction: Direction, placement: PlacementSpec, wire: Codec) -> Common:
+    def _counted(self, common: Common, direction: TransferDirection, placement: PlacementSpec, wire: Codec) -> Common:
         """The same, told to the counts. On the data thread, which owns them."""
         if self._links is None:
             return common

@@ -26,7 +26,7 @@ from dips.core.layout import Layout
 from dips.core.observe.starting import Starting
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.live import Live
-from dips.worker.parameters import ParameterStore, Ready, RoundingStore, StreamingStore
+from dips.worker.parameters import ParameterStore, RoundingStore, SnapshotReady, StreamingStore
 from dips.worker.state.effects import InstallMode
 from dips.worker.wire import Places, kernels
 
@@ -68,7 +68,7 @@ class Vectors:
         """How often theta_installed changed: who keeps a copy sees whether it is the newest."""
         self._base: F32 | None = None
         self._push: F32 | None = None
-        self._ready: Ready | None = None
+        self._ready: SnapshotReady | None = None
         self._live: Live | None = None
         self._push_is_live = False
         self._push_is_base = False
@@ -150,7 +150,7 @@ class Vectors:
         self.forget_push()
         self._push_is_base = True
 
-    def sending(self) -> tuple[F32 | Live, Ready | None]:
+    def sending(self) -> tuple[F32 | Live, SnapshotReady | None]:
         """What a push is sent from, and which part of it is there (None: all)."""
         if self._push_is_base:
             return self.base, None
@@ -310,7 +310,7 @@ class _Exact:
     other pieces are copied still, or by whoever computes from it.
     """
 
-    def __init__(self, store: RoundingStore, copied: Ready | None, flat: F32, installed: F32) -> None:
+    def __init__(self, store: RoundingStore, copied: SnapshotReady | None, flat: F32, installed: F32) -> None:
         """copied: which part of the snapshot is in `flat`; None: all. installed: not to be changed before the end."""
         self._store = store
         self._copied = copied

@@ -21,7 +21,7 @@ from dips.core.errors import ConfigError
 from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.release import how_to_install
 from dips.core.wire import Codec, encoded_bytes
-from dips.worker.parameters import Ready
+from dips.worker.parameters import SnapshotReady
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -106,7 +106,7 @@ class Payloads(Protocol):
     def of(self, chunk: Chunk) -> memoryview: ...
 
 
-class Source(Protocol):
+class ParameterSource(Protocol):
     """Where parameters stand as bytes (worker/live.py)."""
 
     lock: threading.Lock
@@ -120,7 +120,7 @@ class Parameters:
     codec = Codec.F32
     lasting = True
 
-    def __init__(self, theta: F32 | Source, places: Places) -> None:
+    def __init__(self, theta: F32 | ParameterSource, places: Places) -> None:
         self.lock: AbstractContextManager[object] = nullcontext()
         self._read: Callable[[slice], memoryview]
         if isinstance(theta, np.ndarray):
@@ -161,7 +161,7 @@ class Differences:
 class Gated:
     """Payloads of a push vector that is still being written: each waits for its part of the snapshot."""
 
-    def __init__(self, payloads: Payloads, ready: Ready, places: Places) -> None:
+    def __init__(self, payloads: Payloads, ready: SnapshotReady, places: Places) -> None:
         self.codec, self.lasting, self.lock = payloads.codec, payloads.lasting, payloads.lock
         self._payloads = payloads
         self._ready = ready

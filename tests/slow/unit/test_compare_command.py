@@ -14,19 +14,19 @@ from support.compare_records import record, speed_comparison
 from dips.cli import compare as command_compare
 from dips.cli import main
 from dips.compare import selection
-from dips.compare.jobs import Job, Results
+from dips.compare.jobs import ComparisonJob, Results
 from dips.compare.methods import METHODS
 from dips.compare.record import RunRecord
-from dips.compare.setup import Setup, shipped
+from dips.compare.setup import ComparisonSetup, shipped
 from dips.compare.speed import SpeedFigure, SpeedResult
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[ComparisonJob]:
     """Instead of being run, jobs are noted here; each has a made-up result, which is kept."""
-    jobs: list[Job] = []
+    jobs: list[ComparisonJob] = []
 
-    def gather(todo: Sequence[Job], run_dir: Path, *_: Any, **__: Any) -> list[RunRecord]:
+    def gather(todo: Sequence[ComparisonJob], run_dir: Path, *_: Any, **__: Any) -> list[RunRecord]:
         jobs.extend(todo)
         found = [record(job.method, job.seed, inject=job.inject) for job in todo]
         for job, made in zip(todo, found, strict=True):
@@ -61,7 +61,7 @@ def test_the_list_is_there_for_programs_too(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_default_methods_run_with_the_shipped_set_up(
-    tmp_path: Path, asked: list[Job], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = told(capsys, "--run-dir", tmp_path)
     assert code == 0
@@ -72,7 +72,9 @@ def test_the_default_methods_run_with_the_shipped_set_up(
     assert str(tmp_path / "loss-time.png") in out
 
 
-def test_what_is_said_is_what_is_run(tmp_path: Path, asked: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_said_is_what_is_run(
+    tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]
+) -> None:
     wish = "--methods dips,dynamic,dips --seeds 3,1 --gaps 0,50% --inner-steps 8 --tokens 20k --inject x30"
     code, out, _ = told(capsys, *wish.split(), "--run-dir", tmp_path)
     assert code == 0
@@ -84,7 +86,7 @@ def test_what_is_said_is_what_is_run(tmp_path: Path, asked: list[Job], capsys: p
 
 
 def test_data_parallel_alone_has_no_empty_table(
-    tmp_path: Path, asked: list[Job], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = told(capsys, "--methods", "dp", "--run-dir", tmp_path)
     assert code == 0
@@ -92,12 +94,12 @@ def test_data_parallel_alone_has_no_empty_table(
     assert "rounds and pushes" not in out
 
 
-def test_all_are_all(tmp_path: Path, asked: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_are_all(tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "--methods", "all", "--run-dir", tmp_path)[0] == 0
     assert [job.method for job in asked] == list(METHODS)
 
 
-def test_files_and_json(tmp_path: Path, asked: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_and_json(tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = told(capsys, "--methods", "dp,dips", "--seeds", "1,2", "--json", "--run-dir", tmp_path / "new")
     assert code == 0
     plain = json.loads(out)
@@ -108,7 +110,7 @@ def test_files_and_json(tmp_path: Path, asked: list[Job], capsys: pytest.Capture
 
 
 def test_clean_runs_of_before_stand_beside_spoilt_ones(
-    tmp_path: Path, asked: list[Job], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ["--methods", "dips", "--json", "--run-dir", tmp_path]
     assert json.loads(told(capsys, *run)[1])["methods"]["dips"]["minus_clean"] is None
@@ -118,7 +120,7 @@ def test_clean_runs_of_before_stand_beside_spoilt_ones(
     )
 
 
-def test_a_figure_of_losses(tmp_path: Path, asked: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_figure_of_losses(tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = told(capsys, "--figure", "12", "--seeds", "1,2", "--tokens", "20k", "--run-dir", tmp_path)
     assert code == 0
     assert [job.setup.run.inner_steps for job in asked] == [4, 8, 16, 32, 64, 128] * 2
@@ -132,9 +134,9 @@ def test_a_figure_of_losses(tmp_path: Path, asked: list[Job], capsys: pytest.Cap
 def test_a_figure_of_throughput(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Setup] = []
+    seen: list[ComparisonSetup] = []
 
-    def run_speed(figure: SpeedFigure, setups: Sequence[Setup], seed: int, *_: Any) -> list[SpeedResult]:
+    def run_speed(figure: SpeedFigure, setups: Sequence[ComparisonSetup], seed: int, *_: Any) -> list[SpeedResult]:
         seen.extend(setups)
         return [SpeedResult(setup, [("1 Gbit/s", speed_comparison(setup))]) for setup in setups]
 
@@ -190,7 +192,11 @@ def test_a_slip_is_one_sentence_with_its_remedy(
 
 @pytest.mark.parametrize("package", ["torch", "matplotlib", "numba"])
 def test_a_missing_package_is_told_before_anything_runs(
-    package: str, tmp_path: Path, asked: list[Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    package: str,
+    tmp_path: Path,
+    asked: list[ComparisonJob],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))

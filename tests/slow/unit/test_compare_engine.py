@@ -19,7 +19,7 @@ from dips.compare.inject import Injection
 from dips.compare.methods import METHODS
 from dips.compare.plans import plan_of, wire_bytes
 from dips.compare.record import CurvePoint, PushFact, RunRecord, at_tokens
-from dips.compare.setup import Setup, load_setup
+from dips.compare.setup import ComparisonSetup, load_setup
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
 from dips.core.math import outer_numpy as reference
@@ -34,7 +34,7 @@ H = 4
 STEP_TOKENS = 512
 
 
-def setup_of(**changes: Any) -> Setup:
+def setup_of(**changes: Any) -> ComparisonSetup:
     return load_setup("small").with_overrides(**{"tokens": TOKENS, "inner_steps": H, "evaluations": 3, **changes})
 
 
@@ -42,7 +42,7 @@ class Compared:
     """One run with numpy learners, and all that it let see."""
 
     def __init__(
-        self, method: str, setup: Setup | None = None, seed: int = 1, injection: Injection | None = None,
+        self, method: str, setup: ComparisonSetup | None = None, seed: int = 1, injection: Injection | None = None,
         fails_after: int | None = None,
     ) -> None:  # fmt: skip
         self.learners: dict[str, BowlLearner] = {}

@@ -12,7 +12,7 @@ import pytest
 
 from dips.master.state.penalty_config import PenaltyConfig
 from dips.sim.hosts.master import MasterHost
-from dips.sim.plan import Plan, make_plan
+from dips.sim.run_plan import SimulatedRunPlan, make_plan
 from dips.sim.world import World
 
 N, MU = 3, 0.8
@@ -34,7 +34,7 @@ def expected(optimizer: str, v: int) -> tuple[float, float, float]:
     return {0: (MU, 0.0, 1.0), N - 1: (1.0, MU, 1.0)}.get(v % N, (1.0, 0.0, 1.0))
 
 
-def plan_with(optimizer: str, seed: int) -> Plan:
+def plan_with(optimizer: str, seed: int) -> SimulatedRunPlan:
     plan = make_plan(Random(seed))
     penalty = PenaltyConfig.of("safe", outer_optimizer=optimizer, **KNOBS[optimizer])
     settings = replace(plan.config.settings, outer_momentum=penalty.outer_momentum)
@@ -44,7 +44,7 @@ def plan_with(optimizer: str, seed: int) -> Plan:
 class Watched(World):
     """Keeps the COMMIT records that became durable, in whatever life of the master."""
 
-    def __init__(self, seed: int, plan: Plan) -> None:
+    def __init__(self, seed: int, plan: SimulatedRunPlan) -> None:
         self.commits: list[Mapping[str, Any]] = []
         super().__init__(seed, plan=plan)
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from dips.sim.hosts.cluster import ClusterHost
-from dips.sim.kernel import Process
-from dips.sim.plan import Plan, make_plan
+from dips.sim.kernel import SimulatedProcess
+from dips.sim.run_plan import SimulatedRunPlan, make_plan
 from dips.sim.world import World
 from dips.worker.state.phases import SessionPhase
 
 SEEDS = range(6200, 6212)
 
 
-def plan_with(overlap: str, seed: int) -> Plan:
+def plan_with(overlap: str, seed: int) -> SimulatedRunPlan:
     """The seed's own plan, with bounded waits that outlast an exchange that goes well."""
     plan = make_plan(Random(seed))
     settings = replace(plan.config.settings, overlap=overlap, verdict_wait_s=4.0)
@@ -29,13 +29,13 @@ def plan_with(overlap: str, seed: int) -> Plan:
 class Watched(World):
     """Counts steps by the phase in which they began, and installations by mode."""
 
-    def __init__(self, seed: int, plan: Plan) -> None:
+    def __init__(self, seed: int, plan: SimulatedRunPlan) -> None:
         self.steps: Counter[SessionPhase] = Counter()
         self.installs: Counter[str] = Counter()
         super().__init__(seed, plan=plan)
         self.watchers.append(self._watch)
 
-    def _watch(self, role: str, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+    def _watch(self, role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
         if (role, kind) == ("worker", "installed"):
             self.installs[fields["mode"]] += 1
 

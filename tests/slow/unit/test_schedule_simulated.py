@@ -8,12 +8,12 @@ from statistics import mean
 import pytest
 
 from dips.master.state.schedule import Way
-from dips.sim.links import Rates
-from dips.sim.transfers import MIB, Method, Race, races, run, slowdowns
+from dips.sim.links import LinkRates
+from dips.sim.transfers import MIB, Race, TransferMethod, races, run, slowdowns
 
 GBIT = 1e9
-LINK = Rates(GBIT, GBIT)
-SLOW = Rates(0.1 * GBIT, 0.1 * GBIT)
+LINK = LinkRates(GBIT, GBIT)
+SLOW = LinkRates(0.1 * GBIT, 0.1 * GBIT)
 DELAYS_S = (0.0002, 0.025)
 FAST = ("a", "b", "c")
 
@@ -24,25 +24,27 @@ ONE_SLOW_CLUSTER = Race({**dict.fromkeys(FAST, LINK), "slow": SLOW}, {f"s{i}": L
 @pytest.mark.parametrize("delay_s", DELAYS_S)
 def test_fast_clusters_take_hardly_longer_than_alone_beside_one_ten_times_slower(way: Way, delay_s: float) -> None:
     race = replace(ONE_SLOW_CLUSTER, way=way, delay_s=delay_s)
-    found = {method: slowdowns(race, method) for method in Method}
-    assert max(found[Method.SCHEDULED][name] for name in FAST) <= 1.1
-    assert found[Method.SCHEDULED]["slow"] <= 1.05
-    for other in (Method.FREE, Method.NAIVE):
-        fast = [mean(found[method][name] for name in FAST) for method in (Method.SCHEDULED, other)]
+    found = {method: slowdowns(race, method) for method in TransferMethod}
+    assert max(found[TransferMethod.SCHEDULED][name] for name in FAST) <= 1.1
+    assert found[TransferMethod.SCHEDULED]["slow"] <= 1.05
+    for other in (TransferMethod.FREE, TransferMethod.NAIVE):
+        fast = [mean(found[method][name] for name in FAST) for method in (TransferMethod.SCHEDULED, other)]
         assert fast[0] <= 1.02 * fast[1]
-    assert mean(found[Method.NAIVE][name] for name in FAST) >= 1.2
+    assert mean(found[TransferMethod.NAIVE][name] for name in FAST) >= 1.2
 
 
 @pytest.mark.parametrize("told", [True, False])
 def test_what_clusters_told_of_their_speed_is_used_and_not_needed(told: bool) -> None:
     told_s = {"a": 2.2, "b": 2.2, "c": 2.2, "slow": 22.0} if told else {}
-    assert max(slowdowns(replace(ONE_SLOW_CLUSTER, told_s=told_s), Method.SCHEDULED)[name] for name in FAST) <= 1.1
+    assert (
+        max(slowdowns(replace(ONE_SLOW_CLUSTER, told_s=told_s), TransferMethod.SCHEDULED)[name] for name in FAST) <= 1.1
+    )
 
 
 @pytest.mark.parametrize("delay_s", DELAYS_S)
 def test_clusters_that_begin_at_different_times_keep_out_of_each_others_way(delay_s: float) -> None:
     race = replace(ONE_SLOW_CLUSTER, delay_s=delay_s, begins_s={"slow": 0.0, "a": 1.0, "b": 1.4, "c": 1.9})
-    assert max(slowdowns(race, Method.SCHEDULED)[name] for name in FAST) <= 1.1
+    assert max(slowdowns(race, TransferMethod.SCHEDULED)[name] for name in FAST) <= 1.1
 
 
 @pytest.mark.parametrize("way", Way)
@@ -50,7 +52,7 @@ def test_clusters_that_begin_at_different_times_keep_out_of_each_others_way(dela
 def test_where_slaves_are_the_narrow_place_some_end_early_and_none_later(way: Way, delay_s: float) -> None:
     """8 clusters on 2 slaves: a free-for-all makes all end at the end."""
     race = Race({f"c{i}": LINK for i in range(8)}, {"s0": LINK, "s1": LINK}, delay_s, way=way)
-    scheduled, free = run(race, Method.SCHEDULED), run(race, Method.FREE)
+    scheduled, free = run(race, TransferMethod.SCHEDULED), run(race, TransferMethod.FREE)
     assert mean(scheduled.values()) <= 0.98 * mean(free.values())
     assert max(scheduled.values()) <= 1.05 * max(free.values())
 
@@ -60,46 +62,46 @@ def test_where_slaves_are_the_narrow_place_some_end_early_and_none_later(way: Wa
 def test_the_schedule_is_never_worse_than_the_others(way: Way, delay_s: float) -> None:
     """On average over the clusters with fast links, in all races of docs/scheduling.md."""
     for name, race in races(way, delay_s).items():
-        found = {method: slowdowns(race, method) for method in Method}
+        found = {method: slowdowns(race, method) for method in TransferMethod}
         means = {m: mean(x for cluster, x in each.items() if cluster != "slow") for m, each in found.items()}
-        assert means[Method.SCHEDULED] <= 1.1 * min(means.values()), name
+        assert means[TransferMethod.SCHEDULED] <= 1.1 * min(means.values()), name
 
 
 def test_a_push_that_is_nearly_done_is_let_through() -> None:
     """One slave; the last to come has a tenth of the others' bytes left, as after a broken attempt."""
     race = Race(dict.fromkeys("abcd", LINK), {"s0": LINK}, 0.0002, has_left={"d": 0.1})
-    scheduled, free = run(race, Method.SCHEDULED), run(race, Method.FREE)
+    scheduled, free = run(race, TransferMethod.SCHEDULED), run(race, TransferMethod.FREE)
     assert scheduled["d"] <= 0.75 * free["d"]
     assert max(scheduled.values()) <= 1.02 * max(free.values())
 
 
 def test_a_slave_whose_link_slows_down_delays_only_its_own_share() -> None:
     """At 0.3 s one of four falls to a twentieth: the other three shares are done as if nothing were."""
-    race = Race({"a": LINK}, {f"s{i}": LINK for i in range(4)}, 0.025, changes=((0.3, "s0", Rates(5e7, 5e7)),))
-    took_s = run(race, Method.SCHEDULED)["a"]
+    race = Race({"a": LINK}, {f"s{i}": LINK for i in range(4)}, 0.025, changes=((0.3, "s0", LinkRates(5e7, 5e7)),))
+    took_s = run(race, TransferMethod.SCHEDULED)["a"]
     share_s = 64 * MIB * 8 / 5e7
     assert share_s * 0.5 <= took_s <= share_s + 0.5
 
 
 def test_a_cluster_whose_link_slows_down_makes_room() -> None:
     """One slave, two clusters; the one that goes first falls to a twentieth: the other one is not held back by it."""
-    race = Race({"a": LINK, "b": LINK}, {"s0": LINK}, 0.0002, changes=((0.5, "a", Rates(5e7, 5e7)),))
-    alone_s = run(race.alone("b"), Method.SCHEDULED)["b"]
-    assert run(race, Method.SCHEDULED)["b"] <= alone_s + 1.0
+    race = Race({"a": LINK, "b": LINK}, {"s0": LINK}, 0.0002, changes=((0.5, "a", LinkRates(5e7, 5e7)),))
+    alone_s = run(race.alone("b"), TransferMethod.SCHEDULED)["b"]
+    assert run(race, TransferMethod.SCHEDULED)["b"] <= alone_s + 1.0
 
 
 @pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("n_slaves", [1, 2, 4])
 def test_one_transfer_fills_a_gigabit_over_25_ms_each_way(way: Way, n_slaves: int) -> None:
-    race = Race({"a": LINK}, {f"s{i}": Rates() for i in range(n_slaves)}, 0.025, way=way)
-    assert 256 * MIB * 8 / GBIT / run(race, Method.SCHEDULED)["a"] >= 0.9
+    race = Race({"a": LINK}, {f"s{i}": LinkRates() for i in range(n_slaves)}, 0.025, way=way)
+    assert 256 * MIB * 8 / GBIT / run(race, TransferMethod.SCHEDULED)["a"] >= 0.9
 
 
 def test_ten_gigabits_are_filled_too() -> None:
-    fast = Rates(10 * GBIT, 10 * GBIT)
+    fast = LinkRates(10 * GBIT, 10 * GBIT)
     race = Race({"a": fast}, {f"s{i}": fast for i in range(4)}, 0.025, model_bytes=4096 * MIB)
-    assert 4096 * MIB * 8 / (10 * GBIT) / run(race, Method.SCHEDULED)["a"] >= 0.9
+    assert 4096 * MIB * 8 / (10 * GBIT) / run(race, TransferMethod.SCHEDULED)["a"] >= 0.9
 
 
 def test_a_race_is_the_same_every_time() -> None:
-    assert run(ONE_SLOW_CLUSTER, Method.SCHEDULED) == run(ONE_SLOW_CLUSTER, Method.SCHEDULED)
+    assert run(ONE_SLOW_CLUSTER, TransferMethod.SCHEDULED) == run(ONE_SLOW_CLUSTER, TransferMethod.SCHEDULED)

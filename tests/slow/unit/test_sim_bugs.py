@@ -16,9 +16,9 @@ from dips.master.state.events import Stop
 from dips.sim.content import to_array
 from dips.sim.disks import SlaveDisk
 from dips.sim.hosts.master import MasterHost
-from dips.sim.kernel import Process
-from dips.sim.plan import make_plan
-from dips.sim.world import Outcome, World
+from dips.sim.kernel import SimulatedProcess
+from dips.sim.run_plan import make_plan
+from dips.sim.world import SeedOutcome, World
 from dips.slave.ring import Ring
 
 
@@ -59,10 +59,14 @@ def test_a_master_whose_disk_was_lost_shares_no_epoch_with_its_earlier_life(faul
         lives_of: dict[int, set[int]] = {}
 
         def attached(
-            role: str, process: Process, kind: str, fields: Mapping[str, Any], lives_of: dict[int, set[int]] = lives_of
+            role: str,
+            process: SimulatedProcess,
+            kind: str,
+            fields: Mapping[str, Any],
+            lives_of: dict[int, set[int]] = lives_of,
         ) -> None:
             if (role, kind) == ("master", "slave_attached") and isinstance(process, MasterHost):
-                lives_of.setdefault(process.epoch, set()).add(process.life)
+                lives_of.setdefault(process.epoch, set()).add(process.generation)
 
         world.watchers.append(attached)
         assert world.run().violations == ()
@@ -95,7 +99,7 @@ def test_a_plan_is_made_of_the_seed_alone() -> None:
     assert make_plan(Random(5)) != make_plan(Random(6))
 
 
-def lost_beside_the_journal(seed: int) -> Outcome:
+def lost_beside_the_journal(seed: int) -> SeedOutcome:
     """Durability async: all slaves lose the version that is just published, and the master its directory."""
     plan = make_plan(Random(seed), durability="async")
     world = World(seed, plan=replace(plan, data=DataPlan(DataMode.OWN)), planned=())
@@ -111,7 +115,7 @@ def lost_beside_the_journal(seed: int) -> Outcome:
         world.rebuild = True
         world.restart(world.masters[0], 0.5)
 
-    def watch(role: str, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+    def watch(role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
         if (role, kind) == ("master", "publish"):
             published.append(fields["version"])
             if len(published) == 4:

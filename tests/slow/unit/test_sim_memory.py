@@ -14,7 +14,7 @@ from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, Settings
 from dips.master.state.run_config import RunConfig
-from dips.sim.plan import CHUNK_BYTES, Plan, make_plan
+from dips.sim.run_plan import CHUNK_BYTES, SimulatedRunPlan, make_plan
 
 ROUNDS = 240
 SOME = 120
@@ -36,7 +36,7 @@ def n_objects(root: object) -> int:
     return len(seen)
 
 
-def plan_of(overlap: str) -> Plan:
+def plan_of(overlap: str) -> SimulatedRunPlan:
     """Two clusters on lent data and one slave; a push each two steps."""
     settings = Settings(sync_every_steps=2, overlap=overlap, chunk_bytes=CHUNK_BYTES, tk_max_tokens=ROUNDS * 2 * 2 * 10)
     return replace(

@@ -1,6 +1,6 @@
 """Throughput of the real state machines under virtual time, against what would be ideal and synchronous DiLoCo.
 
-What the fitted set-ups and the formulas of the baselines say is in tests/unit/sim/test_compare_throughput.py.
+What the fitted set-ups and the formulas of the baselines say is in tests/unit/compare/test_compare_throughput.py.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import pytest
 
 from dips.compare.methods import find_method
-from dips.compare.setup import Setup, load_setup
+from dips.compare.setup import ComparisonSetup, load_setup
 from dips.compare.throughput import first_clusters, measure, ring_diloco, with_last_link
 
 ROUNDS = 8
 
 
-def gain(setup: Setup, method: str) -> float:
+def gain(setup: ComparisonSetup, method: str) -> float:
     """Over synchronous DiLoCo without servers, which is the faster one in all shipped set-ups."""
     return measure(setup, find_method(method), rounds=ROUNDS).gain_over(ring_diloco(setup))
 

@@ -7,7 +7,7 @@ import pytest
 from dips.planner.cluster import read_setup
 from dips.planner.errors import PlanError
 from dips.planner.problem import RELEASED_BY_INPUT_GRADIENT, Problem
-from dips.planner.validation import Check, all_checks
+from dips.planner.validation import PaperCheck, all_checks
 from dips.planner.validation.check import holds, within
 from dips.planner.validation.crosspipe import TABLE_5, TABLE_6, each_s, figure_8
 from dips.planner.validation.jeeves import dapple_ns, inside_ns
@@ -75,10 +75,10 @@ def test_a_miss_is_a_miss() -> None:
     assert within("a", "b", 100.0, 116.1, 0.16).missed
     assert within("a", "b", 100.0, 83.9, 0.16).missed
     assert holds("a", "b", False).missed
-    assert not Check("a", "b", 1.0, 9.0).missed
-    check = Check("a", "b", 0.367, 0.303, 0.29, 0.37, percent=True)
+    assert not PaperCheck("a", "b", 1.0, 9.0).missed
+    check = PaperCheck("a", "b", 0.367, 0.303, 0.29, 0.37, percent=True)
     assert check.cells() == ("b", "36.7%", "30.3%", "-6.4 points", "29.0% to 37.0%", "ok")
-    assert Check("a", "b", None, 0.1, percent=True).cells() == ("b", "", "10.0%", "", "", "")
+    assert PaperCheck("a", "b", None, 0.1, percent=True).cells() == ("b", "", "10.0%", "", "", "")
 
 
 def test_an_unknown_paper() -> None:

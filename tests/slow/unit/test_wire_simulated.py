@@ -10,7 +10,7 @@ import pytest
 from support.mutants import Mutant, planted
 
 from dips.core.wire import DIFFERENCES, Codec
-from dips.sim.kernel import Process
+from dips.sim.kernel import SimulatedProcess
 from dips.sim.search.bounds import Bounds
 from dips.sim.world import World
 from dips.worker.state import effects
@@ -28,7 +28,7 @@ BUGS = (
         bug(
             "what is dropped leaves a residual",
             "worker.state.pushing:Pushing.drop",
-            "self._core.clear_residual()",
+            "self._shared.clear_residual()",
             "pass",
         ),
         "outlives the steps",
@@ -37,7 +37,7 @@ BUGS = (
         bug(
             "what rounding lost is forgotten",
             "worker.state.pushing:Pushing.act",
-            "core.applied_as(self.open.wire)",
+            "shared.applied_as(self.open.wire)",
             "pass",
         ),
         "did not advance",
@@ -47,7 +47,7 @@ BUGS = (
             "an aborted push clears the residual",
             "worker.state.pushing:Pushing._aborted",
             "was_seed = push.base is None",
-            "was_seed = push.base is None\n    core.clear_residual()",
+            "was_seed = push.base is None\n    shared.clear_residual()",
         ),
         "for no reason",
     ),
@@ -55,15 +55,15 @@ BUGS = (
         bug(
             "a residual of the codec that was wished",
             "worker.state.pushing:Pushing.act",
-            "core.applied_as(self.open.wire)",
-            "core.applied_as(core.config.wire if self.open.base else None)",
+            "shared.applied_as(self.open.wire)",
+            "shared.applied_as(shared.config.wire if self.open.base else None)",
         ),
         "is not what was sent any more",
     ),
     (
         bug(
             "read beside the newest version",
-            "sim.shard_memory:ShardMemory.decoded",
+            "sim.hosts.shard_memory:SimulatedShardMemory.decoded",
             "base = self.readable.get(staging.base) if staging.base is not None else None",
             "base = self.current",
         ),
@@ -80,7 +80,7 @@ class Watched(World):
         self.granted: Counter[str] = Counter()
         self.watchers.append(self._told)
 
-    def _told(self, role: str, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+    def _told(self, role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
         if role == "master" and kind == "ticket":
             self.granted[fields["wire"]] += 1
 

@@ -16,13 +16,13 @@ import pytest
 from dips.cli.protocol_doc import TABLES as DRAWN
 from dips.core import machine
 from dips.core.errors import ConfigError
-from dips.core.machine import Phase, Story
+from dips.core.machine import MachineHistory, Phase
 from dips.core.observe import failpoints
 from dips.core.observe.failpoint_names import all_names, obeyed
 from dips.core.observe.failpoint_spec import (
     CRASH_EXIT_CODE,
-    Action,
-    Kind,
+    FailpointAction,
+    FailpointKind,
     Term,
     check_name,
     parse,
@@ -35,7 +35,7 @@ from dips.master.state.tables import ROUND_TABLE, RoundPhase
 PLACE = "master.journal.before_commit"
 OTHER = "master.journal.after_commit"
 LOSING = "master.slave_stream.before_send"
-SLEEP = Kind.SLEEP.value
+SLEEP = FailpointKind.SLEEP.value
 ENABLED = {"DIPS_FAILPOINTS_ENABLED": "1"}
 
 
@@ -52,20 +52,20 @@ def disarmed() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("text", "terms"),
     [
-        ("off", (Term(Action(Kind.OFF)),)),
-        ("crash", (Term(Action(Kind.CRASH, exit_code=CRASH_EXIT_CODE)),)),
-        ("crash(9)", (Term(Action(Kind.CRASH, exit_code=9)),)),
-        (f"{SLEEP}(0.5)", (Term(Action(Kind.SLEEP, delay_s=0.5)),)),
-        ("error", (Term(Action(Kind.ERROR)),)),
-        ("error(no room)", (Term(Action(Kind.ERROR, message="no room")),)),
-        ("12.5%kill", (Term(Action(Kind.KILL), chance=0.125),)),
-        ("3*stop", (Term(Action(Kind.STOP), turns=3),)),
+        ("off", (Term(FailpointAction(FailpointKind.OFF)),)),
+        ("crash", (Term(FailpointAction(FailpointKind.CRASH, exit_code=CRASH_EXIT_CODE)),)),
+        ("crash(9)", (Term(FailpointAction(FailpointKind.CRASH, exit_code=9)),)),
+        (f"{SLEEP}(0.5)", (Term(FailpointAction(FailpointKind.SLEEP, delay_s=0.5)),)),
+        ("error", (Term(FailpointAction(FailpointKind.ERROR)),)),
+        ("error(no room)", (Term(FailpointAction(FailpointKind.ERROR, message="no room")),)),
+        ("12.5%kill", (Term(FailpointAction(FailpointKind.KILL), chance=0.125),)),
+        ("3*stop", (Term(FailpointAction(FailpointKind.STOP), turns=3),)),
         (
             "2*off -> 50%1*crash(1)->note",
             (
-                Term(Action(Kind.OFF), turns=2),
-                Term(Action(Kind.CRASH, exit_code=1), chance=0.5, turns=1),
-                Term(Action(Kind.NOTE)),
+                Term(FailpointAction(FailpointKind.OFF), turns=2),
+                Term(FailpointAction(FailpointKind.CRASH, exit_code=1), chance=0.5, turns=1),
+                Term(FailpointAction(FailpointKind.NOTE)),
             ),
         ),
     ],
@@ -184,10 +184,10 @@ def test_a_chance_that_fails_goes_on_to_the_next_term() -> None:
 
 
 def test_an_arrow_is_hit_before_the_phase_changes() -> None:
-    phase = Phase(ROUND_TABLE, Story())
+    phase = Phase(ROUND_TABLE, MachineHistory())
     seen: list[RoundPhase] = []
 
-    def look(move: machine.Move[RoundPhase]) -> None:
+    def look(move: machine.Transition[RoundPhase]) -> None:
         seen.append(phase.now)
 
     machine.observe(look)

@@ -17,7 +17,7 @@ from cryptography.x509 import load_pem_x509_certificate
 from dips.core.errors import ConfigError
 from dips.core.net import keys
 from dips.core.net.keys import (
-    Used,
+    UsedKeys,
     load_identity,
     parse_certificate,
     read_revoked,
@@ -131,7 +131,7 @@ def test_keys_or_insecure_and_never_both_nor_nothing(made: Path, insecure: bool)
 
 def test_renewed_keys_are_seen_and_bad_ones_change_nothing(made: Path, identity: Path) -> None:
     first = load_identity(identity)
-    used = Used(first)
+    used = UsedKeys(first)
     assert not used.renewed
     assert reloaded(first) == first
     (identity / "tls.crt").write_bytes(b"half a certifi")
@@ -141,7 +141,7 @@ def test_renewed_keys_are_seen_and_bad_ones_change_nothing(made: Path, identity:
     assert reloaded(first) is first  # keys, but another process's
     shutil.copytree(made / "ours" / "a", identity, dirs_exist_ok=True)
     assert reloaded(first) == first
-    assert not Used(INSECURE).renewed
+    assert not UsedKeys(INSECURE).renewed
 
 
 def test_the_list_of_revoked_certificates(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from enum import Enum
 import pytest
 
 from dips.core.errors import LocalProtocolError
-from dips.core.machine import STORY_LENGTH, Phase, Story, TransitionTable
+from dips.core.machine import STORY_LENGTH, MachineHistory, Phase, TransitionTable
 
 
 class Door(Enum):
@@ -29,19 +29,19 @@ TABLE = TransitionTable(
 
 
 def test_a_machine_begins_in_the_initial_phase() -> None:
-    phase = Phase(TABLE, Story())
+    phase = Phase(TABLE, MachineHistory())
     assert phase.now is Door.SHUT
     assert phase.since_s == 0
 
 
 def test_an_arrow_of_the_table_is_walked_and_timed() -> None:
-    phase = Phase(TABLE, Story())
+    phase = Phase(TABLE, MachineHistory())
     phase.move("push", Door.OPEN, at_s=4.5)
     assert (phase.now, phase.since_s) == (Door.OPEN, 4.5)
 
 
 def test_an_arrow_back_to_the_same_phase_keeps_its_time() -> None:
-    phase = Phase(TABLE, Story())
+    phase = Phase(TABLE, MachineHistory())
     phase.move("push", Door.OPEN, at_s=1.0)
     phase.move("push", Door.SHUT, at_s=2.0)
     phase.move("turn", Door.SHUT, at_s=9.0)
@@ -52,7 +52,7 @@ def test_an_arrow_back_to_the_same_phase_keeps_its_time() -> None:
     ("input_name", "to"), [("turn", Door.OPEN), ("push", Door.LOCKED), ("kick", Door.OPEN), ("", Door.SHUT)]
 )
 def test_any_other_move_raises_and_changes_nothing(input_name: str, to: Door) -> None:
-    story = Story()
+    story = MachineHistory()
     phase = Phase(TABLE, story, "front door")
     phase.move("push", Door.OPEN, at_s=1.0, cause="c-1", why="someone came")
     phase.move("push", Door.SHUT, at_s=2.0, cause="c-2")
@@ -66,7 +66,7 @@ def test_any_other_move_raises_and_changes_nothing(input_name: str, to: Door) ->
 
 
 def test_a_machine_tells_which_inputs_it_takes() -> None:
-    phase = Phase(TABLE, Story())
+    phase = Phase(TABLE, MachineHistory())
     assert phase.allows("turn")
     assert not phase.allows("kick")
     phase.move("push", Door.OPEN, at_s=0.0)
@@ -85,7 +85,7 @@ def test_inputs_and_arrows_are_listed_in_a_stable_order() -> None:
 
 
 def test_a_story_is_found_by_cause_machine_or_word() -> None:
-    story = Story()
+    story = MachineHistory()
     story.add(1.0, "round r1.1", "c-1", "opened")
     story.add(2.0, "cluster a", "c-2", "pushed for r1.1")
     story.add(3.0, "cluster b", "c-3", "joined")
@@ -95,7 +95,7 @@ def test_a_story_is_found_by_cause_machine_or_word() -> None:
 
 
 def test_a_story_forgets_its_oldest_lines() -> None:
-    story = Story()
+    story = MachineHistory()
     for n in range(STORY_LENGTH + 10):
         story.add(float(n), "m", "-", "x")
     assert len(story.lines()) == STORY_LENGTH
@@ -103,7 +103,7 @@ def test_a_story_forgets_its_oldest_lines() -> None:
 
 
 def test_the_error_shows_only_the_end_of_a_long_story() -> None:
-    story = Story()
+    story = MachineHistory()
     phase = Phase(TABLE, story)
     for n in range(100):
         phase.move("turn", Door.SHUT, at_s=float(n))

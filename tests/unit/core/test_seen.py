@@ -13,7 +13,7 @@ from support.master_bench import Bench
 from support.repository import ROOT
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.machine import Phase, Story, tables
+from dips.core.machine import MachineHistory, Phase, tables
 from dips.core.net.data_header import DataHeader
 from dips.core.observe.seen import LOG_VARIABLE, Seen, arrows_of, codes, read_log, report
 from dips.master.state.tables import SLAVE_TABLE, SlavePhase
@@ -24,12 +24,12 @@ from support.master_bench import Bench
 from dips.core.observe import failpoints
 from dips.core.net.data_header import DataHeader
 from dips.core.errors import RefusalCode, Refused
-from dips.core.machine import Phase, Story
+from dips.core.machine import MachineHistory, Phase
 from dips.master.state.tables import PUSH_TABLE, PushPhase
 failpoints.install("master")
 failpoints.install("master")
 Bench().running("a")
-Phase(PUSH_TABLE, Story()).move("aborted", PushPhase.DECIDED, 0.0)
+Phase(PUSH_TABLE, MachineHistory()).move("aborted", PushPhase.DECIDED, 0.0)
 for _ in range(2):
     try:
         DataHeader.decode(b"\\xff")
@@ -62,7 +62,7 @@ def test_transitions_and_refusals_are_counted_while_watched() -> None:
 def test_the_report_counts_what_was_seen_and_lists_what_never_was() -> None:
     seen = Seen()
     with seen.watching():
-        Phase(SLAVE_TABLE, Story()).move("hello", SlavePhase.ATTACHED, 0.0)
+        Phase(SLAVE_TABLE, MachineHistory()).move("hello", SlavePhase.ATTACHED, 0.0)
         refuse()
     _, row, never, refusals = report(seen, [SLAVE_TABLE])
     assert row == "  slave: ABSENT > ATTACHED upon hello 1"

@@ -37,11 +37,11 @@ def asked(bench: Bench) -> list[tuple[str, Version]]:
 
 def test_old_journal_is_replaced_by_what_the_slaves_hold() -> None:
     bench, kept = old_journal("a", "b", plan=LEASED)
-    before = bench.state.world.ledger
+    before = bench.state.shared.ledger
     bench.restart(kept)
     status = bench.status()
     assert (status.published, status.tokens, status.recovery) == (V2, 400, "")
-    ledger = bench.state.world.ledger
+    ledger = bench.state.shared.ledger
     assert {n: e.fence for n, e in ledger.clusters.items()} == {n: e.fence for n, e in before.clusters.items()}
     assert ledger.detector == before.detector
     assert asked(bench) == [("s0", V2)]
@@ -59,7 +59,7 @@ def test_cluster_goes_on_with_its_work_after_an_adoption() -> None:
     assert reply.fence == cluster.fence
     bench.clusters["a"].base = cluster.base
     assert isinstance(bench.begin_push("a"), Ticket)
-    assert bench.state.world.ledger.round_n >= 3, "round numbers never go down"
+    assert bench.state.shared.ledger.round_n >= 3, "round numbers never go down"
 
 
 def test_verdict_that_the_journal_forgot_is_known_again() -> None:
@@ -81,7 +81,7 @@ def test_clusters_that_joined_the_old_state_join_again() -> None:
     bench.attach_all()
     with refused_with(RefusalCode.FENCED):
         bench.pull("a")
-    assert not bench.state.world.ledger.clusters["a"].member
+    assert not bench.state.shared.ledger.clusters["a"].member
     bench.join("a")
     bench.pull("a")
     bench.push("a")
@@ -251,10 +251,10 @@ def test_other_history_of_the_newest_version_wins_over_the_journal() -> None:
     bench.join("a")
     bench.pull("a")
     bench.push("a")
-    fence = bench.state.world.ledger.clusters["a"].fence
+    fence = bench.state.shared.ledger.clusters["a"].fence
     bench.restart(forked)
     assert bench.status().published == V2
-    entry = bench.state.world.ledger.clusters["a"]
+    entry = bench.state.shared.ledger.clusters["a"]
     assert entry.last_verdict is not None
     assert entry.last_verdict.push != lost
     assert entry.fence == fence + 1
@@ -263,12 +263,12 @@ def test_other_history_of_the_newest_version_wins_over_the_journal() -> None:
 
 def test_master_without_a_journal_takes_the_run_from_the_slaves() -> None:
     bench, _ = old_journal("a", "b", plan=LEASED)
-    before = bench.state.world.ledger
+    before = bench.state.shared.ledger
     bench.config = replace(bench.config, rebuild=True)
     bench.restart("")
     status = bench.status()
     assert (status.published, status.tokens) == (V2, 400)
-    ledger = bench.state.world.ledger
+    ledger = bench.state.shared.ledger
     assert ledger.layout == before.layout
     assert ledger.placement == before.placement
     assert ledger.data_plan == before.data_plan
@@ -343,7 +343,7 @@ def test_push_of_a_commit_that_another_history_overtook_is_aborted() -> None:
     for slave in bench.slaves:
         slave.hold.add(Commit)
     lost = bench.push("a")
-    assert bench.state.world.round.phase.now.value == "COMMIT"
+    assert bench.state.shared.round.phase.now.value == "COMMIT"
     for slave, there in zip(bench.slaves, other.slaves, strict=True):
         slave.die()
         slave.hold.clear()

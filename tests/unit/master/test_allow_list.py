@@ -116,7 +116,7 @@ def test_whoever_was_revoked_leaves_the_list_at_once() -> None:
     master.ask(pull(master, "export"))
     master.event(Revoked("operator", "ops", "stolen"))
     assert told(master.slaves[0]) == ["cluster a", "cluster b", "slave s0", "slave s1"]
-    assert not master.state.world.pins
+    assert not master.state.shared.pins
     master.event(Revoked("cluster", "b", "stolen"))
     assert told(master.slaves[0]) == ["cluster a", "slave s0", "slave s1"]
 
@@ -128,7 +128,7 @@ def test_a_key_of_another_length_is_refused(key: bytes) -> None:
         master.join("b", curve_key=key)
     with refused_with(RefusalCode.KEY):
         master.ask(pull(master, "export", key))
-    assert "b" not in master.state.world.members
+    assert "b" not in master.state.shared.members
     assert told(master.slaves[0]) == ["cluster a", "slave s0", "slave s1"]
 
 

@@ -69,7 +69,7 @@ def in_phase(phase: str) -> Bench:
         bench.beat("a")
     if phase in ("GATHERING", "DONATING"):
         bench.slaves[0].come_back_without()
-        assert bench.state.world.recovery.phase.now.value == phase
+        assert bench.state.shared.recovery.phase.now.value == phase
     bench.slaves[0].hold |= set(typing.get_args(CommandBody))
     return bench
 
@@ -98,7 +98,7 @@ def calls(bench: Bench) -> list[Any]:
 
 def words(bench: Bench) -> list[Any]:
     """What slave s0 could rightly say, or nearly."""
-    push, state = bench.clusters["b"].push_id, bench.state.world.round
+    push, state = bench.clusters["b"].push_id, bench.state.shared.round
     refusal = Refusal(1, "no")  # type: ignore[arg-type]
     bodies: list[Any] = [
         SlaveHello(HELLO, "tcp://127.0.0.1:1", 1 << 30, 0),

@@ -16,7 +16,7 @@ from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.observe.failpoints import armed
 from dips.master import archive
 from dips.master.archive import FOLDER, JournalRecord, Pruned, segments, write_segment
-from dips.master.journal import FILE_NAME, Entry, Journal, Retention, pruned_to, read_content, read_records
+from dips.master.journal import FILE_NAME, Journal, JournalEntry, Retention, pruned_to, read_content, read_records
 
 KEPT = Retention(records=16, archive_bytes=1 << 30)
 PLACES = [
@@ -344,7 +344,7 @@ def test_a_segment_ends_at_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("dips.master.journal.SEGMENT_BYTES", 1100)
     with opened(tmp_path, Retention(records=800)) as journal:
         epoch = journal.begin_epoch()
-        entries = [Entry(n, "COMMIT", json.dumps("x" * (900 if n % 2 else 90)), "{}") for n in range(1, 1001)]
+        entries = [JournalEntry(n, "COMMIT", json.dumps("x" * (900 if n % 2 else 90)), "{}") for n in range(1, 1001)]
         journal.append_all(epoch, entries)
         journal.tidy()
     [segment] = segments(tmp_path)

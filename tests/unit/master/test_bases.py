@@ -157,7 +157,7 @@ def test_a_ticket_lives_while_bytes_arrive_of_a_push_that_is_written_anew() -> N
     for landed in range(1, 5):
         bench.advance(8.0)
         bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 2, landed),)))
-    assert bench.state.world.members["a"].push is not None
+    assert bench.state.shared.members["a"].push is not None
 
 
 def test_a_ticket_that_is_asked_for_again_does_not_live_on_what_had_landed_before() -> None:
@@ -169,7 +169,7 @@ def test_a_ticket_that_is_asked_for_again_does_not_live_on_what_had_landed_befor
     bench.advance(8.0)
     bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 2, 1000),)))
     bench.advance(3.0)
-    assert bench.state.world.members["a"].push is None
+    assert bench.state.shared.members["a"].push is None
 
 
 def test_a_new_attempt_is_written_as_before_while_the_base_is_there() -> None:
@@ -273,9 +273,9 @@ def test_a_rollback_keeps_no_base_of_the_old_timeline() -> None:
     for slave in bench.slaves:
         slave.come_back_without(Version(1, 1))
     bench.advance(3.0)
-    assert bench.state.world.ledger.version is not None
-    assert bench.state.world.ledger.version.timeline > 1
-    assert set(bench.state.world.kept) <= {bench.state.world.ledger.version}
+    assert bench.state.shared.ledger.version is not None
+    assert bench.state.shared.ledger.version.timeline > 1
+    assert set(bench.state.shared.kept) <= {bench.state.shared.ledger.version}
 
 
 def test_the_master_says_on_its_tape_how_a_push_is_written() -> None:

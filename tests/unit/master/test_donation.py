@@ -65,7 +65,7 @@ def test_lost_version_cannot_be_pulled_while_the_donated_one_is_committed() -> N
     for slave in bench.slaves:
         slave.hold.add(Commit)
     bench.donate("a", V1)
-    assert bench.state.world.round.phase.now is RoundPhase.COMMIT
+    assert bench.state.shared.round.phase.now is RoundPhase.COMMIT
     assert isinstance(bench.ask(BeginPullRequest(bench.caller("b"))).answer, Busy)
     assert bench.beat("b").published is None
     for slave in bench.slaves:

@@ -19,7 +19,7 @@ from dips.master.directory import (
     remove_address,
     write_address,
 )
-from dips.master.journal import FILE_NAME, Entry, Journal, read_records
+from dips.master.journal import FILE_NAME, Journal, JournalEntry, read_records
 
 
 @pytest.fixture
@@ -77,10 +77,10 @@ def test_entries_of_a_later_epoch_may_count_from_one_again(journal: Journal, tmp
 
 def test_several_entries_are_written_together_or_not_at_all(journal: Journal) -> None:
     epoch = journal.begin_epoch()
-    journal.append_all(epoch, [Entry(1, "JOIN", "{}", '"one"'), Entry(2, "EVICT", "{}", '"two"')])
+    journal.append_all(epoch, [JournalEntry(1, "JOIN", "{}", '"one"'), JournalEntry(2, "EVICT", "{}", '"two"')])
     assert journal.latest_snapshot() == '"two"'
     with pytest.raises(LocalProtocolError, match="rising numbers"):
-        journal.append_all(epoch, [Entry(3, "JOIN", "{}", '"three"'), Entry(3, "EVICT", "{}", '"four"')])
+        journal.append_all(epoch, [JournalEntry(3, "JOIN", "{}", '"three"'), JournalEntry(3, "EVICT", "{}", '"four"')])
     assert journal.latest_snapshot() == '"two"'
     assert [record.entry_id for record in journal.records()] == [0, 1, 2]
 
@@ -137,7 +137,7 @@ def test_a_file_that_is_no_journal_is_named_with_a_remedy(tmp_path: Path, conten
 
 def test_a_damaged_page_is_found_at_the_start(journal: Journal, tmp_path: Path) -> None:
     epoch = journal.begin_epoch()
-    journal.append_all(epoch, [Entry(n, "COMMIT", json.dumps({"n": "x" * 500}), "{}") for n in range(1, 200)])
+    journal.append_all(epoch, [JournalEntry(n, "COMMIT", json.dumps({"n": "x" * 500}), "{}") for n in range(1, 200)])
     journal.close()
     path = tmp_path / FILE_NAME
     whole = path.read_bytes()
@@ -233,7 +233,9 @@ def test_a_lock_file_left_by_a_dead_process_does_not_hold_the_directory(tmp_path
 def filled(directory: Path) -> None:
     journal = Journal.open(directory, "demo")
     epoch = journal.begin_epoch()
-    entries = [Entry(n, "COMMIT", json.dumps({"v": n, "kappa": "0.5"}), json.dumps({"tokens": n})) for n in range(1, 7)]
+    entries = [
+        JournalEntry(n, "COMMIT", json.dumps({"v": n, "kappa": "0.5"}), json.dumps({"tokens": n})) for n in range(1, 7)
+    ]
     journal.append_all(epoch, entries)
     journal.close()
 

@@ -183,7 +183,7 @@ def test_part_of_a_range_in_an_undecided_push_cannot_be_returned() -> None:
 
 
 def applied(bench: Bench) -> int:
-    leases = bench.state.world.ledger.leases
+    leases = bench.state.shared.ledger.leases
     assert leases is not None
     return leases.totals()[TokenState.APPLIED]
 
@@ -197,7 +197,7 @@ def test_ranges_of_an_aborted_push_are_free_when_the_process_that_held_them_is_g
     other = bench.lease("a", 100)
     bench.slaves[0].die()
     assert bench.status().leased_tokens == 130, "what the new process said it holds, and its own lease"
-    leases = bench.state.world.ledger.leases
+    leases = bench.state.shared.ledger.leases
     assert leases is not None
     leases.check("a", (replace(ranges[0], end_tokens=30), *other))
 

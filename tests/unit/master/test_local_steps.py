@@ -15,7 +15,7 @@ from dips.core.messages import BeginPullRequest, BlockGram, FinishPullRequest, S
 from dips.core.placement import Placement, place
 from dips.master.state.gram import GramError, add_blocks
 from dips.master.state.local_steps import (
-    Pace,
+    ClusterPace,
     dynamic_steps,
     fastest_round_s,
     lower_bound,
@@ -37,7 +37,7 @@ H = 64
 def test_dynamic_steps_stay_within_bounds(
     speed: float, push_s: float, pull_s: float, window_at_s: float, period_s: float, now_s: float
 ) -> None:
-    steps = dynamic_steps(Pace(speed, push_s, pull_s), H, window_at_s, period_s, now_s)
+    steps = dynamic_steps(ClusterPace(speed, push_s, pull_s), H, window_at_s, period_s, now_s)
     assert lower_bound(H) <= steps <= H
 
 
@@ -46,7 +46,7 @@ def test_clusters_of_any_speed_meet_at_the_planned_window(relative_speed: float,
     """A cluster that begins anywhere in the period arrives at a multiple of the period, within one of its steps."""
     period_s, push_s, pull_s = 20.0, 0.3, 0.2
     fastest = H / (period_s - push_s - pull_s)
-    pace = Pace(fastest * relative_speed, push_s, pull_s)
+    pace = ClusterPace(fastest * relative_speed, push_s, pull_s)
     now_s = 100.0 + (k + late_share) * period_s
     steps = dynamic_steps(pace, H, 100.0, period_s, now_s)
     arrives_s = now_s + pace.round_s(steps)
@@ -55,42 +55,45 @@ def test_clusters_of_any_speed_meet_at_the_planned_window(relative_speed: float,
 
 
 def test_cluster_half_as_fast_makes_half_the_steps() -> None:
-    assert dynamic_steps(Pace(2.0, 0, 0), 32, 0.0, 16.0, 0.0) == 32
-    assert dynamic_steps(Pace(1.0, 0, 0), 32, 0.0, 16.0, 0.0) == 16
+    assert dynamic_steps(ClusterPace(2.0, 0, 0), 32, 0.0, 16.0, 0.0) == 32
+    assert dynamic_steps(ClusterPace(1.0, 0, 0), 32, 0.0, 16.0, 0.0) == 16
 
 
 def test_steps_go_to_the_window_that_is_nearest_and_not_always_before_it() -> None:
     """A cluster with long steps would else open its window nearly a step too early, and close it before the others."""
-    assert dynamic_steps(Pace(1 / 3, 0, 0), 16, 16.0, 16.0, 0.0) == 5
-    assert dynamic_steps(Pace(1 / 2.9, 0, 0), 16, 16.0, 16.0, 0.0) == 6
+    assert dynamic_steps(ClusterPace(1 / 3, 0, 0), 16, 16.0, 16.0, 0.0) == 5
+    assert dynamic_steps(ClusterPace(1 / 2.9, 0, 0), 16, 16.0, 16.0, 0.0) == 6
 
 
 def test_unmeasured_cluster_makes_h_steps() -> None:
-    assert dynamic_steps(Pace(0.0, 0, 0), H, 0.0, 10.0, 5.0) == H
-    assert dynamic_steps(Pace(math.nan, 0, 0), H, 0.0, 10.0, 5.0) == H
-    assert steps_within_staleness(Pace(0.0, 0, 0), H, 8, 1.0) == H
+    assert dynamic_steps(ClusterPace(0.0, 0, 0), H, 0.0, 10.0, 5.0) == H
+    assert dynamic_steps(ClusterPace(math.nan, 0, 0), H, 0.0, 10.0, 5.0) == H
+    assert steps_within_staleness(ClusterPace(0.0, 0, 0), H, 8, 1.0) == H
 
 
 def test_fastest_round_counts_measured_clusters_only() -> None:
-    assert fastest_round_s([Pace(0, 0, 0)], H) is None
-    assert fastest_round_s([Pace(2, 1, 1), Pace(4, 0, 0), Pace(0, 0, 0)], H) == 16
+    assert fastest_round_s([ClusterPace(0, 0, 0)], H) is None
+    assert fastest_round_s([ClusterPace(2, 1, 1), ClusterPace(4, 0, 0), ClusterPace(0, 0, 0)], H) == 16
 
 
 @pytest.mark.parametrize(("overlap", "seconds"), [("none", 39.0), ("push", 35.0), ("full", 32.0)])
 def test_a_round_takes_no_time_for_what_is_trained_through(overlap: str, seconds: float) -> None:
-    assert round_s(Pace(2.0, 4.0, 3.0), H, overlap) == seconds
-    assert fastest_round_s([Pace(0, 0, 0), Pace(1.0, 4.0, 3.0), Pace(2.0, 4.0, 3.0)], H, overlap) == seconds
+    assert round_s(ClusterPace(2.0, 4.0, 3.0), H, overlap) == seconds
+    assert (
+        fastest_round_s([ClusterPace(0, 0, 0), ClusterPace(1.0, 4.0, 3.0), ClusterPace(2.0, 4.0, 3.0)], H, overlap)
+        == seconds
+    )
 
 
 @pytest.mark.parametrize("overlap", ["push", "full"])
 def test_a_round_has_always_room_for_the_least_steps_after_the_pull(overlap: str) -> None:
-    assert round_s(Pace(2.0, 400.0, 300.0), H, overlap) == 400.0 + 300.0 + lower_bound(H) / 2.0
+    assert round_s(ClusterPace(2.0, 400.0, 300.0), H, overlap) == 400.0 + 300.0 + lower_bound(H) / 2.0
 
 
 def test_static_steps_are_cut_to_what_fits_into_s_max() -> None:
-    assert steps_within_staleness(Pace(1.0, 0, 0), H, 8, 100.0) == H
-    assert steps_within_staleness(Pace(1.0, 0, 0), H, 8, 4.0) == 32
-    assert steps_within_staleness(Pace(0.01, 0, 0), H, 8, 1.0) == lower_bound(H)
+    assert steps_within_staleness(ClusterPace(1.0, 0, 0), H, 8, 100.0) == H
+    assert steps_within_staleness(ClusterPace(1.0, 0, 0), H, 8, 4.0) == 32
+    assert steps_within_staleness(ClusterPace(0.01, 0, 0), H, 8, 1.0) == lower_bound(H)
 
 
 def test_master_says_when_it_cuts_a_slow_cluster_s_steps() -> None:

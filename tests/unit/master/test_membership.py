@@ -454,10 +454,10 @@ def test_paused_master_gives_up_no_ticket_no_pin_and_no_lease() -> None:
     bench.ask(BeginPullRequest(Caller("", 0, "export"), reader=True))
     bench.jump(3600.0)
     bench.advance(5.0)
-    assert bench.state.world.members["a"].push is not None
-    assert bench.state.world.pins
+    assert bench.state.shared.members["a"].push is not None
+    assert bench.state.shared.pins
     bench.join("b", previous=bench.clusters["b"].join.incarnation, held=held)
-    leases = bench.state.world.ledger.leases
+    leases = bench.state.shared.ledger.leases
     assert leases is not None
     leases.check("b", held)
 
@@ -612,4 +612,4 @@ def test_a_malformed_list_is_refused_before_it_is_used() -> None:
     bench.attach_all()
     with refused_with(RefusalCode.MALFORMED):
         bench.join("a", frozen=(BASE[0], BASE[0]))
-    assert bench.state.world.ledger.untrained is None
+    assert bench.state.shared.ledger.untrained is None

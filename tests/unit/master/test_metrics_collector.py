@@ -31,7 +31,7 @@ class Scraped:
         for record in self.bench.records[self._told :]:
             self.counts.note(record, self.bench.now_s)
         self._told = len(self.bench.records)
-        now = snapshot(self.bench.state.world, self.counts, self.bench.now_s + late_s)
+        now = snapshot(self.bench.state.shared, self.counts, self.bench.now_s + late_s)
         return samples(list(self.collector.families(now)))
 
 
@@ -100,7 +100,7 @@ def test_a_new_epoch_of_the_same_process_begins_with_no_round() -> None:
 
 
 def test_beats_bring_speed_loss_and_transfer_times(run: Scraped) -> None:
-    base = run.bench.state.world.ledger.version
+    base = run.bench.state.shared.ledger.version
     run.bench.beat("a", tokens_per_s=500.0, steps_per_s=5.0, loss=2.5, push_s=0.5, pull_s=0.25, base=base, steps=7)
     found = run.scrape()
     assert found["cluster_loss", "a"] == 2.5
@@ -170,7 +170,7 @@ def test_a_rollback_takes_tokens_back_and_no_counter() -> None:
     bench.push("a", 100)
     run = Scraped(bench, Path())
     assert run.scrape()["tokens_applied_total",] == 100
-    bench.state.world.ledger.tokens = 0
+    bench.state.shared.ledger.tokens = 0
     found = run.scrape()
     assert found["tokens",] == 0
     assert found["tokens_applied_total",] == 100

@@ -102,7 +102,7 @@ def test_every_word_is_one_of_the_fixed_set() -> None:
 
 def word_of(bench: Bench) -> str:
     """The word; it speaks exactly where the sentence does."""
-    world = bench.state.world
+    world = bench.state.shared
     word = waiting_word(world)
     assert word in WAITING
     assert (word == "none") == (waiting_for(world) == ""), (word, waiting_for(world))

@@ -77,7 +77,7 @@ def test_a_late_clusters_first_push_is_no_outlier_for_having_made_more_steps() -
     bench = with_single_steps()
     bench.join("c")
     assert late(bench, 20, 20 * 0.1) is VerdictKind.APPLIED
-    statistics = bench.state.world.ledger.detector.of("c")
+    statistics = bench.state.shared.ledger.detector.of("c")
     assert statistics.mean == pytest.approx(0.1), "for its usual number of steps"
     assert (statistics.mean_tokens, statistics.steps) == (TOKENS, 1)
     assert late(bench, 1, 0.1) is VerdictKind.APPLIED

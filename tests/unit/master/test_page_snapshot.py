@@ -14,13 +14,13 @@ from support.master_bench import Bench
 from dips.core.clock import ManualClock
 from dips.core.messages import ClusterStatus, OperatorRequest, StatusReply
 from dips.master.page.bounds import MAX_EVENTS, MAX_TEXT
-from dips.master.page.ear import Ear, HeardTape, earlier_events
+from dips.master.page.event_buffer import BufferedTape, EventBuffer, earlier_events
 from dips.master.page.heldout import HeldoutTail
-from dips.master.page.history import History, TokenRate
+from dips.master.page.history import ProgressHistory, RecentTokenRate
 from dips.master.page.hub import Hub
 from dips.master.page.sentence import sentence
 from dips.master.page.snapshot import snapshot
-from dips.master.page.timeline import Timeline, sentence_of
+from dips.master.page.timeline import EventTimeline, sentence_of
 from dips.master.state.events import Pause
 from dips.master.state.run_view import RunView
 
@@ -237,7 +237,7 @@ def test_events_become_sentences(kind: str, fields: dict[str, Any], told: tuple[
 
 
 def test_the_timeline_is_bounded_and_counts_what_repeats() -> None:
-    timeline = Timeline()
+    timeline = EventTimeline()
     for n in range(3 * MAX_EVENTS):
         timeline.note(float(n), "alarm", {"sentence": f"number {n}"})
     assert len(timeline.since(0)) == MAX_EVENTS
@@ -249,7 +249,7 @@ def test_the_timeline_is_bounded_and_counts_what_repeats() -> None:
 
 
 def test_the_timeline_knows_how_a_cluster_went_until_it_is_back() -> None:
-    timeline = Timeline()
+    timeline = EventTimeline()
     timeline.note(1.0, "evict", {"cluster": "a", "reason": "silent"})
     assert timeline.departures == {"a": ("evict", "silent")}
     timeline.note(2.0, "join", {"cluster": "a", "incarnation": "1.2"})
@@ -260,7 +260,7 @@ def test_the_real_masters_records_are_told() -> None:
     bench = Bench().running("a", "b")
     bench.silent.add("b")
     bench.advance(30.0)
-    timeline = Timeline()
+    timeline = EventTimeline()
     for record in bench.records:
         timeline.note(0.0, record.kind, record.fields)
     told = [(event.level, event.who) for event in timeline.since(0)]
@@ -273,13 +273,13 @@ def test_the_real_masters_records_are_told() -> None:
 # ---- the curves ----
 
 
-def sample(history: History, n: int, *losses: float) -> None:
+def sample(history: ProgressHistory, n: int, *losses: float) -> None:
     clusters = [ClusterStatus(f"c{i}", alive=True, loss=loss) for i, loss in enumerate(losses)]
     history.add(float(n), 100 * n, 0.0, clusters)
 
 
 def test_rows_are_thinned_and_never_more_than_the_bound() -> None:
-    history = History(max_rows=8)
+    history = ProgressHistory(max_rows=8)
     for n in range(100):
         sample(history, n, float(n))
     assert len(history.rows) <= 8
@@ -289,7 +289,7 @@ def test_rows_are_thinned_and_never_more_than_the_bound() -> None:
 
 
 def test_only_what_is_new_is_sent() -> None:
-    history = History()
+    history = ProgressHistory()
     sample(history, 1, 5.0)
     before = history.seq
     sample(history, 2, 4.0, 3.0)
@@ -299,20 +299,20 @@ def test_only_what_is_new_is_sent() -> None:
 
 
 def test_a_loss_that_is_not_a_number_is_a_gap() -> None:
-    history = History()
+    history = ProgressHistory()
     sample(history, 1, float("nan"))
     assert history.full()["loss"] == {"c0": [None]}
 
 
 def test_more_clusters_than_can_be_drawn_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dips.master.page.history.CHARTED_CLUSTERS", 2)
-    history = History()
+    history = ProgressHistory()
     sample(history, 1, 1.0, 2.0, 3.0)
     assert history.charted == ["c0", "c1"]
 
 
 def test_a_version_evaluated_again_counts_once_and_the_newest_stays() -> None:
-    history = History(max_heldout=4)
+    history = ProgressHistory(max_heldout=4)
     for n in range(9):
         history.add_heldout(float(n), f"1:{n}", n, 1.0)
     history.add_heldout(9.0, "1:8", 8, 0.5)
@@ -321,7 +321,7 @@ def test_a_version_evaluated_again_counts_once_and_the_newest_stays() -> None:
 
 
 def test_the_rate_is_that_of_the_last_rounds_and_survives_a_rollback() -> None:
-    rate = TokenRate()
+    rate = RecentTokenRate()
     assert rate.add(0.0, 0, 0.0) == 0.0
     assert rate.add(10.0, 1000, 0.0) == 100.0
     for at_s in (40.0, 80.0):
@@ -335,8 +335,8 @@ def test_the_rate_is_that_of_the_last_rounds_and_survives_a_rollback() -> None:
 
 
 def test_the_ear_hears_what_the_tape_writes_and_a_restart_reads_it_again(tmp_path: Path) -> None:
-    ear, path = Ear(), tmp_path / "tape.jsonl"
-    with HeardTape(path, "master", "run", ManualClock(), ear) as tape:
+    ear, path = EventBuffer(), tmp_path / "tape.jsonl"
+    with BufferedTape(path, "master", "run", ManualClock(), ear) as tape:
         tape.write("join", "-", cluster="a", incarnation="1.1")
     [(_, kind, fields)] = ear.take()
     assert (kind, fields["cluster"]) == ("join", "a")
@@ -383,10 +383,10 @@ def test_the_evaluators_tape_is_read_along(tmp_path: Path) -> None:
 
 
 async def test_a_page_that_keeps_up_gets_what_is_new_and_another_gets_all(tmp_path: Path) -> None:
-    bench, ear = Bench().running("a", "b"), Ear()
+    bench, ear = Bench().running("a", "b"), EventBuffer()
     hub = Hub(ear, HeldoutTail(None), [(1.0, "alarm", {"sentence": "of an earlier life"})])
     assert hub.number == 0
-    ear.hear(2.0, "join", {"cluster": "a", "incarnation": "1.1"})
+    ear.add(2.0, "join", {"cluster": "a", "incarnation": "1.1"})
     hub.take(bench.state.look(), 2.0, 0.0)
     first = json.loads(hub.message_after(0))
     assert first["full"]
@@ -402,7 +402,7 @@ async def test_a_page_that_keeps_up_gets_what_is_new_and_another_gets_all(tmp_pa
 
 
 async def test_whoever_waits_is_woken_by_a_message_and_by_the_end() -> None:
-    hub = Hub(Ear(), HeldoutTail(None))
+    hub = Hub(EventBuffer(), HeldoutTail(None))
     hub.take(Bench().running("a").state.look(), 1.0, 0.0)
     await hub.after(0)
     hub.end("the master has ended")
@@ -416,7 +416,7 @@ async def test_a_message_of_many_clusters_stays_small() -> None:
     status: StatusReply = dataclasses.replace(
         view.status, clusters=tuple(dataclasses.replace(one, cluster_id=f"c{n}") for n in range(64))
     )
-    hub = Hub(Ear(), HeldoutTail(None))
+    hub = Hub(EventBuffer(), HeldoutTail(None))
     hub.take(dataclasses.replace(view, status=status), 1.0, 0.0)
     assert len(hub.full()) < 64 * 3000
 

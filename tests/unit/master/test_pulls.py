@@ -81,24 +81,24 @@ def test_pins_are_released_replaced_and_run_out() -> None:
     bench = Bench(ticket_ttl_s=10.0).running("a")
     first = bench.ask(BeginPullRequest(reader("x"), True)).answer
     second = bench.ask(BeginPullRequest(reader("x"), True)).answer
-    assert set(bench.state.world.pins) == {second.pin_id}, "one pin for each reader"
+    assert set(bench.state.shared.pins) == {second.pin_id}, "one pin for each reader"
     bench.ask(FinishPullRequest(reader("x"), second.pin_id, True))
-    assert not bench.state.world.pins
+    assert not bench.state.shared.pins
     assert first.pin_id != second.pin_id
     bench.ask(BeginPullRequest(reader("y"), True))
     bench.advance(11.0)
-    assert not bench.state.world.pins
+    assert not bench.state.shared.pins
 
 
 def test_readers_that_never_finish_leave_nothing_behind() -> None:
     """A reader's name is its own choice: what the schedule knows of its pull goes with the pin."""
     bench = Bench(ticket_ttl_s=10.0).running("a")
-    before = bench.state.world.schedule.n_under_way
+    before = bench.state.shared.schedule.n_under_way
     for n in range(5):
         assert isinstance(bench.ask(BeginPullRequest(reader(f"r{n}"), True)).answer, PullGrant)
-        assert bench.state.world.schedule.n_under_way == before + 1
+        assert bench.state.shared.schedule.n_under_way == before + 1
         bench.advance(11.0)
-    assert bench.state.world.schedule.n_under_way == before
+    assert bench.state.shared.schedule.n_under_way == before
 
 
 def test_number_of_pulls_is_bounded() -> None:
@@ -121,20 +121,20 @@ def test_nobody_finishes_another_one_s_pull() -> None:
     grant = bench.ask(BeginPullRequest(bench.caller("a"))).answer
     bench.ask(FinishPullRequest(bench.caller("b"), grant.pin_id))
     bench.ask(FinishPullRequest(reader(), grant.pin_id, True))
-    assert set(bench.state.world.pins) == {grant.pin_id}
+    assert set(bench.state.shared.pins) == {grant.pin_id}
 
 
 def test_slow_pull_of_a_live_cluster_keeps_its_pin_until_it_ends() -> None:
     bench = Bench(ticket_ttl_s=10.0).running("a", "b")
     grant = bench.ask(BeginPullRequest(bench.caller("b"))).answer
     bench.advance(60.0)
-    assert set(bench.state.world.pins) == {grant.pin_id}
+    assert set(bench.state.shared.pins) == {grant.pin_id}
     bench.begin_push("b")
-    assert not bench.state.world.pins, "who pushes reads no longer"
+    assert not bench.state.shared.pins, "who pushes reads no longer"
     bench.ask(BeginPullRequest(bench.caller("a")))
     bench.silent.add("a")
     bench.advance(11.0)
-    assert not bench.state.world.pins
+    assert not bench.state.shared.pins
 
 
 def test_version_that_a_restarted_slave_does_not_hold_cannot_be_read() -> None:

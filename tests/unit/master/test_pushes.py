@@ -356,7 +356,7 @@ def test_ticket_lives_while_bytes_arrive() -> None:
     for landed in range(1, 5):
         bench.advance(8.0)
         bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, landed),)))
-    assert bench.state.world.members["a"].push is not None
+    assert bench.state.shared.members["a"].push is not None
     bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, 4),)))
     bench.advance(11.0)
     assert bench.verdict("a").kind is VerdictKind.ABORTED
@@ -521,7 +521,7 @@ def test_ticket_lives_while_bytes_arrive_again_at_a_slave_that_restarted() -> No
     for landed in range(1, 5):
         bench.advance(8.0)
         bench.slaves[1].say(SlaveBeat(progress=(StagingProgress(push, 1, landed),)))
-    assert bench.state.world.members["a"].push is not None
+    assert bench.state.shared.members["a"].push is not None
 
 
 def test_finish_push_that_is_repeated_answers_the_first_call_too() -> None:

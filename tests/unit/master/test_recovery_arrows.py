@@ -10,7 +10,7 @@ from support.master_bench import Bench
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.core.machine import Move, forget, observe
+from dips.core.machine import Transition, forget, observe
 from dips.core.messages import Commit, LeaveRequest, Refusal, SendCommitRecord
 from dips.master.state.tables import PUSH_TABLE, RECOVERY_TABLE, ROUND_TABLE, RecoveryPhase
 
@@ -24,7 +24,7 @@ def taken() -> Iterator[set[Arrow]]:
     """The arrows that any machine takes while the test runs."""
     arrows: set[Arrow] = set()
 
-    def see(move: Move[Any]) -> None:
+    def see(move: Transition[Any]) -> None:
         arrows.add(move.arrow)
 
     observe(see)
@@ -124,7 +124,7 @@ def test_status_is_told_in_every_phase(phase: RecoveryPhase) -> None:
         bench.push("a")
         bench.slaves[0].hold.add(SendCommitRecord)
         bench.restart(old)
-    assert bench.state.world.recovery.phase.now is phase
+    assert bench.state.shared.recovery.phase.now is phase
     recovery = bench.status().recovery
     assert bool(recovery) == (phase is not RecoveryPhase.NONE)
     assert bench.status().waiting_for == recovery or not recovery

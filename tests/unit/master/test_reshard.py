@@ -44,7 +44,7 @@ def bench() -> ReshardBench:
 
 
 def phase(bench: ReshardBench) -> ReshardPhase:
-    return bench.state.world.reshard.phase.now
+    return bench.state.shared.reshard.phase.now
 
 
 def train(bench: ReshardBench) -> None:
@@ -275,7 +275,7 @@ def test_a_wish_outlives_the_master(bench: ReshardBench) -> None:
 
 def test_the_ledger_keeps_a_wish_and_older_ledgers_have_none(bench: ReshardBench) -> None:
     bench.reshard(add=("s2",), remove=("s0",))
-    ledger = bench.state.world.ledger
+    ledger = bench.state.shared.ledger
     assert Ledger.from_json(ledger.to_json()).reshard == ledger.reshard
     ledger.reshard = None
     assert "reshard" not in ledger.to_json()

@@ -112,9 +112,9 @@ def test_ledger_survives_its_own_text() -> None:
         bench.advance(2.0)
         for name in ("a", "b"):
             bench.pull(name)
-    text = bench.state.world.ledger.to_json()
+    text = bench.state.shared.ledger.to_json()
     assert Ledger.from_json(text).to_json() == text
-    commit = bench.state.world.ledger.commit
+    commit = bench.state.shared.ledger.commit
     assert commit is not None
     again = Ledger.from_json(text).commit
     assert again is not None

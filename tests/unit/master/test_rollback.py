@@ -64,7 +64,7 @@ def test_what_the_lost_versions_merged_is_rolled_back_and_training_goes_on_from_
     bench.push("a")
     bench.push("b")
     assert (bench.status().published, bench.status().tokens) == (Version(2, 1), 200)
-    assert bench.state.world.ledger.origin is None
+    assert bench.state.shared.ledger.origin is None
 
 
 def test_what_was_lent_is_free_again() -> None:
@@ -72,7 +72,7 @@ def test_what_was_lent_is_free_again() -> None:
     bench.lease("a", 100)
     bench.slaves[0].come_back_without(V2)
     status = bench.status()
-    leases = bench.state.world.ledger.leases
+    leases = bench.state.shared.ledger.leases
     assert leases is not None
     totals = {state.value: tokens for state, tokens in leases.totals().items()}
     assert totals == {"free": 800, "leased": 0, "applied": 200, "excluded": 0}
@@ -247,7 +247,7 @@ def test_cluster_that_joined_since_stays_and_one_that_is_gone_is_remembered() ->
     bench.push("c")
     bench.advance(2.0)
     bench.slaves[0].come_back_without(V2)
-    entry = bench.state.world.ledger.clusters["c"]
+    entry = bench.state.shared.ledger.clusters["c"]
     assert (entry.tokens_applied, entry.pushes_applied, entry.member) == (0, 0, True)
     assert entry.fence == 2
     bench.pull("c")
@@ -260,7 +260,7 @@ def test_cluster_that_joined_since_stays_and_one_that_is_gone_is_remembered() ->
 def test_ledger_after_a_rollback_survives_its_own_text() -> None:
     bench = at(2, "a", plan=LEASED)
     bench.slaves[0].come_back_without(V2)
-    ledger = bench.state.world.ledger
+    ledger = bench.state.shared.ledger
     again = Ledger.from_json(ledger.to_json())
     assert again.to_json() == ledger.to_json()
     assert again.origin == ledger.origin

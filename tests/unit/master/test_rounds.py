@@ -9,7 +9,7 @@ from support.master_bench import LEASED, Bench, BenchSlave, Unanswered
 
 from dips.core.errors import LocalProtocolError, RefusalCode
 from dips.core.ids import Version
-from dips.core.machine import Phase, Story
+from dips.core.machine import MachineHistory, Phase
 from dips.core.messages import (
     AbortRound,
     Commit,
@@ -380,7 +380,7 @@ def test_only_the_table_s_arrows_can_be_walked(table: object) -> None:
     for start in phases or type(SLAVE_TABLE.initial):
         for name in table.inputs():
             for to in phases or type(SLAVE_TABLE.initial):
-                machine = Phase(table, Story())
+                machine = Phase(table, MachineHistory())
                 machine.now = start
                 if to in table.rows.get((start, name), ()):
                     machine.move(name, to, 1.0)
@@ -420,7 +420,7 @@ def test_every_arrow_of_the_round_is_walked_by_these_scenarios() -> None:
     run(empty)
     stale = Bench(grace_s=5.0).running("a", "b")
     stale.push("a")
-    stale.state.world.ledger.entry("a").fence += 1
+    stale.state.shared.ledger.entry("a").fence += 1
     stale.advance(5.0)
     assert isinstance(stale.verdict("a"), Verdict)
     run(stale)

@@ -12,7 +12,7 @@ from support.master_bench import Bench
 from dips.core.ids import SlaveId
 from dips.core.messages import SlaveBeat, StagingProgress, Ticket
 from dips.core.placement import Placement
-from dips.master.state.schedule import TransferScheduler, Way, Wish
+from dips.master.state.schedule import TransferRequest, TransferScheduler, Way
 
 ROUND_S = 100.0
 """A whole transfer of the fastest cluster."""
@@ -30,15 +30,15 @@ def visits(order: tuple[int, ...], placement: Placement) -> list[int]:
     return list(dict.fromkeys(placement.slave_of_block[block] for block in order))
 
 
-def wish(number: int, way: Way = Way.PUSH, slowness: float = 1.0) -> Wish:
-    return Wish(f"c{number}", way, number, slowness * ROUND_S, ROUND_S)
+def request(number: int, way: Way = Way.PUSH, slowness: float = 1.0) -> TransferRequest:
+    return TransferRequest(f"c{number}", way, number, slowness * ROUND_S, ROUND_S)
 
 
 @pytest.mark.parametrize(("n_slaves", "clusters"), [(1, 3), (2, 4), (4, 4), (3, 8), (4, 2)])
 def test_in_each_step_clusters_are_spread_evenly_over_slaves(n_slaves: int, clusters: int) -> None:
     placement = placement_of(*[4] * n_slaves)
     scheduler = TransferScheduler()
-    orders = [scheduler.begin(wish(c), placement) for c in range(clusters)]
+    orders = [scheduler.begin(request(c), placement) for c in range(clusters)]
     for order in orders:
         assert sorted(order) == list(range(4 * n_slaves))
     for step in range(4 * n_slaves):
@@ -48,7 +48,7 @@ def test_in_each_step_clusters_are_spread_evenly_over_slaves(n_slaves: int, clus
 
 def test_unequal_shares_are_all_named_and_each_in_the_order_of_its_blocks() -> None:
     placement = placement_of(1, 3, 2)
-    order = TransferScheduler().begin(wish(1), placement)
+    order = TransferScheduler().begin(request(1), placement)
     assert sorted(order) == list(range(6))
     for slave in range(3):
         mine = [block for block in order if placement.slave_of_block[block] == slave]
@@ -59,33 +59,33 @@ def test_a_transfer_begins_where_no_other_began() -> None:
     """Slots 0 and 4 would meet at slave 0; those that are over are in nobody's way."""
     placement = placement_of(1, 1, 1, 1)
     scheduler = TransferScheduler()
-    starts = [visits(scheduler.begin(wish(c), placement), placement)[0] for c in (0, 4, 8)]
+    starts = [visits(scheduler.begin(request(c), placement), placement)[0] for c in (0, 4, 8)]
     assert starts == [0, 1, 2]
     scheduler.end("c0")
     scheduler.end("nobody")
-    assert visits(scheduler.begin(wish(12), placement), placement)[0] == 0
+    assert visits(scheduler.begin(request(12), placement), placement)[0] == 0
 
 
 def test_a_transfer_that_begins_again_is_not_in_its_own_way() -> None:
     placement = placement_of(1, 1)
     scheduler = TransferScheduler()
-    assert [visits(scheduler.begin(wish(0), placement), placement)[0] for _ in range(3)] == [0, 0, 0]
+    assert [visits(scheduler.begin(request(0), placement), placement)[0] for _ in range(3)] == [0, 0, 0]
 
 
 def test_pushes_and_pulls_do_not_meet() -> None:
     placement = placement_of(1, 1)
     scheduler = TransferScheduler()
-    scheduler.begin(wish(0, Way.PUSH), placement)
-    assert visits(scheduler.begin(wish(2, Way.PULL), placement), placement)[0] == 0
+    scheduler.begin(request(0, Way.PUSH), placement)
+    assert visits(scheduler.begin(request(2, Way.PULL), placement), placement)[0] == 0
 
 
 def test_a_slow_cluster_counts_for_what_it_sends() -> None:
     """Two slaves, one with a cluster ten times slower: that is where the third begins."""
     placement = placement_of(1, 1)
     scheduler = TransferScheduler()
-    scheduler.begin(wish(0, slowness=10.0), placement)
-    scheduler.begin(wish(1), placement)
-    assert visits(scheduler.begin(wish(3), placement), placement)[0] == 0
+    scheduler.begin(request(0, slowness=10.0), placement)
+    scheduler.begin(request(1), placement)
+    assert visits(scheduler.begin(request(3), placement), placement)[0] == 0
 
 
 def test_a_slave_that_beats_show_to_be_slow_comes_first_in_every_round() -> None:
@@ -97,7 +97,7 @@ def test_a_slave_that_beats_show_to_be_slow_comes_first_in_every_round() -> None
     assert scheduler.speed("s2", Way.PUSH) == pytest.approx(0.1)
     assert scheduler.speed("s2", Way.PULL) == pytest.approx(0.1)
     assert (scheduler.speed("s0", Way.PUSH), scheduler.speed("s1", Way.PUSH)) == (1.0, 1.0)
-    assert visits(scheduler.begin(wish(0), placement), placement) == [2, 0, 1]
+    assert visits(scheduler.begin(request(0), placement), placement) == [2, 0, 1]
 
 
 def test_a_slave_that_slows_down_is_believed_bit_by_bit_and_one_that_recovers_at_once() -> None:
@@ -132,7 +132,7 @@ def test_every_order_names_every_block_once(
     placement = placement_of(*blocks)
     scheduler = TransferScheduler()
     for number, way, slowness in begun:
-        order = scheduler.begin(Wish(f"c{number}", way, number, slowness * 10, fastest_s), placement)
+        order = scheduler.begin(TransferRequest(f"c{number}", way, number, slowness * 10, fastest_s), placement)
         assert sorted(order) == list(range(sum(blocks)))
 
 
@@ -142,7 +142,7 @@ def test_every_order_names_every_block_once(
 def test_tickets_and_grants_stagger_the_clusters() -> None:
     bench = Bench(2).running("a", "b")
     tickets = [bench.begin_push(name) for name in ("a", "b")]
-    placement = bench.state.world.ledger.placement
+    placement = bench.state.shared.ledger.placement
     assert placement is not None
     starts = []
     for ticket in tickets:
@@ -155,8 +155,8 @@ def test_pulls_end_and_make_room_and_beats_are_measured() -> None:
     bench = Bench(2).running("a", "b")
     for name in ("a", "b"):
         bench.pull(name)
-    world = bench.state.world
-    assert world.schedule.begin(wish(0, Way.PULL), placement_of(1, 1)) == (0, 1), "nobody pulls any more"
+    world = bench.state.shared
+    assert world.schedule.begin(request(0, Way.PULL), placement_of(1, 1)) == (0, 1), "nobody pulls any more"
     push = bench.begin_push("a")
     assert isinstance(push, Ticket)
     for number, slave in enumerate(bench.slaves):
@@ -170,10 +170,10 @@ def test_pulls_end_and_make_room_and_beats_are_measured() -> None:
 def test_a_cluster_that_is_gone_in_the_middle_of_a_push_is_in_nobodys_way() -> None:
     bench = Bench(2).running("a", "b")
     assert isinstance(bench.begin_push("a"), Ticket)
-    assert bench.state.world.schedule.n_under_way == 1
+    assert bench.state.shared.schedule.n_under_way == 1
     bench.advance(1.0)
-    assert bench.state.world.schedule.n_under_way == 1, "it is under way"
+    assert bench.state.shared.schedule.n_under_way == 1, "it is under way"
     bench.silent.add("a")
     bench.advance(100.0)
-    assert "a" not in bench.state.world.members
-    assert bench.state.world.schedule.n_under_way == 0
+    assert "a" not in bench.state.shared.members
+    assert bench.state.shared.schedule.n_under_way == 0

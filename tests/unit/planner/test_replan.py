@@ -20,7 +20,7 @@ from dips.planner.plan import Plan, make_plan
 from dips.planner.plan_file import plan_json
 from dips.planner.problem import Problem
 from dips.planner.problem_file import problem_json, read_problem
-from dips.planner.replan import Limits, Running, Verdict, decide, read_running, replan, swap_cost
+from dips.planner.replan import Limits, ReplanVerdict, Running, decide, read_running, replan, swap_cost
 
 FILE = "crosspipe-m70-2dc"
 LINKS = """
@@ -137,7 +137,7 @@ def test_what_was_planned_and_measured_alike_stays(tmp_path: Path) -> None:
     assert (verdict.swap.layers, verdict.swap.seconds) == (0, 0)
 
 
-def later(tmp_path: Path, **options: object) -> tuple[Running, Verdict]:
+def later(tmp_path: Path, **options: object) -> tuple[Running, ReplanVerdict]:
     """1F1B was planned; the link got eight times the latency."""
     running = running_of(planned("1f1b"), schedules=["1f1b", "zb_h1", "cross_ud/1"], **options)
     link = running.problem.setup.links[0]

@@ -15,13 +15,13 @@ from support.repository import ROOT
 from dips.cli import main
 from dips.planner.errors import PlanError
 from dips.planner.heatmap import Panel, draw_maps, panels
-from dips.planner.sweep import OPTIMAL, Case, Row, cases, check_compared, names_of, rows_of
+from dips.planner.sweep import OPTIMAL, Case, SweepRow, cases, check_compared, names_of, rows_of
 
 RATIOS = [0, 0.5, 2]
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[SweepRow]:
     return [row for case in cases([4], [8], [2], RATIOS, RATIOS, [1, 2]) for row in rows_of(case)]
 
 
@@ -30,14 +30,14 @@ def cell(panel: Panel, latency: float, bandwidth: float) -> tuple[str, float, fl
     return found.schedule, found.makespan, round(found.times_faster, 4)
 
 
-def test_a_map_for_each_pipeline_with_a_cell_for_each_delay(rows: list[Row]) -> None:
+def test_a_map_for_each_pipeline_with_a_cell_for_each_delay(rows: list[SweepRow]) -> None:
     maps = panels(rows)
     assert [panel.memory for panel in maps] == [1, 2]
     assert all(panel.latencies == panel.bandwidths == tuple(RATIOS) for panel in maps)
     assert maps[0].title == "4 stages, 8 microbatches, 2 sites, memory 1"
 
 
-def test_waves_win_near_and_one_stage_on_each_device_wins_far_away(rows: list[Row]) -> None:
+def test_waves_win_near_and_one_stage_on_each_device_wins_far_away(rows: list[SweepRow]) -> None:
     """CrossPipe, section 5.1: waves are more efficient where delays are small, UD schedules as they grow."""
     one, two = panels(rows)
     assert cell(one, 0, 0) == ("zb_v", 25.5, round(33 / 25.5, 4))
@@ -46,7 +46,7 @@ def test_waves_win_near_and_one_stage_on_each_device_wins_far_away(rows: list[Ro
     assert cell(two, 2, 2)[2] > cell(one, 2, 2)[2]
 
 
-def test_the_best_is_the_shortest_that_fits_and_of_equal_ones_the_first(rows: list[Row]) -> None:
+def test_the_best_is_the_shortest_that_fits_and_of_equal_ones_the_first(rows: list[SweepRow]) -> None:
     for panel in panels(rows, over="zb_h1"):
         for latency in RATIOS:
             for bandwidth in RATIOS:
@@ -60,7 +60,7 @@ def test_the_best_is_the_shortest_that_fits_and_of_equal_ones_the_first(rows: li
     assert {r.peak_activations for r in gpipe} == {8}, "it would not fit memory 1, where it would be the best"
 
 
-def test_a_schedule_that_does_not_fit_is_compared_with_and_said_so(rows: list[Row]) -> None:
+def test_a_schedule_that_does_not_fit_is_compared_with_and_said_so(rows: list[SweepRow]) -> None:
     small, large = panels(rows, over="gpipe")
     assert (small.over_fits, large.over_fits) == (False, True)
 
@@ -80,12 +80,12 @@ def test_rows_have_the_names_that_are_promised() -> None:
         assert [row.schedule for row in rows_of(case)] == names_of(case)
 
 
-def test_rows_without_the_compared_schedule_are_refused(rows: list[Row]) -> None:
+def test_rows_without_the_compared_schedule_are_refused(rows: list[SweepRow]) -> None:
     with pytest.raises(PlanError, match="no schedule 'zbh1' of 4 stages and 8 microbatches to compare with"):
         panels(rows, over="zbh1")
 
 
-def test_the_picture_names_each_best_schedule_and_is_the_same_each_time(rows: list[Row], tmp_path: Path) -> None:
+def test_the_picture_names_each_best_schedule_and_is_the_same_each_time(rows: list[SweepRow], tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("one.svg", "map.png", "two.svg")]
     maps = panels(rows)[1:]
     draw_maps(maps, files[:2])

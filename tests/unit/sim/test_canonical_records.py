@@ -29,7 +29,7 @@ IN_ONE_TEST = 5
 SEED = 3
 OTHER_SENTENCE = Mutant(
     "a refusal in other words",
-    "master.state.slave_desk:SlaveDesk.place_model",
+    "master.state.slaves:SlaveRegistry.place_model",
     "waiting for slaves: ",
     "slaves are missing: ",
     (),

@@ -20,7 +20,7 @@ from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 from dips.sim.arithmetic import F32
 from dips.sim.content import CLEAN, key_of
 from dips.sim.numbers import FlatVector, NumberModel, Numbers, NumberShard
-from dips.sim.plan import make_plan
+from dips.sim.run_plan import make_plan
 from dips.worker.state.effects import InstallMode
 
 CHUNK_BYTES = 1024

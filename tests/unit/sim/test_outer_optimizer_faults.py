@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from dips.sim.hosts.master import MasterHost
-from dips.sim.plan import Plan, make_plan
+from dips.sim.run_plan import SimulatedRunPlan, make_plan
 from dips.sim.world import World
 
 N = 3
@@ -24,7 +24,7 @@ PLANNED = ("lost_slave_disk", "lost_master_disk", "old_master_disk", *(("nan_pus
 class Listening(World):
     """Keeps what the journal is told."""
 
-    def __init__(self, seed: int, plan: Plan) -> None:
+    def __init__(self, seed: int, plan: SimulatedRunPlan) -> None:
         super().__init__(seed, plan=plan, planned=PLANNED)
         self.records: list[Mapping[str, Any]] = []
 
@@ -33,7 +33,7 @@ class Listening(World):
         self.records.append(record)
 
 
-def delayed(seed: int) -> Plan:
+def delayed(seed: int) -> SimulatedRunPlan:
     plan = make_plan(Random(seed))
     settings = replace(plan.config.settings, outer_momentum=0.8)
     penalty = replace(

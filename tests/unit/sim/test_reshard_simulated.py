@@ -11,8 +11,8 @@ import pytest
 
 from dips.master.state.reshard import Reshard
 from dips.sim.faults import reshard as fault_reshard
-from dips.sim.hosts.move import Move
-from dips.sim.world import Outcome, World
+from dips.sim.hosts.move import SimulatedMove
+from dips.sim.world import SeedOutcome, World
 
 FAULTS = sorted(fault_reshard.FAULTS)
 BESIDES = {
@@ -30,7 +30,7 @@ BESIDES = {
 """Seeds in which a RESHARD is done, and what else strikes there."""
 
 
-def resharded(seed: int, *faults: str) -> tuple[Outcome, World]:
+def resharded(seed: int, *faults: str) -> tuple[SeedOutcome, World]:
     """One run with two wishes of an operator."""
     world = World(seed, planned=(FAULTS[seed % 4], FAULTS[(seed + 1) % 4], *faults))
     return world.run(), world
@@ -71,13 +71,13 @@ def violations_of(*seeds: int) -> list[str]:
 
 def test_a_slave_that_trusts_what_it_has_put_together_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the parameters for the momentum and does not compare: the next version has another content."""
-    take = Move._take
+    take = SimulatedMove._take
 
-    def take_wrongly(self: Move, chunks: list[Any], memory: Any) -> None:
+    def take_wrongly(self: SimulatedMove, chunks: list[Any], memory: Any) -> None:
         take(self, chunks, memory)
         self._values |= {(chunk, True): self._values[chunk, False] for chunk in chunks}
 
-    monkeypatch.setattr(Move, "_take", take_wrongly)
+    monkeypatch.setattr(SimulatedMove, "_take", take_wrongly)
     monkeypatch.setattr("dips.sim.hosts.move.shard_digest", lambda sums: Anything())
     assert any("holds something else" in sentence for sentence in violations_of(709, 717))
 
@@ -95,7 +95,7 @@ def test_a_master_that_journals_before_all_have_prepared_is_found(monkeypatch: p
     prepared = Reshard.prepared
 
     def hastily(self: Reshard, slave: Any, body: Any) -> bool:
-        state = self._world.reshard
+        state = self._shared.reshard
         state.prepared |= set(state.digests)
         return prepared(self, slave, body)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dips.sim.scale.kernel import Clock, Life, Outcome, Process, first_of
-from dips.sim.scale.links import Direction
+from dips.sim.scale.kernel import Future, GeneratorProcess, Life, VirtualClock, first_of
+from dips.sim.scale.links import SharedDirection
 
 
 def test_events_of_one_time_happen_in_the_order_in_which_they_were_made() -> None:
-    clock, seen = Clock(), list[str]()
+    clock, seen = VirtualClock(), list[str]()
     clock.after(2.0, lambda: seen.append("late"))
     clock.after(1.0, lambda: seen.append("first"))
     clock.after(1.0, lambda: seen.append("second"))
@@ -19,22 +19,22 @@ def test_events_of_one_time_happen_in_the_order_in_which_they_were_made() -> Non
 
 
 def test_a_cancelled_event_does_not_happen() -> None:
-    clock, seen = Clock(), list[int]()
+    clock, seen = VirtualClock(), list[int]()
     clock.after(1.0, lambda: seen.append(1)).cancel()
     clock.run(2.0)
     assert seen == []
 
 
 def test_a_process_goes_on_with_what_it_waited_for() -> None:
-    clock, seen = Clock(), list[object]()
-    answer = Outcome(clock)
+    clock, seen = VirtualClock(), list[object]()
+    answer = Future(clock)
 
-    def life() -> Life:
+    def generation() -> Life:
         yield clock.lapse(3.0)
         seen.append(clock.now_s)
         seen.append((yield answer))
 
-    process = Process(clock, life())
+    process = GeneratorProcess(clock, generation())
     clock.after(5.0, lambda: answer.set("yes"))
     clock.run(10.0)
     assert seen == [3.0, "yes"]
@@ -42,13 +42,13 @@ def test_a_process_goes_on_with_what_it_waited_for() -> None:
 
 
 def test_a_killed_process_does_nothing_more() -> None:
-    clock, seen = Clock(), list[str]()
+    clock, seen = VirtualClock(), list[str]()
 
-    def life() -> Life:
+    def generation() -> Life:
         yield clock.lapse(3.0)
         seen.append("never")
 
-    process = Process(clock, life())
+    process = GeneratorProcess(clock, generation())
     clock.run(1.0)
     process.kill()
     clock.run(10.0)
@@ -56,7 +56,7 @@ def test_a_killed_process_does_nothing_more() -> None:
 
 
 def test_the_first_of_two_outcomes_wakes() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     slow, quick = clock.lapse(5.0), clock.lapse(2.0)
     woken = list[float]()
     first_of(clock, slow, quick).then(lambda: woken.append(clock.now_s))
@@ -65,17 +65,17 @@ def test_the_first_of_two_outcomes_wakes() -> None:
 
 
 def test_only_the_first_value_of_an_outcome_counts() -> None:
-    outcome = Outcome(Clock())
+    outcome = Future(VirtualClock())
     outcome.set(1)
     outcome.set(2)
     assert outcome.value == 1
 
 
-def direction(clock: Clock, servers_gbps: float = 16.0) -> Direction:
-    return Direction(clock, {"a": 8e9, "b": 16e9}, servers_gbps * 1e9)
+def direction(clock: VirtualClock, servers_gbps: float = 16.0) -> SharedDirection:
+    return SharedDirection(clock, {"a": 8e9, "b": 16e9}, servers_gbps * 1e9)
 
 
-def ends(clock: Clock, up: Direction, cluster: str, n_bytes: float) -> list[float]:
+def ends(clock: VirtualClock, up: SharedDirection, cluster: str, n_bytes: float) -> list[float]:
     """Filled with the time at which a transfer of two equal parts ends."""
     found = list[float]()
     up.start(cluster, {"s0": n_bytes / 2, "s1": n_bytes / 2}).done.then(lambda: found.append(clock.now_s))
@@ -83,7 +83,7 @@ def ends(clock: Clock, up: Direction, cluster: str, n_bytes: float) -> list[floa
 
 
 def test_a_transfer_alone_takes_bytes_over_rate() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     up = direction(clock)
     ended = ends(clock, up, "a", 10e9)
     clock.run(100.0)
@@ -93,7 +93,7 @@ def test_a_transfer_alone_takes_bytes_over_rate() -> None:
 
 
 def test_two_transfers_share_the_servers_cards() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     up = direction(clock, servers_gbps=8.0)
     first, second = ends(clock, up, "a", 1e9), ends(clock, up, "b", 2e9)
     clock.run(100.0)
@@ -102,7 +102,7 @@ def test_two_transfers_share_the_servers_cards() -> None:
 
 
 def test_a_cut_link_stands_still_and_goes_on() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     up = direction(clock)
     ended = ends(clock, up, "a", 1e9)
     clock.after(0.5, lambda: up.set_open("a", False))
@@ -112,7 +112,7 @@ def test_a_cut_link_stands_still_and_goes_on() -> None:
 
 
 def test_a_broken_transfer_says_so_and_keeps_what_has_landed() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     up = direction(clock)
     flow = up.start("a", {"s0": 5e8, "s1": 5e8})
     clock.after(0.25, up.break_all)

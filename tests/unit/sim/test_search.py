@@ -17,15 +17,15 @@ from dips.sim.search.arena import BLIND, Arena
 from dips.sim.search.bounds import BLOCK_BYTES, FAULTS, Bounds
 from dips.sim.search.copying import Fingerprints, clone
 from dips.sim.search.explore import Result, Search
-from dips.sim.search.ghost import Ghost
 from dips.sim.search.master_part import MasterPart
 from dips.sim.search.paths import facts_of, judge
+from dips.sim.search.reference_model import ReferenceModel
 from dips.sim.search.running import run_all
 from dips.sim.search.searches import SEARCHES, Named, Size, by_name
 from dips.sim.search.slave_part import TORN, SlavePart, put_chunk
-from dips.sim.search.state import NOBODY, OLD, Draft, State
+from dips.sim.search.state import NOBODY, OLD, Draft, SearchState
 from dips.sim.search.system import System
-from dips.sim.search.violation import Violation
+from dips.sim.search.violation import SearchViolation
 from dips.slave.state.staging import StagingTable
 
 FROZEN_COUNTS = ROOT / "tests" / "frozen" / "searches.txt"
@@ -68,10 +68,10 @@ def test_states_that_are_no_way_have_no_facts() -> None:
 
 
 def test_two_lives_with_one_promise_are_a_violation() -> None:
-    ghost = Ghost(told=frozenset({("a/1.1#1", "ABORTED")}))
+    reference = ReferenceModel(told=frozenset({("a/1.1#1", "ABORTED")}))
     item = {"push": ["a", 1, 1, 1], "verdict": "APPLIED", "base": None, "fence": 0}
-    with pytest.raises(Violation, match="told ABORTED") as caught:
-        ghost._decide({"kind": "COMMIT", "participants": [item]})
+    with pytest.raises(SearchViolation, match="told ABORTED") as caught:
+        reference._decide({"kind": "COMMIT", "participants": [item]})
     assert caught.value.name == "I6"
 
 
@@ -144,7 +144,7 @@ def test_a_way_is_made_again_as_it_was() -> None:
 # ---- two masters ----
 
 
-def _overtaken() -> tuple[System, State]:
+def _overtaken() -> tuple[System, SearchState]:
     """A run in which another master has just begun, and nobody knows it."""
     system = System(by_name("two-masters").bounds)
     state = system.initial()
@@ -201,7 +201,7 @@ def test_a_reshard_ends_on_the_slaves_that_were_asked_for() -> None:
     placed = set()
     for end in search.ends:
         state = search.path(end)[0][-1]
-        placement = system.masters[state.master].state.world.ledger.placement
+        placement = system.masters[state.master].state.shared.ledger.placement
         assert placement is not None
         placed.add((placement.slaves, state.budget[FAULTS.index("reshard")]))
     assert placed == {(("s0",), 1), (("s1",), 0)}, "moved where it was asked for, and only there"
@@ -212,14 +212,14 @@ def test_a_reshard_ends_on_the_slaves_that_were_asked_for() -> None:
 
 def test_data_that_is_applied_again_is_a_violation() -> None:
     item = {"push": ["a", 1, 1, 2], "ranges": [[7, 0, 3, 0, 1]]}
-    once = Ghost()._judge_trained([item])
+    once = ReferenceModel()._judge_trained([item])
     assert once == {(0, 3)}
-    with pytest.raises(Violation, match="token 3 of pass 0 is applied again"):
-        Ghost(trained=once)._judge_trained([item])
+    with pytest.raises(SearchViolation, match="token 3 of pass 0 is applied again"):
+        ReferenceModel(trained=once)._judge_trained([item])
 
 
 def test_a_violation_comes_home_from_another_process() -> None:
-    violation = pickle.loads(pickle.dumps(Violation("I5", "it is gone")))
+    violation = pickle.loads(pickle.dumps(SearchViolation("I5", "it is gone")))
     assert (violation.name, violation.sentence, str(violation)) == ("I5", "it is gone", "I5: it is gone")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dips.master.state.membership import Membership
-from dips.master.state.slave_desk import SlaveDesk
+from dips.master.state.slaves import SlaveRegistry
 from dips.sim.search.explore import Search
 from dips.sim.search.searches import by_name
 from dips.sim.world import World
@@ -23,7 +23,7 @@ def test_a_second_process_displaces_none_that_beats(fault: str) -> None:
 @pytest.mark.parametrize(
     ("owner", "rule", "fault"),
     [
-        (SlaveDesk, "_check_directory", "same_slave_twice"),
+        (SlaveRegistry, "_check_directory", "same_slave_twice"),
         (Membership, "_check_process", "same_cluster_twice"),
     ],
 )
@@ -36,7 +36,8 @@ def test_without_the_rule_the_simulator_names_who_was_displaced(
 
 
 @pytest.mark.parametrize(
-    ("owner", "rule", "who"), [(SlaveDesk, "_check_directory", "slave s"), (Membership, "_check_process", "cluster a")]
+    ("owner", "rule", "who"),
+    [(SlaveRegistry, "_check_directory", "slave s"), (Membership, "_check_process", "cluster a")],
 )
 def test_without_the_rule_the_search_finds_who_was_displaced(
     monkeypatch: pytest.MonkeyPatch, owner: type, rule: str, who: str

@@ -16,7 +16,7 @@ SMALL = next(seed for seed in range(7, 100) if shapes.of_seed(seed) is shapes.SM
 WAITS_FOR_ALL = Mutant(
     "the window waits for every live cluster, however long",
     "master.state.rounds:Rounds._may_close",
-    "return seed or everyone_in or world.now_s >= state.window_closes_s",
+    "return seed or everyone_in or shared.now_s >= state.window_closes_s",
     "return seed or everyone_in",
     ("I15",),
     Bounds(),

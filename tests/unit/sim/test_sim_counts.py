@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from dips.sim.counts import NO_MOMENT, NOTHING, OVER, Counts, by_phase
+from dips.sim.counts import NO_MOMENT, NOTHING, OVER, RunCounts, by_phase
 from dips.sim.faults import register
 from dips.sim.world import World
 
 
-def unaccounted(counts: Counts) -> dict[str, int]:
+def unaccounted(counts: RunCounts) -> dict[str, int]:
     """Planned faults of which it is not known whether they struck."""
     idle: Counter[str] = Counter()
     for (kind, why), n in counts.idle.items():
@@ -57,7 +57,7 @@ def test_a_kill_within_a_step_falls_into_phases_that_no_time_passes_in() -> None
 
 class TestCounts:
     def test_reasons_add_up(self) -> None:
-        counts = Counts(planned=Counter({"nan_push": 4, "crash_slave": 2}), begun=Counter({"nan_push": 2}))
+        counts = RunCounts(planned=Counter({"nan_push": 4, "crash_slave": 2}), begun=Counter({"nan_push": 2}))
         counts.cannot("nan_push", NOTHING)
         counts.close(frozenset({"nan_push"}))
         assert counts.idle == {
@@ -68,7 +68,7 @@ class TestCounts:
         }
 
     def test_the_fullest_moment_is_kept(self) -> None:
-        counts, other = Counts(), Counts()
+        counts, other = RunCounts(), RunCounts()
         counts.filled("pins", 3, 10)
         counts.filled("pins", 2, 4)
         counts.filled("pins", 4, 10)
@@ -78,7 +78,7 @@ class TestCounts:
         assert counts.fills == {"pins": (9, 10)}
 
     def test_counts_of_two_runs_are_added(self) -> None:
-        one, other = Counts(), Counts()
+        one, other = RunCounts(), RunCounts()
         for counts, phase in ((one, "IDLE"), (other, "WINDOW")):
             counts.struck("crash_slave", phase)
             counts.took("seconds", 1.0 if counts is one else 2.0)

@@ -10,10 +10,10 @@ import pytest
 from dips.core.chunks import Chunk
 from dips.core.layout import Block
 from dips.core.messages import BeginPullRequest, Caller
-from dips.sim.content import HUGE, NAN, SAME, Pulled, Trained, gram_of, mixed
+from dips.sim.content import HUGE, NAN, SAME, PulledModel, Trained, gram_of, mixed
 from dips.sim.disks import LOST_DATA, LOST_NAMES, TORN_DATA, PowerLossError, SlaveDisk
 from dips.sim.hosts.calls import Asked
-from dips.sim.kernel import Kernel, Process
+from dips.sim.kernel import Kernel, SimulatedProcess
 from dips.sim.network import KEEPALIVE_S, End, Network, Stream, Weather
 from dips.sim.world import World
 
@@ -41,11 +41,11 @@ class TestTime:
     def test_a_killed_process_does_nothing_more(self) -> None:
         kernel = Kernel(0)
         seen: list[str] = []
-        process = Process(kernel, "p")
-        process.begin_life()
+        process = SimulatedProcess(kernel, "p")
+        process.begin_process()
         kernel.at(1.0, process, seen.append, "of the first life")
-        process.end_life()
-        process.begin_life()
+        process.end_process()
+        process.begin_process()
         kernel.at(2.0, process, seen.append, "of the second")
         run(kernel)
         assert seen == ["of the second"]
@@ -53,8 +53,8 @@ class TestTime:
     def test_a_stopped_process_does_it_when_it_goes_on_in_the_same_order(self) -> None:
         kernel = Kernel(0)
         seen: list[tuple[str, float]] = []
-        process = Process(kernel, "p")
-        process.begin_life()
+        process = SimulatedProcess(kernel, "p")
+        process.begin_process()
         for what in ("first", "second"):
             kernel.at(1.0, process, lambda what=what: seen.append((what, round(kernel.now_s, 3))))
         process.pause()
@@ -85,8 +85,8 @@ class Pair:
         self.stream = Stream(self.net, self.a, self.b)
 
     def _end(self, name: str) -> End:
-        process = Process(self.kernel, name)
-        process.begin_life()
+        process = SimulatedProcess(self.kernel, name)
+        process.begin_process()
         return End(name, process, self.heard[name].append, lambda _: self.down.append(name))
 
 
@@ -121,7 +121,7 @@ class TestStreams:
 
     def test_the_death_of_one_end_is_learnt_by_the_other(self) -> None:
         pair = Pair()
-        pair.a.process.end_life()
+        pair.a.process.end_process()
         pair.stream.died(pair.a)
         run(pair.kernel)
         assert pair.down == ["b"]
@@ -130,8 +130,8 @@ class TestStreams:
 class TestCalls:
     def asked(self, world: World, heard: list[Any]) -> Asked:
         cluster = world.clusters["a"]
-        cluster.begin_life()
-        world.masters[0].begin_life()
+        cluster.begin_process()
+        world.masters[0].begin_process()
         return Asked(world, cluster, BeginPullRequest(Caller("sim", 0, "a", None, "-")), 5.0, heard.append)
 
     def test_an_answer_reaches_who_asked(self) -> None:
@@ -146,7 +146,7 @@ class TestCalls:
         heard: list[Any] = []
         call = self.asked(world, heard)
         world.clusters["a"].kill()
-        world.clusters["a"].begin_life()
+        world.clusters["a"].begin_process()
         call.answered("yes")
         run(world.kernel, 1.0)
         assert heard == []
@@ -254,7 +254,7 @@ class TestContent:
 
     def test_a_vector_is_the_same_however_it_is_held(self) -> None:
         trained = Trained(5)
-        assert Pulled({(0, 0): trained.value(CHUNK)}).value(CHUNK) == trained.value(CHUNK)
+        assert PulledModel({(0, 0): trained.value(CHUNK)}).value(CHUNK) == trained.value(CHUNK)
 
     @pytest.mark.parametrize(("kind", "nonfinite", "norm"), [(NAN, 3, None), (HUGE, 0, 3.0), (SAME, 0, 0.0)])
     def test_bad_pushes_measure_as_bad(self, kind: int, nonfinite: int, norm: float | None) -> None:

@@ -12,7 +12,7 @@ import pytest
 from dips.core.net.data_header import DataHeader
 from dips.sim.data_keys import Away, may_ask
 from dips.sim.hosts import slave as slave_host
-from dips.sim.plan import make_plan
+from dips.sim.run_plan import make_plan
 from dips.sim.world import World
 from dips.slave.state.admission import Admission
 

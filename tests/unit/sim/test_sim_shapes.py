@@ -10,11 +10,11 @@ import pytest
 
 from dips.sim import shapes
 from dips.sim.faults import register
-from dips.sim.plan import Plan, make_plan
+from dips.sim.run_plan import SimulatedRunPlan, make_plan
 from dips.sim.world import World
 
 
-def plans_of(shape: shapes.Shape, n: int) -> list[Plan]:
+def plans_of(shape: shapes.Shape, n: int) -> list[SimulatedRunPlan]:
     return [make_plan(Random(number), shape=shape) for number in range(n)]
 
 

@@ -9,24 +9,24 @@ from functools import cache
 import pytest
 
 from dips.sim import totals
-from dips.sim.counts import Counts
+from dips.sim.counts import RunCounts
 from dips.sim.faults import register
 from dips.sim.totals import PHASES, SEEDS_FOR_ARROWS, SEEDS_FOR_FAULTS, Totals, complaints, report
-from dips.sim.world import Outcome, World
+from dips.sim.world import SeedOutcome, World
 
 
 @cache
-def an_outcome() -> Outcome:
+def an_outcome() -> SeedOutcome:
     return World(1).run()
 
 
-def outcome_with(violations: tuple[str, ...] = (), counts: Counts | None = None) -> Outcome:
-    return replace(an_outcome(), violations=violations, counts=counts or Counts())
+def outcome_with(violations: tuple[str, ...] = (), counts: RunCounts | None = None) -> SeedOutcome:
+    return replace(an_outcome(), violations=violations, counts=counts or RunCounts())
 
 
-def all_fired(but: str = "") -> Counts:
+def all_fired(but: str = "") -> RunCounts:
     """Every kind was planned and struck, and somebody was killed in every phase of the round."""
-    counts = Counts()
+    counts = RunCounts()
     for name in register.names():
         counts.planned[name] += 1
         if name != but:
@@ -36,7 +36,7 @@ def all_fired(but: str = "") -> Counts:
     return counts
 
 
-def totals_of(n: int, outcome: Outcome) -> Totals:
+def totals_of(n: int, outcome: SeedOutcome) -> Totals:
     found = Totals()
     for _ in range(n):
         found.add(outcome, 0.1)
@@ -58,7 +58,7 @@ def test_a_fault_that_never_fired_is_a_failure() -> None:
 
 
 def test_a_fault_that_was_planned_often_must_have_fired_however_few_the_seeds() -> None:
-    counts = Counts(planned=Counter({"swizzle": 3}))
+    counts = RunCounts(planned=Counter({"swizzle": 3}))
     assert complaints(totals_of(3, outcome_with(counts=counts))) == []
     assert complaints(totals_of(4, outcome_with(counts=counts))) == ["fault swizzle never fired (12 were planned)"]
 
@@ -97,7 +97,7 @@ def test_the_report_tells_every_kind_every_phase_and_every_bound() -> None:
 
 @pytest.mark.parametrize("kind", ["crash_master", "nan_push"])
 def test_the_report_tells_how_many_of_the_planned_ones_struck(kind: str) -> None:
-    counts = Counts(planned=Counter({kind: 5}), begun=Counter({kind: 3}))
+    counts = RunCounts(planned=Counter({kind: 5}), begun=Counter({kind: 3}))
     counts.struck(kind, "IDLE")
     counts.close(frozenset())
     lines = report(totals_of(1, outcome_with(counts=counts)))

@@ -19,8 +19,8 @@ from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_port import Answer, DataPort, landed
-from dips.slave.landing import Job
-from dips.slave.memory import Buffer
+from dips.slave.landing import LandingJob
+from dips.slave.memory import ThetaBuffer
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap
 
@@ -44,7 +44,7 @@ class Port:
         self.port.set_memory(ShardMap(BLOCKS, CHUNK_BYTES), self.staging)
         self.port.open(A, 1, 1, opening=5)
         info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", b"", committed=True)
-        self.buffer = Buffer(VALUES.copy(), info, chunk_checksums(VALUES, BLOCKS, CHUNK_BYTES))
+        self.buffer = ThetaBuffer(VALUES.copy(), info, chunk_checksums(VALUES, BLOCKS, CHUNK_BYTES))
         self.port.set_readable({V0: self.buffer}, V0)
 
     def send(self, header: DataHeader, *payload: bytes) -> Answer:
@@ -322,7 +322,7 @@ def test_the_same_chunk_is_not_landed_twice_at_a_time(port: Port) -> None:
     """While the first landing is under way, on another thread, a repeated chunk waits for what becomes of it."""
     frames = [memoryview(put(CHUNKS[0]).encode()), memoryview(payload(CHUNKS[0]))]
     job = port.port.begin(frames)
-    assert isinstance(job, Job)
+    assert isinstance(job, LandingJob)
     assert port.port.begin(frames) is None
     assert port.port.end(job, landed(job)).header.op is DataOp.ACK
     again = port.port.begin(frames)

@@ -9,15 +9,15 @@ import pytest
 from dips.core.chunks import Chunk
 from dips.core.errors import RefusalCode
 from dips.core.messages import Refusal
-from dips.slave.state.fetching import SILENCE_S, STALL_S, WINDOW_CHUNKS, Ask, Fetch, Reconnect
+from dips.slave.state.fetching import SILENCE_S, STALL_S, WINDOW_CHUNKS, ChunkRequest, Fetch, Reconnect
 
 CHUNKS = [Chunk(0, 1024 * i, 1024) for i in range(40)]
 BUSY = Refusal(RefusalCode.BUSY, "it is starting", 0.5)
 GONE = Refusal(RefusalCode.VERSION_GONE, "version 1:3 is not kept here")
 
 
-def asks(fetch: Fetch, now_s: float) -> list[Ask]:
-    return [action for action in fetch.actions(now_s) if isinstance(action, Ask)]
+def asks(fetch: Fetch, now_s: float) -> list[ChunkRequest]:
+    return [action for action in fetch.actions(now_s) if isinstance(action, ChunkRequest)]
 
 
 def test_never_more_than_a_window_is_under_way_and_every_chunk_comes_once() -> None:
@@ -40,7 +40,7 @@ def test_silence_asks_again_on_a_new_connection_and_late_answers_are_nobodys() -
     assert fetch.next_deadline_s() == SILENCE_S
     reconnect, *second = fetch.actions(SILENCE_S)
     assert isinstance(reconnect, Reconnect)
-    assert [ask.chunk for ask in second if isinstance(ask, Ask)] == [ask.chunk for ask in first]
+    assert [ask.chunk for ask in second if isinstance(ask, ChunkRequest)] == [ask.chunk for ask in first]
     assert all(fetch.wanted(ask.request) is None for ask in first)
 
 
@@ -77,7 +77,7 @@ def test_a_refusal_pauses_and_what_was_under_way_is_asked_for_again() -> None:
 def test_whatever_gets_lost_doubled_or_damaged_every_chunk_arrives(seed: int) -> None:
     rng, now_s, got = Random(seed), 0.0, set()
     fetch = Fetch("s0", CHUNKS, now_s)
-    open_asks: list[Ask] = []
+    open_asks: list[ChunkRequest] = []
     while not fetch.done:
         assert fetch.failure is None
         open_asks += asks(fetch, now_s)

@@ -12,7 +12,7 @@ from dips.core.errors import LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
 from dips.core.placement import memory_bytes_needed, shard_bytes_needed
-from dips.slave.memory import Buffer, ShardMemory, bytes_of
+from dips.slave.memory import ShardMemory, ThetaBuffer, bytes_of
 
 BLOCKS = LAYOUT.blocks
 N = LAYOUT.n_elems
@@ -31,7 +31,7 @@ def stated(pins: int) -> int:
     return shard_bytes_needed([block.n_elems for block in BLOCKS], 1024, SLOTS, pins)
 
 
-def publish(memory: ShardMemory, v: int) -> Buffer:
+def publish(memory: ShardMemory, v: int) -> ThetaBuffer:
     """One round: write v everywhere in the shadow, flip, and let the data port follow."""
     buffer = memory.take()
     buffer.theta.fill(v)

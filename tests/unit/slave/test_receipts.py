@@ -17,8 +17,8 @@ from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums, measure
 from dips.slave.data_port import DataPort
-from dips.slave.memory import Buffer, ShardMemory
-from dips.slave.receipts import MOST_COMPANIONS, Known
+from dips.slave.memory import ShardMemory, ThetaBuffer
+from dips.slave.receipts import MOST_COMPANIONS, KnownReceipts
 from dips.slave.state.staging import ShardMap
 
 CHUNK_BYTES = 2 * PIECE_ELEMS * 4
@@ -55,9 +55,9 @@ class Port:
             self.port.open(push_id(row), 1, row, opening=1)
 
     def serve(self, current: Version | None) -> None:
-        def buffer(version: Version) -> Buffer:
+        def buffer(version: Version) -> ThetaBuffer:
             info = SnapshotInfo(version, RoundId(1, 1), b"", b"", b"", committed=True)
-            return Buffer(THETA[version], info, chunk_checksums(THETA[version], BLOCKS, self.chunk_bytes))
+            return ThetaBuffer(THETA[version], info, chunk_checksums(THETA[version], BLOCKS, self.chunk_bytes))
 
         self.port.set_readable({version: buffer(version) for version in THETA}, current)
 
@@ -75,7 +75,7 @@ class Port:
             answer = self.port.answer([memoryview(header.encode()), memoryview(payload.tobytes())])
             assert answer.header.op is DataOp.ACK, answer.header.refusal
 
-    def known(self, version: Version = V0) -> Known:
+    def known(self, version: Version = V0) -> KnownReceipts:
         known = self.port.known(version)
         assert known is not None
         return known

@@ -15,7 +15,7 @@ from dips.core.ids import RoundId, Version
 from dips.core.observe import failpoints
 from dips.core.observe.failpoint_names import SLAVE, expand
 from dips.slave import data_server
-from dips.slave.push_record import PushRecord
+from dips.slave.push_evidence import PushEvidence
 from dips.slave.snapshots import SnapshotStore
 
 N = 40
@@ -39,7 +39,7 @@ def live(directory: Path, first: int = 0) -> None:
         for v in range(first, first + 4):
             what = snapshot(Version(1, v), RoundId(1, v + 1), committed=False)
             body = prepare(what.round, what.version, None)
-            PushRecord(directory, "run", "s0").write(body, what, [rows[0]], 1024)
+            PushEvidence(directory, "run", "s0").write(body, what, [rows[0]], 1024)
             store.ring.write_shadow(what, rows[0] + v, rows[0])
             store.ring.tidy(store.ring.commit(what, b"h", b"{}"))
 

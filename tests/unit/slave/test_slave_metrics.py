@@ -16,15 +16,15 @@ from dips.slave.data_port import Figures
 from dips.slave.memory import ShardMemory
 from dips.slave.memory_speed import memory_bytes_per_s
 from dips.slave.metrics import METRICS, PREFIX
-from dips.slave.metrics_collector import Collector, Sizes, Snapshot, disk_free_bytes
+from dips.slave.metrics_collector import Collector, DiskSizes, MetricsMoment, disk_free_bytes
 from dips.slave.metrics_collector import snapshot as look
 from dips.slave.metrics_counts import Counts
 
 FIGURES = Figures(SlaveBeat(100, 200, 3, 0, 1, refused_connections=4), {"BUSY": 3}, {"a": 60, "b": 40})
-SIZES = Sizes(1000, 5000, 7000, 3)
+SIZES = DiskSizes(1000, 5000, 7000, 3)
 
 
-def scraped(now: Snapshot, sizes: Sizes = SIZES) -> dict[tuple[str, ...], float]:
+def scraped(now: MetricsMoment, sizes: DiskSizes = SIZES) -> dict[tuple[str, ...], float]:
     labels = {PREFIX + spec.name: spec.labels for spec in METRICS}
     found = {}
     for family in Collector("s0", 1 << 20, 1e9).families(now, FIGURES, sizes):
@@ -109,7 +109,7 @@ def test_lines_of_the_tape_are_counted(bench: SlaveBench, counts: Counts) -> Non
 
 def test_a_disk_that_does_not_answer_has_no_sample(bench: SlaveBench, counts: Counts, tmp_path: Path) -> None:
     assert disk_free_bytes(tmp_path) is not None
-    gone = Sizes(1, 1, disk_free_bytes(tmp_path / "gone"), 0)
+    gone = DiskSizes(1, 1, disk_free_bytes(tmp_path / "gone"), 0)
     assert ("disk_free_bytes",) not in scraped(look(bench.state, None, counts), gone)
 
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.worker import checkpoint_file
-from dips.worker.checkpoint_file import CheckpointError, FileStamp, RawTensor, read_tensors, write_tensors
+from dips.worker.checkpoint_file import CheckpointError, CheckpointStamp, RawTensor, read_tensors, write_tensors
 from dips.worker.checkpoint_store import CheckpointStore
 from dips.worker.state.push_record import PushRecord
 from dips.worker.state.work import Work
@@ -180,7 +180,7 @@ def test_a_header_of_any_bytes_is_a_damaged_checkpoint_and_no_other_error(tmp_pa
     """Found by reading: these two ended the new process, where the checkpoint before was whole."""
     (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with pytest.raises(CheckpointError, match="its header cannot be read"):
-        read_tensors(tmp_path / "x", FileStamp(8 + len(header), "0"))
+        read_tensors(tmp_path / "x", CheckpointStamp(8 + len(header), "0"))
 
 
 # ---- the record of the newest push ----

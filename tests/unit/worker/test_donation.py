@@ -22,7 +22,7 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
-from dips.worker.state.effects import CancelTransfer, CopyBase, InstallMode, Record, Snapshot, StartPull
+from dips.worker.state.effects import CancelTransfer, CopyBase, CopyParameters, InstallMode, Record, StartPull
 from dips.worker.state.events import Stepped
 from dips.worker.state.phases import SessionPhase
 
@@ -48,11 +48,11 @@ def test_the_base_is_pushed_unchanged_and_without_work(life: LeasedClusterBench)
     life.train(2)
     push = life.donate()
     assert life.take(CopyBase) == CopyBase()
-    assert not life.has(Snapshot)
+    assert not life.has(CopyParameters)
     request = life.asked(BeginPushRequest)
     assert (request.base, request.donates, request.fence) == (None, Version(1, 5), 0)
     assert (request.ranges, request.tokens, request.steps, request.seq) == ((), 0, 0, 1)
-    assert life.session.core.work.pending.steps == 2, "its own work waits for what becomes of the run"
+    assert life.session.shared.work.pending.steps == 2, "its own work waits for what becomes of the run"
     assert not life.waits, "training goes on meanwhile"
     start = life.ticket()
     assert start.push == push
@@ -70,7 +70,7 @@ def test_once_taken_the_work_is_dropped_and_the_leases_are_settled_anew(life: Le
     taken(life, push)
     assert phase_of(life) is SessionPhase.PULLING
     assert life.waits
-    assert life.session.core.work.tokens == 0
+    assert life.session.shared.work.tokens == 0
     assert not life.asks(ReturnDataRequest), "the rollback freed every lease"
     assert life.grant().at_least == NEW
     assert life.pull_ends().mode is InstallMode.REPLACE
@@ -78,7 +78,7 @@ def test_once_taken_the_work_is_dropped_and_the_leases_are_settled_anew(life: Le
     assert life.join(kept=()).held_ranges == (life.span(200, 100_000),)
     assert phase_of(life) is SessionPhase.TRAINING
     assert life.session.held == ()
-    assert life.session.core.work.times_forgotten == 1
+    assert life.session.shared.work.times_forgotten == 1
     life.effects.clear()
     life.say_lease(500)
     assert life.asks(LeaseDataRequest)
@@ -107,7 +107,7 @@ def test_a_donation_that_is_not_taken_changes_nothing_and_is_tried_again_later(
     else:
         life.refuse(BeginPushRequest, RefusalCode.SEED_EXISTS)
     assert life.phase is SessionPhase.TRAINING
-    assert life.session.core.work.pending.steps == 2
+    assert life.session.shared.work.pending.steps == 2
     assert life.session.pushing.last_verdict is None, "Join never names a donation as the last push"
     life.pass_s(1)
     assert life.phase is SessionPhase.TRAINING
@@ -157,7 +157,7 @@ def test_a_push_that_is_sealed_for_ever_is_set_aside(life: LeasedClusterBench) -
     taken(life, push)
     life.grant()
     assert life.pull_ends().mode is InstallMode.REPLACE
-    assert life.session.core.work.tokens == 0
+    assert life.session.shared.work.tokens == 0
 
 
 @pytest.mark.parametrize("kind", [VerdictKind.APPLIED, VerdictKind.ABORTED])
@@ -193,7 +193,7 @@ def test_a_new_join_while_donating_keeps_the_work_if_the_base_stands(life: Lease
     life.refuse(BeginPushRequest, RefusalCode.FENCED)
     assert life.join().held_ranges == (life.span(0, 200), life.span(200, 100_000))
     assert life.phase is SessionPhase.TRAINING
-    assert life.session.core.work.pending.steps == 2
+    assert life.session.shared.work.pending.steps == 2
     assert life.session.pushing.open is None
 
 
@@ -212,7 +212,7 @@ def test_a_rollback_noticed_at_a_pull_drops_what_a_rebase_would_have_kept(life: 
     life.published, life.fence = NEW, life.fence + 1
     life.grant()
     assert life.pull_ends().mode is InstallMode.REPLACE
-    assert life.session.core.work.tokens == 0
+    assert life.session.shared.work.tokens == 0
     assert life.asks(JoinRequest)
 
 

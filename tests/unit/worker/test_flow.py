@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.worker.flow import LEAST_CHUNKS, MOST_REQUESTS, START_CHUNKS, Flow
+from dips.worker.flow import LEAST_CHUNKS, MOST_REQUESTS, START_CHUNKS, FlowControl
 
 CHUNK = 1 << 20
 CAP = 64
 
 
-def flow_of(*slaves: str, cap: int = CAP) -> Flow:
-    return Flow(slaves, CHUNK, cap)
+def flow_of(*slaves: str, cap: int = CAP) -> FlowControl:
+    return FlowControl(slaves, CHUNK, cap)
 
 
-def fill(flow: Flow, slave: str, now_s: float = 0.0, first: int = 1, n_bytes: int = CHUNK) -> list[int]:
+def fill(flow: FlowControl, slave: str, now_s: float = 0.0, first: int = 1, n_bytes: int = CHUNK) -> list[int]:
     """Send as much as it may get; the requests."""
     requests: list[int] = []
     while flow.may_send(slave):
@@ -161,7 +161,7 @@ class Road:
 
 def transfer_s(road: Road, chunks_of: dict[str, int], cap: int = CAP) -> tuple[float, dict[str, float]]:
     """Seconds for so many chunks of each slave, and when each slave had its own."""
-    flow = Flow(chunks_of, CHUNK, cap)
+    flow = FlowControl(chunks_of, CHUNK, cap)
     left, now_s, number = dict(chunks_of), 0.0, 0
     under_way: list[tuple[float, str, int]] = []
     done_s: dict[str, float] = {}

@@ -174,7 +174,7 @@ def test_count_refuses_nothing_trained() -> None:
 
 
 def test_import_dips_does_not_import_torch() -> None:
-    code = "import sys, dips, dips.worker.driver, dips.worker.reader; print('torch' in sys.modules)"
+    code = "import sys, dips, dips.worker.shell, dips.worker.reader; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
 

@@ -23,12 +23,12 @@ from dips.core.messages import (
     StaleKind,
     VerdictKind,
 )
-from dips.worker.state.effects import Call, InstallMode, Snapshot, StartPull, StartPush
+from dips.worker.state.cluster import ClusterMachine
+from dips.worker.state.effects import CallMaster, CopyParameters, InstallMode, StartPull, StartPush
 from dips.worker.state.events import CallFailed, PullFailed, PushFailed, Started
-from dips.worker.state.patience import BRIEF_MOST_S, BRIEF_SHARE, RULES, Stage, Wait
 from dips.worker.state.phases import SessionPhase
 from dips.worker.state.saved import SavedSession
-from dips.worker.state.session import Session
+from dips.worker.state.waiting import BRIEF_MOST_S, BRIEF_SHARE, RULES, ExchangeStage, Wait
 
 OVERLAPS = tuple(RULES)
 ROUND_S = 20.0
@@ -86,37 +86,37 @@ def fetching(life: LeasedClusterBench) -> None:
     life.grant()
 
 
-STAGES: dict[Stage, Callable[[LeasedClusterBench], None]] = {
-    Stage.BEGIN: beginning,
-    Stage.SEND: sending,
-    Stage.FINISH: finishing,
-    Stage.VERDICT: awaiting,
-    Stage.PULL: asking_to_pull,
-    Stage.FETCH: fetching,
+STAGES: dict[ExchangeStage, Callable[[LeasedClusterBench], None]] = {
+    ExchangeStage.BEGIN: beginning,
+    ExchangeStage.SEND: sending,
+    ExchangeStage.FINISH: finishing,
+    ExchangeStage.VERDICT: awaiting,
+    ExchangeStage.PULL: asking_to_pull,
+    ExchangeStage.FETCH: fetching,
 }
 FULL_WAIT_S = SETTINGS.verdict_wait_s
 WAITS_S = {
-    "none": dict.fromkeys(Stage, FULL_WAIT_S),
+    "none": dict.fromkeys(ExchangeStage, FULL_WAIT_S),
     "push": {
-        Stage.BEGIN: BRIEF_S,
-        Stage.SEND: 0.0,
-        Stage.FINISH: BRIEF_S,
-        Stage.VERDICT: FULL_WAIT_S,
-        Stage.PULL: FULL_WAIT_S,
-        Stage.FETCH: FULL_WAIT_S,
+        ExchangeStage.BEGIN: BRIEF_S,
+        ExchangeStage.SEND: 0.0,
+        ExchangeStage.FINISH: BRIEF_S,
+        ExchangeStage.VERDICT: FULL_WAIT_S,
+        ExchangeStage.PULL: FULL_WAIT_S,
+        ExchangeStage.FETCH: FULL_WAIT_S,
     },
     "full": {
-        Stage.BEGIN: BRIEF_S,
-        Stage.SEND: 0.0,
-        Stage.FINISH: BRIEF_S,
-        Stage.VERDICT: 0.0,
-        Stage.PULL: BRIEF_S,
-        Stage.FETCH: 0.0,
+        ExchangeStage.BEGIN: BRIEF_S,
+        ExchangeStage.SEND: 0.0,
+        ExchangeStage.FINISH: BRIEF_S,
+        ExchangeStage.VERDICT: 0.0,
+        ExchangeStage.PULL: BRIEF_S,
+        ExchangeStage.FETCH: 0.0,
     },
 }
 
 each_overlap = pytest.mark.parametrize("overlap", OVERLAPS)
-each_stage = pytest.mark.parametrize("stage", Stage, ids=lambda stage: stage.name)
+each_stage = pytest.mark.parametrize("stage", ExchangeStage, ids=lambda stage: stage.name)
 that_overlap = pytest.mark.parametrize("overlap", ["push", "full"])
 
 
@@ -125,7 +125,7 @@ that_overlap = pytest.mark.parametrize("overlap", ["push", "full"])
 
 @each_overlap
 @each_stage
-def test_every_stage_waits_as_long_as_the_setting_says(overlap: str, stage: Stage) -> None:
+def test_every_stage_waits_as_long_as_the_setting_says(overlap: str, stage: ExchangeStage) -> None:
     life = ripe(overlap)
     STAGES[stage](life)
     waits_s = WAITS_S[overlap][stage]
@@ -140,19 +140,19 @@ def test_every_stage_waits_as_long_as_the_setting_says(overlap: str, stage: Stag
 
 @each_overlap
 @each_stage
-def test_no_stage_waits_while_nobody_can_be_reached(overlap: str, stage: Stage) -> None:
+def test_no_stage_waits_while_nobody_can_be_reached(overlap: str, stage: ExchangeStage) -> None:
     life = ripe(overlap)
     STAGES[stage](life)
     match stage:
-        case Stage.SEND:
+        case ExchangeStage.SEND:
             transfer = life.session.pushing.open
             assert transfer is not None
             assert transfer.transfer_id is not None
             life.say(PushFailed(transfer.transfer_id, "the slave is away"))
-        case Stage.FETCH:
+        case ExchangeStage.FETCH:
             life.say(PullFailed(life.take(StartPull).transfer_id, "the slave is away"))
         case _:
-            life.say(CallFailed(life.take(Call).call_id, "the master is away"))
+            life.say(CallFailed(life.take(CallMaster).call_id, "the master is away"))
     assert not life.waits
 
 
@@ -186,7 +186,7 @@ def test_a_master_that_is_busy_is_not_waited_for_longer_than_for_an_answer(overl
 def test_rules_have_a_word_for_every_stage() -> None:
     assert OVERLAPS == ("none", "push", "full")
     for rules in RULES.values():
-        assert set(rules) == set(Stage)
+        assert set(rules) == set(ExchangeStage)
     assert Wait.NOT not in RULES["none"].values()
     assert Wait.FULLY not in RULES["full"].values()
 
@@ -250,7 +250,9 @@ def test_steps_in_every_stage_are_kept_by_one_rebase_and_counted_once(overlap: s
     life.train(2)
     life.grant()
     life.train(2)
-    assert sum(isinstance(effect, Snapshot) for effect in life.every) == 1, "theta_at_push is of when the push began"
+    assert sum(isinstance(effect, CopyParameters) for effect in life.every) == 1, (
+        "theta_at_push is of when the push began"
+    )
     assert life.pull_ends().mode is InstallMode.REBASE_FROM_PUSH
     push = life.asked(BeginPushRequest)
     assert (push.base, push.fence) == (Version(1, 6), 1)
@@ -281,7 +283,7 @@ def test_steps_on_what_is_thrown_away_go_too_and_nobody_makes_more_of_them(overl
     assert life.waits, "steps on parameters that will be replaced are worth nothing"
     assert life.pulled().mode is InstallMode.REPLACE
     assert not life.waits
-    assert life.session.core.work.pending.steps == 0
+    assert life.session.shared.work.pending.steps == 0
     life.train(4)
     assert life.asked(BeginPushRequest).ranges == (life.span(1200, 1600),)
 
@@ -356,7 +358,7 @@ def test_at_the_run_s_end_everybody_leaves_with_its_last_version_to_the_bit(over
 
 @each_overlap
 @each_stage
-def test_leaving_in_the_middle_ends_everything(overlap: str, stage: Stage) -> None:
+def test_leaving_in_the_middle_ends_everything(overlap: str, stage: ExchangeStage) -> None:
     life = living(overlap)
     STAGES[stage](life)
     life.train(1)
@@ -397,7 +399,7 @@ def reborn(life: LeasedClusterBench) -> None:
     """The process is killed; the next one has its checkpoint, and has asked to join."""
     saved = life.session.saved()
     assert saved is not None
-    life.session = Session(life.session.config)
+    life.session = ClusterMachine(life.session.config)
     life.session.resume(SavedSession.from_json(saved.to_json()), None)
     life.effects.clear()
     life.say(Started())
@@ -406,7 +408,7 @@ def reborn(life: LeasedClusterBench) -> None:
 
 @each_overlap
 @each_stage
-def test_a_checkpoint_of_any_stage_goes_on_where_an_applied_push_left_it(overlap: str, stage: Stage) -> None:
+def test_a_checkpoint_of_any_stage_goes_on_where_an_applied_push_left_it(overlap: str, stage: ExchangeStage) -> None:
     life = living(overlap)
     STAGES[stage](life)
     life.train(2)
@@ -419,15 +421,19 @@ def test_a_checkpoint_of_any_stage_goes_on_where_an_applied_push_left_it(overlap
     life.pass_s(BRIEF_MOST_S)
     assert life.waits == (overlap != "full")
     assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
-    assert life.session.core.base == Version(1, 6)
+    assert life.session.shared.base == Version(1, 6)
     life.train(1)
     push = life.asked(BeginPushRequest)
     assert (push.steps, push.ranges) == (4, (life.span(400, 800),))
 
 
 @each_overlap
-@pytest.mark.parametrize("stage", [Stage.BEGIN, Stage.SEND, Stage.FINISH, Stage.VERDICT], ids=lambda s: s.name)
-def test_a_checkpoint_of_an_undecided_push_awaits_its_verdict(overlap: str, stage: Stage) -> None:
+@pytest.mark.parametrize(
+    "stage",
+    [ExchangeStage.BEGIN, ExchangeStage.SEND, ExchangeStage.FINISH, ExchangeStage.VERDICT],
+    ids=lambda s: s.name,
+)
+def test_a_checkpoint_of_an_undecided_push_awaits_its_verdict(overlap: str, stage: ExchangeStage) -> None:
     life = living(overlap)
     STAGES[stage](life)
     life.train(2)
@@ -443,8 +449,12 @@ def test_a_checkpoint_of_an_undecided_push_awaits_its_verdict(overlap: str, stag
 
 
 @each_overlap
-@pytest.mark.parametrize("stage", [Stage.BEGIN, Stage.SEND, Stage.FINISH, Stage.VERDICT], ids=lambda s: s.name)
-def test_a_checkpoint_of_a_push_that_came_to_nothing_keeps_everything(overlap: str, stage: Stage) -> None:
+@pytest.mark.parametrize(
+    "stage",
+    [ExchangeStage.BEGIN, ExchangeStage.SEND, ExchangeStage.FINISH, ExchangeStage.VERDICT],
+    ids=lambda s: s.name,
+)
+def test_a_checkpoint_of_a_push_that_came_to_nothing_keeps_everything(overlap: str, stage: ExchangeStage) -> None:
     life = living(overlap)
     STAGES[stage](life)
     life.train(2)
@@ -492,7 +502,7 @@ def test_a_step_on_parameters_that_are_to_be_dropped_is_dropped_with_them(overla
     life.train(1)
     assert life.pull_ends().mode is InstallMode.REPLACE
     assert list(life.give_back_answered()) == [life.span(1200, 1300)]
-    assert life.session.core.work.pending.tokens == 0
+    assert life.session.shared.work.pending.tokens == 0
     life.train(4)
     push = life.asked(BeginPushRequest)
     assert (push.steps, push.ranges) == (4, (life.span(1300, 1700),))

@@ -13,10 +13,10 @@ from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import Caller, LeaveRequest, Settings
 from dips.worker.config import ClientConfig, check
-from dips.worker.pace import Pace
+from dips.worker.pace import StepTimer
 from dips.worker.state.effects import InstallMode
-from dips.worker.state.lane import Lane
 from dips.worker.state.refusals import Remedy, remedy_for
+from dips.worker.state.repeated_call import RepeatedCall
 from dips.worker.state.times import times_of
 from dips.worker.vectors import Vectors
 
@@ -28,7 +28,7 @@ def leave() -> LeaveRequest:
 
 
 def test_a_lane_asks_once_until_it_is_answered() -> None:
-    lane = Lane(lambda: DEFAULT_TIMES)
+    lane = RepeatedCall(lambda: DEFAULT_TIMES)
     lane.ask(leave, 1.0)
     assert lane.take(1, 0.9) is None
     assert lane.take(2, 1.0) == leave()
@@ -39,7 +39,7 @@ def test_a_lane_asks_once_until_it_is_answered() -> None:
 
 
 def test_a_lane_pauses_longer_after_each_failure_and_forgets_that_once_put_off() -> None:
-    lane = Lane(lambda: DEFAULT_TIMES)
+    lane = RepeatedCall(lambda: DEFAULT_TIMES)
     lane.ask(leave, 0.0)
     for pause_s in (0.2, 0.4, 0.8, 1.0, 1.0):
         lane.failed(0.0)
@@ -55,7 +55,7 @@ def test_a_lane_pauses_longer_after_each_failure_and_forgets_that_once_put_off()
 
 
 def test_the_pace_leaves_out_the_first_step_pauses_and_gaps_between_step_and_resume() -> None:
-    pace = Pace()
+    pace = StepTimer()
     pace.resume(0.0)
     pace.stepped(100, 9.0, 50.0)  # compilation
     assert (pace.tokens_per_s, pace.steps_per_s) == (0.0, 0.0)
@@ -71,7 +71,7 @@ def test_the_pace_leaves_out_the_first_step_pauses_and_gaps_between_step_and_res
 
 
 def test_the_pace_follows_a_change_of_speed_within_a_window() -> None:
-    pace = Pace()
+    pace = StepTimer()
     for i in range(40):
         pace.resume(10.0 * i)
         pace.stepped(10, 1.0, 10.0 * i + 1.0)

@@ -12,7 +12,7 @@ import torch
 
 from dips.core.errors import ConfigError
 from dips.worker.parallel.ranks import SAMPLE_STRIDE, Ranks
-from dips.worker.torch_parameters import TorchParameters
+from dips.worker.torch_model import TorchParameters
 
 LARGE = 100 * SAMPLE_STRIDE
 

@@ -23,15 +23,15 @@ from dips.core.messages import (
 )
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.state.effects import (
-    Call,
+    CallMaster,
     ClearResidual,
+    CopyParameters,
     Effect,
     Install,
     InstallMode,
     KeepResidual,
     Log,
     Record,
-    Snapshot,
     StartPull,
     StartPush,
 )
@@ -75,7 +75,7 @@ def owing() -> WireLife:
     life = WireLife()
     life.begin()
     life.applied()
-    assert life.session.core.residual
+    assert life.session.shared.residual
     life.every.clear()
     return life
 
@@ -99,7 +99,7 @@ def test_a_cluster_of_float32_never_speaks_of_differences() -> None:
     life.admitted()
     life.decide(VerdictKind.APPLIED)
     assert not life.residual_effects()
-    assert not life.session.core.residual
+    assert not life.session.shared.residual
 
 
 def test_a_master_that_grants_float32_is_obeyed(life: WireLife) -> None:
@@ -168,10 +168,10 @@ def test_applied_keeps_what_rounding_lost_before_anything_is_overwritten(life: W
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
     life.pulled()
-    order = [e for e in life.every if isinstance(e, Snapshot | StartPush | KeepResidual | StartPull | Install)]
+    order = [e for e in life.every if isinstance(e, CopyParameters | StartPush | KeepResidual | StartPull | Install)]
     assert [type(effect) for effect in order[-4:]] == [StartPush, KeepResidual, StartPull, Install]
     assert order[-3] == KeepResidual(Codec.INT8)
-    assert life.session.core.residual
+    assert life.session.shared.residual
 
 
 def test_applied_in_float32_leaves_it_as_it_was(owing: WireLife) -> None:
@@ -180,14 +180,14 @@ def test_applied_in_float32_leaves_it_as_it_was(owing: WireLife) -> None:
     owing.admitted()
     owing.decide(VerdictKind.APPLIED)
     assert not owing.residual_effects()
-    assert owing.session.core.residual
+    assert owing.session.shared.residual
 
 
 def test_aborted_leaves_it_as_it_was(owing: WireLife) -> None:
     owing.awaiting()
     owing.decide(VerdictKind.ABORTED)
     assert not owing.residual_effects()
-    assert owing.session.core.residual
+    assert owing.session.shared.residual
 
 
 def test_stale_by_versions_leaves_it_as_it_was(owing: WireLife) -> None:
@@ -195,7 +195,7 @@ def test_stale_by_versions_leaves_it_as_it_was(owing: WireLife) -> None:
     owing.answer(BeginPushRequest, BeginPushReply(Stale(StaleKind.VERSIONS, "too old")))
     owing.pulled()
     assert not owing.residual_effects()
-    assert owing.session.core.residual
+    assert owing.session.shared.residual
 
 
 @pytest.mark.parametrize("kind", [VerdictKind.EXCLUDED, VerdictKind.ROLLED_BACK])
@@ -203,7 +203,7 @@ def test_a_verdict_that_drops_the_steps_clears_it(owing: WireLife, kind: Verdict
     owing.awaiting()
     owing.decide(kind)
     assert owing.residual_effects() == [ClearResidual()]
-    assert not owing.session.core.residual
+    assert not owing.session.shared.residual
 
 
 @pytest.mark.parametrize("kind", [StaleKind.FENCE, StaleKind.TIMELINE])
@@ -255,7 +255,7 @@ def test_a_new_incarnation_that_keeps_its_work_keeps_the_residual(owing: WireLif
     owing.join(owing.verdict(VerdictKind.ABORTED))
     assert owing.phase is SessionPhase.BEGINNING_PUSH
     assert not owing.residual_effects()
-    assert owing.session.core.residual
+    assert owing.session.shared.residual
 
 
 def test_a_new_incarnation_that_drops_its_work_clears_the_residual(owing: WireLife) -> None:
@@ -290,7 +290,7 @@ def resumed(life: WireLife, wire: Codec = Codec.INT8) -> WireLife:
 def test_the_residual_outlives_the_process(owing: WireLife) -> None:
     second = resumed(owing)
     second.join()
-    assert second.session.core.residual
+    assert second.session.shared.residual
     assert not second.residual_effects()
 
 
@@ -305,12 +305,12 @@ def test_a_push_of_a_life_that_ended(owing: WireLife, kind: VerdictKind, effects
     second = resumed(owing)
     second.join(second.verdict(kind, push))
     assert second.residual_effects() == effects
-    assert second.session.core.residual is stands
+    assert second.session.shared.residual is stands
 
 
 def test_a_life_that_sends_float32_drops_the_residual_and_says_so(owing: WireLife) -> None:
     second = resumed(owing, Codec.F32)
-    assert not second.session.core.residual
+    assert not second.session.shared.residual
     assert any(isinstance(effect, Log) and effect.key == "residual" for effect in second.every)
 
 
@@ -336,5 +336,5 @@ def test_every_difference_push_that_is_applied_advances_the_residual_once(life: 
     for _ in range(3):
         life.applied()
     assert life.residual_effects() == [KeepResidual(Codec.INT8)] * 3
-    assert not [e for e in life.every if isinstance(e, Call) and isinstance(e.request, AwaitVerdictRequest)][3:]
+    assert not [e for e in life.every if isinstance(e, CallMaster) and isinstance(e.request, AwaitVerdictRequest)][3:]
     assert all(e.mode is InstallMode.REPLACE for e in life.every if isinstance(e, Install))

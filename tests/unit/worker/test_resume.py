@@ -21,12 +21,12 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
+from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import InstallMode, PersistPush
 from dips.worker.state.events import PushNotRecorded, PushRecorded, Started
 from dips.worker.state.phases import SessionPhase
 from dips.worker.state.push_record import PushRecord
 from dips.worker.state.saved import SavedSession
-from dips.worker.state.session import Session
 from dips.worker.state.terms import SessionConfig
 
 
@@ -36,7 +36,7 @@ def next_life(
     """The same master and cluster after the process was killed; it has sent its Join."""
     before = saved or life.session.saved()
     assert before is not None
-    life.session = Session(life.session.config)
+    life.session = ClusterMachine(life.session.config)
     life.session.resume(SavedSession.from_json(before.to_json()), newest)
     life.effects.clear()
     life.say(Started())
@@ -98,7 +98,7 @@ def test_row_undecided_waits_and_then_acts(life: LeasedClusterBench) -> None:
     assert life.phase is SessionPhase.AWAITING
     life.answer(AwaitVerdictRequest, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED, push)))
     assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
-    assert life.session.core.work.pending.ranges == (life.span(400, 500),)
+    assert life.session.shared.work.pending.ranges == (life.span(400, 500),)
 
 
 def test_row_applied_rebases_from_the_saved_push(life: LeasedClusterBench) -> None:
@@ -157,7 +157,7 @@ def test_a_checkpoint_older_than_an_applied_push_is_dropped_by_its_fence(life: L
     request = life.join(verdict, kept=())
     assert request.held_ranges == (life.span(0, 200), life.span(200, 100_000))
     assert life.pulled().mode is InstallMode.REPLACE
-    assert life.session.core.work.tokens == 0
+    assert life.session.shared.work.tokens == 0
     assert life.session.pushing.seq == 1, "the written number is not used again"
 
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_older_than_an_undecided_push_never_trains_on_its_data_agai
     assert life.session.take_leased() == []
     assert list(life.give_back_answered()) == [life.span(400, 100_000)], "0 to 400 are applied"
     assert life.pulled().mode is InstallMode.REPLACE
-    assert life.session.core.work.tokens == 0
+    assert life.session.shared.work.tokens == 0
 
 
 def test_a_checkpoint_older_than_an_aborted_push_keeps_its_own_work(life: LeasedClusterBench) -> None:
@@ -198,8 +198,8 @@ def test_trained_ranges_that_are_not_lent_any_more_count_as_stale(life: LeasedCl
     assert life.phase is SessionPhase.PULLING
     assert not life.asks(ReturnDataRequest), "they are somebody else's"
     assert life.pulled().mode is InstallMode.REPLACE
-    assert life.session.core.work.tokens == 0
-    assert not life.session.core.work.lost
+    assert life.session.shared.work.tokens == 0
+    assert not life.session.shared.work.lost
     assert life.session.held == (life.span(200, 100_000),)
 
 
@@ -209,7 +209,7 @@ def test_unused_ranges_that_are_not_lent_any_more_are_forgotten(life: LeasedClus
     assert life.phase is SessionPhase.TRAINING
     assert life.session.held == ()
     assert life.session.take_leased() == []
-    assert life.session.core.work.pending.tokens == 200
+    assert life.session.shared.work.pending.tokens == 200
 
 
 def test_what_a_second_join_takes_back_is_not_handed_out(life: LeasedClusterBench) -> None:
@@ -320,7 +320,7 @@ def test_what_is_not_this_clusters_is_refused(
     assert saved is not None
     config: SessionConfig = replace(session_config(data_plan=LEASED), **change)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=sentence) as refused:
-        Session(config).resume(saved, None)
+        ClusterMachine(config).resume(saved, None)
     assert "--checkpoint-dir" in str(refused.value)
 
 
@@ -407,4 +407,4 @@ def test_an_earlier_verdict_is_remembered_so_that_it_is_not_acted_on_twice(life:
     life.train(1)
     next_life(life).join(Verdict(applied.push, VerdictKind.APPLIED, applied.version))
     assert life.phase is SessionPhase.TRAINING
-    assert life.session.core.work.pending.tokens == 100
+    assert life.session.shared.work.pending.tokens == 100

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dips.worker import vectors as vectors_module
 from dips.worker.state.effects import InstallMode
-from dips.worker.torch_parameters import TorchParameters
+from dips.worker.torch_model import TorchParameters
 from dips.worker.vectors import Vectors
 
 F32 = NDArray[np.float32]
@@ -163,7 +163,7 @@ def test_a_narrow_model_keeps_one_vector_more_and_only_after_a_rebase() -> None:
 def test_whatever_happens_nothing_is_pushed_but_base_and_steps(done: list[str | InstallMode], piece_elems: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vectors_module, "PIECE_ELEMS", piece_elems)
-        patch.setattr("dips.worker.torch_parameters.ONE_THREAD_ELEMS", 16)
+        patch.setattr("dips.worker.torch_model.ONE_THREAD_ELEMS", 16)
         cluster = Cluster(model(torch.bfloat16, torch.float32, torch.bfloat16, torch.float16, n_elems=33))
         base = cluster.pull(cluster.version())
         since_base, since_push = np.zeros_like(base), np.zeros_like(base)

@@ -207,7 +207,7 @@ def donations() -> list[ClusterBench]:
 
 
 def arrows_of(life: ClusterBench) -> set[Arrow]:
-    moves = [_MOVE.search(line.text) for line in life.session.core.story.lines()]
+    moves = [_MOVE.search(line.text) for line in life.session.shared.story.lines()]
     return {(SessionPhase(m[1]), m[3].strip(), SessionPhase(m[2])) for m in moves if m}
 
 
@@ -219,7 +219,7 @@ def test_every_arrow_is_taken_and_no_other() -> None:
 def test_an_arrow_that_is_not_there_raises_with_the_story() -> None:
     life = training()
     with pytest.raises(LocalProtocolError, match="TRAINING to LEFT upon left"):
-        life.session.core.move("left", SessionPhase.LEFT)
+        life.session.shared.move("left", SessionPhase.LEFT)
     assert life.phase is SessionPhase.TRAINING
 
 

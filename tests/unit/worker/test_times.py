@@ -16,8 +16,8 @@ from dips.core.protocol import FINISH_HOLD_S
 from dips.master.config import MasterConfig
 from dips.worker.state.effects import Install
 from dips.worker.state.events import PushFailed
-from dips.worker.state.patience import HEADROOM, PASSED_OVER, REMEMBERED, Patience, Stage
 from dips.worker.state.times import times_of
+from dips.worker.state.waiting import HEADROOM, PASSED_OVER, REMEMBERED, ExchangeStage, WaitPolicy
 
 MEASURED = replace(SETTINGS, verdict_wait_measured=True)
 """verdict_wait_s stays the most."""
@@ -73,18 +73,18 @@ def test_what_was_set_stands_and_others_follow_it(knobs: dict[str, float], heart
 # ---- how long an exchange may hold up training ----
 
 
-def wait_of(patience: Patience, began_s: float, took_s: float) -> None:
-    patience.enter(Stage.BEGIN, MEASURED, began_s)
+def wait_of(patience: WaitPolicy, began_s: float, took_s: float) -> None:
+    patience.enter(ExchangeStage.BEGIN, MEASURED, began_s)
     patience.over(began_s + took_s)
     patience.train_on(began_s + took_s)
 
 
 def test_before_anything_is_measured_the_setting_bounds_the_wait() -> None:
-    assert Patience().bound_s(MEASURED) == MEASURED.verdict_wait_s
+    assert WaitPolicy().bound_s(MEASURED) == MEASURED.verdict_wait_s
 
 
 def test_the_bound_is_what_exchanges_took_and_some_headroom() -> None:
-    patience = Patience()
+    patience = WaitPolicy()
     for n in range(REMEMBERED):
         wait_of(patience, 100.0 * n, 1.0 + n / 100)
     usual_s = 1.0 + (REMEMBERED - 1 - (REMEMBERED - 1) // PASSED_OVER) / 100
@@ -94,7 +94,7 @@ def test_the_bound_is_what_exchanges_took_and_some_headroom() -> None:
 
 
 def test_a_few_long_waits_do_not_count_and_many_are_believed() -> None:
-    patience = Patience()
+    patience = WaitPolicy()
     for n in range(REMEMBERED):
         wait_of(patience, 100.0 * n, 1.0)
     for n in range((REMEMBERED - 1) // PASSED_OVER):
@@ -105,9 +105,9 @@ def test_a_few_long_waits_do_not_count_and_many_are_believed() -> None:
 
 
 def test_an_exchange_that_was_disturbed_teaches_nothing() -> None:
-    patience = Patience()
+    patience = WaitPolicy()
     wait_of(patience, 0.0, 1.0)
-    patience.enter(Stage.BEGIN, MEASURED, 100.0)
+    patience.enter(ExchangeStage.BEGIN, MEASURED, 100.0)
     patience.unusual()
     patience.over(150.0)
     assert patience.bound_s(MEASURED) == pytest.approx(HEADROOM)
@@ -116,12 +116,12 @@ def test_an_exchange_that_was_disturbed_teaches_nothing() -> None:
 
 
 def test_push_and_pull_are_one_wait() -> None:
-    patience = Patience()
+    patience = WaitPolicy()
     wait_of(patience, 0.0, 1.0)
-    patience.enter(Stage.BEGIN, MEASURED, 100.0)
-    patience.enter(Stage.PULL, MEASURED, 100.9)
+    patience.enter(ExchangeStage.BEGIN, MEASURED, 100.0)
+    patience.enter(ExchangeStage.PULL, MEASURED, 100.9)
     assert patience.until_s == pytest.approx(100.0 + HEADROOM)
-    patience.enter(Stage.PULL, MEASURED, 120.0)
+    patience.enter(ExchangeStage.PULL, MEASURED, 120.0)
     assert patience.until_s == pytest.approx(120.0 + HEADROOM), "a pull after steps on old parameters has its own"
     patience.over(120.5)
     assert max(patience._waits_s) == pytest.approx(20.5)
@@ -154,7 +154,7 @@ def test_a_cluster_waits_for_a_dead_run_no_longer_than_it_waited_for_a_live_one(
     life.pass_s(5.0)
     life.decide(VerdictKind.APPLIED)
     life.pulled()
-    assert life.session.core.work.pending.steps == 3, "what was made meanwhile is kept"
+    assert life.session.shared.work.pending.steps == 3, "what was made meanwhile is kept"
 
 
 def test_a_push_that_fails_ends_the_wait_and_is_not_taken_for_the_usual_time() -> None:
@@ -169,5 +169,5 @@ def test_a_push_that_fails_ends_the_wait_and_is_not_taken_for_the_usual_time() -
     life.admitted()
     life.decide(VerdictKind.APPLIED)
     life.pulled()
-    assert life.session.core.patience.bound_s(MEASURED) < 2.0
-    assert not math.isinf(life.session.core.patience.until_s)
+    assert life.session.shared.patience.bound_s(MEASURED) < 2.0
+    assert not math.isinf(life.session.shared.patience.until_s)

@@ -17,9 +17,9 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import PlacementSpec, Refusal, SlaveAddress
 from dips.core.net.data_header import MAX_MISSING, MissingChunk
 from dips.worker.transfer import (
-    Ask,
     PullTransfer,
     PushTransfer,
+    SlaveRequest,
     Transfer,
     TransferSettings,
     _Peer,
@@ -64,10 +64,10 @@ class Network:
     jitter_s: float = 0.0
     now_s: float = 0.0
     held: dict[str, set[Chunk]] = field(default_factory=dict)
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[SlaveRequest] = field(default_factory=list)
     most_in_flight: int = 0
-    refuse: Callable[[Ask, float], Refusal | None] = lambda ask, now_s: None
-    lost: Callable[[Ask, float], bool] = lambda ask, now_s: False
+    refuse: Callable[[SlaveRequest, float], Refusal | None] = lambda ask, now_s: None
+    lost: Callable[[SlaveRequest, float], bool] = lambda ask, now_s: False
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -77,7 +77,7 @@ class Network:
     def run(self, until_s: float = 1000.0) -> None:
         while not (self.transfer.done or self.transfer.failure) and self.now_s < until_s:
             for action in self.transfer.actions(self.now_s):
-                if isinstance(action, Ask):
+                if isinstance(action, SlaveRequest):
                     self.send(action)
             in_flight = max(sum(_bytes(p, i) for i in p.in_flight.values()) for p in self.transfer._peers.values())
             self.most_in_flight = max(self.most_in_flight, in_flight)
@@ -92,7 +92,7 @@ class Network:
         else:
             self.now_s = max(self.now_s, wake_s)
 
-    def send(self, ask: Ask) -> None:
+    def send(self, ask: SlaveRequest) -> None:
         self.asks.append(ask)
         for _ in range(2 if self.random.random() < self.doubling else 1):
             if self.random.random() >= self.loss and not self.lost(ask, self.now_s):
@@ -107,7 +107,7 @@ class Network:
         if self.random.random() >= self.loss:
             self.post(deliver)
 
-    def arrive(self, ask: Ask) -> None:
+    def arrive(self, ask: SlaveRequest) -> None:
         refusal = self.refuse(ask, self.now_s)
         transfer = self.transfer
         if refusal is not None:
@@ -119,7 +119,7 @@ class Network:
             assert chunk is not None
             self.answer(lambda: transfer.landed(ask.slave, ask.request, sum_of(chunk), self.now_s))
 
-    def put(self, transfer: PushTransfer, ask: Ask) -> None:
+    def put(self, transfer: PushTransfer, ask: SlaveRequest) -> None:
         held = self.held.setdefault(ask.slave, set())
         every = set(shares()[ask.slave])
         if ask.chunk is not None:
@@ -143,7 +143,7 @@ def test_a_transfer_begins_with_the_slave_that_its_schedule_names_first() -> Non
     """Else all clusters would begin with the same one, whatever their tickets say."""
     for order, first in (((0, 1, 2, 3, 4), "s0"), ((1, 0, 3, 2, 4), "s1")):
         transfer = PullTransfer(shares_of(LAYOUT, PLACEMENT, order, CHUNK), promised(), SETTINGS, 0.0)
-        asks = [action for action in transfer.actions(0.0) if isinstance(action, Ask)]
+        asks = [action for action in transfer.actions(0.0) if isinstance(action, SlaveRequest)]
         assert asks[0].slave == first
         assert asks[1].slave != first, "then the next one"
 
@@ -152,12 +152,12 @@ def test_the_slave_that_has_the_least_part_of_its_share_comes_first() -> None:
     """s0 has 9 chunks to give and s1 6; once both gave two, s0 lags behind, and the chunk for which there is room is
     asked of it, though s1 comes first in the order."""
     transfer = PullTransfer(shares_of(LAYOUT, PLACEMENT, (1, 0, 3, 2, 4), CHUNK), promised(), SETTINGS, 0.0)
-    asks = [action for action in transfer.actions(0.0) if isinstance(action, Ask)]
+    asks = [action for action in transfer.actions(0.0) if isinstance(action, SlaveRequest)]
     assert [ask.slave for ask in asks] == ["s1", "s0"] * 4
     for ask in asks[:4]:
         assert ask.chunk is not None
         transfer.landed(ask.slave, ask.request, sum_of(ask.chunk), 0.1)
-    following = [action.slave for action in transfer.actions(0.1) if isinstance(action, Ask)]
+    following = [action.slave for action in transfer.actions(0.1) if isinstance(action, SlaveRequest)]
     assert following[0] == "s0"
 
 
@@ -212,19 +212,19 @@ def test_a_push_that_is_all_there_sends_nothing() -> None:
 
 def test_a_slave_that_names_only_some_missing_chunks_is_asked_again() -> None:
     transfer = push()
-    first = next(a for a in transfer.actions(0.0) if isinstance(a, Ask) and a.slave == "s1")
+    first = next(a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest) and a.slave == "s1")
     some = [MissingChunk(c.block_id, c.offset_bytes) for c in shares()["s1"][:2]]
     transfer.missing("s1", first.request, some, False, 0.1)
-    asks = [a for a in transfer.actions(0.1) if isinstance(a, Ask)]
+    asks = [a for a in transfer.actions(0.1) if isinstance(a, SlaveRequest)]
     assert [a.chunk for a in asks] == shares()["s1"][:2]
     for ask in asks:
         transfer.acked("s1", ask.request, False, 0.2)
-    assert [a.chunk for a in transfer.actions(0.2) if isinstance(a, Ask) and a.slave == "s1"] == [None]
+    assert [a.chunk for a in transfer.actions(0.2) if isinstance(a, SlaveRequest) and a.slave == "s1"] == [None]
 
 
 def test_missing_chunks_of_another_layout_fail_the_push() -> None:
     transfer = push()
-    first = next(a for a in transfer.actions(0.0) if isinstance(a, Ask) and a.slave == "s0")
+    first = next(a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest) and a.slave == "s0")
     transfer.missing("s0", first.request, [MissingChunk(1, 0)], False, 0.1)
     assert "another layout" in transfer.failure
 
@@ -282,7 +282,7 @@ def test_a_slow_link_earns_patience() -> None:
     transfer = PullTransfer({"s0": shares()["s0"]}, promised(), SETTINGS, 0.0)
     now_s, pending, gap_s = 0.0, [], 1.5
     while not transfer.done:
-        pending += [a for a in transfer.actions(now_s) if isinstance(a, Ask)]
+        pending += [a for a in transfer.actions(now_s) if isinstance(a, SlaveRequest)]
         now_s += gap_s  # each answer takes longer than the one before, far beyond the first 2 s
         gap_s *= 1.3
         ask = pending.pop(0)
@@ -299,7 +299,7 @@ def test_the_first_chunk_of_a_slow_link_is_waited_for() -> None:
     placement = PlacementSpec((SlaveAddress("s0", "a"),), (0,), b"")
     settings = TransferSettings(mib, 3, silence_s=2.0, stall_s=60.0)
     transfer = PullTransfer(shares_of(layout, placement, (0,), mib), {"s0": b""}, settings, 0.0)
-    first = [a for a in transfer.actions(0.0) if isinstance(a, Ask)]
+    first = [a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest)]
     assert len(first) == 3
     assert transfer.actions(8.4) == []
     transfer.landed("s0", first[0].request, 1, 8.4)
@@ -337,7 +337,7 @@ def test_a_chunk_that_arrives_damaged_is_sent_again() -> None:
     network = Network(push())
     refused: list[Chunk] = []
 
-    def damage(ask: Ask, now_s: float) -> Refusal | None:
+    def damage(ask: SlaveRequest, now_s: float) -> Refusal | None:
         if ask.chunk is not None and ask.chunk not in refused and len(refused) < 3:
             refused.append(ask.chunk)
             return Refusal(RefusalCode.CHUNK, "checksum")
@@ -354,7 +354,7 @@ def test_a_chunk_that_a_pull_was_refused_is_asked_for_again() -> None:
     network = Network(pull())
     refused: list[Chunk] = []
 
-    def refuse(ask: Ask, now_s: float) -> Refusal | None:
+    def refuse(ask: SlaveRequest, now_s: float) -> Refusal | None:
         if ask.chunk is not None and len(refused) < 2:
             refused.append(ask.chunk)
             return Refusal(RefusalCode.BUSY, "not now", 0.1)
@@ -377,10 +377,10 @@ def test_a_push_whose_base_is_gone_fails_at_once_and_says_so() -> None:
 
 def test_a_chunk_damaged_on_the_way_here_is_asked_for_again() -> None:
     transfer = pull()
-    ask = next(a for a in transfer.actions(0.0) if isinstance(a, Ask))
+    ask = next(a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest))
     transfer.damaged(ask.slave, ask.request, "checksum", 0.1)
     network = Network(transfer)
-    for other in [a for a in transfer.actions(0.1) if isinstance(a, Ask)]:
+    for other in [a for a in transfer.actions(0.1) if isinstance(a, SlaveRequest)]:
         network.send(other)
     network.run()
     assert transfer.done or "answered nothing" in transfer.failure
@@ -405,7 +405,7 @@ def test_a_slave_without_a_promised_digest_is_never_believed() -> None:
 
 def test_late_and_unasked_answers_change_nothing() -> None:
     transfer = push()
-    asks = [a for a in transfer.actions(0.0) if isinstance(a, Ask)]
+    asks = [a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest)]
     transfer.acked("s0", 999, True, 0.1)
     transfer.acked("nobody", asks[0].request, True, 0.1)
     assert not transfer.done
@@ -416,7 +416,7 @@ def test_late_and_unasked_answers_change_nothing() -> None:
 
 def test_only_wanted_chunks_may_land() -> None:
     transfer = pull()
-    ask = next(a for a in transfer.actions(0.0) if isinstance(a, Ask))
+    ask = next(a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest))
     assert transfer.wants(ask.slave, ask.request) == ask.chunk
     assert transfer.wants(ask.slave, 999) is None
     assert transfer.wants("nobody", ask.request) is None

@@ -12,10 +12,10 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import PlacementSpec, Refusal, SlaveAddress
 from dips.worker.transfer import (
     TURNED_AWAY_S,
-    Ask,
     PullTransfer,
     PushTransfer,
     Reconnect,
+    SlaveRequest,
     Transfer,
     TransferSettings,
     shares_of,
@@ -42,7 +42,7 @@ def asked(transfer: Transfer, now_s: float) -> tuple[list[str], list[str]]:
     """The slaves that are to be connected anew, and those that something is asked of."""
     actions = transfer.actions(now_s)
     again = [action.slave for action in actions if isinstance(action, Reconnect)]
-    return again, sorted({action.slave for action in actions if isinstance(action, Ask)})
+    return again, sorted({action.slave for action in actions if isinstance(action, SlaveRequest)})
 
 
 def test_what_was_asked_is_asked_again_over_a_new_connection(transfer: Transfer) -> None:
@@ -82,13 +82,13 @@ def test_an_answer_ends_the_count(transfer: Transfer) -> None:
     asked(transfer, 0.0)
     transfer.turned_away("s0", WHY, 0.1)
     again_s = transfer.next_deadline_s()
-    request = next(a.request for a in transfer.actions(again_s) if isinstance(a, Ask) and a.slave == "s0")
+    request = next(a.request for a in transfer.actions(again_s) if isinstance(a, SlaveRequest) and a.slave == "s0")
     transfer.refused("s0", request, Refusal(RefusalCode.BUSY, "starting", 0.1), again_s)
     transfer.turned_away("s0", WHY, again_s + 2 * TURNED_AWAY_S)
     assert not transfer.failure
 
 
 def test_a_push_of_somebody_else_is_for_the_master_to_settle(transfer: Transfer) -> None:
-    request = next(a.request for a in transfer.actions(0.0) if isinstance(a, Ask))
+    request = next(a.request for a in transfer.actions(0.0) if isinstance(a, SlaveRequest))
     transfer.refused("s0", request, Refusal(RefusalCode.KEY, "not yours"), 0.1)
     assert "not yours" in transfer.failure

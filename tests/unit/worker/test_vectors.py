@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dips.core.errors import LocalProtocolError
 from dips.core.layout import Layout, Parameter
 from dips.worker.live import Live
-from dips.worker.parameters import Ready
+from dips.worker.parameters import SnapshotReady
 from dips.worker.state.effects import InstallMode
 from dips.worker.vectors import Vectors, chunk_spans
 
@@ -51,7 +51,7 @@ class Streaming(Flat):
         self.made += 1
         return np.full(n_elems, np.nan, np.float32)
 
-    def begin_snapshot(self, into: F32) -> Ready | None:
+    def begin_snapshot(self, into: F32) -> SnapshotReady | None:
         return Late(self.theta.copy(), into)
 
     def live(self) -> Sequence[F32] | None:

@@ -24,7 +24,7 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
-from dips.worker.state.effects import InstallMode, Snapshot
+from dips.worker.state.effects import CopyParameters, InstallMode
 from dips.worker.state.events import Started
 from dips.worker.state.phases import SessionPhase
 
@@ -42,7 +42,7 @@ def test_applied_rebases_later_steps_and_forgets_the_ranges(life: LeasedClusterB
     verdict = life.decide(VerdictKind.APPLIED)
     assert life.asked(BeginPullRequest).at_least == verdict.version
     assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
-    work = life.session.core.work
+    work = life.session.shared.work
     assert work.in_push is None
     assert (work.pending.ranges, work.pending.steps) == ((life.span(400, 600),), 2)
     assert not life.asks(ReturnDataRequest)
@@ -71,7 +71,7 @@ def test_excluded_drops_later_steps_and_returns_only_later_ranges(life: LeasedCl
     assert life.asked(BeginPullRequest).at_least == verdict.version
     install = life.pulled()
     assert (install.mode, install.reset_inner) == (InstallMode.REPLACE, reset)
-    assert life.session.core.work.tokens == 0
+    assert life.session.shared.work.tokens == 0
     assert life.phase is SessionPhase.TRAINING
 
 
@@ -122,7 +122,7 @@ def test_stale_fence_and_timeline_drop_and_return_everything(life: LeasedCluster
     assert life.waits
     assert list(life.give_back_answered()) == [life.span(0, 500)]
     assert life.pulled().mode is InstallMode.REPLACE
-    assert life.session.core.work.tokens == 0
+    assert life.session.shared.work.tokens == 0
 
 
 def test_rolled_back_drops_and_returns_everything(life: LeasedClusterBench) -> None:
@@ -158,7 +158,7 @@ def test_fenced_join_names_the_old_life_and_every_range(life: LeasedClusterBench
     request = life.join()
     assert request.caller.incarnation == Incarnation(1, 1)
     assert request.held_ranges == (life.span(0, 400), life.span(400, 500), life.span(500, 100_000)), "each by its fate"
-    assert life.session.core.terms.incarnation == Incarnation(1, 2)
+    assert life.session.shared.terms.incarnation == Incarnation(1, 2)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -193,7 +193,7 @@ def test_fenced_with_verdict_applied_acts_on_that_row(life: LeasedClusterBench) 
     life.train(2)
     life.join(life.verdict(VerdictKind.APPLIED))
     assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
-    assert life.session.core.work.pending.ranges == (life.span(400, 600),)
+    assert life.session.shared.work.pending.ranges == (life.span(400, 600),)
     assert not life.asks(ReturnDataRequest)
 
 
@@ -215,7 +215,7 @@ def test_fenced_and_undecided_waits_then_acts(life: LeasedClusterBench) -> None:
     assert life.asked(AwaitVerdictRequest).push == push
     life.answer(AwaitVerdictRequest, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED)))
     assert life.pulled().mode is InstallMode.REPLACE
-    assert life.session.core.work.tokens == 0
+    assert life.session.shared.work.tokens == 0
 
 
 def test_fenced_between_verdict_and_pull_goes_on_with_the_pull(life: LeasedClusterBench) -> None:
@@ -226,7 +226,7 @@ def test_fenced_between_verdict_and_pull_goes_on_with_the_pull(life: LeasedClust
     life.join(verdict)
     assert life.phase is SessionPhase.PULLING
     assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
-    assert life.session.core.work.pending.steps == 1
+    assert life.session.shared.work.pending.steps == 1
 
 
 def test_fenced_while_idle_keeps_training(life: LeasedClusterBench) -> None:
@@ -279,7 +279,7 @@ def test_busy_repeats_the_very_same_push(life: LeasedClusterBench) -> None:
     life.pass_s(2.0)
     again = life.call(BeginPushRequest)[1]
     assert again == first
-    assert sum(isinstance(effect, Snapshot) for effect in life.every) == 1
+    assert sum(isinstance(effect, CopyParameters) for effect in life.every) == 1
 
 
 def test_undecided_push_of_an_earlier_life_is_awaited_first() -> None:

@@ -142,7 +142,7 @@ class RandomLife(ClusterBench):
                 self.fail_something(what // 12)
             case 9:
                 self.pass_s(0.5 + what // 12)
-            case 10 if self.session.core.base is not None and not self.asks(JoinRequest):
+            case 10 if self.session.shared.base is not None and not self.asks(JoinRequest):
                 self.beat(local_steps=1 + what // 12 % 6)
             case 11 if self.has(StartPull):
                 self.say(PullFailed(self.take(StartPull).transfer_id, "lost"))
@@ -179,7 +179,7 @@ class RandomLife(ClusterBench):
 
     def restart(self, what: int) -> None:
         """The master restarts; the open push turns out APPLIED, EXCLUDED, undecided, or unknown."""
-        if self.asks(JoinRequest) or self.session.core.terms.incarnation is None:
+        if self.asks(JoinRequest) or self.session.shared.terms.incarnation is None:
             return
         self.epoch += 1
         if what % 5 == 4:
@@ -202,7 +202,7 @@ class RandomLife(ClusterBench):
 
     def is_stale_call(self, effect: object) -> bool:
         call_id = getattr(effect, "call_id", None)
-        return call_id is not None and self.session.core.lane_of(call_id) is None
+        return call_id is not None and self.session.shared.lane_of(call_id) is None
 
     def stale(self, kind: StaleKind) -> None:
         if self.asks(BeginPushRequest) and self.session.pushing.open is not None:
@@ -227,7 +227,7 @@ class RandomLife(ClusterBench):
         self.effects = [e for e in self.effects if not self.is_stale_call(e)]
 
     def check(self) -> None:
-        work = self.session.core.work
+        work = self.session.shared.work
         in_push = work.in_push.ranges if work.in_push else ()
         on_the_way = self.on_the_way()
         places = [work.held, work.pending.ranges, in_push, self.settled, self.returned, on_the_way]
@@ -238,7 +238,7 @@ class RandomLife(ClusterBench):
 
     def on_the_way(self) -> list[DataRange]:
         """Ranges in a ReturnData that waits behind another small call."""
-        waiting = [build() for build in self.session.core._side_queue]
+        waiting = [build() for build in self.session.shared._side_queue]
         return [r for request in waiting if isinstance(request, ReturnDataRequest) for r in request.ranges]
 
 

@@ -15,22 +15,22 @@ from dips.core.messages import DataMode, DataPlan, PlacementSpec, Ticket
 from dips.core.net.security import INSECURE
 from dips.core.observe.counting import Durations
 from dips.core.wire import Codec
-from dips.worker.link_counts import Direction, Link, LinkCounts
+from dips.worker.link_counts import LinkCounts, SlaveLinkCounts, TransferDirection
 from dips.worker.metrics import HELDOUT, METRICS, PREFIX
 from dips.worker.metrics_collector import Collector, Evaluated, heldout_families
-from dips.worker.metrics_counts import DATA, EXCHANGE, Checkpoints, Counts, View
-from dips.worker.pace import Pace
+from dips.worker.metrics_counts import DATA, EXCHANGE, CheckpointCounts, Counts, View
+from dips.worker.pace import StepTimer
+from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Record, StartPush
 from dips.worker.state.events import CallDone, CallFailed, CallRefused, PushFailed, PushSent, Stepped
-from dips.worker.state.session import Session
 from dips.worker.state.terms import SessionConfig
-from dips.worker.transfer import Moved
+from dips.worker.transfer import SlaveProgress
 
 LAYOUT = Layout((Parameter("w", (4, 4), "float32", "w"),))
 
 
-def session() -> Session:
-    return Session(SessionConfig(ClusterId("a"), LAYOUT, DataPlan(DataMode.OWN), run_id="test"))
+def session() -> ClusterMachine:
+    return ClusterMachine(SessionConfig(ClusterId("a"), LAYOUT, DataPlan(DataMode.OWN), run_id="test"))
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def counts() -> Counts:
 def scraped(
     view: View,
     counts: Counts,
-    links: dict[str, Link] | None = None,
-    checkpoints: Checkpoints | None = None,
+    links: dict[str, SlaveLinkCounts] | None = None,
+    checkpoints: CheckpointCounts | None = None,
     answered_s: float | None = None,
     now_s: float = 100.0,
 ) -> dict[tuple[str, ...], float]:
@@ -68,7 +68,7 @@ def test_steps_calls_and_transfers_are_counted(counts: Counts) -> None:
     ):
         counts.took(event)
     counts.took(CallDone(1, None))  # type: ignore[arg-type]  # what is answered is not looked at
-    found = scraped(counts.view(session(), Pace()), counts)
+    found = scraped(counts.view(session(), StepTimer()), counts)
     assert (found["steps_total",], found["tokens_total",]) == (2, 30)
     assert [found["calls_total", result] for result in ("done", "refused", "failed")] == [1, 1, 1]
     assert found["refused_calls_total", "BUSY"] == 1
@@ -85,7 +85,7 @@ def test_verdicts_stale_pushes_joins_and_retries_are_counted_from_effects(counts
     counts.gave(Record("verdict", "", MappingProxyType({"verdict": "EXCLUDED"})))
     counts.gave(Record("stale", "", MappingProxyType({"stale_kind": "FENCE"})))
     counts.gave(Record("joined", "", MappingProxyType({})))
-    found = scraped(counts.view(session(), Pace()), counts)
+    found = scraped(counts.view(session(), StepTimer()), counts)
     assert (found["verdicts_total", "excluded"], found["verdicts_total", "applied"]) == (1, 0)
     assert found["stale_pushes_total", "fence"] == 1
     assert found["joins_total",] == 1
@@ -95,20 +95,20 @@ def test_verdicts_stale_pushes_joins_and_retries_are_counted_from_effects(counts
 def test_waits_count_while_they_last_and_once(counts: Counts) -> None:
     counts.waits(EXCHANGE, 10.0)
     counts.waits(EXCHANGE, 12.0)
-    found = scraped(counts.view(session(), Pace()), counts, now_s=15.0)
+    found = scraped(counts.view(session(), StepTimer()), counts, now_s=15.0)
     assert found["waiting",] == 1
     assert found["waited_seconds_total", EXCHANGE] == 5.0
     counts.goes_on(16.0)
     counts.goes_on(17.0)
     counts.waits(DATA, 20.0)
     counts.goes_on(21.0)
-    found = scraped(counts.view(session(), Pace()), counts, now_s=30.0)
+    found = scraped(counts.view(session(), StepTimer()), counts, now_s=30.0)
     assert found["waiting",] == 0
     assert (found["waited_seconds_total", EXCHANGE], found["waited_seconds_total", DATA]) == (6.0, 1.0)
 
 
 def test_a_view_does_not_change_once_it_is_given_out(counts: Counts) -> None:
-    view = counts.view(session(), Pace())
+    view = counts.view(session(), StepTimer())
     counts.took(Stepped(10, (), 2.0))
     counts.took(CallFailed(2, "nobody answered"))
     counts.waits(EXCHANGE, 10.0)
@@ -117,7 +117,7 @@ def test_a_view_does_not_change_once_it_is_given_out(counts: Counts) -> None:
 
 
 def test_staleness_is_known_on_the_published_timeline_alone(counts: Counts) -> None:
-    view = counts.view(session(), Pace())
+    view = counts.view(session(), StepTimer())
     behind = replace(view, base=Version(1, 3), published=Version(1, 5), loss=2.5)
     found = scraped(behind, counts)
     assert (found["base_version",], found["staleness_versions",], found["loss",]) == (3, 2, 2.5)
@@ -125,24 +125,24 @@ def test_staleness_is_known_on_the_published_timeline_alone(counts: Counts) -> N
 
 
 def test_beats_and_checkpoints_have_ages_once_there_were_any(counts: Counts) -> None:
-    view, durations = counts.view(session(), Pace()), Durations()
-    none = scraped(view, counts, checkpoints=Checkpoints(durations.observed(), math.nan))
+    view, durations = counts.view(session(), StepTimer()), Durations()
+    none = scraped(view, counts, checkpoints=CheckpointCounts(durations.observed(), math.nan))
     assert ("beat_age_seconds",) not in none
     assert ("checkpoint_age_seconds",) not in none
     durations.observe(0.5)
-    found = scraped(view, counts, checkpoints=Checkpoints(durations.observed(), 90.0), answered_s=99.5)
+    found = scraped(view, counts, checkpoints=CheckpointCounts(durations.observed(), 90.0), answered_s=99.5)
     assert (found["beat_age_seconds",], found["checkpoint_age_seconds",]) == (0.5, 10.0)
     assert found["checkpoint_seconds",] == 1
 
 
 def test_links_add_up_over_transfers_and_forget_slaves_of_an_earlier_placement(counts: Counts) -> None:
     links = LinkCounts()
-    push = links.begin(Direction.PUSH, Codec.F32, ["s0", "s1"], 0.0)
-    push.tell({"s0": Moved(400, 0, 0, {}, None), "s1": Moved(0, 0, 1, {"BUSY": 2}, None)}, 1.0)
-    push.tell({"s0": Moved(800, 100, 0, {}, 0.25), "s1": Moved(800, 0, 1, {"BUSY": 3}, 0.5)}, 2.0)
-    again = links.begin(Direction.PUSH, Codec.F32, ["s0", "s1"], 10.0)
-    again.tell({"s0": Moved(200, 0, 0, {}, 0.1), "s1": Moved(0, 0, 1, {"BUSY": 1}, None)}, 11.0)
-    found = scraped(counts.view(session(), Pace()), counts, dict(links.view))
+    push = links.begin(TransferDirection.PUSH, Codec.F32, ["s0", "s1"], 0.0)
+    push.tell({"s0": SlaveProgress(400, 0, 0, {}, None), "s1": SlaveProgress(0, 0, 1, {"BUSY": 2}, None)}, 1.0)
+    push.tell({"s0": SlaveProgress(800, 100, 0, {}, 0.25), "s1": SlaveProgress(800, 0, 1, {"BUSY": 3}, 0.5)}, 2.0)
+    again = links.begin(TransferDirection.PUSH, Codec.F32, ["s0", "s1"], 10.0)
+    again.tell({"s0": SlaveProgress(200, 0, 0, {}, 0.1), "s1": SlaveProgress(0, 0, 1, {"BUSY": 1}, None)}, 11.0)
+    found = scraped(counts.view(session(), StepTimer()), counts, dict(links.view))
     assert found["link_bytes_total", "s0", "push"] == 1000
     assert found["link_bytes_total", "s0", "pull"] == 0
     assert found["link_resumed_bytes_total", "s0"] == 100
@@ -152,14 +152,14 @@ def test_links_add_up_over_transfers_and_forget_slaves_of_an_earlier_placement(c
     assert found["link_reconnects_total", "s1"] == 2
     assert found["link_refusals_total", "s1", "BUSY"] == 4
     assert found["link_refusals_total", "s1", "CHUNK"] == 0, "there before the first one, or nobody sees it rise"
-    links.begin(Direction.PULL, Codec.F32, ["s1"], 20.0).tell({"s1": Moved(50, 0, 0, {}, None)}, 21.0)
+    links.begin(TransferDirection.PULL, Codec.F32, ["s1"], 20.0).tell({"s1": SlaveProgress(50, 0, 0, {}, None)}, 21.0)
     assert set(links.view) == {"s1"}
 
 
 def test_bytes_are_those_on_the_wire() -> None:
     links = LinkCounts()
-    links.begin(Direction.PUSH, Codec.BF16, ["s0"], 0.0).tell({"s0": Moved(4096, 0, 0, {}, None)}, 1.0)
-    assert links.view["s0"].n_bytes[Direction.PUSH] == 2048
+    links.begin(TransferDirection.PUSH, Codec.BF16, ["s0"], 0.0).tell({"s0": SlaveProgress(4096, 0, 0, {}, None)}, 1.0)
+    assert links.view["s0"].n_bytes[TransferDirection.PUSH] == 2048
 
 
 def test_an_evaluator_says_what_it_found() -> None:

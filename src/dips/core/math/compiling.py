@@ -12,12 +12,12 @@ from numba.core.dispatcher import Dispatcher
 
 _COMPILES = "numba:compile"
 
-Tell = Callable[[str, int, int], None]
+TellKernel = Callable[[str, int, int], None]
 """(name of the kernel that is compiled now, kernels begun, kernels that there are)."""
 
 
 @contextlib.contextmanager
-def watched(tell: Tell, *modules: ModuleType) -> Iterator[None]:
+def watched(tell: TellKernel, *modules: ModuleType) -> Iterator[None]:
     """While this lasts, `tell` hears of each kernel of these modules when its compilation begins, on that thread."""
     kernels = {
         found.py_func
@@ -34,7 +34,7 @@ def watched(tell: Tell, *modules: ModuleType) -> Iterator[None]:
 
 
 class _Listener(event.Listener):
-    def __init__(self, tell: Tell, kernels: set[Any]) -> None:
+    def __init__(self, tell: TellKernel, kernels: set[Any]) -> None:
         self._tell = tell
         self._kernels = kernels
         self._begun: set[Any] = set()

@@ -152,7 +152,7 @@ def certificate_left_s(security: Security, now: datetime | None = None) -> float
     return max(0.0, (found.not_after - (now or datetime.now(UTC))).total_seconds())
 
 
-class Used:
+class UsedKeys:
     """The keys that a connection was made with, remembered to see whether they were renewed since."""
 
     def __init__(self, security: Security) -> None:

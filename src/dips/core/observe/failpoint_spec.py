@@ -22,7 +22,7 @@ CRASH_EXIT_CODE = 86
 """How crash ends a process unless told otherwise: a number that nothing else here ends with."""
 
 
-class Kind(Enum):
+class FailpointKind(Enum):
     """What a failpoint does. drop, dup and corrupt are left to the call site; all others happen by themselves."""
 
     OFF = "off"
@@ -37,8 +37,17 @@ class Kind(Enum):
     CORRUPT = "corrupt"
 
 
-RETURNED = frozenset({Kind.DROP, Kind.DUP, Kind.CORRUPT})
-_IN_TABLES = frozenset({Kind.OFF, Kind.NOTE, Kind.CRASH, Kind.KILL, Kind.STOP, Kind.SLEEP})
+RETURNED = frozenset({FailpointKind.DROP, FailpointKind.DUP, FailpointKind.CORRUPT})
+_IN_TABLES = frozenset(
+    {
+        FailpointKind.OFF,
+        FailpointKind.NOTE,
+        FailpointKind.CRASH,
+        FailpointKind.KILL,
+        FailpointKind.STOP,
+        FailpointKind.SLEEP,
+    }
+)
 
 _TERM = re.compile(
     r"(?:(?P<percent>\d+(?:\.\d+)?)%)?(?:(?P<turns>\d+)\*)?(?P<action>[a-z]+)(?:\((?P<argument>[^()]*)\))?\Z"
@@ -47,10 +56,10 @@ _TRANSITION = re.compile(r"(?P<table>[a-z_]+)\.(?P<phase>[A-Z][A-Z_]*)\.(?P<inpu
 
 
 @dataclass(frozen=True)
-class Action:
+class FailpointAction:
     """One thing to do. exit_code: of crash; delay_s: of sleep; message: of error, and free words elsewhere."""
 
-    kind: Kind
+    kind: FailpointKind
     exit_code: int = CRASH_EXIT_CODE
     delay_s: float = 0.0
     message: str = ""
@@ -60,12 +69,12 @@ class Action:
 class Term:
     """An action with its limits: chance 0..1 of each hit, turns until it is used up (None: no end)."""
 
-    action: Action
+    action: FailpointAction
     chance: float = 1.0
     turns: int | None = None
 
 
-Spec = Mapping[str, tuple[Term, ...]]
+FailpointSpec = Mapping[str, tuple[Term, ...]]
 
 
 def parse(text: str) -> dict[str, tuple[Term, ...]]:
@@ -121,9 +130,9 @@ def _term(entry: str, text: str) -> Term:
     if found is None:
         raise _wrong(entry, f"{text!r} is not [p%][n*]action[(argument)], such as 50%2*sleep(0.1)")
     try:
-        kind = Kind(found["action"])
+        kind = FailpointKind(found["action"])
     except ValueError:
-        known = ", ".join(kind.value for kind in Kind)
+        known = ", ".join(kind.value for kind in FailpointKind)
         raise _wrong(entry, f"{found['action']!r} is not an action; choose one of {known}") from None
     chance = float(found["percent"]) / 100 if found["percent"] else 1.0
     if not 0 < chance <= 1:
@@ -134,14 +143,14 @@ def _term(entry: str, text: str) -> Term:
     return Term(_action(entry, kind, found["argument"]), chance, turns)
 
 
-def _action(entry: str, kind: Kind, argument: str | None) -> Action:
-    if kind is Kind.SLEEP:
-        return Action(kind, delay_s=_seconds(entry, argument))
-    if kind is Kind.CRASH:
-        return Action(kind, exit_code=_exit_code(entry, argument))
-    if argument is not None and kind is not Kind.ERROR:
+def _action(entry: str, kind: FailpointKind, argument: str | None) -> FailpointAction:
+    if kind is FailpointKind.SLEEP:
+        return FailpointAction(kind, delay_s=_seconds(entry, argument))
+    if kind is FailpointKind.CRASH:
+        return FailpointAction(kind, exit_code=_exit_code(entry, argument))
+    if argument is not None and kind is not FailpointKind.ERROR:
         raise _wrong(entry, f"{kind.value} takes no argument")
-    return Action(kind, message=argument or "")
+    return FailpointAction(kind, message=argument or "")
 
 
 def _seconds(entry: str, argument: str | None) -> float:
@@ -162,7 +171,7 @@ def _exit_code(entry: str, argument: str | None) -> int:
     return int(argument)
 
 
-def _check_place(entry: str, name: str, kind: Kind) -> None:
+def _check_place(entry: str, name: str, kind: FailpointKind) -> None:
     if is_transition(name):
         if kind not in _IN_TABLES:
             able = ", ".join(sorted(kind.value for kind in _IN_TABLES))

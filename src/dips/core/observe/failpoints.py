@@ -26,8 +26,8 @@ from dips.core.errors import ConfigError
 from dips.core.observe import seen
 from dips.core.observe.failpoint_spec import (
     RETURNED,
-    Action,
-    Kind,
+    FailpointAction,
+    FailpointKind,
     Term,
     is_transition,
     parse,
@@ -56,12 +56,12 @@ class _Point:
         self.hits = 0
         self.fired: Counter[str] = Counter()
 
-    def hit(self) -> Action | None:
+    def hit(self) -> FailpointAction | None:
         """Choose what this hit does, and carry it out unless the call site has to. Blocks for sleep."""
         with self._lock:
             self.hits += 1
             action = self._choose()
-            if action is None or action.kind is Kind.OFF:
+            if action is None or action.kind is FailpointKind.OFF:
                 return None
             self.fired[action.kind.value] += 1
         _log(self.name, action)
@@ -70,7 +70,7 @@ class _Point:
         _carry_out(self.name, action)
         return None
 
-    def _choose(self) -> Action | None:
+    def _choose(self) -> FailpointAction | None:
         for index, term in enumerate(self._terms):
             left = self._left[index]
             if left == 0 or (term.chance < 1 and self._random.random() >= term.chance):
@@ -86,7 +86,7 @@ _installed: tuple[str, str] | None = None
 _log_path: str | None = None
 
 
-def failpoint(name: str) -> Action | None:
+def failpoint(name: str) -> FailpointAction | None:
     """Do here what the failpoint `name` was told to: nothing unless it is armed.
 
     crash, kill, stop, sleep (which blocks the calling thread, event loop included) and error (an OSError, EIO) happen
@@ -96,12 +96,12 @@ def failpoint(name: str) -> Action | None:
     return None if point is None else point.hit()
 
 
-def copies(action: Action | None) -> int:
+def copies(action: FailpointAction | None) -> int:
     """How often a call site that obeys drop and dup passes a message on: 0, 1 or 2 times."""
     match action:
-        case Action(Kind.DROP):
+        case FailpointAction(FailpointKind.DROP):
             return 0
-        case Action(Kind.DUP):
+        case FailpointAction(FailpointKind.DUP):
             return 2
     return 1
 
@@ -176,7 +176,7 @@ def _arm(spec: Mapping[str, tuple[Term, ...]], seed: int, log_path: str | None) 
         machine.observe(_before_move)
 
 
-def _before_move(move: machine.Move[Any]) -> None:
+def _before_move(move: machine.Transition[Any]) -> None:
     failpoint(transition_name(move.table.name, move.start.value, move.input_name))
 
 
@@ -202,7 +202,7 @@ def _seed(text: str) -> int:
         raise ConfigError(f"{SEED_VARIABLE} is {text!r}: give a whole number") from None
 
 
-def _log(name: str, action: Action) -> None:
+def _log(name: str, action: FailpointAction) -> None:
     """Append one line by one write, so that processes that die together do not tear each other's lines."""
     if _log_path is None:
         return
@@ -213,17 +213,17 @@ def _log(name: str, action: Action) -> None:
         os.close(handle)
 
 
-def _carry_out(name: str, action: Action) -> None:
+def _carry_out(name: str, action: FailpointAction) -> None:
     match action.kind:
-        case Kind.CRASH:
+        case FailpointKind.CRASH:
             os._exit(action.exit_code)
-        case Kind.KILL:
+        case FailpointKind.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
-        case Kind.STOP:
+        case FailpointKind.STOP:
             os.kill(os.getpid(), signal.SIGSTOP)
-        case Kind.SLEEP:
+        case FailpointKind.SLEEP:
             time.sleep(action.delay_s)
-        case Kind.ERROR:
+        case FailpointKind.ERROR:
             raise OSError(errno.EIO, action.message or f"failpoint {name}")
 
 

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from dips.core.errors import LocalProtocolError
 from dips.core.observe.counting import SECONDS, Observed
 
-Kind = Literal["gauge", "counter", "histogram"]
+MetricKind = Literal["gauge", "counter", "histogram"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Spec:
     """
 
     name: str
-    kind: Kind
+    kind: MetricKind
     meaning: str
     normal: str
     labels: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ from dips.core.errors import ConfigError
 from dips.core.net.addresses import dialable, format_address, is_loopback, parse_address
 from dips.core.net.security import Identity, Security, check_reach
 from dips.core.observe.metrics_knobs import MetricsKnobs
-from dips.core.observe.metrics_tls import Tls
+from dips.core.observe.metrics_tls import MetricsTls
 
 PATH = "/metrics"
 
@@ -106,7 +106,7 @@ class MetricsServer:
         check_reach(listen, "metrics_listen", security)
         tls = None
         if isinstance(security, Identity) and not is_loopback(host):
-            tls = Tls(security, revoked)
+            tls = MetricsTls(security, revoked)
         self._server = _bound(host, port, tls)
         self._server.set_app(_app(collect))
         self.tls = tls is not None
@@ -223,7 +223,7 @@ def _say(start_response: StartResponse, status: str, sentence: str) -> Iterable[
 class _Server(ThreadingWSGIServer):
     """One thread for each connection, up to MOST_CONNECTIONS, and each no longer than CONNECTION_S."""
 
-    tls: Tls | None = None
+    tls: MetricsTls | None = None
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
@@ -273,7 +273,7 @@ class _Handler(WSGIRequestHandler):
         _logger.debug(format, *args)
 
 
-def _bound(host: str, port: int, tls: Tls | None) -> _Server:
+def _bound(host: str, port: int, tls: MetricsTls | None) -> _Server:
     made = _Server6 if ":" in host else _Server
     try:
         server = made((host, port), _Handler)

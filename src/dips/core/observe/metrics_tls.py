@@ -15,7 +15,7 @@ from dips.core.net.security import Identity
 _logger = logging.getLogger("dips.metrics")
 
 
-class Tls:
+class MetricsTls:
     """Mutual TLS with the role's own keys: whoever shows a certificate of this run's authorities may read.
 
     Renewed keys and a changed list of revoked certificates count from the next connection on.

@@ -20,7 +20,7 @@ from typing import Any
 
 from dips.core import errors, machine
 from dips.core.errors import RefusalCode
-from dips.core.machine import Move, TransitionTable
+from dips.core.machine import Transition, TransitionTable
 
 LOG_VARIABLE = "DIPS_SEEN_LOG"
 
@@ -68,7 +68,7 @@ class Seen:
             machine.forget(self._moved)
             errors.forget_refusals(self._refused)
 
-    def _moved(self, move: Move[Any]) -> None:
+    def _moved(self, move: Transition[Any]) -> None:
         self.arrows[move.arrow] += 1
 
     def _refused(self, code: RefusalCode, module: str) -> None:
@@ -104,7 +104,7 @@ class _Notes:
         self.path = path
         self._known: set[tuple[str, ...]] = set()
 
-    def moved(self, move: Move[Any]) -> None:
+    def moved(self, move: Transition[Any]) -> None:
         row = ("transition", *move.arrow)
         if row not in self._known and _caller(2).startswith("dips."):
             self._note(row)

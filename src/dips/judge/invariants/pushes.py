@@ -6,8 +6,8 @@ from dips.judge.facts import (
     Decision,
     Fact,
     History,
-    Participant,
-    Push,
+    PushKey,
+    RecordedParticipant,
     Sentences,
     say_push,
     say_version,
@@ -47,7 +47,7 @@ def _decided_once(history: History, made: Decision) -> Sentences:
     return wrong
 
 
-def _applied_before(history: History, made: Decision, item: Participant) -> list[str]:
+def _applied_before(history: History, made: Decision, item: RecordedParticipant) -> list[str]:
     wrong = []
     for pass_index, chunk, begin, end in item.ranges:
         for low, high, version, push in history.applied_ranges.get((pass_index, chunk), ()):
@@ -59,7 +59,7 @@ def _applied_before(history: History, made: Decision, item: Participant) -> list
     return wrong
 
 
-def _same_in_a_life(history: History, fact: Fact, push: Push, said: str) -> list[str]:
+def _same_in_a_life(history: History, fact: Fact, push: PushKey, said: str) -> list[str]:
     """The master's tape is ahead of its journal and of its answers: what a killed master only noted, nobody was told.
     Within one life it must not say two things, and APPLIED is said when the version is published, not before."""
     known, decided = history.said.get(push), history.decided.get(push)
@@ -72,7 +72,7 @@ def _same_in_a_life(history: History, fact: Fact, push: Push, said: str) -> list
     return wrong
 
 
-def _against_record(history: History, fact: Fact, push: Push, said: str) -> list[str]:
+def _against_record(history: History, fact: Fact, push: PushKey, said: str) -> list[str]:
     """What a cluster is told was decided, durably, before."""
     decided = history.decided.get(push)
     taken_back = push in history.taken_back
@@ -89,7 +89,7 @@ def _against_record(history: History, fact: Fact, push: Push, said: str) -> list
     return [f"{told}, but the journal decided {decided[0]} (version {say_version(decided[1])})"]
 
 
-def _against_told(history: History, fact: Fact, push: Push, said: str) -> list[str]:
+def _against_told(history: History, fact: Fact, push: PushKey, said: str) -> list[str]:
     known = history.told.get(push)
     if known is None or known == said or (known, said) == ("APPLIED", "ROLLED_BACK"):
         return []
@@ -140,7 +140,7 @@ def _sent(history: History, fact: Fact) -> Sentences:
     return wrong
 
 
-def _differs(push: Push, slave: str, staged: dict[int, str], sent: str) -> str:
+def _differs(push: PushKey, slave: str, staged: dict[int, str], sent: str) -> str:
     held = ", ".join(short(digest) for digest in staged.values())
     return f"push {say_push(push)} was merged as {held} on slave {slave}, but its cluster sent {short(sent)}"
 

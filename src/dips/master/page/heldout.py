@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dips.master.page.ear import read_event
+from dips.master.page.event_buffer import read_event
 from dips.master.page.timeline import cut
 
 MAX_READ_BYTES = 256 * 1024

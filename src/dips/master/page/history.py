@@ -22,7 +22,7 @@ RATE_ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Row:
+class ProgressRow:
     """One sample. seq: of the sample, growing; losses by cluster, where there is one."""
 
     seq: int
@@ -43,7 +43,7 @@ class Heldout:
     loss: float
 
 
-class TokenRate:
+class RecentTokenRate:
     """Tokens a second, over the last rounds."""
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class TokenRate:
         return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
 
 
-class History:
+class ProgressHistory:
     """Rows and held-out losses. Not thread-safe: the page's."""
 
     def __init__(self, max_rows: int = MAX_ROWS, max_heldout: int = MAX_HELDOUT) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[ProgressRow] = []
         self.heldout: list[Heldout] = []
         self.every = 1
         """One of so many samples becomes a row."""
@@ -74,7 +74,7 @@ class History:
         self._max_rows, self._max_heldout = max_rows, max_heldout
         self._samples = 0
         self._names: list[str] = []
-        self._rate = TokenRate()
+        self._rate = RecentTokenRate()
         self.rate_tokens_per_s = 0.0
 
     def add(self, wall_s: float, tokens: int, publish_interval_s: float, clusters: Sequence[ClusterStatus]) -> None:
@@ -89,7 +89,7 @@ class History:
             for cluster in clusters
             if cluster.alive and math.isfinite(cluster.loss) and cluster.cluster_id in self._names
         }
-        self.rows.append(Row(self._samples, wall_s, tokens, self.rate_tokens_per_s, losses))
+        self.rows.append(ProgressRow(self._samples, wall_s, tokens, self.rate_tokens_per_s, losses))
         if len(self.rows) > self._max_rows:
             self.rows = self.rows[::2]
             self.every *= 2
@@ -126,7 +126,7 @@ class History:
             if cluster.cluster_id not in self._names and len(self._names) < CHARTED_CLUSTERS:
                 self._names.append(cluster.cluster_id)
 
-    def _columns(self, rows: Sequence[Row], heldout: Sequence[Heldout]) -> dict[str, Any]:
+    def _columns(self, rows: Sequence[ProgressRow], heldout: Sequence[Heldout]) -> dict[str, Any]:
         return {
             "generation": self.generation,
             "at": [round(row.wall_s, 1) for row in rows],

@@ -12,21 +12,21 @@ from collections.abc import Iterable
 from typing import Any
 
 from dips.master.page.bounds import MAX_ROUNDS
-from dips.master.page.ear import Ear, Heard
+from dips.master.page.event_buffer import EventBuffer, TapeEvent
 from dips.master.page.heldout import HeldoutTail
-from dips.master.page.history import History
+from dips.master.page.history import ProgressHistory
 from dips.master.page.snapshot import round_json, snapshot
-from dips.master.page.timeline import Timeline, events_json
+from dips.master.page.timeline import EventTimeline, events_json
 from dips.master.state.run_view import RunView
 
 
 class Hub:
     """The newest message, and what the next one is made from. Make it where the page's event loop runs."""
 
-    def __init__(self, ear: Ear, heldout: HeldoutTail, earlier: Iterable[Heard] = ()) -> None:
+    def __init__(self, event_buffer: EventBuffer, heldout: HeldoutTail, earlier: Iterable[TapeEvent] = ()) -> None:
         """earlier: events that were on the tape before this process began."""
-        self._ear, self._heldout = ear, heldout
-        self.history, self.timeline = History(), Timeline()
+        self._event_buffer, self._heldout = event_buffer, heldout
+        self.history, self.timeline = ProgressHistory(), EventTimeline()
         self._rounds: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._news = asyncio.Event()
         self._state: dict[str, Any] = {}
@@ -44,8 +44,8 @@ class Hub:
     def take(self, view: RunView, wall_s: float, lag_s: float) -> None:
         """One look at the run; lag_s: how long before it the state had its last event."""
         events, sample, generation = self.timeline.seq, self.history.seq, self.history.generation
-        for heard in self._ear.take():
-            self.timeline.note(*heard)
+        for event in self._event_buffer.take():
+            self.timeline.note(*event)
         status = view.status
         self.history.add(wall_s, status.tokens, view.publish_interval_s, status.clusters)
         for loss in self._heldout.news():

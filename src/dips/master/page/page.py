@@ -14,24 +14,24 @@ from dips.core.net.security import Identity, Security, check_reach
 from dips.master.access import Access
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME
-from dips.master.executor import Executor
-from dips.master.page.bounds import SAMPLE_S
-from dips.master.page.ear import Ear, earlier_events
-from dips.master.page.files import static_files
-from dips.master.page.gate import (
+from dips.master.page.access import (
     LINK_PARAMETER,
-    Gate,
+    PageAccess,
     Secret,
     load_secret,
     remove_page_address,
     save_secret,
     write_page_address,
 )
+from dips.master.page.bounds import SAMPLE_S
+from dips.master.page.event_buffer import EventBuffer, earlier_events
+from dips.master.page.files import static_files
 from dips.master.page.heldout import HeldoutTail
 from dips.master.page.hub import Hub
 from dips.master.page.server import PageServer
 from dips.master.page.steering import Steering
-from dips.master.page.web import Site
+from dips.master.page.web import PageApplication
+from dips.master.shell import MasterShell
 from dips.master.state.run_view import RunView
 
 _logger = logging.getLogger(__name__)
@@ -47,11 +47,13 @@ class Looked(Protocol):
 class Page:
     """Use it on the control loop's thread."""
 
-    def __init__(self, config: MasterConfig, listen: str, security: Security, ear: Ear, clock: Clock) -> None:
+    def __init__(
+        self, config: MasterConfig, listen: str, security: Security, event_buffer: EventBuffer, clock: Clock
+    ) -> None:
         """Listens at once. Raises ConfigError for an address that is taken, or that others reach while there are no
         keys, and for a token that others can read."""
         check_reach(listen, "the status page's address", security)
-        self._config, self._security, self._ear, self._clock = config, security, ear, clock
+        self._config, self._security, self._event_buffer, self._clock = config, security, event_buffer, clock
         self._steering = Steering(config.run_id)
         self._secret = load_secret(config.directory)
         self._host, port = parse_address(listen, "the status page's address")
@@ -64,11 +66,11 @@ class Page:
         self._server.stop()
         remove_page_address(self._config.directory)
 
-    async def follow(self, executor: Executor) -> None:
+    async def follow(self, shell: MasterShell) -> None:
         """Look at this executor's state again and again, until cancelled."""
-        machine = executor.machine
+        machine = shell.machine
         assert isinstance(machine, Looked), "the state machine of a run can be looked at"
-        self._steering.follow(executor)
+        self._steering.follow(shell)
         while True:
             self._look(machine)
             await asyncio.sleep(SAMPLE_S)
@@ -78,14 +80,14 @@ class Page:
         lag_s = max(0.0, self._clock.monotonic_s() - view.as_of_s)
         self._server.give(lambda site: site.hub.take(view, wall_s, lag_s))
 
-    def _site(self, port: int) -> Site:
+    def _site(self, port: int) -> PageApplication:
         """On the page's thread."""
         config = self._config
-        hub = Hub(self._ear, HeldoutTail(config.page_heldout), earlier_events(config.directory / TAPE_NAME))
+        hub = Hub(self._event_buffer, HeldoutTail(config.page_heldout), earlier_events(config.directory / TAPE_NAME))
         names = {self._host, socket.gethostname(), *config.page_hosts}
         hosts = names if isinstance(self._security, Identity) else {*config.page_hosts}
-        gate = Gate(Access(self._security, config.revoked), self._secret.token, port, hosts)
-        return Site(hub, gate, static_files(), self._steering if config.page_steer else None)
+        gate = PageAccess(Access(self._security, config.revoked), self._secret.token, port, hosts)
+        return PageApplication(hub, gate, static_files(), self._steering if config.page_steer else None)
 
     def _write(self, port: int) -> str:
         """The link, in a file that this user alone can read."""

@@ -23,7 +23,7 @@ from dips.core.errors import ConfigError
 from dips.core.net.keys import CERT_FILE, KEY_FILE, reloaded, stamp_of
 from dips.core.net.security import Identity, Security
 from dips.master.page.bounds import MAX_CONNECTIONS, SILENT_S
-from dips.master.page.web import Site
+from dips.master.page.web import PageApplication
 
 HANDSHAKE_S = 10.0
 START_S = 20.0
@@ -31,11 +31,11 @@ STOP_S = 5.0
 
 _logger = logging.getLogger(__name__)
 
-MakeSite = Callable[[int], Site]
+MakeSite = Callable[[int], PageApplication]
 """The port that was taken -> what is served there; called on the page's thread, in its event loop."""
 
 
-class Tls:
+class PageTls:
     """The server's side of TLS: the master's certificate, and a client's if it shows one. Renewed keys count from the
     next connection on."""
 
@@ -61,10 +61,10 @@ class Tls:
 
 
 @dataclass
-class _Life:
+class _Serving:
     """What there is while the thread serves."""
 
-    site: Site
+    site: PageApplication
     loop: asyncio.AbstractEventLoop
     ended: asyncio.Event
 
@@ -75,11 +75,11 @@ class PageServer:
     def __init__(self, host: str, port: int, last_port: int, security: Security, make_site: MakeSite) -> None:
         """port 0: last_port if it is free, else any."""
         self._host, self._wanted = host, [port] if port or not last_port else [last_port, 0]
-        self._tls = Tls(security) if isinstance(security, Identity) else None
+        self._tls = PageTls(security) if isinstance(security, Identity) else None
         self._make_site = make_site
         self._thread = threading.Thread(target=self._run, name="dips-page", daemon=True)
         self._started: Future[int] = Future()
-        self._life: _Life | None = None
+        self._serving: _Serving | None = None
         self._behind = threading.Event()
 
     def start(self) -> int:
@@ -87,27 +87,27 @@ class PageServer:
         self._thread.start()
         return self._started.result(START_S)
 
-    def give(self, take: Callable[[Site], None]) -> None:
+    def give(self, take: Callable[[PageApplication], None]) -> None:
         """Let the page's thread do something with its site; dropped while the last thing still waits."""
-        life = self._life
-        if life is None or self._behind.is_set():
+        serving = self._serving
+        if serving is None or self._behind.is_set():
             return
         self._behind.set()
         with contextlib.suppress(RuntimeError):  # the thread has just ended
-            life.loop.call_soon_threadsafe(self._take, life.site, take)
+            serving.loop.call_soon_threadsafe(self._take, serving.site, take)
 
     def stop(self) -> None:
         """Tell open pages that it is over, and end the thread. May be called twice."""
-        life, self._life = self._life, None
-        if life is not None:
+        serving, self._serving = self._serving, None
+        if serving is not None:
             with contextlib.suppress(RuntimeError):
-                life.loop.call_soon_threadsafe(life.ended.set)
+                serving.loop.call_soon_threadsafe(serving.ended.set)
         if self._thread.is_alive():
             self._thread.join(STOP_S)
 
     # ---- on the page's thread ----
 
-    def _take(self, site: Site, take: Callable[[Site], None]) -> None:
+    def _take(self, site: PageApplication, take: Callable[[PageApplication], None]) -> None:
         try:
             site.gate.look()
             if self._tls is not None:
@@ -145,7 +145,7 @@ class PageServer:
             ssl=self._tls.context if self._tls else None,
             ssl_handshake_timeout=HANDSHAKE_S if self._tls else None,
         )
-        self._life = _Life(site, loop, ended)
+        self._serving = _Serving(site, loop, ended)
         self._started.set_result(port)
         await ended.wait()
         site.hub.end("the master has ended")
@@ -169,7 +169,7 @@ def _bound(host: str, ports: list[int]) -> socket.socket:
     )
 
 
-def _bounded(server: web.Server, site: Site) -> Callable[[], asyncio.Protocol]:
+def _bounded(server: web.Server, site: PageApplication) -> Callable[[], asyncio.Protocol]:
     """Connections of this server, not more than there may be, each closed unless it soon says what it wants."""
 
     def connected() -> asyncio.Protocol:
@@ -183,7 +183,7 @@ def _bounded(server: web.Server, site: Site) -> Callable[[], asyncio.Protocol]:
     return connected
 
 
-def _close_if_silent(protocol: web.RequestHandler, site: Site) -> None:
+def _close_if_silent(protocol: web.RequestHandler, site: PageApplication) -> None:
     if protocol in site.silent:
         site.silent.discard(protocol)
         protocol.force_close()

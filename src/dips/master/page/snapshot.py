@@ -15,7 +15,7 @@ from dips.core.messages import ClusterStatus, RoundSummary, SlaveStatus, StatusR
 from dips.master.page.sentence import sentence
 from dips.master.page.timeline import cut
 from dips.master.state.link_rates import LinkRate
-from dips.master.state.run_view import OpenPush, RunView
+from dips.master.state.run_view import OpenPushView, RunView
 
 SILENT_BEATS = 2.0
 """A peer that missed so many heartbeats is said to be silent, before it is evicted."""
@@ -97,7 +97,7 @@ def _round(view: RunView, lag_s: float) -> dict[str, Any]:
 def _cluster(
     view: RunView,
     cluster: ClusterStatus,
-    push: OpenPush | None,
+    push: OpenPushView | None,
     lag_s: float,
     departures: Mapping[str, tuple[str, str]],
 ) -> dict[str, Any]:

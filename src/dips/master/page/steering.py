@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import OperatorReply, OperatorRequest
-from dips.master.executor import Executor
 from dips.master.page.timeline import cut
+from dips.master.shell import MasterShell
 from dips.master.state.events import OperatorAction, OperatorCall, Pause, Resume
 
 MAX_REASON = 200
@@ -23,7 +23,7 @@ CALL_S = 10.0
 
 @dataclass(frozen=True)
 class _Following:
-    executor: Executor
+    shell: MasterShell
     loop: asyncio.AbstractEventLoop
 
 
@@ -34,20 +34,20 @@ class Steering:
         self._run_id = run_id
         self._following: _Following | None = None
 
-    def follow(self, executor: Executor) -> None:
+    def follow(self, shell: MasterShell) -> None:
         """From now on wishes go to this executor, on the loop that calls this."""
-        self._following = _Following(executor, asyncio.get_running_loop())
+        self._following = _Following(shell, asyncio.get_running_loop())
 
     async def ask(self, action: object, reason: object) -> str:
         """On the page's thread: the master's sentence about what it did. Raises Refused, or TimeoutError."""
-        wish = self._wish(action, reason)
+        request = self._request(action, reason)
         following = self._following
         if following is None:
             raise Refused(RefusalCode.BUSY, "the master begins: ask again", retry_after_s=1.0)
-        asked = asyncio.run_coroutine_threadsafe(_carried_out(following.executor, wish), following.loop)
+        asked = asyncio.run_coroutine_threadsafe(_carried_out(following.shell, request), following.loop)
         return await asyncio.wait_for(asyncio.wrap_future(asked), CALL_S)
 
-    def _wish(self, action: object, reason: object) -> OperatorAction:
+    def _request(self, action: object, reason: object) -> OperatorAction:
         request = OperatorRequest(self._run_id, cut(reason, MAX_REASON) if isinstance(reason, str) else "")
         match action:
             case "pause":
@@ -57,7 +57,7 @@ class Steering:
         raise Refused(RefusalCode.MALFORMED, "the status page can ask to pause and to resume, and for nothing else")
 
 
-async def _carried_out(executor: Executor, wish: OperatorAction) -> str:
-    reply = await executor.call(lambda token: OperatorCall(token, wish))
+async def _carried_out(shell: MasterShell, request: OperatorAction) -> str:
+    reply = await shell.call(lambda token: OperatorCall(token, request))
     assert isinstance(reply, OperatorReply), "pause and resume are answered with a sentence"
     return reply.sentence

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from dips.master.page.bounds import MAX_EVENTS, MAX_TEXT
 
 Level = Literal["good", "info", "warn", "bad"]
-Told = tuple[Level, str, str]
+EventText = tuple[Level, str, str]
 """(level, who, sentence)."""
 
 SAME_S = 60.0
@@ -33,7 +33,7 @@ _OPERATOR = {"pause", "resume", "stop", "evict", "drain", "reshard_asked"}
 
 
 @dataclass(frozen=True)
-class Event:
+class TimelineEvent:
     """seq grows by one with each event and each repetition. wall_s: Unix time of the last one."""
 
     seq: int
@@ -44,11 +44,11 @@ class Event:
     times: int = 1
 
 
-class Timeline:
+class EventTimeline:
     """The newest events, and who went away how."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._events: deque[TimelineEvent] = deque(maxlen=MAX_EVENTS)
         self._seq = 0
         self.departures: dict[str, tuple[str, str]] = {}
         """Cluster -> ("evict" or "leave", why), while it is away."""
@@ -70,9 +70,9 @@ class Timeline:
             self._events.remove(same)
             self._events.append(replace(same, seq=self._seq, wall_s=wall_s, times=same.times + 1))
         else:
-            self._events.append(Event(self._seq, wall_s, level, who, sentence))
+            self._events.append(TimelineEvent(self._seq, wall_s, level, who, sentence))
 
-    def since(self, seq: int) -> list[Event]:
+    def since(self, seq: int) -> list[TimelineEvent]:
         """Events after this one, oldest first; 0: all that are kept."""
         return [event for event in self._events if event.seq > seq]
 
@@ -86,14 +86,14 @@ class Timeline:
             self.departures[cluster] = (kind, cut(fields.get("reason")))
 
 
-def sentence_of(kind: str, fields: Mapping[str, Any]) -> Told | None:
+def sentence_of(kind: str, fields: Mapping[str, Any]) -> EventText | None:
     """An event's level, who it is about, and a sentence; None for what is not shown."""
     if kind in _OPERATOR and "sentence" in fields:
         return "info", "operator", f"{kind.replace('_', ' ')}: {fields['sentence']}"
     return next((told for part in (_of_run, _of_clusters, _of_slaves) if (told := part(kind, fields))), None)
 
 
-def _of_run(kind: str, f: Mapping[str, Any]) -> Told | None:
+def _of_run(kind: str, f: Mapping[str, Any]) -> EventText | None:
     match kind:
         case "epoch" if f.get("version") in (None, "None"):
             return "info", "master", f"the master began epoch {f.get('epoch')}, with no version yet"
@@ -120,7 +120,7 @@ def _of_run(kind: str, f: Mapping[str, Any]) -> Told | None:
     return None
 
 
-def _of_clusters(kind: str, f: Mapping[str, Any]) -> Told | None:
+def _of_clusters(kind: str, f: Mapping[str, Any]) -> EventText | None:
     who = f"cluster {f.get('cluster')}"
     match kind:
         case "join":
@@ -136,7 +136,7 @@ def _of_clusters(kind: str, f: Mapping[str, Any]) -> Told | None:
     return None
 
 
-def _of_slaves(kind: str, f: Mapping[str, Any]) -> Told | None:
+def _of_slaves(kind: str, f: Mapping[str, Any]) -> EventText | None:
     who = f"slave {f.get('slave')}"
     match kind:
         case "slave_attached":
@@ -161,11 +161,11 @@ def cut(value: object, most: int = MAX_TEXT) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def events_json(events: list[Event]) -> list[dict[str, Any]]:
+def events_json(events: list[TimelineEvent]) -> list[dict[str, Any]]:
     return list(_plain(events))
 
 
-def _plain(events: list[Event]) -> Iterator[dict[str, Any]]:
+def _plain(events: list[TimelineEvent]) -> Iterator[dict[str, Any]]:
     for event in events:
         yield {
             "seq": event.seq,

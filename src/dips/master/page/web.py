@@ -17,9 +17,9 @@ from aiohttp import web
 
 from dips.core.errors import Refused
 from dips.core.observe.telemetry import ChangeLogger
+from dips.master.page.access import LINK_PARAMETER, PageAccess, Visitor
 from dips.master.page.bounds import MAX_STREAMS, WRITE_S
 from dips.master.page.files import StaticFile
-from dips.master.page.gate import LINK_PARAMETER, Admitted, Gate
 from dips.master.page.hub import Hub
 from dips.master.page.steering import Steering
 
@@ -55,11 +55,11 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Site:
+class PageApplication:
     """The application of one master. Lives on the page's thread."""
 
     hub: Hub
-    gate: Gate
+    gate: PageAccess
     files: Mapping[str, StaticFile]
     steering: Steering | None = None
 
@@ -118,7 +118,7 @@ class Site:
             return self._let_in()
         return await handler(request)
 
-    def _admitted(self, request: web.Request) -> Admitted:
+    def _admitted(self, request: web.Request) -> Visitor:
         link = request.query.get(LINK_PARAMETER) if request.path == "/" else None
         return self.gate.admit(_certificate_of(request), link, request.cookies)
 
@@ -191,8 +191,8 @@ class Site:
             return web.Response(status=403, text="403: only the page itself asks for this\n")
         assert self.steering is not None, "the path is there only with it"
         try:
-            wish = json.loads(await request.text())
-            asked = wish if isinstance(wish, dict) else {}
+            sent = json.loads(await request.text())
+            asked = sent if isinstance(sent, dict) else {}
             sentence = await self.steering.ask(asked.get("action"), asked.get("reason"))
         except (ValueError, RecursionError):
             return web.Response(status=400, text="400: this is not JSON\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import takewhile
 
 from dips.core.messages import Alarm, RoundSummary
-from dips.master.state.world import World
+from dips.master.state.shared import SharedState
 
 TOKEN_COUNTS = "token_counts"
 NOTHING_MERGED = "nothing_merged"
@@ -26,29 +26,29 @@ FRUITLESS_ROUNDS = 5
 """In a row without a version. Three VOID ones clear the shared histories, so that these are two more than should be."""
 
 
-def standing(world: World) -> tuple[Alarm, ...]:
+def standing(shared: SharedState) -> tuple[Alarm, ...]:
     """All alarms that stand, in the order of their kinds."""
-    fruitless = _fruitless(world)
+    fruitless = _fruitless(shared)
     nothing = [Alarm(NOTHING_MERGED, (), _nothing_words(fruitless))] if len(fruitless) >= FRUITLESS_ROUNDS else []
     counts = [
         Alarm(TOKEN_COUNTS, (name,), words)
-        for name, (words, at_s) in sorted(world.token_doubts.items())
-        if name in world.members or world.now_s - at_s < GONE_S
+        for name, (words, at_s) in sorted(shared.token_doubts.items())
+        if name in shared.members or shared.now_s - at_s < GONE_S
     ]
-    same = [Alarm(SAME_DATA, pair, words) for pair, words in sorted(world.same_data.items())]
+    same = [Alarm(SAME_DATA, pair, words) for pair, words in sorted(shared.same_data.items())]
     return (*nothing, *same, *counts)
 
 
-def round_was_fruitless(world: World) -> None:
+def round_was_fruitless(shared: SharedState) -> None:
     """A round has ended without a version: say so once there were too many in a row."""
-    fruitless = _fruitless(world)
+    fruitless = _fruitless(shared)
     if len(fruitless) == FRUITLESS_ROUNDS:
-        world.alarm(_nothing_words(fruitless))
+        shared.alarm(_nothing_words(fruitless))
 
 
-def _fruitless(world: World) -> list[RoundSummary]:
+def _fruitless(shared: SharedState) -> list[RoundSummary]:
     """The last rounds that made no version, the newest first; as many as are remembered."""
-    return list(takewhile(lambda summary: summary.outcome != "commit", reversed(world.recent)))
+    return list(takewhile(lambda summary: summary.outcome != "commit", reversed(shared.recent)))
 
 
 def _nothing_words(fruitless: list[RoundSummary]) -> str:

@@ -12,26 +12,26 @@ from __future__ import annotations
 from dips.core.ids import Version
 from dips.core.protocol import codec_capability
 from dips.core.wire import DIFFERENCES, Codec
-from dips.master.state.world import World
+from dips.master.state.shared import SharedState
 
 
-def granted(world: World, wish: Codec, base: Version | None) -> Codec:
+def granted(shared: SharedState, wanted_wire: Codec, base: Version | None) -> Codec:
     """How a push on this base is to be written: as its cluster wishes, or in float32."""
-    if wish not in DIFFERENCES or base not in world.kept:
+    if wanted_wire not in DIFFERENCES or base not in shared.kept:
         return Codec.F32
-    offered = all(codec_capability(wish) in slave.capabilities for slave in world.ready_slaves())
-    return wish if offered else Codec.F32
+    offered = all(codec_capability(wanted_wire) in slave.capabilities for slave in shared.ready_slaves())
+    return wanted_wire if offered else Codec.F32
 
 
-def in_use(world: World) -> set[Version]:
+def in_use(shared: SharedState) -> set[Version]:
     """Bases of the pushes that are on their way, of those that are readable."""
-    return _readable(world, {push.request.base for push in world.pushes() if push.needs_base})
+    return _readable(shared, {push.request.base for push in shared.pushes() if push.needs_base})
 
 
-def trained_on(world: World) -> set[Version]:
+def trained_on(shared: SharedState) -> set[Version]:
     """Likewise those of the pushes to come."""
-    return _readable(world, {member.base for member in world.live()})
+    return _readable(shared, {member.base for member in shared.live()})
 
 
-def _readable(world: World, versions: set[Version | None]) -> set[Version]:
-    return {version for version in versions if version is not None and version in world.kept}
+def _readable(shared: SharedState, versions: set[Version | None]) -> set[Version]:
+    return {version for version in versions if version is not None and version in shared.kept}

@@ -7,19 +7,19 @@ from dips.core.messages import LeaseDataReply, LeaseDataRequest, ReturnDataReply
 from dips.core.protocol import MAX_LEASED_CHUNKS
 from dips.master.state.callers import check_member
 from dips.master.state.leases import LeaseTable, TokenState, overlapping
-from dips.master.state.world import World
+from dips.master.state.shared import SharedState
 
 
 class Data:
     """Who may train on what."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, shared: SharedState) -> None:
+        self._shared = shared
 
     def lease(self, token: int, request: LeaseDataRequest) -> None:
-        world = self._world
-        member = check_member(world, request.caller)
-        leases, plan = self._leases(member.cluster), world.ledger.data_plan
+        shared = self._shared
+        member = check_member(shared, request.caller)
+        leases, plan = self._leases(member.cluster), shared.ledger.data_plan
         assert plan is not None, "a lease table has a plan"
         most = MAX_LEASED_CHUNKS * plan.chunk_tokens
         if not 0 < request.want_tokens <= most:
@@ -29,35 +29,35 @@ class Data:
             )
         number, ranges = member.last_lease
         if request.request and request.request == number:
-            world.reply(token, LeaseDataReply(ranges))  # its answer was lost on the way
+            shared.reply(token, LeaseDataReply(ranges))  # its answer was lost on the way
             return
         if 0 < request.request < number:
             raise Refused(RefusalCode.SEQ, f"request {request.request} was overtaken by request {number}: ask again")
         ranges = leases.lease(member.cluster, request.want_tokens)
         member.last_lease = (request.request, ranges)
-        world.journal("LEASE", {"cluster": member.cluster, "leases": [r.lease_id for r in ranges]})
-        world.record(
+        shared.journal("LEASE", {"cluster": member.cluster, "leases": [r.lease_id for r in ranges]})
+        shared.record(
             "lease",
             request.caller.cause_id,
             cluster=member.cluster,
             tokens=sum(item.tokens for item in ranges),
         )
-        world.reply(token, LeaseDataReply(ranges))
+        shared.reply(token, LeaseDataReply(ranges))
 
     def give_back(self, token: int, request: ReturnDataRequest) -> None:
-        world = self._world
-        member = check_member(world, request.caller)
+        shared = self._shared
+        member = check_member(shared, request.caller)
         leases = self._leases(member.cluster)
         leases.check(member.cluster, request.ranges)
         in_push = member.push.request.ranges if member.push else ()
         if taken := overlapping(request.ranges, in_push):
             raise Refused(RefusalCode.RANGES, f"{len(taken)} of the ranges are in an undecided push: await its verdict")
         leases.settle(request.ranges, TokenState.FREE)
-        world.journal("RETURN", {"cluster": member.cluster, "tokens": sum(item.tokens for item in request.ranges)})
-        world.reply(token, ReturnDataReply())
+        shared.journal("RETURN", {"cluster": member.cluster, "tokens": sum(item.tokens for item in request.ranges)})
+        shared.reply(token, ReturnDataReply())
 
     def _leases(self, cluster: str) -> LeaseTable:
-        leases = self._world.ledger.leases
+        leases = self._shared.ledger.leases
         if leases is None:
             raise Refused(
                 RefusalCode.DATA_PLAN,

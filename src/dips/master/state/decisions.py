@@ -14,36 +14,36 @@ from dips.master.state.outer_optimizer import OuterStep
 from dips.master.state.penalty import JudgeInputs, Judgement
 from dips.master.state.records import Donor, Push
 from dips.master.state.rollback import next_version, rollback_commit, rolled_back
+from dips.master.state.shared import SharedState
 from dips.master.state.snapshots import newest_timeline
 from dips.master.state.verdicts import Verdicts
-from dips.master.state.world import World
 
 
 class Decisions:
     """Turns a judged round into durable state; tells verdicts once they may be told."""
 
-    def __init__(self, world: World, verdicts: Verdicts) -> None:
-        self._world = world
+    def __init__(self, shared: SharedState, verdicts: Verdicts) -> None:
+        self._shared = shared
         self._verdicts = verdicts
 
     def accepted(self) -> list[Push]:
         """The participants that are merged, in cluster-id order; the seed is merged unjudged."""
-        state = self._world.round
+        state = self._shared.round
         if state.judgement is None:
             return list(state.participants)
         return [push for push in state.participants if push.cluster in state.judgement.accepted]
 
     def commit(self) -> CommitInfo:
         """Everything that the new version changes, as one journal record: the commit point."""
-        world, state, ledger = self._world, self._world.round, self._world.ledger
+        shared, state, ledger = self._shared, self._shared.round, self._shared.ledger
         accepted = self.accepted()
         assert state.id is not None, "a round that commits has an id"
-        before, s_max = ledger.version, world.s_max()
-        version = before.next() if before else Version(world.epoch, 0)
+        before, s_max = ledger.version, shared.s_max()
+        version = before.next() if before else Version(shared.epoch, 0)
         self._settle(accepted, TokenState.APPLIED)
         self._settle(self._excluded(), TokenState.EXCLUDED)
         if state.judgement is not None:
-            ledger.detector = world.recorded_detector = state.judgement.next_state_if_committed
+            ledger.detector = shared.recorded_detector = state.judgement.next_state_if_committed
             self._alarms(state.judgement.alarms)
         ledger.tokens += sum(push.request.tokens for push in accepted)
         ledger.rounds_committed += 1
@@ -62,44 +62,44 @@ class Decisions:
             "ledger": json.loads(ledger.to_json(with_commit=False)),
         }
         commit = CommitInfo(state.id, version, digests, canonical(record).encode())
-        world.set_commit(commit)
-        world.record("commit", state.cause, round=str(state.id), version=str(version), s_max=s_max)
-        world.journal("COMMIT", {**record, "ledger": "in the snapshot"})
+        shared.set_commit(commit)
+        shared.record("commit", state.cause, round=str(state.id), version=str(version), s_max=s_max)
+        shared.journal("COMMIT", {**record, "ledger": "in the snapshot"})
         sentence = f"version {version}: {_names(accepted)} merged, {ledger.tokens} tokens"
-        world.log("version", sentence, cause=state.cause)
+        shared.log("version", sentence, cause=state.cause)
         return commit
 
     def donation(self, donor: Donor) -> CommitInfo:
         """A ROLLBACK to a version whose parameters a cluster gave back: its record is the commit point."""
-        world, state, current = self._world, self._world.round, self._world.ledger
+        shared, state, current = self._shared, self._shared.round, self._shared.ledger
         assert state.id is not None, "a round that commits has an id"
         (push,) = state.participants
         origin = donor.commit
-        version = next_version(current, origin.version, world.epoch, newest_timeline(world))
-        restored = rolled_back(current, origin, version, world.epoch, frozenset(world.members))
+        version = next_version(current, origin.version, shared.epoch, newest_timeline(shared))
+        restored = rolled_back(current, origin, version, shared.epoch, frozenset(shared.members))
         restored.ledger.origin = None  # no snapshot of it is left, and its momentum is not the origin's
         told = Verdict(push.id, VerdictKind.APPLIED, version, "the donated copy is a version again", False, state.id)
         restored.ledger.entry(push.cluster).last_donation = told
-        about = self._record("ROLLBACK", [push]) | {"donor": push.cluster, "s_max": world.s_max()}
+        about = self._record("ROLLBACK", [push]) | {"donor": push.cluster, "s_max": shared.s_max()}
         digests = tuple(sorted(state.digest_of_slave.items()))
         decided = rollback_commit(restored, current, origin, version, state.id, digests, about)
-        world.replace_ledger(restored.ledger, decided.commit)
-        world.journal("ROLLBACK", decided.record)
+        shared.replace_ledger(restored.ledger, decided.commit)
+        shared.journal("ROLLBACK", decided.record)
         lost_tokens, n_pushes = restored.lost_tokens, len(restored.rolled_back)
-        world.tell_rollback(current.version, origin.version, push.cluster, lost_tokens, n_pushes)
+        shared.tell_rollback(current.version, origin.version, push.cluster, lost_tokens, n_pushes)
         return decided.commit
 
     def void(self, reason: str) -> None:
-        world, state, ledger = self._world, self._world.round, self._world.ledger
+        shared, state, ledger = self._shared, self._shared.round, self._shared.ledger
         assert state.judgement is not None, "only a judged round is void; a seed that is not finite is refused earlier"
         self._settle(state.participants, TokenState.EXCLUDED)
-        ledger.detector = world.recorded_detector = state.judgement.next_state_if_void
+        ledger.detector = shared.recorded_detector = state.judgement.next_state_if_void
         self._alarms(state.judgement.alarms_if_void)
         ledger.rounds_void += 1
         self._remember(ledger.version, reason)
-        world.journal("VOID", self._record("VOID", []) | {"reason": reason})
+        shared.journal("VOID", self._record("VOID", []) | {"reason": reason})
         self.summary("void", reason)
-        alarms.round_was_fruitless(world)
+        alarms.round_was_fruitless(shared)
         self._tell_all()
 
     def tell(self) -> None:
@@ -109,7 +109,7 @@ class Decisions:
 
     def _remember(self, version: Version | None, why_void: str = "") -> None:
         """Every participant's verdict stands in the ledger before the record that decides it is written."""
-        world, state = self._world, self._world.round
+        shared, state = self._shared, self._shared.round
         accepted = {push.cluster for push in self.accepted()} if not why_void else set()
         rejected = {r.cluster: r for r in state.judgement.rejected} if state.judgement else {}
         for push in state.participants:
@@ -119,41 +119,41 @@ class Decisions:
                 kind, reason = VerdictKind.EXCLUDED, rejection.reason if rejection else why_void
                 # Not rejected, yet the update was not finite: its own inner state is suspect too.
                 reset = rejection is None or rejection.non_finite
-                reset = reset or push.cluster in world.ledger.detector.quarantined
-            world.ledger.entry(push.cluster).last_verdict = Verdict(push.id, kind, version, reason, reset, state.id)
+                reset = reset or push.cluster in shared.ledger.detector.quarantined
+            shared.ledger.entry(push.cluster).last_verdict = Verdict(push.id, kind, version, reason, reset, state.id)
 
     def _tell_all(self) -> None:
-        for push in list(self._world.round.participants):
-            entry = self._world.ledger.entry(push.cluster)
+        for push in list(self._shared.round.participants):
+            entry = self._shared.ledger.entry(push.cluster)
             verdict = entry.last_donation if push.is_donation else entry.last_verdict
             assert verdict is not None, "remembered before the record was written"
             self._verdicts.decide(push, verdict)
 
     def summary(self, outcome: str, reason: str) -> None:
-        world, state = self._world, self._world.round
+        shared, state = self._shared, self._shared.round
         judgement, accepted = state.judgement, self.accepted() if outcome == "commit" else []
         names = {push.cluster for push in accepted}
         nan = float("nan")
         assert state.id is not None, "a round that ends has an id"
-        world.recent.append(
+        shared.recent.append(
             RoundSummary(
                 state.id,
                 outcome,
                 reason,
-                world.ledger.version if outcome == "commit" else None,
+                shared.ledger.version if outcome == "commit" else None,
                 tuple(sorted(names)),
                 tuple(push.cluster for push in state.participants if push.cluster not in names),
                 judgement.kappa if judgement else nan,
                 judgement.rho if judgement else nan,
                 judgement.merged_norm if judgement else nan,
-                world.ledger.tokens,
-                world.now_s + world.wall_offset_s,
+                shared.ledger.tokens,
+                shared.now_s + shared.wall_offset_s,
             )
         )
 
     def _settle(self, pushes: Sequence[Push], to: TokenState) -> None:
         """Ranges, fences and counters of decided pushes."""
-        ledger = self._world.ledger
+        ledger = self._shared.ledger
         for push in pushes:
             entry = ledger.entry(push.cluster)
             entry.fence += 1
@@ -168,28 +168,28 @@ class Decisions:
 
     def _excluded(self) -> list[Push]:
         accepted = {push.cluster for push in self.accepted()}
-        return [push for push in self._world.round.participants if push.cluster not in accepted]
+        return [push for push in self._shared.round.participants if push.cluster not in accepted]
 
     def _maybe_stop(self) -> None:
-        ledger, tk_max = self._world.ledger, self._world.settings().tk_max_tokens
+        ledger, tk_max = self._shared.ledger, self._shared.settings().tk_max_tokens
         if tk_max and ledger.tokens >= tk_max and not ledger.stopping:
             ledger.stopping = f"{ledger.tokens} tokens are applied, tk_max is {tk_max}"
 
     def _alarms(self, sentences: Sequence[str]) -> None:
         for sentence in sentences:
-            self._world.alarm(sentence)
+            self._shared.alarm(sentence)
 
     def _record(self, kind: str, accepted: Sequence[Push]) -> dict[str, object]:
-        state = self._world.round
+        state = self._shared.round
         judgement = state.judgement
         names = {push.cluster for push in accepted}
         return {
             "kind": kind,
             "round": pair(state.id),
-            "epoch": self._world.epoch,
+            "epoch": self._shared.epoch,
             "participants": [_participant(push, push.cluster in names) for push in state.participants],
             "judgement": judgement_to_json(judgement, state.step, state.judged_from),
-            "wall_s": self._world.now_s + self._world.wall_offset_s,
+            "wall_s": self._shared.now_s + self._shared.wall_offset_s,
         }
 
 

@@ -8,24 +8,24 @@ from dataclasses import replace
 from dips.core.ids import Version
 from dips.master.state.ledger import CommitInfo, same_as
 from dips.master.state.records import Donor, Member
-from dips.master.state.world import World
+from dips.master.state.shared import SharedState
 
 
 class Donors:
     """Chooses world.recovery.donor; a copy counts only if every slave's digest of it is the committed one."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, shared: SharedState) -> None:
+        self._shared = shared
 
     def known(self) -> list[CommitInfo]:
         """Commits of the run's history whose digests this master remembers, newest first."""
-        world = self._world
-        kept = [commit for commit in world.commits if not world.ledger.is_given_up(commit.version)]
+        shared = self._shared
+        kept = [commit for commit in shared.commits if not shared.ledger.is_given_up(commit.version)]
         return sorted(kept, key=lambda commit: commit.version, reverse=True)
 
     def choose(self) -> bool:
         """Keep the donor or take the next one; whether there is one."""
-        state = self._world.recovery
+        state = self._shared.recovery
         if state.donor is not None and self._stands(state.donor):
             return True
         state.donor = self._next()
@@ -34,7 +34,7 @@ class Donors:
             state.donor = self._next()
         if state.donor is not None:
             donor = state.donor
-            self._world.log(
+            self._shared.log(
                 "donor",
                 f"cluster {donor.cluster} is asked for its copy of version {donor.commit.version}",
             )
@@ -42,31 +42,31 @@ class Donors:
 
     def tick(self) -> None:
         """A donor that sends nothing makes room for another."""
-        world, donor = self._world, self._world.recovery.donor
-        if donor is None or world.now_s - donor.since_s <= world.config.ticket_ttl_s:
+        shared, donor = self._shared, self._shared.recovery.donor
+        if donor is None or shared.now_s - donor.since_s <= shared.config.ticket_ttl_s:
             return
-        member = world.members.get(donor.cluster)
+        member = shared.members.get(donor.cluster)
         if member is None or member.push is None:
-            world.recovery.tried.add((donor.cluster, donor.incarnation))
+            shared.recovery.tried.add((donor.cluster, donor.incarnation))
 
     def rearm(self, gap_s: float) -> None:
-        donor = self._world.recovery.donor
+        donor = self._shared.recovery.donor
         if donor is not None:
             since_s = donor.since_s + gap_s
-            self._world.recovery.donor = replace(donor, since_s=since_s)
+            self._shared.recovery.donor = replace(donor, since_s=since_s)
 
     def _next(self) -> Donor | None:
         for commit in self.known():
             for base in (commit.version, *same_as(commit)):
                 for member in self._standing_on(base, commit.version):
-                    return Donor(member.cluster, member.incarnation, commit, self._world.now_s, base)
+                    return Donor(member.cluster, member.incarnation, commit, self._shared.now_s, base)
         return None
 
     def _standing_on(self, base: Version, version: Version) -> Iterable[Member]:
-        state = self._world.recovery
+        state = self._shared.recovery
         return (
             member
-            for member in self._world.live()
+            for member in self._shared.live()
             if member.beat is not None
             and member.beat.base == base
             and (member.cluster, member.incarnation) not in state.tried
@@ -75,8 +75,8 @@ class Donors:
 
     def _stands(self, donor: Donor) -> bool:
         """Whether this donor may still come up with its copy."""
-        state, member = self._world.recovery, self._world.members.get(donor.cluster)
-        if any(push.is_donation for push in self._world.round.participants):
+        state, member = self._shared.recovery, self._shared.members.get(donor.cluster)
+        if any(push.is_donation for push in self._shared.round.participants):
             return True  # complete on every slave: nobody need be here for it
         if member is None or member.incarnation != donor.incarnation:
             return False

@@ -43,7 +43,7 @@ class CommitInfo:
 
 
 @dataclass(frozen=True)
-class ReshardWish:
+class PendingReshard:
     """Slaves that shall hold blocks too, and slaves that shall not any more."""
 
     add: tuple[SlaveId, ...]
@@ -125,7 +125,7 @@ class Ledger:
     origin: tuple[Version, RoundId] | None = None
     given_up: list[tuple[Version, Version]] = field(default_factory=list)
     applied_in: list[tuple[Version, tuple[PushId, ...]]] = field(default_factory=list)
-    reshard: ReshardWish | None = None
+    reshard: PendingReshard | None = None
     untrained: str | None = None
     """What the first cluster holds and the run does not train, as Untrained.to_text(); None: not known yet."""
     extended: tuple[int, int] | None = None
@@ -214,7 +214,7 @@ class Ledger:
             given_up=[(_version(old), _version(new)) for old, new in raw.get("given_up", [])],
             applied_in=[(_version(v), tuple(map(push_from_json, pushes))) for v, pushes in raw.get("applied_in", [])],
             behind=raw.get("behind") is True,
-            reshard=_wish_from_json(raw.get("reshard")),
+            reshard=_pending_from_json(raw.get("reshard")),
             untrained=_untrained_from_json(raw.get("untrained")),
             extended=_extended_from_json(raw.get("extended")),
         )
@@ -381,11 +381,11 @@ def _origin_from_json(raw: list[Any] | None) -> tuple[Version, RoundId] | None:
     return (_version(raw[0]), _round(raw[1])) if raw else None
 
 
-def _wish_from_json(raw: list[Any] | None) -> ReshardWish | None:
+def _pending_from_json(raw: list[Any] | None) -> PendingReshard | None:
     if raw is None:
         return None
     add, remove, reason = raw
-    return ReshardWish(_slave_ids(add), _slave_ids(remove), _text(reason))
+    return PendingReshard(_slave_ids(add), _slave_ids(remove), _text(reason))
 
 
 def _untrained_from_json(raw: Any) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Pace:
+class ClusterPace:
     """A cluster's measured speed and its last transfers; steps_per_s 0: not measured yet."""
 
     steps_per_s: float
@@ -33,13 +33,13 @@ def lower_bound(sync_every: int) -> int:
     return max(1, math.ceil(sync_every / 8))
 
 
-def fastest_round_s(paces: Sequence[Pace], sync_every: int, overlap: str = "none") -> float | None:
+def fastest_round_s(paces: Sequence[ClusterPace], sync_every: int, overlap: str = "none") -> float | None:
     """Seconds of the fastest measured cluster's round of H steps; None while nothing is measured."""
     rounds = [round_s(pace, sync_every, overlap) for pace in paces if pace.known]
     return min(rounds) if rounds else None
 
 
-def round_s(pace: Pace, sync_every: int, overlap: str) -> float:
+def round_s(pace: ClusterPace, sync_every: int, overlap: str) -> float:
     """Seconds between two pushes of H steps, all of them counted, those made through transfers too.
 
     A transfer that a cluster trains through takes no time of its own; but H/8 steps are always made after the pull.
@@ -48,7 +48,7 @@ def round_s(pace: Pace, sync_every: int, overlap: str) -> float:
     return max(pace.round_s(sync_every) - hidden_s, pace.round_s(lower_bound(sync_every)))
 
 
-def dynamic_steps(pace: Pace, sync_every: int, window_at_s: float, period_s: float, now_s: float) -> int:
+def dynamic_steps(pace: ClusterPace, sync_every: int, window_at_s: float, period_s: float, now_s: float) -> int:
     """H_j towards the first planned window, window_at_s + k x period_s, that leaves room for H/8 steps.
 
     To the nearest step: a cluster comes at most half a step early or late, so that one window takes in all.
@@ -62,7 +62,7 @@ def dynamic_steps(pace: Pace, sync_every: int, window_at_s: float, period_s: flo
     return min(sync_every, max(least, math.floor(pace.steps_per_s * room_s + 0.5)))
 
 
-def steps_within_staleness(pace: Pace, sync_every: int, s_max: int, publish_interval_s: float) -> int:
+def steps_within_staleness(pace: ClusterPace, sync_every: int, s_max: int, publish_interval_s: float) -> int:
     """H, or fewer when H steps would take longer than s_max published versions."""
     if not pace.known or publish_interval_s <= 0:
         return sync_every

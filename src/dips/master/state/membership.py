@@ -31,9 +31,9 @@ from dips.master.state.ledger import ClusterEntry, pair
 from dips.master.state.name_claims import DIALS_AGAIN_BEATS, NameClaims
 from dips.master.state.push_checks import OWN_DATA_START_S
 from dips.master.state.records import Member, Push
-from dips.master.state.slave_desk import MAX_DRAWN_BYTES, SlaveDesk
+from dips.master.state.shared import SharedState
+from dips.master.state.slaves import MAX_DRAWN_BYTES, SlaveRegistry
 from dips.master.state.verdicts import Verdicts
-from dips.master.state.world import World
 
 MAX_DECLARED_TOKENS_PER_S = 1e12
 MAX_TOTAL_TOKENS = 1 << 60
@@ -42,16 +42,16 @@ MAX_CLUSTER_IDS = 1024
 """An id that took part once is never forgotten: its fence must never begin anew."""
 
 
-def most_cluster_ids(world: World) -> int:
+def most_cluster_ids(shared: SharedState) -> int:
     """Ids that the ledger remembers, each with its fence and statistics: 1 KB in every journal entry."""
-    return MAX_CLUSTER_IDS + world.config.max_clusters
+    return MAX_CLUSTER_IDS + shared.config.max_clusters
 
 
 class Membership:
     """Who takes part."""
 
-    def __init__(self, world: World, verdicts: Verdicts, slaves: SlaveDesk) -> None:
-        self._world = world
+    def __init__(self, shared: SharedState, verdicts: Verdicts, slaves: SlaveRegistry) -> None:
+        self._shared = shared
         self._verdicts = verdicts
         self._slaves = slaves
         self._away_since_s: dict[str, float] = {}
@@ -59,36 +59,36 @@ class Membership:
         self._since_s = 0.0
 
     def start(self) -> None:
-        self._since_s = self._world.now_s
+        self._since_s = self._shared.now_s
 
     # ---- join ----
 
     def join(self, token: int, request: JoinRequest) -> None:
         """A new incarnation; whatever an older one of this cluster has not sealed is aborted."""
-        world, name = self._world, request.caller.name
+        shared, name = self._shared, request.caller.name
         self._check_join(request)
         hello = agree(request.hello.protocol_min, request.hello.protocol_max, request.hello.capabilities, name)
         slot = self._slot(name)
         self._adopt_model(request)
-        entry = world.ledger.entry(name)
+        entry = shared.ledger.entry(name)
         if not entry.incarnations:
-            world.counted_since_s[name] = world.now_s - OWN_DATA_START_S
-        before = world.members.get(name)
+            shared.counted_since_s[name] = shared.now_s - OWN_DATA_START_S
+        before = shared.members.get(name)
         undecided = self._retire(name, f"cluster {name} joined anew")
         entry.incarnations += 1
-        entry.incarnation = Incarnation(world.epoch, entry.incarnations)
+        entry.incarnation = Incarnation(shared.epoch, entry.incarnations)
         entry.member, entry.declared_tokens_per_s = True, request.declared_tokens_per_s
         entry.process_id = request.process_id
         held = self._reattach(name, request.held_ranges, undecided)
-        member = Member(name, entry.incarnation, slot, world.now_s, held_at_join=held, push=undecided)
+        member = Member(name, entry.incarnation, slot, shared.now_s, held_at_join=held, push=undecided)
         member.process_id, member.host = request.process_id, request.host
-        world.members[name] = member
-        world.allowed.put(KeyRole.CLUSTER, name, request.curve_key)
+        shared.members[name] = member
+        shared.allowed.put(KeyRole.CLUSTER, name, request.curve_key)
         self._away_since_s.pop(name, None)
-        if world.ledger.version is None and world.seed_cluster not in world.members:
-            world.seed_cluster = name  # unless it is drained: see seeder()
-        world.journal("JOIN", {"cluster": name, "incarnation": pair(entry.incarnation)})
-        world.record(
+        if shared.ledger.version is None and shared.seed_cluster not in shared.members:
+            shared.seed_cluster = name  # unless it is drained: see seeder()
+        shared.journal("JOIN", {"cluster": name, "incarnation": pair(entry.incarnation)})
+        shared.record(
             "join",
             request.caller.cause_id,
             cluster=name,
@@ -96,55 +96,55 @@ class Membership:
             process=request.process_id.hex(),
         )
         sentence = f"cluster {name} joined as incarnation {entry.incarnation}"
-        world.log(f"cluster {name}", sentence, cause=request.caller.cause_id)
+        shared.log(f"cluster {name}", sentence, cause=request.caller.cause_id)
         self._answer_leave(before)
         versions = Hello(PROTOCOL_MIN, hello.version, tuple(sorted(hello.capabilities)))
-        world.reply(token, self._join_reply(member, entry, versions))
+        shared.reply(token, self._join_reply(member, entry, versions))
 
     def _join_reply(self, member: Member, entry: ClusterEntry, hello: Hello) -> JoinReply:
-        world = self._world
+        shared = self._shared
         last: Verdict | PushId | None = member.push.id if member.push else entry.last_verdict
-        member.local_steps = pacing.local_steps(world, member)
+        member.local_steps = pacing.local_steps(shared, member)
         return JoinReply(
-            world.epoch,
+            shared.epoch,
             member.incarnation,
             hello,
-            world.settings(),
-            world.ledger.version is None and world.seeder() == member.cluster,
+            shared.settings(),
+            shared.ledger.version is None and shared.seeder() == member.cluster,
             entry.fence,
             last,
-            world.published.version if world.published else None,
-            world.ledger.tokens,
+            shared.published.version if shared.published else None,
+            shared.ledger.tokens,
             member.local_steps,
-            world.config.run_id,
+            shared.config.run_id,
             member.held_at_join,
         )
 
     def _check_join(self, request: JoinRequest) -> None:
-        world, name, previous = self._world, request.caller.name, request.caller.incarnation
+        shared, name, previous = self._shared, request.caller.name, request.caller.incarnation
         try:
             check_name(name, "cluster id")
         except ConfigError as error:
             raise Refused(RefusalCode.MALFORMED, str(error)) from error
-        check_run(world, request.caller.run_id, f"cluster {name!r}")
-        if world.ledger.stopping:
-            raise Refused(RefusalCode.STOPPING, f"the run has reached its end: {world.ledger.stopping}")
-        if name not in world.ledger.clusters and len(world.ledger.clusters) >= most_cluster_ids(world):
+        check_run(shared, request.caller.run_id, f"cluster {name!r}")
+        if shared.ledger.stopping:
+            raise Refused(RefusalCode.STOPPING, f"the run has reached its end: {shared.ledger.stopping}")
+        if name not in shared.ledger.clusters and len(shared.ledger.clusters) >= most_cluster_ids(shared):
             raise Refused(
                 RefusalCode.CONFIG,
-                f"{len(world.ledger.clusters)} cluster ids have taken part in this run, and no more are remembered: "
+                f"{len(shared.ledger.clusters)} cluster ids have taken part in this run, and no more are remembered: "
                 "give a cluster that comes back the id that it had",
             )
         self._check_process(name, request)
         # An incarnation that never spoke may be this very process's, whose Join was answered in vain.
-        spoke = world.ledger.clusters[name].spoke if name in world.ledger.clusters else None
+        spoke = shared.ledger.clusters[name].spoke if name in shared.ledger.clusters else None
         if previous is not None and spoke is not None and previous < spoke:
             raise Refused(
                 RefusalCode.FENCED,
                 f"another process took over cluster {name!r} as incarnation {spoke}: this one, {previous}, must stop; "
                 "give each process a cluster id of its own",
             )
-        world.allowed.check(KeyRole.CLUSTER, name, request.curve_key)
+        shared.allowed.check(KeyRole.CLUSTER, name, request.curve_key)
         if not 0 <= request.declared_tokens_per_s <= MAX_DECLARED_TOKENS_PER_S:
             raise Refused(
                 RefusalCode.TOKENS,
@@ -169,43 +169,43 @@ class Membership:
         """A process that joins again is welcome at once. Another one under its name is a second process, or the next
         after one that died: the name is free for it once the known one is gone, and that one trains on undisturbed.
         """
-        world = self._world
-        member, entry = world.members.get(name), world.ledger.clusters.get(name)
-        beat_s, evict_after_s = world.config.settings.heartbeat_s, world.config.evict_after_s
+        shared = self._shared
+        member, entry = shared.members.get(name), shared.ledger.clusters.get(name)
+        beat_s, evict_after_s = shared.config.settings.heartbeat_s, shared.config.evict_after_s
         if member is not None:
             known, words = member.process_id, f"incarnation {member.incarnation}"
             words += f", {member.host}" if member.host else ""
             gone_s = (
                 member.silent_since_s + DIALS_AGAIN_BEATS * beat_s if member.silent_since_s is not None else math.inf
             )
-            gone = world.now_s >= gone_s
+            gone = shared.now_s >= gone_s
         elif entry is not None and entry.member:
             # As the master before this one left it. Who lives dials within a beat, and joins when its step is over.
             known, words = entry.process_id, f"incarnation {entry.incarnation}, before the master's restart"
-            called_s = world.called_of_old_s.get(name)
+            called_s = shared.called_of_old_s.get(name)
             until_s = self._since_s + beat_s if called_s is None else called_s + evict_after_s
-            gone = world.now_s >= until_s
+            gone = shared.now_s >= until_s
         else:
             return
         if known in (b"", request.process_id) or gone:
             return
         remedy = "stop one of the two, or give each process a cluster id of its own"
-        raise self._claims.refuse("cluster", name, request.process_id, words, remedy, world.now_s, evict_after_s)
+        raise self._claims.refuse("cluster", name, request.process_id, words, remedy, shared.now_s, evict_after_s)
 
     def _slot(self, name: str) -> int:
         """The cluster's staging slot on every slave. Raises Refused(BUSY) when all are taken."""
-        world = self._world
-        if name in world.members:
-            return world.members[name].slot
-        used = {m.slot for m in world.members.values()} | {p.slot for p in world.round.participants}
-        own = next((push.slot for push in world.round.participants if push.cluster == name), None)
-        free = [slot for slot in range(world.config.max_clusters) if slot not in used]
+        shared = self._shared
+        if name in shared.members:
+            return shared.members[name].slot
+        used = {m.slot for m in shared.members.values()} | {p.slot for p in shared.round.participants}
+        own = next((push.slot for push in shared.round.participants if push.cluster == name), None)
+        free = [slot for slot in range(shared.config.max_clusters) if slot not in used]
         if own is not None:
             return own
         if not free:
             raise Refused(
                 RefusalCode.BUSY,
-                f"all {world.config.max_clusters} staging slots are taken: wait for a cluster to leave, or start the "
+                f"all {shared.config.max_clusters} staging slots are taken: wait for a cluster to leave, or start the "
                 "master with a larger max_clusters",
                 retry_after_s=5.0,
             )
@@ -213,7 +213,7 @@ class Membership:
 
     def _adopt_model(self, request: JoinRequest) -> None:
         """The first joiner brings layout and data; everybody else must match."""
-        ledger = self._world.ledger
+        ledger = self._shared.ledger
         _check_plan(request.data_plan)
         if ledger.layout is None:
             self._slaves.place_model(request.layout)
@@ -236,8 +236,8 @@ class Membership:
         Buffers decide at a cluster's first Join only: later it may come from a checkpoint of its own, with what its
         training made of them. Raises Refused(FROZEN) with the names of the tensors that differ.
         """
-        world, ledger, name = self._world, self._world.ledger, request.caller.name
-        rule, theirs = world.config.settings.frozen, Untrained(request.frozen, request.buffers)
+        shared, ledger, name = self._shared, self._shared.ledger, request.caller.name
+        rule, theirs = shared.config.settings.frozen, Untrained(request.frozen, request.buffers)
         if rule == "any":
             return
         if ledger.untrained is None:
@@ -253,7 +253,7 @@ class Membership:
         found = difference("buffers", ours.buffers, theirs.buffers) if rule == "same" else ""
         entry = ledger.clusters.get(name)
         if found and entry is not None and entry.incarnations:
-            world.log(f"cluster {name}", f"cluster {name} came back with other buffers: {found}", logging.WARNING)
+            shared.log(f"cluster {name}", f"cluster {name} came back with other buffers: {found}", logging.WARNING)
         elif found:
             raise Refused(
                 RefusalCode.FROZEN,
@@ -263,22 +263,22 @@ class Membership:
 
     def _retire(self, name: str, reason: str) -> Push | None:
         """End the current incarnation; returns its push if that is sealed and must be waited for."""
-        world = self._world
-        member = world.members.pop(name, None)
-        world.allowed.remove(KeyRole.CLUSTER, name)
+        shared = self._shared
+        member = shared.members.pop(name, None)
+        shared.allowed.remove(KeyRole.CLUSTER, name)
         if member is not None:
-            entry = world.ledger.entry(name)
+            entry = shared.ledger.entry(name)
             entry.steps_before += member.beat.steps if member.beat else 0
-            world.link_rates.gone(name)
-            world.pins = {pin_id: pin for pin_id, pin in world.pins.items() if pin.owner != name}
+            shared.link_rates.gone(name)
+            shared.pins = {pin_id: pin for pin_id, pin in shared.pins.items() if pin.owner != name}
             if member.push is not None and not member.push.sealed:
                 self._verdicts.abort(member.push, reason)
-        return next((push for push in world.round.participants if push.cluster == name), None)
+        return next((push for push in shared.round.participants if push.cluster == name), None)
 
     def _reattach(self, name: str, held: tuple[DataRange, ...], undecided: Push | None) -> tuple[DataRange, ...]:
         """Leases that this process still holds (they are returned), or that a sealed push carries, stay; the rest is
         free."""
-        leases = self._world.ledger.leases
+        leases = self._shared.ledger.leases
         if leases is None:
             return ()
         kept = tuple(item for item in held if _leased(leases, name, item))
@@ -288,120 +288,120 @@ class Membership:
     # ---- beats, leaving, eviction ----
 
     def beat(self, token: int, request: HeartbeatRequest) -> None:
-        world = self._world
-        member = check_member(world, request.caller)
-        member.beat_s, member.beat = world.now_s, pacing.plausible(request)
+        shared = self._shared
+        member = check_member(shared, request.caller)
+        member.beat_s, member.beat = shared.now_s, pacing.plausible(request)
         member.silent_since_s = None
         if not member.local_steps:
-            member.local_steps = pacing.local_steps(world, member)
-        published = world.published.version if world.published else None
-        leaving = world.ledger.stopping or member.cluster in world.ledger.draining
-        stop = bool(leaving) and member.push is None and world.everything_out
-        world.reply(
+            member.local_steps = pacing.local_steps(shared, member)
+        published = shared.published.version if shared.published else None
+        leaving = shared.ledger.stopping or member.cluster in shared.ledger.draining
+        stop = bool(leaving) and member.push is None and shared.everything_out
+        shared.reply(
             token,
             HeartbeatReply(
-                world.epoch,
+                shared.epoch,
                 published,
-                world.ledger.tokens,
+                shared.ledger.tokens,
                 member.local_steps,
                 stop,
-                world.round.phase.now.value,
-                _wanted_copy(world, member),
+                shared.round.phase.now.value,
+                _wanted_copy(shared, member),
             ),
         )
 
     def beats_ended(self, cluster: str, incarnation: Incarnation | None) -> None:
         """A sign of death, if the process does not dial again: its successor need not wait for the eviction."""
-        member = self._world.members.get(cluster)
+        member = self._shared.members.get(cluster)
         if member is not None and member.incarnation == incarnation:
-            member.silent_since_s = self._world.now_s
+            member.silent_since_s = self._shared.now_s
 
     def leave(self, token: int, request: LeaveRequest) -> None:
         """Waits for the verdict of a sealed push, aborts any other."""
-        world = self._world
-        member = check_member(world, request.caller)
+        shared = self._shared
+        member = check_member(shared, request.caller)
         if member.leave_token is not None:
-            world.refuse(member.leave_token, Refused(RefusalCode.BUSY, "Leave was called again", 1.0))
+            shared.refuse(member.leave_token, Refused(RefusalCode.BUSY, "Leave was called again", 1.0))
         member.leave_token = token
         if member.push is None or not member.push.sealed:
             self._depart(member, "LEAVE", request.reason or "it left")
 
     def finish_leaving(self) -> None:
         """Clusters that waited for a verdict before they leave."""
-        world = self._world
-        while world.leave_ready:
-            member = world.members.get(world.leave_ready.pop())
+        shared = self._shared
+        while shared.leave_ready:
+            member = shared.members.get(shared.leave_ready.pop())
             if member is not None and member.leave_token is not None:
                 self._depart(member, "LEAVE", "it left")
 
     def evict(self, cluster: str, reason: str) -> None:
-        member = self._world.members[cluster]
+        member = self._shared.members[cluster]
         sentence = f"cluster {cluster} is evicted: {reason}"
-        self._world.log(f"cluster {cluster}", sentence, logging.WARNING, str(member.incarnation))
+        self._shared.log(f"cluster {cluster}", sentence, logging.WARNING, str(member.incarnation))
         self._depart(member, "EVICT", reason)
 
     def _depart(self, member: Member, kind: str, reason: str) -> None:
-        world, name = self._world, member.cluster
+        shared, name = self._shared, member.cluster
         undecided = self._retire(name, f"cluster {name} is gone: {reason}")
-        world.ledger.entry(name).member = False
-        self._away_since_s[name] = world.now_s
+        shared.ledger.entry(name).member = False
+        self._away_since_s[name] = shared.now_s
         if kind == "LEAVE":
-            world.ledger.draining.pop(name, None)
-        if kind == "LEAVE" and world.ledger.leases is not None:
-            world.ledger.leases.free_all_but(name, undecided.request.ranges if undecided else ())
-        if world.seed_cluster == name:
-            world.seed_cluster = min(world.members, default=None)
-        world.journal(kind, {"cluster": name, "incarnation": pair(member.incarnation), "reason": reason})
-        world.record(kind.lower(), str(member.incarnation), cluster=name, reason=reason)
+            shared.ledger.draining.pop(name, None)
+        if kind == "LEAVE" and shared.ledger.leases is not None:
+            shared.ledger.leases.free_all_but(name, undecided.request.ranges if undecided else ())
+        if shared.seed_cluster == name:
+            shared.seed_cluster = min(shared.members, default=None)
+        shared.journal(kind, {"cluster": name, "incarnation": pair(member.incarnation), "reason": reason})
+        shared.record(kind.lower(), str(member.incarnation), cluster=name, reason=reason)
         if kind == "LEAVE":
-            world.log(f"cluster {name}", f"cluster {name} left: {reason}", cause=str(member.incarnation))
+            shared.log(f"cluster {name}", f"cluster {name} left: {reason}", cause=str(member.incarnation))
         self._answer_leave(member)
 
     def _answer_leave(self, member: Member | None) -> None:
         """Whatever ended it, a cluster that is gone has left."""
         if member is not None and member.leave_token is not None:
-            self._world.reply(member.leave_token, LeaveReply())
+            self._shared.reply(member.leave_token, LeaveReply())
             member.leave_token = None
 
     # ---- time ----
 
     def tick(self) -> None:
-        world = self._world
-        for member in world.live():
-            silent_s = world.now_s - member.beat_s
-            if silent_s > world.config.evict_after_s:
+        shared = self._shared
+        for member in shared.live():
+            silent_s = shared.now_s - member.beat_s
+            if silent_s > shared.config.evict_after_s:
                 self.evict(member.cluster, f"no heartbeat for {silent_s:.1f} s")
         self._expire_leases()
 
     def rearm(self, gap_s: float) -> None:
         self._claims.rearm()
         self._since_s += gap_s
-        for member in self._world.members.values():
-            member.beat_s = self._world.now_s
+        for member in self._shared.members.values():
+            member.beat_s = self._shared.now_s
             if member.silent_since_s is not None:
                 member.silent_since_s += gap_s
         self._away_since_s = {name: since_s + gap_s for name, since_s in self._away_since_s.items()}
 
     def _expire_leases(self) -> None:
         """What a cluster leased is free again when it stays away for lease_ttl."""
-        world = self._world
-        leases = world.ledger.leases
+        shared = self._shared
+        leases = shared.ledger.leases
         if leases is None:
             return
-        for name, entry in world.ledger.clusters.items():
-            if name in world.members or not entry.incarnations:
+        for name, entry in shared.ledger.clusters.items():
+            if name in shared.members or not entry.incarnations:
                 continue
-            away_s = world.now_s - self._away_since_s.setdefault(name, world.now_s)
-            if away_s <= world.config.lease_ttl_s:
+            away_s = shared.now_s - self._away_since_s.setdefault(name, shared.now_s)
+            if away_s <= shared.config.lease_ttl_s:
                 continue
-            sealed = [r for p in world.round.participants if p.cluster == name for r in p.request.ranges]
+            sealed = [r for p in shared.round.participants if p.cluster == name for r in p.request.ranges]
             if freed := leases.free_all_but(name, sealed):
-                world.journal("RETURN", {"cluster": name, "tokens": freed, "reason": "lease_ttl"})
+                shared.journal("RETURN", {"cluster": name, "tokens": freed, "reason": "lease_ttl"})
 
 
-def _wanted_copy(world: World, member: Member) -> Version | None:
+def _wanted_copy(shared: SharedState, member: Member) -> Version | None:
     """The version whose parameters this cluster is asked to give back to the slaves."""
-    donor = world.recovery.donor if world.recovery.donating else None
+    donor = shared.recovery.donor if shared.recovery.donating else None
     asked = donor is not None and (donor.cluster, donor.incarnation) == (member.cluster, member.incarnation)
     return donor.base if donor is not None and asked else None
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from dips.core.messages import HeartbeatRequest
 from dips.master.state.local_steps import (
-    Pace,
+    ClusterPace,
     dynamic_steps,
     fastest_round_s,
     round_s,
@@ -15,9 +15,9 @@ from dips.master.state.local_steps import (
 )
 from dips.master.state.penalty_scaling import momentum_warning
 from dips.master.state.records import Member
-from dips.master.state.schedule import Way, Wish
+from dips.master.state.schedule import TransferRequest, Way
+from dips.master.state.shared import SharedState
 from dips.master.state.tables import RoundPhase
-from dips.master.state.world import World
 
 GRACE_SHARE = 0.1
 GRACE_LEAST_S = 1.0
@@ -52,65 +52,65 @@ def _within(value: float, least: float, most: float) -> float:
     return value if least <= value <= most else 0.0  # NaN is within nothing
 
 
-def pace_of(member: Member) -> Pace:
+def pace_of(member: Member) -> ClusterPace:
     beat = member.beat
-    return Pace(beat.steps_per_s, beat.push_s, beat.pull_s) if beat else Pace(0.0, 0.0, 0.0)
+    return ClusterPace(beat.steps_per_s, beat.push_s, beat.pull_s) if beat else ClusterPace(0.0, 0.0, 0.0)
 
 
-def grace_s(world: World) -> float:
+def grace_s(shared: SharedState) -> float:
     """The grace window: as configured, or 10 % of the fastest cluster's round, at least 1 s."""
-    if world.config.grace_s is not None:
-        return world.config.grace_s
-    return max(GRACE_LEAST_S, GRACE_SHARE * (_fastest_s(world) or 0.0))
+    if shared.config.grace_s is not None:
+        return shared.config.grace_s
+    return max(GRACE_LEAST_S, GRACE_SHARE * (_fastest_s(shared) or 0.0))
 
 
-def longest_window_s(world: World) -> float:
+def longest_window_s(shared: SharedState) -> float:
     """How long a window may last, from its first push on."""
-    return grace_s(world) * (SLIDES if world.config.grace_sliding else 1.0)
+    return grace_s(shared) * (SLIDES if shared.config.grace_sliding else 1.0)
 
 
-def open_window(world: World) -> None:
+def open_window(shared: SharedState) -> None:
     """The window begins now: its first push is here."""
-    state = world.round
-    state.grace_s = grace_s(world)
-    state.window_closes_s, state.window_ends_s = world.now_s + state.grace_s, world.now_s + longest_window_s(world)
-    world.window_opened_s = world.now_s
+    state = shared.round
+    state.grace_s = grace_s(shared)
+    state.window_closes_s, state.window_ends_s = shared.now_s + state.grace_s, shared.now_s + longest_window_s(shared)
+    shared.window_opened_s = shared.now_s
 
 
-def arrived(world: World) -> None:
+def arrived(shared: SharedState) -> None:
     """A push was admitted: a sliding window that is open starts again, within its bound."""
-    state = world.round
-    if world.config.grace_sliding and state.phase.now is RoundPhase.WINDOW:
-        starts_again_s = min(world.now_s + state.grace_s, state.window_ends_s)
+    state = shared.round
+    if shared.config.grace_sliding and state.phase.now is RoundPhase.WINDOW:
+        starts_again_s = min(shared.now_s + state.grace_s, state.window_ends_s)
         state.window_closes_s = max(state.window_closes_s, starts_again_s)
 
 
-def local_steps(world: World, member: Member, *, pulled: bool = False) -> int:
+def local_steps(shared: SharedState, member: Member, *, pulled: bool = False) -> int:
     """H_j for the steps that begin now, or after a pull unless it was just `pulled`; says so when a static H is cut."""
-    settings = world.config.settings
+    settings = shared.config.settings
     every, pace = settings.sync_every_steps, pace_of(member)
     if settings.dynamic_local_steps:
-        period_s = _fastest_s(world) or 0.0
-        planned_s = world.planned_window_s if world.planned_window_s is not None else world.now_s + period_s
+        period_s = _fastest_s(shared) or 0.0
+        planned_s = shared.planned_window_s if shared.planned_window_s is not None else shared.now_s + period_s
         ahead = replace(pace, pull_s=0.0) if pulled else pace
-        return dynamic_steps(ahead, every, planned_s, period_s, world.now_s)
-    steps = steps_within_staleness(pace, every, world.s_max(), world.publish_interval_s)
+        return dynamic_steps(ahead, every, planned_s, period_s, shared.now_s)
+    steps = steps_within_staleness(pace, every, shared.s_max(), shared.publish_interval_s)
     if steps < every:
-        world.log(
+        shared.log(
             f"steps {member.cluster}",
             f"cluster {member.cluster} makes {steps} steps instead of {every} between pushes, else it would come "
-            f"more than {world.s_max()} versions late; dynamic local steps or a smaller H avoid that",
+            f"more than {shared.s_max()} versions late; dynamic local steps or a smaller H avoid that",
         )
     return steps
 
 
-def transfer_order(world: World, owner: str, slot: int, way: Way) -> tuple[int, ...]:
+def transfer_order(shared: SharedState, owner: str, slot: int, way: Way) -> tuple[int, ...]:
     """Block ids in the order in which this owner's transfer that begins now is to go (schedule.py)."""
-    placement = world.ledger.placement
+    placement = shared.ledger.placement
     assert placement is not None, "a joined cluster has a placement"
-    known = {member.cluster: _transfer_s(member, way) for member in world.live()}
+    known = {member.cluster: _transfer_s(member, way) for member in shared.live()}
     fastest_s = min((seconds for seconds in known.values() if seconds > 0), default=0.0)
-    return world.schedule.begin(Wish(owner, way, slot, known.get(owner, 0.0), fastest_s), placement)
+    return shared.schedule.begin(TransferRequest(owner, way, slot, known.get(owner, 0.0), fastest_s), placement)
 
 
 def _transfer_s(member: Member, way: Way) -> float:
@@ -118,54 +118,54 @@ def _transfer_s(member: Member, way: Way) -> float:
     return pace.push_s if way is Way.PUSH else pace.pull_s
 
 
-def warn_of_momentum(world: World) -> None:
+def warn_of_momentum(shared: SharedState) -> None:
     """Say so when one slow cluster with most of the tokens can make momentum unstable."""
-    sentence = momentum_warning(world.config.penalty, *rates_and_intervals(world))
+    sentence = momentum_warning(shared.config.penalty, *rates_and_intervals(shared))
     if sentence is not None:
-        world.log("momentum", sentence, logging.WARNING)
+        shared.log("momentum", sentence, logging.WARNING)
 
 
-def rates_and_intervals(world: World) -> tuple[dict[str, float], dict[str, float]]:
+def rates_and_intervals(shared: SharedState) -> tuple[dict[str, float], dict[str, float]]:
     """Tokens/s and seconds between pushes of the live clusters: measured, else declared or told with their beats."""
     rates: dict[str, float] = {}
     intervals_s: dict[str, float] = {}
-    for member in world.live():
-        entry = world.ledger.entry(member.cluster)
+    for member in shared.live():
+        entry = shared.ledger.entry(member.cluster)
         rates[member.cluster] = entry.rate_tokens_per_s or (member.beat.tokens_per_s if member.beat else 0.0)
         if entry.push_interval_s > 0:
             intervals_s[member.cluster] = entry.push_interval_s
         elif pace_of(member).known:
-            settings = world.config.settings
+            settings = shared.config.settings
             intervals_s[member.cluster] = round_s(pace_of(member), settings.sync_every_steps, settings.overlap)
     return rates, intervals_s
 
 
-def published(world: World) -> None:
+def published(shared: SharedState) -> None:
     """A version is out: remember how often they come, and plan the next window."""
-    if world.published_s is not None:
-        interval_s = world.now_s - world.published_s
-        old = world.publish_interval_s
-        world.publish_interval_s = interval_s if old <= 0 else 0.7 * old + 0.3 * interval_s
-    world.published_s = world.now_s
-    _plan_window(world)
+    if shared.published_s is not None:
+        interval_s = shared.now_s - shared.published_s
+        old = shared.publish_interval_s
+        shared.publish_interval_s = interval_s if old <= 0 else 0.7 * old + 0.3 * interval_s
+    shared.published_s = shared.now_s
+    _plan_window(shared)
 
 
-def _plan_window(world: World) -> None:
+def _plan_window(shared: SharedState) -> None:
     """The next planned window is one fastest round from now; a round of stragglers alone leaves the plan as it is.
 
     Were it to follow every round, each cluster would go by its own last round, and no two would ever meet. But a plan
     further away than a round was made when clusters seemed slower, and would keep all at H steps until then.
     """
-    period_s, opened_s = _fastest_s(world), world.window_opened_s
+    period_s, opened_s = _fastest_s(shared), shared.window_opened_s
     if period_s is None or opened_s is None:
         return
     # Where clusters train through window and round as well, their next H steps have begun before this one opened.
-    begun_s = opened_s if world.config.settings.overlap == "full" else world.now_s
-    planned_s, next_s = world.planned_window_s, begun_s + period_s
+    begun_s = opened_s if shared.config.settings.overlap == "full" else shared.now_s
+    planned_s, next_s = shared.planned_window_s, begun_s + period_s
     if planned_s is None or planned_s > next_s or opened_s >= planned_s - STRAGGLERS_SHARE * period_s:
-        world.planned_window_s = next_s
+        shared.planned_window_s = next_s
 
 
-def _fastest_s(world: World) -> float | None:
-    settings = world.config.settings
-    return fastest_round_s([pace_of(m) for m in world.live()], settings.sync_every_steps, settings.overlap)
+def _fastest_s(shared: SharedState) -> float | None:
+    settings = shared.config.settings
+    return fastest_round_s([pace_of(m) for m in shared.live()], settings.sync_every_steps, settings.overlap)

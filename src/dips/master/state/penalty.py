@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from dips.core.errors import LocalProtocolError
 from dips.master.state import penalty_direction
 from dips.master.state.penalty_config import PRESETS, PenaltyConfig
-from dips.master.state.penalty_detect import Finding, detect
+from dips.master.state.penalty_detect import Detection, detect
 from dips.master.state.penalty_scaling import momentum_warning, participation, round_tokens
 from dips.master.state.penalty_statistics import ClusterStatistics, DetectorState
-from dips.master.state.penalty_types import JudgeInputs, Judgement, Measure, Participant, Rejection
+from dips.master.state.penalty_types import JudgeInputs, Judgement, Participant, ParticipantMeasure, Rejection
 from dips.master.state.penalty_update import after_commit, after_void
 
 __all__ = [
@@ -31,8 +31,8 @@ __all__ = [
     "DetectorState",
     "JudgeInputs",
     "Judgement",
-    "Measure",
     "Participant",
+    "ParticipantMeasure",
     "PenaltyConfig",
     "Rejection",
     "judge",
@@ -96,7 +96,7 @@ def judge(
 class _Merge:
     """d, as far as numbers tell. accepted: c; norm: ||d||, NaN when c is empty."""
 
-    accepted: tuple[Finding, ...]
+    accepted: tuple[Detection, ...]
     weights: tuple[float, ...]
     norm: float
 
@@ -109,7 +109,7 @@ class _Merge:
         return sum(finding.participant.tokens for finding in self.accepted)
 
 
-def _merge(config: PenaltyConfig, findings: Sequence[Finding], gram: Gram) -> _Merge:
+def _merge(config: PenaltyConfig, findings: Sequence[Detection], gram: Gram) -> _Merge:
     of_accepted = [j for j, finding in enumerate(findings) if finding.accepted]
     accepted = tuple(findings[j] for j in of_accepted)
     weights = _weights(config, accepted)
@@ -130,7 +130,7 @@ def _check_square(what: str, matrix: Gram, size: int, k: int) -> None:
         raise LocalProtocolError(f"the {what} of {k} participants has rows of {[len(row) for row in matrix]}")
 
 
-def _weights(config: PenaltyConfig, accepted: Sequence[Finding]) -> tuple[float, ...]:
+def _weights(config: PenaltyConfig, accepted: Sequence[Detection]) -> tuple[float, ...]:
     """w_j = T_j / sum_c T (paper 4.1 step 3), or EDiT's softmax(-G)."""
     if config.weighting == "softmax":
         smallest = min((finding.norm for finding in accepted), default=0.0)  # keeps exp() within range
@@ -156,12 +156,12 @@ def _clip_norm(state: DetectorState, config: PenaltyConfig) -> float:
     return config.clip_norm
 
 
-def _measure(finding: Finding, cosine: float) -> Measure:
+def _measure(finding: Detection, cosine: float) -> ParticipantMeasure:
     score = math.nan if finding.score is None else finding.score
-    return Measure(finding.cluster, finding.norm, finding.scaled_norm, score, cosine)
+    return ParticipantMeasure(finding.cluster, finding.norm, finding.scaled_norm, score, cosine)
 
 
-def _pair_cosines(findings: Sequence[Finding], gram: Gram) -> tuple[tuple[str, str, float], ...]:
+def _pair_cosines(findings: Sequence[Detection], gram: Gram) -> tuple[tuple[str, str, float], ...]:
     return tuple(
         (
             findings[j].cluster,

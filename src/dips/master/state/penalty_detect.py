@@ -29,7 +29,7 @@ MIN_KNOWN_NORMS = 3
 
 
 @dataclass(frozen=True)
-class Finding:
+class Detection:
     """One participant, measured and checked. reason: empty when it is accepted.
 
     norm: G_j; scaled_norm: Gn_j, NaN unless `valid`; score: z_j, None while undefined. valid: norm and tokens
@@ -60,7 +60,7 @@ def detect(
     config: PenaltyConfig,
     participants: Sequence[Participant],
     squared_norms: Sequence[float],
-) -> tuple[list[Finding], float]:
+) -> tuple[list[Detection], float]:
     """One finding for each participant, and tau. squared_norms: the diagonal of the Gram matrix, in their
     order."""
     findings = [
@@ -93,15 +93,15 @@ def steps_changed(known: ClusterStatistics, participant: Participant, config: Pe
     return abs(participant.local_steps - known.steps) > config.steps_change * known.steps
 
 
-def _measured(state: DetectorState, config: PenaltyConfig, participant: Participant, squared: float) -> Finding:
+def _measured(state: DetectorState, config: PenaltyConfig, participant: Participant, squared: float) -> Detection:
     known = state.of(participant.cluster)
     # Rounding may leave a tiny negative square; max() would also swallow a NaN.
     norm = math.sqrt(max(squared, 0.0)) if math.isfinite(squared) else squared
     reason, non_finite = _fault(participant, norm)
     if reason:
-        return Finding(participant, known, norm, math.nan, None, False, reason, non_finite)
+        return Detection(participant, known, norm, math.nan, None, False, reason, non_finite)
     scaled = _scaled_norm(config, known, participant, norm)
-    return Finding(participant, known, norm, scaled, _score(config, known, scaled), True)
+    return Detection(participant, known, norm, scaled, _score(config, known, scaled), True)
 
 
 def _fault(participant: Participant, norm: float) -> tuple[str, bool]:
@@ -140,7 +140,7 @@ def _score(config: PenaltyConfig, known: ClusterStatistics, scaled_norm: float) 
     return (scaled_norm - known.mean) / deviation
 
 
-def _judged(finding: Finding, config: PenaltyConfig, pool: Sequence[float], tau: float) -> Finding:
+def _judged(finding: Detection, config: PenaltyConfig, pool: Sequence[float], tau: float) -> Detection:
     if not finding.valid or config.detector == "off":
         return finding
     gate = _gate_reason(finding, config, pool)
@@ -151,7 +151,7 @@ def _judged(finding: Finding, config: PenaltyConfig, pool: Sequence[float], tau:
     return finding
 
 
-def _gate_reason(finding: Finding, config: PenaltyConfig, pool: Sequence[float]) -> str:
+def _gate_reason(finding: Detection, config: PenaltyConfig, pool: Sequence[float]) -> str:
     if len(pool) < MIN_KNOWN_NORMS:
         return ""
     median = statistics.median(pool)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dips.master.state.penalty_config import PenaltyConfig
-from dips.master.state.penalty_detect import Finding
+from dips.master.state.penalty_detect import Detection
 from dips.master.state.penalty_statistics import ClusterStatistics, DetectorState
 
 MIN_OTHERS = 2
@@ -27,7 +27,7 @@ MIN_AGREEMENT = 0.25
 hardly agree when the model swings about its way (rho = 1 and too large a learning rate): good clusters turn it back."""
 
 
-def cosines(findings: Sequence[Finding], directions: Sequence[Sequence[float]] | None) -> tuple[float, ...]:
+def cosines(findings: Sequence[Detection], directions: Sequence[Sequence[float]] | None) -> tuple[float, ...]:
     """cos(p_j, s_j + sum_i w_i p_i), i over the other accepted participants, w_i = T_i over their sum.
 
     NaN where it is not known: no directions, a base that the slaves do not hold, elements that are not finite, or
@@ -38,7 +38,7 @@ def cosines(findings: Sequence[Finding], directions: Sequence[Sequence[float]] |
     return tuple(_cosine(findings, directions, j) for j in range(len(findings)))
 
 
-def _cosine(findings: Sequence[Finding], directions: Sequence[Sequence[float]], j: int) -> float:
+def _cosine(findings: Sequence[Detection], directions: Sequence[Sequence[float]], j: int) -> float:
     k = len(findings)
     others = [
         i for i, finding in enumerate(findings) if finding.accepted and i != j and math.isfinite(directions[i][i])

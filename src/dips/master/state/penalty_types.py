@@ -44,7 +44,7 @@ class Rejection:
 
 
 @dataclass(frozen=True)
-class Measure:
+class ParticipantMeasure:
     """What was measured of one participant; NaN where undefined. cosine: of its way with that of the others
     (master/state/penalty_direction.py)."""
 
@@ -73,7 +73,7 @@ class Judgement:
     merged_norm: float
     clip_norm: float
     threshold: float
-    measures: tuple[Measure, ...]
+    measures: tuple[ParticipantMeasure, ...]
     pair_cosines: tuple[tuple[str, str, float], ...]
     next_state_if_committed: DetectorState
     next_state_if_void: DetectorState

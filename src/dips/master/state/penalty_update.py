@@ -13,17 +13,17 @@ from dataclasses import replace
 
 from dips.master.state import penalty_direction
 from dips.master.state.penalty_config import PenaltyConfig
-from dips.master.state.penalty_detect import Finding, steps_changed
+from dips.master.state.penalty_detect import Detection, steps_changed
 from dips.master.state.penalty_statistics import ClusterStatistics, DetectorState
 
-Moved = tuple[ClusterStatistics, list[str]]
+UpdatedStatistics = tuple[ClusterStatistics, list[str]]
 """A cluster's statistics after the round, and alarms."""
 
 
 def after_commit(
     state: DetectorState,
     config: PenaltyConfig,
-    findings: Sequence[Finding],
+    findings: Sequence[Detection],
     merged_norm: float,
     cosines: Sequence[float],
 ) -> tuple[DetectorState, tuple[str, ...]]:
@@ -51,7 +51,7 @@ def after_commit(
 
 
 def after_void(
-    state: DetectorState, config: PenaltyConfig, findings: Sequence[Finding], cosines: Sequence[float]
+    state: DetectorState, config: PenaltyConfig, findings: Sequence[Detection], cosines: Sequence[float]
 ) -> tuple[DetectorState, tuple[str, ...]]:
     """The state that the VOID record carries, and alarms. cosines: as in after_commit.
 
@@ -71,7 +71,7 @@ def after_void(
 
 
 def _move_clusters(
-    config: PenaltyConfig, findings: Sequence[Finding], cosines: Sequence[float]
+    config: PenaltyConfig, findings: Sequence[Detection], cosines: Sequence[float]
 ) -> tuple[dict[str, ClusterStatistics], tuple[str, ...]]:
     changed: dict[str, ClusterStatistics] = {}
     alarms: list[str] = []
@@ -87,12 +87,12 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _accepted(config: PenaltyConfig, finding: Finding) -> ClusterStatistics:
+def _accepted(config: PenaltyConfig, finding: Detection) -> ClusterStatistics:
     learned = _learned(config, finding, finding.known)
     return replace(learned, flags_in_a_row=0, score_rejections_in_a_row=0, quarantined=False)
 
 
-def _learned(config: PenaltyConfig, finding: Finding, known: ClusterStatistics) -> ClusterStatistics:
+def _learned(config: PenaltyConfig, finding: Detection, known: ClusterStatistics) -> ClusterStatistics:
     """n_j, mu_j, V_j and Tbar_j with the average factor a = max(alpha, 1 / n_j); as printed, a = alpha after
     the first."""
     n = known.accepted + 1
@@ -105,7 +105,7 @@ def _learned(config: PenaltyConfig, finding: Finding, known: ClusterStatistics) 
     return replace(known, accepted=n, mean=mean, variance=variance, mean_tokens=tokens, steps=steps)
 
 
-def _mean_tokens(config: PenaltyConfig, finding: Finding, known: ClusterStatistics, a: float) -> tuple[float, int]:
+def _mean_tokens(config: PenaltyConfig, finding: Detection, known: ClusterStatistics, a: float) -> tuple[float, int]:
     """(Tbar_j, the local steps that it stands for)."""
     pushed = finding.participant
     if known.mean_tokens is None or steps_changed(known, pushed, config):
@@ -113,7 +113,7 @@ def _mean_tokens(config: PenaltyConfig, finding: Finding, known: ClusterStatisti
     return a * pushed.tokens + (1.0 - a) * known.mean_tokens, known.steps or pushed.local_steps
 
 
-def _rejected(config: PenaltyConfig, finding: Finding) -> Moved:
+def _rejected(config: PenaltyConfig, finding: Detection) -> UpdatedStatistics:
     known = finding.known
     if config.detector == "literal" and finding.valid:
         known = _learned(config, finding, known)
@@ -125,7 +125,7 @@ def _rejected(config: PenaltyConfig, finding: Finding) -> Moved:
     return moved, restart_alarms + quarantine_alarms
 
 
-def _restart_if_due(config: PenaltyConfig, finding: Finding, counted: ClusterStatistics) -> Moved:
+def _restart_if_due(config: PenaltyConfig, finding: Detection, counted: ClusterStatistics) -> UpdatedStatistics:
     in_a_row = counted.score_rejections_in_a_row
     if not 0 < config.restart_after_rejections <= in_a_row:
         return counted, []
@@ -136,7 +136,7 @@ def _restart_if_due(config: PenaltyConfig, finding: Finding, counted: ClusterSta
     return counted.restarted(), [sentence]
 
 
-def _quarantine_if_due(config: PenaltyConfig, finding: Finding, counted: ClusterStatistics) -> Moved:
+def _quarantine_if_due(config: PenaltyConfig, finding: Detection, counted: ClusterStatistics) -> UpdatedStatistics:
     flags = counted.flags_in_a_row
     if counted.quarantined or not 0 < config.quarantine_after_flags <= flags:
         return counted, []

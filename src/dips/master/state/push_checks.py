@@ -10,7 +10,7 @@ from dips.core.ids import Version
 from dips.core.messages import BeginPushRequest, DataMode, Stale, StaleKind
 from dips.master.state import token_counts
 from dips.master.state.records import Member, Push
-from dips.master.state.world import World
+from dips.master.state.shared import SharedState
 
 MAX_TOKENS = 1 << 50
 """More than any cluster could train on between two pushes; anything above is a mistake."""
@@ -25,28 +25,30 @@ OWN_DATA_START_S = 60.0
 """Elapsed time granted to a first push, whose clock starts at Join and not at its first step."""
 
 
-def stale(world: World, request: BeginPushRequest) -> Stale | None:
+def stale(shared: SharedState, request: BeginPushRequest) -> Stale | None:
     """Whether the base can no longer be pushed against; None for a seed."""
-    version, base = world.ledger.version, request.base
+    version, base = shared.ledger.version, request.base
     if base is None or version is None:
         return None
     if base.timeline != version.timeline:
         return Stale(StaleKind.TIMELINE, f"base {base} lies on another timeline than version {version}: pull")
-    fence = world.ledger.entry(request.caller.name).fence
+    fence = shared.ledger.entry(request.caller.name).fence
     if request.fence != fence:
         return Stale(StaleKind.FENCE, f"base {base} carries fence {request.fence}, the fence is {fence}: pull")
-    if version.v - base.v > world.s_max():
+    if version.v - base.v > shared.s_max():
         return Stale(
             StaleKind.VERSIONS,
-            f"base {base} is more than {world.s_max()} versions behind {version}: pull",
+            f"base {base} is more than {shared.s_max()} versions behind {version}: pull",
         )
     return None
 
 
-def check(world: World, member: Member, request: BeginPushRequest) -> None:
+def check(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
     """Refuse what can never be accepted."""
-    if world.ledger.stopping and request.donates is None:
-        raise Refused(RefusalCode.STOPPING, f"no more pushes: {world.ledger.stopping}; pull the last version and leave")
+    if shared.ledger.stopping and request.donates is None:
+        raise Refused(
+            RefusalCode.STOPPING, f"no more pushes: {shared.ledger.stopping}; pull the last version and leave"
+        )
     if request.seq <= member.last_seq:
         raise Refused(
             RefusalCode.SEQ,
@@ -56,27 +58,27 @@ def check(world: World, member: Member, request: BeginPushRequest) -> None:
     if request.steps > MAX_STEPS:
         raise Refused(RefusalCode.MALFORMED, f"{request.steps} steps in one push: at most {MAX_STEPS} can be counted")
     if request.donates is not None:
-        _check_donation(world, member, request)
+        _check_donation(shared, member, request)
     elif request.base is None:
-        _check_seed(world, member, request)
+        _check_seed(shared, member, request)
     else:
-        _check_counts(world, member, request)
+        _check_counts(shared, member, request)
 
 
-def _check_seed(world: World, member: Member, request: BeginPushRequest) -> None:
-    _check_may_seed(world, member.cluster)
+def _check_seed(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
+    _check_may_seed(shared, member.cluster)
     if request.tokens or request.ranges:
         raise Refused(RefusalCode.TOKENS, "a seed carries no training: send 0 tokens and no ranges")
 
 
-def _check_donation(world: World, member: Member, request: BeginPushRequest) -> None:
+def _check_donation(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
     if request.base is not None or request.tokens or request.ranges:
         raise Refused(RefusalCode.MALFORMED, "a donation carries no training: send no base, 0 tokens and no ranges")
-    _check_may_donate(world, member.cluster, request.donates)
+    _check_may_donate(shared, member.cluster, request.donates)
 
 
-def _check_may_donate(world: World, cluster: str, version: Version | None) -> None:
-    donor = world.recovery.donor if world.recovery.donating else None
+def _check_may_donate(shared: SharedState, cluster: str, version: Version | None) -> None:
+    donor = shared.recovery.donor if shared.recovery.donating else None
     if donor is None or (donor.cluster, donor.base) != (cluster, version):
         raise Refused(
             RefusalCode.VERSION_GONE,
@@ -84,22 +86,22 @@ def _check_may_donate(world: World, cluster: str, version: Version | None) -> No
         )
 
 
-def _check_may_seed(world: World, cluster: str) -> None:
+def _check_may_seed(shared: SharedState, cluster: str) -> None:
     """Holds at every later check too: another seed may be published, or asked for, while this one travels."""
-    if world.ledger.version is not None:
+    if shared.ledger.version is not None:
         raise Refused(
             RefusalCode.SEED_EXISTS,
-            f"version {world.ledger.version} exists: nobody may seed over it; pull it, or start a new run",
+            f"version {shared.ledger.version} exists: nobody may seed over it; pull it, or start a new run",
         )
-    if world.seeder() != cluster:
+    if shared.seeder() != cluster:
         raise Refused(
             RefusalCode.SEED_EXISTS,
-            f"cluster {world.seed_cluster!r} seeds this run: wait for its version and pull",
+            f"cluster {shared.seed_cluster!r} seeds this run: wait for its version and pull",
         )
 
 
-def _check_counts(world: World, member: Member, request: BeginPushRequest) -> None:
-    version, base, plan = world.ledger.version, request.base, world.ledger.data_plan
+def _check_counts(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
+    version, base, plan = shared.ledger.version, request.base, shared.ledger.data_plan
     assert base is not None, "a seed is checked elsewhere"
     assert plan is not None, "a joined cluster has told its data plan"
     if version is None or base.v > version.v:
@@ -110,28 +112,28 @@ def _check_counts(world: World, member: Member, request: BeginPushRequest) -> No
             f"{request.tokens} tokens: a push counts the tokens trained since the last one, 1 to {MAX_TOKENS}",
         )
     if plan.mode is DataMode.OWN:
-        _check_own(world, member, request)
+        _check_own(shared, member, request)
     else:
-        _check_leased(world, member, request)
+        _check_leased(shared, member, request)
 
 
-def _check_own(world: World, member: Member, request: BeginPushRequest) -> None:
+def _check_own(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
     if request.ranges:
         raise Refused(RefusalCode.RANGES, "this run's clusters bring their own data: send no ranges")
-    entry, since_s = world.ledger.entry(member.cluster), world.counted_since_s.get(member.cluster)
+    entry, since_s = shared.ledger.entry(member.cluster), shared.counted_since_s.get(member.cluster)
     if since_s is not None:  # else counted last by an earlier life of the master: how long ago is not known
-        bound = entry.declared_tokens_per_s * (world.now_s - since_s) * OWN_DATA_SLACK
+        bound = entry.declared_tokens_per_s * (shared.now_s - since_s) * OWN_DATA_SLACK
         if entry.declared_tokens_per_s > 0 and request.tokens > bound:
             raise Refused(
                 RefusalCode.TOKENS,
                 f"{request.tokens} tokens since the last push are more than twice the declared "
                 f"{entry.declared_tokens_per_s:g} tokens/s allow ({bound:.0f}): correct the count, or declare more",
             )
-    token_counts.check(world, member.cluster, request)
+    token_counts.check(shared, member.cluster, request)
 
 
-def _check_leased(world: World, member: Member, request: BeginPushRequest) -> None:
-    leases = world.ledger.leases
+def _check_leased(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
+    leases = shared.ledger.leases
     assert leases is not None, "a leased data plan has a lease table"
     leases.check(member.cluster, request.ranges)
     total = sum(item.tokens for item in request.ranges)
@@ -142,20 +144,20 @@ def _check_leased(world: World, member: Member, request: BeginPushRequest) -> No
         )
 
 
-def recheck(world: World, push: Push) -> str | None:
+def recheck(shared: SharedState, push: Push) -> str | None:
     """The checks of BeginPush, as they stand now; a sentence when one fails."""
-    too_old = stale(world, push.request)
+    too_old = stale(shared, push.request)
     if too_old is not None:
         return too_old.sentence
     try:
         if push.is_donation:
-            _check_may_donate(world, push.cluster, push.request.donates)
+            _check_may_donate(shared, push.cluster, push.request.donates)
         elif push.is_seed:
-            _check_may_seed(world, push.cluster)
-        elif world.ledger.leases is not None:
-            world.ledger.leases.check(push.cluster, push.request.ranges)
+            _check_may_seed(shared, push.cluster)
+        elif shared.ledger.leases is not None:
+            shared.ledger.leases.check(push.cluster, push.request.ranges)
         else:
-            token_counts.check(world, push.cluster, push.request)  # what others count is known by now, perhaps
+            token_counts.check(shared, push.cluster, push.request)  # what others count is known by now, perhaps
     except Refused as refused:
         return refused.sentence
     return None

@@ -33,9 +33,9 @@ from dips.master.state.push_checks import check, recheck, stale
 from dips.master.state.reasons import moving_words, recovery_words, slaves_away
 from dips.master.state.records import Member, Push, Slave
 from dips.master.state.schedule import Way
+from dips.master.state.shared import SharedState
 from dips.master.state.tables import PUSH_TABLE, PushPhase, RoundPhase
 from dips.master.state.verdicts import Verdicts
-from dips.master.state.world import World
 
 AWAY_RETRY_S = 0.25
 """When a cluster asks again that would push while a slave is away: the wait after its return that this costs."""
@@ -44,76 +44,76 @@ AWAY_RETRY_S = 0.25
 class Pushes:
     """Tickets, stagings and admissions."""
 
-    def __init__(self, world: World, verdicts: Verdicts) -> None:
-        self._world = world
+    def __init__(self, shared: SharedState, verdicts: Verdicts) -> None:
+        self._shared = shared
         self._verdicts = verdicts
 
     # ---- BeginPush ----
 
     def begin(self, token: int, request: BeginPushRequest) -> None:
-        world = self._world
-        member = check_member(world, request.caller)
+        shared = self._shared
+        member = check_member(shared, request.caller)
         push_id = PushId(member.cluster, member.incarnation, request.seq)  # type: ignore[arg-type]
-        answer = self._known(member, push_id, request.wire) or stale(world, request)
+        answer = self._known(member, push_id, request.wire) or stale(shared, request)
         if answer is not None:
-            world.reply(token, BeginPushReply(answer))
+            shared.reply(token, BeginPushReply(answer))
             return
         if self._must_donate_first(member, request):
             member.last_seq = max(member.last_seq, request.seq)
             reason = "the slaves lost the model: give back this cluster's copy first; nothing of this push is lost"
-            world.reply(token, BeginPushReply(Verdict(push_id, VerdictKind.ABORTED, None, reason)))
+            shared.reply(token, BeginPushReply(Verdict(push_id, VerdictKind.ABORTED, None, reason)))
             return
-        check(world, member, request)
+        check(shared, member, request)
         if (busy := self._busy(request.donates is not None)) is not None:
-            world.reply(token, BeginPushReply(busy))
+            shared.reply(token, BeginPushReply(busy))
             return
         self._end_pull(member)
         push = self._ticket(member, push_id, request)
-        world.reply(token, BeginPushReply(self._ticket_for(push)))
+        shared.reply(token, BeginPushReply(self._ticket_for(push)))
 
     def _must_donate_first(self, member: Member, request: BeginPushRequest) -> bool:
         """A donor that waits with a push of its own would never come to donate: nobody else may be there to do it."""
-        state = self._world.recovery
+        state = self._shared.recovery
         donor = state.donor if state.donating else None
         asked = donor is not None and (donor.cluster, donor.incarnation) == (member.cluster, member.incarnation)
         return asked and request.donates is None
 
-    def _known(self, member: Member, push_id: PushId, wish: Codec) -> Ticket | Busy | PushId | Verdict | None:
+    def _known(self, member: Member, push_id: PushId, wanted_wire: Codec) -> Ticket | Busy | PushId | Verdict | None:
         """The answer when this cluster has an undecided push, or this very push is decided."""
         current = member.push
         if current is not None and current.id == push_id and current.phase.allows("new attempt"):
             # A slave that is away may come back under another address: no ticket names it until then.
-            return self._busy(current.is_donation) or self._new_attempt(current, wish)
+            return self._busy(current.is_donation) or self._new_attempt(current, wanted_wire)
         if current is not None:
             return current.id
         return self._verdicts.decided(push_id)
 
     def _busy(self, donation: bool = False) -> Busy | None:
-        words = "" if donation else recovery_words(self._world)
-        words = words or slaves_away(self._world) or moving_words(self._world)
+        words = "" if donation else recovery_words(self._shared)
+        words = words or slaves_away(self._shared) or moving_words(self._shared)
         return Busy(AWAY_RETRY_S, words) if words else None
 
     def _end_pull(self, member: Member) -> None:
         """Who pushes reads no longer."""
-        world = self._world
-        world.pins = {pin_id: pin for pin_id, pin in world.pins.items() if pin.owner != member.cluster}
+        shared = self._shared
+        shared.pins = {pin_id: pin for pin_id, pin in shared.pins.items() if pin.owner != member.cluster}
 
     def _ticket(self, member: Member, push_id: PushId, request: BeginPushRequest) -> Push:
-        world = self._world
-        phase = Phase(PUSH_TABLE, world.story, f"push {push_id}")
-        phase.since_s = world.now_s
-        push = Push(push_id, request, 1, member.slot, phase, world.now_s, world.now_s)
-        push.wire = bases.granted(world, request.wire, request.base)
-        member.push, member.wish = push, request.wire
+        shared = self._shared
+        phase = Phase(PUSH_TABLE, shared.story, f"push {push_id}")
+        phase.since_s = shared.now_s
+        push = Push(push_id, request, 1, member.slot, phase, shared.now_s, shared.now_s)
+        push.wire = bases.granted(shared, request.wire, request.base)
+        member.push, member.wanted_wire = push, request.wire
         member.last_seq = request.seq
         self._record_ticket(push)
-        for slave in world.ready_slaves():
+        for slave in shared.ready_slaves():
             self.open_staging(push, slave)
         return push
 
     def _record_ticket(self, push: Push) -> None:
         request = push.request
-        self._world.record(
+        self._shared.record(
             "ticket",
             request.caller.cause_id,
             push=str(push.id),
@@ -125,27 +125,27 @@ class Pushes:
             wire=push.wire.name,
         )
 
-    def _new_attempt(self, push: Push, wish: Codec) -> Ticket:
+    def _new_attempt(self, push: Push, wanted_wire: Codec) -> Ticket:
         """Send again what is missing: slaves keep the chunks that they verified, unless they are written anew."""
-        world = self._world
+        shared = self._shared
         self._release(push, Refused(RefusalCode.UNKNOWN_PUSH, f"a new attempt of push {push.id} has begun"))
-        push.phase.move("new attempt", PushPhase.TICKETED, world.now_s, push.request.caller.cause_id)
+        push.phase.move("new attempt", PushPhase.TICKETED, shared.now_s, push.request.caller.cause_id)
         push.attempt += 1
-        wire = bases.granted(world, wish, push.request.base)
+        wire = bases.granted(shared, wanted_wire, push.request.base)
         if wire is not push.wire:
             push.landed_bytes.clear()
         push.wire = wire
         self._record_ticket(push)
-        push.renewed_s = world.now_s
+        push.renewed_s = shared.now_s
         push.digest_of_slave.clear()
-        for slave in world.ready_slaves():
+        for slave in shared.ready_slaves():
             self.open_staging(push, slave)
         return self._ticket_for(push)
 
     def _ticket_for(self, push: Push) -> Ticket:
-        world = self._world
-        order = pacing.transfer_order(world, push.cluster, push.slot, Way.PUSH)
-        return Ticket(push.attempt, world.placement_spec(), order, push.wire)
+        shared = self._shared
+        order = pacing.transfer_order(shared, push.cluster, push.slot, Way.PUSH)
+        return Ticket(push.attempt, shared.placement_spec(), order, push.wire)
 
     def open_staging(self, push: Push, slave: Slave) -> None:
         """Tell a slave to expect the push's chunks; also after the slave's restart."""
@@ -154,7 +154,7 @@ class Pushes:
         opened = OpenStaging(
             push.id, push.attempt, push.slot, request.base, request.fence, request.tokens, request.ranges, push.wire
         )
-        self._world.command(slave, opened, request.caller.cause_id)
+        self._shared.command(slave, opened, request.caller.cause_id)
 
     # ---- staging and FinishPush ----
 
@@ -163,20 +163,20 @@ class Pushes:
         if push is None or push.attempt != body.attempt or push.phase.now is not PushPhase.TICKETED:
             return  # of an attempt that is over: nothing of it may change state
         push.digest_of_slave[slave.id] = body.digest
-        push.renewed_s = self._world.now_s
+        push.renewed_s = self._shared.now_s
         self._measure_link(push, slave)
         if len(push.digest_of_slave) == self._n_slaves():
-            push.phase.move("all slaves staged it", PushPhase.STAGED, self._world.now_s, push.request.caller.cause_id)
-            self._world.schedule.end(push.cluster)
+            push.phase.move("all slaves staged it", PushPhase.STAGED, self._shared.now_s, push.request.caller.cause_id)
+            self._shared.schedule.end(push.cluster)
             if push.finish_token is not None:
                 self._admit(push)
 
     def _measure_link(self, push: Push, slave: Slave) -> None:
         """Of first attempts only: a later one sends what is missing, which is less."""
-        world, layout, placement = self._world, self._world.ledger.layout, self._world.ledger.placement
+        shared, layout, placement = self._shared, self._shared.ledger.layout, self._shared.ledger.placement
         if push.attempt == 1 and layout is not None and placement is not None:
-            part_bytes = world.link_rates.part_bytes(slave.id, layout, placement, push.wire)
-            world.link_rates.staged(push.cluster, slave.id, part_bytes, world.now_s - push.began_s, world.now_s)
+            part_bytes = shared.link_rates.part_bytes(slave.id, layout, placement, push.wire)
+            shared.link_rates.staged(push.cluster, slave.id, part_bytes, shared.now_s - push.began_s, shared.now_s)
 
     def progress(self, slave: Slave, beat: SlaveBeat) -> None:
         """A ticket lives as long as bytes arrive; how fast they do is for the schedule."""
@@ -188,18 +188,18 @@ class Pushes:
             if item.landed_bytes > push.landed_bytes.get(slave.id, 0):
                 landed_bytes += item.landed_bytes - push.landed_bytes.get(slave.id, 0)
                 push.landed_bytes[slave.id] = item.landed_bytes
-                push.renewed_s = self._world.now_s
-        self._world.schedule.beat(slave.id, landed_bytes, beat.served_bytes, self._world.now_s)
+                push.renewed_s = self._shared.now_s
+        self._shared.schedule.beat(slave.id, landed_bytes, beat.served_bytes, self._shared.now_s)
 
     def finish(self, token: int, request: FinishPushRequest) -> None:
-        world = self._world
-        member = check_member(world, request.caller)
+        shared = self._shared
+        member = check_member(shared, request.caller)
         push_id = PushId(member.cluster, member.incarnation, request.seq)  # type: ignore[arg-type]
         push = member.push
         if push is None or push.id != push_id:
-            world.reply(token, FinishPushReply(self._verdicts.verdict_of(push_id)))
+            shared.reply(token, FinishPushReply(self._verdicts.verdict_of(push_id)))
         elif push.phase.now in (PushPhase.ADMITTED, PushPhase.SEALED):
-            world.reply(token, FinishPushReply(self._admitted(push)))
+            shared.reply(token, FinishPushReply(self._admitted(push)))
         elif push.attempt != request.attempt:
             raise Refused(
                 RefusalCode.UNKNOWN_PUSH,
@@ -208,38 +208,38 @@ class Pushes:
         else:
             self._release(push, FinishPushReply(Busy(0.2, f"FinishPush of push {push_id} was called again")))
             push.finish_token, push.claimed = token, dict(request.digest_of_slave)
-            push.finish_until_s = world.now_s + FINISH_HOLD_S
+            push.finish_until_s = shared.now_s + FINISH_HOLD_S
             if push.phase.now is PushPhase.STAGED:
                 self._admit(push)
 
     def _admit(self, push: Push) -> None:
         """All slaves hold it: compare digests, check again, and enter the window."""
-        world = self._world
+        shared = self._shared
         token, push.finish_token = push.finish_token, None
         assert token is not None, "admitted only by FinishPush"
         if push.is_donation and (sentence := self._wrong_copy(push)):
-            world.reply(token, FinishPushReply(self._verdicts.abort(push, sentence)))
+            shared.reply(token, FinishPushReply(self._verdicts.abort(push, sentence)))
             return
         wrong = sorted(s for s, digest in push.digest_of_slave.items() if push.claimed.get(s) != digest)
         if wrong:
             sentence = f"what slave {wrong[0]} holds of push {push.id} is not what was sent (digests differ)"
             self._verdicts.abort(push, sentence)
-            world.refuse(token, Refused(RefusalCode.DIGEST, f"{sentence}: the push is aborted, push again"))
+            shared.refuse(token, Refused(RefusalCode.DIGEST, f"{sentence}: the push is aborted, push again"))
             return
-        if (reason := recheck(world, push)) is not None:
+        if (reason := recheck(shared, push)) is not None:
             verdict = self._verdicts.abort(push, reason)
-            world.reply(token, FinishPushReply(verdict))
+            shared.reply(token, FinishPushReply(verdict))
             return
-        push.phase.move("finish push", PushPhase.ADMITTED, world.now_s, push.request.caller.cause_id)
-        pacing.arrived(world)
+        push.phase.move("finish push", PushPhase.ADMITTED, shared.now_s, push.request.caller.cause_id)
+        pacing.arrived(shared)
         self._measure_pace(push)
         cause, tokens = push.request.caller.cause_id, push.request.tokens
-        world.record("admitted", cause, push=str(push.id), attempt=push.attempt, tokens=tokens)
-        world.reply(token, FinishPushReply(self._admitted(push)))
+        shared.record("admitted", cause, push=str(push.id), attempt=push.attempt, tokens=tokens)
+        shared.reply(token, FinishPushReply(self._admitted(push)))
 
     def _wrong_copy(self, push: Push) -> str:
         """A sentence when what was donated is not, on every slave, what was committed once."""
-        state = self._world.recovery
+        state = self._shared.recovery
         if state.donor is None or state.donor.cluster != push.cluster:
             return "no donation is asked of this cluster any more"
         expected = dict(state.donor.commit.digest_of_slave)
@@ -252,50 +252,50 @@ class Pushes:
 
     def _admitted(self, push: Push) -> Admitted:
         """The round that it is in, or the one that opens next."""
-        world, state = self._world, self._world.round
+        shared, state = self._shared, self._shared.round
         if state.id is not None and (push.sealed or state.phase.now is RoundPhase.WINDOW):
-            return Admitted(state.id, max(0.0, state.window_closes_s - world.now_s))
-        return Admitted(RoundId(world.epoch, world.ledger.round_n + 1), pacing.grace_s(world))
+            return Admitted(state.id, max(0.0, state.window_closes_s - shared.now_s))
+        return Admitted(RoundId(shared.epoch, shared.ledger.round_n + 1), pacing.grace_s(shared))
 
     def _measure_pace(self, push: Push) -> None:
         """Tokens a second between two admissions of the same incarnation (enters T_round)."""
-        world = self._world
-        member = world.members.get(push.cluster)
+        shared = self._shared
+        member = shared.members.get(push.cluster)
         if member is None or push.is_seed:
             return
-        entry = world.ledger.entry(push.cluster)
-        if member.last_admitted_s is not None and world.now_s > member.last_admitted_s:
-            interval_s = world.now_s - member.last_admitted_s
+        entry = shared.ledger.entry(push.cluster)
+        if member.last_admitted_s is not None and shared.now_s > member.last_admitted_s:
+            interval_s = shared.now_s - member.last_admitted_s
             entry.push_interval_s = _smooth(entry.push_interval_s, interval_s)
             entry.tokens_per_s = _smooth(entry.tokens_per_s, push.request.tokens / interval_s)
-        member.last_admitted_s = world.now_s
+        member.last_admitted_s = shared.now_s
 
     # ---- time ----
 
     def tick(self) -> None:
-        world = self._world
-        for push in list(world.pushes()):
-            if push.finish_token is not None and world.now_s >= push.finish_until_s:
+        shared = self._shared
+        for push in list(shared.pushes()):
+            if push.finish_token is not None and shared.now_s >= push.finish_until_s:
                 self._not_staged(push)
-            stale_ticket = world.now_s - push.renewed_s > world.config.ticket_ttl_s
+            stale_ticket = shared.now_s - push.renewed_s > shared.config.ticket_ttl_s
             if stale_ticket and push.phase.now in (PushPhase.TICKETED, PushPhase.STAGED):
-                self._verdicts.abort(push, f"nothing arrived for {world.config.ticket_ttl_s:g} s, the ticket ran out")
+                self._verdicts.abort(push, f"nothing arrived for {shared.config.ticket_ttl_s:g} s, the ticket ran out")
         self._verdicts.tick()
 
     def rearm(self, gap_s: float) -> None:
         """The master stood still for gap_s: no ticket and no held call is the older for it."""
-        for push in self._world.pushes():
+        for push in self._shared.pushes():
             push.renewed_s += gap_s
             push.finish_until_s += gap_s
         self._verdicts.rearm(gap_s)
 
     def deadlines(self) -> Sequence[float]:
-        holds = [push.finish_until_s for push in self._world.pushes() if push.finish_token is not None]
+        holds = [push.finish_until_s for push in self._shared.pushes() if push.finish_token is not None]
         return [*self._verdicts.deadlines(), *holds]
 
     def gone(self, token: int) -> None:
         """The caller hung up."""
-        for push in self._world.pushes():
+        for push in self._shared.pushes():
             if push.finish_token == token:
                 push.finish_token = None
         self._verdicts.gone(token)
@@ -309,12 +309,12 @@ class Pushes:
         """Answer a held FinishPush, if there is one."""
         token, push.finish_token = push.finish_token, None
         if token is not None and isinstance(answer, Refused):
-            self._world.refuse(token, answer)
+            self._shared.refuse(token, answer)
         elif token is not None and isinstance(answer, FinishPushReply):
-            self._world.reply(token, answer)
+            self._shared.reply(token, answer)
 
     def _slave_ids(self) -> Sequence[str]:
-        placement = self._world.ledger.placement
+        placement = self._shared.ledger.placement
         return placement.slaves if placement else ()
 
     def _n_slaves(self) -> int:

@@ -89,7 +89,7 @@ class Member:
     local_steps: int = 0
     last_lease: tuple[int, tuple[DataRange, ...]] = (0, ())
     base: Version | None = None
-    wish: Codec = Codec.F32
+    wanted_wire: Codec = Codec.F32
     process_id: bytes = b""
     host: str = ""
     silent_since_s: float | None = None
@@ -151,7 +151,7 @@ class RoundState:
         return "-" if self.id is None else str(self.id)
 
 
-Snapshot = tuple[Version, RoundId, bytes]
+HeldVersion = tuple[Version, RoundId, bytes]
 """A committed snapshot: version, round, commit_hash."""
 
 
@@ -180,10 +180,10 @@ class RecoveryState:
     phase: Phase[RecoveryPhase]
     reason: str = ""
     asked: SlaveId | None = None
-    wanted: Snapshot | None = None
+    wanted: HeldVersion | None = None
     ask_again_s: float = 0.0
     records: dict[bytes, bytes] = field(default_factory=dict)
-    silent: set[tuple[SlaveId, Snapshot]] = field(default_factory=set)
+    silent: set[tuple[SlaveId, HeldVersion]] = field(default_factory=set)
     broken: set[tuple[SlaveId, Version, RoundId]] = field(default_factory=set)
     named: set[SlaveId] = field(default_factory=set)
     donor: Donor | None = None
@@ -211,7 +211,7 @@ class ReshardState:
     phase: Phase[ReshardPhase]
     round: RoundId | None = None
     placement: Placement | None = None
-    lives: dict[SlaveId, Incarnation | None] = field(default_factory=dict)
+    incarnations: dict[SlaveId, Incarnation | None] = field(default_factory=dict)
     lists: dict[SlaveId, ShardList] = field(default_factory=dict)
     digests: dict[SlaveId, tuple[bytes, bytes]] = field(default_factory=dict)
     prepared: set[SlaveId] = field(default_factory=set)

@@ -15,9 +15,10 @@ from dips.core.ids import RoundId, SlaveId, Version
 from dips.core.messages import CommitRecord, ConfigureRefused, LeaveReply, SendCommitRecord, Verdict, VerdictKind
 from dips.master.state.donors import Donors
 from dips.master.state.ledger import UNREADABLE, CommitInfo, Ledger, commit_from_record, ledger_of, pair
-from dips.master.state.records import Push, Slave, Snapshot
+from dips.master.state.records import HeldVersion, Push, Slave
 from dips.master.state.rollback import adopted, next_version, rollback_commit, rolled_back
 from dips.master.state.rounds import Rounds
+from dips.master.state.shared import SharedState
 from dips.master.state.slave_links import SlaveLinks
 from dips.master.state.snapshots import (
     committed,
@@ -29,7 +30,6 @@ from dips.master.state.snapshots import (
 )
 from dips.master.state.tables import RecoveryPhase, RoundPhase, SlavePhase
 from dips.master.state.verdicts import Verdicts
-from dips.master.state.world import World
 
 _P = RecoveryPhase
 
@@ -39,36 +39,36 @@ _P = RecoveryPhase
 class Recovery:
     """Drives world.recovery; settle() is called after every event and goes as far as it can."""
 
-    def __init__(self, world: World, verdicts: Verdicts, rounds: Rounds, links: SlaveLinks) -> None:
-        self._world = world
+    def __init__(self, shared: SharedState, verdicts: Verdicts, rounds: Rounds, links: SlaveLinks) -> None:
+        self._shared = shared
         self._verdicts = verdicts
         self._rounds = rounds
         self._links = links
-        self._donors = Donors(world)
+        self._donors = Donors(shared)
 
     # ---- what happens ----
 
     def start(self) -> None:
         """A master that just started configures nobody before all slaves told what they hold."""
-        world = self._world
-        if world.ledger.placement is not None or world.config.rebuild:
-            if world.ledger.commit is None and world.config.rebuild:
-                world.recovery.reason = "the run's state is taken from the slaves (--rebuild)"
+        shared = self._shared
+        if shared.ledger.placement is not None or shared.config.rebuild:
+            if shared.ledger.commit is None and shared.config.rebuild:
+                shared.recovery.reason = "the run's state is taken from the slaves (--rebuild)"
             self._move("master started", _P.GATHERING)
 
     def promised(self, slave: Slave) -> None:
         """The slave is here and told what its disk holds."""
-        world, state = self._world, self._world.recovery
+        shared, state = self._shared, self._shared.recovery
         state.silent = {item for item in state.silent if item[0] != slave.id}
-        if not world.holds_blocks(slave.id):
+        if not shared.holds_blocks(slave.id):
             return  # it waits for a RESHARD, or a record named it
         if state.donating:
             self._promised_meanwhile(slave)
         elif state.phase.now is _P.NONE:
-            trouble = why_not(world, slave)
+            trouble = why_not(shared, slave)
             if trouble:
                 self.begin(slave, trouble)
-            elif world.ledger.placement is not None:
+            elif shared.ledger.placement is not None:
                 self._links.configure(slave)
 
     def refused(self, slave: Slave, body: ConfigureRefused) -> None:
@@ -76,11 +76,11 @@ class Recovery:
         self._broken(slave, body.refusal.sentence)
 
     def loaded_wrong(self, slave: Slave) -> None:
-        version = self._world.ledger.version
+        version = self._shared.ledger.version
         self._broken(slave, f"what it loaded as version {version} has another digest than was committed")
 
     def _broken(self, slave: Slave, sentence: str) -> None:
-        ledger, state = self._world.ledger, self._world.recovery
+        ledger, state = self._shared.ledger, self._shared.recovery
         assert ledger.commit is not None, "nothing else can be loaded"
         state.broken.add((slave.id, ledger.commit.version, ledger.commit.round))
         if ledger.origin is not None:
@@ -89,38 +89,38 @@ class Recovery:
 
     def begin(self, slave: Slave, trouble: str) -> None:
         """Gather: every slave that was configured attaches again, so that what is known of its disk is true."""
-        world, state = self._world, self._world.recovery
+        shared, state = self._shared, self._shared.recovery
         slave.trouble = trouble
         state.reason = f"slave {slave.id}: {trouble}"
-        world.log("recovery", f"recovery: {state.reason}", logging.WARNING)
+        shared.log("recovery", f"recovery: {state.reason}", logging.WARNING)
         self._move("slave cannot load", _P.GATHERING, state.reason)
         self._gather_anew()
 
     def gone(self, slave_id: SlaveId) -> None:
         """A slave's stream ended by itself: if its disk failed, it may be another one when it comes back."""
-        state = self._world.recovery
+        state = self._shared.recovery
         state.broken = {item for item in state.broken if item[0] != slave_id}
 
     def tick(self) -> None:
-        state = self._world.recovery
-        if state.phase.now is _P.ASKING and self._world.now_s >= state.ask_again_s:
+        state = self._shared.recovery
+        if state.phase.now is _P.ASKING and self._shared.now_s >= state.ask_again_s:
             self._send_ask()
         if state.donating:
             self._donors.tick()
 
     def rearm(self, gap_s: float) -> None:
         """The master stood still for gap_s: nobody is late for it."""
-        self._world.recovery.ask_again_s += gap_s
+        self._shared.recovery.ask_again_s += gap_s
         self._donors.rearm(gap_s)
 
     def settle(self) -> None:
         """Go as far as what is known allows."""
-        state = self._world.recovery
+        state = self._shared.recovery
         if state.phase.now is _P.ASKING and not self._asked_is_here():
             self._move("no record", _P.GATHERING, f"slave {state.asked} is away")
         while state.phase.now is _P.GATHERING and self._decide():
             pass
-        if state.donating and self._world.round.phase.now is RoundPhase.COMMIT:
+        if state.donating and self._shared.round.phase.now is RoundPhase.COMMIT:
             self._move("donation committed", _P.NONE)  # what follows is an ordinary COMMIT
             self._end()
         if state.donating and not self._donors.choose():
@@ -131,20 +131,20 @@ class Recovery:
 
     def _all_here(self) -> list[Slave] | None:
         """Every slave of the run, freshly attached, and those beside them; None while one of the run is missing."""
-        world = self._world
-        expected = world.slaves_expected()
-        if world.ledger.placement is None and len(expected) < world.config.n_slaves:
+        shared = self._shared
+        expected = shared.slaves_expected()
+        if shared.ledger.placement is None and len(expected) < shared.config.n_slaves:
             return None
-        fresh = [slave for _, slave in sorted(world.slaves.items()) if slave.phase.now is SlavePhase.PROMISED]
+        fresh = [slave for _, slave in sorted(shared.slaves.items()) if slave.phase.now is SlavePhase.PROMISED]
         return fresh if {*expected} <= {slave.id for slave in fresh} else None
 
     def _asked_is_here(self) -> bool:
-        asked = self._world.recovery.asked
-        slave = self._world.slaves.get(asked) if asked is not None else None
+        asked = self._shared.recovery.asked
+        slave = self._shared.slaves.get(asked) if asked is not None else None
         return slave is not None and slave.phase.now is SlavePhase.PROMISED
 
     def _gather_anew(self) -> None:
-        for slave in list(self._world.slaves.values()):
+        for slave in list(self._shared.slaves.values()):
             if slave.phase.now in (SlavePhase.CONFIGURING, SlavePhase.READY):
                 self._links.send_away(slave, "the run recovers what a slave lost")
 
@@ -152,8 +152,8 @@ class Recovery:
 
     def _decide(self) -> bool:
         """One step of a decision; whether another may follow at once."""
-        world, state = self._world, self._world.recovery
-        if world.ledger.placement is None and not world.config.rebuild:
+        shared, state = self._shared, self._shared.recovery
+        if shared.ledger.placement is None and not shared.config.rebuild:
             return self._wait_for_rebuild()
         slaves = self._all_here()
         if slaves is None:
@@ -162,34 +162,34 @@ class Recovery:
         if not snapshots:
             self._resume(slaves)
             return False
-        if world.ledger.commit is None and not world.config.rebuild:
+        if shared.ledger.commit is None and not shared.config.rebuild:
             state.reason = self._troubles(slaves)
             return False
         return self._take_first(slaves, snapshots)
 
     def _wait_for_rebuild(self) -> bool:
         """A master that knows nothing of the run guesses nothing; a slave with an empty directory is welcome."""
-        world = self._world
-        if not any(committed(world, slave) for slave in world.slaves.values()):
+        shared = self._shared
+        if not any(committed(shared, slave) for slave in shared.slaves.values()):
             self._resume([])
         return False
 
-    def _snapshots(self, slaves: Sequence[Slave]) -> list[Snapshot]:
+    def _snapshots(self, slaves: Sequence[Slave]) -> list[HeldVersion]:
         """What could be gone on from, newest first; the ledger's own before another of the same version."""
-        world, own = self._world, self._own()
-        found = {snapshot_of(info) for slave in slaves for info in committed(world, slave)}
+        shared, own = self._shared, self._own()
+        found = {snapshot_of(info) for slave in slaves for info in committed(shared, slave)}
         if own is not None:
             found.add(own)
         return sorted(found, key=lambda s: (s[0], s == own, s[1], s[2]), reverse=True)
 
-    def _own(self) -> Snapshot | None:
-        commit = self._world.ledger.commit
+    def _own(self) -> HeldVersion | None:
+        commit = self._shared.ledger.commit
         return (commit.version, commit.round, commit.commit_hash) if commit else None
 
-    def _take_first(self, slaves: Sequence[Slave], snapshots: Sequence[Snapshot]) -> bool:
+    def _take_first(self, slaves: Sequence[Slave], snapshots: Sequence[HeldVersion]) -> bool:
         """Go on from the newest that every slave has. Whether the decision is to be continued at once."""
         newest = snapshots[0][0]
-        state = self._world.recovery
+        state = self._shared.recovery
         state.reason = state.reason or self._troubles(slaves)
         newer: list[Ledger] = []
         for snapshot in snapshots:
@@ -208,10 +208,10 @@ class Recovery:
         return self._donate_or_wait(newest)
 
     def _troubles(self, slaves: Sequence[Slave]) -> str:
-        words = [(slave.id, why_not(self._world, slave)) for slave in slaves if self._world.holds_blocks(slave.id)]
+        words = [(slave.id, why_not(self._shared, slave)) for slave in slaves if self._shared.holds_blocks(slave.id)]
         return next((f"slave {slave_id}: {trouble}" for slave_id, trouble in words if trouble), "")
 
-    def _worth_asking(self, slaves: Sequence[Slave], snapshot: Snapshot, newest: Version) -> bool:
+    def _worth_asking(self, slaves: Sequence[Slave], snapshot: HeldVersion, newest: Version) -> bool:
         """Whether every slave that must have it may have it: of another placement than the newest, only its record says
         which they are."""
         version, round_id, _ = snapshot
@@ -221,14 +221,14 @@ class Recovery:
         if version == newest or any(info.placement_hash not in placements for _, info in here):
             return True
         holders = {slave.id for slave, _ in here}
-        return all(slave.id in holders for slave in slaves if self._world.holds_blocks(slave.id))
+        return all(slave.id in holders for slave in slaves if self._shared.holds_blocks(slave.id))
 
-    def _take(self, slaves: Sequence[Slave], snapshot: Snapshot, ledger: Ledger, newest: Version) -> bool:
+    def _take(self, slaves: Sequence[Slave], snapshot: HeldVersion, ledger: Ledger, newest: Version) -> bool:
         """Resume, adopt or go back to this snapshot if every slave of its placement has it; whether it was done.
 
         The newest one is waited for as long as slaves that it names are not here: what they hold is not known.
         """
-        broken = self._world.recovery.broken
+        broken = self._shared.recovery.broken
         if ledger.placement is None:
             return False
         if missing := sorted({*ledger.placement.slaves} - {slave.id for slave in slaves}):
@@ -250,30 +250,30 @@ class Recovery:
 
     def _name_missing(self, version: Version, missing: Sequence[SlaveId], wait: bool) -> bool:
         """A RESHARD lies between this version and the ledger: from now on its slaves are let in. Returns `wait`."""
-        state, names = self._world.recovery, ", ".join(missing)
+        state, names = self._shared.recovery, ", ".join(missing)
         state.named.update(missing)
         if wait:
             state.words = f"version {version} stands on slave {names} too, which is not here: start it"
             state.reason = state.reason or f"a record names slave {names}, of which the master knows nothing"
-            self._world.log("recovery", f"recovery: {state.words}", logging.ERROR)
+            self._shared.log("recovery", f"recovery: {state.words}", logging.ERROR)
         return wait
 
-    def _ledger_of(self, snapshot: Snapshot) -> Ledger | None:
+    def _ledger_of(self, snapshot: HeldVersion) -> Ledger | None:
         """The ledger that goes with a snapshot; None when its record must be asked for."""
-        world, commit_hash = self._world, snapshot[2]
+        shared, commit_hash = self._shared, snapshot[2]
         if snapshot == self._own():
-            return world.ledger
-        known = next((c for c in world.commits if c.commit_hash == commit_hash), None)
+            return shared.ledger
+        known = next((c for c in shared.commits if c.commit_hash == commit_hash), None)
         if known is not None:
             return ledger_of(known)
-        record = world.recovery.records.get(commit_hash)
+        record = shared.recovery.records.get(commit_hash)
         return ledger_of(commit_from_record(record)) if record is not None else None
 
     # ---- asking for a record ----
 
-    def _ask(self, slaves: Sequence[Slave], snapshot: Snapshot) -> bool:
+    def _ask(self, slaves: Sequence[Slave], snapshot: HeldVersion) -> bool:
         """Ask the first slave that may have the snapshot's record; whether there is one."""
-        state = self._world.recovery
+        state = self._shared.recovery
         for slave in slaves:
             if (slave.id, snapshot) in state.silent:
                 continue
@@ -285,16 +285,16 @@ class Recovery:
         return False
 
     def _send_ask(self) -> None:
-        world, state = self._world, self._world.recovery
+        shared, state = self._shared, self._shared.recovery
         assert state.asked is not None, "ASKING asks somebody"
         assert state.wanted is not None, "ASKING asks for something"
-        state.ask_again_s = world.now_s + world.config.evict_after_s / 2
-        slave = world.slaves[state.asked]
-        world.command(slave, SendCommitRecord(state.wanted[0], state.wanted[1]), "recovery")
+        state.ask_again_s = shared.now_s + shared.config.evict_after_s / 2
+        slave = shared.slaves[state.asked]
+        shared.command(slave, SendCommitRecord(state.wanted[0], state.wanted[1]), "recovery")
 
     def record_came(self, slave: Slave, body: CommitRecord) -> None:
         """The answer to SendCommitRecord, or one that nobody asked for."""
-        state = self._world.recovery
+        state = self._shared.recovery
         if state.phase.now is not _P.ASKING or slave.id != state.asked or state.wanted is None:
             return
         if (body.version, body.round) != state.wanted[:2]:
@@ -302,13 +302,15 @@ class Recovery:
         trouble = body.refusal.sentence if body.refusal else self._why_useless(body.record, state.wanted)
         if trouble:
             state.silent.add((slave.id, state.wanted))
-            self._world.log("record", f"slave {slave.id} gives no record of {body.version}: {trouble}", logging.WARNING)
+            self._shared.log(
+                "record", f"slave {slave.id} gives no record of {body.version}: {trouble}", logging.WARNING
+            )
             self._move("no record", _P.GATHERING, trouble)
         else:
             state.records[state.wanted[2]] = body.record
             self._move("record came", _P.GATHERING)
 
-    def _why_useless(self, record: bytes, wanted: Snapshot) -> str:
+    def _why_useless(self, record: bytes, wanted: HeldVersion) -> str:
         """A sentence when the record is not the one that the snapshot was committed with, or cannot be read."""
         if hashlib.sha256(record).digest() != wanted[2]:
             return "what it sent is not what its manifest names"
@@ -319,7 +321,7 @@ class Recovery:
             return f"the record cannot be read ({type(error).__name__}: {error})"
         if (commit.version, commit.round) != wanted[:2]:
             return f"the record is of version {commit.version}, made in round {commit.round}"
-        own_run = ledger.run_id == self._world.config.run_id
+        own_run = ledger.run_id == self._shared.config.run_id
         return "" if own_run and ledger.layout and ledger.placement else "the record is not of this run"
 
     # ---- decisions ----
@@ -328,7 +330,7 @@ class Recovery:
         """Nothing is lost: every slave loads what the ledger names."""
         self._move("all can load", _P.NONE)
         self._end()
-        if self._world.ledger.placement is not None:
+        if self._shared.ledger.placement is not None:
             self._configure(slaves)
 
     def _adopt(self, slaves: Sequence[Slave], members: Sequence[Slave], ledger: Ledger) -> None:
@@ -338,36 +340,38 @@ class Recovery:
         if all that the slaves have stands on their disks, the run goes on on a new timeline, so that no name is given
         to two contents. A version that only memory holds was flipped by that very process, and never followed.
         """
-        world, commit = self._world, ledger.commit
+        shared, commit = self._shared, ledger.commit
         assert commit is not None, "adopted is a commit"
-        before = world.ledger.version
+        before = shared.ledger.version
         reason = f"the master's state is replaced by that of version {commit.version}, which the slaves hold"
         self._abort_pushes(reason)
         self._send_clusters_away(reason)
-        placement = world.ledger.placement
-        world.ledger = adopted(world.ledger, commit, world.epoch)
-        if world.ledger.placement != placement:
-            world.commits.clear()  # their digests are of other shards
-        world.commits.append(commit)
-        world.published, world.kept = None, {}
-        is_async, broken = world.config.settings.durability == "async", world.recovery.broken
-        world.ledger.behind = is_async and all(holds_committed(slave, world.ledger, broken) for slave in members)
+        placement = shared.ledger.placement
+        shared.ledger = adopted(shared.ledger, commit, shared.epoch)
+        if shared.ledger.placement != placement:
+            shared.commits.clear()  # their digests are of other shards
+        shared.commits.append(commit)
+        shared.published, shared.kept = None, {}
+        is_async, broken = shared.config.settings.durability == "async", shared.recovery.broken
+        shared.ledger.behind = is_async and all(holds_committed(slave, shared.ledger, broken) for slave in members)
         record: dict[str, object] = {
             "round": pair(commit.round),
             "version": pair(commit.version),
             "from_version": pair(before),
             "digests": {slave: digest.hex() for slave, digest in commit.digest_of_slave},
-            "tokens": world.ledger.tokens,
-            "wall_s": world.now_s + world.wall_offset_s,
+            "tokens": shared.ledger.tokens,
+            "wall_s": shared.now_s + shared.wall_offset_s,
         }
-        world.journal("ADOPT", record)
+        shared.journal("ADOPT", record)
         self._give_up_round()
-        world.record("adopted", "recovery", version=str(commit.version), before=str(before), tokens=world.ledger.tokens)
-        world.alarm(
-            f"the master took over version {commit.version} ({world.ledger.tokens} tokens) from the slaves; its "
+        shared.record(
+            "adopted", "recovery", version=str(commit.version), before=str(before), tokens=shared.ledger.tokens
+        )
+        shared.alarm(
+            f"the master took over version {commit.version} ({shared.ledger.tokens} tokens) from the slaves; its "
             f"journal knew {f'version {before}' if before else 'no version'}: every cluster joins again"
         )
-        if world.ledger.behind:
+        if shared.ledger.behind:
             self._roll_back(slaves, commit)
             return
         self._move("adopted", _P.NONE, f"version {commit.version}")
@@ -375,13 +379,13 @@ class Recovery:
         self._configure(slaves)
 
     def _roll_back(self, slaves: Sequence[Slave], origin: CommitInfo) -> None:
-        world = self._world
-        reason = f"the run goes back to version {origin.version}: {world.recovery.reason}"
+        shared = self._shared
+        reason = f"the run goes back to version {origin.version}: {shared.recovery.reason}"
         self._abort_pushes(reason)
-        current = world.ledger
-        version = next_version(current, origin.version, world.epoch, newest_timeline(world))
-        restored = rolled_back(current, origin, version, world.epoch, frozenset(world.members))
-        round_id = RoundId(world.epoch, restored.ledger.round_n)
+        current = shared.ledger
+        version = next_version(current, origin.version, shared.epoch, newest_timeline(shared))
+        restored = rolled_back(current, origin, version, shared.epoch, frozenset(shared.members))
+        round_id = RoundId(shared.epoch, restored.ledger.round_n)
         decided = rollback_commit(
             restored,
             current,
@@ -390,37 +394,37 @@ class Recovery:
             round_id,
             origin.digest_of_slave,
             {
-                "epoch": world.epoch,
+                "epoch": shared.epoch,
                 "participants": [],
                 "donor": None,
-                "s_max": world.s_max(),
-                "wall_s": world.now_s + world.wall_offset_s,
+                "s_max": shared.s_max(),
+                "wall_s": shared.now_s + shared.wall_offset_s,
             },
         )
-        world.replace_ledger(restored.ledger, decided.commit)
-        world.journal("ROLLBACK", decided.record)
+        shared.replace_ledger(restored.ledger, decided.commit)
+        shared.journal("ROLLBACK", decided.record)
         self._give_up_round()
         if current.behind:
-            world.tell_new_timeline(origin.version)
+            shared.tell_new_timeline(origin.version)
         else:
-            world.tell_rollback(current.version, origin.version, None, restored.lost_tokens, len(restored.rolled_back))
+            shared.tell_rollback(current.version, origin.version, None, restored.lost_tokens, len(restored.rolled_back))
         self._move("rolled back", _P.NONE, f"to {origin.version}, now {version}")
         self._end()
         self._configure(slaves)
 
     def _configure(self, slaves: Sequence[Slave]) -> None:
         """Those that hold blocks load them; those that a RESHARD wants wait for it; others are not needed."""
-        world = self._world
-        wanted = world.ledger.reshard.add if world.ledger.reshard else ()
+        shared = self._shared
+        wanted = shared.ledger.reshard.add if shared.ledger.reshard else ()
         for slave in slaves:
-            if world.holds_blocks(slave.id):
+            if shared.holds_blocks(slave.id):
                 self._links.configure(slave)
             elif slave.id not in wanted:
-                self._links.dismiss(slave, f"slave {slave.id} holds no blocks of version {world.ledger.version}")
+                self._links.dismiss(slave, f"slave {slave.id} holds no blocks of version {shared.ledger.version}")
 
     def _end(self) -> None:
         """What was gathered is used up."""
-        state = self._world.recovery
+        state = self._shared.recovery
         state.reason, state.words = "", ""
         state.asked, state.wanted, state.donor = None, None, None
         state.tried, state.wrong, state.named = set(), set(), set()
@@ -429,13 +433,13 @@ class Recovery:
     # ---- what is under way ends ----
 
     def _abort_pushes(self, reason: str) -> None:
-        for push in list(self._world.pushes()):
+        for push in list(self._shared.pushes()):
             if not push.sealed:
                 self._verdicts.abort(push, reason)
 
     def _give_up_round(self) -> None:
         """Verdicts of a COMMIT that waited for the slaves, as the ledger has them now."""
-        for push in self._rounds.end_committed(self._world.recovery.reason):
+        for push in self._rounds.end_committed(self._shared.recovery.reason):
             self._verdicts.decide(push, self._verdict_now(push))
 
     def _verdict_now(self, push: Push) -> Verdict:
@@ -446,20 +450,20 @@ class Recovery:
 
     def _send_clusters_away(self, reason: str) -> None:
         """What was told to clusters comes from another ledger: they join again."""
-        world = self._world
-        for member in world.live():
-            world.record("evict", str(member.incarnation), cluster=member.cluster, reason=reason)
+        shared = self._shared
+        for member in shared.live():
+            shared.record("evict", str(member.incarnation), cluster=member.cluster, reason=reason)
             if member.leave_token is not None:
-                world.reply(member.leave_token, LeaveReply())
-        world.members.clear()
-        world.pins = {}
-        world.seed_cluster = None
+                shared.reply(member.leave_token, LeaveReply())
+        shared.members.clear()
+        shared.pins = {}
+        shared.seed_cluster = None
 
     # ---- donation ----
 
     def _donate_or_wait(self, newest: Version) -> bool:
         """No version is on every slave: a cluster's copy of a known one is the last way. Returns False."""
-        state = self._world.recovery
+        state = self._shared.recovery
         if not self._donors.choose():
             known = ", ".join(str(c.version) for c in self._donors.known()) or "none"
             also = f"; or start slave {', '.join(sorted(state.named))} again, which older records name"
@@ -468,27 +472,27 @@ class Recovery:
                 f"digest is known (known: {known}): restore a slave's directory, or let a cluster with a copy join"
                 f"{also if state.named else ''}"
             )
-            self._world.log("recovery", f"recovery: {state.words}", logging.ERROR)
+            self._shared.log("recovery", f"recovery: {state.words}", logging.ERROR)
             return False
         self._abort_pushes("the slaves lost the model; a cluster donates its copy")
         self._give_up_round()
         state.words = ""
         self._move("no common version", _P.DONATING)
-        self._configure([slave for slave in self._all_here() or () if self._world.holds_blocks(slave.id)])
+        self._configure([slave for slave in self._all_here() or () if self._shared.holds_blocks(slave.id)])
         return False
 
     def _promised_meanwhile(self, slave: Slave) -> None:
         """While a cluster donates: if a slave's disk is back, its snapshots are better than a donation."""
-        world = self._world
-        slaves = [world.slaves[name] for name in world.slaves_expected() if name in world.slaves]
-        broken = world.recovery.broken
+        shared = self._shared
+        slaves = [shared.slaves[name] for name in shared.slaves_expected() if name in shared.slaves]
+        broken = shared.recovery.broken
         common = set.intersection(
             *(
-                {snapshot_of(s) for s in committed(world, one) if (one.id, s.version, s.round) not in broken}
+                {snapshot_of(s) for s in committed(shared, one) if (one.id, s.version, s.round) not in broken}
                 for one in slaves
             )
         )
-        if common or all(holds(one, world.ledger, broken) for one in slaves):
+        if common or all(holds(one, shared.ledger, broken) for one in slaves):
             self._abort_pushes("a slave's snapshots came back")
             self._move("snapshot came back", _P.GATHERING, f"on slave {slave.id}")
             self._gather_anew()
@@ -496,6 +500,6 @@ class Recovery:
             self._links.configure(slave)
 
     def _move(self, input_name: str, to: RecoveryPhase, why: str = "") -> None:
-        world, state = self._world, self._world.recovery
-        state.phase.move(input_name, to, world.now_s, "recovery", why)
-        world.record("recovery", "recovery", phase=to.value, input=input_name, why=why)
+        shared, state = self._shared, self._shared.recovery
+        state.phase.move(input_name, to, shared.now_s, "recovery", why)
+        shared.record("recovery", "recovery", phase=to.value, input=input_name, why=why)

@@ -24,14 +24,14 @@ from dips.core.messages import (
     ShardList,
 )
 from dips.core.placement import Placement
-from dips.core.redeal import redeal
-from dips.master.state.ledger import CommitInfo, Ledger, ReshardWish, canonical, pair, same_as
+from dips.core.reshard_placement import redeal
+from dips.master.state.ledger import CommitInfo, Ledger, PendingReshard, canonical, pair, same_as
 from dips.master.state.reasons import reshard_waits_for
 from dips.master.state.records import Slave
+from dips.master.state.shared import SharedState
 from dips.master.state.slave_links import SlaveLinks
 from dips.master.state.tables import ReshardPhase, RoundPhase
 from dips.master.state.verdicts import Verdicts
-from dips.master.state.world import World
 
 _P = ReshardPhase
 
@@ -45,8 +45,8 @@ MAX_NAMES = 1024
 class Reshard:
     """Drives world.reshard; settle() is called after every event and goes as far as it can."""
 
-    def __init__(self, world: World, verdicts: Verdicts, links: SlaveLinks) -> None:
-        self._world = world
+    def __init__(self, shared: SharedState, verdicts: Verdicts, links: SlaveLinks) -> None:
+        self._shared = shared
         self._verdicts = verdicts
         self._links = links
 
@@ -57,22 +57,22 @@ class Reshard:
         MEMORY or STOPPING."""
         if request.cancel:
             return self._take_back()
-        wish = self._wish(request)
-        known = self._world.ledger.reshard
-        if known is not None and (known.add, known.remove) != (wish.add, wish.remove):
+        pending = self._pending(request)
+        known = self._shared.ledger.reshard
+        if known is not None and (known.add, known.remove) != (pending.add, pending.remove):
             raise Refused(RefusalCode.BUSY, f"{_say(known)} is under way: wait for it, or `dips reshard --cancel` it")
         if known is None:
-            self._world.ledger.reshard = wish
-            self._world.journal(
-                "RESHARD_ASKED", {"add": list(wish.add), "remove": list(wish.remove), "reason": wish.reason}
+            self._shared.ledger.reshard = pending
+            self._shared.journal(
+                "RESHARD_ASKED", {"add": list(pending.add), "remove": list(pending.remove), "reason": pending.reason}
             )
-        start = f"; start slave {', '.join(wish.add)} now if it does not run yet" if wish.add else ""
-        return f"{_say(wish)} begins between two rounds, when all slaves are here{start}"
+        start = f"; start slave {', '.join(pending.add)} now if it does not run yet" if pending.add else ""
+        return f"{_say(pending)} begins between two rounds, when all slaves are here{start}"
 
-    def _wish(self, request: ReshardRequest) -> ReshardWish:
-        world, placement = self._world, self._world.ledger.placement
+    def _pending(self, request: ReshardRequest) -> PendingReshard:
+        shared, placement = self._shared, self._shared.ledger.placement
         add, remove = (tuple(sorted({SlaveId(name) for name in names})) for names in (request.add, request.remove))
-        if world.ledger.stopping or world.ledger.stop_asked:
+        if shared.ledger.stopping or shared.ledger.stop_asked:
             raise Refused(RefusalCode.STOPPING, "the run ends: its slaves stay as they are")
         if placement is None:
             raise Refused(RefusalCode.CONFIG, "no model is placed yet: start the master with another number of slaves")
@@ -85,40 +85,40 @@ class Reshard:
             raise Refused(RefusalCode.UNKNOWN_NAME, f"no slave {unknown[0]!r} holds blocks; those that do: {names}")
         if held := sorted({*add} & {*placement.slaves}):
             raise Refused(RefusalCode.CONFIG, f"slave {held[0]} holds blocks already")
-        wish = ReshardWish(add, remove, request.reason or "no reason given")
-        self._check_size(wish, placement)
-        return wish
+        pending = PendingReshard(add, remove, request.reason or "no reason given")
+        self._check_size(pending, placement)
+        return pending
 
-    def _check_size(self, wish: ReshardWish, placement: Placement) -> None:
+    def _check_size(self, pending: PendingReshard, placement: Placement) -> None:
         """Refuse at once what can never be placed; a slave that is yet to come may have any memory."""
-        world, names = self._world, wish.slaves_of(placement.slaves)
+        shared, names = self._shared, pending.slaves_of(placement.slaves)
         if not names:
             raise Refused(RefusalCode.CONFIG, "a run needs a slave: remove all but one at most")
-        memory = [(name, world.slaves[name].memory_bytes if name in world.slaves else 1 << 62) for name in names]
+        memory = [(name, shared.slaves[name].memory_bytes if name in shared.slaves else 1 << 62) for name in names]
         self._redeal(placement, memory)
 
     def _redeal(self, before: Placement, memory: Sequence[tuple[SlaveId, int]]) -> Placement:
-        world, config = self._world, self._world.config
-        assert world.ledger.layout is not None, "what is placed has a layout"
+        shared, config = self._shared, self._shared.config
+        assert shared.ledger.layout is not None, "what is placed has a layout"
         chunk_bytes = config.settings.chunk_bytes
-        return redeal(world.ledger.layout, before, memory, config.max_clusters, config.pinned_versions, chunk_bytes)
+        return redeal(shared.ledger.layout, before, memory, config.max_clusters, config.pinned_versions, chunk_bytes)
 
     def _take_back(self) -> str:
-        world, wish = self._world, self._world.ledger.reshard
-        if wish is None:
+        shared, pending = self._shared, self._shared.ledger.reshard
+        if pending is None:
             return "no RESHARD is under way: there is nothing to take back"
         self._give_up("the operator took it back")
-        world.ledger.reshard = None
-        world.journal("RESHARD_CANCELLED", {})
-        self._dismiss(wish.add, "its RESHARD was taken back")
-        return f"{_say(wish)} is taken back; the slaves stay as they are"
+        shared.ledger.reshard = None
+        shared.journal("RESHARD_CANCELLED", {})
+        self._dismiss(pending.add, "its RESHARD was taken back")
+        return f"{_say(pending)} is taken back; the slaves stay as they are"
 
     # ---- what slaves say ----
 
     def listed(self, slave: Slave, body: ShardList) -> None:
         """The checksums of what a slave holds: they must add up to what was committed."""
-        world, state = self._world, self._world.reshard
-        placement, commit = world.ledger.placement, world.ledger.commit
+        shared, state = self._shared, self._shared.reshard
+        placement, commit = shared.ledger.placement, shared.ledger.commit
         if state.phase.now is not _P.LISTING or body.round != state.round or placement is None or commit is None:
             return
         if slave.id not in placement.slaves:
@@ -135,7 +135,7 @@ class Reshard:
 
     def prepared(self, slave: Slave, body: Prepared) -> bool:
         """Whether the answer is to this RESHARD; the last one is followed by the record."""
-        state = self._world.reshard
+        state = self._shared.reshard
         if state.phase.now is not _P.MOVING or body.round != state.round or slave.id not in state.digests:
             return False
         if body.digest != state.digests[slave.id][0]:
@@ -148,7 +148,7 @@ class Reshard:
 
     def refused(self, slave: Slave, body: RoundRefused) -> bool:
         """Whether the refusal is of this RESHARD."""
-        state = self._world.reshard
+        state = self._shared.reshard
         if not state.moving or body.round != state.round:
             return False
         self._give_up(f"slave {slave.id}: {body.refusal.sentence}")
@@ -156,70 +156,70 @@ class Reshard:
 
     def slave_came(self) -> None:
         """What made the last try fail may be mended: no reason to wait longer."""
-        state = self._world.reshard
-        state.not_before_s, state.pause_s = min(state.not_before_s, self._world.now_s), 0.0
+        state = self._shared.reshard
+        state.not_before_s, state.pause_s = min(state.not_before_s, self._shared.now_s), 0.0
 
     # ---- the course ----
 
     def settle(self) -> None:
         """Go as far as what is known allows."""
-        world, state = self._world, self._world.reshard
-        wish = world.ledger.reshard
-        if state.phase.now is _P.NONE and wish is not None:
-            self._to("asked", _P.WAITING, _say(wish))
-        if state.phase.now is _P.WAITING and wish is None:
+        shared, state = self._shared, self._shared.reshard
+        pending = shared.ledger.reshard
+        if state.phase.now is _P.NONE and pending is not None:
+            self._to("asked", _P.WAITING, _say(pending))
+        if state.phase.now is _P.WAITING and pending is None:
             self._to("no wish", _P.NONE)
         if state.moving and (gone := self._gone()):
             self._give_up(f"slave {', '.join(gone)} went away")
-        if state.phase.now is _P.WAITING and wish is not None and world.now_s >= state.not_before_s:
-            self._maybe_begin(wish)
+        if state.phase.now is _P.WAITING and pending is not None and shared.now_s >= state.not_before_s:
+            self._maybe_begin(pending)
 
     def deadlines(self) -> list[float]:
         """When settle() has something to do though nothing happened."""
-        state = self._world.reshard
-        waits = state.phase.now is _P.WAITING and state.not_before_s > self._world.now_s
+        state = self._shared.reshard
+        waits = state.phase.now is _P.WAITING and state.not_before_s > self._shared.now_s
         return [state.not_before_s] if waits else []
 
     def rearm(self, gap_s: float) -> None:
         """The master stood still for gap_s."""
-        self._world.reshard.not_before_s += gap_s
+        self._shared.reshard.not_before_s += gap_s
 
     def _gone(self) -> list[SlaveId]:
-        world = self._world
-        here = {name: slave.incarnation for name, slave in world.slaves.items() if slave.link is not None}
-        return [name for name, life in world.reshard.lives.items() if here.get(name) != life]
+        shared = self._shared
+        here = {name: slave.incarnation for name, slave in shared.slaves.items() if slave.link is not None}
+        return [name for name, life in shared.reshard.incarnations.items() if here.get(name) != life]
 
-    def _maybe_begin(self, wish: ReshardWish) -> None:
-        world = self._world
-        if reshard_waits_for(world):
+    def _maybe_begin(self, pending: PendingReshard) -> None:
+        shared = self._shared
+        if reshard_waits_for(shared):
             return
-        if world.round.phase.now is RoundPhase.WINDOW and world.ledger.paused:
+        if shared.round.phase.now is RoundPhase.WINDOW and shared.ledger.paused:
             self._abort_pushes("the slaves change while the run is paused")  # else the window would stay open for ever
-        if world.round.phase.now is RoundPhase.IDLE:
-            self._begin(wish)
+        if shared.round.phase.now is RoundPhase.IDLE:
+            self._begin(pending)
 
-    def _begin(self, wish: ReshardWish) -> None:
-        world, state = self._world, self._world.reshard
-        before = world.ledger.placement
+    def _begin(self, pending: PendingReshard) -> None:
+        shared, state = self._shared, self._shared.reshard
+        before = shared.ledger.placement
         assert before is not None, "a wish is of placed blocks"
-        assert world.ledger.version is not None, "there is something to move"
-        names = wish.slaves_of(before.slaves)
+        assert shared.ledger.version is not None, "there is something to move"
+        names = pending.slaves_of(before.slaves)
         try:
-            placement = self._redeal(before, [(name, world.slaves[name].memory_bytes) for name in names])
+            placement = self._redeal(before, [(name, shared.slaves[name].memory_bytes) for name in names])
         except Refused as refused:
             self._pause(refused.sentence)
             return
-        state.placement, state.round = placement, RoundId(world.epoch, world.ledger.round_n + 1)
-        world.ledger.round_n += 1
-        state.lives = {name: world.slaves[name].incarnation for name in sorted({*before.slaves, *names})}
+        state.placement, state.round = placement, RoundId(shared.epoch, shared.ledger.round_n + 1)
+        shared.ledger.round_n += 1
+        state.incarnations = {name: shared.slaves[name].incarnation for name in sorted({*before.slaves, *names})}
         state.lists, state.digests, state.prepared = {}, {}, set()
-        self._to("all are here", _P.LISTING, _say(wish))
-        world.log("reshard", f"{_say(wish)}: version {world.ledger.version} is listed")
+        self._to("all are here", _P.LISTING, _say(pending))
+        shared.log("reshard", f"{_say(pending)}: version {shared.ledger.version} is listed")
         for name in before.slaves:
-            world.command(world.slaves[name], ListShard(state.round, world.ledger.version), str(state.round))
+            shared.command(shared.slaves[name], ListShard(state.round, shared.ledger.version), str(state.round))
 
     def _move(self, before: Placement, commit: CommitInfo) -> None:
-        world, state, layout = self._world, self._world.reshard, self._world.ledger.layout
+        shared, state, layout = self._shared, self._shared.reshard, self._shared.ledger.layout
         assert state.placement is not None, "chosen when it began"
         assert state.round is not None, "likewise"
         assert layout is not None, "what is placed has a layout"
@@ -227,15 +227,15 @@ class Reshard:
         state.digests = self._digests(before, state.placement, state.lists)
         state.lists = {}
         moved = _moved(before, state.placement)
-        world.log("reshard", f"{len(moved)} of {len(layout.blocks)} blocks move; clusters train on")
-        sources, target = world.spec_of(before), world.spec_of(state.placement)
+        shared.log("reshard", f"{len(moved)} of {len(layout.blocks)} blocks move; clusters train on")
+        sources, target = shared.spec_of(before), shared.spec_of(state.placement)
         for name in state.placement.slaves:
             theta, momentum = state.digests[name]
             body = MoveBlocks(
                 state.round, commit.version, commit.version.next(), layout, layout.layout_hash, target, sources,
-                world.config.max_clusters, world.config.pinned_versions, theta, momentum,
+                shared.config.max_clusters, shared.config.pinned_versions, theta, momentum,
             )  # fmt: skip
-            world.command(world.slaves[name], body, str(state.round))
+            shared.command(shared.slaves[name], body, str(state.round))
 
     def _digests(
         self, before: Placement, after: Placement, lists: Mapping[SlaveId, ShardList]
@@ -252,62 +252,62 @@ class Reshard:
         }
 
     def _chunks(self, placement: Placement, slave: SlaveId) -> list[Chunk]:
-        layout = self._world.ledger.layout
+        layout = self._shared.ledger.layout
         assert layout is not None, "what is placed has a layout"
-        return chunks_of(placement.blocks_of(slave, layout), self._world.config.settings.chunk_bytes)
+        return chunks_of(placement.blocks_of(slave, layout), self._shared.config.settings.chunk_bytes)
 
     # ---- the record ----
 
     def _commit(self) -> None:
         """One journal entry: before it nothing has happened, after it the run stands on other slaves."""
-        world, state, ledger = self._world, self._world.reshard, self._world.ledger
+        shared, state, ledger = self._shared, self._shared.reshard, self._shared.ledger
         before, after, origin = ledger.placement, state.placement, ledger.commit
         assert before is not None, "it moves away from a placement"
         assert after is not None, "and to another one"
         assert origin is not None, "and moves a version"
         self._abort_pushes("the model's blocks went to other slaves; nothing of this push is lost")
         ledger.placement, ledger.reshard, ledger.origin = after, None, None
-        ledger.slaves = {name: world.slaves[name].memory_bytes for name in after.slaves}
-        ledger.directories = {name: world.slaves[name].directory_id for name in after.slaves}
+        ledger.slaves = {name: shared.slaves[name].memory_bytes for name in after.slaves}
+        ledger.directories = {name: shared.slaves[name].directory_id for name in after.slaves}
         ledger.remember_applied(origin.version.next(), ())
         commit, record = self._record(before, after, origin, ledger)
-        world.commits.clear()  # their digests are of other shards
-        world.set_commit(commit)
-        world.kept, world.pins = {}, {}
-        world.journal("RESHARD", record)
+        shared.commits.clear()  # their digests are of other shards
+        shared.set_commit(commit)
+        shared.kept, shared.pins = {}, {}
+        shared.journal("RESHARD", record)
         n_moved = len(_moved(before, after))
         self._to("journaled", _P.NONE, f"version {commit.version}")
         state.trouble, state.pause_s = "", 0.0
-        world.record("resharded", str(state.round), version=str(commit.version), blocks=n_moved)
-        world.log(
+        shared.record("resharded", str(state.round), version=str(commit.version), blocks=n_moved)
+        shared.log(
             "reshard", f"version {commit.version} stands on slaves {', '.join(after.slaves)}; {n_moved} blocks moved"
         )
         self._dismiss(set(before.slaves) - set(after.slaves), "its blocks are on other slaves now")
         for name in after.slaves:
-            self._links.configure(world.slaves[name])
+            self._links.configure(shared.slaves[name])
 
     def _record(
         self, before: Placement, after: Placement, origin: CommitInfo, ledger: Ledger
     ) -> tuple[CommitInfo, dict[str, object]]:
-        world, state = self._world, self._world.reshard
+        shared, state = self._shared, self._shared.reshard
         assert state.round is not None, "it has a round"
         version = origin.version.next()
         digests = tuple(sorted((name, theta) for name, (theta, _) in state.digests.items()))
         record: dict[str, object] = {
             "kind": "RESHARD",
-            "epoch": world.epoch,
+            "epoch": shared.epoch,
             "round": pair(state.round),
             "version": pair(version),
             "from_version": pair(origin.version),
             "tokens": ledger.tokens,
-            "s_max": world.s_max(),
+            "s_max": shared.s_max(),
             "digests": {name: digest.hex() for name, digest in digests},
             "participants": [],
             "judgement": None,
             "same_as": [pair(known) for known in (*same_as(origin), origin.version)],
             "placement_before": _placement_json(before),
             "placement": _placement_json(after),
-            "wall_s": world.now_s + world.wall_offset_s,
+            "wall_s": shared.now_s + shared.wall_offset_s,
         }
         full = record | {"ledger": json.loads(ledger.to_json(with_commit=False))}
         commit = CommitInfo(state.round, version, digests, canonical(full).encode())
@@ -317,40 +317,40 @@ class Reshard:
 
     def _give_up(self, reason: str) -> None:
         """As if it had never begun; the wish stays, and is tried again."""
-        world, state = self._world, self._world.reshard
+        shared, state = self._shared, self._shared.reshard
         if not state.moving:
             return
         assert state.round is not None, "what moves has a round"
-        for name in state.lives:
-            slave = world.slaves.get(name)
+        for name in state.incarnations:
+            slave = shared.slaves.get(name)
             if slave is not None:
-                world.command(slave, AbortRound(state.round, reason), str(state.round))
+                shared.command(slave, AbortRound(state.round, reason), str(state.round))
         self._to("given up", _P.WAITING, reason)
-        state.lists, state.digests, state.lives = {}, {}, {}
+        state.lists, state.digests, state.incarnations = {}, {}, {}
         self._pause(reason)
 
     def _pause(self, reason: str) -> None:
-        world, state = self._world, self._world.reshard
+        shared, state = self._shared, self._shared.reshard
         state.pause_s = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * state.pause_s))
-        state.not_before_s, state.trouble = world.now_s + state.pause_s, reason
-        world.log("reshard", f"the RESHARD is put off: {reason}", logging.WARNING)
+        state.not_before_s, state.trouble = shared.now_s + state.pause_s, reason
+        shared.log("reshard", f"the RESHARD is put off: {reason}", logging.WARNING)
 
     def _abort_pushes(self, reason: str) -> None:
-        for push in list(self._world.pushes()):
+        for push in list(self._shared.pushes()):
             if push.phase.allows("aborted"):
                 self._verdicts.abort(push, reason)
 
     def _dismiss(self, names: Iterable[SlaveId], reason: str) -> None:
         """These slaves hold nothing of the run, and may end."""
         for name in sorted(names):
-            slave = self._world.slaves.get(name)
+            slave = self._shared.slaves.get(name)
             if slave is not None:
                 self._links.dismiss(slave, f"slave {name} is not needed any more: {reason}")
 
     def _to(self, input_name: str, to: ReshardPhase, why: str = "") -> None:
-        world, state = self._world, self._world.reshard
-        state.phase.move(input_name, to, world.now_s, "reshard", why)
-        world.record("reshard", str(state.round), phase=to.value, input=input_name, why=why)
+        shared, state = self._shared, self._shared.reshard
+        state.phase.move(input_name, to, shared.now_s, "reshard", why)
+        shared.record("reshard", str(state.round), phase=to.value, input=input_name, why=why)
 
 
 def _moved(before: Placement, after: Placement) -> list[int]:
@@ -374,6 +374,8 @@ def _check_name(name: SlaveId) -> None:
         raise Refused(RefusalCode.CONFIG, str(error)) from error
 
 
-def _say(wish: ReshardWish) -> str:
-    parts = [f"{what} {', '.join(names)}" for what, names in (("add", wish.add), ("remove", wish.remove)) if names]
+def _say(pending: PendingReshard) -> str:
+    parts = [
+        f"{what} {', '.join(names)}" for what, names in (("add", pending.add), ("remove", pending.remove)) if names
+    ]
     return f"the RESHARD ({'; '.join(parts)})"

@@ -16,7 +16,7 @@ from dips.master.state.ledger import (
     ClusterEntry,
     CommitInfo,
     Ledger,
-    ReshardWish,
+    PendingReshard,
     canonical,
     ledger_of,
     pair,
@@ -65,21 +65,21 @@ def rolled_back(
     taken = _taken_pushes(current, origin.version)
     ledger.given_up = [*ledger.given_up, (origin.version, version)][-GIVEN_UP_KEPT:]
     ledger.origin = (origin.version, origin.round)
-    ledger.reshard = _wish(current, ledger)
+    ledger.reshard = _pending(current, ledger)
     ledger.round_n += 1
     ledger.commit = None
     return Restored(ledger, taken, max(0, current.tokens - ledger.tokens))
 
 
-def _wish(current: Ledger, restored: Ledger) -> ReshardWish | None:
+def _pending(current: Ledger, restored: Ledger) -> PendingReshard | None:
     """What the operator wants of slaves outlives a rollback: also one over a RESHARD, which is then done again."""
     if current.placement is None or restored.placement is None:
         return current.reshard
-    wish = current.reshard or ReshardWish((), (), "the run went back over a RESHARD")
-    wanted, held = {*wish.slaves_of(current.placement.slaves)}, {*restored.placement.slaves}
+    pending = current.reshard or PendingReshard((), (), "the run went back over a RESHARD")
+    wanted, held = {*pending.slaves_of(current.placement.slaves)}, {*restored.placement.slaves}
     if wanted == held:
         return None
-    return ReshardWish(tuple(sorted(wanted - held)), tuple(sorted(held - wanted)), wish.reason)
+    return PendingReshard(tuple(sorted(wanted - held)), tuple(sorted(held - wanted)), pending.reason)
 
 
 def adopted(current: Ledger, commit: CommitInfo, epoch: int) -> Ledger:

@@ -32,10 +32,10 @@ from dips.master.state.push_checks import recheck
 from dips.master.state.reasons import lagging
 from dips.master.state.records import Donor, Kept, Push, Slave
 from dips.master.state.rollback import next_version
+from dips.master.state.shared import SharedState
 from dips.master.state.snapshots import newest_timeline
 from dips.master.state.tables import PushPhase, RoundPhase
 from dips.master.state.verdicts import Verdicts
-from dips.master.state.world import World
 
 MAX_TIMEOUT_FACTOR = 8.0
 RETRY_PAUSE_S = 1.0
@@ -47,17 +47,17 @@ NAMED_REJECTIONS = 4
 class Rounds:
     """Drives the round; settle() is called after every event and moves whatever can move."""
 
-    def __init__(self, world: World, verdicts: Verdicts) -> None:
-        self._world = world
+    def __init__(self, shared: SharedState, verdicts: Verdicts) -> None:
+        self._shared = shared
         self._verdicts = verdicts
-        self._decisions = Decisions(world, verdicts)
+        self._decisions = Decisions(shared, verdicts)
 
     def settle(self) -> None:
         """Open, close or empty the window as the admitted pushes and the time demand."""
-        world, state = self._world, self._world.round
-        ending = world.ledger.stopping or world.ledger.stop_asked
+        shared, state = self._shared, self._shared.round
+        ending = shared.ledger.stopping or shared.ledger.stop_asked
         donation = self._donation()
-        may_begin = donation or not (ending or lagging(world) or world.reshard.moving)
+        may_begin = donation or not (ending or lagging(shared) or shared.reshard.moving)
         if state.phase.now is RoundPhase.IDLE and may_begin and self._admitted():
             self._open()
         if state.phase.now is RoundPhase.WINDOW:
@@ -67,22 +67,22 @@ class Rounds:
                 self._move("nobody left", RoundPhase.IDLE)
             elif self._may_close():
                 self._seal()
-        if state.phase.now is RoundPhase.IDLE and world.ledger.stopping and not world.recovery.donating:
-            self._abort_pushes(world.ledger.stopping)
+        if state.phase.now is RoundPhase.IDLE and shared.ledger.stopping and not shared.recovery.donating:
+            self._abort_pushes(shared.ledger.stopping)
 
     def _abort_pushes(self, why: str) -> None:
-        for push in list(self._world.pushes()):
+        for push in list(self._shared.pushes()):
             self._verdicts.abort(push, f"the run ends: {why}")
 
     def tick(self) -> None:
-        state = self._world.round
-        if state.resend_s is not None and self._world.now_s >= state.resend_s:
+        state = self._shared.round
+        if state.resend_s is not None and self._shared.now_s >= state.resend_s:
             self._send_commit(again=True)
-        if state.deadline_s is not None and self._world.now_s >= state.deadline_s:
+        if state.deadline_s is not None and self._shared.now_s >= state.deadline_s:
             self.abort(f"the {state.phase.now.value} phase ran out of time")
 
     def deadlines(self) -> list[float]:
-        state = self._world.round
+        state = self._shared.round
         if state.phase.now is RoundPhase.WINDOW:
             # What else the window waits for comes as an event, not with time.
             return [max(state.window_closes_s, state.not_before_s)] if self._may_go_on() else []
@@ -90,7 +90,7 @@ class Rounds:
 
     def rearm(self, gap_s: float) -> None:
         """The master stood still for gap_s: that time is nobody's fault."""
-        state = self._world.round
+        state = self._shared.round
         state.window_closes_s += gap_s
         state.window_ends_s += gap_s
         state.not_before_s += gap_s
@@ -102,74 +102,74 @@ class Rounds:
     # ---- window ----
 
     def _admitted(self) -> list[Push]:
-        return [push for push in self._world.pushes() if push.phase.now is PushPhase.ADMITTED]
+        return [push for push in self._shared.pushes() if push.phase.now is PushPhase.ADMITTED]
 
     def _donation(self) -> bool:
         """A cluster's copy of a lost version waits to be committed: it is no training, so no pause or end stops it."""
-        return self._world.recovery.donating and any(push.is_donation for push in self._admitted())
+        return self._shared.recovery.donating and any(push.is_donation for push in self._admitted())
 
     def _open(self) -> None:
-        world, state = self._world, self._world.round
-        state.id = RoundId(world.epoch, world.ledger.round_n + 1)
-        world.ledger.round_n += 1
-        pacing.open_window(world)
+        shared, state = self._shared, self._shared.round
+        state.id = RoundId(shared.epoch, shared.ledger.round_n + 1)
+        shared.ledger.round_n += 1
+        pacing.open_window(shared)
         self._move("push admitted", RoundPhase.WINDOW)
 
     def _may_go_on(self) -> bool:
-        world = self._world
+        shared = self._shared
         if self._donation():
-            return world.all_slaves_ready()
-        begun = world.ledger.version is None or world.enough_clusters()
-        still = world.ledger.paused or world.reshard.moving
-        return begun and not still and world.all_slaves_ready()
+            return shared.all_slaves_ready()
+        begun = shared.ledger.version is None or shared.enough_clusters()
+        still = shared.ledger.paused or shared.reshard.moving
+        return begun and not still and shared.all_slaves_ready()
 
     def _may_close(self) -> bool:
-        world, state = self._world, self._world.round
-        if not self._may_go_on() or world.now_s < state.not_before_s:
+        shared, state = self._shared, self._shared.round
+        if not self._may_go_on() or shared.now_s < state.not_before_s:
             return False
         everyone_in = all(
             member.push is not None and member.push.phase.now is PushPhase.ADMITTED
-            for member in world.live()
-            if member.cluster not in world.ledger.draining
+            for member in shared.live()
+            if member.cluster not in shared.ledger.draining
         )
-        seed = world.ledger.version is None or self._donation()
-        return seed or everyone_in or world.now_s >= state.window_closes_s
+        seed = shared.ledger.version is None or self._donation()
+        return seed or everyone_in or shared.now_s >= state.window_closes_s
 
     def _seal(self) -> None:
-        world, state = self._world, self._world.round
+        shared, state = self._shared, self._shared.round
         self._move("window closed", RoundPhase.SEALED)
         for push in self._admitted():
-            if (reason := recheck(world, push)) is not None:
+            if (reason := recheck(shared, push)) is not None:
                 self._verdicts.abort(push, reason)
                 continue
-            push.phase.move("window sealed", PushPhase.SEALED, world.now_s, state.cause)
+            push.phase.move("window sealed", PushPhase.SEALED, shared.now_s, state.cause)
             state.participants.append(push)
         if not state.participants:
             self._move("nobody left", RoundPhase.IDLE)
         elif state.participants[0].is_seed:
             donation = state.participants[0].is_donation
             self._move("it is a donation" if donation else "it is the seed", RoundPhase.PREPARE)
-            self._prepare((1.0,), seed_step(world.config.settings.outer_lr))
+            self._prepare((1.0,), seed_step(shared.config.settings.outer_lr))
         else:
             self._measure()
 
     # ---- measure and judge ----
 
     def _measure(self) -> None:
-        world, state = self._world, self._world.round
-        version = world.ledger.version
+        shared, state = self._shared, self._shared.round
+        version = shared.ledger.version
         assert state.id is not None, "a sealed round has an id"
         assert version is not None, "only the seed has no version"
         self._move("checks passed", RoundPhase.MEASURE, "with " + ", ".join(p.cluster for p in state.participants))
         self._arm()
-        world.command_all(Measure(state.id, version, _staged(state.participants)), state.cause)
+        shared.command_all(Measure(state.id, version, _staged(state.participants)), state.cause)
 
     def measured(self, slave: Slave, body: Measured) -> None:
-        world, state = self._world, self._world.round
+        shared, state = self._shared, self._shared.round
         if state.phase.now is not RoundPhase.MEASURE or body.round != state.id:
             return
         state.measured[slave.id], state.directions[slave.id] = body.blocks, body.directions
-        if len(state.measured) < len(world.slaves_expected()):
+        if len(state.measured) < len(shared.slaves_expected()):
             return
         try:
             gram, nonfinite = self._add()
@@ -181,49 +181,49 @@ class Rounds:
         self._judge(gram, nonfinite, directions)
 
     def _add(self) -> tuple[list[list[float]], list[int]]:
-        state, placement = self._world.round, self._world.ledger.placement
+        state, placement = self._shared.round, self._shared.ledger.placement
         assert placement is not None, "a round has a placement"
         return add_blocks(state.measured, placement, len(state.participants))
 
     def _judge(self, gram: list[list[float]], nonfinite: list[int], directions: list[list[float]] | None) -> None:
-        world, state = self._world, self._world.round
+        shared, state = self._shared, self._shared.round
         participants = [
-            Participant(push.cluster, float(push.request.tokens), bad, _local_steps(world, push), push.request.steps)
+            Participant(push.cluster, float(push.request.tokens), bad, _local_steps(shared, push), push.request.steps)
             for push, bad in zip(state.participants, nonfinite, strict=True)
         ]
-        detector, config = world.ledger.detector, world.config.penalty
-        live = frozenset(world.members) - frozenset(world.ledger.draining)
-        rates, intervals_s = pacing.rates_and_intervals(world)
+        detector, config = shared.ledger.detector, shared.config.penalty
+        live = frozenset(shared.members) - frozenset(shared.ledger.draining)
+        rates, intervals_s = pacing.rates_and_intervals(shared)
         t_round = round_tokens(rates, intervals_s)
         judgement = judge(detector, config, participants, gram, live - detector.quarantined, t_round, directions)
         state.judgement = judgement
         state.judged_from = JudgeInputs(
             config,
-            world.config.settings.outer_lr,
+            shared.config.settings.outer_lr,
             tuple(participants),
             tuple(map(tuple, gram)),
             tuple(sorted(live)),
             tuple(sorted(rates.items())),
             tuple(sorted(intervals_s.items())),
             t_round,
-            None if detector == world.recorded_detector else detector,
+            None if detector == shared.recorded_detector else detector,
         )
         self._record_judgement(judgement)
         if directions is not None:
-            same_data.look(world, [p.cluster for p in participants], judgement.accepted, directions)
+            same_data.look(shared, [p.cluster for p in participants], judgement.accepted, directions)
         if not judgement.accepted:
             why = ", ".join(f"{r.cluster}: {r.reason}" for r in judgement.rejected[:NAMED_REJECTIONS])
             self._void(f"no push was accepted ({why}{', ...' if len(judgement.rejected) > NAMED_REJECTIONS else ''})")
             return
         self._move("accepted", RoundPhase.PREPARE)
-        before, outer_lr = world.ledger.version, world.config.settings.outer_lr
+        before, outer_lr = shared.ledger.version, shared.config.settings.outer_lr
         assert before is not None, "what is judged starts from a version"
-        step = outer_step_of(world.config.penalty, outer_lr, judgement.scale, judgement.rho, before)
+        step = outer_step_of(shared.config.penalty, outer_lr, judgement.scale, judgement.rho, before)
         self._prepare(judgement.weights, step, judgement.rho)
 
     def _record_judgement(self, judgement: Judgement) -> None:
-        world, state = self._world, self._world.round
-        world.record(
+        shared, state = self._shared, self._shared.round
+        shared.record(
             "judged",
             state.cause,
             round=str(state.id),
@@ -241,97 +241,97 @@ class Rounds:
 
     def _prepare(self, weights: tuple[float, ...], step: OuterStep, rho: float = 1.0) -> None:
         """rho: the share of a full round, by which averaged buffers move."""
-        world, state = self._world, self._world.round
-        version = world.ledger.version
+        shared, state = self._shared, self._shared.round
+        version = shared.ledger.version
         assert state.id is not None, "a sealed round has an id"
-        to_version = version.next() if version is not None else Version(world.epoch, 0)
+        to_version = version.next() if version is not None else Version(shared.epoch, 0)
         if (donor := self._donor()) is not None:
-            version, to_version = None, _renamed(world, donor)
+            version, to_version = None, _renamed(shared, donor)
         accepted = _staged(self._decisions.accepted())
         state.step = step
         self._arm()
-        world.command_all(
+        shared.command_all(
             Prepare(state.id, version, to_version, accepted, weights, **dataclasses.asdict(step), averaged_share=rho),
             state.cause,
         )
 
     def _donor(self) -> Donor | None:
         """Whose copy this round makes a version again; None in every other round."""
-        state = self._world.round
+        state = self._shared.round
         donation = bool(state.participants) and state.participants[0].is_donation
-        return self._world.recovery.donor if donation else None
+        return self._shared.recovery.donor if donation else None
 
     def prepared(self, slave: Slave, body: Prepared) -> None:
-        world, state = self._world, self._world.round
+        shared, state = self._shared, self._shared.round
         if state.phase.now is not RoundPhase.PREPARE or body.round != state.id:
             return
         donor = self._donor()
         if donor is not None and body.digest != dict(donor.commit.digest_of_slave).get(slave.id):
-            world.recovery.wrong.add((donor.cluster, donor.incarnation, donor.commit.version))
+            shared.recovery.wrong.add((donor.cluster, donor.incarnation, donor.commit.version))
             self._give_up(f"what slave {slave.id} made of the donated copy is not version {donor.commit.version}")
             return
         state.digest_of_slave[slave.id] = body.digest
-        if len(state.digest_of_slave) == len(world.slaves_expected()):
+        if len(state.digest_of_slave) == len(shared.slaves_expected()):
             self._commit()
 
     def _commit(self) -> None:
-        world, state = self._world, self._world.round
+        shared, state = self._shared, self._shared.round
         donor = self._donor()
         commit = self._decisions.commit() if donor is None else self._decisions.donation(donor)
         self._move("all prepared", RoundPhase.COMMIT, f"version {commit.version}")
         state.deadline_s = None
         state.timeout_factor, state.last_abort = 1.0, ""
-        world.command_all(Retain(self._pinned(commit.version)), state.cause)
+        shared.command_all(Retain(self._pinned(commit.version)), state.cause)
         self._send_commit()
 
     def _send_commit(self, again: bool = False) -> None:
         """To every slave that has not flipped; again and again, since after the commit point there is only forward."""
-        world, state, commit = self._world, self._world.round, self._world.ledger.commit
+        shared, state, commit = self._shared, self._shared.round, self._shared.ledger.commit
         assert commit is not None, "what is sent is committed"
-        state.resend_s = world.now_s + world.config.evict_after_s / 2
-        if again and world.out.waiting:
+        state.resend_s = shared.now_s + shared.config.evict_after_s / 2
+        if again and shared.out.waiting:
             return  # the first one has not left yet: the journal's disk is slow
         body = Commit(commit.round, commit.version, commit.commit_hash, commit.record)
-        for slave in world.ready_slaves():
+        for slave in shared.ready_slaves():
             if slave.id not in state.flipped:
-                world.command(slave, body, state.cause)
+                shared.command(slave, body, state.cause)
 
     def _pinned(self, newest: Version) -> tuple[Version, ...]:
         """Versions older than the two newest that stay readable. When there are too many, those that nobody reads or
         pushes against yet give way first, and then the oldest.
         """
-        world = self._world
-        current = world.published.version if world.published else newest
-        used = ({pin.version for pin in world.pins.values()} | bases.in_use(world)) - {newest, current}
-        spare = bases.trained_on(world) - {newest, current} - used
+        shared = self._shared
+        current = shared.published.version if shared.published else newest
+        used = ({pin.version for pin in shared.pins.values()} | bases.in_use(shared)) - {newest, current}
+        spare = bases.trained_on(shared) - {newest, current} - used
         old = sorted(used, reverse=True) + sorted(spare, reverse=True)
-        kept = set(old[: world.config.pinned_versions])
-        for pin_id in [p.pin_id for p in world.pins.values() if p.version in set(old) - kept]:
-            del world.pins[pin_id]
-        for version in set(world.kept) - kept - {current}:
-            del world.kept[version]
+        kept = set(old[: shared.config.pinned_versions])
+        for pin_id in [p.pin_id for p in shared.pins.values() if p.version in set(old) - kept]:
+            del shared.pins[pin_id]
+        for version in set(shared.kept) - kept - {current}:
+            del shared.kept[version]
         return tuple(sorted(kept))
 
     def flipped(self, slave_id: str, version: Version) -> None:
-        world, state = self._world, self._world.round
-        commit = world.ledger.commit
+        shared, state = self._shared, self._shared.round
+        commit = shared.ledger.commit
         if state.phase.now is not RoundPhase.COMMIT or commit is None or version != commit.version:
             return
         state.flipped.add(slave_id)
-        if len(state.flipped) == len(world.slaves_expected()):
+        if len(state.flipped) == len(shared.slaves_expected()):
             self._publish()
 
     def _publish(self) -> None:
-        world, state = self._world, self._world.round
-        commit = world.ledger.commit
+        shared, state = self._shared, self._shared.round
+        commit = shared.ledger.commit
         assert commit is not None, "published is what was committed"
         self._move("all flipped", RoundPhase.PUBLISH)
-        world.published = world.kept[commit.version] = Kept(commit, world.ledger.tokens)
-        pacing.published(world)
-        pacing.warn_of_momentum(world)
-        for slave in world.ready_slaves():
+        shared.published = shared.kept[commit.version] = Kept(commit, shared.ledger.tokens)
+        pacing.published(shared)
+        pacing.warn_of_momentum(shared)
+        for slave in shared.ready_slaves():
             slave.version = commit.version
-        world.record("publish", state.cause, version=str(commit.version), tokens=world.ledger.tokens)
+        shared.record("publish", state.cause, version=str(commit.version), tokens=shared.ledger.tokens)
         self._decisions.tell()
         self._end("verdicts told")
 
@@ -339,32 +339,32 @@ class Rounds:
 
     def _void(self, reason: str) -> None:
         """Version and momentum stay; every participant is EXCLUDED, durably. A seed has no judgement: it is aborted."""
-        world, state = self._world, self._world.round
+        shared, state = self._shared, self._shared.round
         if state.judgement is None:
             self._give_up(reason)
             return
         if state.phase.now is RoundPhase.PREPARE:
             assert state.id is not None, "a round that prepares has an id"
-            world.command_all(AbortRound(state.id, reason), state.cause)
+            shared.command_all(AbortRound(state.id, reason), state.cause)
         self._decisions.void(reason)
         self._end("void")
 
     def abort(self, reason: str) -> None:
         """Nothing happened: complete stagings wait for the next window, the others are decided ABORTED."""
-        world, state = self._world, self._world.round
+        shared, state = self._shared, self._shared.round
         assert state.id is not None, "only a round that began is aborted"
-        world.command_all(AbortRound(state.id, reason), state.cause)
+        shared.command_all(AbortRound(state.id, reason), state.cause)
         for push in state.participants:
-            push.phase.move("round aborted", PushPhase.ADMITTED, world.now_s, state.cause, reason)
+            push.phase.move("round aborted", PushPhase.ADMITTED, shared.now_s, state.cause, reason)
         self._decisions.summary("abort", reason)
-        alarms.round_was_fruitless(world)
-        world.rounds_aborted += 1
+        alarms.round_was_fruitless(shared)
+        shared.rounds_aborted += 1
         state.last_abort = reason
-        world.log(
+        shared.log(
             "round", f"round {state.id} is aborted: {reason}; complete pushes enter the next one", cause=state.cause
         )
         state.timeout_factor = min(MAX_TIMEOUT_FACTOR, state.timeout_factor * 2)
-        state.not_before_s = world.now_s + RETRY_PAUSE_S * state.timeout_factor / 2
+        state.not_before_s = shared.now_s + RETRY_PAUSE_S * state.timeout_factor / 2
         given_up = [push for push in state.participants if self._nobody_waits_for(push)]
         self._end("abort")
         for push in given_up:
@@ -372,7 +372,7 @@ class Rounds:
 
     def _give_up(self, reason: str) -> None:
         """Abort, and the pushes too: they would fail the next round for the same reason. Nothing of them is lost."""
-        pushes = list(self._world.round.participants)
+        pushes = list(self._shared.round.participants)
         self.abort(reason)
         for push in pushes:
             if push.phase.allows("aborted"):
@@ -380,11 +380,11 @@ class Rounds:
 
     def _nobody_waits_for(self, push: Push) -> bool:
         """Its cluster is gone, or only waits for this to be able to leave."""
-        member = self._world.members.get(push.cluster)
+        member = self._shared.members.get(push.cluster)
         return member is None or member.push is not push or member.leave_token is not None
 
     def refused(self, slave: Slave, body: RoundRefused) -> None:
-        state = self._world.round
+        state = self._shared.round
         if body.round != state.id or state.phase.now not in (RoundPhase.MEASURE, RoundPhase.PREPARE):
             return
         sentence = f"slave {slave.id} cannot {body.command}: {body.refusal.sentence}"
@@ -400,24 +400,24 @@ class Rounds:
 
         It comes back with the newest version only, so older ones can be read no longer.
         """
-        world = self._world
-        world.kept = {v: kept for v, kept in world.kept.items() if kept is world.published}
-        if self._world.round.phase.now in (RoundPhase.MEASURE, RoundPhase.PREPARE):
+        shared = self._shared
+        shared.kept = {v: kept for v, kept in shared.kept.items() if kept is shared.published}
+        if self._shared.round.phase.now in (RoundPhase.MEASURE, RoundPhase.PREPARE):
             self.abort(reason)
-        for push in list(self._world.pushes()):
+        for push in list(self._shared.pushes()):
             push.forget(slave.id)
             if push.phase.now in (PushPhase.STAGED, PushPhase.ADMITTED):
                 self._verdicts.abort(push, reason)
 
     def slave_back(self) -> None:
         """What made the last round fail may be mended: no reason to wait longer."""
-        state = self._world.round
+        state = self._shared.round
         state.timeout_factor = 1.0
-        state.not_before_s = min(state.not_before_s, self._world.now_s)
+        state.not_before_s = min(state.not_before_s, self._shared.now_s)
 
     def end_committed(self, reason: str) -> list[Push]:
         """A recovery takes the place of a COMMIT that waits for its slaves; returns the pushes whose round it was."""
-        state = self._world.round
+        state = self._shared.round
         if state.phase.now is not RoundPhase.COMMIT:
             return []
         pushes = list(state.participants)
@@ -429,7 +429,7 @@ class Rounds:
         self.flipped(slave.id, body.version)
 
     def _end(self, input_name: str) -> None:
-        state = self._world.round
+        state = self._shared.round
         self._move(input_name, RoundPhase.IDLE)
         state.id = None
         state.deadline_s, state.resend_s = None, None
@@ -441,27 +441,27 @@ class Rounds:
         state.flipped.clear()
 
     def _arm(self) -> None:
-        world, state = self._world, self._world.round
-        state.deadline_s = world.now_s + world.config.round_timeout_s * state.timeout_factor
+        shared, state = self._shared, self._shared.round
+        state.deadline_s = shared.now_s + shared.config.round_timeout_s * state.timeout_factor
 
     def _move(self, input_name: str, to: RoundPhase, why: str = "") -> None:
-        world, state = self._world, self._world.round
-        state.phase.move(input_name, to, world.now_s, state.cause, why)
-        world.record("round", state.cause, round=str(state.id), phase=to.value, input=input_name, why=why)
+        shared, state = self._shared, self._shared.round
+        state.phase.move(input_name, to, shared.now_s, state.cause, why)
+        shared.record("round", state.cause, round=str(state.id), phase=to.value, input=input_name, why=why)
 
 
-def _local_steps(world: World, push: Push) -> int:
+def _local_steps(shared: SharedState, push: Push) -> int:
     """H_j of this push: a cluster that trained on through an outage carries more steps than it was told to make, and
     is no outlier because of that.
     """
-    member = world.members.get(push.cluster)
+    member = shared.members.get(push.cluster)
     told = member.local_steps if member is not None else 0
     return min(push.request.steps, told) if told else push.request.steps
 
 
-def _renamed(world: World, donor: Donor) -> Version:
+def _renamed(shared: SharedState, donor: Donor) -> Version:
     """What the donated version is called from now on."""
-    return next_version(world.ledger, donor.commit.version, world.epoch, newest_timeline(world))
+    return next_version(shared.ledger, donor.commit.version, shared.epoch, newest_timeline(shared))
 
 
 def _staged(pushes: list[Push]) -> tuple[StagedPush, ...]:

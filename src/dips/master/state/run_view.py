@@ -12,12 +12,12 @@ from dips.core.messages import StatusReply
 from dips.core.wire import encoded_bytes
 from dips.master.state.link_rates import LinkRate
 from dips.master.state.records import Push
+from dips.master.state.shared import SharedState
 from dips.master.state.status import status
-from dips.master.state.world import World
 
 
 @dataclass(frozen=True)
-class OpenPush:
+class OpenPushView:
     """A push that is undecided. landed: the share of its bytes that slaves say they hold, 0 to 1."""
 
     cluster: str
@@ -41,29 +41,29 @@ class RunView:
     publish_interval_s: float = 0.0
     evict_after_s: float = 0.0
     links: tuple[LinkRate, ...] = ()
-    pushes: tuple[OpenPush, ...] = ()
+    pushes: tuple[OpenPushView, ...] = ()
     slave_troubles: Mapping[str, str] = field(default_factory=dict)
 
 
-def look(world: World) -> RunView:
+def look(shared: SharedState) -> RunView:
     """The run as it is now."""
-    planned_s, published_s = world.planned_window_s, world.published_s
+    planned_s, published_s = shared.planned_window_s, shared.published_s
     return RunView(
-        status(world),
-        world.now_s,
-        planned_s - world.now_s if planned_s is not None else None,
-        world.now_s - published_s if published_s is not None else None,
-        world.publish_interval_s,
-        world.config.evict_after_s,
-        world.link_rates.links(world.members, world.ledger.layout, world.ledger.placement, world.now_s),
-        tuple(_open(world, push) for push in world.pushes()),
-        {slave.id: slave.trouble for slave in world.slaves.values() if slave.trouble},
+        status(shared),
+        shared.now_s,
+        planned_s - shared.now_s if planned_s is not None else None,
+        shared.now_s - published_s if published_s is not None else None,
+        shared.publish_interval_s,
+        shared.config.evict_after_s,
+        shared.link_rates.links(shared.members, shared.ledger.layout, shared.ledger.placement, shared.now_s),
+        tuple(_open(shared, push) for push in shared.pushes()),
+        {slave.id: slave.trouble for slave in shared.slaves.values() if slave.trouble},
     )
 
 
-def _open(world: World, push: Push) -> OpenPush:
-    layout = world.ledger.layout
+def _open(shared: SharedState, push: Push) -> OpenPushView:
+    layout = shared.ledger.layout
     whole_bytes = encoded_bytes(push.wire, layout.n_elems) if layout is not None else 0
-    staged = len(push.digest_of_slave) / max(1, len(world.slaves_expected()))
+    staged = len(push.digest_of_slave) / max(1, len(shared.slaves_expected()))
     landed = sum(push.landed_bytes.values()) / whole_bytes if whole_bytes else 0.0
-    return OpenPush(push.cluster, push.phase.now.value, min(1.0, max(staged, landed)), world.now_s - push.began_s)
+    return OpenPushView(push.cluster, push.phase.now.value, min(1.0, max(staged, landed)), shared.now_s - push.began_s)

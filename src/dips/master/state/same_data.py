@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from dips.master.state import penalty_direction
-from dips.master.state.world import World
+from dips.master.state.shared import SharedState
 
 ALIKE_COSINE = 0.99
 ALIKE_NORMS = 0.95
@@ -24,36 +24,36 @@ ALIKE_ROUNDS = 3
 
 
 def look(
-    world: World, participants: Sequence[str], accepted: Sequence[str], directions: Sequence[Sequence[float]]
+    shared: SharedState, participants: Sequence[str], accepted: Sequence[str], directions: Sequence[Sequence[float]]
 ) -> None:
     """Compare a judged round's accepted pushes, and say so when an alarm begins."""
     here = [(j, name) for j, name in enumerate(participants) if name in accepted]
     for at, (j, name) in enumerate(here):
         for k, other in here[at + 1 :]:
-            _compare(world, (name, other), directions[j][j], directions[k][k], directions[j][k])
-    gone = [pair for pair in world.alike if not world.members.keys() >= set(pair)]
+            _compare(shared, (name, other), directions[j][j], directions[k][k], directions[j][k])
+    gone = [pair for pair in shared.alike if not shared.members.keys() >= set(pair)]
     for pair in gone:
-        world.alike.pop(pair)
-        world.same_data.pop(pair, None)
+        shared.alike.pop(pair)
+        shared.same_data.pop(pair, None)
 
 
-def _compare(world: World, pair: tuple[str, str], squared: float, other_squared: float, product: float) -> None:
+def _compare(shared: SharedState, pair: tuple[str, str], squared: float, other_squared: float, product: float) -> None:
     if not (math.isfinite(product) and squared > 0.0 and other_squared > 0.0):
         return
     norm, other_norm = math.sqrt(squared), math.sqrt(other_squared)
     cosine = penalty_direction.cosine(product, norm, other_norm)
     alike = cosine >= ALIKE_COSINE and min(norm, other_norm) >= ALIKE_NORMS * max(norm, other_norm)
-    n_rounds = min(ALIKE_ROUNDS, max(0, world.alike.get(pair, 0) + (1 if alike else -1)))
-    world.alike[pair] = n_rounds
+    n_rounds = min(ALIKE_ROUNDS, max(0, shared.alike.get(pair, 0) + (1 if alike else -1)))
+    shared.alike[pair] = n_rounds
     if n_rounds == 0:
-        del world.alike[pair]
-        world.same_data.pop(pair, None)
+        del shared.alike[pair]
+        shared.same_data.pop(pair, None)
     elif alike and n_rounds == ALIKE_ROUNDS:
         sentence = (
             f"clusters {pair[0]} and {pair[1]} push the same: the cosine of what they did is {cosine:.2f}, the norms "
             f"are {norm:.3g} and {other_norm:.3g}, in {ALIKE_ROUNDS} rounds in a row. They train on the same data in "
             "the same order, so one of them adds nothing: give each its own part of the data, or at least another seed"
         )
-        if pair not in world.same_data:
-            world.alarm(sentence)
-        world.same_data[pair] = sentence
+        if pair not in shared.same_data:
+            shared.alarm(sentence)
+        shared.same_data[pair] = sentence

@@ -35,7 +35,7 @@ class Way(Enum):
 
 
 @dataclass(frozen=True)
-class Wish:
+class TransferRequest:
     """A transfer that is about to begin. owner: a cluster, or a reader, which has one transfer at a time.
 
     slot: its number among the clusters. own_s, fastest_s: what a whole transfer this way takes it, and the fastest
@@ -91,18 +91,18 @@ class TransferScheduler:
         """Transfers that began and are not known to be over."""
         return len(self._begun)
 
-    def begin(self, wish: Wish, placement: Placement) -> tuple[int, ...]:
+    def begin(self, request: TransferRequest, placement: Placement) -> tuple[int, ...]:
         """The order of all block ids for this transfer, one of each slave in turn; the owner's one before is over."""
-        self.end(wish.owner)
+        self.end(request.owner)
         n = len(placement.slaves)
         begun = [0.0] * n
         for way, slave, load in self._begun.values():
-            if way is wish.way and slave < n:
+            if way is request.way and slave < n:
                 begun[slave] += load
-        start = min(range(n), key=lambda slave: (begun[slave], (slave - wish.slot) % n))
-        self._begun[wish.owner] = (wish.way, start, wish.load)
+        start = min(range(n), key=lambda slave: (begun[slave], (slave - request.slot) % n))
+        self._begun[request.owner] = (request.way, start, request.load)
         around = [(start + step) % n for step in range(n)]
-        return _in_turn(placement, sorted(around, key=lambda slave: self.speed(placement.slaves[slave], wish.way)))
+        return _in_turn(placement, sorted(around, key=lambda slave: self.speed(placement.slaves[slave], request.way)))
 
     def end(self, owner: str) -> None:
         """This owner moves nothing any more; unknown ones are ignored."""

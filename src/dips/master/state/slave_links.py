@@ -9,71 +9,71 @@ from dips.core.messages import Configure, KeyRole, StopSlave
 from dips.master.state.name_claims import DIALS_AGAIN_BEATS
 from dips.master.state.records import Slave
 from dips.master.state.rounds import Rounds
+from dips.master.state.shared import SharedState
 from dips.master.state.tables import SlavePhase
-from dips.master.state.world import World
 
 
 class SlaveLinks:
     """Configures, loses and sends away."""
 
-    def __init__(self, world: World, rounds: Rounds) -> None:
-        self._world = world
+    def __init__(self, shared: SharedState, rounds: Rounds) -> None:
+        self._shared = shared
         self._rounds = rounds
 
     def configure(self, slave: Slave) -> None:
         """Tell a slave that promised what to hold: the newest version, or none while a cluster donates it."""
-        world, ledger = self._world, self._world.ledger
+        shared, ledger = self._shared, self._shared.ledger
         assert ledger.layout is not None, "configured only once the model is known"
         slave.trouble = ""
-        slave.phase.move("configure", SlavePhase.CONFIGURING, world.now_s, str(slave.incarnation))
-        commit = None if world.recovery.donating else ledger.commit
+        slave.phase.move("configure", SlavePhase.CONFIGURING, shared.now_s, str(slave.incarnation))
+        commit = None if shared.recovery.donating else ledger.commit
         origin, origin_round = ledger.origin if commit and ledger.origin else (None, None)
         configure = Configure(
             ledger.layout,
             ledger.layout.layout_hash,
-            world.placement_spec(),
-            world.config.max_clusters,
+            shared.placement_spec(),
+            shared.config.max_clusters,
             commit.version if commit else None,
             commit.round if commit else None,
             dict(commit.digest_of_slave)[slave.id] if commit else b"",
             commit.commit_hash if commit else b"",
             commit.record if commit else b"",
-            world.config.pinned_versions,
+            shared.config.pinned_versions,
             origin,
             origin_round,
-            world.recovery.donating,
+            shared.recovery.donating,
         )
-        world.command(slave, configure, str(slave.incarnation))
+        shared.command(slave, configure, str(slave.incarnation))
 
     def lose(self, slave: Slave, reason: str) -> None:
         """Its stream is over, and with it all that was in its memory alone."""
-        world = self._world
-        slave.phase.move("lost", SlavePhase.ABSENT, world.now_s, str(slave.incarnation), reason)
+        shared = self._shared
+        slave.phase.move("lost", SlavePhase.ABSENT, shared.now_s, str(slave.incarnation), reason)
         slave.link = None
         # A process that lives dials again within this time, and keeps its name.
-        slave.held_until_s = world.now_s + DIALS_AGAIN_BEATS * world.config.settings.heartbeat_s
-        world.allowed.remove(KeyRole.SLAVE, slave.id)
-        world.record("slave_lost", str(slave.incarnation), slave=slave.id, reason=reason)
-        world.log(f"slave {slave.id}", reason, logging.WARNING)
-        if world.ledger.placement is None:
-            del world.slaves[slave.id]
-        elif world.holds_blocks(slave.id):
+        slave.held_until_s = shared.now_s + DIALS_AGAIN_BEATS * shared.config.settings.heartbeat_s
+        shared.allowed.remove(KeyRole.SLAVE, slave.id)
+        shared.record("slave_lost", str(slave.incarnation), slave=slave.id, reason=reason)
+        shared.log(f"slave {slave.id}", reason, logging.WARNING)
+        if shared.ledger.placement is None:
+            del shared.slaves[slave.id]
+        elif shared.holds_blocks(slave.id):
             self._rounds.slave_lost(slave, reason)
 
     def send_away(self, slave: Slave, reason: str) -> None:
         """End its stream, so that it attaches again and tells anew what its disk holds."""
         if slave.link is not None:
-            self._world.close(slave.link, Refused(RefusalCode.FENCED, f"{reason}: attach again"))
+            self._shared.close(slave.link, Refused(RefusalCode.FENCED, f"{reason}: attach again"))
             self.lose(slave, f"slave {slave.id} is to attach again: {reason}")
 
     def dismiss(self, slave: Slave, reason: str) -> None:
         """The run needs it no more: it may end, and is forgotten."""
-        world = self._world
-        world.command(slave, StopSlave(reason), str(slave.incarnation))
+        shared = self._shared
+        shared.command(slave, StopSlave(reason), str(slave.incarnation))
         if slave.link is not None:
-            slave.phase.move("lost", SlavePhase.ABSENT, world.now_s, str(slave.incarnation), reason)
+            slave.phase.move("lost", SlavePhase.ABSENT, shared.now_s, str(slave.incarnation), reason)
         slave.link = None
-        world.allowed.remove(KeyRole.SLAVE, slave.id)
-        world.record("slave_dismissed", str(slave.incarnation), slave=slave.id, reason=reason)
-        world.log(f"slave {slave.id}", reason)
-        del world.slaves[slave.id]
+        shared.allowed.remove(KeyRole.SLAVE, slave.id)
+        shared.record("slave_dismissed", str(slave.incarnation), slave=slave.id, reason=reason)
+        shared.log(f"slave {slave.id}", reason)
+        del shared.slaves[slave.id]

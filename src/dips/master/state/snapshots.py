@@ -5,24 +5,24 @@ from __future__ import annotations
 from dips.core.ids import RoundId, SlaveId, Version
 from dips.core.messages import SnapshotInfo
 from dips.master.state.ledger import Ledger
-from dips.master.state.records import Slave, Snapshot
-from dips.master.state.world import World
+from dips.master.state.records import HeldVersion, Slave
+from dips.master.state.shared import SharedState
 
 Broken = set[tuple[SlaveId, Version, RoundId]]
 
 
-def committed(world: World, slave: Slave) -> list[SnapshotInfo]:
+def committed(shared: SharedState, slave: Slave) -> list[SnapshotInfo]:
     """The slave's committed snapshots of versions that are still part of the run's history."""
-    return [s for s in slave.snapshots if s.committed and not world.ledger.is_given_up(s.version)]
+    return [s for s in slave.snapshots if s.committed and not shared.ledger.is_given_up(s.version)]
 
 
-def newest_committed(world: World, slave: Slave) -> Version | None:
-    return max((s.version for s in committed(world, slave)), default=None)
+def newest_committed(shared: SharedState, slave: Slave) -> Version | None:
+    return max((s.version for s in committed(shared, slave)), default=None)
 
 
-def newest_timeline(world: World) -> int:
+def newest_timeline(shared: SharedState) -> int:
     """The newest timeline on which any slave holds a version, be it given up; 0 when none holds any."""
-    told = (s for slave in world.slaves.values() for s in slave.snapshots)
+    told = (s for slave in shared.slaves.values() for s in slave.snapshots)
     return max((s.version.timeline for s in told if s.committed), default=0)
 
 
@@ -67,13 +67,13 @@ def _fits(info: SnapshotInfo, ledger: Ledger) -> bool:
     )
 
 
-def snapshot_of(info: SnapshotInfo) -> Snapshot:
+def snapshot_of(info: SnapshotInfo) -> HeldVersion:
     return (info.version, info.round, info.commit_hash)
 
 
-def why_not(world: World, slave: Slave) -> str:
+def why_not(shared: SharedState, slave: Slave) -> str:
     """A sentence when the slave's disk does not hold what this run has committed; empty when it does."""
-    commit, newest = world.ledger.commit, newest_committed(world, slave)
+    commit, newest = shared.ledger.commit, newest_committed(shared, slave)
     if commit is None:
         return _unknown_run(newest) if newest is not None else ""
     if newest is not None and newest > commit.version:
@@ -81,7 +81,7 @@ def why_not(world: World, slave: Slave) -> str:
             f"its directory holds version {newest}, newer than the master's {commit.version}: the master's directory "
             "is an old copy"
         )
-    if holds(slave, world.ledger, world.recovery.broken):
+    if holds(slave, shared.ledger, shared.recovery.broken):
         return ""
     here = [s for s in slave.snapshots if s.version == commit.version and s.committed]
     if any(s.commit_hash != commit.commit_hash for s in here):

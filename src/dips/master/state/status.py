@@ -8,58 +8,58 @@ from dips.master.state.alarms import standing
 from dips.master.state.leases import TokenState
 from dips.master.state.reasons import recovery_words, reshard_words, waiting_for
 from dips.master.state.records import Slave
+from dips.master.state.shared import SharedState
 from dips.master.state.tables import RoundPhase
-from dips.master.state.world import World
 
 NAN = float("nan")
 
 
-def status(world: World) -> StatusReply:
-    ledger, state = world.ledger, world.round
+def status(shared: SharedState) -> StatusReply:
+    ledger, state = shared.ledger, shared.round
     totals = ledger.leases.totals() if ledger.leases else {}
     in_window = state.phase.now is RoundPhase.WINDOW
     return StatusReply(
-        world.config.run_id,
-        world.epoch,
-        world.published.version if world.published else None,
+        shared.config.run_id,
+        shared.epoch,
+        shared.published.version if shared.published else None,
         ledger.tokens,
-        world.settings().tk_max_tokens,
+        shared.settings().tk_max_tokens,
         state.phase.now.value,
         state.id,
-        world.now_s - state.phase.since_s,
-        max(0.0, state.window_closes_s - world.now_s) if in_window else 0.0,
-        waiting_for(world),
+        shared.now_s - state.phase.since_s,
+        max(0.0, state.window_closes_s - shared.now_s) if in_window else 0.0,
+        waiting_for(shared),
         ledger.rounds_committed,
         ledger.rounds_merged,
         ledger.rounds_void,
-        world.rounds_aborted,
-        tuple(_cluster(world, name) for name in sorted(ledger.clusters)),
-        tuple(_slave(world, slave) for _, slave in sorted(world.slaves.items())),
-        tuple(world.recent),
+        shared.rounds_aborted,
+        tuple(_cluster(shared, name) for name in sorted(ledger.clusters)),
+        tuple(_slave(shared, slave) for _, slave in sorted(shared.slaves.items())),
+        tuple(shared.recent),
         bool(ledger.paused),
         bool(ledger.stopping),
-        world.stopped_s is not None,
+        shared.stopped_s is not None,
         totals.get(TokenState.LEASED, 0),
         totals.get(TokenState.EXCLUDED, 0),
-        world.settings(),
-        world.durable,
-        recovery_words(world),
-        reshard=reshard_words(world),
-        alarms=standing(world),
+        shared.settings(),
+        shared.durable,
+        recovery_words(shared),
+        reshard=reshard_words(shared),
+        alarms=standing(shared),
     )
 
 
-def _cluster(world: World, name: str) -> ClusterStatus:
-    entry, member = world.ledger.clusters[name], world.members.get(name)
+def _cluster(shared: SharedState, name: str) -> ClusterStatus:
+    entry, member = shared.ledger.clusters[name], shared.members.get(name)
     beat = member.beat if member else None
     last = entry.last_verdict
-    statistics = world.ledger.detector.of(name)
+    statistics = shared.ledger.detector.of(name)
     return ClusterStatus(
         name,
         entry.incarnation,
         member is not None,
         beat.phase if beat else ("joined" if member else "away"),
-        world.now_s - member.beat_s if member else 0.0,
+        shared.now_s - member.beat_s if member else 0.0,
         beat.steps if beat else 0,
         beat.tokens_per_s if beat else entry.rate_tokens_per_s,
         beat.steps_per_s if beat else 0.0,
@@ -68,7 +68,7 @@ def _cluster(world: World, name: str) -> ClusterStatus:
         entry.tokens_applied,
         entry.pushes_applied,
         entry.pushes_excluded,
-        world.aborted_of.get(name, 0),
+        shared.aborted_of.get(name, 0),
         entry.incarnations,
         last.kind.name if last else "",
         last.reason if last else "",
@@ -77,13 +77,13 @@ def _cluster(world: World, name: str) -> ClusterStatus:
         _known(statistics.last_score),
         _known(statistics.last_cosine),
         statistics.quarantined,
-        world.ledger.leases.leased_tokens(name) if world.ledger.leases else 0,
-        _note(world.ledger.draining.get(name, "") if member else "", beat.note if beat else ""),
+        shared.ledger.leases.leased_tokens(name) if shared.ledger.leases else 0,
+        _note(shared.ledger.draining.get(name, "") if member else "", beat.note if beat else ""),
         entry.steps_before + (beat.steps if beat else 0),
         statistics.usual_cosine,
         statistics.cosine_rounds,
         statistics.cosine_alarmed,
-        tokens_per_step=token_counts.usual_per_step(world, name),
+        tokens_per_step=token_counts.usual_per_step(shared, name),
     )
 
 
@@ -97,13 +97,13 @@ def _note(draining: str, note: str) -> str:
     return note
 
 
-def _slave(world: World, slave: Slave) -> SlaveStatus:
+def _slave(shared: SharedState, slave: Slave) -> SlaveStatus:
     return SlaveStatus(
         slave.id,
         slave.incarnation,
         slave.link is not None,
         slave.phase.now.value,
-        world.now_s - slave.beat_s if slave.link is not None else 0.0,
+        shared.now_s - slave.beat_s if slave.link is not None else 0.0,
         slave.endpoint,
         slave.version,
         slave.beat.staging_bytes,
@@ -111,6 +111,6 @@ def _slave(world: World, slave: Slave) -> SlaveStatus:
         slave.beat.refused_chunks,
         slave.beat.resident_bytes,
         slave.incarnations,
-        slave.durable if world.config.settings.durability == "async" else slave.version,
+        slave.durable if shared.config.settings.durability == "async" else slave.version,
         slave.beat.refused_connections,
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import BeginPushRequest
-from dips.master.state.world import World
+from dips.master.state.shared import SharedState
 
 DOUBTFUL_RATIO = 10.0
 """A person is told. One device beside a node of eight is below it; tokens beside samples of a short text are above."""
@@ -39,10 +39,10 @@ class _Usual:
     whose: str
 
 
-def usual_per_step(world: World, cluster: str) -> float:
+def usual_per_step(shared: SharedState, cluster: str) -> float:
     """Tokens that the cluster counts for a step: in its pushes, the open one too, or in its beats, whichever is more;
     0.0: unknown."""
-    entry, member = world.ledger.clusters.get(cluster), world.members.get(cluster)
+    entry, member = shared.ledger.clusters.get(cluster), shared.members.get(cluster)
     tokens, steps = (entry.tokens_applied, entry.steps_applied) if entry is not None else (0, 0)
     if member is not None and member.push is not None:
         tokens, steps = tokens + member.push.request.tokens, steps + member.push.request.steps
@@ -52,30 +52,30 @@ def usual_per_step(world: World, cluster: str) -> float:
     return max(pushed, beat.tokens_per_s / beat.steps_per_s if beat is not None and known else 0.0)
 
 
-def check(world: World, cluster: str, request: BeginPushRequest) -> None:
+def check(shared: SharedState, cluster: str, request: BeginPushRequest) -> None:
     """Refuse a count that cannot be; say so when one is in doubt, and forget that once one is not.
 
     Raises Refused(TOKENS). Only for a push of training where clusters bring their own data.
     """
-    usual, round_steps = _usual(world, cluster), _round_steps(world, cluster)
+    usual, round_steps = _usual(shared, cluster), _round_steps(shared, cluster)
     per_step = request.tokens / (request.steps or round_steps)
-    if why := _why_not(world, request, per_step, usual, round_steps):
-        _doubt(world, cluster, f"a push of cluster {cluster} is refused: {why}")
+    if why := _why_not(shared, request, per_step, usual, round_steps):
+        _doubt(shared, cluster, f"a push of cluster {cluster} is refused: {why}")
         raise Refused(RefusalCode.TOKENS, why)
-    _doubt(world, cluster, _why_doubtful(world, cluster, request, per_step, usual))
+    _doubt(shared, cluster, _why_doubtful(shared, cluster, request, per_step, usual))
 
 
-def _round_steps(world: World, cluster: str) -> int:
+def _round_steps(shared: SharedState, cluster: str) -> int:
     """The steps that the cluster is to take between two pushes."""
-    member = world.members.get(cluster)
+    member = shared.members.get(cluster)
     told = member.local_steps if member is not None else 0
-    return told or world.config.settings.sync_every_steps
+    return told or shared.config.settings.sync_every_steps
 
 
 def _why_not(
-    world: World, request: BeginPushRequest, per_step: float, usual: list[_Usual], round_steps: int
+    shared: SharedState, request: BeginPushRequest, per_step: float, usual: list[_Usual], round_steps: int
 ) -> str:
-    limit, tk_max = world.config.token_ratio_max, world.settings().tk_max_tokens
+    limit, tk_max = shared.config.token_ratio_max, shared.settings().tk_max_tokens
     for other in usual:
         if per_step > limit * other.per_step:
             return (
@@ -92,15 +92,15 @@ def _why_not(
     return ""
 
 
-def _usual(world: World, cluster: str) -> list[_Usual]:
+def _usual(shared: SharedState, cluster: str) -> list[_Usual]:
     """What is known to compare a count with; nothing for the first push of the only cluster."""
     known: list[_Usual] = []
-    entry = world.ledger.entry(cluster)
+    entry = shared.ledger.entry(cluster)
     if entry.pushes_applied >= OWN_PUSHES and entry.steps_applied >= LEAST_STEPS:
         own = entry.tokens_applied / entry.steps_applied
         known.append(_Usual(own, f"its accepted pushes counted, {_short(own)}"))
-    names = [other.cluster for other in world.live() if other.cluster != cluster]
-    others = {name: per_step for name in names if (per_step := usual_per_step(world, name)) > 0}
+    names = [other.cluster for other in shared.live() if other.cluster != cluster]
+    others = {name: per_step for name in names if (per_step := usual_per_step(shared, name)) > 0}
     if others:
         median = statistics.median(others.values())
         who = "the other clusters count" if len(others) > 1 else f"cluster {next(iter(others))} counts"
@@ -108,8 +108,10 @@ def _usual(world: World, cluster: str) -> list[_Usual]:
     return known
 
 
-def _why_doubtful(world: World, cluster: str, request: BeginPushRequest, per_step: float, usual: list[_Usual]) -> str:
-    entry = world.ledger.entry(cluster)
+def _why_doubtful(
+    shared: SharedState, cluster: str, request: BeginPushRequest, per_step: float, usual: list[_Usual]
+) -> str:
+    entry = shared.ledger.entry(cluster)
     tokens, steps = entry.tokens_applied + request.tokens, entry.steps_applied + request.steps
     lately = tokens / steps if steps >= LEAST_STEPS else math.inf
     for other in usual:
@@ -132,11 +134,11 @@ def _short(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _doubt(world: World, cluster: str, sentence: str) -> None:
+def _doubt(shared: SharedState, cluster: str, sentence: str) -> None:
     """Told once, when it begins; the sentence then follows the newest numbers."""
     if not sentence:
-        world.token_doubts.pop(cluster, None)
+        shared.token_doubts.pop(cluster, None)
         return
-    if cluster not in world.token_doubts:
-        world.alarm(sentence)
-    world.token_doubts[cluster] = sentence, world.now_s
+    if cluster not in shared.token_doubts:
+        shared.alarm(sentence)
+    shared.token_doubts[cluster] = sentence, shared.now_s

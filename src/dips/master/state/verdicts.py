@@ -16,8 +16,8 @@ from dips.core.messages import (
 from dips.master.state.callers import check_member
 from dips.master.state.reasons import waiting_for
 from dips.master.state.records import Member, Push
+from dips.master.state.shared import SharedState
 from dips.master.state.tables import PushPhase
-from dips.master.state.world import World
 
 _INPUTS = {
     VerdictKind.APPLIED: "applied",
@@ -30,37 +30,37 @@ _INPUTS = {
 class Verdicts:
     """One verdict at most for each push; ABORTED is presumed of any that the master does not know."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, shared: SharedState) -> None:
+        self._shared = shared
 
     def await_verdict(self, token: int, request: AwaitVerdictRequest) -> None:
-        world = self._world
-        check_member(world, request.caller)
+        shared = self._shared
+        check_member(shared, request.caller)
         if request.push.cluster != request.caller.name:
             raise Refused(RefusalCode.UNKNOWN_PUSH, f"push {request.push} is not of cluster {request.caller.name!r}")
         push = self.find(request.push)
         if push is None:
-            world.reply(token, AwaitVerdictReply(self.verdict_of(request.push)))
+            shared.reply(token, AwaitVerdictReply(self.verdict_of(request.push)))
             return
         wait_s = request.wait_s if request.wait_s > 0 else 0.0  # also for NaN, which no comparison could end
-        until_s = world.now_s + min(wait_s, world.config.round_timeout_s)
-        world.waiters.setdefault(push.id, []).append((token, until_s))
+        until_s = shared.now_s + min(wait_s, shared.config.round_timeout_s)
+        shared.waiters.setdefault(push.id, []).append((token, until_s))
 
     def decide(self, push: Push, verdict: Verdict) -> Verdict:
         """Tell the verdict: to whoever waits, and to slaves, whose staging is free again."""
-        world = self._world
+        shared = self._shared
         kind, reason = verdict.kind, verdict.reason
         name = _INPUTS[kind]
-        push.phase.move(name, PushPhase.DECIDED, world.now_s, push.request.caller.cause_id, reason)
+        push.phase.move(name, PushPhase.DECIDED, shared.now_s, push.request.caller.cause_id, reason)
         self._remember(push, verdict)
-        member = world.members.get(push.cluster)
+        member = shared.members.get(push.cluster)
         if member is not None and member.push is push:
             member.push = None
         if kind is VerdictKind.ABORTED:
             self._count_nothing(push, member)
         elif not push.is_seed:
-            world.counted_since_s[push.cluster] = push.began_s
-        world.record(
+            shared.counted_since_s[push.cluster] = push.began_s
+        shared.record(
             "verdict",
             push.request.caller.cause_id,
             push=str(push.id),
@@ -69,20 +69,20 @@ class Verdicts:
             round=str(verdict.round),
             reason=reason,
         )
-        world.command_all(CloseStaging(push.id), push.request.caller.cause_id)
+        shared.command_all(CloseStaging(push.id), push.request.caller.cause_id)
         self._tell(push, verdict)
         return verdict
 
     def _remember(self, push: Push, verdict: Verdict) -> None:
         """A donation is no training: what its cluster pushed before has its own verdict still."""
-        world = self._world
-        entry = world.ledger.entry(push.cluster)
+        shared = self._shared
+        entry = shared.ledger.entry(push.cluster)
         if not push.is_donation:
             entry.last_verdict = verdict
             return
         entry.last_donation = verdict
         if verdict.kind is VerdictKind.ABORTED:
-            world.recovery.tried.add((push.cluster, push.id.incarnation))
+            shared.recovery.tried.add((push.cluster, push.id.incarnation))
 
     def abort(self, push: Push, reason: str) -> Verdict:
         """Decide ABORTED: presumed for whatever is not committed, so no journal entry is owed."""
@@ -90,25 +90,25 @@ class Verdicts:
 
     def _count_nothing(self, push: Push, member: Member | None) -> None:
         """Its ranges stay with its cluster, unless that is a new incarnation which does not hold them."""
-        world = self._world
-        world.aborted_of[push.cluster] = world.aborted_of.get(push.cluster, 0) + 1
-        if world.ledger.leases is not None and member is not None and member.incarnation != push.id.incarnation:
-            world.ledger.leases.free(push.cluster, push.request.ranges, member.held_at_join)
+        shared = self._shared
+        shared.aborted_of[push.cluster] = shared.aborted_of.get(push.cluster, 0) + 1
+        if shared.ledger.leases is not None and member is not None and member.incarnation != push.id.incarnation:
+            shared.ledger.leases.free(push.cluster, push.request.ranges, member.held_at_join)
 
     def _tell(self, push: Push, verdict: Verdict) -> None:
-        world = self._world
-        for token, _ in world.waiters.pop(push.id, ()):
-            world.reply(token, AwaitVerdictReply(verdict))
+        shared = self._shared
+        for token, _ in shared.waiters.pop(push.id, ()):
+            shared.reply(token, AwaitVerdictReply(verdict))
         if push.finish_token is not None:
-            world.reply(push.finish_token, FinishPushReply(verdict))
+            shared.reply(push.finish_token, FinishPushReply(verdict))
             push.finish_token = None
-        member = world.members.get(push.cluster)
+        member = shared.members.get(push.cluster)
         if member is not None and member.leave_token is not None:
-            world.leave_ready.append(member.cluster)
+            shared.leave_ready.append(member.cluster)
 
     def decided(self, push_id: PushId) -> Verdict | None:
         """The verdict of the cluster's last push, or of its last donation, if that is this one."""
-        entry = self._world.ledger.entry(push_id.cluster)
+        entry = self._shared.ledger.entry(push_id.cluster)
         known = [v for v in (entry.last_verdict, entry.last_donation) if v is not None and v.push == push_id]
         return known[0] if known else None
 
@@ -120,13 +120,13 @@ class Verdicts:
         """
         if (known := self.decided(push_id)) is not None:
             return known
-        last = self._world.ledger.entry(push_id.cluster).last_verdict
+        last = self._shared.ledger.entry(push_id.cluster).last_verdict
         if last is not None and _order(push_id) < _order(last.push):
             raise Refused(
                 RefusalCode.UNKNOWN_PUSH,
                 f"push {push_id} comes before push {last.push}, the last one decided: its verdict was told before",
             )
-        member = self._world.members.get(push_id.cluster)
+        member = self._shared.members.get(push_id.cluster)
         if member is not None and member.incarnation == push_id.incarnation:
             member.last_seq = max(member.last_seq, push_id.seq)
         return Verdict(
@@ -134,36 +134,36 @@ class Verdicts:
         )
 
     def _expire_waiters(self, push_id: PushId, waiting: list[tuple[int, float]]) -> None:
-        world = self._world
-        keep = [item for item in waiting if item[1] > world.now_s]
+        shared = self._shared
+        keep = [item for item in waiting if item[1] > shared.now_s]
         for token, until_s in waiting:
-            if until_s <= world.now_s:
-                world.reply(token, AwaitVerdictReply(Busy(0.0, waiting_for(world) or "the round goes on")))
+            if until_s <= shared.now_s:
+                shared.reply(token, AwaitVerdictReply(Busy(0.0, waiting_for(shared) or "the round goes on")))
         if keep:
-            world.waiters[push_id] = keep
+            shared.waiters[push_id] = keep
         else:
-            world.waiters.pop(push_id, None)
+            shared.waiters.pop(push_id, None)
 
     def find(self, push_id: PushId) -> Push | None:
-        sealed = next((push for push in self._world.round.participants if push.id == push_id), None)
-        return sealed or next((push for push in self._world.pushes() if push.id == push_id), None)
+        sealed = next((push for push in self._shared.round.participants if push.id == push_id), None)
+        return sealed or next((push for push in self._shared.pushes() if push.id == push_id), None)
 
     def tick(self) -> None:
-        for push_id, waiting in list(self._world.waiters.items()):
+        for push_id, waiting in list(self._shared.waiters.items()):
             self._expire_waiters(push_id, waiting)
 
     def rearm(self, gap_s: float) -> None:
-        waiters = self._world.waiters
+        waiters = self._shared.waiters
         for push_id, waiting in waiters.items():
             waiters[push_id] = [(token, until_s + gap_s) for token, until_s in waiting]
 
     def deadlines(self) -> list[float]:
-        return [until for waiting in self._world.waiters.values() for _, until in waiting]
+        return [until for waiting in self._shared.waiters.values() for _, until in waiting]
 
     def gone(self, token: int) -> None:
         """The caller hung up."""
-        for push_id, waiting in list(self._world.waiters.items()):
-            self._world.waiters[push_id] = [item for item in waiting if item[0] != token]
+        for push_id, waiting in list(self._shared.waiters.items()):
+            self._shared.waiters[push_id] = [item for item in waiting if item[0] != token]
 
 
 def _order(push_id: PushId) -> tuple[Incarnation, int]:

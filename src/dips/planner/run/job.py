@@ -16,7 +16,7 @@ GRADIENT_TOLERANCE = 1e-10
 """Of the largest difference of a gradient from that of one process, over the largest gradient."""
 
 
-class Link(NamedTuple):
+class RankLink(NamedTuple):
     """From one rank to another. resource: links with the same number are one. hold_ns: after a message, it takes no
     other for so long, beyond busy_ns."""
 
@@ -29,7 +29,7 @@ class Link(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class PlanJob:
     """csv: the order of operations, in the form of plan.csv. lasts_ns[s]: of F, of the gradient of the input, and of
     the gradient of the weights of stage s. repeats: timed iterations after the first, which is not timed; 0: none.
 
@@ -38,13 +38,13 @@ class Job:
 
     csv: str
     lasts_ns: tuple[tuple[int, int, int], ...]
-    links: tuple[Link, ...]
+    links: tuple[RankLink, ...]
     repeats: int
     backend: str
     timeout_s: float
 
 
-def board_sizes(job: Job, n_stages: int, n_microbatches: int) -> tuple[int, int, int, int]:
+def board_sizes(job: PlanJob, n_stages: int, n_microbatches: int) -> tuple[int, int, int, int]:
     """Of the file of the links: iterations, links, stages, microbatches."""
     n_links = max((link.resource for link in job.links), default=-1) + 1
     return max(1, job.repeats), n_links, n_stages, n_microbatches
@@ -80,14 +80,14 @@ class RankReport:
     message_bytes: int
 
 
-_JOB, _REPORT = TypeAdapter(Job), TypeAdapter(RankReport)
+_JOB, _REPORT = TypeAdapter(PlanJob), TypeAdapter(RankReport)
 
 
-def write_job(folder: Path, job: Job) -> None:
+def write_job(folder: Path, job: PlanJob) -> None:
     (folder / JOB_FILE).write_bytes(_JOB.dump_json(job))
 
 
-def read_job(folder: Path) -> Job:
+def read_job(folder: Path) -> PlanJob:
     return _JOB.validate_json((folder / JOB_FILE).read_bytes())
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dips.planner.run.job import Link
+from dips.planner.run.job import RankLink
 
 NO_NOTE = 0
 FORTH, BACK = 0, 1
@@ -35,7 +35,7 @@ class Passage(NamedTuple):
     free_ns: int
 
 
-def passage(ready_ns: int, free_ns: int, link: Link) -> Passage:
+def passage(ready_ns: int, free_ns: int, link: RankLink) -> Passage:
     """Of a message whose producer ended at ready_ns, on a link that is free from free_ns on."""
     if not (link.busy_ns or link.hold_ns):
         return Passage(ready_ns, ready_ns, ready_ns + link.latency_ns, free_ns)
@@ -68,7 +68,9 @@ class LinkBoard:
     ) -> None:
         os.close(self._lock)
 
-    def send(self, iteration: int, link: Link, direction: int, stage: int, microbatch: int, ready_ns: int) -> Passage:
+    def send(
+        self, iteration: int, link: RankLink, direction: int, stage: int, microbatch: int, ready_ns: int
+    ) -> Passage:
         """Take the link for a message to `stage`, and leave the note of its arrival."""
         with self._locked():
             found = passage(ready_ns, int(self._free[iteration, link.resource]), link)

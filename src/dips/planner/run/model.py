@@ -16,7 +16,7 @@ ROWS = 2
 """Of a microbatch."""
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """x + W2 gelu(W1 norm(x)); (rows, WIDTH) in and out."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ def block(stage: int, device: torch.device) -> nn.Module:
     """Stage `stage`, whose weights follow from its number."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1 + stage)
-        return Block().to(device, torch.float64)
+        return ResidualBlock().to(device, torch.float64)
 
 
 def batch(n_microbatches: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 from dips.planner.run.cells import Cell, Cells
-from dips.planner.run.job import Iteration, Job, Link, Sent
+from dips.planner.run.job import Iteration, PlanJob, RankLink, Sent
 from dips.planner.run.links import BACK, FORTH, NO_NOTE, LinkBoard
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ LOOK_AGAIN_NS = 50_000
 _UNTIMED = -1
 
 
-class Waits(Protocol):
+class WaitingClock(Protocol):
     """A clock that can be waited on."""
 
     def now_ns(self) -> int: ...
@@ -38,16 +38,16 @@ class SystemWaits:
             time.sleep(left / 1e9)
 
 
-class Pace:
+class RankPace:
     """Of one rank. Until begin() is called, nothing waits and nothing is noted."""
 
     def __init__(
         self,
-        job: Job,
+        job: PlanJob,
         cells: Cells,
         rank: int,
         board: LinkBoard,
-        waits: Waits,
+        waits: WaitingClock,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
         """settle: returns when the device has done what it was given."""
@@ -57,7 +57,7 @@ class Pace:
             for stage, (f, d, w) in enumerate(job.lasts_ns)
             for kind, ns in (("F", f), ("I", d), ("W", w), ("B", d + w))
         }
-        self._links: Mapping[tuple[int, int], Link] = {(link.source, link.target): link for link in job.links}
+        self._links: Mapping[tuple[int, int], RankLink] = {(link.source, link.target): link for link in job.links}
         self._iteration = _UNTIMED
         self._times: list[tuple[int, int]] = []
         self._ended: dict[Cell, int] = {}

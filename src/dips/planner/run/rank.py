@@ -25,14 +25,14 @@ from dips.planner.run.job import (
     BOARD_FILE,
     STORE_FILE,
     Iteration,
-    Job,
+    PlanJob,
     RankReport,
     board_sizes,
     read_job,
     write_report,
 )
 from dips.planner.run.links import LinkBoard
-from dips.planner.run.pace import Pace, SystemWaits
+from dips.planner.run.pace import RankPace, SystemWaits
 from dips.planner.run.stage import PacedStage
 from dips.planner.run.step import PlannedPipeline
 
@@ -56,7 +56,7 @@ def run(folder: Path, rank: int) -> None:
         dist.destroy_process_group()
 
 
-def _device(job: Job, rank: int) -> torch.device:
+def _device(job: PlanJob, rank: int) -> torch.device:
     if job.backend != "nccl":
         return torch.device("cpu")
     if rank >= torch.cuda.device_count():
@@ -67,9 +67,9 @@ def _device(job: Job, rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def _train(job: Job, cells: Cells, rank: int, device: torch.device, board: LinkBoard) -> RankReport:
+def _train(job: PlanJob, cells: Cells, rank: int, device: torch.device, board: LinkBoard) -> RankReport:
     settle = torch.cuda.synchronize if device.type == "cuda" else _nothing
-    pace = Pace(job, cells, rank, board, SystemWaits(), settle)
+    pace = RankPace(job, cells, rank, board, SystemWaits(), settle)
     modules = {stage: model.block(stage, device) for stage in cells.stages_of(rank)}
     pipeline = PlannedPipeline(cells, modules, model.loss, device, make_stage=partial(PacedStage, pace))
     inputs, targets = model.batch(cells.n_microbatches, device)
@@ -84,7 +84,7 @@ def _train(job: Job, cells: Cells, rank: int, device: torch.device, board: LinkB
 
 
 def _timed(
-    pace: Pace,
+    pace: RankPace,
     pipeline: PlannedPipeline,
     modules: dict[int, nn.Module],
     inputs: torch.Tensor,

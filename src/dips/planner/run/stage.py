@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from dips.planner.run.cells import Cell
-from dips.planner.run.pace import Pace
+from dips.planner.run.pace import RankPace
 
 
 class PacedStage(PipelineStage):
@@ -23,7 +23,7 @@ class PacedStage(PipelineStage):
 
     def __init__(
         self,
-        pace: Pace,
+        pace: RankPace,
         module: nn.Module,
         stage: int,
         n_stages: int,

@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from dips.core.errors import ConfigError
 from dips.planner.run.cells import Cells
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 StageMaker = Callable[[nn.Module, int, int, torch.device, dist.ProcessGroup | None], PipelineStage]
 
 
@@ -35,7 +35,7 @@ class PlannedPipeline:
         self,
         cells: Cells,
         modules: Mapping[int, nn.Module],
-        loss: Loss,
+        loss: LossFunction,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         make_stage: StageMaker | None = None,
@@ -84,7 +84,7 @@ def _plain_stage(
     return PipelineStage(module, stage, n_stages, device, group=group)
 
 
-def _runtime(cells: Cells, stages: list[PipelineStage], loss: Loss) -> PipelineScheduleMulti:
+def _runtime(cells: Cells, stages: list[PipelineStage], loss: LossFunction) -> PipelineScheduleMulti:
     """torch's runtime with the plan's order, to which torch adds sending and receiving."""
     try:
         from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dips.planner.errors import PlanError
-from dips.planner.validation.check import Check
+from dips.planner.validation.check import PaperCheck
 
-__all__ = ["PAPERS", "Check", "all_checks"]
+__all__ = ["PAPERS", "PaperCheck", "all_checks"]
 
 PAPERS = ("jeeves", "crosspipe")
 
 
-def all_checks(paper: str = "all", optimal_s: float = 0.0) -> Iterator[Check]:
+def all_checks(paper: str = "all", optimal_s: float = 0.0) -> Iterator[PaperCheck]:
     """optimal_s > 0: the solver's schedules too, with so much time for each. Raises PlanError for an unknown paper."""
     if paper not in (*PAPERS, "all"):
         raise PlanError(f"--paper {paper!r} is unknown: choose one of {', '.join(PAPERS)}, all")

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Check:
+class PaperCheck:
     """about: the setting, and what was assumed; the same for several numbers. low, high: ours must lie between them;
     None: for information. published None: the paper draws it without a number. percent: the numbers are parts of
     one."""
@@ -53,11 +53,11 @@ class Check:
         return f"{value:.1%}" if self.percent else f"{value:.3g}"
 
 
-def within(about: str, what: str, published: float, ours: float, part: float) -> Check:
+def within(about: str, what: str, published: float, ours: float, part: float) -> PaperCheck:
     """A check that ours is within a part of the published number."""
-    return Check(about, what, published, ours, published * (1 - part), published * (1 + part))
+    return PaperCheck(about, what, published, ours, published * (1 - part), published * (1 + part))
 
 
-def holds(about: str, what: str, true: bool) -> Check:
+def holds(about: str, what: str, true: bool) -> PaperCheck:
     """An ordering that the paper states: 1 published, ours 1 if it holds."""
-    return Check(about, what, 1.0, float(true), 1.0, 1.0)
+    return PaperCheck(about, what, 1.0, float(true), 1.0, 1.0)

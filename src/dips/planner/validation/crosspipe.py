@@ -20,13 +20,13 @@ from dips.planner.ir import straight, wave
 from dips.planner.problem import Problem
 from dips.planner.simulate import simulate
 from dips.planner.sweep import GREEDY_PARTS, Case, rows_of
-from dips.planner.validation.check import Check, holds, within
+from dips.planner.validation.check import PaperCheck, holds, within
 
 STATIC_PART, GREEDY_PART = 0.16, 0.18
 COLUMNS = ("1f1b", "zb_h1", "zb_v", "UDSub", "UD", "Wave")
-Cell = float | None
+TableCell = float | None
 
-TABLE_5: dict[tuple[float, float], dict[int, tuple[Cell, ...]]] = {
+TABLE_5: dict[tuple[float, float], dict[int, tuple[TableCell, ...]]] = {
     (0, 0): {1: (0.151, 0.133, 0.118, 0.137, 0.137, 0.119), 2: (0.174, 0.168, 0.161, None, 0.165, 0.157),
              3: (None, None, None, 0.121, 0.118, 0.108)},
     (0.25, 0.25): {1: (0.168, 0.15, 0.148, 0.149, 0.142, 0.127), 2: (0.193, 0.187, 0.177, None, 0.17, 0.159),
@@ -40,7 +40,7 @@ TABLE_5: dict[tuple[float, float], dict[int, tuple[Cell, ...]]] = {
 }  # fmt: skip
 """Seconds for each microbatch by (T_lat / T_F, T_bw / T_F) and case, in the order of COLUMNS."""
 
-TABLE_6: dict[tuple[float, float], dict[int, tuple[Cell, ...]]] = {
+TABLE_6: dict[tuple[float, float], dict[int, tuple[TableCell, ...]]] = {
     (0, 0): {1: (0.149, 0.133, 0.119, 0.138, 0.138, 0.122), 2: (0.173, 0.168, 0.16, None, 0.167, 0.157),
              3: (None, None, None, 0.123, 0.119, 0.115)},
     (0.25, 0.25): {1: (0.177, 0.158, 0.161, 0.155, 0.148, 0.141), 2: (0.198, 0.19, 0.181, None, 0.173, 0.163),
@@ -56,7 +56,7 @@ TABLE_6: dict[tuple[float, float], dict[int, tuple[Cell, ...]]] = {
 CASES = {1: "", 2: "-recompute", 3: "-twice"}
 
 
-def checks(optimal_s: float) -> Iterator[Check]:
+def checks(optimal_s: float) -> Iterator[PaperCheck]:
     yield from figure_8()
     yield from _table("Table 5", "crosspipe-m70-2dc", TABLE_5, optimal_s)
     yield from _table("Table 6", "crosspipe-m70-4dc", TABLE_6, optimal_s)
@@ -67,8 +67,8 @@ def checks(optimal_s: float) -> Iterator[Check]:
 
 
 def _table(
-    name: str, setup: str, table: dict[tuple[float, float], dict[int, tuple[Cell, ...]]], optimal_s: float
-) -> Iterator[Check]:
+    name: str, setup: str, table: dict[tuple[float, float], dict[int, tuple[TableCell, ...]]], optimal_s: float
+) -> Iterator[PaperCheck]:
     for case, suffix in CASES.items():
         base = Problem(read_setup(setup + suffix))
         about = (
@@ -89,12 +89,12 @@ def _table(
                 yield _compared(about, what, column, published, each_s(problem, column, optimal_s))
 
 
-def _compared(about: str, what: str, column: str, published: float, ours: float) -> Check:
+def _compared(about: str, what: str, column: str, published: float, ours: float) -> PaperCheck:
     if column in ("1f1b", "zb_h1"):
         return within(about, what, published, ours, STATIC_PART)
     if column == "UDSub":
         return within(about, what, published, ours, GREEDY_PART)
-    return Check(about, what, published, ours)
+    return PaperCheck(about, what, published, ours)
 
 
 def each_s(problem: Problem, column: str, optimal_s: float = 0.0) -> float:
@@ -137,7 +137,7 @@ def _solved_ns(problem: Problem, column: str, optimal_s: float) -> int:
 # ---- Figure 8 ----
 
 
-def figure_8() -> Iterator[Check]:
+def figure_8() -> Iterator[PaperCheck]:
     """What the text says of it."""
     about = (
         "CrossPipe, section 5.1 (Figure 8): 4 stages, 8 microbatches, 2 sites; 1 where the paper's statement holds\n"
@@ -161,7 +161,7 @@ def figure_8() -> Iterator[Check]:
     )
     for point, which in (((2.0, 0.0), "latency"), ((0.0, 2.0), "bandwidth")):
         v, h1 = at[point]["zb_v"], at[point]["zb_h1"]
-        yield Check(about, f"the same, 2 T_F of {which} alone: ZB-V {v:g}, ZB-H1 {h1:g}", 1.0, float(v > h1))
+        yield PaperCheck(about, f"the same, 2 T_F of {which} alone: ZB-V {v:g}, ZB-H1 {h1:g}", 1.0, float(v > h1))
     grown = [{name: row[name] - low[name] for name in names} for row in high]
     looped = all(max(row, key=lambda name: row[name]) == "interleaved_1f1b" for row in grown)
     yield holds(about, "the loop (interleaved 1F1B) suffers most from delay", looped)
@@ -177,7 +177,7 @@ def figure_8() -> Iterator[Check]:
 # ---- Figure 9 ----
 
 
-def figure_9() -> Iterator[Check]:
+def figure_9() -> Iterator[PaperCheck]:
     base = Problem(read_setup("crosspipe-405b")).with_options(overlap=False)
     about = (
         "CrossPipe, section 5.2 (Figure 9): Llama 3 405B, 16 stages, 64 replicas, 32 microbatches, 2 sites, 4 ms\n"
@@ -189,17 +189,19 @@ def figure_9() -> Iterator[Check]:
     forward_ms = base.costs(base.uniform()).stages[0].f_ns / 1e6
     yield within(about, "T_F of a stage, ms", 109, forward_ms, 0.01)
     ratio = data_parallel(base).iteration_s / best_pipeline_s(base)
-    yield Check(about, "data parallel over pipeline parallel, 4 GB/s", 3.05, ratio, 2.7, 3.2)
+    yield PaperCheck(about, "data parallel over pipeline parallel, 4 GB/s", 3.05, ratio, 2.7, 3.2)
     hidden = data_parallel(base.with_options(overlap=True)).iteration_s / best_pipeline_s(base)
-    yield Check(about, "the same, weights and gradients exchanged while pipelines compute", 3.05, hidden)
+    yield PaperCheck(about, "the same, weights and gradients exchanged while pipelines compute", 3.05, hidden)
     wide = base.with_training(activation_bytes=2.0)
-    yield Check(about, "the same, two bytes a number", 3.05, data_parallel(wide).iteration_s / best_pipeline_s(wide))
+    yield PaperCheck(
+        about, "the same, two bytes a number", 3.05, data_parallel(wide).iteration_s / best_pipeline_s(wide)
+    )
     fast = base.with_links(bandwidth=64 / 4)
     single = best_pipeline_s(base.with_delays(0.0, 0.0))
-    yield Check(about, "pipeline over an ideal single site, 64 GB/s", 1.3, best_pipeline_s(fast) / single)
+    yield PaperCheck(about, "pipeline over an ideal single site, 64 GB/s", 1.3, best_pipeline_s(fast) / single)
     far = base.with_links(bandwidth=1024 / 4)
     ratio = data_parallel(far).iteration_s / best_pipeline_s(far)
-    yield Check(about, "data parallel over pipeline parallel, 1024 GB/s", 1.0, ratio)
+    yield PaperCheck(about, "data parallel over pipeline parallel, 1024 GB/s", 1.0, ratio)
 
 
 def best_pipeline_s(problem: Problem) -> float:

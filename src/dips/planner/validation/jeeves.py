@@ -18,7 +18,7 @@ from dips.planner.problem import Problem
 from dips.planner.schedules.jeeves import jeeves_span_ns
 from dips.planner.schedules.static import one_f_one_b
 from dips.planner.simulate import simulate
-from dips.planner.validation.check import Check
+from dips.planner.validation.check import PaperCheck
 
 BANDWIDTHS_GBPS = (*range(100, 501, 25), 700, 1000)
 LOW_GBPS = 300
@@ -71,7 +71,7 @@ def at_bandwidth(problem: Problem, gbps: float) -> Problem:
     return problem.with_links(bandwidth=gbps / problem.setup.links[0].bandwidth_gbps)
 
 
-def checks() -> Iterator[Check]:
+def checks() -> Iterator[PaperCheck]:
     near = Problem(read_setup("jeeves"))
     far = near.with_links(latency=LATENCY_MS / near.setup.links[0].latency_ms)
     inside = inside_ns(near)
@@ -101,23 +101,25 @@ def _saving(problem: Problem) -> float:
     return 1 - ours / dapple_ns(problem)
 
 
-def _part(what: str, published: float, ours: float, low: float | None = None, high: float | None = None) -> Check:
-    return Check(ABOUT, what, published, ours, low, high, percent=True)
+def _part(what: str, published: float, ours: float, low: float | None = None, high: float | None = None) -> PaperCheck:
+    return PaperCheck(ABOUT, what, published, ours, low, high, percent=True)
 
 
-def _text(near: Problem, inside: int) -> Iterator[Check]:
+def _text(near: Problem, inside: int) -> Iterator[PaperCheck]:
     two = at_bandwidth(near, 2000)
     rate = two.setup.links[0].bandwidth_gbps / two.replicas
-    yield Check(TEXT, "rate of each of 64 replicas on 2 Tbit/s, Gbit/s", 30, rate)
+    yield PaperCheck(TEXT, "rate of each of 64 replicas on 2 Tbit/s, Gbit/s", 30, rate)
     busy_ms = two.message_bytes * two.replicas / two.setup.links[0].bytes_per_s * 1e3
-    yield Check(TEXT, "a microbatch's transfer then, ms", 10, busy_ms + two.setup.links[0].latency_ms)
-    yield Check(TEXT, "gradients of an iteration, 8 bits each, GB", 175, near.setup.model.parameters() / 1e9)
-    yield Check(TEXT, "activations of 3096 sequences, GB", 75, 3096 * near.message_bytes / 1e9)
+    yield PaperCheck(TEXT, "a microbatch's transfer then, ms", 10, busy_ms + two.setup.links[0].latency_ms)
+    yield PaperCheck(TEXT, "gradients of an iteration, 8 bits each, GB", 175, near.setup.model.parameters() / 1e9)
+    yield PaperCheck(TEXT, "activations of 3096 sequences, GB", 75, 3096 * near.message_bytes / 1e9)
     worst = max(dapple_ns(at_bandwidth(near, gbps), False) / inside - 1 for gbps in (500, 700, 1000, 2000))
-    yield Check(TEXT, "1F1B over both sites, longer than within one (500 Gbit/s and more)", 0.387, worst, percent=True)
+    yield PaperCheck(
+        TEXT, "1F1B over both sites, longer than within one (500 Gbit/s and more)", 0.387, worst, percent=True
+    )
 
 
-def _ablation(problem: Problem, dapple: int, where: str) -> Iterator[Check]:
+def _ablation(problem: Problem, dapple: int, where: str) -> Iterator[PaperCheck]:
     about = f"{ABLATION} {where}"
     coordinated = jeeves_with(problem, problem.uniform(), coordinated=True).makespan_ns
     for what, span in (
@@ -126,4 +128,4 @@ def _ablation(problem: Problem, dapple: int, where: str) -> Iterator[Check]:
         ("the greedy and coordination", coordinated),
         ("all three", whole_ns(problem)),
     ):
-        yield Check(about, what, None, 1 - span / dapple, percent=True)
+        yield PaperCheck(about, what, None, 1 - span / dapple, percent=True)

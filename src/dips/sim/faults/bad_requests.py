@@ -38,28 +38,28 @@ from dips.core.wire import Codec
 from dips.master.state.events import OperatorAction, Pause, Resume, Stop
 from dips.master.state.tables import PushPhase
 from dips.sim.faults.processes import a_cluster, a_slave, the_master
-from dips.sim.kernel import Process
+from dips.sim.kernel import SimulatedProcess
 
 if TYPE_CHECKING:
     from dips.sim.world import World
 
-HELLO = Hello(1, 1, ("codec-f32",), "mischief")
+HELLO = Hello(1, 1, ("codec-f32",), "bad request")
 FOREIGN_LAYOUT = Layout((Parameter("other.w", (7,), "float32", "other"),))
 
 
 def _caller(world: World, **changes: Any) -> Caller | None:
     """An honest cluster's identity, with something else in the place of a part of it."""
     cluster = a_cluster(world)
-    if cluster is None or cluster.session is None or cluster.session.core.terms.incarnation is None:
+    if cluster is None or cluster.session is None or cluster.session.shared.terms.incarnation is None:
         return None
-    return replace(cluster.session.core.terms.caller("mischief"), **changes)
+    return replace(cluster.session.shared.terms.caller("bad request"), **changes)
 
 
 def _send(world: World, request: ClusterRequest) -> bool:
     master = the_master(world)
     if master is None or master.paused:
         return False
-    world.kernel.aside("world", f"mischief {type(request).__name__}")
+    world.kernel.aside("world", f"bad request {type(request).__name__}")
     master.called_blindly(request)
     return True
 
@@ -122,7 +122,7 @@ def foreign_ranges(world: World) -> bool:
 
 def wrong_layout(world: World) -> bool:
     plan = world.plan
-    caller = Caller("", 0, "stranger", None, "mischief")
+    caller = Caller("", 0, "stranger", None, "bad request")
     layout, claimed = world.kernel.rng.choice(
         ((FOREIGN_LAYOUT, FOREIGN_LAYOUT.layout_hash), (plan.layout, b"not its hash"))
     )
@@ -143,7 +143,7 @@ def repeated_begin_push(world: World) -> bool:
         session = cluster.session
         if session is not None and session.pushing.open is not None and session.pushing.open.ticket is not None:
             push = session.pushing.open
-            caller, work = session.core.terms.caller("mischief"), push.work
+            caller, work = session.shared.terms.caller("bad request"), push.work
             request = BeginPushRequest(
                 caller, push.id.seq, push.base, push.fence, work.ranges, work.tokens, work.steps, donates=push.donates
             )
@@ -159,17 +159,17 @@ def repeated_welcome(world: World) -> bool:
 def returned_in_its_name(world: World) -> bool:
     """Somebody gives back the data that a cluster trains on: its push cannot count, and it must go on all the same."""
     cluster = a_cluster(world)
-    if cluster is None or cluster.session is None or cluster.session.core.terms.incarnation is None:
+    if cluster is None or cluster.session is None or cluster.session.shared.terms.incarnation is None:
         return False
-    work = cluster.session.core.work
+    work = cluster.session.shared.work
     ranges = work.pending.ranges or work.held
-    return bool(ranges) and _send(world, ReturnDataRequest(cluster.session.core.terms.caller("mischief"), ranges))
+    return bool(ranges) and _send(world, ReturnDataRequest(cluster.session.shared.terms.caller("bad request"), ranges))
 
 
 def finished_behind_its_back(world: World) -> bool:
     """A cluster hears no slave while its last chunks arrive, and somebody else finishes its push. Counted if so."""
 
-    def watch(role: str, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+    def watch(role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
         if (role, kind) != ("slave", "staged"):
             return
         world.watchers.remove(watch)
@@ -186,14 +186,14 @@ def finished_behind_its_back(world: World) -> bool:
 
 def _finish_in_its_name(world: World, name: str) -> None:
     master, session = the_master(world), world.clusters[name].session
-    member = master.state.world.members.get(name) if master is not None and master.state is not None else None
+    member = master.state.shared.members.get(name) if master is not None and master.state is not None else None
     if world.healed or session is None or member is None or member.push is None:
         return
     push = member.push
-    if push.phase.now is PushPhase.STAGED and push.id.incarnation == session.core.terms.incarnation:
+    if push.phase.now is PushPhase.STAGED and push.id.incarnation == session.shared.terms.incarnation:
         world.fired("finished_behind_its_back")
         digests = tuple(sorted(push.digest_of_slave.items()))
-        caller = session.core.terms.caller("mischief")
+        caller = session.shared.terms.caller("bad request")
         _send(world, FinishPushRequest(caller, push.id.seq, push.attempt, digests))
 
 
@@ -226,7 +226,7 @@ def stranger_among_slaves(world: World) -> bool:
         return False
     body = SlaveHello(HELLO, "tcp://stranger:1", 1 << 20, 0)
     run_id = world.kernel.rng.choice((world.run_id, "another-run"))
-    master.hello_of_stranger(SlaveMessage(Caller(run_id, 0, "stranger", None, "mischief"), body))
+    master.hello_of_stranger(SlaveMessage(Caller(run_id, 0, "stranger", None, "bad request"), body))
     return True
 
 

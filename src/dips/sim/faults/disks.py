@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dips.sim.faults.processes import a_cluster, a_slave, the_master
-from dips.sim.kernel import Process
+from dips.sim.kernel import SimulatedProcess
 
 if TYPE_CHECKING:
     from dips.sim.hosts.slave import SlaveHost
@@ -284,10 +284,10 @@ def lost_checkpoint(world: World) -> bool:
 # ---- at a moment of their own ----
 
 
-def _when(world: World, role: str, kind: str, phase: str, act: Callable[[Process], None]) -> None:
+def _when(world: World, role: str, kind: str, phase: str, act: Callable[[SimulatedProcess], None]) -> None:
     """Once, upon the next such line of a tape."""
 
-    def watch(said_by: str, process: Process, what: str, fields: Mapping[str, Any]) -> None:
+    def watch(said_by: str, process: SimulatedProcess, what: str, fields: Mapping[str, Any]) -> None:
         if (said_by, what) == (role, kind) and phase in ("", fields.get("phase")):
             world.watchers.remove(watch)
             world.kernel.after(0.0, None, act, process)
@@ -298,7 +298,7 @@ def _when(world: World, role: str, kind: str, phase: str, act: Callable[[Process
 def killed_between_prepare_and_commit(world: World) -> bool:
     """And its disk takes no manifest for a while: what was committed must be completed all the same."""
 
-    def strike(process: Process) -> None:
+    def strike(process: SimulatedProcess) -> None:
         slave = world.slaves[process.name]
         if slave.alive and not world.healed:
             world.fired("killed_between_prepare_and_commit")
@@ -316,7 +316,7 @@ def rots_after_hello(world: World) -> bool:
     if slave is None or not world.may_lose([slave.name]):
         return False
 
-    def strike(process: Process) -> None:
+    def strike(process: SimulatedProcess) -> None:
         name = process.name
         if not world.healed and world.may_lose([name]):
             world.fired("rots_after_hello")
@@ -336,9 +336,9 @@ def asked_slave_fails(world: World) -> bool:
     if not lost_master_disk(world):
         return False
 
-    def strike(process: Process) -> None:
+    def strike(process: SimulatedProcess) -> None:
         master = world.masters[0]
-        asked = master.state.world.recovery.asked if master.state is not None else None
+        asked = master.state.shared.recovery.asked if master.state is not None else None
         if asked is None or world.healed:
             return
         slave = world.slaves[str(asked)]
@@ -356,7 +356,7 @@ def asked_slave_fails(world: World) -> bool:
 def lost_disk_in_commit(world: World) -> bool:
     """Between the journal's COMMIT and the publish."""
 
-    def strike(process: Process) -> None:
+    def strike(process: SimulatedProcess) -> None:
         slave = a_slave(world)
         if slave is not None and not world.healed and world.may_lose([slave.name]):
             world.fired("lost_disk_in_commit")
@@ -370,7 +370,7 @@ def lost_disk_in_commit(world: World) -> bool:
 def donation_fails(world: World) -> bool:
     """The model is lost, a cluster begins to give it back, and then: the disk is found again, or a slave dies."""
 
-    def strike(process: Process) -> None:
+    def strike(process: SimulatedProcess) -> None:
         rng, names = world.kernel.rng, sorted(world.attic)
         if world.healed or not names:
             return

@@ -55,7 +55,7 @@ def _come_or_go(world: World, until_s: float) -> None:
 
 def _come(world: World, cluster: ClusterHost) -> None:
     world.kernel.note(cluster.name, "is started")
-    world.fired("churn_joined" if cluster.life else "churn_newcomer")
+    world.fired("churn_joined" if cluster.generation else "churn_newcomer")
     cluster.boot()
 
 
@@ -98,24 +98,24 @@ def _next_in_turn(world: World, turn: Iterator[Host]) -> None:
         world.rolling = False
         world.fired("rolling_restart")
         return
-    life = host.life
+    generation = host.generation
     world.kernel.note(host.name, "is restarted in its turn")
     if isinstance(host, ClusterHost) and host.running and world.kernel.rng.random() < 0.5:
         host.stop_soon("restarted in its turn")
     elif host.alive:
         host.kill()
-    _wait_until_back(world, turn, host, life, world.kernel.now_s + PATIENCE_S)
+    _wait_until_back(world, turn, host, generation, world.kernel.now_s + PATIENCE_S)
 
 
-def _wait_until_back(world: World, turn: Iterator[Host], host: Host, life: int, until_s: float) -> None:
+def _wait_until_back(world: World, turn: Iterator[Host], host: Host, generation: int, until_s: float) -> None:
     if world.healed or world.ended:
         return
     if not host.alive:
         host.boot()
-    if world.kernel.now_s >= until_s or (host.life != life and _is_back(world, host)):
+    if world.kernel.now_s >= until_s or (host.generation != generation and _is_back(world, host)):
         world.kernel.after(LOOK_S, None, _next_in_turn, world, turn)
     else:
-        world.kernel.after(LOOK_S, None, _wait_until_back, world, turn, host, life, until_s)
+        world.kernel.after(LOOK_S, None, _wait_until_back, world, turn, host, generation, until_s)
 
 
 def _is_back(world: World, host: Host) -> bool:
@@ -123,7 +123,7 @@ def _is_back(world: World, host: Host) -> bool:
     master = master_of(world)
     if master is None or master.state is None:
         return False
-    run = master.state.world
+    run = master.state.shared
     match host:
         case MasterHost():
             return run.all_slaves_ready() and run.recovery.phase.now is RecoveryPhase.NONE
@@ -131,7 +131,7 @@ def _is_back(world: World, host: Host) -> bool:
             return any(slave.id == host.name for slave in run.ready_slaves())
         case ClusterHost():
             member, session = run.members.get(host.name), host.session
-            known = session.core.terms.incarnation if session is not None else None
+            known = session.shared.terms.incarnation if session is not None else None
             return member is not None and member.incarnation == known
 
 
@@ -145,13 +145,18 @@ def failover_from_a_sleeper(world: World) -> bool:
         return False
     rng, config = world.kernel.rng, world.plan.config
     master.pause()
-    world.kernel.after(rng.uniform(0.2, 2.0), None, _take_over, world, master, master.life)
-    world.kernel.after(rng.uniform(2.0, 2.0 * config.evict_after_s), None, _wake, master, master.life)
+    world.kernel.after(rng.uniform(0.2, 2.0), None, _take_over, world, master, master.generation)
+    world.kernel.after(rng.uniform(2.0, 2.0 * config.evict_after_s), None, _wake, master, master.generation)
     return True
 
 
-def _take_over(world: World, sleeper: MasterHost, life: int) -> None:
-    if world.healed or world.ended or len(world.masters) > 1 or (sleeper.life, sleeper.paused) != (life, True):
+def _take_over(world: World, sleeper: MasterHost, generation: int) -> None:
+    if (
+        world.healed
+        or world.ended
+        or len(world.masters) > 1
+        or (sleeper.generation, sleeper.paused) != (generation, True)
+    ):
         return
     other = MasterHost(world, "master2", world.disk)
     world.masters.append(other)
@@ -160,8 +165,8 @@ def _take_over(world: World, sleeper: MasterHost, life: int) -> None:
     world.kernel.after(world.kernel.rng.uniform(4.0, 15.0), None, end_second, world, other)
 
 
-def _wake(sleeper: MasterHost, life: int) -> None:
-    if sleeper.life == life:
+def _wake(sleeper: MasterHost, generation: int) -> None:
+    if sleeper.generation == generation:
         sleeper.resume()
 
 

@@ -10,14 +10,14 @@ from dips.sim.content import KIND_NAMES
 from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.hosts.master import MasterHost
 from dips.sim.hosts.slave import SlaveHost
-from dips.sim.kernel import Process
+from dips.sim.kernel import SimulatedProcess
 
 if TYPE_CHECKING:
     from dips.sim.world import World
 
 DOWN_S = (0.2, 1.0, 4.0, 12.0)
 SLOW_FACTOR = 6.0
-TWIN_LIFE = 1000
+TWIN_GENERATION = 1000
 """So that a second process under a slave's name has other data endpoints than the first."""
 
 
@@ -127,17 +127,17 @@ def _evicted_after_s(world: World) -> float:
     return world.plan.config.evict_after_s
 
 
-def _pause(world: World, host: Process | None, for_s: float) -> bool:
+def _pause(world: World, host: SimulatedProcess | None, for_s: float) -> bool:
     if host is None or not host.running or world.healed:
         return False
     host.pause()
     world.kernel.note(host.name, f"stopped for {for_s:.1f} s")
-    world.kernel.after(for_s, None, _resume, host, host.life)
+    world.kernel.after(for_s, None, _resume, host, host.generation)
     return True
 
 
-def _resume(host: Process, life: int) -> None:
-    if host.life == life:
+def _resume(host: SimulatedProcess, generation: int) -> None:
+    if host.generation == generation:
         host.resume()
 
 
@@ -156,7 +156,7 @@ def suspend_all(world: World) -> bool:
     world.suspended_until_s = world.kernel.now_s + for_s
     for host in hosts:
         host.pause()
-        world.kernel.after(for_s + rng.uniform(0.0, 1.0), None, _resume, host, host.life)
+        world.kernel.after(for_s + rng.uniform(0.0, 1.0), None, _resume, host, host.generation)
     world.kernel.note("world", f"everybody stands still for {for_s:.0f} s")
     return True
 
@@ -169,12 +169,12 @@ def stutter(world: World) -> bool:
     return True
 
 
-def _falter(world: World, host: Process, for_s: float) -> None:
+def _falter(world: World, host: SimulatedProcess, for_s: float) -> None:
     if _pause(world, host, for_s):
         world.fired("stutter")
 
 
-def _hosts(world: World) -> list[Process]:
+def _hosts(world: World) -> list[SimulatedProcess]:
     return [world.masters[0], *world.slaves.values(), *world.clusters.values(), world.reader]
 
 
@@ -192,7 +192,7 @@ def crash_master_in_step(world: World) -> bool:
         return _dies_in_step(world, master, 25)
     aimed_at = rng.choice((*RoundPhase, *WITHOUT_TIME, *WITHOUT_TIME)).value
 
-    def watch(role: str, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+    def watch(role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
         if (role, kind) == ("master", "round") and fields["phase"] == aimed_at:
             world.watchers.remove(watch)
             process.dies_after = 1
@@ -209,7 +209,7 @@ def crash_cluster_in_step(world: World) -> bool:
     return _dies_in_step(world, a_cluster(world), 12)
 
 
-def _dies_in_step(world: World, host: Process | None, most: int) -> bool:
+def _dies_in_step(world: World, host: SimulatedProcess | None, most: int) -> bool:
     if host is None:
         return False
     host.dies_after = world.kernel.rng.randint(1, most)
@@ -259,7 +259,7 @@ def same_slave_twice(world: World) -> bool:
     if slave is None or world.twins or not world.may_lose([slave.name]):
         return False
     twin = SlaveHost(world, slave.name)
-    twin.life = TWIN_LIFE
+    twin.generation = TWIN_GENERATION
     world.twins.append(twin)
     twin.boot()
     world.kernel.after(12.0, None, twin.end)
@@ -288,7 +288,7 @@ def end_second(world: World, other: MasterHost) -> None:
 def _bad_push(kind: int) -> Callable[[World], bool]:
     def begin(world: World) -> bool:
         cluster = a_cluster(world)
-        if cluster is None or cluster.session is None or cluster.session.core.base is None:
+        if cluster is None or cluster.session is None or cluster.session.shared.base is None:
             return False
         cluster.next_push_kind = kind
         return True

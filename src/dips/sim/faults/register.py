@@ -19,7 +19,7 @@ from dips.sim.faults import links as fault_links
 from dips.sim.faults import operations as fault_operations
 from dips.sim.faults import processes as fault_processes
 from dips.sim.faults import reshard as fault_reshard
-from dips.sim.kernel import Process
+from dips.sim.kernel import SimulatedProcess
 
 if TYPE_CHECKING:
     from dips.sim.world import World
@@ -169,7 +169,7 @@ def _wait_for_moment(world: World, name: str, moment: tuple[str, str, str]) -> N
             world.watchers.remove(watch)
             _strike(world, name, 0)
 
-    def watch(role: str, process: Process, kind: str, fields: Mapping[str, Any]) -> None:
+    def watch(role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
         if (role, kind) == moment[:2] and moment[2] in ("", fields.get("phase")):
             world.watchers.remove(watch)
             world.struck = process

@@ -23,7 +23,7 @@ def reshard_add(world: World) -> bool:
     name = SlaveId(world.kernel.rng.choice(idle)) if idle and world.kernel.rng.random() < 0.5 else fresh
     if len(world.slaves) >= MOST_SLAVES and name == fresh:
         return False
-    if not _wish(world, ReshardRequest("", add=(name,), reason="more room")):
+    if not _ask(world, ReshardRequest("", add=(name,), reason="more room")):
         return False
     if name == fresh:
         host = world.slaves[name] = SlaveHost(world, name)
@@ -37,7 +37,7 @@ def reshard_remove(world: World) -> bool:
     if len(placed) < 2:
         return False
     name = SlaveId(world.kernel.rng.choice(placed))
-    return _wish(world, ReshardRequest("", remove=(name,), reason="less room"))
+    return _ask(world, ReshardRequest("", remove=(name,), reason="less room"))
 
 
 def reshard_replace(world: World) -> bool:
@@ -46,7 +46,7 @@ def reshard_replace(world: World) -> bool:
     if not placed or len(world.slaves) >= MOST_SLAVES:
         return False
     old = SlaveId(world.kernel.rng.choice(placed))
-    if not _wish(world, ReshardRequest("", add=(fresh,), remove=(old,), reason="a new host")):
+    if not _ask(world, ReshardRequest("", add=(fresh,), remove=(old,), reason="a new host")):
         return False
     host = world.slaves[fresh] = SlaveHost(world, fresh)
     world.kernel.after(world.kernel.rng.uniform(0.1, 1.0), None, _boot, world, host)
@@ -67,19 +67,19 @@ def _take_back(world: World) -> None:
         master.operate(ReshardRequest("", cancel=True))
 
 
-def _wish(world: World, request: ReshardRequest) -> bool:
+def _ask(world: World, request: ReshardRequest) -> bool:
     """Whether the master took it: it refuses while another one is under way, or with fewer blocks than slaves."""
     master = the_master(world)
-    if master is None or master.paused or master.state is None or master.state.world.ledger.reshard is not None:
+    if master is None or master.paused or master.state is None or master.state.shared.ledger.reshard is not None:
         return False
     master.operate(request)
     state = master.state
-    return state is not None and state.world.ledger.reshard is not None
+    return state is not None and state.shared.ledger.reshard is not None
 
 
 def _placed(world: World) -> list[str]:
     master = the_master(world)
-    placement = master.state.world.ledger.placement if master is not None and master.state is not None else None
+    placement = master.state.shared.ledger.placement if master is not None and master.state is not None else None
     return list(placement.slaves) if placement is not None else []
 
 

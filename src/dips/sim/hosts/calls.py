@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dips.core.errors import Refused
 from dips.core.messages import ClusterRequest, Refusal
 from dips.sim.hosts.master import MasterHost
-from dips.sim.kernel import Process
+from dips.sim.kernel import SimulatedProcess
 
 if TYPE_CHECKING:
     from dips.sim.world import World
@@ -23,7 +23,7 @@ class Asked:
     def __init__(
         self,
         world: World,
-        caller: Process,
+        caller: SimulatedProcess,
         request: ClusterRequest,
         deadline_s: float,
         done: Callable[[Any], None],
@@ -32,7 +32,7 @@ class Asked:
         self.request = request
         self._world = world
         self._caller = caller
-        self._life = caller.life
+        self._generation = caller.generation
         self._done = done
         self._over = False
         self._master = world.some_master()
@@ -72,7 +72,7 @@ class Asked:
 
     def _end(self, result: Any) -> None:
         """A caller that died meanwhile hears nothing, nor does its next life: the connection was another one."""
-        if not self._over and self._caller.life == self._life:
+        if not self._over and self._caller.generation == self._generation:
             self._over = True
             self._done(result)
 

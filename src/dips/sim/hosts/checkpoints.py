@@ -1,4 +1,4 @@
-"""A simulated cluster's checkpoints: what dips.worker.checkpointing writes, as the saved session's own JSON form and
+"""A simulated cluster's checkpoints: what dips.worker.checkpoint writes, as the saved session's own JSON form and
 the model's content. A write takes time and is whole or not there; a push's number is used only once its record is
 durable.
 """
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from dips.core.errors import ConfigError
 from dips.sim.arithmetic import ClusterModel
-from dips.sim.content import Model
+from dips.sim.content import SimulatedModel
+from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.events import PushNotRecorded, PushRecorded
 from dips.worker.state.push_record import PushRecord
 from dips.worker.state.saved import SavedSession, push_from_json, push_to_json
-from dips.worker.state.session import Session
 
 if TYPE_CHECKING:
     from dips.sim.hosts.cluster import ClusterHost
@@ -30,7 +30,7 @@ class CheckpointDisk:
     """What outlives the process. errors: so many of the next records of pushes cannot be written."""
 
     session_json: str = ""
-    model: Model | None = None
+    model: SimulatedModel | None = None
     push_json: str = ""
     errors: int = 0
 
@@ -46,16 +46,16 @@ class Checkpoints:
         self._writing = False
         self._due_s = 0.0
 
-    def begin_life(self) -> None:
+    def begin_process(self) -> None:
         self._writing = False
         self._due_s = self._cluster.kernel.now_s + EVERY_S
 
-    def resume(self, session: Session, model: ClusterModel) -> None:
+    def resume(self, session: ClusterMachine, model: ClusterModel) -> None:
         """Put what was saved into a session that has not begun."""
         cluster, disk = self._cluster, self._cluster.checkpoint_disk
         if not cluster.world.plan.checkpoints or disk.model is None:
             return
-        assert isinstance(model, Model), SYMBOLS_ONLY
+        assert isinstance(model, SimulatedModel), SYMBOLS_ONLY
         saved = SavedSession.from_json(json.loads(disk.session_json))
         newest = push_from_json(json.loads(disk.push_json)) if disk.push_json else None
         try:
@@ -65,12 +65,12 @@ class Checkpoints:
             return
         for name in ("live", "base", "push", "pulled", "changes", "residual"):
             setattr(model, name, getattr(disk.model, name))
-        model.changes += 1000 * cluster.life  # what this life trains is its own
+        model.changes += 1000 * cluster.generation  # what this life trains is its own
         push = str(saved.push.id) if saved.push is not None else None
         fields = {"seq": saved.seq, "base": str(saved.base), "fence": saved.base_fence, "push": push}
         cluster.world.tape("worker", cluster, "resumed", "-", fields | {"incarnation": str(saved.incarnation)})
 
-    def take_if_due(self, session: Session, model: ClusterModel) -> None:
+    def take_if_due(self, session: ClusterMachine, model: ClusterModel) -> None:
         """Between two steps."""
         cluster = self._cluster
         if not cluster.world.plan.checkpoints or self._writing or cluster.kernel.now_s < self._due_s:
@@ -78,7 +78,7 @@ class Checkpoints:
         saved = session.saved()
         if saved is None:
             return
-        assert isinstance(model, Model), SYMBOLS_ONLY
+        assert isinstance(model, SimulatedModel), SYMBOLS_ONLY
         self._writing, self._due_s = True, cluster.kernel.now_s + EVERY_S
         text = json.dumps(saved.to_json())
         cluster.kernel.after(self._write_s(), cluster, self._written, text, replace(model), saved)
@@ -90,7 +90,7 @@ class Checkpoints:
     def _write_s(self) -> float:
         return self._cluster.kernel.jitter(self._cluster.world.plan.flush_s)
 
-    def _written(self, text: str, model: Model, saved: SavedSession) -> None:
+    def _written(self, text: str, model: SimulatedModel, saved: SavedSession) -> None:
         cluster, disk = self._cluster, self._cluster.checkpoint_disk
         self._writing = False
         disk.session_json, disk.model = text, model

@@ -1,6 +1,6 @@
 """A training cluster's process around the real Session: it steps, borrows data, pushes and pulls.
 
-Does what dips.worker.driver, heartbeat and transfers do, on virtual time: events wait while a step is made, and are
+Does what dips.worker.shell, heartbeat and transfers do, on virtual time: events wait while a step is made, and are
 handled between steps. What parameters are is the run's arithmetic's affair (dips.sim.arithmetic).
 """
 
@@ -18,11 +18,11 @@ from dips.sim.content import CLEAN, KIND_NAMES
 from dips.sim.hosts.calls import Asked
 from dips.sim.hosts.checkpoints import CheckpointDisk, Checkpoints
 from dips.sim.hosts.transfer import Carrier, PullCarrier, PushCarrier
-from dips.sim.kernel import Process
+from dips.sim.kernel import SimulatedProcess
 from dips.sim.residual_checks import residual_fault
 from dips.worker.state import effects, events
+from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.refusals import Remedy, remedy_for
-from dips.worker.state.session import Session
 from dips.worker.transfer import Transfer, TransferSettings
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ LONGEST_WAIT_S = 0.5
 PULL_WINDOW_CHUNKS = 16
 
 
-class ClusterHost(Process):
+class ClusterHost(SimulatedProcess):
     """One cluster's process; the next life begins anew, or from its checkpoint."""
 
     def __init__(self, world: World, name: str, step_s: float) -> None:
         super().__init__(world.kernel, name)
         self.world = world
         self.step_s = step_s
-        self.session: Session | None = None
+        self.session: ClusterMachine | None = None
         self.model: ClusterModel
         self.finished: effects.Finished | None = None
         self.next_push_kind = CLEAN
@@ -62,15 +62,15 @@ class ClusterHost(Process):
     # ---- life ----
 
     def boot(self) -> None:
-        self.begin_life()
+        self.begin_process()
         drawn = self.world.draw()
         self.world.names.began(self, drawn)
         config = self.world.plan.session_config(self.name, curve_key=self.world.key_of(self), process_id=drawn)
-        self.session = Session(config)
+        self.session = ClusterMachine(config)
         plan = self.world.plan
-        self.model = plan.arithmetic.model(self.name, self.life, plan.layout, plan.config.settings.chunk_bytes)
+        self.model = plan.arithmetic.model(self.name, self.generation, plan.layout, plan.config.settings.chunk_bytes)
         self.finished = None
-        self._checkpoints.begin_life()
+        self._checkpoints.begin_process()
         self._queue.clear()
         self._carriers.clear()
         self._sent_as.clear()
@@ -92,10 +92,10 @@ class ClusterHost(Process):
     def end(self) -> None:
         """The process is no more, whatever ended it; its system resets the connection of its beats."""
         if self.session is not None and not self.world.net.is_cut(self.name, "master"):
-            incarnation = self.session.core.terms.incarnation
+            incarnation = self.session.shared.terms.incarnation
             for master in self.world.masters:
                 self.kernel.after(0.001, master, master.beats_ended, self.name, incarnation)
-        self.end_life()
+        self.end_process()
         self.session = None
 
     def _heartbeat_s(self) -> float:
@@ -136,7 +136,7 @@ class ClusterHost(Process):
             return True
         if sum(item.tokens for item in session.held) >= plan.least_held_tokens:
             return True
-        self._handle(events.LeaseWanted(plan.lease_tokens(session.core.terms.local_steps)))
+        self._handle(events.LeaseWanted(plan.lease_tokens(session.shared.terms.local_steps)))
         return False
 
     def _step(self) -> None:
@@ -175,9 +175,9 @@ class ClusterHost(Process):
         return self.trained_s + (self.kernel.now_s - self._stepping_since_s if self._stepping else 0.0)
 
     @staticmethod
-    def _progress_tokens(session: Session) -> int:
-        """As dips.worker.driver.Driver.progress."""
-        return session.core.terms.tokens + session.core.work.tokens
+    def _progress_tokens(session: ClusterMachine) -> int:
+        """As dips.worker.shell.Driver.progress."""
+        return session.shared.terms.tokens + session.shared.work.tokens
 
     @property
     def next_seq(self) -> int:
@@ -217,9 +217,9 @@ class ClusterHost(Process):
 
     def _carry_out(self, effect: effects.Effect) -> None:
         match effect:
-            case effects.Call(call_id, request, deadline_s):
+            case effects.CallMaster(call_id, request, deadline_s):
                 Asked(self.world, self, request, deadline_s, lambda result: self._answered(call_id, result))
-            case effects.Snapshot():
+            case effects.CopyParameters():
                 self._snapshot()
             case effects.CopyBase():
                 self.model.copy_base()
@@ -280,11 +280,11 @@ class ClusterHost(Process):
         wire = self._sent_as[str(effect.push)] = effect.ticket.wire
         session, vector = self.session, self.model.sent(wire)
         assert session is not None, "it decided this just now"
-        settings = session.core.terms.settings
+        settings = session.shared.terms.settings
         self.world.checks.pushing(effect.push, wire, vector)
         self._carriers[effect.transfer_id] = carrier = PushCarrier(
             self.world, self, self.world.plan.layout, self._limits(settings.chunk_bytes, settings.window_chunks),
-            effect.push, effect.ticket, vector, session.core.terms.run_id, effect.epoch,
+            effect.push, effect.ticket, vector, session.shared.terms.run_id, effect.epoch,
             lambda result: self._pushed(effect.transfer_id, result),
         )  # fmt: skip
         carrier.pump()
@@ -325,7 +325,7 @@ class ClusterHost(Process):
         session = self.session
         if session is None:
             return
-        core = session.core
+        core = session.shared
         incarnation = core.terms.incarnation
         if incarnation is not None and incarnation != self._fenced:
             settings = core.terms.settings

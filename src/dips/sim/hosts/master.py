@@ -1,6 +1,6 @@
 """The master's process around the real Coordinator: events in, effects out, a journal that is durable only later.
 
-Does what dips.master.executor and dips.master.journal_writer do, on virtual time. It decides nothing; whatever the
+Does what dips.master.shell and dips.master.journal_writer do, on virtual time. It decides nothing; whatever the
 state machine raises is reported as a bug.
 """
 
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from dips.core.errors import LocalProtocolError, RefusalCode
 from dips.core.ids import Incarnation
 from dips.core.messages import ClusterRequest, Refusal, SlaveCommand, SlaveMessage, Welcome
-from dips.master.state.coordinator import Coordinator
 from dips.master.state.effects import (
     BeginAgain,
     CloseLink,
@@ -37,8 +36,9 @@ from dips.master.state.events import (
     SlaveSaid,
     Tick,
 )
+from dips.master.state.master import MasterMachine
 from dips.sim.disks import JournalDisk, JournalEntry
-from dips.sim.kernel import Process
+from dips.sim.kernel import SimulatedProcess
 from dips.sim.network import End, Stream
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ FATAL_EXIT = 6
 ENDING = Refusal(RefusalCode.BUSY, "the master is ending: connect again", 1.0)
 
 
-class MasterHost(Process):
+class MasterHost(SimulatedProcess):
     """One master process; its directory outlives it."""
 
     def __init__(self, world: World, name: str, disk: JournalDisk) -> None:
         super().__init__(world.kernel, name)
         self.world = world
         self.disk = disk
-        self.state: Coordinator | None = None
+        self.state: MasterMachine | None = None
         self.epoch = 0
         self.rebuild = False
         self.exit: tuple[int, str] | None = None
@@ -84,7 +84,7 @@ class MasterHost(Process):
 
     def boot(self) -> None:
         """Begin an epoch, durably, and serve."""
-        self.begin_life()
+        self.begin_process()
         self.exit = None
         self._begin_epoch(0)
 
@@ -97,7 +97,7 @@ class MasterHost(Process):
         self.world.journalled(self, {"kind": "EPOCH", "epoch": self.epoch})
         config = self.world.run_config(self.rebuild)
         try:
-            self.state = Coordinator(config, self.epoch, self.disk.snapshot_json, self.world.wall_offset_s)
+            self.state = MasterMachine(config, self.epoch, self.disk.snapshot_json, self.world.wall_offset_s)
             self._last_tick_s = self.kernel.now_s
             self._perform_all(self.state.start(self.kernel.now_s))
         except Exception as error:
@@ -119,7 +119,7 @@ class MasterHost(Process):
         self._end()
 
     def _end(self) -> None:
-        self.end_life()
+        self.end_process()
         self.state = None
         links, self._links = self._links, {}
         for stream, end in links.values():
@@ -259,7 +259,7 @@ class MasterHost(Process):
         for asked in list(self._calls.values()):
             asked.answered(ENDING)
         self._durable(self._on_its_way)
-        self.life += 1  # nothing that was scheduled for the old epoch may reach the new one
+        self.generation += 1  # nothing that was scheduled for the old epoch may reach the new one
         self._timer_due_s = -1.0
         self._begin_epoch(effect.at_least)
 

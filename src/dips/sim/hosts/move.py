@@ -15,11 +15,11 @@ from dips.core.messages import SlaveAddress, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.sim.arithmetic import Value
-from dips.sim.hosts.shard_memory import ShardMemory
+from dips.sim.hosts.shard_memory import SimulatedShardMemory
 from dips.slave.memory import bytes_of
 from dips.slave.state import checks
 from dips.slave.state.effects import RunMove
-from dips.slave.state.fetching import Ask, Fetch, Reconnect, cancelled
+from dips.slave.state.fetching import ChunkRequest, Fetch, Reconnect, cancelled
 
 if TYPE_CHECKING:
     from dips.sim.hosts.slave import SlaveHost
@@ -28,7 +28,7 @@ Place = tuple[Chunk, bool]
 """A chunk, and whether it is of the momentum."""
 
 
-class Move:
+class SimulatedMove:
     """One RunMove. `ended` is told once: the shadow's info when the file is durable, or why there is none."""
 
     def __init__(self, host: SlaveHost, effect: RunMove, ended: Callable[[SnapshotInfo | Refused], None]) -> None:
@@ -60,7 +60,7 @@ class Move:
             fetching.pump()
         self._maybe_write()
 
-    def _take(self, chunks: list[Chunk], memory: ShardMemory) -> None:
+    def _take(self, chunks: list[Chunk], memory: SimulatedShardMemory) -> None:
         assert memory.current is not None, "the state checked that the version is here"
         for chunk in chunks:
             header = DataHeader(
@@ -81,7 +81,7 @@ class Move:
     def over(self) -> bool:
         return self._over
 
-    def header(self, ask: Ask, momentum: bool) -> DataHeader:
+    def header(self, ask: ChunkRequest, momentum: bool) -> DataHeader:
         chunk, state = ask.chunk, self._host.state
         epoch = state.link.promised_epoch if state is not None else 0
         return DataHeader(
@@ -149,7 +149,7 @@ class Move:
 class _Fetching:
     """What is fetched of one tensor from one slave."""
 
-    def __init__(self, move: Move, source: SlaveAddress, chunks: list[Chunk], momentum: bool) -> None:
+    def __init__(self, move: SimulatedMove, source: SlaveAddress, chunks: list[Chunk], momentum: bool) -> None:
         self._move, self._host, self._source, self._momentum = move, move.host, source, momentum
         self._connection = 0
         self._timer_s = -1.0
@@ -164,7 +164,7 @@ class _Fetching:
             match action:
                 case Reconnect():
                     self._connection += 1
-                case Ask() as ask:
+                case ChunkRequest() as ask:
                     self._send(ask)
         if self.fetch.failure is not None:
             self._move.end(self.fetch.failure)
@@ -178,7 +178,7 @@ class _Fetching:
         self._timer_s = -1.0
         self.pump()
 
-    def _send(self, ask: Ask) -> None:
+    def _send(self, ask: ChunkRequest) -> None:
         host, world, name = self._host, self._host.world, self._source.slave_id
         target = world.slave_at(self._source.data_endpoint)
         if target is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dips.core.messages import BeginPullReply, BeginPullRequest, Caller, FinishPullRequest, PullGrant
 from dips.sim.hosts.calls import Asked
 from dips.sim.hosts.transfer import PullCarrier
-from dips.sim.kernel import Process
+from dips.sim.kernel import SimulatedProcess
 from dips.worker.transfer import Transfer, TransferSettings
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ DEADLINE_S = 4.0
 WINDOW_CHUNKS = 4
 
 
-class ReaderHost(Process):
+class ReaderHost(SimulatedProcess):
     """One evaluator."""
 
     def __init__(self, world: World) -> None:
@@ -27,7 +27,7 @@ class ReaderHost(Process):
         self.pulled = 0
 
     def boot(self) -> None:
-        self.begin_life()
+        self.begin_process()
         self._ask()
 
     def _ask(self) -> None:

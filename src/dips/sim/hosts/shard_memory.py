@@ -31,7 +31,7 @@ class Shard:
 
 
 @dataclass
-class ShardMemory:
+class SimulatedShardMemory:
     """What one Configure made."""
 
     blocks: Sequence[Block]
@@ -97,7 +97,7 @@ class SimDataPort:
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.memory: ShardMemory | None = None
+        self.memory: SimulatedShardMemory | None = None
         self.refused_chunks = 0
         self.complete: list[PushStaged] = []
         """Said by open() and put(); whoever called takes them."""
@@ -137,7 +137,7 @@ class SimDataPort:
         missing = memory.table.missing(staging)
         return _reply(header, DataOp.MISSING, staging.complete, missing), None
 
-    def _put(self, header: DataHeader, value: Value, memory: ShardMemory) -> tuple[DataHeader, Value]:
+    def _put(self, header: DataHeader, value: Value, memory: SimulatedShardMemory) -> tuple[DataHeader, Value]:
         n_elems = header.length_bytes // FLOAT32_BYTES  # a value has no bytes of its own: it is as long as it says
         staging, landing, landed = memory.table.admit(header, encoded_bytes(header.codec, n_elems))
         if not landed:
@@ -148,7 +148,7 @@ class SimDataPort:
                 self.complete.append(PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
         return _reply(header, DataOp.ACK, staging.complete), None
 
-    def _get(self, header: DataHeader, memory: ShardMemory) -> tuple[DataHeader, Value]:
+    def _get(self, header: DataHeader, memory: SimulatedShardMemory) -> tuple[DataHeader, Value]:
         find_version(memory.map, header, frozenset(memory.readable))
         assert header.version is not None, "find_version refuses a header without version"
         shard = memory.readable[header.version]

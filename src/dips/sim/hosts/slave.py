@@ -1,6 +1,6 @@
 """A slave's process around the real SlaveState: its jobs take time, its disk may fail, its stream may break.
 
-Does what dips.slave.engine and dips.slave.control do, on virtual time and with the run's arithmetic
+Does what dips.slave.shell and dips.slave.control do, on virtual time and with the run's arithmetic
 (dips.sim.arithmetic) in place of numbers.
 """
 
@@ -17,9 +17,9 @@ from dips.core.net.data_header import DataHeader
 from dips.sim.arithmetic import Value
 from dips.sim.data_keys import Away, may_ask, nobody_hears
 from dips.sim.disks import PowerLossError, SlaveDisk
-from dips.sim.hosts.move import Move
-from dips.sim.hosts.shard_memory import Shard, ShardMemory, SimDataPort
-from dips.sim.kernel import Action, Process
+from dips.sim.hosts.move import SimulatedMove
+from dips.sim.hosts.shard_memory import Shard, SimDataPort, SimulatedShardMemory
+from dips.sim.kernel import Action, SimulatedProcess
 from dips.sim.network import End, Stream
 from dips.slave.durable import TEMPORARY
 from dips.slave.promise import Promise
@@ -27,7 +27,7 @@ from dips.slave.ring import Ring
 from dips.slave.state import checks, effects, events
 from dips.slave.state.admission import Admission
 from dips.slave.state.fetching import cancelled
-from dips.slave.state.slave import SlaveState
+from dips.slave.state.slave import SlaveMachine
 
 if TYPE_CHECKING:
     from dips.sim.world import World
@@ -46,24 +46,24 @@ FOR_GOOD = frozenset(
 )
 
 
-class SlaveHost(Process):
+class SlaveHost(SimulatedProcess):
     """One slave process; its disk outlives it."""
 
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world.kernel, name)
         self.world = world
         self.disk = SlaveDisk(name, world.plan.disk_bytes)
-        self.state: SlaveState | None = None
+        self.state: SlaveMachine | None = None
         self.ring = self._new_ring()
         self.promise = Promise(self.disk)
         self.port = SimDataPort()
         self.overflow = False
         self._stream: tuple[Stream, End] | None = None
-        self._heard = False
+        self._got_command = False
         self.said: list[tuple[int, SlaveMessage]] = []
         self._link = 0
         self._disk_free_s = 0.0
-        self.move: Move | None = None
+        self.move: SimulatedMove | None = None
         self._unwanted = 0
 
     # ---- life ----
@@ -71,11 +71,11 @@ class SlaveHost(Process):
     @property
     def endpoint(self) -> str:
         """Another port in each life."""
-        return f"tcp://{self.name}:{self.life}"
+        return f"tcp://{self.name}:{self.generation}"
 
     def boot(self) -> None:
         """A start reads every snapshot back; what is not whole is skipped."""
-        self.begin_life()
+        self.begin_process()
         self.port = SimDataPort()
         self.admission = Admission()
         self._stream, self._disk_free_s = None, 0.0
@@ -91,7 +91,7 @@ class SlaveHost(Process):
         except PowerLossError as loss:
             self.lose_power(str(loss))
             return
-        self.state = SlaveState(
+        self.state = SlaveMachine(
             self.world.run_id,
             self.name,
             self.endpoint,
@@ -127,7 +127,7 @@ class SlaveHost(Process):
         self.world.slave_died(self)
 
     def _die(self) -> None:
-        self.end_life()
+        self.end_process()
         self.state = None
         stream, self._stream = self._stream, None
         if stream is not None:
@@ -150,18 +150,18 @@ class SlaveHost(Process):
             lambda _: master.link_down(number),
         )
         stream = Stream(self.world.net, mine, theirs)
-        self._stream, self._heard = (stream, mine), False
+        self._stream, self._got_command = (stream, mine), False
         self.kernel.after(0.0, master, master.attached, number, stream, theirs)
         self.handle(events.Linked())
         self.kernel.after(self._beat_s(), self, self._beat, number)
-        self.kernel.after(FIRST_COMMAND_S, self, self._nothing_heard, number)
+        self.kernel.after(FIRST_COMMAND_S, self, self._no_command, number)
 
-    def _nothing_heard(self, number: int) -> None:
-        if number == self._link and not self._heard:
+    def _no_command(self, number: int) -> None:
+        if number == self._link and not self._got_command:
             self.drop_stream("nothing was heard after hello")
 
     def _hear(self, command: SlaveCommand) -> None:
-        self._heard = True
+        self._got_command = True
         if self.world.slaves[self.name] is not self:
             # Its name was free for long enough. Nothing more is to be seen of a second process: the operator ends it.
             self.world.fired("second_slave_took_over")
@@ -260,7 +260,7 @@ class SlaveHost(Process):
                 self.port.epoch = epoch
             case effects.CloseLink(sentence):
                 self.kernel.after(0.0, self, self.drop_stream, sentence)
-            case effects.Stop(reason):
+            case effects.EndProcess(reason):
                 self.kernel.note(self.name, f"stops: {reason}")
                 self._die()
                 self.world.slave_stopped(self)
@@ -350,7 +350,9 @@ class SlaveHost(Process):
         body = effect.configure
         blocks = checks.own_blocks(self.name, body)
         arithmetic = self.world.plan.arithmetic
-        memory = ShardMemory(blocks, effect.chunk_bytes, body.staging_slots, 3 + body.pinned_versions, arithmetic)
+        memory = SimulatedShardMemory(
+            blocks, effect.chunk_bytes, body.staging_slots, 3 + body.pinned_versions, arithmetic
+        )
         self.ring.close_round()
         self.ring.make(memory.parts.empty_array().size)
         if effect.source is not None:
@@ -359,7 +361,7 @@ class SlaveHost(Process):
         current = memory.current.info if memory.current else None
         self.handle(events.LoadDone(effect.job, current, self.ring.infos()))
 
-    def _fill(self, memory: ShardMemory, effect: effects.RunLoad, source: SnapshotInfo) -> Shard:
+    def _fill(self, memory: SimulatedShardMemory, effect: effects.RunLoad, source: SnapshotInfo) -> Shard:
         body, parts = effect.configure, memory.parts
         theta, momentum = parts.empty_array(), parts.empty_array()
         self.ring.load(source, theta, momentum)
@@ -461,7 +463,7 @@ class SlaveHost(Process):
     def _move(self, effect: effects.RunMove) -> None:
         if self._unwanted == effect.job:
             raise cancelled(effect.move)
-        self.move = Move(self, effect, lambda result: self._moved(effect.job, result))
+        self.move = SimulatedMove(self, effect, lambda result: self._moved(effect.job, result))
         self.move.begin()
 
     def _moved(self, job: int, result: SnapshotInfo | Refused) -> None:
@@ -496,7 +498,7 @@ class SlaveHost(Process):
         self._made().shadow = None
         self.ring.drop_shadow(shadow)
 
-    def _made(self) -> ShardMemory:
+    def _made(self) -> SimulatedShardMemory:
         assert self.port.memory is not None, "a round reached a slave without memory"
         return self.port.memory
 

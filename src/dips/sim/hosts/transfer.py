@@ -15,10 +15,18 @@ from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.messages import PlacementSpec, PullGrant, Ticket
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec, encoded_bytes
-from dips.sim.arithmetic import Key, Value, Vector
+from dips.sim.arithmetic import Key, ModelVector, Value
 from dips.sim.content import key_of
-from dips.sim.kernel import Process
-from dips.worker.transfer import Ask, PullTransfer, PushTransfer, Reconnect, Transfer, TransferSettings, shares_of
+from dips.sim.kernel import SimulatedProcess
+from dips.worker.transfer import (
+    PullTransfer,
+    PushTransfer,
+    Reconnect,
+    SlaveRequest,
+    Transfer,
+    TransferSettings,
+    shares_of,
+)
 
 if TYPE_CHECKING:
     from dips.sim.world import World
@@ -30,8 +38,8 @@ class Carrier:
     """Carries one transfer. `ended` is told once: the digests (push), the values (pull), or the failed transfer."""
 
     def __init__(
-        self, world: World, owner: Process, transfer: Transfer, placement: PlacementSpec, run_id: str, epoch: int,
-        ended: Ended,
+        self, world: World, owner: SimulatedProcess, transfer: Transfer, placement: PlacementSpec, run_id: str, epoch:
+        int, ended: Ended,
     ) -> None:  # fmt: skip
         self.world = world
         self.owner = owner
@@ -53,7 +61,7 @@ class Carrier:
             match action:
                 case Reconnect(slave):
                     self._connections[slave] = self._connections.get(slave, 0) + 1
-                case Ask() as ask:
+                case SlaveRequest() as ask:
                     self._send(ask)
         if self.transfer.done or self.transfer.failure:
             self.over = True
@@ -72,7 +80,7 @@ class Carrier:
         """Let go of all content: a timer may hold this object for long."""
         raise LookupError("only pushes and pulls hold content")
 
-    def message(self, ask: Ask) -> tuple[DataHeader, Value]:
+    def message(self, ask: SlaveRequest) -> tuple[DataHeader, Value]:
         raise LookupError("only pushes and pulls send")
 
     def take(self, slave: str, header: DataHeader, value: Value) -> None:
@@ -82,7 +90,7 @@ class Carrier:
         self._timer_s = -1.0
         self.pump()
 
-    def _send(self, ask: Ask) -> None:
+    def _send(self, ask: SlaveRequest) -> None:
         world, owner = self.world, self.owner
         address = self._addresses.get(ask.slave)
         slave = world.slave_at(address.data_endpoint if address is not None else "")
@@ -134,8 +142,8 @@ class PushCarrier(Carrier):
     """Sends `vector`, which is written as the ticket says."""
 
     def __init__(
-        self, world: World, owner: Process, layout: Layout, settings: TransferSettings, push: PushId, ticket: Ticket,
-        vector: Vector, run_id: str, epoch: int, ended: Ended,
+        self, world: World, owner: SimulatedProcess, layout: Layout, settings: TransferSettings, push: PushId, ticket:
+        Ticket, vector: ModelVector, run_id: str, epoch: int, ended: Ended,
     ) -> None:  # fmt: skip
         shares = shares_of(layout, ticket.placement, ticket.block_order, settings.chunk_bytes)
         self._machine = PushTransfer(shares, settings, world.kernel.now_s)
@@ -145,7 +153,7 @@ class PushCarrier(Carrier):
         checksum = world.plan.arithmetic.checksum
         self._checksums = {chunk: checksum(value) for chunk, value in self._values.items()}
 
-    def message(self, ask: Ask) -> tuple[DataHeader, Value]:
+    def message(self, ask: SlaveRequest) -> tuple[DataHeader, Value]:
         chunk = ask.chunk
         if chunk is None:
             op = DataOp.QUERY_MISSING
@@ -175,7 +183,13 @@ class PullCarrier(Carrier):
     """Fetches the version of a grant."""
 
     def __init__(
-        self, world: World, owner: Process, layout: Layout, settings: TransferSettings, grant: PullGrant, ended: Ended
+        self,
+        world: World,
+        owner: SimulatedProcess,
+        layout: Layout,
+        settings: TransferSettings,
+        grant: PullGrant,
+        ended: Ended,
     ) -> None:
         shares = shares_of(layout, grant.placement, grant.block_order, settings.chunk_bytes)
         self._machine = PullTransfer(shares, dict(grant.digest_of_slave), settings, world.kernel.now_s)
@@ -183,7 +197,7 @@ class PullCarrier(Carrier):
         self._version: Version = grant.version
         self._values: dict[Key, Value] = {}
 
-    def message(self, ask: Ask) -> tuple[DataHeader, Value]:
+    def message(self, ask: SlaveRequest) -> tuple[DataHeader, Value]:
         chunk = ask.chunk
         assert chunk is not None, "a pull asks for chunks only"
         header = DataHeader(

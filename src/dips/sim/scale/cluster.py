@@ -1,6 +1,6 @@
 """A cluster of a simulation at scale: it trains at a stated rate and follows the protocol call by call.
 
-Like worker/state/session.py it waits for a push and its verdict for at most verdict_wait_s, then trains on while the
+Like worker/state/cluster.py it waits for a push and its verdict for at most verdict_wait_s, then trains on while the
 transfer goes on, and needs the verdict before the next push; with `overlap` it trains through the push, or through
 everything. Training is time times speed; no parameters are held. A process that failed begins anew: it joins, pulls,
 and what was not pushed is lost.
@@ -47,8 +47,8 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.sim.scale import rates, tally
-from dips.sim.scale.kernel import Clock, Life, Outcome, Process, first_of
-from dips.sim.scale.links import Direction, Flow
+from dips.sim.scale.kernel import Future, GeneratorProcess, Life, VirtualClock, first_of
+from dips.sim.scale.links import SharedDirection, SharedTransfer
 from dips.sim.scale.scenario import ClusterTable
 from dips.sim.scale.servers import BAD_NORM, HELLO, NORM, NORM_SPREAD, Servers, push_digest
 
@@ -58,16 +58,16 @@ RETRY_S = 5.0
 """A master that is away is called again after so long."""
 
 
-class Fenced(Exception):
+class IncarnationOver(Exception):
     """This incarnation is over: join again."""
 
 
-class Ended(Exception):
+class RunEnded(Exception):
     """The run ends: leave."""
 
 
 @dataclass(frozen=True)
-class OpenPush:
+class ScaleOpenPush:
     """What is behind a push that is not decided: its ranges, steps, and seconds of training."""
 
     id: PushId
@@ -106,7 +106,7 @@ class LightCluster:
         self,
         table: ClusterTable,
         servers: Servers,
-        down: Direction,
+        down: SharedDirection,
         account: tally.ClusterAccount,
         layout: Layout,
         plan: DataPlan,
@@ -114,17 +114,17 @@ class LightCluster:
     ) -> None:
         self.table, self.account = table, account
         self._servers, self._down, self._layout, self._plan, self._rng = servers, down, layout, plan, rng
-        self._clock: Clock = servers.clock
+        self._clock: VirtualClock = servers.clock
         self._copy_s = rates.copy_s(layout.n_elems, table.copy_rate)
-        self._process: Process | None = None
-        self._flow: Flow | None = None
+        self._process: GeneratorProcess | None = None
+        self._flow: SharedTransfer | None = None
         self.connected = True
-        self.life_n = 0
-        self._in_doubt: OpenPush | None = None
+        self.generation = 0
+        self._in_doubt: ScaleOpenPush | None = None
         self._forget()
 
     def _forget(self) -> None:
-        self.life_n += 1
+        self.generation += 1
         self._book = Book()
         self._incarnation: Incarnation | None = None
         self._epoch = 0
@@ -144,15 +144,15 @@ class LightCluster:
         self._speed = self._draw_speed()
         self._push_s = self._pull_s = 0.0
         self._stop = self._fenced = False
-        self._open: OpenPush | None = None
-        self._wake = Outcome(self._clock)
+        self._open: ScaleOpenPush | None = None
+        self._wake = Future(self._clock)
 
     # ---- its process, as the failures see it ----
 
     def start(self, after_failure: bool) -> None:
         """A process begins now."""
         self._forget()
-        self._process = Process(self._clock, self._live(after_failure))
+        self._process = GeneratorProcess(self._clock, self._live(after_failure))
 
     def kill(self, state: str) -> None:
         """kill -9, or the end of its window: what was not pushed is lost."""
@@ -163,7 +163,7 @@ class LightCluster:
         self._break_transfers()
         self.account.lose(self._unpushed_s)
         self._in_doubt, self._open = self._open or self._in_doubt, None
-        self.life_n += 1
+        self.generation += 1
         self._joined = False
         self.account.enter(state, self._clock.now_s)
 
@@ -187,7 +187,7 @@ class LightCluster:
             self._direction_of(self._flow).break_flow(self._flow)
             self._flow = None
 
-    def _direction_of(self, flow: Flow) -> Direction:
+    def _direction_of(self, flow: SharedTransfer) -> SharedDirection:
         return self._servers.up if self._servers.up.of(self.table.id) is flow else self._down
 
     # ---- its life ----
@@ -203,9 +203,9 @@ class LightCluster:
                     pull_state = tally.PULL
                 yield from self._train_until_push()
                 yield from self._push()
-            except Fenced:
+            except IncarnationOver:
                 self._joined = False
-            except Ended:
+            except RunEnded:
                 break
         self._stop_training()
         self.account.enter(tally.AWAY, self._clock.now_s)
@@ -223,9 +223,9 @@ class LightCluster:
         reply = yield from self._ask_to_join()
         self.account.rejoins += 1
         self._incarnation, self._epoch, self._seq, self._leases = reply.incarnation, reply.epoch, 0, 0
-        self._joined, self._fenced, self._wake = True, False, Outcome(self._clock)
+        self._joined, self._fenced, self._wake = True, False, Future(self._clock)
         self._local_steps = reply.local_steps
-        self._beat(self.life_n, reply.incarnation)
+        self._beat(self.generation, reply.incarnation)
         yield from self._settle_last_push(reply)
         if reply.fence != self._fence or self._base is None:
             self._drop_work()
@@ -265,7 +265,7 @@ class LightCluster:
             self._base = None
         self._open = self._in_doubt = None
 
-    def _take_back(self, push: OpenPush) -> None:
+    def _take_back(self, push: ScaleOpenPush) -> None:
         """ABORTED: the next push carries it too."""
         self._book.pending = [*push.ranges, *self._book.pending]
         self._steps += push.steps
@@ -278,9 +278,9 @@ class LightCluster:
         self.account.lose(self._unpushed_s)
         self._unpushed_s, self._steps, self._carried_steps, self._base = 0.0, 0.0, 0.0, None
 
-    def _beat(self, life: int, incarnation: Incarnation) -> None:
+    def _beat(self, generation: int, incarnation: Incarnation) -> None:
         """Beats go on until this process or incarnation ends; a cut link loses them."""
-        if life != self.life_n or incarnation != self._incarnation or not self._joined:
+        if generation != self.generation or incarnation != self._incarnation or not self._joined:
             return
         if self.connected:
             beat = HeartbeatRequest(
@@ -293,10 +293,10 @@ class LightCluster:
                 base=self._base,
             )
             outcome = self._servers.call(beat)
-            outcome.then(lambda: self._heard(outcome.value, incarnation))
-        self._clock.after(self._settings.heartbeat_s, lambda: self._beat(life, incarnation))
+            outcome.then(lambda: self._replied(outcome.value, incarnation))
+        self._clock.after(self._settings.heartbeat_s, lambda: self._beat(generation, incarnation))
 
-    def _heard(self, reply: object, incarnation: Incarnation) -> None:
+    def _replied(self, reply: object, incarnation: Incarnation) -> None:
         if incarnation != self._incarnation:
             return
         if isinstance(reply, HeartbeatReply) and reply.stop:
@@ -347,9 +347,9 @@ class LightCluster:
             self._start_training()
             yield first_of(self._clock, self._wake, self._clock.lapse(self._until_push_s()))
             if self._stop:
-                raise Ended
+                raise RunEnded
             if self._fenced:
-                raise Fenced
+                raise IncarnationOver
         self._stop_training()
 
     def _lease(self) -> Life:
@@ -400,7 +400,7 @@ class LightCluster:
         self._seq += 1
         assert self._incarnation is not None, "pushes only once joined"
         push_id = PushId(ClusterId(self.table.id), self._incarnation, self._seq)
-        self._open = OpenPush(push_id, ranges, steps, trained_s)
+        self._open = ScaleOpenPush(push_id, ranges, steps, trained_s)
         self._servers.norm_of[self.table.id] = self._draw_norm()
         self._hold(("none",))
         left = dict.fromkeys(self._servers.slaves, 1.0)
@@ -524,14 +524,14 @@ class LightCluster:
         if not isinstance(answer, Refusal):
             return answer
         if answer.code is RefusalCode.STOPPING:
-            raise Ended
+            raise RunEnded
         if isinstance(request, JoinRequest) or answer.code is RefusalCode.BUSY:
             return None
         if answer.code in LOST:
-            raise Fenced
+            raise IncarnationOver
         return answer
 
-    def _wait(self, outcome: Outcome, state: str, hold: bool = False) -> Life:
+    def _wait(self, outcome: Future, state: str, hold: bool = False) -> Life:
         """Wait; the loop stands still until hold_until_s (with `hold`: all the time), then it trains meanwhile."""
         if hold or self._clock.now_s < self._hold_until_s or state in (tally.JOIN, tally.REJOIN_PULL):
             self._stop_training()
@@ -542,7 +542,7 @@ class LightCluster:
             yield outcome
         return outcome.value
 
-    def _train_meanwhile(self, outcome: Outcome, state: str) -> Life:
+    def _train_meanwhile(self, outcome: Future, state: str) -> Life:
         while not outcome.known:
             if self._clock.now_s < self._hold_until_s:
                 yield first_of(self._clock, outcome, self._clock.lapse(self._hold_until_s - self._clock.now_s))

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from dips.sim.scale import tally
 from dips.sim.scale.cluster import LightCluster
-from dips.sim.scale.kernel import Clock
-from dips.sim.scale.links import Direction
+from dips.sim.scale.kernel import VirtualClock
+from dips.sim.scale.links import SharedDirection
 from dips.sim.scale.scenario import DAY_S, Scenario
 from dips.sim.scale.servers import Servers
 
@@ -22,11 +22,11 @@ class Failures:
     def __init__(
         self,
         scenario: Scenario,
-        clock: Clock,
+        clock: VirtualClock,
         servers: Servers,
         clusters: dict[str, LightCluster],
-        directions: tuple[Direction, Direction],
-        counts: tally.Tally,
+        directions: tuple[SharedDirection, SharedDirection],
+        counts: tally.ScaleTally,
     ) -> None:
         self._scenario, self._clock, self._servers = scenario, clock, servers
         self._clusters, self._directions, self._tally = clusters, directions, counts
@@ -63,10 +63,10 @@ class Failures:
         self._tally.faults["cluster"] += 1
         cluster.account.failures += 1
         cluster.kill(tally.RESTART)
-        life = cluster.life_n
+        generation = cluster.generation
         back_s = self._clock.now_s + restart_s
         if any(begin_s <= back_s < end_s for begin_s, end_s in self._scenario.windows_s(cluster.table)):
-            self._clock.at(back_s, lambda: cluster.start(True) if cluster.life_n == life else None)
+            self._clock.at(back_s, lambda: cluster.start(True) if cluster.generation == generation else None)
 
     def _link_fails(self, cluster: LightCluster, rng: random.Random) -> None:
         outage_s = cluster.table.link_outage * rng.uniform(0.5, 1.5)

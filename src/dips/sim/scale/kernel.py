@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Generator
 from typing import Any
 
-Life = Generator["Outcome", Any, Any]
+Life = Generator["Future", Any, Any]
 
 
 class Timer:
@@ -26,7 +26,7 @@ class Timer:
         self.cancelled = True
 
 
-class Clock:
+class VirtualClock:
     """Virtual seconds, and what happens when."""
 
     def __init__(self) -> None:
@@ -44,9 +44,9 @@ class Clock:
     def after(self, seconds: float, action: Callable[[], None]) -> Timer:
         return self.at(self.now_s + seconds, action)
 
-    def lapse(self, seconds: float) -> Outcome:
+    def lapse(self, seconds: float) -> Future:
         """Known after so long."""
-        outcome = Outcome(self)
+        outcome = Future(self)
         self.after(seconds, lambda: outcome.set(None))
         return outcome
 
@@ -62,12 +62,12 @@ class Clock:
         self.now_s = until_s
 
 
-class Outcome:
+class Future:
     """A value that is known once; what waits for it goes on at that time."""
 
     __slots__ = ("_clock", "_waiting", "known", "value")
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
         self._waiting: list[Callable[[], None]] = []
         self.known = False
@@ -89,18 +89,18 @@ class Outcome:
             self._waiting.append(action)
 
 
-def first_of(clock: Clock, *outcomes: Outcome) -> Outcome:
+def first_of(clock: VirtualClock, *outcomes: Future) -> Future:
     """Known when one of them is; which it was, they say themselves."""
-    first = Outcome(clock)
+    first = Future(clock)
     for outcome in outcomes:
         outcome.then(lambda: first.set(None))
     return first
 
 
-class Process:
+class GeneratorProcess:
     """Runs a generator until it ends or is killed."""
 
-    def __init__(self, clock: Clock, life: Life) -> None:
+    def __init__(self, clock: VirtualClock, life: Life) -> None:
         self._clock = clock
         self._life = life
         self.alive = True

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dips.sim.scale.kernel import Clock, Outcome, Timer
+from dips.sim.scale.kernel import Future, Timer, VirtualClock
 from dips.sim.scale.rates import fair_shares
 
 _DONE_BYTES = 1e-3
 
 
-class Flow:
+class SharedTransfer:
     """One transfer under way. parts: bytes that each slave has still to send or receive, when it began."""
 
-    def __init__(self, cluster: str, parts: Mapping[str, float], outcome: Outcome) -> None:
+    def __init__(self, cluster: str, parts: Mapping[str, float], outcome: Future) -> None:
         self.cluster = cluster
         self.parts = dict(parts)
         self.total_bytes = sum(parts.values())
@@ -30,24 +30,24 @@ class Flow:
         return self.parts[slave] * (self.left_bytes / self.total_bytes if self.total_bytes else 0.0)
 
 
-class Direction:
+class SharedDirection:
     """Flows in one direction. Capacities in bits/s; a capacity of 0 lets nothing through."""
 
-    def __init__(self, clock: Clock, capacities: Mapping[str, float], servers_bits_per_s: float) -> None:
+    def __init__(self, clock: VirtualClock, capacities: Mapping[str, float], servers_bits_per_s: float) -> None:
         self._clock = clock
         self._capacity = dict(capacities)
         self._open: dict[str, bool] = dict.fromkeys(capacities, True)
         self._servers_bits_per_s = servers_bits_per_s
-        self._flows: list[Flow] = []
+        self._flows: list[SharedTransfer] = []
         self._settled_s = clock.now_s
         self._timer: Timer | None = None
         self.bytes_of_cluster: dict[str, float] = dict.fromkeys(capacities, 0.0)
         self.bytes_of_slave: dict[str, float] = {}
         self.busy_s: dict[str, float] = dict.fromkeys(capacities, 0.0)
 
-    def start(self, cluster: str, parts: Mapping[str, float]) -> Flow:
+    def start(self, cluster: str, parts: Mapping[str, float]) -> SharedTransfer:
         """Begin a transfer; flow.done becomes True at its end, or False when it is broken."""
-        flow = Flow(cluster, parts, Outcome(self._clock))
+        flow = SharedTransfer(cluster, parts, Future(self._clock))
         self._settle()
         self._flows.append(flow)
         self._plan()
@@ -57,10 +57,10 @@ class Direction:
         """Bring left_bytes of all flows up to now."""
         self._settle()
 
-    def of(self, cluster: str) -> Flow | None:
+    def of(self, cluster: str) -> SharedTransfer | None:
         return next((flow for flow in self._flows if flow.cluster == cluster), None)
 
-    def break_flow(self, flow: Flow) -> None:
+    def break_flow(self, flow: SharedTransfer) -> None:
         if flow in self._flows:
             self._settle()
             self._flows.remove(flow)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dips.sim.scale.kernel import Clock
-from dips.sim.scale.links import Direction
+from dips.sim.scale.kernel import VirtualClock
+from dips.sim.scale.links import SharedDirection
 from dips.sim.scale.scenario import ClusterTable, Scenario
 from dips.sim.scale.servers import Servers
-from dips.sim.scale.tally import DOWNTIME, OVERHEAD, TRAIN, UP, ClusterAccount, Tally
+from dips.sim.scale.tally import DOWNTIME, OVERHEAD, TRAIN, UP, ClusterAccount, ScaleTally
 
 SCHEMA = "dips-simulate/1"
 
@@ -75,7 +75,12 @@ class ScaleReport:
 
 
 def make_report(
-    scenario: Scenario, tally: Tally, up: Direction, down: Direction, servers: Servers, clock: Clock
+    scenario: Scenario,
+    tally: ScaleTally,
+    up: SharedDirection,
+    down: SharedDirection,
+    servers: Servers,
+    clock: VirtualClock,
 ) -> ScaleReport:
     """Put the counts of a finished run together."""
     clusters = [_cluster(table, tally.clusters[table.id], up, down) for table in scenario.clusters]
@@ -117,7 +122,7 @@ def make_report(
     )
 
 
-def _cluster(table: ClusterTable, account: ClusterAccount, up: Direction, down: Direction) -> ClusterReport:
+def _cluster(table: ClusterTable, account: ClusterAccount, up: SharedDirection, down: SharedDirection) -> ClusterReport:
     states = (*DOWNTIME, *OVERHEAD, TRAIN)
     seconds = dict.fromkeys(states, 0.0) | account.seconds
     here_s = sum(seconds[state] for state in UP)

@@ -10,12 +10,12 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan
 from dips.sim.scale.cluster import LightCluster
 from dips.sim.scale.failures import Failures
-from dips.sim.scale.kernel import Clock
-from dips.sim.scale.links import Direction
+from dips.sim.scale.kernel import VirtualClock
+from dips.sim.scale.links import SharedDirection
 from dips.sim.scale.report import ScaleReport, make_report
 from dips.sim.scale.scenario import Scenario
 from dips.sim.scale.servers import Servers
-from dips.sim.scale.tally import Tally
+from dips.sim.scale.tally import ScaleTally
 
 PROGRESS_STEPS = 200
 
@@ -34,12 +34,12 @@ def layout_of(scenario: Scenario) -> Layout:
 
 def simulate(scenario: Scenario, progress: Progress | None = None) -> ScaleReport:
     """The whole run; the same scenario and seed give the same report."""
-    clock, layout = Clock(), layout_of(scenario)
+    clock, layout = VirtualClock(), layout_of(scenario)
     table, seed = scenario.slaves, scenario.run.seed
     cards = table.network * table.count
-    up = Direction(clock, {c.id: c.up for c in scenario.clusters}, cards)
-    down = Direction(clock, {c.id: c.down for c in scenario.clusters}, cards)
-    tally = Tally(c.id for c in scenario.clusters)
+    up = SharedDirection(clock, {c.id: c.up for c in scenario.clusters}, cards)
+    down = SharedDirection(clock, {c.id: c.down for c in scenario.clusters}, cards)
+    tally = ScaleTally(c.id for c in scenario.clusters)
     servers = Servers(scenario, clock, up, tally)
     data = scenario.data
     plan = DataPlan(DataMode.LEASED, b"simulated", data.total_tokens, data.chunk_tokens)

@@ -47,7 +47,7 @@ Rate = Annotated[BitsPerSecond, Field(gt=0)]
 Window = tuple[float, float]
 
 
-class RunTable(Knobs):
+class ScaleRunTable(Knobs):
     """[run]"""
 
     about: str = Field("", description="One sentence on what is simulated")
@@ -57,7 +57,7 @@ class RunTable(Knobs):
     paper_tokens: Count = Field(0, description="Tokens that a source states, to print beside ours")
 
 
-class ModelTable(Knobs):
+class ScaleModelTable(Knobs):
     """[model]"""
 
     parameters: Annotated[Count, Field(ge=1)] = Field(description="How many parameters; float32 on the wire")
@@ -130,8 +130,8 @@ class Scenario(Knobs):
     """One whole set-up."""
 
     name: str = Field(description="File name without .toml")
-    run: RunTable = Field(description="[run]")
-    model: ModelTable = Field(description="[model]")
+    run: ScaleRunTable = Field(description="[run]")
+    model: ScaleModelTable = Field(description="[model]")
     data: DataTable = Field(description="[data]")
     slaves: SlavesTable = Field(description="[slaves]")
     clusters: tuple[ClusterTable, ...] = Field(description="[[clusters]]")
@@ -182,8 +182,8 @@ def load_scenario(path: Path, *, hours: float | None = None, seed: int | None = 
     clusters = _clusters(tables, path)
     scenario = Scenario(
         name=path.stem,
-        run=load_table(RunTable, run, f"{path} [run]"),
-        model=load_table(ModelTable, _table(tables, "model", path), f"{path} [model]"),
+        run=load_table(ScaleRunTable, run, f"{path} [run]"),
+        model=load_table(ScaleModelTable, _table(tables, "model", path), f"{path} [model]"),
         data=load_table(DataTable, _table(tables, "data", path), f"{path} [data]"),
         slaves=slaves,
         clusters=clusters,

@@ -46,14 +46,14 @@ from dips.core.messages import (
     Welcome,
 )
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
-from dips.master.state.coordinator import Coordinator
 from dips.master.state.effects import CloseLink, Effect, Halt, Record, Refuse, Reply, ToSlave, WriteJournal
 from dips.master.state.events import ClusterCall, Event, JournalWritten, SlaveLinkDown, SlaveSaid, Tick
+from dips.master.state.master import MasterMachine
 from dips.sim.scale import rates
-from dips.sim.scale.kernel import Clock, Outcome, Timer
-from dips.sim.scale.links import Direction
+from dips.sim.scale.kernel import Future, Timer, VirtualClock
+from dips.sim.scale.links import SharedDirection
 from dips.sim.scale.scenario import Scenario
-from dips.sim.scale.tally import Tally
+from dips.sim.scale.tally import ScaleTally
 
 TICK_SHARE = 0.4
 """Ticks come so many heartbeats apart; a gap of more than half a heartbeat would count as a pause of the master."""
@@ -72,15 +72,15 @@ HELLO = Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), "simu
 class Servers:
     """Master and slaves, and the way to them."""
 
-    def __init__(self, scenario: Scenario, clock: Clock, up: Direction, tally: Tally) -> None:
+    def __init__(self, scenario: Scenario, clock: VirtualClock, up: SharedDirection, tally: ScaleTally) -> None:
         self.scenario, self.clock, self.up, self.tally = scenario, clock, up, tally
         self.norm_of: dict[str, float] = {}
         self.halted = ""
         self.epoch = 0
-        self.master: Coordinator | None = None
+        self.master: MasterMachine | None = None
         self.on_slave_lost: list[Callable[[str], None]] = []
         self._snapshot: str | None = None
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, Future] = {}
         self._token = 0
         self._link = 0
         self._deadline: Timer | None = None
@@ -95,7 +95,7 @@ class Servers:
         """A life of the master, from the journal's newest entry; the slaves attach."""
         self.epoch += 1
         self._by_link.clear()
-        self.master = Coordinator(self.scenario.master, self.epoch, self._snapshot, 0.0)
+        self.master = MasterMachine(self.scenario.master, self.epoch, self._snapshot, 0.0)
         self._carry_out(self.master.start(self.clock.now_s))
         self._tick_on(self.epoch)
         for slave in self.slaves.values():
@@ -195,9 +195,9 @@ class Servers:
 
     # ---- the way to it ----
 
-    def call(self, request: Any) -> Outcome:
+    def call(self, request: Any) -> Future:
         """A cluster's call: the reply, a Refusal, or None when the master is away."""
-        outcome = Outcome(self.clock)
+        outcome = Future(self.clock)
         self._token += 1
         token = self._token
 
@@ -258,7 +258,7 @@ class LightSlave:
         self.snapshots: dict[Version, SnapshotInfo] = {}
         self._records: dict[Version, bytes] = {}
         self._link: int | None = None
-        self._life = 0
+        self._generation = 0
         self._incarnation: Incarnation | None = None
         self._promised = 0
         self._configure: Configure | None = None
@@ -271,19 +271,19 @@ class LightSlave:
     def attach(self) -> None:
         if not self.alive or self._servers.master is None:
             return
-        self._life += 1
+        self._generation += 1
         self._incarnation = None
         self._staging.clear()
         self._link = self._servers.attach(self)
         snapshots = tuple(self.snapshots.values())
         memory_bytes = self._servers.scenario.slaves.memory
         hello = SlaveHello(HELLO, f"tcp://{self.name}:1", memory_bytes, self._promised, snapshots)
-        self._say(hello, self._life)
-        self._beat(self._life)
+        self._say(hello, self._generation)
+        self._beat(self._generation)
 
     def die(self) -> None:
         self.alive = False
-        self._life += 1
+        self._generation += 1
         self._staging.clear()
         self._round = None
         if self._link is not None:
@@ -294,12 +294,12 @@ class LightSlave:
         self.alive = True
         self.attach()
 
-    def _beat(self, life: int) -> None:
-        if not self.alive or life != self._life:
+    def _beat(self, generation: int) -> None:
+        if not self.alive or generation != self._generation:
             return
         if self._incarnation is not None:
-            self._say(SlaveBeat(progress=self._progress()), life)
-        self._servers.clock.after(self._beats_s, lambda: self._beat(life))
+            self._say(SlaveBeat(progress=self._progress()), generation)
+        self._servers.clock.after(self._beats_s, lambda: self._beat(generation))
 
     def _progress(self) -> tuple[StagingProgress, ...]:
         up = self._servers.up
@@ -317,9 +317,9 @@ class LightSlave:
         """This slave's part of a model."""
         return float(rates.FLOAT32_BYTES * self.n_elems)
 
-    def _say(self, body: SlaveBody, life: int) -> None:
+    def _say(self, body: SlaveBody, generation: int) -> None:
         link, epoch = self._link, self._servers.epoch
-        if not self.alive or life != self._life or link is None:
+        if not self.alive or generation != self._generation or link is None:
             return
         caller = Caller("simulated", epoch, self.name, self._incarnation, self.name)
         message = SlaveMessage(caller, body)
@@ -327,11 +327,11 @@ class LightSlave:
 
     def _later(self, seconds: float, body: SlaveBody, round_id: RoundId | None) -> None:
         """Say it after so long, unless the slave died, attached anew, or the round was given up meanwhile."""
-        life = self._life
+        generation = self._generation
 
         def ready() -> None:
-            if life == self._life and round_id == self._round:
-                self._say(body, life)
+            if generation == self._generation and round_id == self._round:
+                self._say(body, generation)
 
         self._servers.clock.after(seconds, ready)
 
@@ -344,7 +344,7 @@ class LightSlave:
         match command.body:
             case Welcome():
                 self._promised = command.epoch
-                self._say(Promised(command.epoch), self._life)
+                self._say(Promised(command.epoch), self._generation)
             case Configure() as body:
                 self._take_configuration(body)
             case OpenStaging() as body:
@@ -369,21 +369,21 @@ class LightSlave:
         own = [block for block, slave in enumerate(body.placement.slave_of_block) if self._is_mine(slave)]
         self.n_elems = sum(body.layout.blocks[block].n_elems for block in own)
         if body.load is None:
-            self._say(Ready(None), self._life)
+            self._say(Ready(None), self._generation)
             return
         found = self.snapshots.get(body.origin or body.load)
         if found is None or found.digest != body.load_digest:
             refusal = Refusal(RefusalCode.VERSION_GONE, f"slave {self.name} does not hold {body.origin or body.load}")
-            self._say(ConfigureRefused(refusal), self._life)
+            self._say(ConfigureRefused(refusal), self._generation)
             return
         self.snapshots[body.load] = replace(found, version=body.load, round=body.load_round or found.round)
         self._mark_committed(body.load, body.commit_hash, body.commit_record)
-        self._say(Ready(body.load, body.load_digest), self._life)
+        self._say(Ready(body.load, body.load_digest), self._generation)
 
     def _send_record(self, body: SendCommitRecord) -> None:
         record = self._records.get(body.version)
         missing = Refusal(RefusalCode.VERSION_GONE, f"slave {self.name} has no record of {body.version}")
-        self._say(CommitRecord(body.version, body.round, record or b"", None if record else missing), self._life)
+        self._say(CommitRecord(body.version, body.round, record or b"", None if record else missing), self._generation)
 
     def _is_mine(self, index: int) -> bool:
         assert self._configure is not None, "configured"
@@ -392,7 +392,7 @@ class LightSlave:
     def stage(self, push: PushId) -> None:
         opened = self._staging.get(push)
         if self.alive and opened is not None:
-            self._say(Staged(push, opened.attempt, push_digest(push, self.name)), self._life)
+            self._say(Staged(push, opened.attempt, push_digest(push, self.name)), self._generation)
 
     def _measure(self, body: Measure) -> None:
         assert self._configure is not None, "only a slave that is ready measures"
@@ -411,13 +411,13 @@ class LightSlave:
         digest = hashlib.sha256(f"{self.name}/{body.round}/{body.to_version}".encode()).digest()
         layout_hash, placement_hash = self._configure.layout_hash, self._configure.placement.placement_hash
         shadow = SnapshotInfo(body.to_version, body.round, layout_hash, placement_hash, digest, False)
-        table, life = self._servers.scenario.slaves, self._life
+        table, generation = self._servers.scenario.slaves, self._generation
         took_s = rates.prepare_s(self.n_elems, len(body.accepted), table.memory_rate, table.disk_rate)
 
         def durable() -> None:
-            if life == self._life and body.round == self._round:
+            if generation == self._generation and body.round == self._round:
                 self.snapshots[body.to_version] = shadow
-                self._say(Prepared(body.round, digest), life)
+                self._say(Prepared(body.round, digest), generation)
 
         self._servers.clock.after(took_s, durable)
 
@@ -432,7 +432,7 @@ class LightSlave:
         if body.version not in self.snapshots:
             return
         self._mark_committed(body.version, body.commit_hash, body.commit_record)
-        self._say(Flipped(body.round, body.version), self._life)
+        self._say(Flipped(body.round, body.version), self._generation)
 
     def _mark_committed(self, version: Version, commit_hash: bytes, record: bytes) -> None:
         self.snapshots[version] = replace(self.snapshots[version], committed=True, commit_hash=commit_hash)

@@ -69,7 +69,7 @@ class ClusterAccount:
             self.presence_cut = True
 
 
-class Tally:
+class ScaleTally:
     """Everything that is counted."""
 
     def __init__(self, clusters: Iterable[str]) -> None:

@@ -113,18 +113,18 @@ def _conclude(found: Sequence[tuple[Named, Result]], seconds: float, stopped_by_
     return 1 if wrong else 0
 
 
-Counts = dict[str, tuple[int, int, int, int]]
+SearchCounts = dict[str, tuple[int, int, int, int]]
 """Of a search by its name: states, steps, depth, ends."""
 
 
-def counts_of(found: Sequence[tuple[Named, Result]]) -> Counts:
+def counts_of(found: Sequence[tuple[Named, Result]]) -> SearchCounts:
     """Of all that were exhausted: only these do not depend on a limit."""
     return {named.name: (r.states, r.steps, r.depth, r.ends) for named, r in found if r.exhausted}
 
 
-def read_counts(path: Path) -> Counts:
+def read_counts(path: Path) -> SearchCounts:
     """The lines of a file of counts. Raises ValueError for a line that is none."""
-    found: Counts = {}
+    found: SearchCounts = {}
     for line in path.read_text().splitlines():
         if line and not line.startswith("#"):
             name, states, steps, depth, ends = line.split()
@@ -132,7 +132,7 @@ def read_counts(path: Path) -> Counts:
     return found
 
 
-def _hold_counts(path: Path, counts: Counts, write: bool) -> int:
+def _hold_counts(path: Path, counts: SearchCounts, write: bool) -> int:
     """Compare with the file, or write it; lines of searches that did not run stay. Returns the exit code."""
     known = read_counts(path) if path.exists() else {}
     if write:

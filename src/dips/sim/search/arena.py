@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 from dips.sim.search.copying import Fingerprints, clone
-from dips.sim.search.violation import Violation
+from dips.sim.search.violation import SearchViolation
 
 M = TypeVar("M")
 
@@ -70,4 +70,4 @@ class Arena(Generic[M]):
     ) -> None:
         outs = tuple(act(thing))
         if (self.enter(thing), outs) != found:
-            raise Violation("I14", f"the same step, {key}, of the same state has two outcomes")
+            raise SearchViolation("I14", f"the same step, {key}, of the same state has two outcomes")

@@ -19,8 +19,8 @@ from dips.sim.search.bounds import LAYOUT, T0_S, Bounds
 from dips.sim.search.master_part import keep_no_story
 from dips.sim.search.slave_part import Content, blocks_of, digest_of
 from dips.worker.state import effects, events
+from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.phases import SessionPhase
-from dips.worker.state.session import Session
 from dips.worker.state.terms import SessionConfig
 from dips.worker.state.work import Work
 
@@ -34,7 +34,7 @@ _EXCHANGES = (
 
 
 @dataclass(frozen=True)
-class Transfer:
+class OpenTransfer:
     """A push that is being sent. landed: (slave, chunk) of what is known to stand there; n_chunks: how many on each."""
 
     id: int
@@ -65,21 +65,21 @@ class ClusterPart:
         self.bad = "!" if name in bounds.bad_pushes else ""
         self.pushes_left = 0
         self.n_work = 0
-        self._new_life()
+        self._restart()
 
-    def _new_life(self) -> None:
+    def _restart(self) -> None:
         # Every process of a name has its one identity: whoever comes back has waited for as long as it must.
         drawn = self.name.encode()
         config = SessionConfig(
             ClusterId(self.name), LAYOUT, self.bounds.plan, connect_wait_s=math.inf, process_id=drawn
         )
-        self.session = Session(config)
-        keep_no_story(self.session.core.story)
+        self.session = ClusterMachine(config)
+        keep_no_story(self.session.shared.story)
         self.base: Content = ()
         self.live: Content = ()
         self.sent: Content = ()
         self.buffer: Content = ()
-        self.transfer: Transfer | None = None
+        self.transfer: OpenTransfer | None = None
         self.pull: Pull | None = None
         self.left = False
         self.backup: tuple[Version, int, Content, Content] | None = None
@@ -143,7 +143,7 @@ class ClusterPart:
 
     def wake(self) -> list[Out]:
         """The next call that was put off is due."""
-        core = self.session.core
+        core = self.session.shared
         due = min((core.exchange, core.data, core.side), key=lambda lane: lane.due_s)
         due.due_s = T0_S
         return self._handle(events.Tick())
@@ -154,29 +154,29 @@ class ClusterPart:
         if self.bounds.plan.mode is not DataMode.LEASED:
             return self._make_step(())
         session.take_leased()
-        held = session.core.work.held
+        held = session.shared.work.held
         if held:
             return self._make_step(held[:1])
-        return self._carry_out(session.handle(events.LeaseWanted(1), T0_S)) if session.core.data.idle else []
+        return self._carry_out(session.handle(events.LeaseWanted(1), T0_S)) if session.shared.data.idle else []
 
     def lose_patience(self) -> list[Out]:
         """verdict_wait_s is over: it trains on."""
-        self.session.core.patience.until_s = T0_S
+        self.session.shared.patience.until_s = T0_S
         return self._go_on(self._carry_out(self.session.handle(events.Tick(), T0_S)))
 
     def beat(self, reply: Any) -> list[Out]:
-        incarnation = self.session.core.terms.incarnation
+        incarnation = self.session.shared.terms.incarnation
         return [] if incarnation is None else self._handle(events.Beat(incarnation, reply))
 
     def kill(self) -> list[Out]:
         """kill -9, and another process under the same name that knows nothing."""
-        self.pushes_left += 1 if self.session.core.work.tokens else 0
-        self._new_life()
+        self.pushes_left += 1 if self.session.shared.work.tokens else 0
+        self._restart()
         return self.start()
 
     def old_backup(self) -> list[Out]:
         """Base, fence and work are those from before the last push."""
-        core = self.session.core
+        core = self.session.shared
         assert self.backup is not None
         core.base, core.base_fence, self.live, self.base = self.backup
         core.work.pending = Work((), len(self.live), len(self.live), 1.0, 1)
@@ -186,23 +186,23 @@ class ClusterPart:
 
     @property
     def has_old_backup(self) -> bool:
-        return self.settled and not self.left and self.backup is not None and self.backup[0] != self.session.core.base
+        return self.settled and not self.left and self.backup is not None and self.backup[0] != self.session.shared.base
 
     @property
     def waits_in_vain(self) -> bool:
         """Whether it holds its training loop for an exchange, and has something to train for."""
-        patient = self.session.core.patience.until_s > T0_S
+        patient = self.session.shared.patience.until_s > T0_S
         return patient and self.session.must_wait(T0_S) and self.pushes_left > 0 and self.session.phase in _EXCHANGES
 
     @property
     def waiting_calls(self) -> frozenset[int]:
-        core = self.session.core
+        core = self.session.shared
         lanes = (core.exchange, core.data, core.side)
         return frozenset(lane.call_id for lane in lanes if lane.call_id is not None)
 
     @property
     def may_step_on(self) -> bool:
-        core = self.session.core
+        core = self.session.shared
         waits = self.bounds.plan.mode is DataMode.LEASED and not core.work.held and not core.data.idle
         trains = self.session.phase is SessionPhase.TRAINING and core.base is not None and not core.terms.stop
         return trains and core.work.pending.tokens > 0 and not waits
@@ -210,13 +210,13 @@ class ClusterPart:
     @property
     def sleeps(self) -> bool:
         """Whether a call was put off."""
-        return not self.left and T0_S < self.session.core.wake_s() < math.inf
+        return not self.left and T0_S < self.session.shared.wake_s() < math.inf
 
     @property
     def settled(self) -> bool:
         """It trains, and nothing of it is open."""
         return self.left or (
-            self.session.phase is SessionPhase.TRAINING and not self.pushes_left and not self.session.core.work.tokens
+            self.session.phase is SessionPhase.TRAINING and not self.pushes_left and not self.session.shared.work.tokens
         )
 
     # ---- effects ----
@@ -227,7 +227,7 @@ class ClusterPart:
     def _go_on(self, outs: list[Out]) -> list[Out]:
         """Train, if there is something to train for."""
         session = self.session
-        work = session.core.work
+        work = session.shared.work
         while self._trains():
             if work.pending.tokens or not self.pushes_left:
                 break
@@ -235,7 +235,7 @@ class ClusterPart:
             if self.bounds.plan.mode is DataMode.LEASED:
                 session.take_leased()
                 if not work.held:
-                    if session.core.data.idle:
+                    if session.shared.data.idle:
                         outs += self._carry_out(session.handle(events.LeaseWanted(1), T0_S))
                     break
                 ranges = work.held[:1]
@@ -245,7 +245,7 @@ class ClusterPart:
 
     def _trains(self) -> bool:
         """Whether it makes steps now: between exchanges, and in them if they overlap."""
-        core, phase = self.session.core, self.session.phase
+        core, phase = self.session.shared, self.session.phase
         if phase is SessionPhase.TRAINING:
             return core.base is not None and not core.terms.stop
         trains_on = self.bounds.overlap != "none" or self.bounds.may("late_verdict")
@@ -260,16 +260,16 @@ class ClusterPart:
         outs: list[Out] = []
         for effect in wanted:
             match effect:
-                case effects.Call(call_id, request, _):
+                case effects.CallMaster(call_id, request, _):
                     outs.append(("call", call_id, request))
-                case effects.Snapshot():
-                    self.sent, core = self._pushed(), self.session.core
+                case effects.CopyParameters():
+                    self.sent, core = self._pushed(), self.session.shared
                     if core.base is not None:
                         self.backup = (core.base, core.base_fence, self.live, self.base)
                 case effects.CopyBase():
                     self.sent = self.base
                 case effects.StartPush(transfer_id, push, ticket):
-                    self.transfer = Transfer(transfer_id, push, ticket, self.session.core.terms.epoch)
+                    self.transfer = OpenTransfer(transfer_id, push, ticket, self.session.shared.terms.epoch)
                     outs.append(("fact", "_sent", str(push), {"push": str(push), "payload": self.sent}))
                 case effects.StartPull(transfer_id, grant, _):
                     self.pull = Pull(transfer_id, grant)
@@ -288,7 +288,7 @@ class ClusterPart:
 
     def _pushed(self) -> Content:
         """What stands in the parameters beside the base; a seed is all that there is."""
-        return self.live if self.session.core.base is not None else ("seed",)
+        return self.live if self.session.shared.base is not None else ("seed",)
 
     def _install(self, mode: effects.InstallMode) -> list[Out]:
         self.base = self.buffer
@@ -301,7 +301,7 @@ class ClusterPart:
 
 def canonical(part: ClusterPart) -> None:
     """Numbers that are spent begin anew; how long a pause lasts makes no difference here."""
-    core = part.session.core
+    core = part.session.shared
     in_use = set(part.waiting_calls)
     in_use |= {part.transfer.id} if part.transfer else set()
     in_use |= {part.pull.id} if part.pull else set()

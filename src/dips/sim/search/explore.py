@@ -16,9 +16,9 @@ import numpy as np
 from dips.core.errors import LocalProtocolError
 from dips.core.observe.seen import Seen
 from dips.sim.search.bounds import Bounds
-from dips.sim.search.state import State
+from dips.sim.search.state import SearchState
 from dips.sim.search.system import System
-from dips.sim.search.violation import Violation
+from dips.sim.search.violation import SearchViolation
 from dips.sim.search.wiring import Label
 
 NO_STATE = -1
@@ -45,7 +45,7 @@ class Result:
     cpu_s: float = 0.0
     peak_mb: int = 0
     faults: dict[str, int] = field(default_factory=dict)
-    violation: Violation | None = None
+    violation: SearchViolation | None = None
     story: list[Label] = field(default_factory=list)
     seen: Seen = field(default_factory=Seen)
 
@@ -69,7 +69,7 @@ class Search:
         self._before = array("l")
         self._ordinal = array("H")
         self._edges = (array("l"), array("l"))
-        self._first_state: State | None = None
+        self._first_state: SearchState | None = None
         self.ends: list[int] = []
 
     def run(self, forward: bool = True) -> Result:
@@ -89,7 +89,7 @@ class Search:
         result.peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         return result
 
-    def path(self, number: int) -> tuple[list[State], list[Label]]:
+    def path(self, number: int) -> tuple[list[SearchState], list[Label]]:
         """The shortest way from the beginning to a state."""
         ordinals: list[int] = []
         while self._before[number] != NO_STATE:
@@ -104,7 +104,7 @@ class Search:
             labels.append(label)
         return states, labels
 
-    def _step(self, state: State, ordinal: int) -> tuple[Label, State]:
+    def _step(self, state: SearchState, ordinal: int) -> tuple[Label, SearchState]:
         """One step again; a later step of the same state may be the one that breaks something."""
         for number, found in enumerate(self.system.steps(state)):
             if number == ordinal:
@@ -113,7 +113,7 @@ class Search:
 
     # ---- the search ----
 
-    def _explore(self, first: State, result: Result, began: float) -> None:
+    def _explore(self, first: SearchState, result: Result, began: float) -> None:
         """Level by level: all states at one distance from the first, then the next."""
         system = self.system
         self._first_state = first
@@ -121,7 +121,7 @@ class Search:
         level, depth = [(0, first)], 0
         while level:
             result.depth = depth
-            following: list[tuple[int, State]] = []
+            following: list[tuple[int, SearchState]] = []
             for number, state in level:
                 if len(self._before) >= self._max_states or time.perf_counter() - began > self._max_seconds:
                     result.stopped_at = f"{len(self._before)} states, depth {depth}"
@@ -130,11 +130,15 @@ class Search:
                 if system.is_settled(state):
                     self.ends.append(number)
                 elif not n_steps:
-                    raise _Found(Violation("DEADLOCK", "nothing can happen any more, and not all is done"), number)
+                    raise _Found(
+                        SearchViolation("DEADLOCK", "nothing can happen any more, and not all is done"), number
+                    )
             level, depth = following, depth + 1
         result.exhausted = True
 
-    def _take_steps(self, number: int, state: State, result: Result, following: list[tuple[int, State]]) -> int:
+    def _take_steps(
+        self, number: int, state: SearchState, result: Result, following: list[tuple[int, SearchState]]
+    ) -> int:
         sources, targets = self._edges
         ordinal = -1
         for ordinal, (label, after) in enumerate(self._following(number, state)):
@@ -150,7 +154,7 @@ class Search:
         result.steps += ordinal + 1
         return ordinal + 1
 
-    def _enter(self, state: State, before: int, ordinal: int) -> tuple[int, bool]:
+    def _enter(self, state: SearchState, before: int, ordinal: int) -> tuple[int, bool]:
         """The state's number, and whether it is a new one."""
         key = self.system.key(state)
         number = self._number_of.get(key)
@@ -161,26 +165,26 @@ class Search:
         self._ordinal.append(ordinal)
         return number, True
 
-    def _first(self) -> State:
+    def _first(self) -> SearchState:
         try:
             return self.system.initial()
-        except Violation as violation:
+        except SearchViolation as violation:
             raise _Found(violation, NO_STATE) from violation
         except LocalProtocolError as error:
             raise _Found(_illegal(error), NO_STATE) from error
 
-    def _following(self, number: int, state: State) -> list[tuple[Label, State]]:
+    def _following(self, number: int, state: SearchState) -> list[tuple[Label, SearchState]]:
         try:
             return self.system.successors(state)
-        except Violation as violation:
+        except SearchViolation as violation:
             raise _Found(violation, number) from violation
         except LocalProtocolError as error:
             raise _Found(_illegal(error), number) from error
 
-    def _judge(self, number: int, state: State) -> None:
+    def _judge(self, number: int, state: SearchState) -> None:
         try:
             self.system.check(state)
-        except Violation as violation:
+        except SearchViolation as violation:
             raise _Found(violation, number) from violation
 
     def _demand_a_way_out(self) -> None:
@@ -194,19 +198,19 @@ class Search:
             reached = sources[good[targets]]
             if not len(reached):
                 lost = int(np.flatnonzero(~good)[0])
-                raise _Found(Violation("DEADLOCK", "from here no way leads to an end where all is done"), lost)
+                raise _Found(SearchViolation("DEADLOCK", "from here no way leads to an end where all is done"), lost)
             good[reached] = True
             todo = ~good[sources]
             sources, targets = sources[todo], targets[todo]
 
 
-def _illegal(error: LocalProtocolError) -> Violation:
-    return Violation("ILLEGAL", str(error).partition(";")[0])
+def _illegal(error: LocalProtocolError) -> SearchViolation:
+    return SearchViolation("ILLEGAL", str(error).partition(";")[0])
 
 
 class _Found(Exception):
     """A violation, in or right after this state; NO_STATE: on the way to the first one."""
 
-    def __init__(self, violation: Violation, number: int) -> None:
+    def __init__(self, violation: SearchViolation, number: int) -> None:
         super().__init__(str(violation))
         self.violation, self.number = violation, number

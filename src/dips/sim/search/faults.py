@@ -12,13 +12,25 @@ from dips.core.messages import Refusal, ReshardRequest
 from dips.core.net.data_header import DataHeader
 from dips.sim.search.arena import Out
 from dips.sim.search.bounds import FAULTS, RUN
-from dips.sim.search.cluster_part import ClusterPart, Transfer
+from dips.sim.search.cluster_part import ClusterPart, OpenTransfer
 from dips.sim.search.slave_part import Content, SlavePart, blocks_of, put_chunk
-from dips.sim.search.state import ANSWER, BROKEN, HELD, NEWEST, NOBODY, OLD, REQUEST, WHOLE, Call, Draft, State
-from dips.sim.search.violation import Violation
+from dips.sim.search.state import (
+    ANSWER,
+    BROKEN,
+    HELD,
+    NEWEST,
+    NOBODY,
+    OLD,
+    REQUEST,
+    WHOLE,
+    Draft,
+    OpenCall,
+    SearchState,
+)
+from dips.sim.search.violation import SearchViolation
 from dips.sim.search.wiring import Label, Wiring, brief
 
-Next = tuple[Label, State]
+Next = tuple[Label, SearchState]
 
 WHO = ("the master", "the old master")
 
@@ -26,7 +38,7 @@ _FAULT = {name: index for index, name in enumerate(FAULTS)}
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ChunkOnItsWay:
     """A chunk of a push on its way."""
 
     header: DataHeader
@@ -36,7 +48,7 @@ class Chunk:
 class Faults(Wiring):
     """One method for each fault that bounds may name."""
 
-    def _faults(self, state: State) -> Iterator[Next]:
+    def _faults(self, state: SearchState) -> Iterator[Next]:
         if state.budget[-1] <= 0:
             return
         for name, index in _FAULT.items():
@@ -45,7 +57,7 @@ class Faults(Wiring):
                     draft.spend(index)
                     yield (f"FAULT {name}:", label), draft.done()
 
-    def _do_lose_call(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_lose_call(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for call in state.calls:
             if call.call_id:
                 draft = Draft(state)
@@ -58,7 +70,7 @@ class Faults(Wiring):
                 words = ("the request", "the connection of", "the answer")[call.stage]
                 yield f"{words} {brief(self.messages.all[call.message])}", draft
 
-    def _do_late_call(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_late_call(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for call in state.calls:
             if call.call_id and call.stage == REQUEST:
                 draft = Draft(state)
@@ -69,14 +81,14 @@ class Faults(Wiring):
                 )
                 yield f"{brief(self.messages.all[call.message])} is given up, and arrives later", draft
 
-    def _do_repeat_word(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_repeat_word(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for link in state.links:
             if link.up and link.condition == WHOLE:
                 draft = Draft(state)
                 draft.strays.append((link.number, link.up[0]))
                 yield f"{brief(self.messages.all[link.up[0]].body)} of {self.names[link.slave]}", draft
 
-    def _do_break_link(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_break_link(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for slave, name in enumerate(self.names):
             link = Draft(state).link_of(slave)
             if link is not None and link.condition == WHOLE:
@@ -86,7 +98,7 @@ class Faults(Wiring):
                     self._slave(draft, slave, ("unlinked", False), lambda part: part.unlinked(False))
                     yield f"{name}, with {len(link.up) - len(up)} words lost", draft
 
-    def _killed(self, state: State, slave: int, how: str, act: Callable[[SlavePart], list[Out]]) -> Draft:
+    def _killed(self, state: SearchState, slave: int, how: str, act: Callable[[SlavePart], list[Out]]) -> Draft:
         draft = Draft(state)
         link = draft.link_of(slave)
         if link is not None and link.condition == WHOLE:
@@ -96,12 +108,12 @@ class Faults(Wiring):
         self._slave(draft, slave, how, act)
         return draft
 
-    def _do_kill_slave(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_kill_slave(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for slave, name in enumerate(self.names):
             if not self.slaves[state.slaves[slave]].stopped:
                 yield name, self._killed(state, slave, "kill", lambda part: part.kill())
 
-    def _do_lose_version(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_lose_version(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         """Slaves are alike, so a disk fails at the first of them only."""
         if self.slaves[state.slaves[0]].n_committed < 2:
             return
@@ -109,7 +121,7 @@ class Faults(Wiring):
         self._excuse(draft)
         yield self.names[0], draft
 
-    def _do_empty_disk(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_empty_disk(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         """Likewise."""
         draft = self._killed(state, 0, "empty disk", lambda part: part.empty_disk())
         self._excuse(draft)
@@ -117,48 +129,48 @@ class Faults(Wiring):
 
     def _excuse(self, draft: Draft) -> None:
         """A disk that was lost breaks no promise of the protocol (I5 speaks of disks that keep what they took)."""
-        draft.ghost = self.ghosts.number(self.ghosts[draft.ghost].disk_lost())
+        draft.reference = self.references.number(self.references[draft.reference].disk_lost())
 
-    def _do_kill_cluster(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_kill_cluster(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for index, name in enumerate(self.bounds.cluster_names):
             draft = Draft(state)
             self._orphan(draft, index, frozenset())
             self._cluster(draft, index, "kill", lambda part: part.kill())
             yield name, draft
 
-    def _do_evict_cluster(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_evict_cluster(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for name in self.bounds.cluster_names:
             if self.masters[state.master].member(name) is not None:
                 draft = Draft(state)
                 self._master(draft, ("evict", name), methodcaller("evict", name))
                 yield name, draft
 
-    def _do_time_out(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_time_out(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for name in sorted({name for name, _ in self.masters[state.master].timers()} & {"round", "ticket"}):
             draft = Draft(state)
             self._master(draft, ("fire", name), methodcaller("fire", name))
             yield name, draft
 
-    def _do_kill_master(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_kill_master(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for written in range(len(self.masters[state.master].pending) + 1):
             draft = Draft(state)
             self._restart(draft, written, 0)
             yield f"{written} entries of its journal were written meanwhile", draft
 
-    def _do_old_backup(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_old_backup(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for index, name in enumerate(self.bounds.cluster_names):
             if self.clusters[state.clusters[index]].has_old_backup:
                 draft = Draft(state)
                 self._cluster(draft, index, "old backup", lambda part: part.old_backup())
                 yield name, draft
 
-    def _do_lose_journal(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_lose_journal(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         draft = Draft(state)
         self._excuse(draft)
-        self._begin_life(draft, "lose journal", lambda part: part.lose_journal())
+        self._begin_restart(draft, "lose journal", lambda part: part.lose_journal())
         yield "the master comes back with an empty disk", draft
 
-    def _do_second_master(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_second_master(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         """Some slaves' streams stay with the old master, and all calls that it holds."""
         if state.old != NOBODY:
             return
@@ -184,14 +196,14 @@ class Faults(Wiring):
             draft.links[link.number] = link._replace(down=(), condition=BROKEN)
             self._slave(draft, slave, ("unlinked", False), lambda part: part.unlinked(False))
 
-    def _do_late_verdict(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_late_verdict(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for index, name in enumerate(self.bounds.cluster_names):
             if self.clusters[state.clusters[index]].waits_in_vain:
                 draft = Draft(state)
                 self._cluster(draft, index, "lose patience", lambda part: part.lose_patience())
                 yield f"cluster {name} waits no longer, and trains on", draft
 
-    def _do_late_chunk(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_late_chunk(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for index, name in enumerate(self.bounds.cluster_names):
             part = self.clusters[state.clusters[index]]
             if part.transfer is not None:
@@ -199,25 +211,25 @@ class Faults(Wiring):
                     if not self._n_chunks(part.transfer, slave):
                         continue
                     draft = Draft(state)
-                    number = self.messages.number(Chunk(self._header(part, slave, 0), part.sent))
+                    number = self.messages.number(ChunkOnItsWay(self._header(part, slave, 0), part.sent))
                     draft.chunks.append((slave, number))
                     yield f"a copy of what {name} sends to {slave_name}", draft
 
-    def _do_drop_transfer(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_drop_transfer(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for index, name in enumerate(self.bounds.cluster_names):
             if self.clusters[state.clusters[index]].transfer is not None:
                 draft = Draft(state)
                 self._cluster(draft, index, "transfer failed", lambda part: part.transfer_failed())
                 yield f"cluster {name} gives its transfer up half sent", draft
 
-    def _do_lease_ttl(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_lease_ttl(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for name in self.bounds.cluster_names:
             if self.masters[state.master].lends_to_absent(name):
                 draft = Draft(state)
                 self._master(draft, ("lease ttl", name), methodcaller("expire_leases", name))
                 yield f"what {name} leased", draft
 
-    def _n_chunks(self, transfer: Transfer, slave: int) -> int:
+    def _n_chunks(self, transfer: OpenTransfer, slave: int) -> int:
         """How many chunks of a push this slave is to have, as the ticket says."""
         return self.bounds.chunks * len(blocks_of(transfer.ticket.placement, self.names[slave]))
 
@@ -230,8 +242,8 @@ class Faults(Wiring):
 
     # ---- operators ----
 
-    def _do_reshard(self, state: State) -> Iterator[tuple[str, Draft]]:
-        if self.masters[state.master].state.world.ledger.reshard is None:
+    def _do_reshard(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
+        if self.masters[state.master].state.shared.ledger.reshard is None:
             draft = Draft(state)
             request = ReshardRequest(RUN, self.bounds.add, self.bounds.remove)
             self._master(draft, ("operator", request), lambda part: part.operator(request))
@@ -240,8 +252,8 @@ class Faults(Wiring):
                     self._slave(draft, slave, "start", lambda part: part.start())
             yield f"add {', '.join(self.bounds.add) or 'none'}, remove {', '.join(self.bounds.remove) or 'none'}", draft
 
-    def _do_cancel_reshard(self, state: State) -> Iterator[tuple[str, Draft]]:
-        if self.masters[state.master].state.world.ledger.reshard is not None:
+    def _do_cancel_reshard(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
+        if self.masters[state.master].state.shared.ledger.reshard is not None:
             draft = Draft(state)
             request = ReshardRequest(RUN, cancel=True)
             self._master(draft, ("operator", request), lambda part: part.operator(request))
@@ -249,7 +261,7 @@ class Faults(Wiring):
 
     # ---- second processes ----
 
-    def _do_second_cluster(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_second_cluster(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for name in self.bounds.cluster_names:
             before = self.masters[state.master].incarnation(name)
             if before is not None:
@@ -257,22 +269,24 @@ class Faults(Wiring):
                 plan = self.bounds.plan
                 self._master(draft, ("second cluster", name), methodcaller("second_joins", name, plan))
                 if self.masters[draft.master].incarnation(name) != before:
-                    raise Violation("names", f"a second process took over cluster {name} from the one that is here")
+                    raise SearchViolation(
+                        "names", f"a second process took over cluster {name} from the one that is here"
+                    )
                 yield f"another process asks to be cluster {name}", draft
 
-    def _do_second_slave(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_second_slave(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for name in self.names:
             before = self.masters[state.master].slave_incarnation(name)
             if before is not None:
                 draft = Draft(state)
                 self._master(draft, ("second slave", name), methodcaller("second_greets", name))
                 if self.masters[draft.master].slave_incarnation(name) != before:
-                    raise Violation("names", f"a second process took over slave {name} from the one that is here")
+                    raise SearchViolation("names", f"a second process took over slave {name} from the one that is here")
                 yield f"another directory comes under the name of {name}", draft
 
     # ---- calls that may go astray ----
 
-    def _carry(self, state: State, call: Call, at: int = NEWEST) -> Next:
+    def _carry(self, state: SearchState, call: OpenCall, at: int = NEWEST) -> Next:
         """A request reaches a master, or an answer its caller."""
         draft = Draft(state)
         draft.calls.remove(call)
@@ -282,26 +296,26 @@ class Faults(Wiring):
             return (f"cluster {name} hears", brief(message)), draft.done()
         token = draft.free_token(call.cluster)
         epoch = self.masters[state.old if at == OLD else state.master].epoch
-        past = self.ghosts[state.ghost].is_past(message, epoch)
+        past = self.references[state.reference].is_past(message, epoch)
         draft.calls.append(call._replace(stage=HELD, token=token, past=int(past), at=at))
         self._master(draft, ("call", token, call.message), lambda part: part.call(token, message), at)
         late = "" if call.call_id else " (late)"
         return (f"{WHO[at]} takes {name}'s", brief(message) + late), draft.done()
 
-    def _answer(self, draft: Draft, call: Call, message: Any) -> None:
+    def _answer(self, draft: Draft, call: OpenCall, message: Any) -> None:
         key = ("answer", call.call_id, call.message)
         if isinstance(message, Refusal):
             self._cluster(draft, call.cluster, key, lambda part: part.refused(call.call_id, message))
         else:
             self._cluster(draft, call.cluster, key, lambda part: part.answered(call.call_id, message))
 
-    def _is_newer(self, state: State, call: Call) -> bool:
+    def _is_newer(self, state: SearchState, call: OpenCall) -> bool:
         """Whether a call comes from a cluster that the newer of two masters knows already: it stays with that one."""
         caller = self.messages.all[call.message].caller
         epoch = max(caller.epoch, caller.incarnation.epoch if caller.incarnation is not None else 0)
         return bool(epoch > self.masters[state.old].epoch)
 
-    def _do_misroute(self, state: State) -> Iterator[tuple[str, Draft]]:
+    def _do_misroute(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         if state.old == NOBODY:
             return
         for call in state.calls:

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 from dips.core.ids import Incarnation, SlaveId
-from dips.core.machine import Story
+from dips.core.machine import MachineHistory
 from dips.core.messages import Caller, DataPlan, Hello, JoinRequest, SlaveHello, SlaveMessage
-from dips.master.state.coordinator import Coordinator
 from dips.master.state.effects import (
     BeginAgain,
     CloseLink,
@@ -36,6 +35,7 @@ from dips.master.state.events import (
     SlaveSaid,
     Tick,
 )
+from dips.master.state.master import MasterMachine
 from dips.master.state.records import Member
 from dips.master.state.tables import ReshardPhase, RoundPhase
 from dips.sim.search.arena import Out
@@ -66,12 +66,12 @@ class MasterPart:
         self.written: str | None = None
         self.pending: list[WriteJournal] = []
         self.learns: int | None = None
-        self.state = self._new_life(1)
+        self.state = self._restart(1)
 
-    def _new_life(self, at_least: int) -> Coordinator:
+    def _restart(self, at_least: int) -> MasterMachine:
         self.epoch = max(self.epoch + 1, at_least)
-        state = Coordinator(self.config, self.epoch, self.written, 0.0)
-        keep_no_story(state.world.story)
+        state = MasterMachine(self.config, self.epoch, self.written, 0.0)
+        keep_no_story(state.shared.story)
         return state
 
     # ---- what can happen ----
@@ -120,7 +120,7 @@ class MasterPart:
         for entry in self.pending[:written]:
             outs += self._durable(entry)
         self.pending = []
-        self.state = self._new_life(at_least)
+        self.state = self._restart(at_least)
         return [*outs, *self.start()]
 
     def be_overtaken(self, written: int) -> list[Out]:
@@ -131,7 +131,7 @@ class MasterPart:
     def lose_journal(self) -> list[Out]:
         """The master's disk is lost; it is started with an empty one."""
         self.pending, self.written, self.epoch = [], None, 0
-        self.state = self._new_life(1)
+        self.state = self._restart(1)
         return self.start()
 
     def fire(self, timer: str) -> list[Out]:
@@ -144,7 +144,7 @@ class MasterPart:
 
     def evict(self, cluster: str) -> list[Out]:
         """No beat of the cluster arrived for too long."""
-        self.state.world.members[cluster].beat_s = T0_S - 1e6
+        self.state.shared.members[cluster].beat_s = T0_S - 1e6
         return self._handle(Tick())
 
     def operator(self, action: OperatorAction) -> list[Out]:
@@ -161,7 +161,7 @@ class MasterPart:
 
     def timers(self) -> list[tuple[str, Callable[[], None]]]:
         """The deadlines that stand, and how each is reached."""
-        world, state = self.state.world, self.state.world.round
+        world, state = self.state.shared, self.state.shared.round
         found: list[tuple[str, Callable[[], None]]] = []
         if state.phase.now is RoundPhase.WINDOW and (state.window_closes_s > T0_S or state.not_before_s > T0_S):
             found.append(("window", lambda: self._set(state, "window_closes_s", "not_before_s")))
@@ -225,28 +225,28 @@ class MasterPart:
 
     def lends_to_absent(self, cluster: str) -> bool:
         """Whether the cluster is away, and data is lent to it still."""
-        ledger = self.state.world.ledger
+        ledger = self.state.shared.ledger
         lent = ledger.leases is not None and ledger.leases.leased_tokens(cluster) > 0
         return lent and self.member(cluster) is None
 
     @property
     def recovers(self) -> bool:
         """Whether it waits for what the slaves hold."""
-        return self.state.world.recovery.active
+        return self.state.shared.recovery.active
 
     @property
     def settled(self) -> bool:
         """Nothing is under way."""
-        world = self.state.world
+        world = self.state.shared
         idle = world.round.phase.now is RoundPhase.IDLE and world.ledger.reshard is None
         return idle and not any(world.pushes()) and world.everything_out
 
     def member(self, cluster: str) -> Member | None:
-        return self.state.world.members.get(cluster)
+        return self.state.shared.members.get(cluster)
 
     def slave_incarnation(self, slave: str) -> Incarnation | None:
         """Of a slave whose stream is here."""
-        found = self.state.world.slaves.get(SlaveId(slave))
+        found = self.state.shared.slaves.get(SlaveId(slave))
         return found.incarnation if found is not None and found.link is not None else None
 
     def incarnation(self, cluster: str) -> Incarnation | None:
@@ -254,14 +254,14 @@ class MasterPart:
         return member.incarnation if member else None
 
 
-class _NoStory(Story):
+class _NoStory(MachineHistory):
     """Remembers nothing."""
 
     def add(self, at_s: float, machine: str, cause: str, text: str) -> None:
         pass
 
 
-def keep_no_story(story: Story) -> None:
+def keep_no_story(story: MachineHistory) -> None:
     """The search keeps its own paths; a story in each of many thousand machines would cost more than all else."""
     story.__class__ = _NoStory
 
@@ -271,8 +271,8 @@ def canonical(part: MasterPart) -> None:
     part.state._pulls._next_pin = 1
     part.state._members._claims.rearm()  # how long a second process has waited makes no difference where time stands
     part.state._slaves._claims.rearm()
-    part.state.world.reshard.pause_s = 0.0
-    if part.state.world.reshard.not_before_s > T0_S:
-        part.state.world.reshard.not_before_s = T0_S + 1.0
+    part.state.shared.reshard.pause_s = 0.0
+    if part.state.shared.reshard.not_before_s > T0_S:
+        part.state.shared.reshard.not_before_s = T0_S + 1.0
     if not part.pending:
-        part.state.world.out._next_entry = 1
+        part.state.shared.out._next_entry = 1

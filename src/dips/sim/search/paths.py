@@ -11,7 +11,7 @@ from itertools import pairwise
 from dips.judge.invariants.checker import Checker
 from dips.sim.search.arena import Out
 from dips.sim.search.explore import Search
-from dips.sim.search.state import State
+from dips.sim.search.state import SearchState
 from dips.sim.search.system import System
 
 Fact = tuple[str, str, Out]
@@ -20,7 +20,7 @@ Fact = tuple[str, str, Out]
 _ROLE = {"master": "master", "slave": "slave", "cluster": "worker"}
 
 
-def facts_of(system: System, states: Sequence[State]) -> list[Fact]:
+def facts_of(system: System, states: Sequence[SearchState]) -> list[Fact]:
     """What happened from the empty run to the last of `states`, which begin with the search's first."""
     found: list[Fact] = []
     system.on_fact = lambda role, name, out: found.append((role, name, out))
@@ -34,7 +34,7 @@ def facts_of(system: System, states: Sequence[State]) -> list[Fact]:
     return found
 
 
-def _of_step(system: System, before: State, after: State) -> list[Fact]:
+def _of_step(system: System, before: SearchState, after: SearchState) -> list[Fact]:
     seen: list[Fact] = []
     outer, system.on_fact = system.on_fact, lambda role, name, out: seen.append((role, name, out))
     try:

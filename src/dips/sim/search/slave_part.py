@@ -34,7 +34,7 @@ from dips.sim.search.copying import share
 from dips.sim.search.master_part import keep_no_story
 from dips.slave.state import effects, events
 from dips.slave.state.fetching import cancelled
-from dips.slave.state.slave import SlaveState
+from dips.slave.state.slave import SlaveMachine
 from dips.slave.state.staging import ShardMap, Staging, StagingTable
 
 Content = tuple[str, ...]
@@ -45,7 +45,7 @@ SNAPSHOTS_KEPT = 3
 
 
 @dataclass(frozen=True)
-class File:
+class SnapshotOnDisk:
     """A snapshot on disk. blocks: those that it holds. record: of the COMMIT, once there was one."""
 
     info: SnapshotInfo
@@ -54,7 +54,7 @@ class File:
     record: bytes = b""
 
 
-Row = tuple[Content | None, ...]
+StagingRow = tuple[Content | None, ...]
 """One slot of staging memory: of which push's content each chunk is, None where nothing landed since it was opened."""
 
 TORN = "torn"
@@ -114,23 +114,23 @@ class SlavePart:
         self.name = name
         self.chunk_bytes = chunk_bytes
         self.promised = 0
-        self.disk: dict[tuple[Version, RoundId], File] = {}
+        self.disk: dict[tuple[Version, RoundId], SnapshotOnDisk] = {}
         self.link: int | None = None
-        self._new_life()
+        self._restart()
         self.stopped = not started
 
-    def _new_life(self) -> None:
+    def _restart(self) -> None:
         self.memory: dict[Version, tuple[RoundId, Content]] = {}
-        self.shadow: File | None = None
+        self.shadow: SnapshotOnDisk | None = None
         self.table: StagingTable | None = None
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, StagingRow] = {}
         self.served = 0
         self.pins: tuple[Version, ...] = ()
         self.blocks: tuple[int, ...] = ()
         self.stopped = False
         self.move: tuple[int, MoveBlocks] | None = None
         # Every process of a name has its one identity: whoever comes back has waited for as long as it must.
-        self.state = SlaveState(
+        self.state = SlaveMachine(
             RUN, self.name, f"tcp://{self.name}:1", 1 << 30, 1 << 20, self.promised, self._infos(),
             directory_id=self.name.encode(),
         )  # fmt: skip
@@ -184,7 +184,7 @@ class SlavePart:
 
     def start(self) -> list[Out]:
         """Somebody starts the process."""
-        self._new_life()
+        self._restart()
         return []
 
     def is_not_wanted(self) -> list[Out]:
@@ -206,7 +206,7 @@ class SlavePart:
         info = SnapshotInfo(
             move.to_version, move.round, move.layout_hash, move.placement.placement_hash, move.theta_digest, False
         )
-        self.disk[info.version, info.round] = File(info, blocks, content)
+        self.disk[info.version, info.round] = SnapshotOnDisk(info, blocks, content)
         return self._handle(events.MoveDone(job, info, self._infos()))
 
     def _move_failed(self, job: int, code: RefusalCode, why: str) -> list[Out]:
@@ -215,7 +215,7 @@ class SlavePart:
     def kill(self) -> list[Out]:
         """kill -9, and another process over the same directory."""
         self.link = None
-        self._new_life()
+        self._restart()
         return []
 
     def lose_version(self) -> list[Out]:
@@ -234,7 +234,7 @@ class SlavePart:
 
     # ---- what a search reads ----
 
-    def digest(self, file: File) -> bytes:
+    def digest(self, file: SnapshotOnDisk) -> bytes:
         """Of what a snapshot holds."""
         return digest_of(file.blocks, self.chunk_bytes, file.content)
 
@@ -290,7 +290,7 @@ class SlavePart:
                 if isinstance(effect, effects.DropShadow):
                     self.shadow = None
                 self.disk = {key: file for key, file in self.disk.items() if file.info != shadow}
-            case effects.Stop() | effects.GiveUp():
+            case effects.EndProcess() | effects.GiveUp():
                 self.stopped = True
                 return [("hang up", self.link)]
             case effects.Log():
@@ -394,7 +394,7 @@ class SlavePart:
         assert made is not None
         digest = digest_of(self.blocks, self.chunk_bytes, content)
         info = SnapshotInfo(prepare.to_version, prepare.round, made.layout_hash, made.placement_hash, digest, False)
-        self.shadow = File(info, self.blocks, content)
+        self.shadow = SnapshotOnDisk(info, self.blocks, content)
         self.disk = {key: file for key, file in self.disk.items() if file.info.committed}
         if durable:
             self.disk[info.version, info.round] = self.shadow
@@ -406,7 +406,7 @@ class SlavePart:
         file = self.disk.get((shadow.version, shadow.round)) or self.shadow
         assert file is not None, "a shadow stands on disk or in memory"
         if durable:
-            self.disk[info.version, info.round] = File(info, file.blocks, file.content, record)
+            self.disk[info.version, info.round] = SnapshotOnDisk(info, file.blocks, file.content, record)
         newest = sorted({file.info.version for file in self.disk.values()}, reverse=True)[:SNAPSHOTS_KEPT]
         self.disk = {key: file for key, file in self.disk.items() if key[0] in newest}
         self.memory[info.version] = (info.round, file.content)

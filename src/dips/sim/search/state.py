@@ -19,7 +19,7 @@ NOBODY = -1
 """In place of the old master's number when there is one master only."""
 
 
-class Call(NamedTuple):
+class OpenCall(NamedTuple):
     """call_id 0: nobody waits for the answer. message: number of the request or of the answer. past: 1 when the master
     took it although its cluster has a newer life by then. at: the master that holds it.
     """
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     at: int = NEWEST
 
 
-class Link(NamedTuple):
+class SlaveStream(NamedTuple):
     """A slave's stream: commands down, words up, oldest first. at: the master that it leads to."""
 
     number: int
@@ -44,7 +44,7 @@ class Link(NamedTuple):
     at: int = NEWEST
 
 
-class State(NamedTuple):
+class SearchState(NamedTuple):
     """Everything, by number. strays: words of slaves that arrive once more, by stream. chunks: chunks that arrive late,
     by slave. budget: faults left, in the order of FAULTS, then all together. old: a master whose epoch is past, and
     that does not know it; NOBODY where there is none.
@@ -53,12 +53,12 @@ class State(NamedTuple):
     master: int
     slaves: tuple[int, ...]
     clusters: tuple[int, ...]
-    links: tuple[Link, ...]
-    calls: tuple[Call, ...]
+    links: tuple[SlaveStream, ...]
+    calls: tuple[OpenCall, ...]
     strays: tuple[tuple[int, int], ...]
     chunks: tuple[tuple[int, int], ...]
     budget: tuple[int, ...]
-    ghost: int
+    reference: int
     old: int = NOBODY
 
     def key(self) -> bytes:
@@ -91,7 +91,7 @@ class Messages:
 class Draft:
     """A state that is being made."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: SearchState) -> None:
         self.master = state.master
         self.slaves = list(state.slaves)
         self.clusters = list(state.clusters)
@@ -101,10 +101,10 @@ class Draft:
         self.chunks = list(state.chunks)
         self.old = state.old
         self.budget = state.budget
-        self.ghost = state.ghost
+        self.reference = state.reference
 
-    def done(self) -> State:
-        return State(
+    def done(self) -> SearchState:
+        return SearchState(
             self.master,
             tuple(self.slaves),
             tuple(self.clusters),
@@ -113,11 +113,11 @@ class Draft:
             tuple(sorted(self.strays)),
             tuple(sorted(self.chunks)),
             self.budget,
-            self.ghost,
+            self.reference,
             self.old,
         )
 
-    def link_of(self, slave: int) -> Link | None:
+    def link_of(self, slave: int) -> SlaveStream | None:
         """The stream that the slave believes in."""
         return next((k for k in self.links.values() if k.slave == slave and k.condition != BROKEN), None)
 

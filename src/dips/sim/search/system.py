@@ -30,8 +30,8 @@ from dips.sim.search.arena import Out
 from dips.sim.search.bounds import FAULTS
 from dips.sim.search.cluster_part import ClusterPart
 from dips.sim.search.faults import WHO, Faults, Next
-from dips.sim.search.ghost import Ghost
 from dips.sim.search.master_part import FREE_TIMERS, MasterPart
+from dips.sim.search.reference_model import ReferenceModel
 from dips.sim.search.slave_part import Content, SlavePart, blocks_of, digest_of
 from dips.sim.search.state import (
     ANSWER,
@@ -43,8 +43,8 @@ from dips.sim.search.state import (
     REQUEST,
     WHOLE,
     Draft,
-    Link,
-    State,
+    SearchState,
+    SlaveStream,
 )
 from dips.sim.search.wiring import brief
 
@@ -59,10 +59,10 @@ class System(Faults):
 
     # ---- the first state ----
 
-    def initial(self) -> State:
+    def initial(self) -> SearchState:
         bounds = self.bounds
         spent = [dict(bounds.faults).get(name, 0) for name in FAULTS]
-        state = State(
+        state = SearchState(
             self.masters.enter(MasterPart(bounds)),
             tuple(
                 self.slaves.enter(SlavePart(name, bounds.chunk_bytes, started=name not in bounds.add))
@@ -74,7 +74,7 @@ class System(Faults):
             (),
             (),
             (*spent, bounds.total_faults),
-            self.ghosts.number(Ghost()),
+            self.references.number(ReferenceModel()),
         )
         draft = Draft(state)
         self._master(draft, "start", lambda part: part.start())
@@ -89,7 +89,7 @@ class System(Faults):
             self._cluster(draft, index, ("allow", pushes), methodcaller("allow", pushes))
         return draft.done()
 
-    def _run_quietly(self, state: State) -> State:
+    def _run_quietly(self, state: SearchState) -> SearchState:
         """One way without a fault, until everybody is at the seed."""
         for _ in range(2000):
             found = next(self._ordinary(state), None)
@@ -101,17 +101,17 @@ class System(Faults):
 
     # ---- what may come next ----
 
-    def successors(self, state: State) -> list[Next]:
+    def successors(self, state: SearchState) -> list[Next]:
         """Every next state with the action that leads there. Raises Violation."""
         return list(self.steps(state))
 
-    def steps(self, state: State) -> Iterator[Next]:
+    def steps(self, state: SearchState) -> Iterator[Next]:
         """The same, one after the other: what happens in between to on_fact belongs to the one that comes next."""
-        if not self.ghosts[state.ghost].halted:
+        if not self.references[state.reference].halted:
             yield from self._ordinary(state)
             yield from self._faults(state)
 
-    def _ordinary(self, state: State) -> Iterator[Next]:
+    def _ordinary(self, state: SearchState) -> Iterator[Next]:
         if silent := next(self._silent(state), None):
             yield from silent
             return
@@ -123,14 +123,14 @@ class System(Faults):
         if only_wakes:
             yield from self._time_passes(state)
 
-    def is_settled(self, state: State) -> bool:
+    def is_settled(self, state: SearchState) -> bool:
         """Whether nothing is left to do."""
-        if self.ghosts[state.ghost].halted:
+        if self.references[state.reference].halted:
             return True
         clusters = all(self.clusters[number].settled for number in state.clusters)
         return clusters and (self.masters[state.master].settled)
 
-    def _silent(self, state: State) -> Iterator[list[Next]]:
+    def _silent(self, state: SearchState) -> Iterator[list[Next]]:
         """What one machine may do at once, since it commutes with all else; several where there is a choice."""
         for link in state.links:
             if link.condition == WHOLE and link.down and self._is_silent(link.down[0]):
@@ -152,7 +152,7 @@ class System(Faults):
             if answered or isinstance(message, FinishPullRequest):
                 yield [self._carry(state, call)]
 
-    def _masters_of(self, state: State) -> tuple[int, ...]:
+    def _masters_of(self, state: SearchState) -> tuple[int, ...]:
         """Whoever answers under the master's address."""
         return (NEWEST,) if state.old == NOBODY else (NEWEST, OLD)
 
@@ -160,7 +160,7 @@ class System(Faults):
         command = self.messages.all[message]
         return isinstance(command.body, SILENT)
 
-    def _visible(self, state: State) -> Iterator[Next]:
+    def _visible(self, state: SearchState) -> Iterator[Next]:
         for call in state.calls:
             if call.stage == REQUEST:
                 yield self._carry(state, call)
@@ -192,7 +192,7 @@ class System(Faults):
                 if name not in FREE_TIMERS:
                     yield self._fire(state, name, at)
 
-    def _whenever(self, state: State) -> Iterator[Next]:
+    def _whenever(self, state: SearchState) -> Iterator[Next]:
         """What may come now or much later: nobody waits for it, so time may pass before it."""
         for link_number, message in state.strays:
             yield self._stray(state, link_number, message)
@@ -201,7 +201,7 @@ class System(Faults):
         if state.old != NOBODY:
             yield self._old_ends(state)
 
-    def _time_passes(self, state: State) -> Iterator[Next]:
+    def _time_passes(self, state: SearchState) -> Iterator[Next]:
         """Nothing else can happen: whatever waits for time gets it."""
         for name in sorted({name for name, _ in self.masters[state.master].timers()}):
             yield self._fire(state, name)
@@ -221,14 +221,14 @@ class System(Faults):
 
     # ---- messages ----
 
-    def _hear(self, state: State, link: Link) -> Next:
+    def _hear(self, state: SearchState, link: SlaveStream) -> Next:
         draft = Draft(state)
         draft.links[link.number] = link._replace(down=link.down[1:])
         command = self.messages.all[link.down[0]]
         self._slave(draft, link.slave, ("hear", link.down[0]), lambda part: part.hear(command))
         return (f"slave {self.names[link.slave]} obeys", brief(command.body)), draft.done()
 
-    def _hear_of_the_end(self, state: State, link: Link) -> Next:
+    def _hear_of_the_end(self, state: SearchState, link: SlaveStream) -> Next:
         """The master closed the stream; what was on its way down is lost with it."""
         draft = Draft(state)
         refusal = self.messages.all[link.down[-1]]
@@ -239,14 +239,14 @@ class System(Faults):
         self._slave(draft, link.slave, ("unlinked", fenced), lambda part: part.unlinked(fenced))
         return (f"slave {self.names[link.slave]} is told that its stream ended", refusal.code.name), draft.done()
 
-    def _speak(self, state: State, link: Link) -> Next:
+    def _speak(self, state: SearchState, link: SlaveStream) -> Next:
         draft = Draft(state)
         draft.links[link.number] = link._replace(up=link.up[1:])
         message = self.messages.all[link.up[0]]
         self._master(draft, ("said", link.number, link.up[0]), lambda part: part.said(link.number, message), link.at)
         return (f"{WHO[link.at]} hears slave {self.names[link.slave]}", brief(message.body)), draft.done()
 
-    def _stray(self, state: State, link: int, number: int) -> Next:
+    def _stray(self, state: SearchState, link: int, number: int) -> Next:
         draft = Draft(state)
         draft.strays.remove((link, number))
         message = self.messages.all[number]
@@ -254,34 +254,34 @@ class System(Faults):
         self._master(draft, ("said", link, number), lambda part: part.said(link, message), at)
         return (f"{WHO[at]} hears slave {message.caller.name} once more", brief(message.body)), draft.done()
 
-    def _notice(self, state: State, link: Link) -> Next:
+    def _notice(self, state: SearchState, link: SlaveStream) -> Next:
         draft = Draft(state)
         del draft.links[link.number]
         self._master(draft, ("link down", link.number), lambda part: part.link_down(link.number), link.at)
         return (f"{WHO[link.at]} notices that a stream broke:", self.names[link.slave]), draft.done()
 
-    def _dial(self, state: State, slave: int, at: int) -> Next:
+    def _dial(self, state: SearchState, slave: int, at: int) -> Next:
         draft = Draft(state)
         number = draft.free_link(slave)
-        draft.links[number] = Link(number, slave, (), (), WHOLE, at)
+        draft.links[number] = SlaveStream(number, slave, (), (), WHOLE, at)
         self._slave(draft, slave, ("dial", number), lambda part: part.dial(number))
         return (f"dials {WHO[at]}: slave", self.names[slave]), draft.done()
 
-    def _old_ends(self, state: State) -> Next:
+    def _old_ends(self, state: SearchState) -> Next:
         draft = Draft(state)
         self._end_old(draft)
         return ("is stopped by somebody:", WHO[OLD]), draft.done()
 
     # ---- data ----
 
-    def _can_land(self, state: State, cluster: int, slave: int) -> bool:
+    def _can_land(self, state: SearchState, cluster: int, slave: int) -> bool:
         transfer = self.clusters[state.clusters[cluster]].transfer
         assert transfer is not None
         part = self.slaves[state.slaves[slave]]
         ready = part.knows(transfer.push, transfer.ticket.attempt) and transfer.epoch >= part.served
         return ready and transfer.n_on(part.name) < self._n_chunks(transfer, slave)
 
-    def _cannot_land(self, state: State, cluster: int) -> bool:
+    def _cannot_land(self, state: SearchState, cluster: int) -> bool:
         """A slave holds no slot for it, and no command to open one is on its way."""
         transfer = self.clusters[state.clusters[cluster]].transfer
         assert transfer is not None
@@ -294,7 +294,7 @@ class System(Faults):
         lacking = [i for i, name in enumerate(self.names) if transfer.n_on(name) < self._n_chunks(transfer, i)]
         return all(not self._can_land(state, cluster, i) for i in lacking) and any(i not in coming for i in lacking)
 
-    def _land(self, state: State, cluster: int, slave: int) -> Next:
+    def _land(self, state: SearchState, cluster: int, slave: int) -> Next:
         """The next chunk arrives, or all of them where transfers are whole."""
         draft = Draft(state)
         part, name = self.clusters[state.clusters[cluster]], self.names[slave]
@@ -310,19 +310,19 @@ class System(Faults):
         which = f"chunk {first + 1} of {n_chunks} of" if self.bounds.chunks > 1 else "all of"
         return (f"{which} push {transfer.push} lands on", name), draft.done()
 
-    def _late_chunk(self, state: State, slave: int, number: int) -> Next:
+    def _late_chunk(self, state: SearchState, slave: int, number: int) -> Next:
         draft = Draft(state)
         draft.chunks.remove((slave, number))
         chunk = self.messages.all[number]
         self._slave(draft, slave, ("late chunk", number), lambda part: part.put([chunk.header], chunk.content))
         return (f"a late chunk of push {chunk.header.push} arrives at", self.names[slave]), draft.done()
 
-    def _give_up_transfer(self, state: State, cluster: int) -> Next:
+    def _give_up_transfer(self, state: SearchState, cluster: int) -> Next:
         draft = Draft(state)
         self._cluster(draft, cluster, "transfer failed", lambda part: part.transfer_failed())
         return ("cannot send its push: cluster", self.bounds.cluster_names[cluster]), draft.done()
 
-    def _move(self, state: State, slave: int) -> Next:
+    def _move(self, state: SearchState, slave: int) -> Next:
         """All blocks that a slave is to have from others arrive, or one of them is not to be had."""
         draft = Draft(state)
         part = self.slaves[state.slaves[slave]]
@@ -336,7 +336,7 @@ class System(Faults):
         self._slave(draft, slave, ("moved", content), lambda s: s.moved(content))
         return (f"slave {part.name} moves its blocks of", str(move.to_version) if content else "in vain"), draft.done()
 
-    def _pull(self, state: State, cluster: int) -> Next:
+    def _pull(self, state: SearchState, cluster: int) -> Next:
         """The next slave's share of a version arrives, or all of it where transfers are whole."""
         draft = Draft(state)
         pull = self.clusters[state.clusters[cluster]].pull
@@ -364,7 +364,7 @@ class System(Faults):
         named = dict(grant.digest_of_slave)
         return [slave for slave, name in enumerate(self.names) if name in named]
 
-    def _share(self, state: State, slave: int, grant: PullGrant) -> tuple[RoundId, Content] | None:
+    def _share(self, state: SearchState, slave: int, grant: PullGrant) -> tuple[RoundId, Content] | None:
         """What one slave has of the version; None if it is not there, or not what was promised."""
         part = self.slaves[state.slaves[slave]]
         held = part.readable(grant.version)
@@ -375,48 +375,48 @@ class System(Faults):
 
     # ---- time ----
 
-    def _write(self, state: State, at: int) -> Next:
+    def _write(self, state: SearchState, at: int) -> Next:
         draft = Draft(state)
         kind = self.masters[state.old if at == OLD else state.master].pending[0].kind
         self._master(draft, "write", lambda part: part.write(), at)
         return (f"the disk takes for {WHO[at]}", kind), draft.done()
 
-    def _fire(self, state: State, timer: str, at: int = NEWEST) -> Next:
+    def _fire(self, state: SearchState, timer: str, at: int = NEWEST) -> Next:
         draft = Draft(state)
         self._master(draft, ("fire", timer), lambda part: part.fire(timer), at)
         return (f"time passes at {WHO[at]}:", timer), draft.done()
 
-    def _wake(self, state: State, cluster: int) -> Next:
+    def _wake(self, state: SearchState, cluster: int) -> Next:
         draft = Draft(state)
         self._cluster(draft, cluster, "wake", lambda part: part.wake())
         return (WAKES, self.bounds.cluster_names[cluster]), draft.done()
 
-    def _step_on(self, state: State, cluster: int) -> Next:
+    def _step_on(self, state: SearchState, cluster: int) -> Next:
         draft = Draft(state)
         self._cluster(draft, cluster, "step on", lambda part: part.step_on())
         return ("trains on: cluster", self.bounds.cluster_names[cluster]), draft.done()
 
-    def _start_again(self, state: State, slave: int) -> Next:
+    def _start_again(self, state: SearchState, slave: int) -> Next:
         """The operator reads which slaves the master waits for, although they were removed."""
         draft = Draft(state)
         self._slave(draft, slave, "start", lambda part: part.start())
         return ("is started again on its old directory: slave", self.names[slave]), draft.done()
 
-    def _beat_reply(self, state: State, cluster: int) -> tuple[int, tuple[Out, ...]] | None:
-        core = self.clusters[state.clusters[cluster]].session.core
+    def _beat_reply(self, state: SearchState, cluster: int) -> tuple[int, tuple[Out, ...]] | None:
+        core = self.clusters[state.clusters[cluster]].session.shared
         if core.terms.incarnation is None:
             return None
         request = HeartbeatRequest(core.terms.caller("beat"), base=core.base)
         number = self.messages.number(request)
         return self.masters.step(state.master, ("beat", number), lambda part: part.call(1, request))
 
-    def _beat_would_tell(self, state: State, cluster: int) -> bool:
+    def _beat_would_tell(self, state: SearchState, cluster: int) -> bool:
         return self._beaten(state, cluster) != state
 
-    def _beat(self, state: State, cluster: int) -> Next:
+    def _beat(self, state: SearchState, cluster: int) -> Next:
         return ("beats: cluster", self.bounds.cluster_names[cluster]), self._beaten(state, cluster)
 
-    def _beaten(self, state: State, cluster: int) -> State:
+    def _beaten(self, state: SearchState, cluster: int) -> SearchState:
         """A heartbeat and its answer, at once."""
         found = self._beat_reply(state, cluster)
         draft = Draft(state)
@@ -432,9 +432,9 @@ class System(Faults):
 
     # ---- checks of a state ----
 
-    def check(self, state: State) -> None:
+    def check(self, state: SearchState) -> None:
         """What must hold in every state. Raises Violation."""
-        self.ghosts[state.ghost].check([self.slaves[number] for number in state.slaves], self.bounds)
+        self.references[state.reference].check([self.slaves[number] for number in state.slaves], self.bounds)
 
 
 def _opens(command: Any, push: Any, attempt: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Violation(Exception):
+class SearchViolation(Exception):
     """An invariant does not hold. name: I1 to I14, ILLEGAL (a step that is not in a machine's table), or DEADLOCK."""
 
     def __init__(self, name: str, sentence: str) -> None:
@@ -11,5 +11,5 @@ class Violation(Exception):
         self.name = name
         self.sentence = sentence
 
-    def __reduce__(self) -> tuple[type[Violation], tuple[str, str]]:
-        return Violation, (self.name, self.sentence)
+    def __reduce__(self) -> tuple[type[SearchViolation], tuple[str, str]]:
+        return SearchViolation, (self.name, self.sentence)

@@ -14,8 +14,8 @@ from dips.sim.search import cluster_part, master_part, slave_part
 from dips.sim.search.arena import Arena, Out
 from dips.sim.search.bounds import Bounds
 from dips.sim.search.cluster_part import ClusterPart
-from dips.sim.search.ghost import Ghosts
 from dips.sim.search.master_part import MasterPart
+from dips.sim.search.reference_model import Ghosts
 from dips.sim.search.slave_part import SlavePart
 from dips.sim.search.state import (
     ANSWER,
@@ -27,12 +27,12 @@ from dips.sim.search.state import (
     OLD,
     REQUEST,
     WHOLE,
-    Call,
     Draft,
     Messages,
-    State,
+    OpenCall,
+    SearchState,
 )
-from dips.sim.search.violation import Violation
+from dips.sim.search.violation import SearchViolation
 
 Label = tuple[Any, ...]
 
@@ -47,11 +47,11 @@ class Wiring:
         self.slaves = Arena[SlavePart](slave_part.canonical, bounds.twice)
         self.clusters = Arena[ClusterPart](cluster_part.canonical, bounds.twice)
         self.messages = Messages()
-        self.ghosts = Ghosts()
+        self.references = Ghosts()
         self.on_fact: Callable[[str, str, Out], None] | None = None
         self.beginning: list[Label] = []
 
-    def key(self, state: State) -> bytes:
+    def key(self, state: SearchState) -> bytes:
         """What stands for the state, and for all that are the same."""
         return state.key()
 
@@ -103,7 +103,9 @@ class Wiring:
         request = self.messages.all[held.message]
         if out[0] == "reply":
             if held.past:
-                raise Violation("I8", f"{brief(request)} of {request.caller.name} is not refused: its life was past")
+                raise SearchViolation(
+                    "I8", f"{brief(request)} of {request.caller.name} is not refused: its life was past"
+                )
             self._facts(draft, "master", "master", (("told", request, body),))
         if held.call_id:
             draft.calls.append(held._replace(stage=ANSWER, message=self.messages.number(body), token=0, past=0))
@@ -141,7 +143,7 @@ class Wiring:
         for out in outs:
             if out[0] == "call":
                 if out[1] in self.clusters[draft.clusters[index]].waiting_calls:
-                    draft.calls.append(Call(index, out[1], REQUEST, self.messages.number(out[2]), 0))
+                    draft.calls.append(OpenCall(index, out[1], REQUEST, self.messages.number(out[2]), 0))
             else:
                 self._facts(draft, "cluster", self.bounds.cluster_names[index], (out,))
 
@@ -159,19 +161,19 @@ class Wiring:
         for out in outs:
             if self.on_fact is not None:
                 self.on_fact(role, name, out)
-            ghost = self.ghosts[draft.ghost]
-            after = ghost.heard(role, name, out, self._look(draft))
-            if after is not ghost:
-                draft.ghost = self.ghosts.number(after)
+            reference = self.references[draft.reference]
+            after = reference.received(role, name, out, self._look(draft))
+            if after is not reference:
+                draft.reference = self.references.number(after)
 
     def _look(self, draft: Draft) -> Any:
         """What checks may look at: slaves and the bounds."""
         return _Look(self, draft)
 
     def _restart(self, draft: Draft, written: int, at_least: int) -> None:
-        self._begin_life(draft, ("restart", written, at_least), lambda part: part.restart(written, at_least))
+        self._begin_restart(draft, ("restart", written, at_least), lambda part: part.restart(written, at_least))
 
-    def _begin_life(self, draft: Draft, key: Any, act: Callable[[MasterPart], list[Out]]) -> None:
+    def _begin_restart(self, draft: Draft, key: Any, act: Callable[[MasterPart], list[Out]]) -> None:
         """Another life of the newest master; everything that was connected to it is not any more."""
         lost = self._cut(draft, NEWEST)
         self._master(draft, key, act)
@@ -180,7 +182,7 @@ class Wiring:
     def _disconnect(self, draft: Draft, at: int) -> None:
         self._tell_cut(draft, self._cut(draft, at))
 
-    def _cut(self, draft: Draft, at: int) -> list[Call]:
+    def _cut(self, draft: Draft, at: int) -> list[OpenCall]:
         """Everything between this master and the others is gone; returns calls whose callers have yet to notice.
 
         A request that is on its way is lost unless its caller gave it up already, or another master may take it.
@@ -193,7 +195,7 @@ class Wiring:
             del draft.links[number]
         return lost
 
-    def _tell_cut(self, draft: Draft, lost: list[Call]) -> None:
+    def _tell_cut(self, draft: Draft, lost: list[OpenCall]) -> None:
         linked = {(link.slave, link.number) for link in draft.links.values()}
         for slave in range(len(self.names)):
             number = self.slaves[draft.slaves[slave]].link

@@ -97,7 +97,7 @@ class _Stream:
 
     number: int
     remaining_bytes: float
-    heard_s: float
+    last_seen_s: float
     stays: bool
     came_bytes: int = 0
     able_bytes_per_s: float | None = None
@@ -143,7 +143,7 @@ class Credits(Generic[Key]):
                 return
             stream = self._add(key, math.inf, now_s, stays=False)
             self._rank(now_s)
-        stream.heard_s = now_s
+        stream.last_seen_s = now_s
         stream.came_bytes += n_bytes
         stream.remaining_bytes = max(0.0, stream.remaining_bytes - n_bytes)
         self._came_bytes += n_bytes
@@ -194,7 +194,9 @@ class Credits(Generic[Key]):
         as_tried = n_full == min(self._cap.streams, len(counted))
         if took_s < 2 * LONGEST_INTERVAL_S and len(counted) > 1 and as_tried:
             self._cap.measured(self._came_bytes / took_s, len(counted))
-        for key in [k for k, s in self._streams.items() if now_s - s.heard_s > (OPENED_IDLE_S if s.stays else IDLE_S)]:
+        for key in [
+            k for k, s in self._streams.items() if now_s - s.last_seen_s > (OPENED_IDLE_S if s.stays else IDLE_S)
+        ]:
             del self._streams[key]
         self._rank(now_s)
         self._begin_interval(now_s)
@@ -206,7 +208,7 @@ class Credits(Generic[Key]):
         """The first of those that count run at full rate, the others of those are held back."""
         fastest, places = self._fastest(), self._cap.streams
         for stream in sorted(self._streams.values(), key=lambda s: (_left_s(s, fastest), s.number)):
-            counts = not _is_slow(stream, fastest) and now_s - stream.heard_s <= LONGEST_INTERVAL_S
+            counts = not _is_slow(stream, fastest) and now_s - stream.last_seen_s <= LONGEST_INTERVAL_S
             stream.held = counts and places <= 0
             places -= counts
 

@@ -210,7 +210,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Stop:
+class EndProcess:
     """The master asks this slave to end, exit code 0."""
 
     reason: str
@@ -247,6 +247,6 @@ Effect = (
     | SetAllowed
     | Record
     | Log
-    | Stop
+    | EndProcess
     | GiveUp
 )

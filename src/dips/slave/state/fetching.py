@@ -27,7 +27,7 @@ PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
 @dataclass(frozen=True)
-class Ask:
+class ChunkRequest:
     """Send GET_CHUNK for this chunk under this request number."""
 
     request: int
@@ -48,7 +48,7 @@ class Fetch:
         self._in_flight: dict[int, Chunk] = {}
         self._left = len(chunks)
         self._requests = 0
-        self._heard_s = self._progress_s = now_s
+        self._last_answer_s = self._progress_s = now_s
         self._resume_s = now_s
         self._pause_s = PAUSE_S
         self._why = "it answers nothing"
@@ -58,7 +58,7 @@ class Fetch:
     def done(self) -> bool:
         return not self._left and self.failure is None
 
-    def actions(self, now_s: float) -> list[Ask | Reconnect]:
+    def actions(self, now_s: float) -> list[ChunkRequest | Reconnect]:
         """What to do now."""
         if self.done or self.failure is not None:
             return []
@@ -66,26 +66,26 @@ class Fetch:
             why = f"slave {self._source} gave no chunk for {STALL_S:g} s: {self._why}"
             self.failure = Refused(RefusalCode.BUSY, why, 1.0)
             return []
-        out: list[Ask | Reconnect] = []
-        if self._in_flight and now_s >= self._heard_s + SILENCE_S:
+        out: list[ChunkRequest | Reconnect] = []
+        if self._in_flight and now_s >= self._last_answer_s + SILENCE_S:
             self._start_over()
-            self._heard_s = now_s
+            self._last_answer_s = now_s
             out.append(Reconnect())
         if now_s < self._resume_s:
             return out
         while self._todo and len(self._in_flight) < WINDOW_CHUNKS:
             if not self._in_flight:
-                self._heard_s = now_s  # silence is counted from the first unanswered request
+                self._last_answer_s = now_s  # silence is counted from the first unanswered request
             self._requests += 1
             self._in_flight[self._requests] = self._todo.popleft()
-            out.append(Ask(self._requests, self._in_flight[self._requests]))
+            out.append(ChunkRequest(self._requests, self._in_flight[self._requests]))
         return out
 
     def next_deadline_s(self) -> float:
         """When actions() may have something new to do though no answer came."""
         due_s = self._progress_s + STALL_S
         if self._in_flight:
-            due_s = min(due_s, self._heard_s + SILENCE_S)
+            due_s = min(due_s, self._last_answer_s + SILENCE_S)
         elif self._todo:
             due_s = min(due_s, self._resume_s)
         return due_s
@@ -96,21 +96,21 @@ class Fetch:
 
     def landed(self, request: int, now_s: float) -> None:
         """The chunk is here, and its checksum fits."""
-        self._heard_s = self._progress_s = now_s
+        self._last_answer_s = self._progress_s = now_s
         self._pause_s = PAUSE_S
         del self._in_flight[request]
         self._left -= 1
 
     def damaged(self, request: int, sentence: str, now_s: float) -> None:
         """What came is not what its header says, or is another chunk: ask for it again."""
-        self._heard_s, self._why = now_s, sentence
+        self._last_answer_s, self._why = now_s, sentence
         self._todo.appendleft(self._in_flight.pop(request))
 
     def refused(self, request: int, refusal: Refusal, now_s: float) -> None:
         """The slave refuses. A version that is gone stays gone; anything else is tried again after a pause."""
         if request not in self._in_flight:
             return
-        self._heard_s, self._why = now_s, f"it refuses: {refusal.sentence}"
+        self._last_answer_s, self._why = now_s, f"it refuses: {refusal.sentence}"
         if refusal.code in (RefusalCode.VERSION_GONE, RefusalCode.RUN_ID):
             self.failure = Refused(refusal.code, f"slave {self._source} {self._why}")
         self._start_over()

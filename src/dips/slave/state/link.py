@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum
 
 from dips.core.ids import Incarnation
-from dips.core.machine import Phase, Story, TransitionTable
+from dips.core.machine import MachineHistory, Phase, TransitionTable
 from dips.core.messages import SlaveCommand, Welcome
 
 
@@ -43,7 +43,7 @@ LINK_TABLE: TransitionTable[LinkPhase] = TransitionTable(
 class LinkState:
     """promised_epoch: as read from disk at start, 0 for a new directory."""
 
-    def __init__(self, run_id: str, promised_epoch: int, story: Story) -> None:
+    def __init__(self, run_id: str, promised_epoch: int, story: MachineHistory) -> None:
         self.run_id = run_id
         self.promised_epoch = promised_epoch
         self.incarnation: Incarnation | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import Enum
 
 from dips.core.ids import Version
-from dips.core.machine import Phase, Story, TransitionTable
+from dips.core.machine import MachineHistory, Phase, TransitionTable
 from dips.core.messages import Refusal, SnapshotInfo
 from dips.slave.state import effects
 from dips.slave.state.effects import Effect
@@ -40,7 +40,7 @@ SAVE_TABLE: TransitionTable[SavePhase] = TransitionTable(
 class Saving:
     """durable: the newest version of the present history whose snapshot is on disk with its COMMIT."""
 
-    def __init__(self, story: Story) -> None:
+    def __init__(self, story: MachineHistory) -> None:
         self.phase: Phase[SavePhase] = Phase(SAVE_TABLE, story)
         self.durable: Version | None = None
         self._newest: SnapshotInfo | None = None

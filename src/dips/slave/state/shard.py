@@ -14,7 +14,7 @@ from enum import Enum
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import RoundId
-from dips.core.machine import Phase, Story, TransitionTable
+from dips.core.machine import MachineHistory, Phase, TransitionTable
 from dips.core.messages import (
     AbortRound,
     BlockGram,
@@ -99,7 +99,7 @@ class ShardState:
         max_chunk_bytes: int,
         snapshots: Sequence[SnapshotInfo],
         slots: Slots,
-        story: Story,
+        story: MachineHistory,
     ) -> None:
         self._slave_id = slave_id
         self._memory_bytes = memory_bytes

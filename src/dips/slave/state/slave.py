@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from dips.core.errors import LocalProtocolError, Refused
-from dips.core.machine import Story
+from dips.core.machine import MachineHistory
 from dips.core.messages import (
     AbortRound,
     Allow,
@@ -51,7 +51,7 @@ MAX_WAITING = 1024
 """Commands that may wait for one job. A master that sends more is broken, and the stream is closed."""
 
 
-class SlaveState:
+class SlaveMachine:
     """One life of a slave process. memory_bytes and max_chunk_bytes are this slave's own limits.
 
     curve_key: its data port's public key; empty when it uses none. directory_id: drawn once for its directory.
@@ -69,7 +69,7 @@ class SlaveState:
         curve_key: bytes = b"",
         directory_id: bytes = b"",
     ) -> None:
-        self.story = Story()
+        self.story = MachineHistory()
         self.link = LinkState(run_id, promised_epoch, self.story)
         self.slots = Slots()
         self.shard = ShardState(slave_id, memory_bytes, max_chunk_bytes, snapshots, self.slots, self.story)
@@ -150,7 +150,7 @@ class SlaveState:
         if isinstance(command.body, Welcome):
             return self._welcomed(command, command.body, now_s)
         if isinstance(command.body, StopSlave):
-            return [effects.Stop(command.body.reason)]
+            return [effects.EndProcess(command.body.reason)]
         if isinstance(command.body, Allow):
             return self._allowed(command.body, command.cause_id)
         if len(self._waiting) >= MAX_WAITING:

@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
         f"the callback for Hugging Face's Trainer needs {error.name}: {how_to_install('huggingface')}"
     ) from error
 
-from dips.worker.integrations.trainer_loop import Joined, Options, TrainerLoop, step_label, tokens_in
+from dips.worker.integrations.trainer_loop import CallbackOptions, Joined, TrainerLoop, step_label, tokens_in
 
 _FOLDER = "dips"
 
@@ -47,7 +47,7 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self, *, tokens_per_step: int | None = None, checkpoint_dir: Path | str | None = None, **loop: Any
     ) -> None:
         folder = None if checkpoint_dir is None else Path(checkpoint_dir)
-        self._options = Options(tokens_per_step, folder, loop)
+        self._options = CallbackOptions(tokens_per_step, folder, loop)
         self._joined = Joined()
         self._hooks: list[RemovableHandle] = []
         self._loss_scale = 1
@@ -145,7 +145,7 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return self._options.checkpoint_dir or Path(args.output_dir or ".") / _FOLDER
 
 
-def _refuse(args: TrainingArguments, options: Options) -> None:
+def _refuse(args: TrainingArguments, options: CallbackOptions) -> None:
     """Raises ConfigError for what would not be one model with one inner optimizer in every process."""
     for name, kind in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
         if getattr(args, name, None):

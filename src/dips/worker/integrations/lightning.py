@@ -26,7 +26,7 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigError(f"the callback for Lightning needs {error.name}: {how_to_install('lightning')}") from error
 
-from dips.worker.integrations.trainer_loop import Joined, Options, TokensOf, TrainerLoop, step_label, tokens_in
+from dips.worker.integrations.trainer_loop import CallbackOptions, Joined, TokensOf, TrainerLoop, step_label, tokens_in
 
 _FOLDER, _LABEL = "dips", "dips_label"
 
@@ -53,7 +53,7 @@ class LightningCallback(Callback):
         **loop: Any,
     ) -> None:
         folder = None if checkpoint_dir is None else Path(checkpoint_dir)
-        self._options = Options(tokens_per_step, folder, loop)
+        self._options = CallbackOptions(tokens_per_step, folder, loop)
         self._tokens_of = tokens_of or tokens_in
         self._joined = Joined()
         self._label: str | None = None
@@ -109,7 +109,7 @@ class LightningCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         sync = self.sync
         self._joined.end(type(exception), exception, exception.__traceback__)
-        released = sync is None or (sync.driver is not None and sync.driver.released)
+        released = sync is None or (sync.shell is not None and sync.shell.released)
         if isinstance(exception, SIGTERMException) and not released:
             exception.code = TERMINATED  # Lightning's own is 0, which says that the work is done
 

@@ -34,7 +34,7 @@ TokensOf = Callable[[Any], int]
 
 
 @dataclass(frozen=True)
-class Options:
+class CallbackOptions:
     """What a user gives a callback. tokens_per_step: of one optimizer.step() of this process; None: they are counted.
 
     checkpoint_dir: a folder for this cluster alone; None: the callback chooses one beside the trainer's checkpoints.
@@ -73,7 +73,7 @@ class TrainerLoop(DiLoCo):
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        options: Options,
+        options: CallbackOptions,
         checkpoint_dir: Path | None,
         label: str | None,
     ) -> None:
@@ -127,9 +127,9 @@ class TrainerLoop(DiLoCo):
 
     def checkpoint(self, label: str) -> None:
         """The trainer is about to write its checkpoint of this name: ours goes first. Once is enough for a name."""
-        if self.driver is None or self._label_taken == label or self.driver.config.checkpoint_dir is None:
+        if self.shell is None or self._label_taken == label or self.shell.config.checkpoint_dir is None:
             return
-        if self.driver.checkpoint_now(label):
+        if self.shell.checkpoint_now(label):
             self._label_taken = label
         elif not self.run_ended:
             _logger.warning("no checkpoint of this cluster goes with %s: resumed from it, it pulls anew", label)
@@ -163,11 +163,11 @@ class Joined:
 
     def _say_what_is_lost(self) -> None:
         """A trainer that tells no callback of an exception: the process ends, and nothing can be pushed any more."""
-        driver = self.loop.driver if self.loop is not None else None
-        if driver is not None and not driver.done and driver.unshared.steps:
+        shell = self.loop.shell if self.loop is not None else None
+        if shell is not None and not shell.done and shell.unshared.steps:
             _logger.warning(
                 "the training ended by an exception, without %s: they were not pushed; callback.close() in a `finally` "
-                "waits for an open push", driver.unshared,
+                "waits for an open push", shell.unshared,
             )  # fmt: skip
 
 

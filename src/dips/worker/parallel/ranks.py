@@ -21,7 +21,7 @@ import torch.distributed as dist
 import xxhash
 
 from dips.core.errors import ConfigError, FatalError
-from dips.worker.torch_parameters import GROUP_ELEMS, TorchParameters
+from dips.worker.torch_model import GROUP_ELEMS, TorchParameters
 
 _logger = logging.getLogger("dips")
 
@@ -45,7 +45,7 @@ _REPLICAS_ONLY = (
 
 
 @dataclass(frozen=True)
-class Told:
+class StepNews:
     """What rank 0 says after a step. installs, resets: how often parameters and optimizer were replaced so far.
 
     timeline, version: the base, both 0 when there is none. progress: tokens of the run.
@@ -153,15 +153,15 @@ class Ranks:
             )
         return int(total), bool(pushing), bool(wishing)
 
-    def tell(self, told: Told | None) -> Told:
+    def tell(self, told: StepNews | None) -> StepNews:
         """What rank 0 says; `told` counts on rank 0 alone. Raises FatalError on the others when rank 0 has failed."""
-        said = told or Told()
+        said = told or StepNews()
         numbers = torch.tensor([int(value) for value in vars(said).values()], dtype=torch.int64)
         dist.broadcast(numbers, FIRST, group=self._group)
         installs, resets, done, timeline, version, progress, failed = (int(n) for n in numbers.tolist())
         if failed and not self.is_first:
             raise FatalError("rank 0 of this cluster has failed: its own error says why")
-        return Told(installs, resets, bool(done), timeline, version, progress, bool(failed))
+        return StepNews(installs, resets, bool(done), timeline, version, progress, bool(failed))
 
     def spread(self, parameters: Sequence[torch.Tensor]) -> None:
         """Give every rank the parameters of rank 0, which are on the host or on one device for each rank."""

@@ -24,7 +24,7 @@ class InstallMode(Enum):
 
 
 @dataclass(frozen=True)
-class Call:
+class CallMaster:
     """Ask the master; answer with CallDone, CallFailed or CallRefused of this id."""
 
     call_id: int
@@ -33,7 +33,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CopyParameters:
     """Copy the live parameters to the push buffer: theta_at_push."""
 
 
@@ -128,8 +128,8 @@ class Finished:
 
 
 Effect = (
-    Call
-    | Snapshot
+    CallMaster
+    | CopyParameters
     | CopyBase
     | PersistPush
     | StartPush

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from dips.core.errors import RemoteProtocolError
 from dips.core.ids import Version
 from dips.core.messages import BeginPullRequest, Busy, FinishPullRequest, PlacementSpec, PullGrant
-from dips.worker.state.core import Core
 from dips.worker.state.effects import CancelTransfer, Install, InstallMode, StartPull
 from dips.worker.state.events import Pulled, PullFailed
-from dips.worker.state.patience import Stage
+from dips.worker.state.shared import SharedState
+from dips.worker.state.waiting import ExchangeStage
 
 MAX_CORRUPT = 3
 """Pulls in a row whose bytes contradict the master's digest, before this cluster gives up."""
@@ -33,40 +33,40 @@ class PullPlan:
 class Pulling:
     """The open pull, if there is one."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, shared: SharedState) -> None:
+        self._shared = shared
         self._corrupt = 0
         self.plan: PullPlan | None = None
 
     def begin(self, plan: PullPlan) -> None:
         """Ask for a version; the caller has moved the phase to PULLING."""
-        plan.began_s = self._core.now_s
+        plan.began_s = self._shared.now_s
         self.plan = plan
-        self._core.hold(Stage.PULL)
+        self._shared.hold(ExchangeStage.PULL)
         self._ask()
 
     def resume(self) -> None:
         """After a new Join: the same plan, asked for anew."""
         if self.plan is not None:
             self.plan.grant = self.plan.transfer_id = None
-            self._core.hold(Stage.PULL)
+            self._shared.hold(ExchangeStage.PULL)
             self._ask()
 
     def answered(self, answer: PullGrant | Busy) -> None:
         """Raises RemoteProtocolError when the grant's placement is not of this layout."""
-        core = self._core
+        shared = self._shared
         if isinstance(answer, Busy):
-            core.note = answer.sentence
-            core.patience.unusual()
-            core.ask(self._request, max(answer.retry_after_s, 0.05))
+            shared.note = answer.sentence
+            shared.patience.unusual()
+            shared.ask(self._request, max(answer.retry_after_s, 0.05))
             return
-        check_placement(answer.placement, len(core.config.layout.blocks))
+        check_placement(answer.placement, len(shared.config.layout.blocks))
         assert self.plan is not None, "a grant answers the question of a plan"
-        core.terms.granted(answer)
-        self.plan.grant, self.plan.transfer_id = answer, core.next_id()
-        core.note = f"pulling version {answer.version}"
-        core.hold(Stage.FETCH)
-        core.emit(StartPull(self.plan.transfer_id, answer, core.cause))
+        shared.terms.granted(answer)
+        self.plan.grant, self.plan.transfer_id = answer, shared.next_id()
+        shared.note = f"pulling version {answer.version}"
+        shared.hold(ExchangeStage.FETCH)
+        shared.emit(StartPull(self.plan.transfer_id, answer, shared.cause))
 
     def version_gone(self) -> None:
         """No version as new as the verdict's is there any more (a rollback): the newest one will do."""
@@ -78,11 +78,11 @@ class Pulling:
 
     def failed(self, event: PullFailed) -> None:
         """Ask again. Raises RemoteProtocolError when what arrives is wrong again and again."""
-        core, plan = self._core, self.plan
+        shared, plan = self._shared, self.plan
         assert plan is not None, "only the open pull fails"
-        core.train_on()
-        core.record("pull_failed", reason=event.sentence)
-        core.log("pull", f"the pull failed: {event.sentence}; it is tried again", logging.WARNING)
+        shared.train_on()
+        shared.record("pull_failed", reason=event.sentence)
+        shared.log("pull", f"the pull failed: {event.sentence}; it is tried again", logging.WARNING)
         self._corrupt = self._corrupt + 1 if event.corrupt else 0
         if self._corrupt >= MAX_CORRUPT:
             raise RemoteProtocolError(
@@ -91,39 +91,39 @@ class Pulling:
             )
         self._release_pin()
         plan.grant = plan.transfer_id = None
-        core.ask(self._request, 0.5)
+        shared.ask(self._request, 0.5)
 
     def install(self, event: Pulled) -> None:
         """The pulled version becomes the base; the caller moves on."""
-        core, plan = self._core, self.plan
+        shared, plan = self._shared, self.plan
         assert plan is not None, "only the open pull ends"
         assert plan.grant is not None, "a transfer begins with a grant"
         grant, self._corrupt = plan.grant, 0
-        rolled_back = core.base is not None and core.base.timeline != grant.version.timeline
-        if rolled_back or plan.drops or core.terms.stop:
+        rolled_back = shared.base is not None and shared.base.timeline != grant.version.timeline
+        if rolled_back or plan.drops or shared.terms.stop:
             # Nothing is kept across a rollback, whatever the pull was for, nor after the run's end: who leaves has its
             # last version. Nor is a step that was begun before the loop heard that it is to wait.
-            core.aside_ranges(core.work.drop())
+            shared.aside_ranges(shared.work.drop())
             plan.mode = InstallMode.REPLACE
         if rolled_back:
-            core.clear_residual()
+            shared.clear_residual()
         mode = self._exact(plan.mode)
-        core.emit(Install(mode, plan.reset_inner))
-        core.base, core.base_fence = grant.version, grant.fence
-        core.pull_s = core.now_s - plan.began_s
+        shared.emit(Install(mode, plan.reset_inner))
+        shared.base, shared.base_fence = grant.version, grant.fence
+        shared.pull_s = shared.now_s - plan.began_s
         self._count_from_here(mode)
-        core.record(
-            "installed", version=str(grant.version), mode=mode.name, transfer_s=event.seconds, pull_s=core.pull_s,
-            reset_inner=plan.reset_inner, tokens=grant.tokens, local_steps=core.terms.local_steps,
+        shared.record(
+            "installed", version=str(grant.version), mode=mode.name, transfer_s=event.seconds, pull_s=shared.pull_s,
+            reset_inner=plan.reset_inner, tokens=grant.tokens, local_steps=shared.terms.local_steps,
             digest_of_slave=dict(grant.digest_of_slave),
         )  # fmt: skip
         self._release_pin()
-        core.note, self.plan = "", None
+        shared.note, self.plan = "", None
 
     def cancel(self) -> None:
         """Stop the transfer; the plan is forgotten by whoever calls, or resumed."""
         if self.plan is not None and self.plan.transfer_id is not None:
-            self._core.emit(CancelTransfer(self.plan.transfer_id))
+            self._shared.emit(CancelTransfer(self.plan.transfer_id))
             self.plan.transfer_id = None
 
     def give_up(self) -> None:
@@ -134,30 +134,30 @@ class Pulling:
 
     def _exact(self, mode: InstallMode) -> InstallMode:
         """A rebase over no steps is the pulled version to the bit, so no arithmetic may touch it."""
-        core = self._core
-        ahead = core.steps_since_snapshot if mode is InstallMode.REBASE_FROM_PUSH else core.work.pending.steps
+        shared = self._shared
+        ahead = shared.steps_since_snapshot if mode is InstallMode.REBASE_FROM_PUSH else shared.work.pending.steps
         return mode if ahead else InstallMode.REPLACE
 
     def _count_from_here(self, mode: InstallMode) -> None:
         """Steps towards the next push. A dynamic H_j counts from the pull; a fixed H from the last push."""
-        core = self._core
+        shared = self._shared
         if mode is InstallMode.REPLACE:
-            core.steps_towards_push = core.steps_since_snapshot = 0
-        elif mode is InstallMode.REBASE_FROM_PUSH and core.terms.settings.dynamic_local_steps:
-            core.steps_towards_push = 0
+            shared.steps_towards_push = shared.steps_since_snapshot = 0
+        elif mode is InstallMode.REBASE_FROM_PUSH and shared.terms.settings.dynamic_local_steps:
+            shared.steps_towards_push = 0
 
     def _release_pin(self) -> None:
         plan = self.plan
         if plan is not None and plan.grant is not None:
-            pin_id, cause = plan.grant.pin_id, self._core.cause
-            self._core.aside(lambda: FinishPullRequest(self._core.terms.caller(cause), pin_id))
+            pin_id, cause = plan.grant.pin_id, self._shared.cause
+            self._shared.aside(lambda: FinishPullRequest(self._shared.terms.caller(cause), pin_id))
 
     def _ask(self) -> None:
-        self._core.ask(self._request)
+        self._shared.ask(self._request)
 
     def _request(self) -> BeginPullRequest:
         assert self.plan is not None, "asked only for an open plan"
-        return BeginPullRequest(self._core.terms.caller(self._core.cause), at_least=self.plan.at_least)
+        return BeginPullRequest(self._shared.terms.caller(self._shared.cause), at_least=self.plan.at_least)
 
 
 def check_placement(placement: PlacementSpec, n_blocks: int) -> None:

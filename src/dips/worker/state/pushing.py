@@ -28,14 +28,14 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.core.wire import DIFFERENCES, Codec
-from dips.worker.state.core import Core
-from dips.worker.state.effects import CancelTransfer, CopyBase, InstallMode, PersistPush, Snapshot, StartPush
+from dips.worker.state.effects import CancelTransfer, CopyBase, CopyParameters, InstallMode, PersistPush, StartPush
 from dips.worker.state.events import PushFailed, PushNotRecorded, PushRecorded, PushSent
-from dips.worker.state.patience import Stage
 from dips.worker.state.phases import SessionPhase
 from dips.worker.state.pulling import Pulling, PullPlan, check_placement
 from dips.worker.state.push_record import PushRecord
 from dips.worker.state.refusals import Remedy
+from dips.worker.state.shared import SharedState
+from dips.worker.state.waiting import ExchangeStage
 from dips.worker.state.work import Work
 
 DONATE_AGAIN_S = 5.0
@@ -65,7 +65,7 @@ class OpenPush:
     donates: Version | None = None
     recorded: bool = True
     in_place_of_pull: bool = False
-    wish: Codec = Codec.F32
+    wanted_wire: Codec = Codec.F32
     wire: Codec | None = None
 
     @property
@@ -76,8 +76,8 @@ class OpenPush:
 class Pushing:
     """The open push, if there is one, and the last verdict."""
 
-    def __init__(self, core: Core, pulling: Pulling) -> None:
-        self._core = core
+    def __init__(self, shared: SharedState, pulling: Pulling) -> None:
+        self._shared = shared
         self._pulling = pulling
         self.seq = 0
         """The newest number that was used."""
@@ -97,18 +97,18 @@ class Pushing:
 
     def begin(self, input_name: str, *, seed: bool = False) -> None:
         """Freeze all pending work and push it; the seed carries none."""
-        core = self._core
-        work = Work() if seed else core.work.freeze()
-        base, fence = (None, 0) if seed else (core.base, core.base_fence)
-        push = self.open = OpenPush(self._next_id(), base, fence, work, core.now_s)
-        push.wish = Codec.F32 if seed else core.config.wire
-        core.steps_since_snapshot = core.steps_towards_push = 0
-        core.emit(Snapshot())
-        core.move(input_name, SessionPhase.BEGINNING_PUSH)
-        core.record("push_begun", push=str(push.id), base=str(base), tokens=work.tokens, steps=work.steps,
+        shared = self._shared
+        work = Work() if seed else shared.work.freeze()
+        base, fence = (None, 0) if seed else (shared.base, shared.base_fence)
+        push = self.open = OpenPush(self._next_id(), base, fence, work, shared.now_s)
+        push.wanted_wire = Codec.F32 if seed else shared.config.wire
+        shared.steps_since_snapshot = shared.steps_towards_push = 0
+        shared.emit(CopyParameters())
+        shared.move(input_name, SessionPhase.BEGINNING_PUSH)
+        shared.record("push_begun", push=str(push.id), base=str(base), tokens=work.tokens, steps=work.steps,
                     mean_loss=work.mean_loss)  # fmt: skip
-        core.patience.round_begins(core.now_s)
-        core.hold(Stage.BEGIN)
+        shared.patience.round_begins(shared.now_s)
+        shared.hold(ExchangeStage.BEGIN)
         self._use_number(push)
 
     def donate(self, version: Version) -> None:
@@ -117,18 +117,18 @@ class Pushing:
         The caller has checked that it is the base. An open pull, of what is lost as well, is given up; a push that is
         sealed in a round which cannot be completed is set aside, and its theta_at_push overwritten. Training goes on.
         """
-        core = self._core
+        shared = self._shared
         in_place_of_pull = self._pulling.plan is not None
         self._pulling.give_up()
         if self.awaited is not None:
             self._aside, self.awaited = (self.awaited, self.open), None
-            core.work.lost = core.work.lost or self.open is not None
-        push = self.open = OpenPush(self._next_id(), None, 0, Work(), core.now_s, donates=version)
+            shared.work.lost = shared.work.lost or self.open is not None
+        push = self.open = OpenPush(self._next_id(), None, 0, Work(), shared.now_s, donates=version)
         push.in_place_of_pull = in_place_of_pull
-        core.emit(CopyBase())
-        core.move("donate", SessionPhase.BEGINNING_PUSH)
-        core.record("donated", version=str(version), push=str(push.id))
-        core.log("donate", f"the run has lost version {version}: this cluster gives it back")
+        shared.emit(CopyBase())
+        shared.move("donate", SessionPhase.BEGINNING_PUSH)
+        shared.record("donated", version=str(version), push=str(push.id))
+        shared.log("donate", f"the run has lost version {version}: this cluster gives it back")
         self._use_number(push)
 
     def donation_is_over(self) -> None:
@@ -139,19 +139,19 @@ class Pushing:
 
     def recorded(self, event: PushRecorded) -> None:
         """The push's number is on disk."""
-        push, beginning = self.open, self._core.phase.now is SessionPhase.BEGINNING_PUSH
+        push, beginning = self.open, self._shared.phase.now is SessionPhase.BEGINNING_PUSH
         if push is not None and push.id == event.push and beginning and not push.recorded:
             push.recorded = True
-            self._core.log("push record", "")
-            self._core.ask(self._begin_request)
+            self._shared.log("push record", "")
+            self._shared.ask(self._begin_request)
 
     def not_recorded(self, event: PushNotRecorded) -> None:
         """Training goes on; the push waits for the disk."""
-        push, core = self.open, self._core
+        push, shared = self.open, self._shared
         if push is not None and push.id == event.push:
-            core.train_on()
-            core.note = f"push {push.id} cannot be recorded: {event.sentence}"
-            core.log("push record", f"{core.note}; it is tried again", logging.WARNING)
+            shared.train_on()
+            shared.note = f"push {push.id} cannot be recorded: {event.sentence}"
+            shared.log("push record", f"{shared.note}; it is tried again", logging.WARNING)
 
     def begun(self, answer: Ticket | Stale | Busy | PushId | Verdict) -> None:
         """BeginPush is answered."""
@@ -159,9 +159,9 @@ class Pushing:
             case Ticket():
                 self._ticket(answer)
             case Busy():
-                self._core.note = answer.sentence
-                self._core.patience.unusual()
-                self._core.ask(self._begin_request, max(answer.retry_after_s, 0.05))
+                self._shared.note = answer.sentence
+                self._shared.patience.unusual()
+                self._shared.ask(self._begin_request, max(answer.retry_after_s, 0.05))
             case Stale():
                 self._stale(answer)
             case PushId():
@@ -171,49 +171,49 @@ class Pushing:
 
     def sent(self, event: PushSent) -> None:
         """All slaves hold it: say what was sent."""
-        core, push = self._core, self._must_be_open()
-        core.push_s = core.now_s - push.began_s
+        shared, push = self._shared, self._must_be_open()
+        shared.push_s = shared.now_s - push.began_s
         ticket = push.ticket
         assert ticket is not None, "a transfer begins with a ticket"
-        core.record(
+        shared.record(
             "push_sent", push=str(push.id), attempt=ticket.attempt, base=str(push.base), fence=push.fence,
             tokens=push.work.tokens, ranges=push.work.ranges, digest_of_slave=dict(event.digest_of_slave),
-            donates=str(push.donates), transfer_s=event.seconds, push_s=core.push_s, wire=ticket.wire.name,
+            donates=str(push.donates), transfer_s=event.seconds, push_s=shared.push_s, wire=ticket.wire.name,
         )  # fmt: skip
         push.transfer_id = None
-        core.move("sent", SessionPhase.FINISHING_PUSH)
-        core.hold(Stage.FINISH)
-        core.note = f"all of push {push.id} is sent"
-        core.ask(
+        shared.move("sent", SessionPhase.FINISHING_PUSH)
+        shared.hold(ExchangeStage.FINISH)
+        shared.note = f"all of push {push.id} is sent"
+        shared.ask(
             lambda: FinishPushRequest(self._caller(), push.id.seq, ticket.attempt, event.digest_of_slave),
             push.finish_after_s,
         )
 
     def failed(self, event: PushFailed) -> None:
         """A new attempt: slaves keep the chunks that they have verified."""
-        core, push = self._core, self._must_be_open()
+        shared, push = self._shared, self._must_be_open()
         push.transfer_id = None
-        core.train_on()
+        shared.train_on()
         if event.base_gone:
-            push.wish = Codec.F32
-        core.record("push_failed", push=str(push.id), reason=event.sentence)
-        core.log("push", f"sending push {push.id} failed: {event.sentence}; it is tried again", logging.WARNING)
-        core.move("transfer failed", SessionPhase.BEGINNING_PUSH, event.sentence)
+            push.wanted_wire = Codec.F32
+        shared.record("push_failed", push=str(push.id), reason=event.sentence)
+        shared.log("push", f"sending push {push.id} failed: {event.sentence}; it is tried again", logging.WARNING)
+        shared.move("transfer failed", SessionPhase.BEGINNING_PUSH, event.sentence)
         self._try_again()
 
     def finished(self, answer: Admitted | Busy | Verdict) -> None:
         """FinishPush is answered."""
-        core, push = self._core, self._must_be_open()
+        shared, push = self._shared, self._must_be_open()
         match answer:
             case Admitted():
-                core.window_closes_s = core.now_s + answer.window_closes_in_s
-                core.move("admitted", SessionPhase.AWAITING)
+                shared.window_closes_s = shared.now_s + answer.window_closes_in_s
+                shared.move("admitted", SessionPhase.AWAITING)
                 if push.donates is None:
-                    core.hold(Stage.VERDICT)
-                core.record("admitted", push=str(push.id), round=str(answer.round))
+                    shared.hold(ExchangeStage.VERDICT)
+                shared.record("admitted", push=str(push.id), round=str(answer.round))
                 self.await_push(push.id)
             case Busy():
-                core.move("incomplete", SessionPhase.TRANSFERRING, answer.sentence)
+                shared.move("incomplete", SessionPhase.TRANSFERRING, answer.sentence)
                 push.finish_after_s = answer.retry_after_s
                 self._send()
             case Verdict():
@@ -221,8 +221,8 @@ class Pushing:
 
     def awaited_answer(self, answer: Verdict | Busy) -> None:
         if isinstance(answer, Busy):
-            self._core.note = answer.sentence or f"push {self.awaited} is not decided yet"
-            self._core.ask(self._await_request, max(answer.retry_after_s, 0.05))
+            self._shared.note = answer.sentence or f"push {self.awaited} is not decided yet"
+            self._shared.ask(self._await_request, max(answer.retry_after_s, 0.05))
         else:
             self.act(answer)
 
@@ -233,7 +233,7 @@ class Pushing:
 
     def act(self, verdict: Verdict, input_name: str = "verdict") -> None:
         """Do what the table says. A verdict on a push that is not ours to act on says only what the fence says."""
-        core = self._core
+        shared = self._shared
         if self.open is not None and self.open.donates is not None:
             self._donation_decided(verdict, input_name)
             return
@@ -241,20 +241,20 @@ class Pushing:
         if self.open is None or verdict.push != self.open.id:
             self._foreign(verdict, input_name)
             return
-        if core.work.lost:
+        if shared.work.lost:
             # Steps on data that is somebody else's, or whose theta_at_push is gone: worth nothing.
             if verdict.kind in (VerdictKind.APPLIED, VerdictKind.EXCLUDED):
-                self._close(lambda: core.work.decided(counts=verdict.kind is VerdictKind.APPLIED))
+                self._close(lambda: shared.work.decided(counts=verdict.kind is VerdictKind.APPLIED))
             self.drop(input_name, at_least=verdict.version, reset_inner=verdict.reset_inner_optimizer)
             return
         match verdict.kind:
             case VerdictKind.APPLIED:
-                core.applied_as(self.open.wire)
-                self._close(lambda: core.work.decided(counts=True))
+                shared.applied_as(self.open.wire)
+                self._close(lambda: shared.work.decided(counts=True))
                 self._pull(input_name, PullPlan(InstallMode.REBASE_FROM_PUSH, verdict.version))
             case VerdictKind.EXCLUDED:
-                core.log("verdict", f"push {verdict.push} was excluded: {verdict.reason}", logging.WARNING)
-                self._close(lambda: core.work.decided(counts=False))
+                shared.log("verdict", f"push {verdict.push} was excluded: {verdict.reason}", logging.WARNING)
+                self._close(lambda: shared.work.decided(counts=False))
                 self.drop(input_name, at_least=verdict.version, reset_inner=verdict.reset_inner_optimizer)
             case VerdictKind.ABORTED:
                 self._aborted(input_name)
@@ -266,37 +266,37 @@ class Pushing:
         self.last_verdict, self.awaited = verdict, None
         if verdict.kind is not VerdictKind.ABORTED:
             self._aborts = 0
-        self._core.note = ""
-        self._core.record("verdict", push=str(verdict.push), verdict=verdict.kind.name, version=str(verdict.version),
+        self._shared.note = ""
+        self._shared.record("verdict", push=str(verdict.push), verdict=verdict.kind.name, version=str(verdict.version),
                           reason=verdict.reason)  # fmt: skip
 
     def drop(self, input_name: str, *, at_least: Version | None = None, reset_inner: bool = False) -> None:
         """The steps are worth nothing: their ranges go back FREE, and a version replaces the parameters."""
         self._close(lambda: None)
-        self._core.clear_residual()
-        self._core.aside_ranges(self._core.work.drop())
+        self._shared.clear_residual()
+        self._shared.aside_ranges(self._shared.work.drop())
         self._pull(input_name, PullPlan(InstallMode.REPLACE, at_least, reset_inner, drops=True))
 
     def refused(self, refused: Refused, remedy: Remedy) -> None:
         """The push is refused in one of the ways that only a push can be."""
-        core, push = self._core, self._must_be_open()
-        core.log("push", f"push {push.id} is refused: {refused.sentence}", logging.WARNING)
-        core.record("push_refused", push=str(push.id), code=refused.code.name, reason=refused.sentence)
+        shared, push = self._shared, self._must_be_open()
+        shared.log("push", f"push {push.id} is refused: {refused.sentence}", logging.WARNING)
+        shared.record("push_refused", push=str(push.id), code=refused.code.name, reason=refused.sentence)
         if push.donates is not None and remedy is not Remedy.NEW_ATTEMPT:
             self._not_donated(refused.sentence)
             return
         match remedy:
             case Remedy.NEW_ATTEMPT:
-                if core.phase.now is not SessionPhase.BEGINNING_PUSH:
-                    core.move("push again", SessionPhase.BEGINNING_PUSH, refused.sentence)
+                if shared.phase.now is not SessionPhase.BEGINNING_PUSH:
+                    shared.move("push again", SessionPhase.BEGINNING_PUSH, refused.sentence)
                 self._try_again()
             case Remedy.NEW_PUSH if push.base is not None:
-                self._close(core.work.thaw)
-                core.steps_towards_push = core.terms.local_steps
-                core.move("push refused", SessionPhase.TRAINING, refused.sentence)
+                self._close(shared.work.thaw)
+                shared.steps_towards_push = shared.terms.local_steps
+                shared.move("push refused", SessionPhase.TRAINING, refused.sentence)
             case _:
                 # The master knows these ranges as somebody else's (or as counted): they are not ours to return.
-                self._close(lambda: core.work.decided(counts=False))
+                self._close(lambda: shared.work.decided(counts=False))
                 self.drop("push refused")
 
     def abandon(self) -> None:
@@ -304,11 +304,11 @@ class Pushing:
         self.cancel()
         if self.open is not None and self.open.work.tokens:
             self._due_again()
-        self._close(self._core.work.thaw)
+        self._close(self._shared.work.thaw)
 
     def cancel(self) -> None:
         if self.open is not None and self.open.transfer_id is not None:
-            self._core.emit(CancelTransfer(self.open.transfer_id))
+            self._shared.emit(CancelTransfer(self.open.transfer_id))
             self.open.transfer_id = None
 
     # ---- after a new Join ----
@@ -316,43 +316,43 @@ class Pushing:
     def await_push(self, push_id: PushId) -> None:
         """Wait for the verdict of a push; the caller has moved the phase to AWAITING."""
         self.awaited = push_id
-        self._core.note = f"waiting for the verdict of push {push_id}"
-        self._core.ask(self._await_request)
+        self._shared.note = f"waiting for the verdict of push {push_id}"
+        self._shared.ask(self._await_request)
 
     def _foreign(self, verdict: Verdict, input_name: str) -> None:
         """A push of an earlier life is decided. ABORTED changes nothing; else the fence of our base is past."""
-        core = self._core
+        shared = self._shared
         if self.open is not None:
             raise RemoteProtocolError(f"the master told the verdict of {verdict.push}, not that of {self.open.id}")
-        if core.base is not None and verdict.kind is VerdictKind.ABORTED and not core.work.lost:
-            core.move(input_name, SessionPhase.TRAINING)
+        if shared.base is not None and verdict.kind is VerdictKind.ABORTED and not shared.work.lost:
+            shared.move(input_name, SessionPhase.TRAINING)
         else:
             newest = self.newest
             counted = verdict.kind in (VerdictKind.APPLIED, VerdictKind.EXCLUDED)
             if counted and newest is not None and newest.id == verdict.push:
-                core.aside_ranges(core.work.decided_elsewhere(newest.work.ranges))
+                shared.aside_ranges(shared.work.decided_elsewhere(newest.work.ranges))
             self.drop(input_name, at_least=verdict.version)
 
     # ---- parts ----
 
     def _next_id(self) -> PushId:
-        core = self._core
-        assert core.terms.incarnation is not None, "pushes only once joined"
+        shared = self._shared
+        assert shared.terms.incarnation is not None, "pushes only once joined"
         self.seq += 1
-        push_id = PushId(core.config.cluster_id, core.terms.incarnation, self.seq)
-        core.cause = str(push_id)
+        push_id = PushId(shared.config.cluster_id, shared.terms.incarnation, self.seq)
+        shared.cause = str(push_id)
         return push_id
 
     def _use_number(self, push: OpenPush) -> None:
         """Begin at the master; where a checkpoint is kept, only once the number cannot be forgotten."""
-        core = self._core
-        if core.config.durable_pushes:
+        shared = self._shared
+        if shared.config.durable_pushes:
             push.recorded = False
-            core.exchange.cancel()
-            core.note = f"writing down push {push.id}"
-            core.emit(PersistPush(push.record))
+            shared.exchange.cancel()
+            shared.note = f"writing down push {push.id}"
+            shared.emit(PersistPush(push.record))
         else:
-            core.ask(self._begin_request)
+            shared.ask(self._begin_request)
 
     def _donation_decided(self, verdict: Verdict, input_name: str) -> None:
         """Taken: the run goes on from there on a new timeline, where this cluster's steps count for nothing.
@@ -360,93 +360,93 @@ class Pushing:
         Ranges are not given back: the rollback freed all leases. Join never names a donation as the last push, so its
         verdict is not remembered as one.
         """
-        core, push = self._core, self._must_be_open()
+        shared, push = self._shared, self._must_be_open()
         if verdict.push != push.id:
             raise RemoteProtocolError(f"the master told the verdict of {verdict.push}, not that of {push.id}")
-        core.record("verdict", push=str(push.id), verdict=verdict.kind.name, version=str(verdict.version),
+        shared.record("verdict", push=str(push.id), verdict=verdict.kind.name, version=str(verdict.version),
                     reason=verdict.reason)  # fmt: skip
         self.awaited = None
         if verdict.kind is VerdictKind.ABORTED:
             self._not_donated(verdict.reason or "its push was aborted")
             return
-        core.donate = None
-        core.work.drop()
-        core.clear_residual()
+        shared.donate = None
+        shared.work.drop()
+        shared.clear_residual()
         self._close(lambda: None)
         self._pull(input_name, PullPlan(InstallMode.REPLACE, verdict.version, drops=True))
 
     def _not_donated(self, why: str) -> None:
         """The donation came to nothing: on with what was going on before it."""
-        core, push, aside = self._core, self._must_be_open(), self._aside
-        core.record("not_donated", push=str(push.id), reason=why)
-        core.donate_after_s = core.now_s + DONATE_AGAIN_S
+        shared, push, aside = self._shared, self._must_be_open(), self._aside
+        shared.record("not_donated", push=str(push.id), reason=why)
+        shared.donate_after_s = shared.now_s + DONATE_AGAIN_S
         self._close(lambda: None)
         if aside is not None:
             self.open = aside[1]
-            core.move("not donated", SessionPhase.AWAITING, why)
+            shared.move("not donated", SessionPhase.AWAITING, why)
             self.await_push(aside[0])
         elif push.in_place_of_pull:
             self.drop("not donated")  # what that pull needed of theta_at_push is overwritten
         else:
-            core.move("not donated", SessionPhase.TRAINING, why)
+            shared.move("not donated", SessionPhase.TRAINING, why)
 
     def _ticket(self, ticket: Ticket) -> None:
-        check_placement(ticket.placement, len(self._core.config.layout.blocks))
+        check_placement(ticket.placement, len(self._shared.config.layout.blocks))
         push = self._must_be_open()
         if ticket.wire not in DIFFERENCES:
             ticket = replace(ticket, wire=Codec.F32)  # a master of an earlier release says nothing
-        elif ticket.wire is not push.wish:
+        elif ticket.wire is not push.wanted_wire:
             raise RemoteProtocolError(
                 f"the master asks for push {push.id} in {ticket.wire.name}, not as it was offered"
             )
         push.ticket, push.wire = ticket, ticket.wire
-        push.wish = ticket.wire  # a later attempt finds its chunks there only if it is written in the same way
-        self._core.move("ticket", SessionPhase.TRANSFERRING)
+        push.wanted_wire = ticket.wire  # a later attempt finds its chunks there only if it is written in the same way
+        self._shared.move("ticket", SessionPhase.TRANSFERRING)
         self._send()
 
     def _send(self) -> None:
-        core, push = self._core, self._must_be_open()
+        shared, push = self._shared, self._must_be_open()
         assert push.ticket is not None, "sent only with a ticket"
-        push.transfer_id = core.next_id()
-        core.note = f"sending push {push.id}"
-        core.hold(Stage.SEND)
-        core.emit(StartPush(push.transfer_id, push.id, push.ticket, core.terms.epoch, core.cause))
+        push.transfer_id = shared.next_id()
+        shared.note = f"sending push {push.id}"
+        shared.hold(ExchangeStage.SEND)
+        shared.emit(StartPush(push.transfer_id, push.id, push.ticket, shared.terms.epoch, shared.cause))
 
     def _try_again(self) -> None:
         push = self._must_be_open()
-        pause_s = min(self._core.terms.times.retry_max_s, 0.2 * 2 ** min(push.failures, 20))
+        pause_s = min(self._shared.terms.times.retry_max_s, 0.2 * 2 ** min(push.failures, 20))
         push.failures += 1
-        self._core.ask(self._begin_request, pause_s)
+        self._shared.ask(self._begin_request, pause_s)
 
     def _stale(self, stale: Stale) -> None:
-        core, push = self._core, self._must_be_open()
-        core.record("stale", push=str(push.id), stale_kind=stale.kind.name, reason=stale.sentence)
-        core.log("push", f"push {push.id} is stale: {stale.sentence}", logging.WARNING)
+        shared, push = self._shared, self._must_be_open()
+        shared.record("stale", push=str(push.id), stale_kind=stale.kind.name, reason=stale.sentence)
+        shared.log("push", f"push {push.id} is stale: {stale.sentence}", logging.WARNING)
         if push.base is not None and stale.kind is StaleKind.VERSIONS:
-            self._close(core.work.thaw)
+            self._close(shared.work.thaw)
             self._pull("stale", PullPlan(InstallMode.REBASE_FROM_BASE, None))
-            core.steps_towards_push = core.terms.local_steps  # its push is due as soon as it stands on a new base
+            shared.steps_towards_push = shared.terms.local_steps  # its push is due as soon as it stands on a new base
         else:
             self.drop("stale")
 
     def _another(self, push_id: PushId) -> None:
         """A push must be decided first: ours, admitted by a call whose answer was lost, or one of an earlier life."""
-        core, push = self._core, self.open
+        shared, push = self._shared, self.open
         if push is not None and push.donates is not None and push_id != push.id:
             self._not_donated(f"push {push_id} must be decided first")
             return
         if push is not None and push_id != push.id:
-            self._close(core.work.thaw)
-            core.steps_towards_push = core.terms.local_steps
-        core.move("undecided", SessionPhase.AWAITING)
-        core.hold(Stage.VERDICT)
+            self._close(shared.work.thaw)
+            shared.steps_towards_push = shared.terms.local_steps
+        shared.move("undecided", SessionPhase.AWAITING)
+        shared.hold(ExchangeStage.VERDICT)
         self.await_push(push_id)
 
     def _aborted(self, input_name: str) -> None:
-        core, push = self._core, self._must_be_open()
+        shared, push = self._shared, self._must_be_open()
         was_seed = push.base is None
-        core.patience.forget()
-        self._close(core.work.thaw)
+        shared.patience.forget()
+        self._close(shared.work.thaw)
         self._aborts += 1
         if was_seed:
             self.begin(input_name, seed=True)
@@ -454,16 +454,16 @@ class Pushing:
         if self._aborts == 1:
             self._due_again()
         else:
-            self.not_before_s = core.now_s + core.terms.times.retry_max_s
-        core.move(input_name, SessionPhase.TRAINING)
+            self.not_before_s = shared.now_s + shared.terms.times.retry_max_s
+        shared.move(input_name, SessionPhase.TRAINING)
 
     def _due_again(self) -> None:
         """The work of a push that came to nothing is not to wait for another H steps."""
-        core = self._core
-        core.steps_towards_push = max(core.steps_towards_push, core.terms.local_steps)
+        shared = self._shared
+        shared.steps_towards_push = max(shared.steps_towards_push, shared.terms.local_steps)
 
     def _pull(self, input_name: str, plan: PullPlan) -> None:
-        self._core.move(input_name, SessionPhase.PULLING)
+        self._shared.move(input_name, SessionPhase.PULLING)
         self._pulling.begin(plan)
 
     def _close(self, settle: Callable[[], None]) -> None:
@@ -481,11 +481,11 @@ class Pushing:
         work = push.work
         return BeginPushRequest(
             self._caller(), push.id.seq, push.base, push.fence, work.ranges, work.tokens, work.steps, work.mean_loss,
-            push.donates, push.wish,
+            push.donates, push.wanted_wire,
         )  # fmt: skip
 
     def _caller(self) -> Caller:
-        return self._core.terms.caller(self._core.cause)
+        return self._shared.terms.caller(self._shared.cause)
 
     def _must_be_open(self) -> OpenPush:
         assert self.open is not None, "this answer belongs to an open push"

@@ -5,34 +5,34 @@ from __future__ import annotations
 from dips.core.errors import ConfigError
 from dips.core.ids import PushId
 from dips.core.messages import DataMode, JoinReply, Verdict, VerdictKind
-from dips.worker.state.core import Core
 from dips.worker.state.effects import InstallMode
 from dips.worker.state.phases import SessionPhase
 from dips.worker.state.pulling import Pulling
 from dips.worker.state.pushing import Pushing
+from dips.worker.state.shared import SharedState
 
 
 class Rejoining:
     """Reconciles the open push, the open pull and the base with the master's word."""
 
-    def __init__(self, core: Core, pushing: Pushing, pulling: Pulling) -> None:
-        self._core = core
+    def __init__(self, shared: SharedState, pushing: Pushing, pulling: Pulling) -> None:
+        self._shared = shared
         self._pushing = pushing
         self._pulling = pulling
 
     def joined(self, reply: JoinReply) -> None:
-        core = self._core
-        core.steps = 0
-        core.note = ""
-        core.donate = None
+        shared = self._shared
+        shared.steps = 0
+        shared.note = ""
+        shared.donate = None
         self._pushing.donation_is_over()
         self._keep(reply)
-        core.record(
+        shared.record(
             "joined", incarnation=str(reply.incarnation), epoch=reply.epoch, seed=reply.seed, fence=reply.fence,
             last_push=_words(reply.last_push), published=str(reply.published), run_id=reply.run_id,
             kept_tokens=sum(item.tokens for item in reply.kept_ranges),
         )  # fmt: skip
-        core.log("join", f"joined run {reply.run_id} as incarnation {reply.incarnation}")
+        shared.log("join", f"joined run {reply.run_id} as incarnation {reply.incarnation}")
         match reply.last_push:
             case PushId() as push_id:
                 self._undecided(push_id)
@@ -40,14 +40,14 @@ class Rejoining:
                 self._decided(reply, verdict)
             case None:
                 self._unknown(reply)
-        newest = reply.published or core.base
-        core.terms.leases_timeline = newest.timeline if newest else None
+        newest = reply.published or shared.base
+        shared.terms.leases_timeline = newest.timeline if newest else None
 
     def _undecided(self, push_id: PushId) -> None:
         """Wait, then act on that row."""
         if self._pushing.open is not None and self._pushing.open.id != push_id:
             self._pushing.abandon()
-        self._core.move("joined", SessionPhase.AWAITING)
+        self._shared.move("joined", SessionPhase.AWAITING)
         self._pushing.await_push(push_id)
 
     def _decided(self, reply: JoinReply, verdict: Verdict) -> None:
@@ -74,12 +74,12 @@ class Rejoining:
         return last is not None and last.push == verdict.push and last.kind is verdict.kind
 
     def _rolled_back(self, verdict: Verdict) -> bool:
-        return verdict.kind is VerdictKind.ROLLED_BACK and self._core.base is not None
+        return verdict.kind is VerdictKind.ROLLED_BACK and self._shared.base is not None
 
     def _resume_or_settle(self, reply: JoinReply) -> None:
         """The verdict is known; its pull may be open still, and stands on the fence that the verdict raised."""
-        if self._pulling.plan is not None and not self._core.work.lost:
-            self._core.move("joined", SessionPhase.PULLING)
+        if self._pulling.plan is not None and not self._shared.work.lost:
+            self._shared.move("joined", SessionPhase.PULLING)
             self._pulling.resume()
         else:
             self._settle(reply)
@@ -94,31 +94,31 @@ class Rejoining:
         self._settle(reply)
 
     def _settle(self, reply: JoinReply) -> None:
-        core, pulling = self._core, self._pulling
+        shared, pulling = self._shared, self._pulling
         self._keep(reply)  # once more: the open push may have become pending work
         if reply.seed:
             self._must_be_new(reply)
-            core.base, pulling.plan = None, None
-            core.aside_ranges(core.work.drop())
-            core.clear_residual()
+            shared.base, pulling.plan = None, None
+            shared.aside_ranges(shared.work.drop())
+            shared.clear_residual()
             self._pushing.begin("joined", seed=True)
-        elif not self._base_stands(reply) or core.work.lost:
+        elif not self._base_stands(reply) or shared.work.lost:
             reset = pulling.plan is not None and pulling.plan.reset_inner
             self._pushing.drop("joined", reset_inner=reset)
         elif pulling.plan is not None:
-            core.move("joined", SessionPhase.PULLING)
+            shared.move("joined", SessionPhase.PULLING)
             pulling.resume()
         else:
-            core.move("joined", SessionPhase.TRAINING)
+            shared.move("joined", SessionPhase.TRAINING)
 
     def _keep(self, reply: JoinReply) -> None:
-        if self._core.config.data_plan.mode is DataMode.LEASED:
-            self._core.work.keep(reply.kept_ranges)
+        if self._shared.config.data_plan.mode is DataMode.LEASED:
+            self._shared.work.keep(reply.kept_ranges)
 
     def _must_be_new(self, reply: JoinReply) -> None:
         """Raises ConfigError for a resumed process: the checkpoint stands on a version that the master denies."""
-        base = self._core.base
-        if self._core.terms.previous is not None and base is not None:
+        base = self._shared.base
+        if self._shared.terms.previous is not None and base is not None:
             raise ConfigError(
                 f"this cluster's checkpoint was made on version {base}, but the master of run {reply.run_id} knows no "
                 "version: if the run's state is lost, recover it (`dips master --rebuild`); if this is a new run of "
@@ -129,8 +129,8 @@ class Rejoining:
         """Whether the work since the base may go on. Every rollback raises the fence, so it decides alone where a
         master that has just started knows the run's tokens and has not published its version again yet.
         """
-        base, published = self._core.base, reply.published
-        if base is None or self._core.base_fence != reply.fence:
+        base, published = self._shared.base, reply.published
+        if base is None or self._shared.base_fence != reply.fence:
             return False
         return reply.tokens > 0 if published is None else base.timeline == published.timeline
 

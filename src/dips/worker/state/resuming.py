@@ -8,63 +8,65 @@ from __future__ import annotations
 
 from dips.core.errors import ConfigError
 from dips.core.wire import DIFFERENCES
-from dips.worker.state.core import Core
 from dips.worker.state.pulling import Pulling, PullPlan
 from dips.worker.state.push_record import PushRecord
 from dips.worker.state.pushing import OpenPush, Pushing
 from dips.worker.state.saved import SavedPull, SavedSession
+from dips.worker.state.shared import SharedState
 from dips.worker.state.terms import SessionConfig
 
 
-def save(core: Core, pushing: Pushing, pulling: Pulling, leases_asked: int) -> SavedSession | None:
+def save(shared: SharedState, pushing: Pushing, pulling: Pulling, leases_asked: int) -> SavedSession | None:
     """The session as a value; None before its first version, when another process could go on from nothing."""
-    incarnation, config = core.terms.incarnation, core.config
-    if core.base is None or incarnation is None:
+    incarnation, config = shared.terms.incarnation, shared.config
+    if shared.base is None or incarnation is None:
         return None
     plan = pulling.plan
     return SavedSession(
-        run_id=core.terms.run_id,
+        run_id=shared.terms.run_id,
         cluster_id=config.cluster_id,
         layout_hash=config.layout.layout_hash,
         data_digest=config.data_plan.corpus_digest,
         incarnation=incarnation,
         seq=pushing.seq,
-        base=core.base,
-        base_fence=core.base_fence,
-        local_steps=core.terms.local_steps,
-        tokens=core.terms.tokens,
-        steps_since_snapshot=core.steps_since_snapshot,
-        steps_towards_push=core.steps_towards_push,
+        base=shared.base,
+        base_fence=shared.base_fence,
+        local_steps=shared.terms.local_steps,
+        tokens=shared.terms.tokens,
+        steps_since_snapshot=shared.steps_since_snapshot,
+        steps_towards_push=shared.steps_towards_push,
         leases_asked=leases_asked,
-        held=core.work.held,
-        pending=core.work.pending,
-        lost=core.work.lost,
+        held=shared.work.held,
+        pending=shared.work.pending,
+        lost=shared.work.lost,
         push=pushing.open.record if pushing.open is not None else None,
         pull=SavedPull(plan.mode, plan.at_least, plan.reset_inner, plan.drops) if plan is not None else None,
         last_verdict=pushing.last_verdict,
-        residual=core.residual,
+        residual=shared.residual,
     )
 
 
-def restore(saved: SavedSession, newest: PushRecord | None, core: Core, pushing: Pushing, pulling: Pulling) -> None:
+def restore(
+    saved: SavedSession, newest: PushRecord | None, shared: SharedState, pushing: Pushing, pulling: Pulling
+) -> None:
     """Put a saved session into the parts of one that has not begun. newest: the last push that was written down.
 
     Raises ConfigError when what was saved is not of this cluster, this model or this data.
     """
-    _check_identity(saved, core.config)
-    terms, work, push, pull = core.terms, core.work, saved.push, saved.pull
+    _check_identity(saved, shared.config)
+    terms, work, push, pull = shared.terms, shared.work, saved.push, saved.pull
     terms.run_id, terms.previous = saved.run_id, saved.incarnation
     terms.local_steps, terms.tokens = saved.local_steps, saved.tokens
-    core.base, core.base_fence = saved.base, saved.base_fence
-    core.steps_since_snapshot, core.steps_towards_push = saved.steps_since_snapshot, saved.steps_towards_push
+    shared.base, shared.base_fence = saved.base, saved.base_fence
+    shared.steps_since_snapshot, shared.steps_towards_push = saved.steps_since_snapshot, saved.steps_towards_push
     work.held, work.pending, work.lost = saved.held, saved.pending, saved.lost
-    core.residual = saved.residual and core.config.wire in DIFFERENCES
-    if saved.residual and not core.residual:
-        core.log("residual", "what earlier pushes lost by rounding is dropped: this life sends float32")
+    shared.residual = saved.residual and shared.config.wire in DIFFERENCES
+    if saved.residual and not shared.residual:
+        shared.log("residual", "what earlier pushes lost by rounding is dropped: this life sends float32")
     work.in_push = push.work if push is not None and push.donates is None and push.base is not None else None
     pushing.seq, pushing.last_verdict = saved.seq, saved.last_verdict
     if push is not None:
-        pushing.open = OpenPush(push.id, push.base, push.fence, push.work, core.now_s, donates=push.donates)
+        pushing.open = OpenPush(push.id, push.base, push.fence, push.work, shared.now_s, donates=push.donates)
     if pull is not None:
         pulling.plan = PullPlan(pull.mode, pull.at_least, pull.reset_inner, pull.drops)
     if newest is not None and newest.id.cluster == saved.cluster_id:

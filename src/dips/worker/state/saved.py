@@ -39,7 +39,7 @@ class SavedPull:
 
 @dataclass(frozen=True)
 class SavedSession:
-    """One session at a step boundary; field by field what worker/state/core.py and its parts hold.
+    """One session at a step boundary; field by field what worker/state/shared.py and its parts hold.
 
     push: the undecided one. lost: pending work stands on data that is somebody else's, and will be dropped. residual:
     what the rounding of earlier pushes lost stands beside the parameters.

@@ -11,8 +11,8 @@ from dips.core.messages import Caller, DataPlan, HeartbeatReply, JoinReply, Pull
 from dips.core.protocol import agree
 from dips.core.untrained import Untrained
 from dips.core.wire import Codec
-from dips.worker.state.patience import RULES
 from dips.worker.state.times import times_of
+from dips.worker.state.waiting import RULES
 
 
 @dataclass(frozen=True)

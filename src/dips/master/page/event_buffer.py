@@ -1,0 +1,75 @@
+"""Between the control loop and the page's thread: what the tape said, the page hears; nothing ever waits.
+
+The ear is bounded: of a burst that the page cannot take, the oldest events are lost to it, never to the tape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dips.core.clock import Clock
+from dips.core.observe.telemetry import Tape
+from dips.master.page.bounds import TAPE_TAIL_BYTES
+
+MAX_WAITING = 2000
+"""Events between two samples."""
+
+TapeEvent = tuple[float, str, Mapping[str, Any]]
+"""(Unix time, kind, fields)."""
+
+
+class EventBuffer:
+    """What was written to the tape since it was last asked. Safe to call from several threads."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[TapeEvent] = deque(maxlen=MAX_WAITING)
+
+    def add(self, wall_s: float, kind: str, fields: Mapping[str, Any]) -> None:
+        self._waiting.append((wall_s, kind, fields))
+
+    def take(self) -> list[TapeEvent]:
+        """What waited, oldest first."""
+        taken = []
+        while self._waiting:
+            taken.append(self._waiting.popleft())
+        return taken
+
+
+class BufferedTape(Tape):
+    """A tape whose events an ear hears as well, after they are written."""
+
+    def __init__(self, path: Path, role: str, name: str, clock: Clock, event_buffer: EventBuffer) -> None:
+        super().__init__(path, role, name, clock)
+        self._copied_to, self._wall_s = event_buffer, clock.wall_s
+
+    def write(self, kind: str, cause: str, **fields: object) -> None:
+        super().write(kind, cause, **fields)
+        self._copied_to.add(self._wall_s(), kind, fields)
+
+
+def earlier_events(path: Path, most_bytes: int = TAPE_TAIL_BYTES) -> Iterator[TapeEvent]:
+    """The last events that stand on a tape already; none when it cannot be read. Torn lines are left out."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - most_bytes))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return
+    for line in lines[1 if size > most_bytes else 0 : -1]:
+        event = read_event(line)
+        if event is not None:
+            yield event
+
+
+def read_event(line: bytes) -> TapeEvent | None:
+    """One line of a tape; None when it is none."""
+    try:
+        event = json.loads(line)
+        return float(event["wall_s"]), str(event["kind"]), event
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None

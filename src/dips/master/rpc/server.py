@@ -1,0 +1,137 @@
+"""The master's gRPC server: which address, which limits, which services.
+
+Everything that asks or answers dials in here; the master dials nobody. It must never serve an address that others can
+reach unless they are authenticated, which mutual TLS and Access do, and never share its port with a second master.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from dips.core.errors import ConfigError
+from dips.core.net.addresses import format_address, parse_address
+from dips.core.net.grpc_refusal import channel_options
+from dips.core.net.keys import reloaded, stamp_of
+from dips.core.net.security import Identity, Security, check_reach
+from dips.master.access import Access
+from dips.master.rpc.authorisation import Refusing, guarded
+from dips.master.rpc.clusters import clusters_service
+from dips.master.rpc.operator import operator_service
+from dips.master.rpc.slaves import slaves_service
+from dips.master.shell import MasterShell
+
+STOP_GRACE_S = 0.5
+"""How long open calls may take to end once their answers are given; heartbeat streams end by being cut."""
+
+HANDSHAKE_MS = 10_000
+"""A connection that has not said what it is by then is closed (gRPC's own default is two minutes). A handshake with
+keys over a far and slow link takes a few round trips and 10 KB: 2 s at 100 kbit/s and 300 ms."""
+
+CALLS_FOR_EACH_PEER = 64
+SPARE_CALLS = 1024
+"""A peer has one stream and one or two calls open. Past 64 for each and 1024 for readers, gRPC refuses calls,
+so that a client gone wild costs 100 KB of memory for each of a few thousand calls and no more."""
+
+
+class _Current(grpc.GenericRpcHandler):
+    """The services of the executor that is served now; none until the first."""
+
+    def __init__(self, access: Access) -> None:
+        self.services: Sequence[grpc.GenericRpcHandler] = ()
+        self.refusing: Refusing = lambda method, refused: None
+        self._access = access
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        for service in self.services:
+            handler = service.service(handler_call_details)
+            if handler is not None:
+                return self._guarded(handler, handler_call_details.method)
+        return None
+
+    def _guarded(self, handler: grpc.RpcMethodHandler[Any, Any], path: str) -> grpc.RpcMethodHandler[Any, Any]:
+        return guarded(handler, path, self._access, self.refusing) if self._access.checks else handler
+
+
+class _Certificates:
+    """The server's side of mutual TLS; a renewed key or list of authorities counts from the next connection on."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._stamp = stamp_of(identity.directory)
+        self._lock = threading.Lock()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self._identity), self._changed, require_client_authentication=True
+        )
+
+    def _changed(self) -> Any:
+        """Asked by gRPC, on a thread of its own, before each handshake: a new configuration, or None: as before."""
+        with self._lock:
+            stamp = stamp_of(self._identity.directory)
+            if stamp == self._stamp:
+                return None
+            self._stamp = stamp
+            self._identity = reloaded(self._identity)
+            return _configuration(self._identity)
+
+
+def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(identity.key_pem, identity.cert_pem)], identity.ca_pem)
+
+
+class MasterServer:
+    """A bound server; start() makes it answer, for one executor after the other on the same port."""
+
+    def __init__(self, max_message_bytes: int, peers: int, security: Security, access: Access) -> None:
+        """`max_message_bytes` bounds every message, `peers` is the most clusters and slaves to expect."""
+        self._security = security
+        self._current = _Current(access)
+        self._access = access
+        self._started = False
+        self._server = grpc.aio.server(
+            options=[*channel_options(max_message_bytes), ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS)],
+            maximum_concurrent_rpcs=CALLS_FOR_EACH_PEER * peers + SPARE_CALLS,
+        )
+
+    def bind(self, address: str) -> str:
+        """Take the port of `address` ("host:port", port 0: any that is free) and return the address with it.
+
+        Raises ConfigError when its port is taken, or it is not on loopback and there are no keys.
+        """
+        check_reach(address, "the master's listen address", self._security)
+        host, asked_port = parse_address(address, "the master's listen address")
+        try:
+            port = self._add_port(format_address(host, asked_port))
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise ConfigError(
+                f"the master cannot listen on {address}: port {asked_port} is in use; stop the process that "
+                "holds it, choose another port with --listen, or use port 0 to get a free one"
+            )
+        return format_address(host, port)
+
+    def _add_port(self, address: str) -> int:
+        if isinstance(self._security, Identity):
+            return self._server.add_secure_port(address, _Certificates(self._security).credentials())
+        return self._server.add_insecure_port(address)
+
+    async def start(self, shell: MasterShell) -> None:
+        """Begin to answer, or go on for another executor: new calls are its from here on."""
+        self._current.refusing = shell.turned_away
+        operators = operator_service(shell, self._access)
+        self._current.services = (clusters_service(shell), slaves_service(shell), operators)
+        if not self._started:
+            self._started = True
+            self._server.add_generic_rpc_handlers((self._current,))
+            await self._server.start()
+
+    async def stop(self) -> None:
+        """Let answers that are given go out, then cut what is open. Also frees a port that was only bound."""
+        await self._server.stop(STOP_GRACE_S)

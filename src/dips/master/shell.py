@@ -1,0 +1,390 @@
+"""Runs the master's state machine: events in, one after the other; effects out, in their order.
+
+Everything here happens on one event loop, so that the state needs no locks. This module must never decide
+anything about the run, never wait while an event is being handled, and never go on after the state machine
+broke: a master that is wrong about its own state stops, and a fresh one starts from the journal. An executor
+serves one epoch; when the state asks for another, it ends like any other and says so in its outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dips.core.clock import Clock
+from dips.core.errors import ConfigError, FatalError, LocalProtocolError, RefusalCode, Refused
+from dips.core.machine import MachineHistory
+from dips.core.messages import ClusterReply, OperatorReply, SlaveCommand, SlaveMessage, StatusReply
+from dips.core.net.grpc_refusal import to_refused
+from dips.core.observe.telemetry import ChangeLogger, Tape
+from dips.master.journal import JournalEntry
+from dips.master.journal_writer import JournalWriter
+from dips.master.metrics_counts import Counts
+from dips.master.refusals import KIND, Refusals
+from dips.master.rpc.slave_link import LINK_COMMANDS, SlaveLink
+from dips.master.state.effects import (
+    BeginAgain,
+    CloseLink,
+    Effect,
+    Halt,
+    Log,
+    Record,
+    Refuse,
+    Reply,
+    ToSlave,
+    WriteJournal,
+)
+from dips.master.state.events import (
+    BeatsEnded,
+    CallGone,
+    ClusterCall,
+    Event,
+    JournalWritten,
+    OperatorCall,
+    Revoked,
+    SlaveLinkDown,
+    SlaveSaid,
+    Tick,
+)
+
+ReplyBody = ClusterReply | StatusReply | OperatorReply
+
+MIN_TIMER_S = 0.001
+"""A deadline that is already over is handled after this long, so that a wrong one cannot occupy the loop."""
+
+BUG_EXIT_CODE = LocalProtocolError.exit_code
+
+_logger = logging.getLogger(__name__)
+
+
+class StateMachine(Protocol):
+    """What the executor needs of dips.master.state.master.Coordinator."""
+
+    def start(self, now_s: float) -> Sequence[Effect]: ...
+
+    def handle(self, event: Event, now_s: float) -> Sequence[Effect]: ...
+
+    def next_deadline_s(self) -> float | None: ...
+
+    def run_is_over(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class MasterExit:
+    """Why the master ends, and the exit code of its process.
+
+    begin_again: not the end after all; the process begins an epoch that is at least this one.
+    """
+
+    exit_code: int
+    sentence: str
+    begin_again: int | None = None
+
+
+class MasterShell:
+    """Owns the state machine and everything that its effects touch. Make it inside a running event loop."""
+
+    def __init__(
+        self,
+        machine: StateMachine,
+        append: Callable[[Sequence[JournalEntry]], None],
+        tape: Tape,
+        clock: Clock,
+        tick_s: float,
+        tidy: Callable[[], bool] = lambda: False,
+        counts: Counts | None = None,
+    ) -> None:
+        """`append` makes journal entries durable (it blocks, on a thread of its own); `tick_s` is the longest
+        time between two Ticks, by whose lateness the state notices that this process was paused; `tidy` is one
+        step of the journal's housekeeping; `counts` is told what is carried out, for metrics."""
+        self._machine = machine
+        self._tape = tape
+        self._clock = clock
+        self._tick_s = tick_s
+        self._loop = asyncio.get_running_loop()
+        self._journal = JournalWriter(append, self._journal_written, self._fail, tidy)
+        self.counts = counts or Counts()
+        self._changes = ChangeLogger(_logger)
+        self._refusals = Refusals()
+        self._story = MachineHistory()
+        self._events: deque[Event] = deque()
+        self._handling = False
+        self._calls: dict[int, asyncio.Future[ReplyBody]] = {}
+        self._links: dict[int, SlaveLink] = {}
+        self._numbers = itertools.count(1)
+        self._last_tick_s = clock.monotonic_s()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s = 0.0
+        self.outcome: asyncio.Future[MasterExit] = self._loop.create_future()
+        """Done when the master must end; the server watches it."""
+
+    @property
+    def machine(self) -> StateMachine:
+        """To be looked at between two events, on this loop; only the executor hands it events."""
+        return self._machine
+
+    def start(self) -> None:
+        """Carry out what the state wants first, and begin to tick."""
+        now_s = self._clock.monotonic_s()
+        self._last_tick_s = now_s
+        try:
+            self._perform_all(self._machine.start(now_s))
+            self._arm_timer()
+        except Exception as error:
+            self._fail(error)
+
+    def dispatch(self, event: Event) -> None:
+        """Hand an event to the state, after those that wait; ignored once the master is ending."""
+        if self.outcome.done():
+            return
+        self._events.append(event)
+        if not self._handling:
+            self._drain()
+
+    def stop(self, outcome: MasterExit) -> None:
+        """End the master; the first outcome stands. Calls and links that wait are told to come again."""
+        if self.outcome.done():
+            return
+        self.outcome.set_result(outcome)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._events.clear()
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(_ending())
+        for link in self._links.values():
+            link.close(_ending())
+
+    async def close(self) -> None:
+        """Write to the disk what was decided before the end. Call it once, after stop()."""
+        try:
+            await self._journal.close()
+        finally:
+            with contextlib.suppress(FatalError):  # a disk that takes no more has ended the master already
+                self._write_refusals(everything=True)
+
+    async def call(self, event_of: Callable[[int], ClusterCall | OperatorCall]) -> ReplyBody:
+        """Dispatch a call under a fresh token and wait for its reply.
+
+        Raises Refused when the state refuses it or the master ends. If the caller hangs up meanwhile (this
+        coroutine is cancelled), the state is told.
+        """
+        if self.outcome.done():
+            raise _ending()
+        token = next(self._numbers)
+        future: asyncio.Future[ReplyBody] = self._loop.create_future()
+        self._calls[token] = future
+        self.dispatch(event_of(token))
+        try:
+            return await future
+        finally:
+            if self._calls.pop(token, None) is not None:
+                self.dispatch(CallGone(token))
+
+    def open_link(self) -> SlaveLink:
+        """Register one slave's new stream."""
+        link = SlaveLink(next(self._numbers))
+        self._links[link.number] = link
+        if self.outcome.done():
+            link.close(_ending())
+        return link
+
+    def slave_said(self, link: SlaveLink, message: SlaveMessage) -> None:
+        """Dispatch what a slave said, unless its link is closed already."""
+        if link.number in self._links and not link.closing:
+            self.dispatch(SlaveSaid(link.number, message))
+
+    def link_down(self, link: SlaveLink) -> None:
+        """The stream is over. The state is told once for each link, whoever ended it."""
+        link.close(None)
+        if self._links.pop(link.number, None) is not None:
+            self.dispatch(SlaveLinkDown(link.number))
+
+    def note_refusal(self, method: str, refused: Refused) -> None:
+        """Log a request that never reached the state because its bytes make no sense."""
+        self._log(f"{KIND} {method}", f"refused a {method}: {refused.sentence}", logging.WARNING)
+        fields = {"method": method, "code": refused.code.name, "sentence": refused.sentence}
+        try:
+            self._write_tape(Record(KIND, "-", fields))
+        except FatalError as error:
+            self._fail(error)
+
+    def turned_away(self, method: str, refused: Refused) -> None:
+        """A call that was refused because of whose it is, before its request was looked at."""
+        self.counts.refused(method, refused.code.name)
+        self.note_refusal(method, refused)
+
+    # ---- events ----
+
+    def _drain(self) -> None:
+        self._handling = True
+        try:
+            while self._events:
+                self._handle(self._events.popleft())
+            self._arm_timer()
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._handling = False
+
+    def _handle(self, event: Event) -> None:
+        now_s = self._clock.monotonic_s()
+        # After a pause of the process, sockets may be served before the timer. The state must notice the gap
+        # before it looks at any deadline, or it would evict peers that were silent only because it slept.
+        if isinstance(event, Tick) or now_s - self._last_tick_s > 2 * self._tick_s:
+            self._last_tick_s = now_s
+            self._perform_all(self._machine.handle(Tick(), now_s))
+        if not isinstance(event, Tick) and not self.outcome.done():
+            self._story.add(now_s, "event", *_told(event))
+            self._perform_all(self._machine.handle(event, now_s))
+
+    def _fail(self, error: Exception) -> None:
+        """End the master because of an error: an operator's or a disk's in a sentence, a bug with a story."""
+        if isinstance(error, ConfigError | FatalError):
+            outcome = MasterExit(error.exit_code, str(error))
+            _logger.critical("%s", error)
+        else:
+            story = "\n  ".join(str(line) for line in self._story.lines()[-30:])
+            outcome = MasterExit(BUG_EXIT_CODE, f"a bug in the master: {type(error).__name__}: {error}")
+            _logger.critical("%s; the last events were:\n  %s", outcome.sentence, story, exc_info=error)
+        self.stop(outcome)
+
+    def _journal_written(self, entry_id: int) -> None:
+        self.dispatch(JournalWritten(entry_id))
+
+    # ---- time ----
+
+    def _arm_timer(self) -> None:
+        if self.outcome.done():
+            return
+        due_s = self._last_tick_s + self._tick_s
+        deadline_s = self._machine.next_deadline_s()
+        if deadline_s is not None:
+            due_s = min(due_s, deadline_s)
+        if self._timer is not None and due_s == self._timer_due_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due_s = due_s
+        delay_s = max(MIN_TIMER_S, due_s - self._clock.monotonic_s())
+        self._timer = self._loop.call_later(delay_s, self._timer_rang)
+
+    def _timer_rang(self) -> None:
+        self._timer = None
+        try:
+            self._write_refusals()
+        except FatalError as error:
+            self._fail(error)
+        self.dispatch(Tick())
+
+    # ---- effects ----
+
+    def _perform_all(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            self._perform(effect)
+        for effect in effects:
+            match effect:  # after the replies and commands that came with it
+                case Halt():
+                    self._halt(effect)
+                case BeginAgain(at_least, sentence):
+                    _logger.warning("%s", sentence)
+                    self.stop(MasterExit(0, sentence, begin_again=at_least))
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Reply(token, body):
+                self._answer(token, body)
+            case Refuse(token, refusal):
+                self._answer(token, to_refused(refusal))
+            case ToSlave(link, command):
+                self._send(link, command)
+            case CloseLink(link, refusal):
+                if link in self._links:
+                    self._links[link].close(to_refused(refusal))
+            case WriteJournal(entry_id, kind, record_json, snapshot_json):
+                self._journal.put(JournalEntry(entry_id, kind, record_json, snapshot_json))
+            case Record():
+                self._write_tape(effect)
+            case Log(level, key, sentence, cause):
+                self._log(key, sentence, level, cause)
+
+    def _answer(self, token: int, answer: ReplyBody | Refused) -> None:
+        future = self._calls.pop(token, None)
+        if future is None or future.done():
+            return  # the caller hung up; the state learns it from CallGone
+        if isinstance(answer, Refused):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+    def _send(self, number: int, command: SlaveCommand) -> None:
+        link = self._links.get(number)
+        if link is None or link.closing:
+            return  # the state learns it from SlaveLinkDown
+        if not link.offer(command):
+            link.close(
+                Refused(
+                    RefusalCode.BUSY,
+                    f"{LINK_COMMANDS} commands wait because this slave does not read them: connect again",
+                    retry_after_s=1.0,
+                )
+            )
+
+    def _write_tape(self, record: Record) -> None:
+        self.counts.note(record, self._clock.monotonic_s())
+        line: Record | None = record
+        if record.kind == KIND:
+            line = self._refusals.note(record, self._clock.monotonic_s())
+        if line is not None:
+            self._tape.write(line.kind, line.cause, **line.fields)
+
+    def _write_refusals(self, everything: bool = False) -> None:
+        for line in self._refusals.due(self._clock.monotonic_s(), everything):
+            self._tape.write(line.kind, line.cause, **line.fields)
+
+    def _log(self, key: str, sentence: str, level: int, cause: str = "") -> None:
+        if key.startswith(KIND):
+            more = self._refusals.may_log(self._clock.monotonic_s())
+            if more is None:
+                return
+            sentence += more
+        self._changes.report(key, sentence, level, cause)
+
+    def _halt(self, halt: Halt) -> None:
+        _logger.log(logging.INFO if halt.exit_code == 0 else logging.CRITICAL, "%s", halt.sentence)
+        self.stop(MasterExit(halt.exit_code, halt.sentence))
+
+
+def _ending() -> Refused:
+    return Refused(
+        RefusalCode.BUSY,
+        "the master is ending: connect again; if it does not come back, its operator stopped it",
+        retry_after_s=1.0,
+    )
+
+
+def _told(event: Event) -> tuple[str, str]:
+    """(cause, text) of an event for the story, without its content."""
+    match event:
+        case ClusterCall(token, request):
+            kind = type(request).__name__
+            return request.caller.cause_id or "-", f"{kind} of {request.caller.name}, call {token}"
+        case SlaveSaid(link, message):
+            kind = type(message.body).__name__
+            return message.caller.cause_id or "-", f"{kind} of {message.caller.name}, link {link}"
+        case OperatorCall(token, action):
+            return "-", f"{type(action).__name__}, call {token}"
+        case BeatsEnded(cluster, incarnation):
+            return str(incarnation), f"the beats of {cluster} ended"
+        case Revoked(role, name, _):
+            return "-", f"Revoked {role} {name}"
+        case CallGone(number) | SlaveLinkDown(number) | JournalWritten(number):
+            return "-", f"{type(event).__name__} {number}"
+        case Tick():
+            return "-", "Tick"

@@ -1,0 +1,351 @@
+"""The master's whole decision making behind one function: handle(event, now) -> effects.
+
+It holds no clock and does no I/O; the same events at the same times give the same effects (I14). Effects that may
+depend on a journal entry are held back until the entry is durable.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import (
+    AwaitVerdictRequest,
+    BeginPullRequest,
+    BeginPushRequest,
+    ClusterRequest,
+    DrainRequest,
+    EvictRequest,
+    ExtendRequest,
+    FinishPullRequest,
+    FinishPushRequest,
+    HeartbeatRequest,
+    JoinRequest,
+    LeaseDataRequest,
+    LeaveRequest,
+    OperatorReply,
+    ReshardRequest,
+    ReturnDataRequest,
+    StatusRequest,
+)
+from dips.master.state.callers import check_run
+from dips.master.state.data import Data
+from dips.master.state.effects import Effect
+from dips.master.state.events import (
+    BeatsEnded,
+    CallGone,
+    ClusterCall,
+    Event,
+    JournalWritten,
+    OperatorAction,
+    OperatorCall,
+    Pause,
+    Resume,
+    Revoked,
+    SlaveLinkDown,
+    SlaveSaid,
+    Stop,
+    Tick,
+)
+from dips.master.state.ledger import Ledger, ledger_from_journal
+from dips.master.state.membership import MAX_TOTAL_TOKENS, Membership
+from dips.master.state.pulls import Pulls
+from dips.master.state.pushes import Pushes
+from dips.master.state.records import Member
+from dips.master.state.recovery import Recovery
+from dips.master.state.reshard import Reshard
+from dips.master.state.rounds import Rounds
+from dips.master.state.run_config import RunConfig
+from dips.master.state.run_view import RunView, look
+from dips.master.state.shared import SharedState
+from dips.master.state.slave_links import SlaveLinks
+from dips.master.state.slaves import SlaveRegistry
+from dips.master.state.status import status
+from dips.master.state.tables import RoundPhase
+from dips.master.state.verdicts import Verdicts
+
+
+class MasterMachine:
+    """One run's master. Not thread-safe: one owner calls handle() in order of time."""
+
+    def __init__(self, config: RunConfig, epoch: int, snapshot_json: str | None, wall_offset_s: float) -> None:
+        ledger = ledger_from_journal(snapshot_json) if snapshot_json else Ledger(config.run_id)
+        self.shared = SharedState(config, epoch, ledger, wall_offset_s)
+        self._verdicts = Verdicts(self.shared)
+        self._pushes = Pushes(self.shared, self._verdicts)
+        self._rounds = Rounds(self.shared, self._verdicts)
+        links = SlaveLinks(self.shared, self._rounds)
+        self._recovery = Recovery(self.shared, self._verdicts, self._rounds, links)
+        self._reshard = Reshard(self.shared, self._verdicts, links)
+        self._slaves = SlaveRegistry(self.shared, self._pushes, self._rounds, links, self._recovery, self._reshard)
+        self._members = Membership(self.shared, self._verdicts, self._slaves)
+        self._pulls = Pulls(self.shared)
+        self._data = Data(self.shared)
+        self._last_tick_s: float | None = None
+        self._since_s = 0.0
+        self._calls: dict[type[Any], Callable[[int, Any], None]] = {
+            JoinRequest: self._members.join,
+            HeartbeatRequest: self._members.beat,
+            LeaveRequest: self._members.leave,
+            BeginPushRequest: self._pushes.begin,
+            FinishPushRequest: self._pushes.finish,
+            AwaitVerdictRequest: self._verdicts.await_verdict,
+            BeginPullRequest: self._pulls.begin,
+            FinishPullRequest: self._pulls.finish,
+            LeaseDataRequest: self._data.lease,
+            ReturnDataRequest: self._data.give_back,
+        }
+
+    def start(self, now_s: float) -> list[Effect]:
+        """The first effects of this life of the master."""
+        self.shared.now_s = now_s
+        self._last_tick_s = self._since_s = now_s
+        self._slaves.start()
+        self._members.start()
+        version = self.shared.ledger.version
+        self.shared.record(
+            "epoch",
+            "-",
+            epoch=self.shared.epoch,
+            version=str(version),
+            tokens=self.shared.ledger.tokens,
+            durability=self.shared.config.settings.durability,
+        )
+        found = f"version {version}, {self.shared.ledger.tokens} tokens" if version else "no version yet"
+        self.shared.log("master", f"run {self.shared.config.run_id}: epoch {self.shared.epoch}, {found}")
+        if self.shared.take_back_end():
+            limit = self.shared.settings().tk_max_tokens
+            self.shared.journal("EXTEND", {"tk_max_tokens": limit, "reason": "the settings at the master's start"})
+            self.shared.log("master", f"the run had ended at its token limit; tk_max is {limit} now, so it goes on")
+        self._recovery.start()
+        return self.shared.out.take()
+
+    def run_is_over(self) -> bool:
+        """Whether the run has ended and no cluster waits for its last version: this process may end for good."""
+        return self.shared.stopped_s is not None
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """Take one event. Raises LocalProtocolError, with the story, only for a bug of ours."""
+        self.shared.now_s = now_s
+        match event:
+            case ClusterCall(token, request):
+                self._call(token, request)
+            case OperatorCall(token, action):
+                self._operate(token, action)
+            case SlaveSaid(link, message):
+                try:
+                    self._slaves.said(link, message)
+                except Refused as refused:
+                    self.shared.close(link, refused)
+            case SlaveLinkDown(link):
+                self._slaves.link_down(link)
+            case Revoked(role, name, reason):
+                self._revoked(role, name, reason)
+            case JournalWritten(entry_id):
+                self.shared.out.written(entry_id)
+            case CallGone(token):
+                self._pushes.gone(token)
+            case BeatsEnded(cluster, incarnation):
+                self._members.beats_ended(cluster, incarnation)
+            case Tick():
+                self._tick()
+        self._settle()
+        return self.shared.out.take()
+
+    def look(self) -> RunView:
+        """What a person may look at, read between two events; changes nothing."""
+        return look(self.shared)
+
+    def next_deadline_s(self) -> float | None:
+        """When the next Tick is due at the latest."""
+        deadlines = [*self._rounds.deadlines(), *self._pushes.deadlines(), *self._reshard.deadlines()]
+        shared = self.shared
+        if shared.stopped_s is not None:
+            deadlines.append(shared.stopped_s + shared.config.linger_s)
+        return min(deadlines, default=None)
+
+    # ---- calls ----
+
+    def _call(self, token: int, request: ClusterRequest) -> None:
+        try:
+            self._calls[type(request)](token, request)
+        except Refused as refused:
+            name = request.caller.name
+            self.shared.record(
+                "refused",
+                request.caller.cause_id,
+                peer=name,
+                call=type(request).__name__,
+                code=refused.code.name,
+                sentence=refused.sentence,
+            )
+            sentence = f"{type(request).__name__} refused: {refused.sentence}"
+            self.shared.log(f"refused {name[:64]}", sentence, cause=request.caller.cause_id)
+            self.shared.refuse(token, refused)
+
+    def _revoked(self, role: str, name: str, reason: str) -> None:
+        """Its calls are refused by the server; here it loses its place in the run, and with it its data key."""
+        sentence = f"its certificate was revoked{f' ({reason})' if reason else ''}"
+        self.shared.record("revoked", "operator", holder=f"{role} {name}", reason=reason)
+        self.shared.log(f"revoked {role} {name}", f"{role} {name}: {sentence}", logging.WARNING)
+        if role == "cluster" and name in self.shared.members:
+            self._members.evict(name, sentence)
+        if role == "operator":
+            self._pulls.end_readers()
+
+    def _operate(self, token: int, action: OperatorAction) -> None:
+        try:
+            self._do(token, action)
+        except Refused as refused:
+            self.shared.refuse(token, refused)
+
+    def _do(self, token: int, action: OperatorAction) -> None:
+        shared = self.shared
+        match action:
+            case StatusRequest(run_id):
+                check_run(shared, run_id, "the request")
+                shared.reply(token, status(shared))
+            case Pause(request):
+                check_run(shared, request.run_id, "the request")
+                shared.ledger.paused = request.reason or "no reason given"
+                shared.journal("PAUSE", {"reason": shared.ledger.paused})
+                self._done(token, "pause", "no new round begins until `dips resume`; clusters train on")
+            case Resume(request):
+                check_run(shared, request.run_id, "the request")
+                shared.ledger.paused = ""
+                shared.journal("RESUME", {})
+                self._done(token, "resume", "rounds go on")
+            case Stop(request):
+                check_run(shared, request.run_id, "the request")
+                self._stop(token, request.reason or "stopped by the operator")
+            case EvictRequest(run_id, cluster, reason):
+                check_run(shared, run_id, "the request")
+                self._live(cluster)
+                shared.ledger.draining.pop(cluster, None)  # "it may join again" is meant
+                self._members.evict(cluster, reason or "by the operator")
+                self._done(token, "evict", f"cluster {cluster} is evicted; it may join again")
+            case DrainRequest(run_id, cluster, reason):
+                check_run(shared, run_id, "the request")
+                self._live(cluster)
+                shared.ledger.draining[cluster] = reason or "by the operator"
+                shared.journal("DRAIN", {"cluster": cluster, "reason": shared.ledger.draining[cluster]})
+                self._done(token, "drain", f"cluster {cluster} pushes its last steps and leaves")
+
+            case ExtendRequest() as request:
+                check_run(shared, request.run_id, "the request")
+                self._extend(token, request)
+            case ReshardRequest() as request:
+                check_run(shared, request.run_id, "the request")
+                self._done(token, "reshard_asked", self._reshard.ask(request))
+
+    def _extend(self, token: int, request: ExtendRequest) -> None:
+        """Take back the run's end, also one that only was asked for, and move its token limit."""
+        shared, ledger = self.shared, self.shared.ledger
+        moved = request.no_limit or request.tk_max_tokens > 0
+        limit = 0 if request.no_limit else request.tk_max_tokens or shared.settings().tk_max_tokens
+        if request.no_limit and request.tk_max_tokens:
+            raise Refused(RefusalCode.CONFIG, "a limit and none are asked for: give --tokens N or --no-limit")
+        if request.tk_max_tokens > MAX_TOTAL_TOKENS:
+            raise Refused(RefusalCode.TOKENS, f"{limit} tokens are no limit: give at most {MAX_TOTAL_TOKENS}")
+        if 0 < limit <= ledger.tokens:
+            raise Refused(
+                RefusalCode.CONFIG,
+                f"{ledger.tokens} tokens are applied, and the run's limit would be {limit}: give --tokens with more "
+                "than are applied, or --no-limit",
+            )
+        if not (moved or ledger.stopping or ledger.stop_asked):
+            raise Refused(
+                RefusalCode.CONFIG, "the run has not ended, and nothing asks it to: give --tokens N to move its limit"
+            )
+        if moved:
+            ledger.extended = limit, shared.config.settings.tk_max_tokens
+        ended = ledger.stopping or ledger.stop_asked
+        ledger.stopping = ledger.stop_asked = ""
+        shared.stopped_s = None
+        shared.journal("EXTEND", {"tk_max_tokens": limit, "reason": request.reason or "no reason given"})
+        until = f"until {limit} tokens are applied" if limit else "until it is stopped"
+        taken_back = f"; its end is taken back ({ended}), clusters that left are to be started again" if ended else ""
+        self._done(token, "extend", f"the run goes on {until}{taken_back}")
+
+    def _done(self, token: int, kind: str, sentence: str) -> None:
+        self.shared.record(kind, "operator", sentence=sentence)
+        self.shared.log("operator", f"{kind}: {sentence}")
+        self.shared.reply(token, OperatorReply(sentence))
+
+    def _stop(self, token: int, reason: str) -> None:
+        shared = self.shared
+        if shared.ledger.stopping and not shared.members:
+            awaited = self._awaited()
+            if awaited:
+                sentence = f"the run has ended; the master waits for {', '.join(awaited)}, here before it was restarted"
+                self._done(token, "stop", sentence)
+                return
+            self._done(token, "stop", "no cluster is left; the master stops now")
+            self._halt()
+            return
+        shared.ledger.stop_asked = reason
+        shared.journal("STOP", {"reason": reason})
+        self._done(token, "stop", "the open round finishes, everyone pulls the last version and leaves")
+
+    def _awaited(self) -> list[str]:
+        """Who was here in the last life of the master and had no time yet to come back: they must hear of the end."""
+        shared = self.shared
+        if shared.now_s - self._since_s > shared.config.evict_after_s:
+            return []
+        clusters = [str(name) for name, entry in sorted(shared.ledger.clusters.items()) if entry.member]
+        attached = {name for name, slave in shared.slaves.items() if slave.link is not None}
+        return clusters + [str(name) for name in shared.slaves_expected() if name not in attached]
+
+    def _live(self, cluster: str) -> Member:
+        member = self.shared.members.get(cluster)
+        if member is None:
+            names = ", ".join(sorted(self.shared.members)) or "none"
+            raise Refused(RefusalCode.UNKNOWN_NAME, f"no cluster {cluster!r} is here; live clusters: {names}")
+        return member
+
+    # ---- time ----
+
+    def _tick(self) -> None:
+        shared = self.shared
+        gap_s = shared.now_s - (self._last_tick_s if self._last_tick_s is not None else shared.now_s)
+        self._last_tick_s = shared.now_s
+        if gap_s > shared.config.settings.heartbeat_s / 2:
+            shared.record("stood_still", "-", gap_s=gap_s)
+            self._members.rearm(gap_s)
+            self._slaves.rearm(gap_s)
+            self._pushes.rearm(gap_s)
+            self._pulls.rearm(gap_s)
+            self._rounds.rearm(gap_s)
+            self._recovery.rearm(gap_s)
+            self._reshard.rearm(gap_s)
+        self._recovery.tick()
+        self._slaves.tick()
+        self._members.tick()
+        self._pushes.tick()
+        self._pulls.tick()
+        self._rounds.tick()
+
+    def _settle(self) -> None:
+        shared = self.shared
+        self._recovery.settle()
+        self._reshard.settle()
+        self._rounds.settle()
+        idle = shared.round.phase.now is RoundPhase.IDLE
+        if shared.ledger.stop_asked and idle and not shared.ledger.stopping:
+            shared.ledger.stopping = shared.ledger.stop_asked
+            self._rounds.settle()
+        self._members.finish_leaving()
+        shared.tell_allowed()
+        ended = shared.ledger.stopping and idle and not shared.members and shared.everything_out
+        if ended and shared.stopped_s is None:
+            shared.stopped_s = shared.now_s
+            shared.record("stopped", "-", reason=shared.ledger.stopping, tokens=shared.ledger.tokens)
+            shared.log("master", f"the run has ended: {shared.ledger.stopping}; no cluster is left")
+        if shared.stopped_s is not None and shared.now_s >= shared.stopped_s + shared.config.linger_s:
+            self._halt()
+
+    def _halt(self) -> None:
+        self._slaves.stop_all("the run has ended")
+        self.shared.halt(0, f"the run has ended: {self.shared.ledger.stopping}")

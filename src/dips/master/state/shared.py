@@ -1,0 +1,275 @@
+"""What the master's machines share: the ledger, who is here now, the open pushes, and the way out for effects.
+
+Only machines of this package write to it, and only within one handle() call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dips.core.errors import Refused
+from dips.core.ids import PushId, SlaveId, Version
+from dips.core.machine import MachineHistory, Phase
+from dips.core.messages import (
+    Allow,
+    ClusterReply,
+    CommandBody,
+    OperatorReply,
+    PlacementSpec,
+    Refusal,
+    RoundSummary,
+    Settings,
+    SlaveAddress,
+    SlaveCommand,
+    StatusReply,
+)
+from dips.core.placement import Placement
+from dips.master.state.allow_list import AllowList
+from dips.master.state.effects import CloseLink, Halt, Log, Record, Refuse, Reply, ToSlave
+from dips.master.state.ledger import CommitInfo, Ledger, canonical
+from dips.master.state.link_rates import LinkRates
+from dips.master.state.outbox import Outbox
+from dips.master.state.penalty import DetectorState
+from dips.master.state.records import Kept, Member, Pin, Push, RecoveryState, ReshardState, RoundState, Slave
+from dips.master.state.run_config import RunConfig
+from dips.master.state.schedule import TransferScheduler
+from dips.master.state.tables import RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE
+
+RECENT_ROUNDS = 32
+
+COMMITS_KEPT = 8
+"""Versions that a cluster's copy can be checked against when the slaves lost them; the oldest live base is rarely
+older. A record is the ledger's size."""
+
+
+class SharedState:
+    """Shared state of one master process."""
+
+    def __init__(self, config: RunConfig, epoch: int, ledger: Ledger, wall_offset_s: float) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.ledger = ledger
+        self.wall_offset_s = wall_offset_s
+        self.now_s = 0.0
+        self.story = MachineHistory()
+        self.members: dict[str, Member] = {}
+        self.slaves: dict[SlaveId, Slave] = {}
+        self.pins: dict[int, Pin] = {}
+        self.schedule = TransferScheduler()
+        self.link_rates = LinkRates()
+        self.allowed = AllowList(config.encrypted)
+        self.waiters: dict[PushId, list[tuple[int, float]]] = {}
+        self.published: Kept | None = None
+        self.window_opened_s: float | None = None
+        self.planned_window_s: float | None = None
+        """Where dynamic local steps aim at: one absolute time for all clusters (pacing.py)."""
+        self.publish_interval_s = 0.0
+        self.published_s: float | None = None
+        self.recorded_detector: DetectorState | None = None
+        """What follows from the records of this process; another state is written out with the next judgement."""
+        self.leave_ready: list[str] = []
+        self.called_of_old_s: dict[str, float] = {}
+        """When a member of the master before this one last called, by its old incarnation."""
+        self.stopped_s: float | None = None
+        self.round = RoundState(Phase(ROUND_TABLE, self.story))
+        self.recovery = RecoveryState(Phase(RECOVERY_TABLE, self.story))
+        self.reshard = ReshardState(Phase(RESHARD_TABLE, self.story))
+        self.commits: deque[CommitInfo] = deque([ledger.commit] if ledger.commit else [], maxlen=COMMITS_KEPT)
+        self.kept: dict[Version, Kept] = {}
+        self.seed_cluster: str | None = None
+        self.recent: deque[RoundSummary] = deque(maxlen=RECENT_ROUNDS)
+        self.rounds_aborted = 0
+        self.aborted_of: dict[str, int] = {}
+        self.counted_since_s: dict[str, float] = {}
+        self.alike: dict[tuple[str, str], int] = {}
+        self.same_data: dict[tuple[str, str], str] = {}
+        """Pairs of clusters: rounds in which they pushed the same, and the sentence where that is an alarm
+        (same_data.py)."""
+        self.token_doubts: dict[str, tuple[str, float]] = {}
+        """Cluster -> why its token counts are in doubt, and since when that is said (token_counts.py)."""
+        self._were_enough = ledger.tokens > 0
+        self.out = Outbox()
+
+    # ---- who is here ----
+
+    def live(self) -> list[Member]:
+        """Members in cluster-id order."""
+        return [self.members[name] for name in sorted(self.members)]
+
+    def ready_slaves(self) -> list[Slave]:
+        return [slave for _, slave in sorted(self.slaves.items()) if slave.ready]
+
+    def slaves_expected(self) -> list[SlaveId]:
+        return list(self.ledger.placement.slaves) if self.ledger.placement else sorted(self.slaves)
+
+    def holds_blocks(self, slave: SlaveId) -> bool:
+        """Whether blocks are placed on it, or may be: none are placed yet."""
+        placement = self.ledger.placement
+        return placement is None or slave in placement.slaves
+
+    def all_slaves_ready(self) -> bool:
+        """Once blocks are placed, the slaves that hold them are all there need be, whatever the settings say now."""
+        placement = self.ledger.placement
+        return placement is not None and len(self.ready_slaves()) == len(placement.slaves)
+
+    def seeder(self) -> str | None:
+        """Who is to push the first parameters. A drained cluster may begin no push, so it passes that on."""
+        name, draining = self.seed_cluster, self.ledger.draining
+        if name in draining and name in self.members and self.members[name].push is None:
+            self.seed_cluster = min((other for other in self.members if other not in draining), default=None)
+        return self.seed_cluster
+
+    def enough_clusters(self) -> bool:
+        """Whether min_clusters were ever here at once: the run's beginning waits for them, nothing later does."""
+        self._were_enough = self._were_enough or len(self.members) >= self.config.min_clusters
+        return self._were_enough
+
+    @property
+    def everything_out(self) -> bool:
+        """Whether the last version that was committed, if there is one, is published and the slaves hold it."""
+        published = self.published.version if self.published else None
+        return published == self.ledger.version and not self.recovery.active
+
+    @property
+    def durable(self) -> Version | None:
+        """The newest version that stands on every slave's disk; None while that is not known."""
+        if self.config.settings.durability != "async":
+            return self.published.version if self.published else None
+        known = [self.slaves[name].durable if name in self.slaves else None for name in self.slaves_expected()]
+        there = [version for version in known if version is not None]
+        return min(there) if there and len(there) == len(known) else None
+
+    def replace_ledger(self, ledger: Ledger, commit: CommitInfo) -> None:
+        """The run goes on from another state, on a new timeline; who is here stays, what was lent to them does not."""
+        if ledger.placement != self.ledger.placement:
+            self.commits.clear()  # their digests are of other shards
+        self.ledger = ledger
+        ledger.directories |= {name: self.slaves[name].directory_id for name in ledger.slaves if name in self.slaves}
+        for member in self.members.values():
+            ledger.entry(member.cluster).process_id = member.process_id
+        self.set_commit(commit)
+        self.take_back_end()
+        self.published, self.kept, self.pins = None, {}, {}
+        self.stopped_s = None
+        for member in self.members.values():
+            member.held_at_join = ()
+            member.last_lease = (member.last_lease[0] - 1, ())
+            member.last_admitted_s = None
+
+    def tell_rollback(
+        self, lost: Version | None, origin: Version, donor: str | None, lost_tokens: int, n_pushes: int
+    ) -> None:
+        """Never silent: on the tape, in the log and as an alarm."""
+        now = self.ledger.version
+        self.record(
+            "rolled_back", "recovery", version=str(now), origin=str(origin), donor=donor, lost_tokens=lost_tokens
+        )
+        how = f"its parameters come from cluster {donor}, momentum is zero" if donor else "from the slaves' snapshots"
+        self.alarm(
+            f"ROLLBACK to version {origin}, now {now} ({how}): the slaves lost version {lost}; {lost_tokens} tokens of "
+            f"{n_pushes} pushes are undone and their data is trained again"
+        )
+
+    def tell_new_timeline(self, origin: Version) -> None:
+        """A rollback that takes back nothing that is known."""
+        now = self.ledger.version
+        self.record("rolled_back", "recovery", version=str(now), origin=str(origin), donor=None, lost_tokens=0)
+        self.alarm(
+            f"the run goes on from version {origin} on a new timeline, as {now}: with durability async, newer versions "
+            "may have been published and lost, and only the journal that is gone would know"
+        )
+
+    def set_commit(self, commit: CommitInfo) -> None:
+        """This commit makes the ledger's newest version."""
+        self.ledger.commit = commit
+        self.commits.append(commit)
+
+    def s_max(self) -> int:
+        return self.config.settings.max_staleness_versions or max(8, 4 * len(self.members))
+
+    def settings(self) -> Settings:
+        """What everybody is told: the settings, with the token limit that an operator may have moved."""
+        settings = self.config.settings
+        limit = self.ledger.token_limit(settings.tk_max_tokens)
+        return settings if limit == settings.tk_max_tokens else replace(settings, tk_max_tokens=limit)
+
+    def take_back_end(self) -> bool:
+        """A run that ended at its token limit goes on when the limit has been moved or fewer tokens are left; whether
+        that is so. An operator's stop stands."""
+        ledger, limit = self.ledger, self.settings().tk_max_tokens
+        if not ledger.stopping or ledger.stop_asked or 0 < limit <= ledger.tokens:
+            return False
+        ledger.stopping, self.stopped_s = "", None
+        return True
+
+    def pushes(self) -> Iterator[Push]:
+        for member in self.live():
+            if member.push is not None:
+                yield member.push
+
+    def placement_spec(self) -> PlacementSpec:
+        placement = self.ledger.placement
+        assert placement is not None, "asked for only once blocks are placed"
+        return self.spec_of(placement)
+
+    def spec_of(self, placement: Placement) -> PlacementSpec:
+        """The placement with the addresses of its slaves as they are now."""
+        return PlacementSpec(
+            tuple(self._address(slave) for slave in placement.slaves),
+            placement.slave_of_block,
+            placement.placement_hash,
+        )
+
+    def _address(self, name: SlaveId) -> SlaveAddress:
+        slave = self.slaves.get(name)
+        return SlaveAddress(name, slave.endpoint, slave.curve_key) if slave is not None else SlaveAddress(name, "")
+
+    # ---- the way out ----
+
+    def reply(self, token: int, body: ClusterReply | StatusReply | OperatorReply) -> None:
+        self.out.put(Reply(token, body))
+
+    def refuse(self, token: int, refused: Refused) -> None:
+        self.out.put(Refuse(token, Refusal(refused.code, refused.sentence, refused.retry_after_s)))
+
+    def command(self, slave: Slave, body: CommandBody, cause: str) -> None:
+        if slave.link is not None:
+            self.out.put(
+                ToSlave(slave.link, SlaveCommand(self.config.run_id, self.epoch, slave.incarnation, cause, body))
+            )
+
+    def command_all(self, body: CommandBody, cause: str) -> None:
+        for slave in self.ready_slaves():
+            self.command(slave, body, cause)
+
+    def tell_allowed(self) -> None:
+        """If the list of data keys has changed, every slave that is attached hears the new one."""
+        keys = self.allowed.news()
+        if keys is not None:
+            for _, slave in sorted(self.slaves.items()):
+                self.command(slave, Allow(keys), "keys")
+
+    def close(self, link: int, refused: Refused) -> None:
+        self.out.put(CloseLink(link, Refusal(refused.code, refused.sentence, refused.retry_after_s)))
+
+    def journal(self, kind: str, record: dict[str, object]) -> None:
+        """Make the ledger as it now is durable, together with what changed it."""
+        self.out.journal(kind, canonical({"kind": kind, "epoch": self.epoch} | record), self.ledger.to_json())
+
+    def record(self, kind: str, cause: str, **fields: object) -> None:
+        self.story.add(self.now_s, kind, cause, str(fields))
+        self.out.put(Record(kind, cause, fields))
+
+    def log(self, key: str, sentence: str, level: int = logging.INFO, cause: str = "") -> None:
+        self.out.put(Log(level, key, sentence, cause))
+
+    def alarm(self, sentence: str) -> None:
+        """Something that a person should look at."""
+        self.record("alarm", "-", sentence=sentence)
+        self.log(f"alarm {sentence[:40]}", sentence, logging.WARNING)
+
+    def halt(self, exit_code: int, sentence: str) -> None:
+        self.out.put(Halt(exit_code, sentence))

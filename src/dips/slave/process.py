@@ -1,0 +1,219 @@
+"""The slave process: puts the parts together, and takes them apart in an order that loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+from dips.core.allocator import keep_freed_memory
+from dips.core.clock import SystemClock
+from dips.core.config import Loaded
+from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError
+from dips.core.file_limit import raise_file_limit
+from dips.core.net.addresses import format_address, parse_address
+from dips.core.net.curve import pair_for
+from dips.core.net.keys import security_of
+from dips.core.net.reach import is_elsewhere, is_loopback_endpoint
+from dips.core.net.security import Security, check_reach
+from dips.core.observe import failpoints
+from dips.core.observe.telemetry import Tape, configure_logging, say_last
+from dips.slave.config import SlaveConfig
+from dips.slave.connections import ConnectionGuard
+from dips.slave.control import Control
+from dips.slave.data_server import DataServer
+from dips.slave.metrics_serving import serve_slave_metrics
+from dips.slave.push_evidence import DIRECTORY, PushEvidence
+from dips.slave.shell import SlaveShell
+from dips.slave.snapshots import SnapshotStore
+from dips.slave.state import events
+from dips.slave.state.slave import SlaveMachine
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may hold the interpreter while others wait. The default of 5 ms would add up to 5 ms to each
+chunk's answer whenever the event loop is at work; at 1 MiB chunks that would halve a fast link."""
+
+log = logging.getLogger("dips.slave")
+
+
+def run(config: SlaveConfig, loaded: Loaded[SlaveConfig] | None = None) -> int:
+    """Serve until told to stop. Returns the process's exit code; says an error in one sentence on stderr.
+
+    With `loaded` the settings are logged first, each with its source.
+    0: the master needs this slave no more. 143, 130: SIGTERM or SIGINT came before that. Others: DipsError.exit_code
+    of what ended it.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
+    raise_file_limit()
+    try:
+        configure_logging("slave", config.slave_id, config.log_level, config.log_format)
+        failpoints.install("slave", enabled=config.failpoints)
+        if loaded is not None:
+            log.info("settings:\n%s", loaded.describe())
+        return asyncio.run(_until_signalled(config))
+    except DipsError as error:
+        say_last(str(error), f"dips slave {config.slave_id}")
+        return error.exit_code
+
+
+async def _until_signalled(config: SlaveConfig) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    code = TERMINATED
+
+    def rang(number: signal.Signals) -> None:
+        nonlocal code
+        code = INTERRUPTED if number is signal.SIGINT else TERMINATED
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, rang, number)
+    return 0 if await serve(config, stop) else code
+
+
+async def serve(config: SlaveConfig, stop: asyncio.Event) -> bool:
+    """Serve until `stop` is set or the master says StopSlave; whether the master said so.
+
+    Raises the DipsError that ends the slave.
+    """
+    security = security_of(config, f"slave {config.slave_id}")
+    check_reach(config.data_host, "data_host", security)
+    check_reach(config.master, "master", security)
+    clock = SystemClock()
+    store = SnapshotStore(config.directory, config.run_id, config.slave_id, config.snapshots_kept)
+    try:
+        with Tape(config.tape, "slave", config.slave_id, clock) as tape:
+            return await _serve(config, security, stop, store, tape, clock)
+    finally:
+        store.close()
+
+
+async def _serve(
+    config: SlaveConfig,
+    security: Security,
+    stop: asyncio.Event,
+    store: SnapshotStore,
+    tape: Tape,
+    clock: SystemClock,
+) -> bool:
+    for problem in await asyncio.to_thread(store.scan):
+        log.warning("%s", problem)
+        tape.write("snapshot_skipped", "", reason=problem)
+    relay = _Relay()
+    curve = pair_for(security)
+    data = DataServer(
+        config.data_host,
+        config.data_port,
+        config.run_id,
+        config.max_chunk_bytes,
+        relay.staged,
+        relay.crashed,
+        config.data_threads_used,
+        curve=curve,
+    )
+    shell = guard = metrics = None
+    try:
+        endpoint = _advertised(config, data.endpoint)
+        state = SlaveMachine(
+            config.run_id,
+            config.slave_id,
+            endpoint,
+            config.memory_bytes,
+            config.max_chunk_bytes,
+            store.promised_epoch,
+            store.ring.infos(),
+            b"" if curve is None else curve.public,
+            store.directory_id,
+        )
+        shell = SlaveShell(
+            state,
+            config.slave_id,
+            config.memory_bytes,
+            store,
+            data,
+            tape,
+            clock,
+            _push_record(config),
+            config.compute_threads,
+            curve,
+        )
+        relay.shell = shell
+        await shell.warm_up()
+        data.start()
+        guard = ConnectionGuard(data, config.memory_bytes)
+        guard.start()
+        metrics = await serve_slave_metrics(config, security, shell, data, guard, store.ring)
+        tape.write("started", "", endpoint=endpoint, pid=os.getpid(), snapshots=len(store.ring.infos()))
+        log.info("run %s: data port %s, master %s", config.run_id, endpoint, config.master)
+        return await _until_ended(shell, Control(config.master, security, shell, data), stop, tape)
+    finally:
+        if metrics is not None:
+            metrics.stop()
+        if guard is not None:
+            guard.stop()
+        data.stop()
+        if shell is not None:
+            await shell.close()
+
+
+def _advertised(config: SlaveConfig, bound: str) -> str:
+    """The endpoint that clusters are to dial. Raises ConfigError for one that they cannot, as far as is known here."""
+    endpoint = bound
+    if config.advertise:
+        host, port = parse_address(config.advertise, "advertise")
+        endpoint = f"tcp://{format_address(host, port or parse_address(bound)[1])}"
+    if is_loopback_endpoint(endpoint) and is_elsewhere(config.master):
+        raise ConfigError(
+            f"clusters are to find this slave at {endpoint}, which only this machine reaches, and the master at "
+            f"{config.master} is another machine: give data_host an address of this machine that they reach, or give "
+            "advertise"
+        )
+    return endpoint
+
+
+def _push_record(config: SlaveConfig) -> PushEvidence | None:
+    if not config.record_pushes:
+        return None
+    try:
+        return PushEvidence(config.directory, config.run_id, config.slave_id)
+    except OSError as error:
+        where = config.directory / DIRECTORY
+        raise ConfigError(f"{where} cannot be made: {error.strerror}; or leave record_pushes off") from error
+
+
+async def _until_ended(shell: SlaveShell, control: Control, stop: asyncio.Event, tape: Tape) -> bool:
+    """Whether it ended because the master needs this slave no more."""
+    stopped = asyncio.create_task(stop.wait())
+    dialling = asyncio.create_task(control.run())
+    try:
+        ends: list[asyncio.Future[Any]] = [shell.ended, stopped, dialling]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if dialling.done():
+            dialling.result()
+        reason = shell.ended.result() if shell.ended.done() else "a signal"
+        tape.write("stopped", "", reason=reason)
+        log.info("stopped: %s", reason)
+        return shell.ended.done()
+    finally:
+        for task in (dialling, stopped):
+            task.cancel()
+        await asyncio.gather(dialling, stopped, return_exceptions=True)
+
+
+class _Relay:
+    """Carries the data thread's words to the engine, which is made after the data port is bound."""
+
+    def __init__(self) -> None:
+        self.shell: SlaveShell | None = None
+
+    def staged(self, event: events.PushStaged) -> None:
+        if self.shell is not None:
+            self.shell.handle_soon(event)
+
+    def crashed(self, error: BaseException) -> None:
+        if self.shell is not None:
+            self.shell.fail_soon(error)

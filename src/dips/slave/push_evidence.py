@@ -1,0 +1,111 @@
+"""Evidence of every round: the accepted pushes as they stood in staging, so that a version can be computed again.
+
+Off by default, because it costs 4 bytes of disk for each parameter and push, for ever. For round r1.7 the directory
+`pushes/` has one safetensors file for each accepted push (`r1.7-0.safetensors`: the tensor "push", float32, this
+slave's blocks in block-id order) and, once all of them are durable, `round-r1.7.json` with every scalar of the outer
+step, the checksum of each file, and one of itself (docs/storage.md). Rounds that were given up leave theirs, too: the
+COMMIT records say which ones count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from dips.core.messages import Prepare, SnapshotInfo
+from dips.core.observe.failpoints import failpoint
+from dips.slave.durable import LocalDisk, replace_durably
+from dips.slave.memory import F32, bytes_of
+from dips.slave.overwrite import PIECE_BYTES, begin_writing
+
+FORMAT = "dips-round-3"
+DIRECTORY = "pushes"
+
+
+class PushEvidence:
+    """directory: the slave's own; `pushes/` is made in it. Raises OSError."""
+
+    def __init__(self, directory: Path, run_id: str, slave_id: str) -> None:
+        self._directory = directory / DIRECTORY
+        self._directory.mkdir(exist_ok=True)
+        self._disk = LocalDisk(self._directory)
+        self._owner = {"format": FORMAT, "run_id": run_id, "slave_id": slave_id}
+
+    def write(self, body: Prepare, shadow: SnapshotInfo, rows: list[F32], chunk_bytes: int) -> None:
+        """rows: staging rows of body.accepted in that order, each (n,) float32. Durable when this returns.
+
+        Raises OSError; files that no record names may stay then.
+        """
+        round_id = str(body.round)
+        names = [f"{round_id}-{index}.safetensors" for index in range(len(rows))]
+        pushes = [self._push(body, index) for index in range(len(rows))]
+        for name, said, row in zip(names, pushes, rows, strict=True):
+            metadata = self._owner | {"round": round_id, **{key: str(value) for key, value in said.items()}}
+            said["xxh3_128"] = _write_push(self._directory / name, row, metadata)
+        self._disk.sync_names()
+        accepted = [said | {"file": name} for name, said in zip(names, pushes, strict=True)]
+        told = self._owner | _scalars(body, shadow, chunk_bytes) | {"accepted": accepted}
+        text = json.dumps(told | {"xxh3_128": checksum(told)}, indent=1)
+        replace_durably(self._disk, f"round-{round_id}.json", text.encode())
+
+    def _push(self, body: Prepare, index: int) -> dict[str, Any]:
+        staged = body.accepted[index]
+        return {"push": str(staged.push), "attempt": staged.attempt, "weight": body.weights[index]}
+
+
+def checksum(told: Mapping[str, Any]) -> str:
+    """Of all that a round's file says, its own checksum left out."""
+    body = {key: value for key, value in told.items() if key != "xxh3_128"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _write_push(path: Path, row: F32, metadata: Mapping[str, str]) -> str:
+    """A safetensors file of one tensor, flushed; by hand, because the library makes two copies of the tensor.
+
+    Returns xxh3-128 of all its bytes.
+    """
+    place = {"dtype": "F32", "shape": [row.size], "data_offsets": [0, row.nbytes]}
+    text = json.dumps({"__metadata__": metadata, "push": place}, separators=(",", ":")).encode()
+    text = text.ljust(-len(text) % 8 + len(text))
+    head = len(text).to_bytes(8, "little") + text
+    sum_of_bytes = xxhash.xxh3_128(head)
+    sum_of_bytes.update(bytes_of(row))
+    failpoint("slave.pushes.before_write")
+    with path.open("wb", buffering=0) as file:
+        _write_all(file.fileno(), 0, memoryview(head))
+        _write_all(file.fileno(), 8 + len(text), bytes_of(row))
+        failpoint("slave.pushes.before_fsync")
+        os.fsync(file.fileno())
+        failpoint("slave.pushes.after_fsync")
+    return sum_of_bytes.hexdigest()
+
+
+def _write_all(handle: int, at: int, data: memoryview) -> None:
+    while data:
+        done = os.pwrite(handle, data[:PIECE_BYTES], at)
+        begin_writing(handle, at, done)
+        at, data = at + done, data[done:]
+
+
+def _scalars(body: Prepare, shadow: SnapshotInfo, chunk_bytes: int) -> dict[str, Any]:
+    """JSON keeps every bit of a float64: Python writes the shortest text that reads back the same."""
+    return {
+        "round": str(body.round),
+        "from_version": str(body.from_version) if body.from_version is not None else None,
+        "to_version": str(body.to_version),
+        "scale": body.scale,
+        "outer_lr": body.outer_lr,
+        "momentum_decay": body.momentum_decay,
+        "momentum_lookahead": body.momentum_lookahead,
+        "gradient_weight": body.gradient_weight,
+        "averaged_share": body.averaged_share,
+        "chunk_bytes": chunk_bytes,
+        "layout_hash": shadow.layout_hash.hex(),
+        "placement_hash": shadow.placement_hash.hex(),
+        "digest": shadow.digest.hex(),
+    }

@@ -1,0 +1,498 @@
+"""Carries out what the slave's state machine decides: memory, disk, data port, tape, and messages up.
+
+Runs on the control thread's event loop. Arithmetic runs on the one thread "dips-outer", the disk on the one
+thread "dips-disk"; jobs come back as events. Never decides anything itself, and never lets a failed job pass
+for a done one: a refusal is an event, anything else ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from dips.core.chunks import shard_digest
+from dips.core.clock import Clock
+from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
+from dips.core.math import outer_numba, wire_numba
+from dips.core.math.compiling import watched
+from dips.core.messages import CommitRecord, Configure, SlaveMessage, SnapshotInfo
+from dips.core.net.curve import CurvePair
+from dips.core.net.grpc_refusal import to_refusal
+from dips.core.observe.starting import Starting
+from dips.core.observe.telemetry import ChangeLogger, Tape
+from dips.core.threads import Threads
+from dips.slave import calculation
+from dips.slave.data_server import DataServer
+from dips.slave.memory import F32, ShardMemory
+from dips.slave.memory_speed import memory_bytes_per_s
+from dips.slave.metrics_collector import MetricsMoment, snapshot
+from dips.slave.metrics_counts import Counts
+from dips.slave.mover import Mover
+from dips.slave.push_evidence import PushEvidence
+from dips.slave.ring import disk_refusal
+from dips.slave.snapshots import SnapshotStore
+from dips.slave.state import checks, effects, events
+from dips.slave.state.fetching import cancelled
+from dips.slave.state.slave import SlaveMachine
+
+T = TypeVar("T")
+log = logging.getLogger("dips.slave")
+
+
+class SlaveShell:
+    """One slave at work. `ended` resolves with the reason of a StopSlave, or raises what ends the process."""
+
+    def __init__(
+        self,
+        state: SlaveMachine,
+        slave_id: str,
+        memory_bytes: int,
+        store: SnapshotStore,
+        data: DataServer,
+        tape: Tape,
+        clock: Clock,
+        pushes: PushEvidence | None = None,
+        compute_threads: int = 0,
+        curve: CurvePair | None = None,
+    ) -> None:
+        self.state = state
+        self._slave_id = slave_id
+        self._memory_bytes = memory_bytes
+        self._store = store
+        self._ring = store.ring
+        self._pushes = pushes
+        self._data = data
+        self._tape = tape
+        self._clock = clock
+        self._changes = ChangeLogger(log)
+        self._loop = asyncio.get_running_loop()
+        self._memory: ShardMemory | None = None
+        self._outer = ThreadPoolExecutor(1, "dips-outer")
+        self._threads = Threads(compute_threads)
+        self._disk = ThreadPoolExecutor(1, "dips-disk")
+        self._moving = ThreadPoolExecutor(1, "dips-move")
+        self._curve = curve
+        self._mover: Mover | None = None
+        self._unwanted_move = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._settling: asyncio.Future[None] | None = None
+        self._saving: asyncio.Future[None] | None = None
+        self._saving_theta: F32 | None = None
+        self._said_refused = 0
+        self._said_away = 0
+        self._counts = Counts(clock)
+        self.send: Callable[[SlaveMessage], None] | None = None
+        self.close_link: Callable[[str], None] | None = None
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+
+    async def warm_up(self) -> None:
+        """Compile the kernels before anyone waits for them: compiling holds the interpreter lock."""
+        starting = Starting("kernels", log, self._tape, self._clock, quiet_s=0.0)
+        with watched(starting.compiles, outer_numba, wire_numba):
+            for kernels in (outer_numba, wire_numba):
+                await self._loop.run_in_executor(self._outer, kernels.warm_up)
+        starting.end()
+
+    async def measure_memory(self) -> float:
+        """Bytes a second that this machine's memory moves. To be asked before the slave serves."""
+        return await self._on(self._outer, memory_bytes_per_s, self._threads)
+
+    def look(self) -> MetricsMoment:
+        """This moment, for metrics; on the event loop."""
+        return snapshot(self.state, self._memory, self._counts)
+
+    def handle(self, event: events.Event) -> None:
+        """Give the state machine an event and carry out what it wants, in order."""
+        if isinstance(event, events.Unlinked):
+            self._counts.note("unlinked")
+        try:
+            for effect in self.state.handle(event, self._clock.monotonic_s()):
+                self._carry_out(effect)
+        except LocalProtocolError as error:
+            self.fail(error)
+
+    def handle_soon(self, event: events.Event) -> None:
+        """From any other thread."""
+        self._loop.call_soon_threadsafe(self.handle, event)
+
+    def fail(self, error: BaseException) -> None:
+        """End the process with this error."""
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
+    def fail_soon(self, error: BaseException) -> None:
+        """From any other thread."""
+        self._loop.call_soon_threadsafe(self.fail, error)
+
+    async def close(self) -> None:
+        """Let the disk finish what it writes, drop the rest. Call after the data server stopped."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for executor in (self._moving, self._outer, self._disk):
+            executor.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
+        if self.ended.done() and not self.ended.cancelled():
+            self.ended.exception()
+
+    # ---- effects ----
+
+    def _carry_out(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.SendUp(body):
+                if self.send is not None:
+                    self.send(SlaveMessage(self.state.caller(), body))
+            case effects.Record(kind, cause, fields):
+                self._counts.note(kind)
+                self._tape.write(kind, cause, **fields)
+            case effects.Log(level, key, sentence, because):
+                self._changes.report(key, sentence, level, because)
+            case effects.OpenSlot(push, attempt, slot, opening, wire, base):
+                self._data.open(push, attempt, slot, opening, wire, base)
+            case effects.CloseSlot(push):
+                self._data.close(push)
+            case effects.CloseAllSlots():
+                self._data.close_all()
+            case effects.Serve(epoch):
+                self._data.set_epoch(epoch)
+            case effects.SetAllowed(keys):
+                self._data.set_allowed(keys)
+            case effects.CloseLink(sentence):
+                if self.close_link is not None:
+                    self.close_link(sentence)
+            case effects.EndProcess(reason):
+                if not self.ended.done():
+                    self.ended.set_result(reason)
+            case effects.GiveUp(refusal):
+                self.fail(Refused(refusal.code, refusal.sentence))
+            case _:
+                self._work(effect)
+
+    def _work(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.SavePromise(epoch):
+                self._spawn(self._save_promise(epoch))
+            case effects.DropShadow(shadow):
+                self._drop_shadow(shadow)
+            case effects.SetPins(versions):
+                if self._memory is not None:
+                    self._memory.pin(versions)
+                    self._settle()
+            case effects.SaveVersion():
+                self._spawn(self._save(effect, *self._held_for_saving(effect.info)))
+            case effects.SaveLater(delay_s):
+                self._spawn(self._later(delay_s, events.SaveAgain()))
+            case effects.ReadRecord():
+                self._spawn(self._read_record(effect))
+            case effects.RunLoad():
+                self._spawn(self._job(effect.job, "load", self._load(effect), effect.delay_s))
+            case effects.RunMeasure():
+                self._spawn(self._job(effect.job, "measure", self._measure(effect)))
+            case effects.RunList():
+                self._spawn(self._job(effect.job, "list", self._list(effect)))
+            case effects.RunMove():
+                self._spawn(self._job(effect.job, "move", self._move(effect)))
+            case effects.CancelMove(job):
+                self._unwanted_move = job
+                if self._mover is not None:
+                    self._mover.cancel()
+            case effects.DropMoved(shadow):
+                self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
+            case effects.RunPrepare():
+                self._spawn(self._job(effect.job, "prepare", self._prepare(effect)))
+            case effects.RunCommit():
+                self._spawn(self._job(effect.job, "commit", self._commit(effect), effect.delay_s))
+            case _:
+                raise LocalProtocolError(f"no one carries out {type(effect).__name__}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    async def _job(self, job: int, kind: str, work: Coroutine[Any, Any, events.JobEvent], delay_s: float = 0.0) -> None:
+        try:
+            await asyncio.sleep(delay_s)
+            with self._counts.job(kind):
+                event = await work
+        except Refused as refused:
+            event = events.JobFailed(job, to_refusal(refused), self._ring.infos())
+        finally:
+            work.close()  # a delay that was cancelled leaves work that never began
+        self.handle(event)
+
+    async def _on(self, executor: Executor, function: Callable[..., T], *args: Any) -> T:
+        return await self._loop.run_in_executor(executor, function, *args)
+
+    # ---- the data port's view of memory ----
+
+    def _settle(self) -> None:
+        """Tell the data port what may be read; `_settled` waits until it reads nothing else."""
+        memory = self._made()
+        settling = self._settling = self._loop.create_future()
+        settling.add_done_callback(lambda _: memory.left() if settling is self._settling else None)
+        info = memory.current.info if memory.current is not None else None
+        current = info.version if info is not None else None
+        self._data.set_readable(memory.readable(), lambda: self._resolve_soon(settling), current)
+
+    async def _settled(self) -> None:
+        if self._settling is not None:
+            await self._settling
+
+    def _resolve_soon(self, future: asyncio.Future[None]) -> None:
+        self._loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
+
+    async def _serve_memory(self, memory: ShardMemory | None) -> None:
+        done: asyncio.Future[None] = self._loop.create_future()
+        shard, staging = (memory.map, memory.staging) if memory is not None else (None, None)
+        self._data.set_memory(shard, staging, lambda: self._resolve_soon(done))
+        await done
+
+    def _made(self) -> ShardMemory:
+        if self._memory is None:
+            raise LocalProtocolError("a round reached a slave without memory")
+        return self._memory
+
+    # ---- jobs ----
+
+    async def _save_promise(self, epoch: int) -> None:
+        try:
+            await self._on(self._disk, self._store.save_promise, epoch)
+        except OSError as error:
+            raise FatalError(
+                f"epoch {epoch} cannot be promised, {self._store.directory} fails: {error.strerror}; free or replace "
+                "the slave's disk and start it again"
+            ) from error
+        self.handle(events.PromiseSaved(epoch))
+
+    def _drop_shadow(self, shadow: SnapshotInfo) -> None:
+        self._made().drop_shadow()
+        self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
+
+    async def _load(self, effect: effects.RunLoad) -> events.LoadDone:
+        await self._settled()
+        await self._saved_to_file()
+        await self._serve_memory(None)
+        self._memory = self._settling = self._saving_theta = None
+        blocks = checks.own_blocks(self._slave_id, effect.configure)
+        await self._on(self._disk, self._ring.close_round)
+        await self._on(self._disk, self._ring.make, sum(block.n_elems for block in blocks))
+        slots, room = effect.configure.staging_slots, self._memory_bytes
+        starting = Starting("memory", log, self._tape, self._clock)
+        memory = await self._on(self._outer, ShardMemory, blocks, effect.chunk_bytes, slots, room, starting.touched)
+        starting.end()
+        current = None if effect.source is None else await self._fill(memory, effect, effect.source)
+        await self._serve_memory(memory)
+        self._memory = memory
+        self._settle()
+        await self._settled()
+        return events.LoadDone(effect.job, current, self._ring.infos())
+
+    async def _fill(self, memory: ShardMemory, effect: effects.RunLoad, source: SnapshotInfo) -> SnapshotInfo:
+        """Read a snapshot into fresh memory and check it against the digest of its COMMIT."""
+        theta, body = memory.take().theta, effect.configure
+        await self._on(self._disk, self._ring.load, source, theta, memory.next_momentum)
+        sums = await self._on(self._outer, calculation.chunk_checksums, theta, memory.blocks, memory.map.chunk_bytes)
+        if shard_digest(sums) != body.load_digest:
+            raise Refused(
+                RefusalCode.DIGEST,
+                f"the snapshot of version {source.version} has digest {shard_digest(sums).hex()}, its COMMIT names "
+                f"{body.load_digest.hex()}",
+            )
+        source = await self._name(source, body)
+        memory.name_shadow(source, sums)
+        memory.flip(source)
+        self._tape.write(
+            "snapshot_loaded", "", version=str(source.version), round=str(source.round), digest=source.digest.hex()
+        )
+        return source
+
+    async def _name(self, source: SnapshotInfo, body: Configure) -> SnapshotInfo:
+        """Give the snapshot the name and the COMMIT that the master has for it, durably."""
+        assert body.load is not None
+        assert body.load_round is not None
+        named = replace(source, version=body.load, round=body.load_round)
+        commit = (body.commit_hash, body.commit_record)
+        here, problems = await self._on(self._disk, self._ring.adopt, source, named, body.origin, *commit)
+        self._warn(problems)
+        return here
+
+    def _warn(self, problems: list[str]) -> None:
+        for problem in problems:
+            log.warning("%s", problem)
+
+    async def _measure(self, effect: effects.RunMeasure) -> events.MeasureDone:
+        memory = self._made()
+        assert memory.current is not None
+        assert memory.current.info is not None
+        version, theta = memory.current.info.version, memory.current.theta
+        known = self._data.known(version)
+        blocks = await self._on(self._outer, calculation.measure, memory, theta, effect.slots, known, self._threads)
+        way = await self._on(self._outer, calculation.directions, memory, version, theta, effect.slots, effect.bases)
+        return events.MeasureDone(effect.job, blocks, way)
+
+    async def _prepare(self, effect: effects.RunPrepare) -> events.PrepareDone:
+        await self._settled()
+        memory, body = self._made(), effect.prepare
+        await self._momentum_free(memory)
+        made = self.state.shard.made
+        assert made is not None
+        shadow = await self._on(self._outer, memory.take)
+        theta = memory.current.theta if memory.current is not None else None
+        try:
+            with self._counts.update(memory.n_elems, len(effect.slots)):
+                sums = await self._on(
+                    self._outer, calculation.prepare, memory, theta, shadow.theta, body, effect.slots, self._threads
+                )
+            info = SnapshotInfo(
+                body.to_version, body.round, made.layout_hash, made.placement_hash, shard_digest(sums), committed=False
+            )
+            memory.name_shadow(info, sums)
+            if self._pushes is not None:
+                await self._record_pushes(self._pushes, effect, info)
+            if effect.durable:
+                with self._counts.snapshot():
+                    await self._on(self._disk, self._ring.write_shadow, info, shadow.theta, memory.next_momentum)
+        except BaseException:
+            memory.drop_shadow()
+            raise
+        return events.PrepareDone(effect.job, info, self._ring.infos())
+
+    async def _record_pushes(self, pushes: PushEvidence, effect: effects.RunPrepare, info: SnapshotInfo) -> None:
+        memory = self._made()
+        rows = [memory.staging[slot] for slot in effect.slots]
+        try:
+            await self._on(self._disk, pushes.write, effect.prepare, info, rows, memory.map.chunk_bytes)
+        except OSError as error:
+            raise disk_refusal(f"the record of the pushes of round {info.round}", error) from error
+
+    async def _commit(self, effect: effects.RunCommit) -> events.CommitDone:
+        memory = self._made()
+        info = replace(effect.shadow, committed=True, commit_hash=effect.commit_hash)
+        if effect.durable:
+            assert memory.shadow is not None
+            arrays = (memory.shadow.theta, memory.next_momentum)
+            with self._counts.snapshot():
+                await self._on(self._disk, self._ring.write_committed, info, *arrays, effect.commit_record)
+        memory.flip(info)
+        self._settle()
+        await self._settled()
+        if effect.durable:
+            self._warn(await self._on(self._disk, self._ring.tidy, info))
+        return events.CommitDone(effect.job, info, self._ring.infos())
+
+    # ---- a RESHARD ----
+
+    async def _list(self, effect: effects.RunList) -> events.ListDone:
+        memory = self._made()
+        assert memory.current is not None
+        blocks, chunk_bytes = memory.blocks, memory.map.chunk_bytes
+        sums = await self._on(self._outer, calculation.chunk_checksums, memory.momentum, blocks, chunk_bytes)
+        return events.ListDone(effect.job, tuple(memory.current.checksums), tuple(sums))
+
+    async def _move(self, effect: effects.RunMove) -> events.MoveDone:
+        await self._saved_to_file()
+        if effect.job == self._unwanted_move:
+            raise cancelled(effect.move)
+        link = self.state.link
+        mover = self._mover = Mover(
+            self._slave_id, link.run_id, link.promised_epoch, effect.move, effect.chunk_bytes, self._memory, self._ring,
+            self._disk, self._clock, self._curve,
+        )  # fmt: skip
+        try:
+            shadow = await self._on(self._moving, mover.run)
+        finally:
+            mover.cancel()  # also where this task is
+            self._mover = None
+        return events.MoveDone(effect.job, shadow, self._ring.infos())
+
+    # ---- durability "async" ----
+
+    def _held_for_saving(self, info: SnapshotInfo) -> tuple[F32, F32]:
+        """The arrays of the current version. Until they are in the file, no round may write into them."""
+        memory = self._made()
+        if memory.current is None or memory.current.info != info:
+            raise LocalProtocolError(f"version {info.version} is to be saved and is not the current one")
+        self._saving, self._saving_theta = self._loop.create_future(), memory.current.theta
+        return memory.current.theta, memory.momentum
+
+    async def _save(self, effect: effects.SaveVersion, theta: F32, momentum: F32) -> None:
+        saving, info = self._saving, effect.info
+        assert saving is not None
+        event: events.SaveEvent
+        try:
+            with self._counts.snapshot():
+                await self._on(
+                    self._disk, self._ring.write_committed, info, theta, momentum, effect.commit_record,
+                    lambda: self._resolve_soon(saving),
+                )  # fmt: skip
+            event = events.Saved(effect.number, info, self._ring.infos())
+        except Refused as refused:
+            event = events.SaveFailed(effect.number, to_refusal(refused))
+        finally:
+            if not saving.done():
+                saving.set_result(None)
+        self.handle(event)
+
+    async def _later(self, delay_s: float, event: events.Event) -> None:
+        await asyncio.sleep(delay_s)
+        self.handle(event)
+
+    async def _saved_to_file(self) -> None:
+        """Return when no array of memory is on its way into a file."""
+        if self._saving is not None:
+            await self._saving
+
+    async def _momentum_free(self, memory: ShardMemory) -> None:
+        """Wait while the previous version is on its way to the disk: its momentum is where the next shadow's will be.
+
+        Its theta is not at stake before the round after that. So a disk that is slower than the rounds slows them
+        down, and memory needs no copy (docs/storage.md).
+        """
+        if memory.current is not None and memory.current.theta is not self._saving_theta:
+            await self._saved_to_file()
+
+    # ---- questions ----
+
+    async def _read_record(self, effect: effects.ReadRecord) -> None:
+        version, round_id = effect.version, effect.round
+        try:
+            record, commit_hash = await self._on(self._disk, self._ring.record, version, round_id)
+            if hashlib.sha256(record).digest() != commit_hash:
+                sentence = f"the COMMIT record of {version} ({round_id}) does not have the hash that was committed"
+                raise Refused(RefusalCode.DIGEST, sentence)
+            answer = CommitRecord(version, round_id, record)
+        except Refused as refused:
+            answer = CommitRecord(version, round_id, refusal=to_refusal(refused))
+        self.handle(events.RecordRead(effect.asked_by, answer))
+
+    # ---- beats ----
+
+    def note_refusals(self) -> None:
+        """Put refused messages on the tape, at most one line a beat however many came (I16 of docs/architecture.md)."""
+        self._note_refused_connections()
+        total = self._data.beat().refused_chunks
+        if total != self._said_refused:
+            fresh, self._said_refused = total - self._said_refused, total
+            reason = self._data.last_refusal
+            self._tape.write("refused_chunk", "", count=fresh, total=total, last_reason=reason)
+            if reason:
+                self._changes.report("refused_chunk", f"data messages are refused, the last: {reason}", "WARNING")
+
+    def _note_refused_connections(self) -> None:
+        beat = self._data.beat()
+        fresh, self._said_away = beat.refused_connections - self._said_away, beat.refused_connections
+        if fresh:
+            reason = beat.refused_connection
+            self._tape.write("refused_connection", "", count=fresh, total=self._said_away, last_reason=reason)
+            self._changes.report("refused_connection", f"connections are refused, the last: {reason}", "WARNING")

@@ -1,0 +1,289 @@
+"""A cluster's checkpoints: when one is taken, who writes it, and what a new process makes of it (docs/checkpoints.md).
+
+A checkpoint is a cut at a step boundary: the training thread copies everything into memory that is used again and
+again, and goes on; one background thread writes the copy while training and communication go on. Another one makes
+the record of each push durable, so that it never waits for a large file. Never touches live parameters elsewhere
+than on the training thread, and never ends training because a disk is full.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dips.core.clock import Clock
+from dips.core.errors import ConfigError
+from dips.core.observe.counting import Durations
+from dips.core.observe.telemetry import Tape
+from dips.core.units import format_bytes
+from dips.worker.checkpoint_file import RawTensor
+from dips.worker.checkpoint_store import Checkpoint, CheckpointStore
+from dips.worker.config import ClientConfig
+from dips.worker.parameters import ParameterStore
+from dips.worker.state.cluster import ClusterMachine
+from dips.worker.state.effects import InstallMode
+from dips.worker.state.events import Event, PushNotRecorded, PushRecorded
+from dips.worker.state.push_record import PushRecord
+from dips.worker.state.saved import SavedSession, SavedStateError
+from dips.worker.vectors import Vectors
+
+_logger = logging.getLogger("dips.worker.checkpoint")
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
+"""Between two tries to write a push's record."""
+
+_INNER = "state."
+"""Before the names of the inner state's tensors."""
+
+F32 = NDArray[np.float32]
+
+
+class InnerState(Protocol):
+    """What a training process holds besides the flat parameters; worker/torch_state.py is torch's.
+
+    Both methods are called on the training thread, between two steps.
+    """
+
+    def capture(self) -> tuple[Any, Mapping[str, RawTensor]]:
+        """JSON and tensors, valid until the next capture()."""
+        ...
+
+    def restore(self, skeleton: Any, tensors: Mapping[str, RawTensor]) -> None: ...
+
+
+class Checkpointing:
+    """One cluster's directory of checkpoints, from start to close."""
+
+    def __init__(
+        self,
+        directory: Path,
+        config: ClientConfig,
+        parameters: ParameterStore,
+        vectors: Vectors,
+        inner: InnerState | None,
+        deliver: Callable[[Event], None],
+        tape: Tape,
+        clock: Clock,
+    ) -> None:
+        """deliver is called on the recording thread. Raises ConfigError when the directory cannot be used."""
+        self._config = config
+        self._parameters = parameters
+        self._vectors = vectors
+        self._inner = inner
+        self._deliver = deliver
+        self._tape = tape
+        self._clock = clock
+        self._store = CheckpointStore(directory, config.checkpoints_kept)
+        self._copies = _Copies(vectors)
+        self._writer = ThreadPoolExecutor(1, "dips-checkpoint")
+        self._recorder = ThreadPoolExecutor(1, "dips-push-record")
+        self._writing: Future[bool] | None = None
+        self.durations, self.written_s = Durations(), math.nan
+        """Of what was written here, and when the last was; for metrics, which may look from any thread."""
+        self._due_s = clock.monotonic_s() + config.checkpoint_every_s
+        self._closed = threading.Event()
+        self._wanted: PushRecord | None = None
+
+    def close(self) -> None:
+        """Wait for what is being written, end both threads and let the directory go."""
+        self._closed.set()
+        self._recorder.shutdown(wait=True)
+        self._writer.shutdown(wait=True)
+        self._store.close()
+
+    # ---- a new process ----
+
+    def resume(self, session: ClusterMachine, label: str | None = None) -> bool:
+        """Put the newest checkpoint that is whole into session, parameters and inner state; whether there was one.
+
+        label: the newest of those that take_now() was given this label for. Raises ConfigError when there is none
+        though one is required, or when it is of something else.
+        """
+        checkpoint, sentences = self._store.newest(label)
+        for sentence in sentences:
+            _logger.warning("%s; the one before it is tried", sentence)
+        where = self._store.directory
+        if checkpoint is None:
+            if self._config.resume_required:
+                raise ConfigError(
+                    f"no checkpoint in {where} can be used, and one is required: give the right --checkpoint-dir, or "
+                    "--resume in place of --resume-required to start without one"
+                )
+            _logger.info("no checkpoint in %s%s: starting without one", where, f" for {label}" if label else "")
+            return False
+        newest, sentence = self._store.newest_push()
+        if sentence:
+            _logger.warning("%s; the checkpoint alone is used", sentence)
+        saved = _saved(checkpoint, where)
+        session.resume(saved, newest)
+        self._put_back(checkpoint, with_residual=session.shared.residual)
+        self._tape.write(
+            "resumed", f"{saved.cluster_id}/join", number=checkpoint.number, seq=saved.seq, base=str(saved.base),
+            fence=saved.base_fence, incarnation=str(saved.incarnation), pending_tokens=saved.pending.tokens,
+            push=str(saved.push.id) if saved.push is not None else None,
+        )  # fmt: skip
+        _logger.info(
+            "resumed from checkpoint %d in %s: version %s and %d steps since", checkpoint.number, where, saved.base,
+            saved.pending.steps,
+        )  # fmt: skip
+        return True
+
+    def _put_back(self, checkpoint: Checkpoint, *, with_residual: bool) -> None:
+        tensors, n_elems = checkpoint.tensors, self._parameters.layout().n_elems
+        at_push = _vector(checkpoint, "theta_at_push", n_elems) if "theta_at_push" in tensors else None
+        residual = _vector(checkpoint, "residual", n_elems) if with_residual else None
+        installed = _vector(checkpoint, "theta_installed", n_elems) if "theta_installed" in tensors else None
+        self._parameters.install(_vector(checkpoint, "theta", n_elems))
+        self._vectors.restore(_vector(checkpoint, "theta_base", n_elems), at_push, residual, installed)
+        if self._inner is not None:
+            named = {name.removeprefix(_INNER): t for name, t in tensors.items() if name.startswith(_INNER)}
+            self._inner.restore(checkpoint.content.get("state"), named)
+
+    # ---- between two steps ----
+
+    def take_if_due(self, session: ClusterMachine, cause: str) -> None:
+        """Copy everything and hand it to the writer, if it is time and the last one is written."""
+        now_s = self._clock.monotonic_s()
+        if now_s < self._due_s or (self._writing is not None and not self._writing.done()):
+            return
+        saved = session.saved()
+        if saved is not None:
+            self._due_s = now_s + self._config.checkpoint_every_s
+            self._writing = self._take(saved, cause, None)
+
+    def take_now(self, session: ClusterMachine, cause: str, label: str) -> bool:
+        """Take one under a label, and wait until it is durable; whether it is."""
+        saved = session.saved()
+        if saved is None:
+            return False
+        if self._writing is not None:
+            self._writing.result()  # it reads the memory that is copied into here
+        self._writing = self._take(saved, cause, label)
+        return self._writing.result()
+
+    def _take(self, saved: SavedSession, cause: str, label: str | None) -> Future[bool]:
+        now_s = self._clock.monotonic_s()
+        tensors = self._copies.take(self._parameters, saved)
+        content: dict[str, Any] = {"session": saved.to_json(), "state": None, "label": label}
+        if self._inner is not None:
+            content["state"], inner = self._inner.capture()
+            tensors.update({_INNER + name: tensor for name, tensor in inner.items()})
+        pause_s = self._clock.monotonic_s() - now_s
+        return self._writer.submit(self._write, content, tensors, saved, cause, pause_s)
+
+    def _write(
+        self, content: Mapping[str, Any], tensors: Mapping[str, RawTensor], saved: SavedSession, cause: str,
+        pause_s: float,
+    ) -> bool:  # fmt: skip
+        began_s = self._clock.monotonic_s()
+        try:
+            written = self._store.write(content, tensors)
+        except OSError as error:
+            _logger.warning(
+                "no checkpoint could be written to %s: %s; training goes on, and the next one is tried in %g s",
+                self._store.directory, error.strerror or error, self._config.checkpoint_every_s,
+            )  # fmt: skip
+            return False
+        except Exception:
+            _logger.exception("a checkpoint could not be written")
+            return False
+        self.written_s = self._clock.monotonic_s()
+        write_s = self.written_s - began_s
+        self.durations.observe(write_s)
+        self._tape.write(
+            "checkpoint", cause, number=written.number, seq=saved.seq, base=str(saved.base), fence=saved.base_fence,
+            bytes=written.n_bytes, pause_s=pause_s, write_s=write_s,
+        )  # fmt: skip
+        _logger.debug("checkpoint %d: %s in %.2f s", written.number, format_bytes(written.n_bytes), write_s)
+        return True
+
+    # ---- before a push's number is used ----
+
+    def record_push(self, record: PushRecord) -> None:
+        """Make the record durable, and say so with PushRecorded; a newer record takes the place of one that waits."""
+        self._wanted = record
+        if not self._closed.is_set():
+            self._recorder.submit(self._record, record)
+
+    def _record(self, record: PushRecord) -> None:
+        pause_s = FIRST_PAUSE_S
+        while self._wanted == record and not self._closed.is_set():
+            try:
+                self._store.record_push(record)
+            except OSError as error:
+                sentence = f"{self._store.directory} cannot be written: {error.strerror or error}"
+                self._deliver(PushNotRecorded(record.id, sentence))
+                self._closed.wait(pause_s)
+                pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+            else:
+                self._deliver(PushRecorded(record.id))
+                return
+
+
+class _Copies:
+    """Copies of the flat vectors, made on the training thread for the writer; each only when it has changed.
+
+    theta_base changes with the base, theta_at_push with the number of the push; both stand in the saved session. The
+    residual of a difference codec is a part of a checkpoint while there is one, and so is theta_installed.
+    """
+
+    def __init__(self, vectors: Vectors) -> None:
+        self._vectors = vectors
+        self._copies: dict[str, tuple[object, F32]] = {}
+
+    def take(self, parameters: ParameterStore, saved: SavedSession) -> dict[str, RawTensor]:
+        theta = self._copy_of("theta")
+        parameters.snapshot(theta)
+        tensors = {"theta": _raw(theta), "theta_base": _raw(self._of("theta_base", self._vectors.base, saved.base))}
+        rebases = saved.pull is not None and saved.pull.mode is InstallMode.REBASE_FROM_PUSH
+        if saved.push is not None or rebases:
+            tensors["theta_at_push"] = _raw(self._of("theta_at_push", self._vectors.push, saved.seq))
+        installed = self._vectors.installed
+        if installed is not None:
+            tensors["theta_installed"] = _raw(self._of("theta_installed", installed, self._vectors.installs))
+        residual = self._vectors.residual if saved.residual else None
+        if residual is not None:
+            tensors["residual"] = _raw(self._of("residual", residual, self._vectors.residual_changes))
+        return tensors
+
+    def _copy_of(self, name: str) -> F32:
+        if name not in self._copies:
+            self._copies[name] = (None, self._vectors.empty())
+        return self._copies[name][1]
+
+    def _of(self, name: str, vector: F32, content: object) -> F32:
+        copy = self._copy_of(name)
+        if self._copies[name][0] != content:
+            np.copyto(copy, vector)
+            self._copies[name] = (content, copy)
+        return copy
+
+
+def _raw(vector: F32) -> RawTensor:
+    return RawTensor("F32", vector.shape, vector.view(np.uint8))
+
+
+def _vector(checkpoint: Checkpoint, name: str, n_elems: int) -> F32:
+    """One of the flat vectors. Raises ConfigError when it is not of this model."""
+    raw = checkpoint.tensors.get(name)
+    if raw is None or raw.dtype != "F32" or raw.shape != (n_elems,):
+        raise ConfigError(f"checkpoint {checkpoint.number} holds no {name} of {n_elems} elements: remove it")
+    return raw.data.view(np.float32)
+
+
+def _saved(checkpoint: Checkpoint, where: Path) -> SavedSession:
+    try:
+        return SavedSession.from_json(checkpoint.content.get("session"))
+    except SavedStateError as error:
+        raise ConfigError(
+            f"checkpoint {checkpoint.number} in {where} is whole, but this release cannot read it ({error}): use the "
+            "release that wrote it, or remove it"
+        ) from error

@@ -1,0 +1,571 @@
+"""Runs one cluster's session on the training thread: between steps it carries out what the session decides.
+
+The user's loop (worker/loop.py) and the trainer stand on this class; it knows no framework. Live parameters are
+touched only inside start(), step() and lease(), on the thread that calls them. Never raises because the master or a
+slave is away: training goes on, and the exchange is tried again at the steps to come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import queue
+import secrets
+import socket
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from types import TracebackType
+
+from dips.core.clock import Clock, SystemClock
+from dips.core.errors import ConfigError, LocalProtocolError
+from dips.core.ids import ClusterId, Incarnation, Version
+from dips.core.layout import Layout
+from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, Settings, Verdict
+from dips.core.net.curve import CurvePair, pair_for
+from dips.core.net.keys import security_of
+from dips.core.net.reach import check_slaves_reachable
+from dips.core.net.tls_probe import check_let_in
+from dips.core.observe.failpoints import failpoint
+from dips.core.observe.starting import Starting
+from dips.core.observe.telemetry import ChangeLogger, Tape
+from dips.core.untrained import Untrained
+from dips.core.wire import DIFFERENCES
+from dips.worker.checkpoint import Checkpointing, InnerState
+from dips.worker.config import ClientConfig, check, given_times, wire_of
+from dips.worker.control import MasterClient
+from dips.worker.heartbeat import Facts, Heartbeat
+from dips.worker.metrics_counts import DATA, EXCHANGE
+from dips.worker.metrics_serving import Metrics
+from dips.worker.pace import StepTimer
+from dips.worker.parameters import ParameterStore
+from dips.worker.state.cluster import ClusterMachine
+from dips.worker.state.effects import (
+    CallMaster,
+    CancelTransfer,
+    ClearResidual,
+    CopyBase,
+    CopyParameters,
+    Effect,
+    Finished,
+    Install,
+    InstallMode,
+    KeepResidual,
+    Log,
+    PersistPush,
+    Record,
+    StartPull,
+    StartPush,
+)
+from dips.worker.state.events import Event, LeaseWanted, Started, Stepped, StopWanted, Tick
+from dips.worker.state.terms import SessionConfig
+from dips.worker.state.times import Times
+from dips.worker.state.work import Work
+from dips.worker.transfers import Transfers
+from dips.worker.vectors import F32, Vectors, chunk_spans
+from dips.worker.wire import warm_up
+
+_starts = logging.getLogger("dips.worker")
+
+LONGEST_WAIT_S = 0.5
+"""How long a wait sleeps at most before the reason for it is looked at (and logged, if it changed)."""
+
+WORTH_A_LINE_S = 2.0
+"""A wait that is shorter belongs to every round and is not logged."""
+
+
+class ClusterShell:
+    """One cluster's part in the run. Not safe for use by several threads, but for request_stop()."""
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        parameters: ParameterStore,
+        layout: Layout,
+        data_plan: DataPlan,
+        *,
+        inner: InnerState | None = None,
+        clock: Clock | None = None,
+        tape: Tape | None = None,
+        resume_label: str | None = None,
+        untrained: Untrained | None = None,
+    ) -> None:
+        """Opens no connection yet. Raises ConfigError for settings that cannot work.
+
+        layout: parameters.layout(). inner: what checkpoints hold besides parameters and session. tape: where records
+        go; None: config.tape, closed by close(). resume_label: resume from what checkpoint_now() took under it.
+        untrained: what else the model holds, for the master to compare; None: nothing.
+        """
+        self.config = check(config)
+        self.security = security_of(config, f"cluster {config.cluster_id}")
+        self._parameters = parameters
+        self._clock: Clock = clock or SystemClock()
+        curve = pair_for(self.security)
+        self._session = ClusterMachine(_session_config(config, layout, data_plan, curve, untrained or Untrained()))
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._log = ChangeLogger(logging.getLogger("dips.worker"))
+        self._owns_tape = tape is None
+        self.tape = tape or Tape(config.tape, "worker", config.cluster_id, self._clock, may_lose=True)
+        self._layout = layout
+        self._vectors = Vectors(
+            layout.n_elems,
+            parameters,
+            lambda: Starting("memory", _starts, self.tape, self._clock, quiet_s=0.0),
+            n_trained=layout.n_trained,
+        )
+        if wire_of(config) in DIFFERENCES:
+            if layout.n_trained < layout.n_elems:
+                raise ConfigError(
+                    f"wire_dtype is {config.wire_dtype!r}, whose rounding could make a running variance negative: "
+                    'leave it out where buffers="average"'
+                )
+            # Now, and not while the first push is on its way.
+            starting = Starting("kernels", _starts, self.tape, self._clock, quiet_s=0.0)
+            warm_up(starting.compiles)
+            starting.end()
+        self._pace = StepTimer()
+        self._metrics: Metrics | None = None
+        if config.metrics_listen is not None:
+            self._metrics = Metrics(self._session, self._pace, self._clock)
+        links = self._metrics.links if self._metrics is not None else None
+        self._transfers = Transfers(layout, self._vectors, self._events.put, self._clock, curve, links)
+        self._checkpoints: Checkpointing | None = None
+        if config.checkpoint_dir is not None:
+            self._checkpoints = Checkpointing(
+                config.checkpoint_dir, config, parameters, self._vectors, inner, self._events.put, self.tape,
+                self._clock,
+            )  # fmt: skip
+        self._client = MasterClient(config.master, self.security, self._events.put)
+        self._heartbeat = Heartbeat(config.master, self.security, self._events.put, self._clock)
+        self._resume_label = resume_label
+        self._finished: Finished | None = None
+        self._raised = False
+        self._closed = False
+        self.steps = 0
+        self.resumed = False
+        """Whether start() went on from a checkpoint."""
+
+    # ---- the training loop's calls ----
+
+    def start(self) -> None:
+        """Resume if asked to; join, seed or pull the first version; returns when the cluster may train, or when `done`.
+
+        Raises Refused or ConfigError when this cluster cannot take part (each says what to do), RetryLater when no
+        master could be reached within connect_wait_s.
+        """
+        if self._checkpoints is not None and (self.config.resume or self.config.resume_required):
+            self.resumed = self._checkpoints.resume(self._session, self._resume_label)
+        if self._metrics is not None:
+            self._metrics.serve(self.config, self.security, self._checkpoints, lambda: self._heartbeat.answered_s)
+        check_let_in(self.config.master, self.security)
+        self._settle(Started())
+        self._pace.resume(self._clock.monotonic_s())
+
+    def step(
+        self, tokens: int, ranges: Sequence[DataRange] = (), loss: float = math.nan, *, may_push: bool = True
+    ) -> None:
+        """Tell that an inner step was made on `tokens` tokens (leased mode: those of `ranges`); loss in nats per token.
+
+        may_push: a push that becomes due before the next step may begin; else it waits for a step where it may.
+        May block (bounded by the master's verdict_wait_s) and may replace the parameters. Raises ConfigError for a
+        count below 1, LocalProtocolError for ranges that are not held, and whatever ends this cluster's part.
+        """
+        if self.done:
+            return
+        if tokens < 1:
+            raise ConfigError(f"a step counts {tokens} tokens: give the number of tokens it was trained on, at least 1")
+        self.steps += 1
+        self._pace.stepped(tokens, loss, self._clock.monotonic_s())
+        self._settle(Stepped(tokens, tuple(ranges), loss, may_push))
+        self._pace.resume(self._clock.monotonic_s())
+
+    def lease(self, tokens: int) -> list[DataRange]:
+        """Borrow about `tokens` tokens of the corpus; blocks until the master lends some; [] only when `done`.
+
+        At least so many, unless that is more than one call may have (MAX_LEASED_CHUNKS) or than is free. To be called
+        between steps. Raises LocalProtocolError when the data plan is not LEASED.
+        """
+        if self._session.config.data_plan.mode is not DataMode.LEASED:
+            raise LocalProtocolError("lease() is for leased data; with its own data a cluster only counts tokens")
+        began_s = self._clock.monotonic_s()
+        ranges: list[DataRange] = []
+        with self._training_goes_on():
+            while not ranges and not self.done:
+                if not self._session.lease_pending:
+                    self._handle(LeaseWanted(tokens))
+                # What arrives may ask for a wait: a step on parameters that are to be dropped is worth nothing.
+                if not self._session.must_wait(self._clock.monotonic_s()):
+                    ranges = self._session.take_leased()
+                if not ranges and not self.done:
+                    self._wait("data")
+        self._pace.pause(self._clock.monotonic_s() - began_s)
+        if self._metrics is not None:
+            self._metrics.goes_on()
+        self._raise_if_failed()
+        return ranges
+
+    def take_unused(self) -> list[DataRange]:
+        """After start(): what an earlier life was lent and has not trained on, if the master lets this one keep it.
+
+        lease() hands the same out when nobody takes it here.
+        """
+        return self._session.take_leased()
+
+    def checkpoint_if_due(self) -> None:
+        """Take a checkpoint if it is time for one. To be called between two steps, when whatever the loop keeps for
+        itself (`inner`) stands at the same place as the parameters. Does nothing without a checkpoint directory.
+        """
+        if self._checkpoints is not None and not self.done:
+            began_s = self._clock.monotonic_s()
+            self._checkpoints.take_if_due(self._session, self.cause)
+            self._pace.pause(self._clock.monotonic_s() - began_s)
+
+    def checkpoint_now(self, label: str) -> bool:
+        """Take a checkpoint under a label, between two steps, and return when it is durable; whether there is one.
+
+        For loops that keep checkpoints of their own: the label says which of theirs it belongs to.
+        """
+        if self._checkpoints is None or self.done:
+            return False
+        began_s = self._clock.monotonic_s()
+        taken = self._checkpoints.take_now(self._session, self.cause, label)
+        self._pace.pause(self._clock.monotonic_s() - began_s)
+        return taken
+
+    def request_stop(self, reason: str = "asked to stop") -> None:
+        """Leave at the next step() or lease(), once what was trained is pushed and decided, or leave_wait_s is over.
+        May be called from a signal handler or another thread.
+        """
+        self._events.put(StopWanted(reason))
+
+    def close(self, reason: str = "the training loop has ended", *, push_pending: bool = True) -> None:
+        """Leave the run, if that has not happened, and end all threads. May be called twice; raises nothing new.
+
+        First the open push is decided, and steps that are not in it are pushed, unless `push_pending` says that the
+        parameters may be half-way: for at most leave_wait_s. What could not be pushed is logged as a warning.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._leave(reason, push_pending)
+        finally:
+            self._heartbeat.close()
+            self._transfers.close()
+            self._client.close()
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+            if self._metrics is not None:
+                self._metrics.stop()
+            if self._owns_tape:
+                self.tape.close()
+
+    def __enter__(self) -> ClusterShell:
+        try:
+            self.start()
+        except BaseException:
+            self.close("it could not begin")
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(reason_of(kind, error), push_pending=is_orderly(kind))
+
+    # ---- what may be read ----
+
+    @property
+    def done(self) -> bool:
+        """Whether this cluster takes no more part: the run ended, or it was asked to stop."""
+        return self._finished is not None
+
+    @property
+    def exit_reason(self) -> str:
+        return self._finished.reason if self._finished else ""
+
+    @property
+    def released(self) -> bool:
+        """Whether the run itself let this cluster go: it has ended, or it drained this cluster."""
+        return self._session.released
+
+    @property
+    def settings(self) -> Settings:
+        """The run's; the defaults before start()."""
+        return self._session.shared.terms.settings
+
+    @property
+    def push_is_near(self) -> bool:
+        """Whether a push is due at the next step()."""
+        return not self.done and self._session.push_is_near
+
+    @property
+    def version(self) -> Version | None:
+        """The base: what was pulled last."""
+        return self._session.shared.base
+
+    @property
+    def tokens_global(self) -> int:
+        """Applied by the whole run, as far as is known here."""
+        return self._session.shared.terms.tokens
+
+    @property
+    def progress(self) -> int:
+        """tokens_global and this cluster's own that are not applied yet; what a schedule should go by."""
+        return self.tokens_global + self._session.shared.work.tokens
+
+    @property
+    def held_ranges(self) -> tuple[DataRange, ...]:
+        """Lent to this cluster, and not trained on yet."""
+        return self._session.held
+
+    @property
+    def times_forgotten(self) -> int:
+        """Goes up whenever the master took held ranges back: then only held_ranges may be trained on."""
+        return self._session.shared.work.times_forgotten
+
+    @property
+    def local_steps(self) -> int:
+        """H_j, inner steps between two pushes as they stand now."""
+        return self._session.shared.terms.local_steps
+
+    @property
+    def incarnation(self) -> Incarnation | None:
+        return self._session.shared.terms.incarnation
+
+    @property
+    def run_id(self) -> str:
+        return self._session.shared.terms.run_id
+
+    @property
+    def cluster_id(self) -> str:
+        return self.config.cluster_id
+
+    @property
+    def last_verdict(self) -> Verdict | None:
+        return self._session.pushing.last_verdict
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Measured, of computing alone."""
+        return self._pace.tokens_per_s
+
+    @property
+    def steps_per_s(self) -> float:
+        return self._pace.steps_per_s
+
+    @property
+    def phase(self) -> str:
+        return self._session.phase.value
+
+    @property
+    def unshared(self) -> Work:
+        """Trained here, and counted for nothing if this process ended now."""
+        return self._session.unshared
+
+    @property
+    def cause(self) -> str:
+        """The cause id for records that the training loop writes to the tape."""
+        return self._session.shared.cause
+
+    # ---- parts ----
+
+    @property
+    def _times(self) -> Times:
+        return self._session.shared.terms.times
+
+    def _settle(self, first: Event | None = None) -> None:
+        """Handle `first` and what has arrived; wait while the session says so; raise what ended it."""
+        with self._training_goes_on():
+            if first is not None:
+                self._handle(first)
+            while not self._events.empty():
+                self._handle(self._events.get())
+            if self._session.next_deadline_s() <= self._clock.monotonic_s():
+                self._handle(Tick())
+            began_s = self._clock.monotonic_s()
+            while self._session.must_wait(now_s := self._clock.monotonic_s()):
+                self._wait("wait", quiet=now_s - began_s < WORTH_A_LINE_S)
+        self._log.report("wait", "")
+        self._tell_heartbeat()
+        if self._metrics is not None:
+            self._metrics.goes_on()
+        self._raise_if_failed()
+
+    def _wait(self, key: str, *, quiet: bool = False) -> None:
+        """Sleep until something arrives or is due, and handle it; say why, unless `quiet`."""
+        if not quiet:
+            self._log.report(key, f"waiting: {self._session.waiting_for()}")
+        self._tell_heartbeat()
+        if self._metrics is not None:
+            self._metrics.waits(DATA if key == "data" else EXCHANGE)
+        now_s = self._clock.monotonic_s()
+        pause_s = min(LONGEST_WAIT_S, max(0.0, self._session.next_deadline_s() - now_s))
+        try:
+            self._handle(self._events.get(timeout=pause_s))
+        except queue.Empty:
+            self._handle(Tick())
+
+    def _leave(self, reason: str, push_pending: bool) -> None:
+        try:
+            with self._training_goes_on():
+                if not self.done:
+                    self._handle(StopWanted(reason, push_pending))
+                while not self.done and self._clock.monotonic_s() < self._session.gives_up_s:
+                    self._wait("wait")
+        except KeyboardInterrupt:
+            lost = self._session.unshared
+            self._log.report("lost", f"interrupted while leaving: {lost} may be lost", logging.WARNING)
+            raise
+        if not self.done:
+            self._finished = Finished(f"{reason} (leaving was not answered)")
+
+    def _raise_if_failed(self) -> None:
+        if self._finished is not None and self._finished.error is not None and not self._raised:
+            self._raised = True
+            raise self._finished.error
+
+    def _handle(self, event: Event) -> None:
+        effects = deque(self._session.handle(event, self._clock.monotonic_s()))
+        if self._metrics is not None:
+            self._metrics.tell(event, effects)
+        try:
+            while effects:
+                self._carry_out(effects.popleft())
+        except BaseException:
+            # The session counts on an answer to all that it asks: without these, leaving would wait for one in vain.
+            for effect in effects:
+                if isinstance(effect, CallMaster):
+                    self._client.start(effect)
+            raise
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case CallMaster():
+                self._client.start(effect)
+            case CopyParameters():
+                self._transfers.settle()
+                try:
+                    self._vectors.snapshot(self._parameters, may_stay_live=self._waits_for_pushes())
+                except ConfigError:
+                    self._session.pushing.abandon()  # of parameters that cannot be read nothing is ever sent
+                    raise
+            case Install():
+                self._install(effect)
+            case CopyBase():
+                self._vectors.copy_base()
+            case KeepResidual(wire):
+                self._vectors.keep_residual(wire, chunk_spans(self._layout, self.settings.chunk_bytes))
+            case ClearResidual():
+                self._vectors.clear_residual()
+            case PersistPush():
+                assert self._checkpoints is not None, "asked for only with a directory"
+                self._checkpoints.record_push(effect.record)
+            case StartPush():
+                check_slaves_reachable(self.config.master, effect.ticket.placement.slaves)
+                self._transfers.push(effect, self.run_id, self.settings, self._times)
+            case StartPull():
+                check_slaves_reachable(self.config.master, effect.grant.placement.slaves)
+                self._transfers.pull(effect, self._landing(), self._times)
+            case CancelTransfer():
+                self._transfers.cancel(effect.transfer_id)
+            case Record():
+                self.tape.write(effect.kind, effect.cause, **effect.fields)
+            case Log():
+                self._log.report(effect.key, effect.sentence, effect.level, effect.cause)
+            case Finished():
+                self._finished = effect
+
+    def _landing(self) -> F32:
+        """Where a pull lands: in place of theta_at_push where that is worth nothing, or is what the model holds."""
+        plan = self._session.pulling.plan
+        assert plan is not None, "a pull has a plan"
+        return self._vectors.landing(
+            push_is_live=self._session.shared.steps_since_snapshot == 0,
+            push_is_needed=plan.mode is InstallMode.REBASE_FROM_PUSH,
+        )
+
+    def _waits_for_pushes(self) -> bool:
+        """Whether training is likely to stand still until its push is sent, in float32."""
+        settings, wire = self.settings, wire_of(self.config)
+        return settings.overlap == "none" and settings.verdict_wait_s > 0 and wire not in DIFFERENCES
+
+    @contextlib.contextmanager
+    def _training_goes_on(self) -> Iterator[None]:
+        """Around all that a training loop calls; after it the parameters may change, also when it was interrupted."""
+        try:
+            yield
+        finally:
+            self._before_training()
+
+    def _before_training(self) -> None:
+        """What was left in the parameters alone is copied now, if it is needed."""
+        plan = self._session.pulling.plan
+        rebases = plan is not None and plan.mode is InstallMode.REBASE_FROM_PUSH
+        if self._session.pushing.open is not None or rebases:
+            self._vectors.keep_push(self._parameters)
+        else:
+            self._vectors.forget_push()
+
+    def _install(self, effect: Install) -> None:
+        failpoint("worker.install.before_swap")
+        self._vectors.install(self._parameters, effect.mode)
+        if effect.reset_inner:
+            self._parameters.reset_inner_optimizer()
+        failpoint("worker.install.after_swap")
+
+    def _tell_heartbeat(self) -> None:
+        shared = self._session.shared
+        if shared.terms.incarnation is None or self.done:
+            return
+        request = HeartbeatRequest(
+            shared.terms.caller(shared.cause),
+            phase=self.phase,
+            steps=shared.steps,
+            tokens_per_s=self._pace.tokens_per_s,
+            steps_per_s=self._pace.steps_per_s,
+            loss=self._pace.loss,
+            push_s=shared.push_s,
+            pull_s=shared.pull_s,
+            base=shared.base,
+            note=shared.note,
+        )
+        settings = shared.terms.settings
+        self._heartbeat.tell(Facts(request, settings.heartbeat_s, settings.evict_after_beats))
+
+
+def reason_of(kind: type[BaseException] | None, error: BaseException | None) -> str:
+    """Why a `with` block was left, for Leave."""
+    if kind is None:
+        return "the training loop has ended"
+    return f"{kind.__name__}: {error}" if str(error or "") else kind.__name__
+
+
+def is_orderly(kind: type[BaseException] | None) -> bool:
+    """Whether a `with` block was left with parameters that steps have made whole: a person's ctrl-C, sys.exit."""
+    return kind is None or issubclass(kind, (KeyboardInterrupt, SystemExit))
+
+
+def _session_config(
+    config: ClientConfig, layout: Layout, data_plan: DataPlan, curve: CurvePair | None, untrained: Untrained
+) -> SessionConfig:
+    return SessionConfig(
+        ClusterId(config.cluster_id),
+        layout,
+        data_plan,
+        run_id=config.run_id,
+        declared_tokens_per_s=config.declared_tokens_per_s,
+        connect_wait_s=config.connect_wait_s,
+        **asdict(given_times(config)),
+        durable_pushes=config.checkpoint_dir is not None,
+        wire=wire_of(config),
+        curve_key=b"" if curve is None else curve.public,
+        process_id=secrets.token_bytes(16),
+        host=f"process {os.getpid()} on {socket.gethostname()[:64]}",
+        expect_sync_every=config.sync_every,
+        expect_outer_lr=config.outer_lr,
+        expect_outer_momentum=config.outer_momentum,
+        untrained=untrained,
+    )

@@ -1,0 +1,652 @@
+"""One cluster's session with the run: join, push, verdict, pull, leave, and what to do when any of it fails.
+
+handle(event, now_s) returns effects; the driver calls it on the training thread at step boundaries only, so that an
+Install effect never meets a step. Training goes on in every phase unless must_wait() says otherwise. Never reads a
+clock, never blocks, never touches a parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+from dips.core.errors import (
+    ConfigError,
+    DipsError,
+    LocalProtocolError,
+    RefusalCode,
+    Refused,
+    RemoteProtocolError,
+    RetryLater,
+)
+from dips.core.messages import (
+    AwaitVerdictReply,
+    BeginPullReply,
+    BeginPushReply,
+    Caller,
+    ClusterReply,
+    DataMode,
+    DataRange,
+    FinishPullReply,
+    FinishPushReply,
+    Hello,
+    JoinReply,
+    JoinRequest,
+    LeaseDataReply,
+    LeaseDataRequest,
+    LeaveReply,
+    LeaveRequest,
+    ReturnDataReply,
+    VerdictKind,
+)
+from dips.core.protocol import CAPABILITIES, MAX_LEASED_CHUNKS, PROTOCOL_MIN, PROTOCOL_VERSION
+from dips.core.release import VERSION
+from dips.worker.state.effects import Effect, Finished
+from dips.worker.state.events import (
+    Beat,
+    BeatRefused,
+    CallDone,
+    CallFailed,
+    CallRefused,
+    Event,
+    LeaseWanted,
+    Pulled,
+    PullFailed,
+    PushFailed,
+    PushNotRecorded,
+    PushRecorded,
+    PushSent,
+    Started,
+    Stepped,
+    StopWanted,
+    Tick,
+)
+from dips.worker.state.phases import SessionPhase
+from dips.worker.state.pulling import Pulling
+from dips.worker.state.push_record import PushRecord
+from dips.worker.state.pushing import Pushing
+from dips.worker.state.refusals import Remedy, remedy_for
+from dips.worker.state.rejoining import Rejoining
+from dips.worker.state.repeated_call import RepeatedCall
+from dips.worker.state.resuming import restore, save
+from dips.worker.state.saved import SavedSession
+from dips.worker.state.shared import SharedState
+from dips.worker.state.terms import SessionConfig
+from dips.worker.state.work import Work, is_within
+
+_GONE = (SessionPhase.LEAVING, SessionPhase.LEFT)
+_ABSENT = (SessionPhase.JOINING, *_GONE)
+_PUSHING = (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING, SessionPhase.FINISHING_PUSH)
+
+
+@dataclass
+class _Ending:
+    """Why this cluster leaves, and by when it gives up what it still waits for.
+
+    wanted: it leaves by its own wish (StopWanted), and push_pending is that wish's. dropped: what did not count before;
+    None: it stays.
+    """
+
+    reason: str = ""
+    error: DipsError | None = None
+    by_s: float = math.inf
+    wanted: bool = False
+    push_pending: bool = True
+    dropped: Work | None = None
+
+
+class ClusterMachine:
+    """The decisions of one cluster; `shared`, `pushing` and `pulling` may be read by the driver, never written."""
+
+    def __init__(self, config: SessionConfig) -> None:
+        self.config = config
+        self.shared = SharedState(config)
+        self.pulling = Pulling(self.shared)
+        self.pushing = Pushing(self.shared, self.pulling)
+        self._rejoining = Rejoining(self.shared, self.pushing, self.pulling)
+        self._ending = _Ending()
+        self._give_up_joining_s = math.inf
+        self._gone_by_s = math.inf
+        self._lease_tokens = 0
+        self._leases_asked = 0
+        self._fresh: list[DataRange] = []
+        self._resumed = False
+        self._may_push = True
+
+    # ---- what the driver asks ----
+
+    @property
+    def phase(self) -> SessionPhase:
+        return self.shared.phase.now
+
+    @property
+    def finished(self) -> bool:
+        return self.phase is SessionPhase.LEFT
+
+    @property
+    def released(self) -> bool:
+        """Whether the master said that this cluster may go: the run has ended, or the cluster was drained."""
+        return self.shared.terms.stop
+
+    def must_wait(self, now_s: float) -> bool:
+        """Whether the training loop is to hold: nothing to train on yet, steps that would be dropped, or the bounded
+        wait for an exchange.
+        """
+        if self.phase in _GONE:
+            return self.phase is SessionPhase.LEAVING
+        if self._ending.wanted or self.shared.terms.stop:
+            return not self._needs_a_step
+        if self.shared.base is None or self.shared.terms.incarnation is None:
+            return True
+        if self.pulling.plan is not None and self.pulling.plan.drops:
+            return True
+        idle = self.phase in (SessionPhase.TRAINING, SessionPhase.JOINING)
+        return not idle and now_s < self.shared.patience.until_s
+
+    def waiting_for(self) -> str:
+        """One sentence for people."""
+        return self.shared.note or self.phase.value.lower().replace("_", " ")
+
+    def next_deadline_s(self) -> float:
+        """When a Tick is due at the latest; inf: only an event moves the session."""
+        wakes_s = [self.shared.wake_s(), self._by_s]
+        if self.shared.patience.until_s > self.shared.now_s:
+            wakes_s.append(self.shared.patience.until_s)
+        return min(wakes_s)
+
+    @property
+    def held(self) -> tuple[DataRange, ...]:
+        """Lent, and not trained on yet."""
+        return self.shared.work.held
+
+    @property
+    def push_is_near(self) -> bool:
+        """Whether the next step makes a push due."""
+        shared = self.shared
+        due = not shared.terms.stop and shared.steps_towards_push + 1 >= shared.terms.local_steps
+        return self.phase is SessionPhase.TRAINING and (due or self._needs_a_step)
+
+    @property
+    def _needs_a_step(self) -> bool:
+        """Whether a drained cluster has steps to push, and a push may begin only after the next one."""
+        shared = self.shared
+        drained = shared.terms.stop and shared.terms.takes_pushes and not self._ending.wanted
+        return drained and self.phase is SessionPhase.TRAINING and shared.work.pending.tokens > 0 and not self._may_push
+
+    @property
+    def lease_pending(self) -> bool:
+        """Whether data is asked for, or lent and not handed out yet."""
+        return self._lease_tokens > 0 or bool(self._still_lent())
+
+    def take_leased(self) -> list[DataRange]:
+        """Ranges lent since the last call; each is handed out once."""
+        fresh, self._fresh = self._still_lent(), []
+        return fresh
+
+    def _still_lent(self) -> list[DataRange]:
+        """Of what was not handed out yet: a Join may have taken some back."""
+        return [item for item in self._fresh if is_within(item, self.shared.work.held)]
+
+    # ---- what outlives the process ----
+
+    def saved(self) -> SavedSession | None:
+        """This session as a value; None while there is nothing that another process could go on from."""
+        if self.phase in _GONE:
+            return None
+        return save(self.shared, self.pushing, self.pulling, self._leases_asked)
+
+    def resume(self, saved: SavedSession, newest: PushRecord | None) -> None:
+        """Go on from a saved session; before Started. newest: the last push that was written down.
+
+        What is held is handed out again by take_leased(). Raises ConfigError when what was saved is not of this
+        cluster, this model or this data.
+        """
+        restore(saved, newest, self.shared, self.pushing, self.pulling)
+        self._leases_asked, self._resumed = saved.leases_asked, True
+
+    # ---- events ----
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """Decide. Raises LocalProtocolError for a bug of ours or a step that claims data it does not hold."""
+        self.shared.now_s = now_s
+        if not self.finished:
+            try:
+                self._dispatch(event)
+                self._decide()
+            except (ConfigError, Refused, RemoteProtocolError) as error:
+                self._fail(error)
+            self._say_goodbye()
+            self.shared.send_due()
+        return self.shared.take()
+
+    def _dispatch(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._give_up_joining_s = self.shared.now_s + self.config.connect_wait_s
+                self.shared.ask(self._join_request)
+            case Stepped():
+                self._stepped(event)
+            case CallDone() | CallFailed() | CallRefused():
+                self._call_ended(event)
+            case PushRecorded():
+                self.pushing.recorded(event)
+            case PushNotRecorded():
+                self.pushing.not_recorded(event)
+            case PushSent() | PushFailed() | Pulled() | PullFailed():
+                self._transfer_ended(event)
+            case Beat():
+                self._beat(event)
+            case BeatRefused():
+                self._beat_refused(event)
+            case LeaseWanted():
+                # More is not lent at once; the training loop asks again when this is used up.
+                self._lease_tokens = min(event.tokens, MAX_LEASED_CHUNKS * self.config.data_plan.chunk_tokens)
+            case StopWanted():
+                self._want_to_leave(event)
+            case Tick():
+                pass
+
+    def _stepped(self, event: Stepped) -> None:
+        if self.config.data_plan.mode is DataMode.LEASED:
+            total = sum(item.tokens for item in event.ranges)
+            if total != event.tokens:
+                raise LocalProtocolError(f"a step counts {event.tokens} tokens, but its ranges hold {total}")
+        self.shared.work.stepped(event.tokens, event.ranges, event.loss)
+        self._may_push = event.may_push
+        self.shared.steps += 1
+        self.shared.steps_since_snapshot += 1
+        self.shared.steps_towards_push += 1
+
+    def _decide(self) -> None:
+        """What is due now that no event asked for."""
+        shared = self.shared
+        if shared.donate is not None and self._may_donate():
+            self.pushing.donate(shared.donate)
+        if self._ending.wanted and self.phase not in _GONE:
+            self._finish_and_leave()
+        elif shared.terms.stop and self.phase not in _GONE:
+            self._run_stops()
+        ending = shared.terms.stop or self._ending.wanted
+        if self.phase is SessionPhase.TRAINING and not ending and self._push_is_due():
+            self.pushing.begin("push due")
+        if self._lease_tokens and shared.data.idle and self.phase not in _ABSENT:
+            self._ask_for_data(shared.now_s)
+
+    def _say_goodbye(self) -> None:
+        """Leave is the last call: small ones on their way come first."""
+        shared = self.shared
+        if self.phase is SessionPhase.LEAVING and shared.exchange.idle and shared.asides_done():
+            shared.ask(lambda: LeaveRequest(shared.terms.caller(shared.cause), self._ending.reason))
+
+    def _may_donate(self) -> bool:
+        """Whether theta_base is what the master asks for, and nothing stands in the way of pushing it."""
+        shared = self.shared
+        push = self.pushing.open
+        free = self.phase in (SessionPhase.TRAINING, SessionPhase.PULLING, SessionPhase.AWAITING)
+        free = free and (push is None or push.donates is None)
+        return free and shared.base == shared.donate and not shared.terms.stop and shared.now_s >= shared.donate_after_s
+
+    def _push_is_due(self) -> bool:
+        shared = self.shared
+        due = shared.steps_towards_push >= shared.terms.local_steps and shared.work.pending.tokens > 0
+        return due and self._may_push
+
+    # ---- calls ----
+
+    def _call_ended(self, event: CallDone | CallFailed | CallRefused) -> None:
+        lane = self.shared.lane_of(event.call_id)
+        if lane is None:
+            return
+        match event:
+            case CallDone():
+                lane.answered()
+                self.shared.log("master", "")
+                if lane is not self.shared.side:
+                    self.shared.note = ""
+                self._reply(event.reply)
+            case CallFailed():
+                self._unanswered(lane, event.sentence)
+            case CallRefused():
+                self._refused(lane, event.refused)
+
+    def _reply(self, reply: ClusterReply) -> None:
+        match reply:
+            case JoinReply():
+                self.shared.terms.joined(reply)
+                self._rejoining.joined(reply)
+                if self._resumed:
+                    self._resumed, self.shared.terms.previous = False, None
+                    self._fresh = list(self.shared.work.held)
+            case BeginPushReply():
+                self.pushing.begun(reply.answer)
+            case FinishPushReply():
+                self.pushing.finished(reply.answer)
+            case AwaitVerdictReply():
+                self.pushing.awaited_answer(reply.answer)
+            case BeginPullReply():
+                self.pulling.answered(reply.answer)
+            case FinishPullReply():
+                self.shared.terms.take_steps(reply.local_steps)
+            case LeaseDataReply():
+                self._leased(reply)
+            case ReturnDataReply():
+                pass
+            case LeaveReply():
+                self._left()
+            case _:
+                raise RemoteProtocolError(f"a {type(reply).__name__} answers none of this cluster's calls")
+
+    def _leased(self, reply: LeaseDataReply) -> None:
+        if reply.ranges:
+            self._fresh = [*self._still_lent(), *reply.ranges]
+            self.shared.work.leased(reply.ranges)
+            self._lease_tokens = 0
+        else:
+            # Everything is lent out; asked again by _decide after a pause.
+            self.shared.note = "all data is lent out"
+            self._ask_for_data(self.shared.now_s + 0.5)
+
+    def _ask_for_data(self, at_s: float) -> None:
+        """A number of its own for each request: repeated after a lost answer, it gets the same ranges."""
+        self._leases_asked += 1
+        shared, tokens, number = self.shared, self._lease_tokens, self._leases_asked
+        shared.data.ask(lambda: LeaseDataRequest(shared.terms.caller(shared.cause), tokens, number), at_s)
+
+    def _unanswered(self, lane: RepeatedCall, sentence: str) -> None:
+        shared = self.shared
+        lane.failed(shared.now_s)
+        shared.train_on()
+        if self.phase is SessionPhase.LEAVING:
+            shared.log("leave", f"left without the master's answer: {sentence}", logging.WARNING)
+            self._left()
+            return
+        shared.note = f"the master does not answer: {sentence}"
+        shared.log("master", f"{shared.note}; tried again, training goes on where it can", logging.WARNING)
+        if shared.terms.incarnation is None and shared.now_s >= self._give_up_joining_s:
+            wait_s = self.config.connect_wait_s
+            self._fail(RetryLater(f"no master could be joined within {wait_s:g} s: {sentence}"))
+
+    def _refused(self, lane: RepeatedCall, refused: Refused) -> None:
+        shared = self.shared
+        if self.phase is SessionPhase.LEAVING:
+            lane.answered()
+            if lane is shared.exchange:
+                shared.log("leave", f"the master says, of leaving: {refused.sentence}")
+                self._left()
+            return
+        joining = self.phase is SessionPhase.JOINING
+        pushing = lane is shared.exchange and self.phase in _PUSHING
+        shared.terms.no_more_pushes |= pushing and refused.code is RefusalCode.STOPPING
+        remedy = remedy_for(refused, joining=joining, pushing=pushing)
+        push = self.pushing.open
+        if pushing and push is not None and push.donates is not None and refused.code is RefusalCode.VERSION_GONE:
+            shared.donate, remedy = None, Remedy.PULL  # it is not wanted any more
+        if joining and shared.terms.previous is not None and refused.code in (RefusalCode.FENCED, RefusalCode.RUN_ID):
+            self._resume_refused(refused)
+        elif remedy is Remedy.JOIN_AGAIN:
+            self._rejoin(refused.sentence)
+        elif remedy is Remedy.WAIT:
+            self._put_off(lane, refused)
+        elif lane is shared.side:
+            lane.answered()
+            shared.log("side", f"the master refuses: {refused.sentence}", logging.WARNING)
+        elif joining and refused.code is RefusalCode.STOPPING:
+            shared.terms.incarnation = None  # the run ended without us: nobody is left to say good-bye to
+            shared.terms.stop = True
+            self._leave(refused.sentence)
+        elif remedy is Remedy.GIVE_UP:
+            raise refused
+        else:
+            lane.answered()
+            self.pushing.refused(refused, remedy)
+
+    def _resume_refused(self, refused: Refused) -> None:
+        """The checkpoint is of another run, or older than a later life of this cluster that left none.
+
+        The second is as if a process without memory took over the name: join without the old life's number.
+        """
+        if refused.code is RefusalCode.RUN_ID:
+            raise ConfigError(
+                f"this cluster's checkpoint is of run {self.shared.terms.run_id}, and the master says: "
+                f"{refused.sentence}; give another --checkpoint-dir, remove the checkpoint, or leave out --resume"
+            )
+        self.shared.log("join", f"the checkpoint is not of this cluster's last life: {refused.sentence}")
+        self.shared.terms.previous = None
+        self.shared.ask(self._join_request)
+
+    def _put_off(self, lane: RepeatedCall, refused: Refused) -> None:
+        shared = self.shared
+        shared.note = refused.sentence
+        shared.train_on()
+        if lane is shared.exchange and self.phase is SessionPhase.PULLING:
+            self.pulling.version_gone()
+        lane.put_off(shared.now_s, refused.retry_after_s or 1.0)
+
+    # ---- transfers ----
+
+    def _transfer_ended(self, event: PushSent | PushFailed | Pulled | PullFailed) -> None:
+        match event:
+            case PushSent() if self.pushing.owns(event.transfer_id):
+                self.pushing.sent(event)
+            case PushFailed() if self.pushing.owns(event.transfer_id):
+                self.pushing.failed(event)
+            case Pulled() if self.pulling.owns(event.transfer_id):
+                self._pulled(event)
+            case PullFailed() if self.pulling.owns(event.transfer_id):
+                self.pulling.failed(event)
+            case _:
+                pass  # of a transfer that was given up
+
+    def _pulled(self, event: Pulled) -> None:
+        self.pulling.install(event)
+        shared, terms = self.shared, self.shared.terms
+        shared.move("installed", SessionPhase.TRAINING)
+        shared.patience.over(shared.now_s)
+        shared.patience.train_on(shared.now_s)
+        if self._leases_are_doubtful():
+            self._rejoin(f"the run goes on from version {shared.base}: which data is lent to whom must be settled anew")
+            return
+        if terms.stop and (terms.published is None or terms.published == self.shared.base):
+            self._leave("the master ends this cluster's part" if terms.takes_pushes else "the run has ended")
+
+    def _leases_are_doubtful(self) -> bool:
+        """A rollback freed all leases: what this cluster holds from before is not its own."""
+        shared, terms = self.shared, self.shared.terms
+        assert shared.base is not None, "asked once a version is installed"
+        before, terms.leases_timeline = terms.leases_timeline, shared.base.timeline
+        return bool(shared.work.held) and before not in (None, shared.base.timeline)
+
+    # ---- heartbeats ----
+
+    def _beat(self, event: Beat) -> None:
+        if event.incarnation != self.shared.terms.incarnation or self.phase in _ABSENT:
+            return
+        if event.reply.epoch != self.shared.terms.epoch:
+            self._rejoin(f"the master is in epoch {event.reply.epoch}: it was restarted")
+            return
+        self.shared.terms.beat(event.reply)
+        self.shared.donate = event.reply.donate
+
+    def _beat_refused(self, event: BeatRefused) -> None:
+        if event.incarnation != self.shared.terms.incarnation or self.phase in _ABSENT:
+            return
+        if remedy_for(event.refused, joining=False, pushing=False) is Remedy.JOIN_AGAIN:
+            self._rejoin(event.refused.sentence)
+        elif event.refused.code is RefusalCode.IDENTITY:
+            self._fail(event.refused)  # revoked: what is trained from now on counts for nothing
+        else:
+            self.shared.log("heartbeat", f"a heartbeat is refused: {event.refused.sentence}", logging.WARNING)
+
+    # ---- joining again, stopping, leaving ----
+
+    def _rejoin(self, why: str) -> None:
+        shared = self.shared
+        shared.record("fenced", incarnation=str(shared.terms.incarnation), reason=why)
+        shared.log("join", f"joining again: {why}", logging.WARNING)
+        self.pushing.cancel()
+        self.pulling.cancel()
+        shared.forget_asides()  # ranges on their way back are not named in Join either, which frees them
+        shared.data.cancel()
+        shared.move("fenced", SessionPhase.JOINING, why)
+        shared.patience.forget()
+        shared.note = f"joining again: {why}"
+        shared.ask(self._join_request)
+
+    def _join_request(self) -> JoinRequest:
+        config, shared = self.config, self.shared
+        incarnation = shared.terms.incarnation or shared.terms.previous
+        caller = Caller(shared.terms.run_id, 0, config.cluster_id, incarnation, shared.cause)
+        hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), f"dips {VERSION}")
+        return JoinRequest(
+            caller,
+            hello,
+            config.layout,
+            config.layout.layout_hash,
+            config.data_plan,
+            config.declared_tokens_per_s,
+            shared.work.all_ranges(),
+            config.curve_key,
+            config.untrained.frozen,
+            config.untrained.buffers,
+            config.process_id,
+            config.host,
+        )
+
+    def _want_to_leave(self, request: StopWanted) -> None:
+        """As soon as what was trained is pushed and decided; the training loop is held meanwhile."""
+        shared, ending = self.shared, self._ending
+        if self.phase in _GONE:
+            return
+        if ending.wanted:
+            if not request.push_pending:
+                self._leave(request.reason)  # whoever asks again does not wait
+            return
+        ending.wanted, ending.push_pending, ending.reason = True, request.push_pending, request.reason
+        if math.isinf(ending.by_s):
+            usual_s = 0.0 if self.config.leave_wait_s is not None else 2 * (shared.push_s + shared.pull_s)
+            ending.by_s, ending.dropped = shared.now_s + shared.terms.times.leave_wait_s + usual_s, shared.work.dropped
+        if self._unfinished().tokens and self.phase is not SessionPhase.JOINING:
+            shared.log(
+                "leave", f"leaving ({request.reason}) once {self._unfinished()} are pushed and their verdict is known"
+            )
+
+    def _unfinished(self) -> Work:
+        """What leaving waits for."""
+        work = self.shared.work
+        open_work = work.in_push or Work()
+        return open_work + work.pending if self._ending.push_pending and not work.lost else open_work
+
+    def _finish_and_leave(self) -> None:
+        """One step of the way: the open push is decided, the rest is pushed, then Leave."""
+        shared, ending = self.shared, self._ending
+        if not self._unfinished().tokens or shared.now_s >= self._by_s:
+            self._leave(ending.reason)
+        elif not shared.terms.takes_pushes and self.phase is not SessionPhase.AWAITING:
+            self._leave(ending.reason)  # the run has ended: what is not in its last round is not taken any more
+        elif self.phase is SessionPhase.TRAINING and shared.now_s >= self.pushing.not_before_s:
+            self.pushing.begin("push due")
+
+    @property
+    def _by_s(self) -> float:
+        """When leaving waits no longer. The master's word on an open window counts, unless a bound was set by hand."""
+        by_s = self._ending.by_s
+        if math.isinf(by_s) or self.config.leave_wait_s is not None or self.phase is not SessionPhase.AWAITING:
+            return by_s
+        return max(by_s, self.shared.window_closes_s + self.shared.terms.times.leave_wait_s)
+
+    @property
+    def gives_up_s(self) -> float:
+        """When whoever waits for the end of leaving may stop to."""
+        return self._by_s + self.shared.terms.times.call_deadline_s if self.phase not in _GONE else self._gone_by_s
+
+    def _run_stops(self) -> None:
+        """The run is over, or this cluster is drained: what is pending is pushed if that is welcome; then the last
+        version; leave.
+        """
+        shared, ending, wait_s = self.shared, self._ending, self.shared.terms.times.leave_wait_s
+        if math.isinf(ending.by_s):
+            ending.by_s, ending.dropped = shared.now_s + wait_s, shared.work.dropped
+            shared.log("stop", "the master ends this cluster's part: pulling the last version, then leaving")
+        pushing = self.phase in (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING)
+        donates = self.pushing.open is not None and self.pushing.open.donates is not None
+        # Half of the time is for the last version.
+        may_push = shared.terms.takes_pushes and not donates and shared.now_s < ending.by_s - wait_s / 2
+        if shared.now_s >= ending.by_s:
+            self._leave("the run has ended; its last version could not be pulled in time")
+        elif pushing and not may_push:
+            self.pushing.abandon()
+            self.pushing.drop("run stops", at_least=shared.terms.published)
+        elif self.phase is SessionPhase.TRAINING and may_push and shared.work.pending.tokens and not shared.work.lost:
+            if shared.now_s >= self.pushing.not_before_s and not self._needs_a_step:
+                self.pushing.begin("push due")
+        elif self.phase is SessionPhase.TRAINING:
+            self.pushing.drop("run stops", at_least=shared.terms.published)
+
+    def _leave(self, reason: str, error: DipsError | None = None) -> None:
+        """Give up what is open, and say good-bye."""
+        shared, ending = self.shared, self._ending
+        if self.phase in _GONE:
+            return
+        lost = self.unshared
+        shared.record("leaving", reason=reason, lost_steps=lost.steps, lost_tokens=lost.tokens)
+        if lost.steps:
+            self._say_what_is_lost(lost, reason, error)
+        deadline_s = shared.leave_deadline_s = (
+            shared.terms.times.call_deadline_s if ending.wanted else shared.terms.times.leave_wait_s
+        )
+        self._gone_by_s = shared.now_s + deadline_s + 1.0
+        self._ending = _Ending(reason, error, dropped=shared.work.dropped if ending.dropped is None else ending.dropped)
+        self.pushing.cancel()
+        self.pulling.cancel()
+        shared.exchange.cancel()
+        shared.data.cancel()
+        shared.note = f"leaving: {reason}"
+        if shared.terms.incarnation is None:
+            shared.move("leave", SessionPhase.LEFT, reason)
+            shared.emit(Finished(reason, error))
+            return
+        shared.move("leave", SessionPhase.LEAVING, reason)  # Leave frees whatever is leased and in no sealed push
+
+    @property
+    def unshared(self) -> Work:
+        """What was trained here and counts for nothing if this cluster leaves now: since the wish, or since the last
+        push that counts.
+        """
+        work = self.shared.work
+        before = work.dropped if self._ending.dropped is None else self._ending.dropped
+        now = work.dropped + (work.in_push or Work()) + work.pending
+        return Work((), now.tokens - before.tokens, now.steps - before.steps)
+
+    def _say_what_is_lost(self, lost: Work, reason: str, error: DipsError | None) -> None:
+        shared, ending, push = self.shared, self._ending, self.pushing.open
+        verdict = self.pushing.last_verdict
+        level = logging.WARNING
+        if error is not None:
+            why = str(error)
+        elif not shared.terms.takes_pushes:
+            why, level = "the run has ended", logging.INFO
+        elif (
+            verdict is not None and verdict.kind is not VerdictKind.APPLIED and lost.tokens > self._unfinished().tokens
+        ):
+            why = f"push {verdict.push} was {verdict.kind.name}: {verdict.reason}"
+        elif not ending.push_pending and push is None:
+            why = "they were made since the last push, and the parameters may be half-way"
+        elif self.phase is SessionPhase.AWAITING:
+            why = f"no verdict of push {self.pushing.awaited} came in time; it may come yet, and count them"
+        else:
+            why = shared.note or "the time to push them was too short"
+        shared.log("lost", f"leaving ({reason.partition(':')[0]}) without {lost}: {why}", level)
+
+    def _left(self) -> None:
+        self.shared.move("left", SessionPhase.LEFT)
+        self.shared.record("left", reason=self._ending.reason)
+        self.shared.emit(Finished(self._ending.reason, self._ending.error))
+
+    def _fail(self, error: DipsError) -> None:
+        """This cluster cannot go on: leave in good order, and let the training loop raise."""
+        self.shared.record("failed", reason=str(error))
+        if self.phase is SessionPhase.LEAVING:
+            self._left()
+        elif not self.finished:
+            self._leave(str(error), error)

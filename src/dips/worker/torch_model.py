@@ -1,0 +1,436 @@
+"""A torch model's parameters as one flat float32 vector, and back.
+
+Takes the parameters that require gradients, tied ones once. Buffers (running statistics) stay each cluster's own, or
+follow behind the parameters where the run averages them (docs/decisions/0030-averaged-buffers.md). The inner
+optimizer's state is never read and never sent. Shapes: see core/layout.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dips.core.allocator import zeros
+from dips.core.errors import ConfigError
+from dips.core.layout import AVERAGED_LAYER, DEFAULT_BLOCK_ELEMS, Layout, Parameter, layer_of
+from dips.worker.parameters import SnapshotReady
+
+F32 = NDArray[np.float32]
+
+_logger = logging.getLogger("dips")
+
+GROUP_ELEMS = 1 << 22
+"""What is copied at a time: 16 MiB take about a millisecond to the host, so that sending begins soon."""
+
+LARGE_ELEMS = 1 << 15
+"""Smaller tensors are copied many at a time."""
+
+ONE_THREAD_ELEMS = 1 << 15
+"""Torch computes on so many without waking other threads, which would spin while they wait."""
+
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class TorchParameters:
+    """A ParameterStore over a module and its inner optimizer, on CPU or on CUDA devices."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        block_elems: int = DEFAULT_BLOCK_ELEMS,
+        description: str = "",
+        buffers: str = "own",
+    ) -> None:
+        """description: for the layout. buffers: "average" makes the saved floating-point ones part of it.
+
+        Raises ConfigError, with the tensor's name, for a parameter or buffer that no flat vector can be read from and
+        written to (of a dtype that is not served, sharded, without values, sparse, over memory that it shares with
+        itself or partly with another one), and for another model's optimizer; Refused(LAYOUT) for a model without
+        trainable parameters.
+        """
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._model = model
+        self._optimizer = optimizer
+        self._buffers = _averaged_buffers(model) if buffers == "average" else {}
+        held = {name: module.get_buffer(key) for name, (module, key) in self._buffers.items()}
+        rows = [_described(name, p) for name, p in named.items()]
+        rows += [_as_averaged(name, buffer) for name, buffer in held.items()]
+        layout = Layout(tuple(rows), block_elems)
+        _refuse_shared_memory(named)
+        self._layout = replace(layout, description=description)
+        tensors: dict[str, torch.Tensor] = {**named, **held}
+        self._spans = [(tensors[s.parameter.name], s.start_elem, s.stop_elem) for s in self._layout.spans]
+        self._parameters: list[torch.Tensor] = [tensor for tensor, _, _ in self._spans]
+        self._check_optimizer()
+        self._groups = _groups(self._spans)
+        self._narrow = _narrow(self._spans[: len(named)])  # a statistic is pushed as it stands
+        self._devices = {group.device for group in self._groups if group.device.type == "cuda"}
+        self._sides = {device: torch.cuda.Stream(device) for device in self._devices}
+        self.installs = self.resets = 0
+        """How often the parameters were replaced and the optimizer was reset: other ranks have to follow."""
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The parameters themselves, in layout order."""
+        return self._parameters
+
+    @property
+    def trained(self) -> Sequence[torch.Tensor]:
+        """Those that are trained: equal on all ranks of a cluster, which averaged buffers need not be."""
+        return self._parameters[: len(self._parameters) - len(self._buffers)]
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """id() of each of them: all else that the model holds is not part of the run."""
+        return frozenset(map(id, self._parameters))
+
+    def layout(self) -> Layout:
+        return self._layout
+
+    def describe(self, description: str) -> None:
+        """For exports, with the layout."""
+        self._layout = replace(self._layout, description=description)
+
+    def empty(self, n_elems: int) -> F32:
+        """For a model on CUDA devices pinned memory: other memory is reached at a fraction of the link's speed."""
+        if not self._devices:
+            return zeros(n_elems)
+        pinned: F32 = torch.empty(n_elems, dtype=torch.float32, pin_memory=True).numpy()
+        return pinned
+
+    def begin_snapshot(self, into: F32) -> SnapshotReady | None:
+        """On CUDA devices the copies run beside the host and whatever it computes; the next kernel that changes a
+        parameter waits for them on the device, the host never does.
+        """
+        self._check_still_trained()
+        self._find_buffers()
+        places = self._places(into)
+        events: list[torch.cuda.Event | None] = []
+        for device, side in self._sides.items():
+            side.wait_stream(torch.cuda.current_stream(device))
+        for group in self._groups:
+            events.append(self._copy_out(group, places[group.first : group.last]))
+        for device, side in self._sides.items():
+            torch.cuda.current_stream(device).wait_stream(side)
+        return _Copied([group.stop_elem for group in self._groups], events) if self._devices else None
+
+    def snapshot(self, into: F32) -> None:
+        ready = self.begin_snapshot(into)
+        if ready is not None:
+            ready.wait(0, self._layout.n_elems)
+
+    def install(self, flat: F32) -> None:
+        self.installs += 1
+        self._find_buffers()
+        _copy(self._parameters, self._places(flat), beside_host=bool(self._devices))
+        wait_for(self._devices)  # the vector may be written again as soon as this returns
+
+    @property
+    def rounds(self) -> bool:
+        return bool(self._narrow)
+
+    def add_rounded_off(self, flat: F32, installed: F32, start_elem: int, stop_elem: int) -> None:
+        """For bfloat16 and float16: rounded here to nearest even, as by the copies that install() makes."""
+        first_run = bisect_right(self._narrow, start_elem, key=lambda run: run.stop_elem)
+        for run in self._narrow[first_run:]:
+            stop = min(run.stop_elem, stop_elem)
+            for start in range(max(run.start_elem, start_elem), stop, ONE_THREAD_ELEMS):
+                here = slice(start, min(start + ONE_THREAD_ELEMS, stop))
+                now, was = torch.from_numpy(flat[here]), torch.from_numpy(installed[here])
+                now.sub_(was.to(run.dtype)).add_(was)
+            if run.stop_elem >= stop_elem:
+                break
+
+    def live(self) -> Sequence[F32] | None:
+        self._check_still_trained()
+        self._find_buffers()
+        if self._layout.n_elems < len(self._parameters) * LARGE_ELEMS or not all(map(_is_plain, self._parameters)):
+            return None  # many tiny ones are copied faster than they are listed
+        return [_plain(parameter) for parameter in self._parameters]
+
+    def _copy_out(self, group: _Group, places: list[torch.Tensor]) -> torch.cuda.Event | None:
+        side = self._sides.get(group.device)
+        with torch.cuda.stream(side):
+            _copy(places, self._parameters[group.first : group.last], beside_host=side is not None)
+            if side is None:
+                return None
+            event = torch.cuda.Event()
+            event.record(side)
+            return event
+
+    def _places(self, flat: F32) -> list[torch.Tensor]:
+        """Each parameter's place in a flat vector, in the parameter's shape; made in one go, as there may be many."""
+        views: list[torch.Tensor] = torch._utils._unflatten_dense_tensors(torch.from_numpy(flat), self._parameters)
+        return views
+
+    def reset_inner_optimizer(self) -> None:
+        self.resets += 1
+        self._optimizer.state.clear()
+
+    def _check_still_trained(self) -> None:
+        """Before parameters are read for a push. Raises ConfigError when the model trains what the layout lacks."""
+        ours = self.ids
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad or id(parameter) in ours:
+                continue
+            if any(name == p.name for p in self._layout.parameters):
+                raise ConfigError(
+                    f"parameter {name!r} is another tensor than when the loop was entered, so that no push holds it "
+                    "and no version reaches it: enter the loop once the model is complete and on its device"
+                )
+            raise ConfigError(
+                f"parameter {name!r} requires gradients and did not when the loop was entered, so that this cluster "
+                "alone would train it: set requires_grad=False, or unfreeze it before the loop is entered, on all "
+                "clusters and in a new run"
+            )
+
+    def _find_buffers(self) -> None:
+        """A module may put a new tensor in a buffer's place (`self.mean = 0.9 * self.mean + ...`). Raises ConfigError
+        for one that does not fit.
+        """
+        first = len(self._parameters) - len(self._buffers)
+        for at, (name, (module, key)) in enumerate(self._buffers.items(), first):
+            known, now = self._parameters[at], module._buffers.get(key)
+            if now is known:
+                continue
+            if now is None or (now.shape, now.dtype, now.device) != (known.shape, known.dtype, known.device):
+                raise ConfigError(
+                    f"buffer {name!r} has another shape, type or device than when the loop was entered: enter the loop "
+                    "once the model is complete and on its device"
+                )
+            self._parameters[at] = now
+
+    def _check_optimizer(self) -> None:
+        ours = self.ids
+        theirs = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        if not ours & theirs:
+            raise ConfigError(
+                "the optimizer holds none of the model's parameters: make it of model.parameters(), after the model "
+                "was moved to its device"
+            )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters [first, last), neighbours in the flat vector on one device, that one event stands for."""
+
+    device: torch.device
+    first: int
+    last: int
+    stop_elem: int
+
+
+def _averaged_buffers(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+    """Name -> where it stands, of the buffers that a state_dict holds, in floating point, tied ones once.
+
+    Those that hold infinities (a mask) are constants, which have no mean: they stay each cluster's own.
+    """
+    found: dict[str, tuple[torch.nn.Module, str]] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            name = f"{prefix}.{key}" if prefix else key
+            if not buffer.is_floating_point() or not buffer.numel():
+                continue
+            if buffer.is_meta or _shares_with_itself(buffer):
+                why = "is on the meta device and has no values" if buffer.is_meta else "is expanded, without own memory"
+                raise ConfigError(
+                    f"buffer {name!r} {why}: load or clone it before the loop is entered, or register it with "
+                    "persistent=False"
+                )
+            if not buffer.isfinite().all():
+                _logger.info("buffer %r holds infinities or NaN, so that it is not averaged", name)
+                continue
+            found[name] = (module, key)
+    return found
+
+
+def _as_averaged(name: str, buffer: torch.Tensor) -> Parameter:
+    dtype = _DTYPE_NAMES.get(buffer.dtype)
+    if dtype is None:
+        raise ConfigError(
+            f"buffer {name!r} is {str(buffer.dtype).removeprefix('torch.')}: float32, bfloat16 and float16 are "
+            "averaged; convert it, or register it with persistent=False"
+        )
+    return Parameter(name, tuple(buffer.shape), dtype, AVERAGED_LAYER, averaged=True)
+
+
+def _groups(spans: Sequence[tuple[torch.Tensor, int, int]]) -> list[_Group]:
+    """Whole parameters, as few as make GROUP_ELEMS."""
+    groups: list[_Group] = []
+    for i, (parameter, start, stop) in enumerate(spans):
+        last = groups[-1] if groups else None
+        if last is not None and last.device == parameter.device and start - spans[last.first][1] < GROUP_ELEMS:
+            groups[-1] = _Group(last.device, last.first, i + 1, stop)
+        else:
+            groups.append(_Group(parameter.device, i, i + 1, stop))
+    return groups
+
+
+@dataclass(frozen=True)
+class _Narrow:
+    """Neighbours in the flat vector whose parameters have this dtype of 16 bits."""
+
+    dtype: torch.dtype
+    start_elem: int
+    stop_elem: int
+
+
+def _narrow(spans: Sequence[tuple[torch.Tensor, int, int]]) -> list[_Narrow]:
+    """All of them, in flat order; none for a model in float32."""
+    runs: list[_Narrow] = []
+    for parameter, start, stop in spans:
+        if parameter.dtype is torch.float32:
+            continue
+        if runs and (runs[-1].dtype, runs[-1].stop_elem) == (parameter.dtype, start):
+            start = runs.pop().start_elem
+        runs.append(_Narrow(parameter.dtype, start, stop))
+    return runs
+
+
+class _Copied:
+    """A snapshot under way. stops: of the groups, in flat order; events: when each is copied, None: already."""
+
+    def __init__(self, stops: Sequence[int], events: Sequence[torch.cuda.Event | None]) -> None:
+        self._stops = stops
+        self._events = events
+
+    def wait(self, start_elem: int, stop_elem: int) -> None:
+        for i in range(bisect_right(self._stops, start_elem), len(self._stops)):
+            event = self._events[i]
+            if event is not None:
+                event.synchronize()
+            if self._stops[i] >= stop_elem:
+                break
+
+
+def _copy(into: Sequence[torch.Tensor], source: Sequence[torch.Tensor], *, beside_host: bool) -> None:
+    """Copy each source. Large ones on the host by numpy: torch would wake threads that spin while they wait."""
+    rest: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for pair in zip(into, source, strict=True):
+        if pair[0].numel() >= LARGE_ELEMS and _is_plain(pair[0]) and _is_plain(pair[1]):
+            np.copyto(_plain(pair[0]), _plain(pair[1]))
+        else:
+            rest.append(pair)
+    if rest:
+        with torch.no_grad():
+            torch._foreach_copy_([one for one, _ in rest], [other for _, other in rest], non_blocking=beside_host)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory is float32 in logical order on the host."""
+    return tensor.device.type == "cpu" and tensor.dtype is torch.float32 and tensor.is_contiguous()
+
+
+def _plain(tensor: torch.Tensor) -> F32:
+    """The memory of a plain tensor."""
+    flat: F32 = tensor.detach().reshape(-1).numpy()
+    return flat
+
+
+def wait_for(devices: Iterable[torch.device]) -> None:
+    """Return when copies on all these CUDA devices are done; without a device torch waits for the current one alone."""
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def _described(name: str, parameter: torch.nn.Parameter) -> Parameter:
+    if hasattr(parameter, "device_mesh"):
+        raise ConfigError(
+            f"parameter {name!r} is sharded over devices, which this release does not gather: use one device, or "
+            "replicas whose parameters are whole (DistributedDataParallel)"
+        )
+    if torch.nn.parameter.is_lazy(parameter):
+        raise ConfigError(
+            f"parameter {name!r} has no shape yet, as its module is lazy: pass a batch through the model, then make "
+            "the optimizer, then enter"
+        )
+    if parameter.layout is not torch.strided:
+        raise ConfigError(
+            f"parameter {name!r} is stored as {str(parameter.layout).removeprefix('torch.')}, which is not served: "
+            "make it dense with to_dense(), or set requires_grad=False if it is not trained"
+        )
+    if parameter.is_meta:
+        raise ConfigError(
+            f"parameter {name!r} is on the meta device and has no values: load or initialize the model on the device "
+            "that trains it, then enter"
+        )
+    dtype = _DTYPE_NAMES.get(parameter.dtype)
+    if dtype is None:
+        raise ConfigError(
+            f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}: float32, bfloat16 and float16 are "
+            "served; convert it, or set requires_grad=False if it is not trained"
+        )
+    return Parameter(name, tuple(parameter.shape), dtype, layer_of(name))
+
+
+def _refuse_shared_memory(named: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raises ConfigError for memory with two places in the flat vector, which may say different things of it.
+
+    Two parameters over the whole same memory are tied, and get equal updates.
+    """
+    storages: dict[tuple[torch.device, int], dict[object, tuple[str, torch.Tensor]]] = {}
+    for name, parameter in named.items():
+        if hasattr(parameter, "__tensor_flatten__"):
+            continue  # a tensor made of others, without memory of its own
+        if _shares_with_itself(parameter):
+            raise ConfigError(
+                f"parameter {name!r} is expanded: several of its elements are one in memory; give each its own, with "
+                "torch.nn.Parameter(tensor.detach().contiguous()), before the optimizer is made"
+            )
+        first, past = _bytes_of(parameter)
+        is_dense = past - first == parameter.nbytes
+        place = (first, past) if is_dense else (first, parameter.shape, parameter.stride())
+        storage = (parameter.device, parameter.untyped_storage().data_ptr())
+        storages.setdefault(storage, {}).setdefault(place, (name, parameter))
+    for views in storages.values():
+        ranges = sorted(_bytes_of(tensor) for _, tensor in views.values())
+        if all(past <= first for (_, past), (first, _) in pairwise(ranges)):
+            continue
+        for (one, a), (other, b) in combinations(views.values(), 2):
+            if _bytes_held(a, b) < a.nbytes + b.nbytes:
+                raise ConfigError(
+                    f"parameters {one!r} and {other!r} share a part of their memory: give each its own, with "
+                    "torch.nn.Parameter(tensor.detach().clone()), before the optimizer is made"
+                )
+
+
+def _shares_with_itself(tensor: torch.Tensor) -> bool:
+    """Whether two of its elements are one in memory."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return stride == 0 or _bytes_held(tensor) < tensor.nbytes
+        reach += stride * (size - 1)
+    return False
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last-plus-one byte in its storage."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    return first * tensor.itemsize, (first + reach + 1) * tensor.itemsize
+
+
+def _bytes_held(*tensors: torch.Tensor) -> int:
+    """How many bytes of their storage they stand on, each counted once. Columns of one matrix share none."""
+    ranges = [_bytes_of(tensor) for tensor in tensors]
+    begin = min(first for first, _ in ranges)
+    marks = np.zeros(max(past for _, past in ranges) - begin, np.bool_)
+    for (first, _), tensor in zip(ranges, tensors, strict=True):
+        strides = [stride * tensor.itemsize for stride in tensor.stride()]
+        shape = [*tensor.shape, tensor.itemsize]
+        np.lib.stride_tricks.as_strided(marks[first - begin :], shape, [*strides, 1])[...] = True
+    return int(np.count_nonzero(marks))

@@ -1,0 +1,287 @@
+"""`dips plan run`: what it takes, what it predicts, what it tells, and what it says to a person's mistake.
+
+Ranks run in tests/slow/test_plan_run.py; here their reports are made from clocks that only waiting moves.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.paced_play import play
+from support.repository import ROOT
+
+from dips.cli import main
+from dips.core.errors import ConfigError, FatalError
+from dips.local.plan_run_ranks import failure, job_of, log_of
+from dips.local.plan_run_report import (
+    PlanRunOutcome,
+    gradients_of,
+    outcome_json,
+    tell,
+    timelines,
+    write_files,
+)
+from dips.local.plan_run_source import ALONE, CASE, PlanSource, scaled, source_of
+from dips.planner.cluster import read_setup
+from dips.planner.costs import NS, Costs
+from dips.planner.costs_file import costs_json, read_costs
+from dips.planner.errors import PlanError
+from dips.planner.plan import make_plan
+from dips.planner.plan_file import plan_json
+from dips.planner.problem import Problem
+from dips.planner.run.job import RankReport, read_job, read_report, write_job, write_report
+from dips.planner.simulate import simulate
+
+NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(CASE)
+
+
+# ---- what is run ----
+
+
+@pytest.mark.parametrize(
+    ("name", "makespan"),
+    [("1f1b", 39.0), ("zb_v", 29.25), ("cross_ud/2", 31.0), ("cross_wave", 28.0)],
+)
+def test_a_name_is_the_schedule_of_the_sweep(name: str, makespan: float) -> None:
+    source = source_of(name, NOTHING_GIVEN)
+    assert simulate(source.schedule, source.costs).makespan_ns / NS == makespan
+    assert source.sites == ("site 0", "site 0", "site 1", "site 1")
+
+
+def test_parts_become_stages_that_take_as_long_together() -> None:
+    """An odd number of nanoseconds: parts differ by one, and backward passes go through them the other way."""
+    whole = source_of("cross_ud/1", NOTHING_GIVEN)
+    cut = source_of("cross_ud/4", NOTHING_GIVEN)
+    assert cut.schedule.parts == 1
+    assert cut.schedule.device_of_stage == tuple(d for d in range(4) for _ in range(4))
+    assert sum(stage.f_ns for stage in cut.costs.stages) == sum(stage.f_ns for stage in whole.costs.stages)
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, Any]:
+    problem = Problem(read_setup(str(ROOT / "examples" / "04-plan-a-schedule" / "sites.toml")))
+    plan = make_plan(problem.with_training(pipeline=4, microbatches=8, data=1), sensitivity=False)
+    plain: dict[str, Any] = json.loads(json.dumps(plan_json(plan)))
+    return plain
+
+
+def test_a_plan_json_is_run_with_its_own_costs(tmp_path: Path, planned: dict[str, Any]) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(planned))
+    source = source_of(str(file), NOTHING_GIVEN)
+    predicted = simulate(source.schedule, source.costs)
+    assert predicted.makespan_ns / NS == pytest.approx(planned["chosen"]["iteration_s"], rel=1e-9)
+    assert set(source.sites) == {"amsterdam", "stockholm"}
+    assert source.note == ""
+
+
+def test_a_plan_whose_replicas_take_turns_says_what_is_run(tmp_path: Path, planned: dict[str, Any]) -> None:
+    planned = json.loads(json.dumps(planned))
+    planned["chosen"]["sharing"] = "coordinated"
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(planned))
+    assert source_of(str(file), NOTHING_GIVEN).note == ALONE
+
+
+def test_costs_are_read_back() -> None:
+    costs = source_of("interleaved_1f1b", NOTHING_GIVEN).costs
+    assert read_costs(json.loads(json.dumps(costs_json(costs)))) == costs
+
+
+def test_a_plan_csv_takes_its_links_from_the_options(tmp_path: Path) -> None:
+    file = tmp_path / "plan.csv"
+    named = source_of("interleaved_1f1b", NOTHING_GIVEN)
+    file.write_text(named.schedule.to_csv())
+    read = source_of(str(file), NOTHING_GIVEN)
+    assert (read.schedule.orders, read.costs.wires) == (named.schedule.orders, named.costs.wires)
+    later = source_of(str(file), {**NOTHING_GIVEN, "latency": 2.0})
+    assert {wire.latency_ns for wire in later.costs.wires.values()} == {2 * NS}
+
+
+def test_a_job_says_all_to_its_ranks(tmp_path: Path) -> None:
+    source = source_of("interleaved_1f1b", NOTHING_GIVEN)
+    job = job_of(source, 3, "gloo", 2.5)
+    write_job(tmp_path, job)
+    assert read_job(tmp_path) == job
+    assert job.csv == source.schedule.to_csv()
+    ways = {(link.source, link.target): link.resource for link in job.links}
+    assert ways[3, 0] == ways[2, 1] != ways[1, 2] == ways[0, 3]
+    assert set(ways.values()) == set(range(len(set(ways.values()))))
+
+
+# ---- what is told ----
+
+
+def outcome_of(folder: Path, name: str, error: float = 1e-15, late_ns: int = 0) -> PlanRunOutcome:
+    """As if the ranks had run twice, once with a clock that is late."""
+    source = source_of(name, NOTHING_GIVEN)
+    source = PlanSource(source.schedule, scaled(source.costs, 4, 80.0), source.sites)
+    once, again = play(folder, source), play(folder, source, late_ns)
+    for rank, pair in enumerate(zip(once, again, strict=True)):
+        write_report(folder, rank, RankReport(pair, 6, error, 256))
+    reports = [read_report(folder, rank) for rank in range(4)]
+    return PlanRunOutcome(
+        source=source,
+        backend="gloo",
+        forward_ms=80.0,
+        predicted=simulate(source.schedule, source.costs),
+        measured=timelines(source, reports),
+        gradients=gradients_of(reports),
+        tolerance=0.05,
+        message_bytes=256,
+    )
+
+
+def told(outcome: PlanRunOutcome) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    for piece in tell(outcome):
+        console.print(piece)
+    return " ".join(console.export_text().split())
+
+
+def test_a_run_that_keeps_its_plan(tmp_path: Path) -> None:
+    outcome = outcome_of(tmp_path, "zb_v", late_ns=500_000)
+    found = outcome_json(outcome)
+    assert found["good"]
+    assert found["predicted_s"] == pytest.approx(29.25 * 0.08)
+    assert found["measured_s"][0] == found["predicted_s"] < found["measured_s"][1] == found["median_s"]
+    assert 0 < found["error"] < 0.05
+    assert found["gradients"] == {"parameters": 24, "largest_difference": 1e-15, "tolerance": 1e-10, "equal": True}
+    assert [row["stages"] for row in found["of_ranks"]] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert all(row["busy_s"] == pytest.approx(1.92, rel=0.02) for row in found["of_ranks"])
+    middle = next(row for row in found["of_links"] if (row["sender"], row["receiver"]) == (1, 2))
+    assert middle["messages"] == 16
+    assert middle["bytes"] == 16 * 256
+    assert middle["occupied_s"] == pytest.approx(16 * 0.02)
+    assert "within 5 %" in told(outcome)
+    assert "those of 24 parameters equal those of one process" in told(outcome)
+
+
+def test_a_run_that_misses_its_plan_says_that_the_machine_is_busy(tmp_path: Path) -> None:
+    outcome = outcome_of(tmp_path, "1f1b", late_ns=20_000_000)
+    assert not outcome.good
+    assert outcome.error > 0.05
+    assert "OUTSIDE OF 5 %" in told(outcome)
+    assert "longer than their times: this machine is busy with something else" in told(outcome)
+
+
+def test_gradients_that_differ_are_no_success(tmp_path: Path) -> None:
+    outcome = replace(outcome_of(tmp_path, "1f1b", error=1e-3), measured=())
+    assert not outcome.good
+    assert "24 parameters DIFFER from those of one process: largest difference 1.0e-03" in told(outcome)
+    assert "measured_s" not in outcome_json(outcome)
+
+
+def test_the_trace_has_the_prediction_and_the_run(tmp_path: Path) -> None:
+    outcome = outcome_of(tmp_path, "1f1b", late_ns=500_000)
+    files = write_files(outcome, tmp_path)
+    assert [file.name for file in files] == ["run.json", "trace.json"]
+    assert json.loads(files[0].read_text()) == json.loads(json.dumps(outcome_json(outcome)))
+    events = json.loads(files[1].read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert "predicted, rank 2, site 1" in names
+    assert "measured, rank 2, site 1" in names
+    spans = {
+        kind: max(
+            event["ts"] + event["dur"] for event in events if event["ph"] == "X" and (event["pid"] >= 1000) == kind
+        )
+        for kind in (False, True)
+    }
+    assert spans[False] == pytest.approx(outcome.predicted.makespan_ns / 1e3)
+    assert spans[True] == pytest.approx(outcome.median.makespan_ns / 1e3)
+
+
+# ---- what goes wrong ----
+
+GONE = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:38191"
+
+
+@pytest.mark.parametrize(
+    ("codes", "logs", "kind", "sentence"),
+    [
+        ([1, -9, 1], [GONE, "", GONE], FatalError, r"rank 1 was ended by SIGKILL: start it again; its log is .*rank-1"),
+        ([1, 1, None], [GONE, "ValueError: no", ""], FatalError, r"rank 1 ended with exit code 1: ValueError: no; its"),
+        ([1, 2, 1], [GONE, "dips: no GPU", GONE], ConfigError, r"rank 1: no GPU$"),
+        ([None, 1, None], ["", "", ""], FatalError, r"rank 1 ended with exit code 1: its log is empty"),
+    ],
+)
+def test_the_rank_that_failed_first_is_told(
+    tmp_path: Path, codes: list[int | None], logs: list[str], kind: type[Exception], sentence: str
+) -> None:
+    for rank, log in enumerate(logs):
+        log_of(tmp_path, rank).write_text(log + "\n")
+    error = failure(codes, tmp_path)
+    assert type(error) is kind
+    with pytest.raises(kind, match=sentence):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["zb_x"], "zb_x is no file, nor a schedule: name a plan.json, a plan.csv, or one of gpipe, 1f1b, "),
+        (["1f1b", "--ranks", "3"], "--ranks 3, but 1f1b has 4 devices: say --ranks 4, or make a plan for 3"),
+        (["1f1b", "--stages", "65", "--sites", "1"], "65 ranks are too many processes for one machine: at most 64"),
+        (["1f1b", "--stages", "3"], "3 devices do not divide into 2 equal sites"),
+        (["1f1b", "--microbatches", "0"], "4 stages and 0 microbatches: both are at least 1"),
+        (["interleaved_1f1b", "--microbatches", "6"], "interleaved 1F1B takes a multiple of 4 microbatches"),
+        (["1f1b", "--latency", "nan"], "nan is no number that can be planned with"),
+        (["1f1b", "--operation-ms", "0"], "--operation-ms 0 cannot be timed: give more than 0, up to 60000"),
+        (["1f1b", "--repeats", "0"], "--repeats 0: give 1 to 1000; --check-gradients times nothing"),
+        (["1f1b", "--tolerance", "100"], "--tolerance 100 is no percentage: give more than 0, below 100"),
+        (["1f1b", "--backend", "mpi"], "--backend mpi is unknown: choose gloo or nccl"),
+        (["CSV", "--stages", "4"], "--stages does not go with a plan.csv, which has its own: leave it out"),
+        (["JSON", "--latency", "1"], "--latency does not go with a plan.json, which has its own: leave it out"),
+        (["OLD"], "does not say what its operations cost (KeyError: 'costs'): make it anew with dips plan FILE --out"),
+        (["CYCLE"], "the schedule cannot end: device 0 waits at cell 2 (0B0), device 1 waits at cell 2 (1F1)"),
+        (["HALF"], "stage 0 has 1 F, 0 I, 0 W and 0 B of microbatch 1: it takes"),
+        (["BINARY"], "cannot be read as a plan: "),
+        (["/dev/zero"], "/dev/zero has more than 67108864 bytes, so it is no plan: name a plan.json or a plan.csv"),
+    ],
+)
+def test_a_persons_mistake_is_one_sentence(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    planned: dict[str, Any],
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    texts = {
+        "CSV": "0F0,0B0\n1F0,1B0\n",
+        "JSON": json.dumps(planned),
+        "OLD": json.dumps({key: value for key, value in planned.items() if key != "costs"}),
+        "HALF": "0F0,0F1,0B0\n",
+        "CYCLE": "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+        "BINARY": "",
+    }
+    word, *rest = arguments
+    if word in texts:
+        file = tmp_path / word
+        file.write_bytes(b"\xff\xfe" if word == "BINARY" else texts[word].encode())
+        arguments = [str(file), *rest]
+    code = main.run(("plan", "run", *arguments))
+    out, error = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_forward_passes_without_a_time_cannot_be_timed() -> None:
+    source = source_of("1f1b", NOTHING_GIVEN)
+    idle = Costs(tuple(replace(stage, f_ns=0) for stage in source.costs.stages))
+    with pytest.raises(PlanError, match="forward passes of the plan take no time"):
+        scaled(idle, 4, 80.0)
+
+
+def test_without_torch_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main.run(("plan", "run", "1f1b", "--out", str(tmp_path))) == 2
+    assert capsys.readouterr().err.endswith("dips: this command needs torch: pip install 'dips-training[worker]'\n")

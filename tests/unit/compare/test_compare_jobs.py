@@ -1,0 +1,118 @@
+"""Which runs a comparison is made of, and when a kept result is that of the same run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.compare_records import record
+
+from dips.compare import jobs as compare_jobs
+from dips.compare.jobs import ComparisonJob, Results, jobs_of, program_digest, text_digest
+from dips.compare.setup import load_setup
+from dips.core.errors import ConfigError
+
+SETUP = load_setup("small")
+JOB = ComparisonJob("dips", 1, SETUP, text="t")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for n in range(60):
+        (folder / f"{n}.txt").write_text(f"file {n}\n" * 100)
+    return folder
+
+
+def test_the_first_seed_of_all_methods_comes_first(text: Path) -> None:
+    jobs = jobs_of(["dp", "dips"], [1, 2], SETUP, [text])
+    assert [(job.method, job.seed) for job in jobs] == [("dp", 1), ("dips", 1), ("dp", 2), ("dips", 2)]
+    assert len({job.text for job in jobs}) == 1
+
+
+def test_data_parallel_runs_clean_beside_an_injection(text: Path) -> None:
+    dp, dips = jobs_of(["dp", "dips"], [1], SETUP, [text], "nan")
+    assert (dp.inject, dips.inject) == ("", "nan")
+    assert (dp.name, dips.name) == ("dp-1", "dips-nan-1")
+    assert dips.title == "dips nan, seed 1"
+
+
+def test_text_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.txt does not exist: give a text file or a folder"):
+        jobs_of(["dp"], [1], SETUP, [tmp_path / "none.txt"])
+
+
+def test_settings_that_no_master_takes_are_refused_before_anything_runs(text: Path) -> None:
+    setup = SETUP.with_overrides(master={"momentum_scaling": "tokens"})
+    assert jobs_of(["dips"], [1], setup, [text])
+    with pytest.raises(ConfigError, match="set-up small, method averaging"):
+        jobs_of(["dips", "averaging"], [1], setup, [text])
+
+
+def test_a_kept_result_is_found_again(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    assert results.load(JOB) is None
+    results.keep(JOB, record())
+    assert results.load(JOB) == record()
+    assert json.loads((tmp_path / "runs" / "dips-1.json").read_text())["schema"] == "dips-compare-run/1"
+
+
+def test_the_result_of_another_run_is_not_used(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    results.keep(JOB, record())
+    assert results.load(replace(JOB, setup=SETUP.with_overrides(inner_steps=8))) is None
+    assert results.load(replace(JOB, text="other")) is None
+    assert results.load(replace(JOB, seed=2)) is None
+    assert results.load(replace(JOB, inject="nan")) is None
+
+
+def test_a_changed_program_repeats_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = Results(tmp_path)
+    results.keep(JOB, record())
+    monkeypatch.setattr(compare_jobs, "program_digest", lambda: "changed")
+    assert results.load(JOB) is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": "other/1"}', "{"])
+def test_a_file_that_is_no_result_is_not_used(tmp_path: Path, content: str) -> None:
+    results = Results(tmp_path)
+    results.folder.mkdir()
+    results.path(JOB).write_text(content)
+    assert results.load(JOB) is None
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"dips-1\.json cannot be written: .*: choose another folder with --run-dir"):
+        Results(tmp_path / "file").keep(JOB, record())
+
+
+def test_a_set_ups_name_and_words_are_not_its_content() -> None:
+    assert replace(JOB, setup=SETUP.model_copy(update={"name": "mine"})).digest() == JOB.digest()
+    assert replace(JOB, variant="gaps-40").digest() == JOB.digest()
+    assert replace(JOB, method="dynamic").digest() != JOB.digest()
+
+
+def test_text_is_told_apart_by_what_it_says(text: Path) -> None:
+    first = text_digest(SETUP, [text])
+    assert text_digest(SETUP, [text]) == first
+    (text / "7.txt").write_text("other\n" * 100)
+    assert text_digest(SETUP, [text]) != first
+
+
+def test_the_programs_source_is_read() -> None:
+    sources = [path.name for path in compare_jobs._sources()]
+    assert {"penalty.py", "calculation.py", "process.py", "shell.py"} <= set(sources)
+    assert len(program_digest()) == 32
+
+
+def test_results_of_another_torch_are_not_those_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = program_digest()
+    program_digest.cache_clear()
+    monkeypatch.setattr(compare_jobs, "software_versions", lambda: {"torch": "0.0"})
+    after = program_digest()
+    program_digest.cache_clear()
+    assert after != before

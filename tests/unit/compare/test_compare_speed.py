@@ -1,0 +1,96 @@
+"""The figures of throughput: what each is made of, and what it says beside the paper."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from support.compare_records import SHARES, speed_comparison
+
+from dips.compare.setup import ComparisonSetup, load_setup
+from dips.compare.speed import SPEED_FIGURES, SpeedResult, span, speed_jobs
+from dips.compare.speed_report import gain_table, share_table, speed_json, tell_speed, write_speed
+
+EMULATED, WEAK = load_setup("emulated"), load_setup("weak-scaling")
+
+
+def result(setup: ComparisonSetup, *columns: str) -> SpeedResult:
+    return SpeedResult(setup, [(column, speed_comparison(setup)) for column in columns])
+
+
+def test_figure_9_varies_the_last_link_of_both_set_ups() -> None:
+    figure = SPEED_FIGURES["9"]
+    jobs = speed_jobs(figure, [load_setup(name) for name in figure.setups], 1)
+    assert [job.title for job in jobs[:2]] == ["emulated, 1 Gbit/s", "emulated, 2 Gbit/s"]
+    assert [job.setup.name for job in jobs] == ["emulated"] * 4 + ["real"] * 4
+    assert [job.setup.up_bits_per_s[-1] for job in jobs[:4]] == [1e9, 2e9, 5e9, 10e9]
+    assert {job.setup.down_bits_per_s[0] for job in jobs} == {10e9}
+
+
+def test_figure_10_adds_clusters_one_after_another() -> None:
+    jobs = speed_jobs(SPEED_FIGURES["10"], [WEAK], 1)
+    assert [(job.column, job.setup.n_clusters) for job in jobs] == [(str(n), n) for n in range(1, 8)]
+    assert jobs[-1].setup.clusters.gaps == WEAK.clusters.gaps
+
+
+def test_shares_and_gains() -> None:
+    found = result(EMULATED, "1 Gbit/s", "10 Gbit/s")
+    assert found.shares("dips") == [0.88, 0.88]
+    assert found.gains("dips") == pytest.approx([1.1, 1.1])
+    assert found.gains("dynamic-full", "ring-async") == pytest.approx([0.99 / 0.96] * 2)
+    assert found.ideal_gains() == pytest.approx([1.25, 1.25])
+    assert share_table(SPEED_FIGURES["9"], found).row_count == len(SHARES)
+    assert gain_table(found).row_count == len(SHARES) + 1, "and the ideal"
+
+
+def test_what_9_says() -> None:
+    assert SPEED_FIGURES["9"].reading(result(EMULATED, "1 Gbit/s", "10 Gbit/s")) == (
+        "emulated: over synchronous DiLoCo dips 1.10x, dynamic 1.19x, dynamic-push 1.21x, dynamic-full 1.24x, of an "
+        "ideal 1.25x; DiLoCo over data parallel 2.00x; dynamic-full over asynchronous DiLoCo without servers 1.03x."
+    )
+
+
+def test_what_10_says_leaves_the_single_cluster_out() -> None:
+    columns = [
+        ("1", speed_comparison(WEAK, dict.fromkeys(SHARES, 1.0))),
+        ("2", speed_comparison(WEAK)),
+        ("3", speed_comparison(WEAK)),
+    ]
+    assert SPEED_FIGURES["10"].reading(SpeedResult(WEAK, columns)) == (
+        "from 2 to 3 clusters, of ideal: dips 88.0%; dynamic 95.0%; dynamic-push 97.0%; dynamic-full 99.0%. "
+        "dynamic-full over synchronous DiLoCo 1.24x, over asynchronous DiLoCo without servers 1.03x."
+    )
+
+
+def test_one_cluster_alone_has_nothing_to_scale() -> None:
+    alone = SpeedResult(WEAK, [("1", speed_comparison(WEAK))])
+    assert "one cluster" in SPEED_FIGURES["10"].reading(alone)
+
+
+def test_a_span_is_one_number_when_it_is_none() -> None:
+    assert span([1.2, 1.3]) == "1.20-1.30x"
+    assert span([1.201, 1.199]) == "1.20x"
+
+
+def test_it_is_told_with_the_papers_words_beside_ours() -> None:
+    console = Console(width=120)
+    with console.capture() as capture:
+        tell_speed(SPEED_FIGURES["9"], [result(EMULATED, "1 Gbit/s")], console)
+    told = " ".join(capture.get().split())
+    assert "Figure 9, emulated: tokens a second, of ideal" in told
+    assert 'the paper (5.1): "Compared to global DP, the synchronous DiLoCo accelerates' in told
+    assert "here: emulated: over synchronous DiLoCo dips 1.10x" in told
+    assert "1.24G" in told, "the set-up is told"
+
+
+def test_files(tmp_path: Path) -> None:
+    figure, found = SPEED_FIGURES["9"], [result(EMULATED, "1 Gbit/s", "10 Gbit/s")]
+    plain, picture = write_speed(figure, found, tmp_path)
+    assert picture.name == "figure-9-emulated.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    kept = json.loads(plain.read_text())
+    assert kept == json.loads(json.dumps(speed_json(figure, found), allow_nan=False))
+    assert kept["setups"]["emulated"]["columns"] == ["1 Gbit/s", "10 Gbit/s"]
+    assert kept["setups"]["emulated"]["methods"]["dynamic"]["share_of_ideal"] == [0.95, 0.95]

@@ -1,0 +1,73 @@
+"""What an error that nobody catches leaves behind: one sentence for ours, a stack trace for all else."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+import pytest
+
+from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RetryLater
+from dips.core.observe import uncaught
+
+Hooked = tuple[type[BaseException], BaseException, TracebackType | None]
+
+
+@pytest.fixture
+def former(monkeypatch: pytest.MonkeyPatch) -> list[Hooked]:
+    """What reached the hook that was there before."""
+    seen: list[Hooked] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *what: seen.append(what))
+    uncaught.install()
+    return seen
+
+
+def leave_uncaught(error: BaseException) -> None:
+    """As the interpreter does with what nobody caught."""
+    try:
+        raise error
+    except BaseException as caught:
+        sys.excepthook(type(caught), caught, caught.__traceback__)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("the key lies open: chmod 600"),
+        Refused(RefusalCode.LAYOUT, "another model"),
+        RetryLater("no master answers"),
+    ],
+)
+def test_an_error_of_ours_is_its_sentence_its_place_and_its_code(
+    error: ConfigError, former: list[Hooked], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        leave_uncaught(error)
+    assert ended.value.code == error.exit_code
+    said = capsys.readouterr().err
+    assert said.startswith(f"dips: {error} (test_uncaught.py, line ")
+    assert said.count("\n") == 1
+    assert former == []
+
+
+@pytest.mark.parametrize("error", [ValueError("theirs"), LocalProtocolError("a bug of ours"), KeyboardInterrupt()])
+def test_all_else_goes_to_the_hook_that_was_there(
+    error: BaseException, former: list[Hooked], capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_uncaught(error)
+    assert [seen[1] for seen in former] == [error]
+    assert capsys.readouterr().err == ""
+
+
+def test_it_is_installed_once(former: list[Hooked]) -> None:
+    hook = sys.excepthook
+    uncaught.install()
+    assert sys.excepthook is hook
+
+
+def test_who_works_at_a_prompt_goes_on(
+    former: list[Hooked], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    leave_uncaught(ConfigError("no master"))
+    assert "dips: no master" in capsys.readouterr().err

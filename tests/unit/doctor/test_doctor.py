@@ -1,0 +1,415 @@
+"""What `dips doctor` says of given facts: each limit, each remedy, and never a stack trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dips.cli import doctor as command_doctor
+from dips.cli import main
+from dips.core.errors import ConfigError
+from dips.core.net.security import Role
+from dips.doctor import disk, host, local, network, packages
+from dips.doctor.findings import Check, Finding, Grade, examined, fail, ok, warn
+from dips.doctor.identities import WantedIdentity, check_identities
+from dips.local.authority import ensure_keys
+from dips.local.run_directory import UP, Mark, claim
+from dips.local.run_file import read_run_file
+
+FACTS = host.HostFacts(32 << 30, 65_536, "madvise", 64 << 20, 64 << 20, True, 64)
+OK, WARN, FAIL = Grade.OK, Grade.WARN, Grade.FAIL
+
+
+def facts(**changes: Any) -> host.HostFacts:
+    return dataclasses.replace(FACTS, **changes)
+
+
+def by_check(findings: Iterable[Finding]) -> dict[str, Grade]:
+    """The worst grade of each check."""
+    worst: dict[str, Grade] = {}
+    for one in findings:
+        known = worst.get(one.check, OK)
+        worst[one.check] = max(known, one.grade, key=list(Grade).index)
+    return worst
+
+
+# ---- findings ----
+
+
+def test_a_finding_has_a_remedy_unless_all_is_well() -> None:
+    assert str(ok("a", "fine")) == "OK    a: fine"
+    assert str(fail("a", "bad\x1b[2J", "do this")) == "FAIL  a: bad\\x1b[2J: do this"
+    assert warn("a", "so", "do").to_json() == {"check": "a", "grade": "WARN", "sentence": "so", "remedy": "do"}
+
+
+def test_a_check_that_cannot_be_made_is_a_finding_and_hides_no_other() -> None:
+    def wrong() -> Iterator[Finding]:
+        yield ok("first", "seen")
+        raise ConfigError("the file is wrong: correct it")
+
+    def denied() -> Iterator[Finding]:
+        raise PermissionError(13, "Permission denied", "/secret")
+        yield
+
+    found = list(examined([Check("a", wrong), Check("b", denied), Check("c", lambda: [ok("c", "x")])]))
+    assert [(one.check, one.grade) for one in found] == [("first", OK), ("a", FAIL), ("b", FAIL), ("c", OK)]
+    assert "/secret: Permission denied" in found[2].sentence
+
+
+# ---- the machine ----
+
+
+@pytest.mark.parametrize(
+    ("finding", "grade"),
+    [
+        (host.judge_memory(FACTS, 8 << 30, "it"), OK),
+        (host.judge_memory(FACTS, 30 << 30, "it"), WARN),
+        (host.judge_memory(FACTS, 33 << 30, "it"), FAIL),
+        (host.judge_memory(facts(memory_bytes=None), 1, "it"), WARN),
+        (host.judge_files(FACTS), OK),
+        (host.judge_files(facts(files=20_000)), WARN),
+        (host.judge_files(facts(files=1024)), FAIL),
+        (host.judge_huge_pages(facts(huge_pages="never")), WARN),
+        (host.judge_huge_pages(facts(huge_pages=None)), OK),
+        (host.judge_buffers(FACTS, 10e9, 0.02), OK),
+        (host.judge_buffers(FACTS, 10e9, 0.05), WARN),
+        (host.judge_buffers(facts(receive_buffer_bytes=None, send_buffer_bytes=None), 1e12, 1.0), OK),
+        (host.judge_clock(facts(clock_is_kept=False)), WARN),
+        (host.judge_clock(facts(clock_is_kept=None)), OK),
+        (host.judge_processors(facts(processors=2), 3), WARN),
+    ],
+)
+def test_the_machine_is_judged_by_its_facts(finding: Finding, grade: Grade) -> None:
+    assert finding.grade is grade
+    assert bool(finding.remedy) is (grade is not OK)
+
+
+def test_the_facts_of_this_machine_can_be_read() -> None:
+    found = host.read_facts()
+    assert found.files > 0
+    assert found.processors > 0
+    assert found.memory_bytes is None or found.memory_bytes > 1 << 20
+
+
+# ---- disks ----
+
+
+def test_room_is_counted_for_what_is_not_there_yet(tmp_path: Path) -> None:
+    rooms = [disk.Room(tmp_path / "s0", 100, "s0"), disk.Room(tmp_path / "s1", 50, "s1")]
+    assert disk.judge_room(rooms, 0, 1000).grade is OK
+    assert disk.judge_room(rooms, 0, 160).grade is WARN
+    assert disk.judge_room(rooms, 0, 149).grade is FAIL
+    assert disk.judge_room(rooms, 100, 149).grade is OK
+    (tmp_path / "s0").mkdir()
+    (tmp_path / "s0" / "ring-0").write_bytes(bytes(70))
+    assert disk.taken(tmp_path) == 70
+    (finding,) = disk.check_room([disk.Room(tmp_path / "not" / "there", 1 << 60, "ring")])
+    assert finding.grade is FAIL
+    assert f"below {tmp_path}" in finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("speed", "durable", "graded"),
+    [
+        (disk.DiskSpeed(0.002, 0.01, 1e9, 0.0), True, {"flush": OK, "snapshots": OK}),
+        (disk.DiskSpeed(0.05, 0.5, 1e9, 0.0), True, {"flush": WARN, "snapshots": OK}),
+        (disk.DiskSpeed(0.002, 0.01, 3e8, 0.0), True, {"flush": OK, "snapshots": WARN}),
+        (disk.DiskSpeed(0.002, 0.01, 1e7, 0.0), True, {"flush": OK, "snapshots": FAIL}),
+        (disk.DiskSpeed(0.002, 0.01, 1e7, 0.0), False, {"flush": OK}),
+        (disk.DiskSpeed(0.002, 0.01, 1e9, -90.0), True, {"flush": OK, "snapshots": OK, "clock": WARN}),
+    ],
+)
+def test_a_disk_is_judged_by_its_speed(speed: disk.DiskSpeed, durable: bool, graded: dict[str, Grade]) -> None:
+    assert by_check(disk.judge_speed(Path("/x"), speed, 10**10, 30.0, durable)) == graded
+
+
+def test_a_disk_is_measured_and_nothing_stays(tmp_path: Path) -> None:
+    speed = disk.measured(tmp_path / "run", flushes=3, write_bytes=1 << 20)
+    assert 0 < speed.flush_s <= speed.longest_flush_s
+    assert speed.bytes_per_s > 0
+    assert abs(speed.clock_ahead_s) < 60
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_must_be_one_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert disk.check_writable(tmp_path / "a" / "b").grade is OK
+    assert disk.check_writable(tmp_path / "file" / "run").grade is FAIL
+    if os.geteuid() != 0:
+        tmp_path.chmod(0o500)
+        assert disk.check_writable(tmp_path / "a").grade is FAIL
+
+
+# ---- packages ----
+
+
+@pytest.mark.parametrize(
+    ("version", "specs", "holds"),
+    [
+        ("6.33.6", ">=6.33.5,<6.34", True), ("6.34", ">=6.33.5,<6.34", False), ("6.33.4", ">=6.33.5", False),
+        ("2.13.0+cpu", ">=2.6", True), ("1", ">=1.0", True), ("0.9", "!=0.9", False), ("1.2.5", "~=1.2", True),
+        ("2.0", "~=1.2", False), ("3.0", "==3", True), ("1.0", "", True),
+    ],
+)  # fmt: skip
+def test_versions_are_compared_by_their_numbers(version: str, specs: str, holds: bool) -> None:
+    assert packages.satisfies(version, specs) is holds
+
+
+def test_packages_of_the_extras_in_question_must_be_there() -> None:
+    wanted = [
+        "numpy>=2",
+        "torch>=2.6; extra == 'worker'",
+        'kubernetes>=31; extra == "deploy"',
+        "dips-training[x]; extra == 'worker'",
+    ]
+    have = {"numpy": "2.1", "torch": "2.5", "kubernetes": "1"}
+    found = list(packages.check_packages(["worker"], wanted, have.get))
+    assert [one.grade for one in found] == [FAIL, OK]
+    assert "torch 2.5 is installed, and dips-training[worker] needs >=2.6" in found[0].sentence
+    (absent, _) = packages.check_packages(["worker"], wanted, {"numpy": "2.1"}.get)
+    assert absent.remedy == "pip install 'dips-training[worker]'"
+    assert [one.grade for one in packages.check_packages([], wanted, have.get)] == [OK]
+
+
+def test_another_distribution_in_the_same_folder_is_found() -> None:
+    (other, _) = packages.check_packages([], ["numpy>=2"], {"numpy": "2.1", "dips": "0.2.0"}.get)
+    assert other.grade is FAIL
+    assert "dips (0.2.0) is installed as well" in other.sentence
+    assert other.remedy is not None
+    assert other.remedy.startswith("pip uninstall dips, then install dips-training again")
+
+
+def test_what_is_installed_here_is_good() -> None:
+    (found,) = packages.check_packages(["slave"])
+    assert found.grade is OK
+    assert "numba" in found.sentence
+
+
+# ---- keys ----
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    folder = tmp_path / "keys"
+    ensure_keys(folder, ["a"], ["s0"], ["me"])
+    return folder
+
+
+def test_good_keys_are_one_finding(keys: Path) -> None:
+    wanted = [WantedIdentity(keys / "s0", Role.SLAVE, "s0"), WantedIdentity(keys / "a", Role.CLUSTER, "a")]
+    (found,) = check_identities(wanted)
+    assert (found.grade, found.sentence) == (OK, "those of s0, a are good")
+
+
+def test_each_kind_of_wrong_key_is_told_with_its_remedy(keys: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    ensure_keys(other, ["b"], [], [])
+    (keys / "me" / "tls.key").chmod(0o644)
+    (keys / "s0" / "tls.key").chmod(0o640)
+    wanted = [
+        WantedIdentity(keys / "nobody", Role.SLAVE, "nobody"),
+        WantedIdentity(keys / "me", Role.OPERATOR, "me"),
+        WantedIdentity(keys / "s0", Role.SLAVE, "s0"),
+        WantedIdentity(keys / "a", Role.SLAVE, "a"),
+        WantedIdentity(other / "b", Role.CLUSTER, "b"),
+    ]
+    found = list(check_identities(wanted))
+    told = [(one.grade, one.sentence, one.remedy) for one in found]
+    assert [grade for grade, _, _ in told] == [FAIL, FAIL, WARN, FAIL, OK, FAIL]
+    assert "cannot be read" in told[0][1]
+    assert told[1][2].startswith("chmod 600 ")
+    assert told[2][2].startswith("chmod 600 ")
+    assert "holds the keys of cluster a, not of slave a" in told[3][1]
+    assert "trust different authorities" in told[5][1]
+
+
+def test_a_certificate_that_has_lapsed_or_soon_will_is_told(keys: Path) -> None:
+    wanted = [WantedIdentity(keys / "a", Role.CLUSTER, "a")]
+    (soon,) = check_identities(wanted, datetime.now(UTC) + timedelta(days=380))
+    assert (soon.grade, soon.check) == (WARN, "keys")
+    assert "dips keys renew" in soon.remedy
+    (late,) = check_identities(wanted, datetime.now(UTC) + timedelta(days=400))
+    assert late.grade is FAIL
+    assert "expired" in late.sentence
+
+
+# ---- a file of `dips up` ----
+
+RUN = """
+[run]
+id = "mine"
+directory = "{directory}"
+insecure = true
+slaves = 2
+[train]
+data = ["{data}"]
+[[clusters]]
+id = "a"
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("some text\n" * 100)
+    (tmp_path / "more.txt").write_text("other text\n" * 100)
+    file = tmp_path / "run.toml"
+    file.write_text(RUN.format(directory=tmp_path / "run", data=tmp_path))
+    return file
+
+
+def doctored(file: Path, wish: local.DoctorOptions | None = None, **changes: Any) -> dict[str, Grade]:
+    run, plan = read_run_file(file)
+    return by_check(examined(local.LocalDoctor(run, plan, wish or local.DoctorOptions(), facts(**changes)).checks()))
+
+
+def test_a_good_file_on_a_good_machine_has_nothing_against_it(run_file: Path, tmp_path: Path) -> None:
+    found = doctored(run_file)
+    assert found.pop("keys") is WARN, "insecure is worth a word"
+    found.pop("flush"), found.pop("snapshots"), found.pop("disk")  # this machine's
+    assert set(found.values()) == {OK}
+    assert set(found) >= {
+        "directory",
+        "packages",
+        "data",
+        "model",
+        "memory",
+        "files",
+        "huge pages",
+        "clock",
+        "processors",
+    }
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "check", "said"),
+    [
+        ('[slave]\nmemory_bytes = "1 MiB"', "model", "the model would be refused"),
+        (
+            '[master]\nlisten = "127.0.0.1:29777"\n[slave]\ndata_port = 29777',
+            "ports",
+            "both to listen at 127.0.0.1:29777",
+        ),
+        ('[[clusters]]\nid = "x"\ncommand = ["no-such-program"]', "clusters", "there is no program 'no-such-program'"),
+        ('[[clusters]]\nid = "x"\ndata = ["/nowhere"]', "data", "/nowhere"),
+    ],
+)
+def test_what_is_wrong_is_found(
+    run_file: Path,
+    more: str,
+    check: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(network, "check_free", lambda door: ok("ports", door.address))
+    run_file.write_text(f"{run_file.read_text()}{more}\n")
+    assert main.run(["doctor", str(run_file)]) == 1
+    told = capsys.readouterr()
+    failed = [line for line in told.out.splitlines() if line.startswith("FAIL")]
+    assert failed
+    assert all(line.startswith(f"FAIL  {check}: ") and said in line for line in failed)
+    assert told.out.splitlines()[-1].endswith(f"{len(failed)} FAIL: it would fail: see to what is FAIL")
+    assert told.err == ""
+
+
+def test_memory_is_judged_for_the_model_that_is_said(run_file: Path) -> None:
+    text = run_file.read_text().replace("[[clusters]]", '[[clusters]]\ncommand = ["true"]')
+    run_file.write_text(text.replace(f'[train]\ndata = ["{run_file.parent}"]', ""))
+    assert doctored(run_file)["model"] is WARN
+    assert "memory" not in doctored(run_file)
+    found = doctored(run_file, local.DoctorOptions(params=10**11))
+    assert (found["model"], found["memory"], found["disk"]) == (FAIL, FAIL, FAIL)
+    assert doctored(run_file, local.DoctorOptions(params=10**6), memory_bytes=1 << 20)["memory"] is FAIL
+
+
+def test_buffers_are_judged_where_a_link_is_said(run_file: Path) -> None:
+    assert "kernel buffers" not in doctored(run_file)
+    assert doctored(run_file, local.DoctorOptions(link_bits_per_s=1e9))["kernel buffers"] is OK
+    assert doctored(run_file, local.DoctorOptions(link_bits_per_s=1e12))["kernel buffers"] is WARN
+
+
+def test_a_directory_of_somebody_else_is_found(run_file: Path, tmp_path: Path) -> None:
+    with claim(tmp_path / "run", Mark("mine", UP, "dips up")):
+        assert doctored(run_file)["directory"] is WARN, "it runs now"
+    assert doctored(run_file)["directory"] is OK
+    mark = tmp_path / "run" / "run.json"
+    mark.write_text(mark.read_text().replace("mine", "yours"))
+    assert doctored(run_file)["directory"] is FAIL
+    mark.unlink()
+    (tmp_path / "run" / "thesis.txt").write_text("x")
+    assert doctored(run_file)["directory"] is FAIL
+
+
+def test_keys_that_are_there_are_looked_at(run_file: Path, tmp_path: Path) -> None:
+    run_file.write_text(run_file.read_text().replace("insecure = true\n", ""))
+    assert doctored(run_file)["keys"] is OK
+    with claim(tmp_path / "run", Mark("mine", UP, "dips up")) as directory:
+        ensure_keys(directory.keys, ["a"], ["s0"], ["operator"])
+    assert doctored(run_file)["keys"] is OK
+    (tmp_path / "run" / "keys" / "s0" / "tls.key").chmod(0o604)
+    assert doctored(run_file)["keys"] is FAIL
+
+
+# ---- the command ----
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "neither a file of `dips up`"),
+        ("[run", "is not TOML"),
+        ("[run]\nid = 'x'\n", "directory is not given"),
+        ("[run]\nid = 'x'\ndirectory = 'd'\nslavs = 2\n", "did you mean 'slaves'"),
+        ("[deploy]\nrun = 'x'\n", "[deploy]"),
+    ],
+)
+def test_a_mistake_in_the_file_is_the_one_finding(
+    tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert main.run(["doctor", str(file), "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (found["check"], found["grade"]) == ("settings", "FAIL")
+    assert said in found["sentence"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--params", "many"], ["--link", "0"], ["--round-trip", "-1s"], ["--link", "10GBps"]),
+        ["--master", "127.0.0.1:1"],
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(
+    run_file: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["doctor", str(run_file), *words]) == 2
+    assert capsys.readouterr().err.startswith("dips: ")
+
+
+def test_a_master_is_looked_at_in_place_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main.run(["doctor"]) == 2
+    assert "give a FILE.toml to look at a run, or --master HOST:PORT" in capsys.readouterr().err
+    assert main.run(["doctor", "--master", "nowhere", "--insecure"]) == 2
+    assert "write HOST:PORT" in capsys.readouterr().err
+    assert main.run(["doctor", "--master", "127.0.0.1:1", "--keys", str(tmp_path / "none")]) == 2
+    assert "ca.crt cannot be read" in capsys.readouterr().err
+    assert main.run(["doctor", "--master", "127.0.0.1:1", "--insecure"]) == 1
+    said = capsys.readouterr().out
+    assert "FAIL  reach: the master at 127.0.0.1:1: nothing listens there" in said
+    assert "FAIL  slaves: the master at 127.0.0.1:1 does not answer" in said
+
+
+def test_the_last_line_counts() -> None:
+    assert (
+        command_doctor.summary([ok("a", "x"), warn("b", "x", "y")]) == "1 OK, 1 WARN, 0 FAIL: nothing stands in the way"
+    )

@@ -1,0 +1,226 @@
+"""Versions and norms computed again from recorded pushes, and what a slave recorded against the COMMIT record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from dips.core.chunks import digest_of_array
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId, Version
+from dips.core.layout import Layout, Parameter
+from dips.core.math import outer_numpy
+from dips.core.messages import Prepare, SnapshotInfo, StagedPush
+from dips.core.placement import Placement
+from dips.judge.records import RunRecords
+from dips.judge.replay import replay_run
+from dips.judge.verify import check_records
+from dips.master.state.decisions import judgement_to_json
+from dips.master.state.ledger import Ledger
+from dips.master.state.outer_optimizer import OuterStep, outer_step_of, seed_step
+from dips.master.state.penalty import DetectorState, JudgeInputs, Participant, PenaltyConfig, judge
+from dips.slave.push_evidence import PushEvidence, checksum
+
+F32 = NDArray[np.float32]
+
+CHUNK_BYTES = 1024
+LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (24, 16), "float32", f"layers.{i}") for i in range(3)))
+SLAVES = (SlaveId("s0"), SlaveId("s1"))
+PLACEMENT = Placement(SLAVES, (0, 1, 0))
+CONFIG = PenaltyConfig(clip_norm=0.5)
+
+
+class Recorded:
+    """A run of two slaves, written as they and the master write it: a seed, and rounds of clusters a and b."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.records = RunRecords(directory)
+        ledger = Ledger("test", layout=LAYOUT, slaves=dict.fromkeys(SLAVES, 1 << 20), placement=PLACEMENT)
+        self.records.ledger = json.loads(ledger.to_json())
+        self._rng = np.random.default_rng(7)
+        self._theta: dict[SlaveId, F32] = {}
+        self._momentum: dict[SlaveId, F32] = {}
+        self._detector = DetectorState.empty()
+        self._writers = {slave: self._writer(slave) for slave in SLAVES}
+        self._n = 0
+        n = sum(block.n_elems for block in LAYOUT.blocks)
+        self._commit(None, {"a": self._rng.standard_normal(n).astype(np.float32)}, {"a": 0}, seed_step(0.7), None)
+
+    def _writer(self, slave: SlaveId) -> PushEvidence:
+        (self.directory / slave).mkdir(parents=True)
+        return PushEvidence(self.directory / slave, "test", slave)
+
+    def round(self, **tokens: int) -> None:
+        """Every named cluster pushes its own way, from the current version."""
+        theta = self._whole()
+        pushed = {
+            name: (theta - 0.02 * self._rng.standard_normal(len(theta))).astype(np.float32) for name in sorted(tokens)
+        }
+        ways = {name: (theta - push).astype(np.float64) for name, push in pushed.items()}
+        gram = tuple(tuple(float(a @ b) for b in ways.values()) for a in ways.values())
+        pushes = tuple(Participant(name, float(tokens[name]), 0, 16) for name in ways)
+        judged = judge(self._detector, CONFIG, pushes, gram, frozenset(tokens), 0.0)
+        said = self._detector if self._n == 1 else None
+        inputs = JudgeInputs(CONFIG, 0.7, pushes, gram, tuple(sorted(tokens)), (), (), 0.0, said)
+        before = Version(1, self._n - 1)
+        step = outer_step_of(CONFIG, 0.7, judged.scale, judged.rho, before)
+        self._detector = judged.next_state_if_committed
+        self.records.ledger = {**(self.records.ledger or {}), "detector": self._detector.to_json()}
+        self._commit(before, pushed, tokens, step, (judged.weights, judgement_to_json(judged, step, inputs)))
+
+    def _whole(self) -> F32:
+        parts = {}
+        for slave in SLAVES:
+            start = 0
+            for block in PLACEMENT.blocks_of(slave, LAYOUT):
+                parts[block.block_id] = self._theta[slave][start : start + block.n_elems]
+                start += block.n_elems
+        return np.concatenate([parts[number] for number in sorted(parts)])
+
+    def _share(self, slave: SlaveId, values: F32) -> F32:
+        edges = np.cumsum([0, *(block.n_elems for block in LAYOUT.blocks)])
+        blocks = PLACEMENT.blocks_of(slave, LAYOUT)
+        return np.concatenate([values[edges[b.block_id] : edges[b.block_id + 1]] for b in blocks])
+
+    def _commit(
+        self,
+        before: Version | None,
+        pushed: dict[str, F32],
+        tokens: dict[str, int],
+        step: OuterStep,
+        judged: tuple[tuple[float, ...], dict[str, Any] | None] | None,
+    ) -> None:
+        self._n += 1
+        weights, judgement = judged or ((1.0,), None)
+        ids = [PushId(ClusterId(name), Incarnation(1, 1), self._n) for name in pushed]
+        accepted = tuple(StagedPush(push, 1) for push in ids)
+        version, round_id = Version(1, self._n - 1), RoundId(1, self._n)
+        body = Prepare(round_id, before, version, accepted, weights, **vars(step))
+        digests = {slave: self._prepare(slave, body, pushed).hex() for slave in SLAVES}
+        self.records.journal.append(
+            {
+                "kind": "COMMIT",
+                "epoch": 1,
+                "round": [1, self._n],
+                "version": [1, self._n - 1],
+                "from_version": [before.timeline, before.v] if before else None,
+                "digests": digests,
+                "tokens": 0,
+                "s_max": 8,
+                "participants": [
+                    {
+                        "push": [push.cluster, 1, 1, push.seq],
+                        "attempt": 1,
+                        "verdict": "APPLIED",
+                        "base": [before.timeline, before.v] if before else None,
+                        "fence": self._n,
+                        "tokens": tokens[push.cluster],
+                        "steps": 16,
+                        "ranges": [],
+                    }
+                    for push in ids
+                ],
+                "judgement": judgement,
+            }
+        )
+
+    def _prepare(self, slave: SlaveId, body: Prepare, pushed: dict[str, F32]) -> bytes:
+        rows = np.stack([self._share(slave, push) for push in pushed.values()])
+        n = rows.shape[1]
+        theta, momentum = np.empty(n, np.float32), np.empty(n, np.float32)
+        if body.from_version is None:
+            outer_numpy.seed_step(rows, 0, theta, momentum, 0, n)
+        else:
+            outer_numpy.outer_step(
+                self._theta[slave], self._momentum[slave], rows, np.arange(len(rows)),
+                np.asarray(body.weights, np.float32), body.scale, body.outer_lr, body.momentum_decay,
+                body.momentum_lookahead, body.gradient_weight, theta, momentum, 0, n,
+            )  # fmt: skip
+        self._theta[slave], self._momentum[slave] = theta, momentum
+        digest = digest_of_array(theta, PLACEMENT.blocks_of(slave, LAYOUT), CHUNK_BYTES)
+        info = SnapshotInfo(body.to_version, body.round, b"l" * 32, PLACEMENT.placement_hash, digest, True)
+        self._writers[slave].write(body, info, list(rows), CHUNK_BYTES)
+        return digest
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Recorded:
+    recorded = Recorded(tmp_path)
+    recorded.round(a=100, b=300)
+    recorded.round(b=300)
+    recorded.round(a=100, b=100)
+    return recorded
+
+
+def test_versions_norms_and_the_numbers_of_the_step_are_what_the_records_say(run: Recorded) -> None:
+    replayed = replay_run(run.directory, run.records)
+    assert (replayed.wrong, replayed.misjudged, replayed.skipped) == ([], [], [])
+    assert (replayed.versions, replayed.shards, replayed.judged) == (4, 8, 3)
+    assert [v for v in check_records(run.records).violations if v.invariant == "I18"] == []
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def in_journal(change: Change) -> Callable[[Recorded], None]:
+    return lambda run: change(run.records.journal[1])
+
+
+def on_slave(change: Change) -> Callable[[Recorded], None]:
+    def write(run: Recorded) -> None:
+        path = run.directory / "s1" / "pushes" / "round-r1.2.json"
+        recorded = json.loads(path.read_text())
+        change(recorded)
+        path.write_text(json.dumps(recorded | {"xxh3_128": checksum(recorded)}))
+
+    return write
+
+
+def numbers(name: str, *values: str) -> Change:
+    """Of the judgement: one number, or the list of them."""
+    return lambda record: record["judgement"].update({name: values[0] if len(values) == 1 else list(values)})
+
+
+MISJUDGED = {
+    "a norm": (in_journal(lambda r: r["judgement"]["norms"][0].__setitem__(1, "0.6")), "has norm 0.6 of a, but"),
+    "the merged norm": (in_journal(numbers("merged_norm", "0.51")), "has merged norm 0.51, but weights and pushes"),
+    "weights": (in_journal(numbers("weights", "0.5", "0.5")), "weights [0.25, 0.75], not [0.5, 0.5] as the COMMIT"),
+    "the rate": (in_journal(lambda r: r["judgement"]["outer_step"].update(outer_lr="0.5")), "outer_lr 0.7, not 0.5"),
+    "a slave's scale": (on_slave(lambda r: r.update(scale=2.0)), "was made with scale 2.0, not "),
+    "a slave's weights": (on_slave(lambda r: r["accepted"][0].update(weight=0.3)), "weights [0.3, 0.75], not [0.25"),
+    "a slave's base": (on_slave(lambda r: r.update(to_version="1:7")), "was made from 1:0 to 1:7, not as"),
+}
+
+
+@pytest.mark.parametrize(("change", "sentence"), MISJUDGED.values(), ids=MISJUDGED)
+def test_a_number_that_is_not_that_of_the_pushes_is_said(
+    run: Recorded, change: Callable[[Recorded], None], sentence: str
+) -> None:
+    change(run)
+    misjudged = replay_run(run.directory, run.records).misjudged
+    assert any(sentence in said for said in misjudged), misjudged
+
+
+def test_pushes_and_journal_changed_alike_are_said_by_the_norms(run: Recorded) -> None:
+    """Who makes the slaves' records and the COMMIT agree on other weights must change what was merged, too."""
+
+    def reweigh(records: Iterable[dict[str, Any]]) -> None:
+        for record in records:
+            for item, weight in zip(record["accepted"], (0.5, 0.5), strict=True):
+                item["weight"] = weight
+
+    for slave in SLAVES:
+        path = run.directory / slave / "pushes" / "round-r1.2.json"
+        recorded = json.loads(path.read_text())
+        reweigh([recorded])
+        path.write_text(json.dumps(recorded | {"xxh3_128": checksum(recorded)}))
+    in_journal(numbers("weights", "0.5", "0.5"))(run)
+    replayed = replay_run(run.directory, run.records)
+    assert "weights and pushes make it" in replayed.misjudged[0]
+    assert "when it is computed again" in replayed.wrong[0]

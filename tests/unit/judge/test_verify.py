@@ -1,0 +1,362 @@
+"""`dips verify` over a run's directory: what it finds, how it exits, and what it says when something is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from support.forge import Record, as_of_schema_2, edit_journal, journal_sql
+from support.history import Change, Script, changed, nth, usual_run, write_run
+
+from dips.cli import main
+from dips.core.errors import ConfigError, FatalError
+from dips.core.ids import RoundId, Version
+from dips.core.messages import SnapshotInfo
+from dips.judge.records import RunRecords, TapeLine, find_tapes, master_directory, non_finite, read_run
+from dips.judge.replay import replay_run
+from dips.judge.verify import EXIT_BROKEN, EXIT_UNREADABLE, check_records, verify_or_say, verify_run
+from dips.master.journal import JournalContent, read_content
+from dips.master.journal_file import FILE_NAME, set_base, set_meta
+from dips.slave.durable import LocalDisk
+from dips.slave.manifest import Manifest, decode
+from dips.slave.ring import Ring
+
+N_ELEMS = 8
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", usual_run())
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main.run([str(word) for word in arguments])
+    out, error = capsys.readouterr()
+    return code, out, error
+
+
+def broken_run(directory: Path, change: Change) -> Path:
+    script = usual_run()
+    return write_run(directory / "run", script, changed(script, change))
+
+
+def edit(source: str, kind: str, name: str, value: object) -> Change:
+    return lambda steps: nth(steps, source, kind, -1).fields.update({name: value})
+
+
+# ---- what is well ----
+
+
+def test_a_run_that_went_well_is_proven(run: Path) -> None:
+    report = verify_run(run)
+    assert (report.exit_code, report.verdict, report.problems) == (0, "ok", [])
+    assert {row.invariant for row in report.rows if row.records} == {
+        *(f"I{number}" for number in range(1, 15)),
+        "I18",
+        "records",
+    }
+    assert report.notes == []
+    assert report.run_id == "test"
+
+
+def test_the_table_says_what_was_checked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(capsys, "verify", run)
+    assert code == 0
+    assert out.splitlines()[-1] == "run test: ok"
+    for row in verify_run(run).rows:
+        assert f"{row.invariant} " in out
+    assert "A pulled model is never torn." in out
+
+
+def test_json_has_every_promise_and_its_count(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(capsys, "verify", run, "--json")
+    told_json = json.loads(out)
+    assert (code, told_json["verdict"], told_json["exit_code"]) == (0, "ok", 0)
+    counts = {item["name"]: item["records"] for item in told_json["invariants"]}
+    assert counts == verify_run(run).counts()
+    assert told_json["violations"] == []
+
+
+def test_what_a_demo_reports(run: Path, tmp_path: Path) -> None:
+    said = verify_or_say(run)
+    assert said["verify"] == "ok"
+    assert said["verified"]["I1"] > 0
+    assert verify_or_say(tmp_path / "nothing")["verify"].startswith("unreadable: ")
+
+
+# ---- what is broken, unproven, or ruled out ----
+
+
+def test_a_broken_promise_ends_with_7_and_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = broken_run(tmp_path, edit("worker", "installed", "digest_of_slave", {"s0": "ff" * 16, "s1": "ff" * 16}))
+    code, out, _ = told(capsys, "verify", run)
+    assert code == EXIT_BROKEN == 7
+    assert "I3: worker b pulled ffffffffffff as version 1:4 from slave s0" in out
+    assert "I2 violated; I3 violated" in out
+
+
+def test_a_run_that_never_published_is_unproven(tmp_path: Path) -> None:
+    script = Script()
+    script.start_master()
+    script.join("a")
+    report = verify_run(write_run(tmp_path / "run", script))
+    assert report.exit_code == EXIT_BROKEN
+    rows = {row.invariant: row for row in report.rows}
+    assert (rows["I4"].result, rows["I4"].why) == ("unproven", "no record speaks of it")
+    assert rows["I8"].result == "ok"
+
+
+def test_own_data_rules_the_lease_table_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leased = Script.ledger
+    own = {"leases": None, "data_plan": ["OWN", "", 0, 0]}
+    monkeypatch.setattr(Script, "ledger", lambda script: {**leased(script), **own})
+    script = usual_run()
+    report = verify_run(write_run(tmp_path / "run", script))
+    (row,) = [row for row in report.rows if row.invariant == "I12"]
+    assert (row.result, row.records) == ("not applicable", 0)
+    assert "own data" in row.why
+    assert report.ok
+    assert "I12" not in report.counts()
+
+
+def test_the_durability_that_was_promised_is_the_one_that_is_asked_for(tmp_path: Path) -> None:
+    def in_memory(steps: list) -> None:  # type: ignore[type-arg]
+        nth(steps, "slave", "prepared", -1).fields["durable"] = False
+
+    def promised_less(steps: list) -> None:  # type: ignore[type-arg]
+        in_memory(steps)
+        for index in (0, 1):
+            nth(steps, "master", "epoch", index).fields["durability"] = "async"
+
+    assert verify_run(broken_run(tmp_path / "sync", in_memory)).exit_code == EXIT_BROKEN
+    assert verify_run(broken_run(tmp_path / "async", promised_less)).ok
+
+
+# ---- what is missing or damaged ----
+
+
+def add_to(tape: Path, text: str) -> None:
+    tape.write_text(tape.read_text() + text)
+
+
+@pytest.mark.parametrize(
+    ("remove", "note", "result"),
+    [
+        ("tapes", "no tape of cluster a is here", {"I3": "unproven"}),
+        ("slaves/s0", "no tape of slave s0 is here", {"I4": "ok"}),
+        ("master/test.tape.jsonl", "no tape of the master is here", {"I4": "unproven", "I6": "ok"}),
+    ],
+)
+def test_missing_tapes_are_said(run: Path, remove: str, note: str, result: dict[str, str]) -> None:
+    for path in [run / remove] if (run / remove).is_file() else list((run / remove).iterdir()):
+        path.unlink()
+    report = verify_run(run)
+    assert any(sentence.startswith(note) for sentence in report.unproven)
+    assert not report.violations
+    assert report.exit_code == EXIT_BROKEN
+    assert result.items() <= {row.invariant: row.result for row in report.rows}.items()
+
+
+def test_a_tape_that_never_was_here_is_named_by_who_asks(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "tapes" / "a.tape.jsonl").unlink()
+    code, out, _ = told(capsys, "verify", run)
+    assert code == EXIT_BROKEN
+    assert "unproven: no tape of cluster a is here: put it into the directory" in out
+    assert told(capsys, "verify", run, "--without-tape", "a")[0] == 0
+    assert told(capsys, "verify", run, "--without-tape", "b")[0] == EXIT_BROKEN
+
+
+def test_what_a_live_run_writes_while_it_is_read_is_not_missing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push is begun and decided between the reading of its cluster's tape and that of the journal."""
+    tapes = [run / "tapes" / "a.tape.jsonl", run / "master" / "test.tape.jsonl"]
+    whole = {tape: tape.read_bytes() for tape in tapes}
+    for tape, count in zip(tapes, (3, 12), strict=True):
+        tape.write_bytes(b"".join(whole[tape].splitlines(keepends=True)[:-count]))
+    assert any("lines are missing" in str(violation) for violation in verify_run(run).violations)
+
+    def goes_on(directory: Path) -> JournalContent:
+        for tape, data in whole.items():
+            tape.write_bytes(data)
+        return read_content(directory)
+
+    monkeypatch.setattr("dips.judge.records.read_content", goes_on)
+    assert [str(violation) for violation in verify_run(run).violations] == []
+
+
+def test_a_torn_last_line_is_left_out(run: Path) -> None:
+    add_to(run / "slaves" / "s0" / "s0.tape.jsonl", '{"wall_s":1,"mono')
+    assert verify_run(run).ok
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda run: add_to(run / "slaves" / "s0" / "s0.tape.jsonl", "rubbish\n{}\n"), "is not an event"),
+        (lambda run: (run / "master" / FILE_NAME).unlink(), "has no master's journal"),
+    ],
+)
+def test_what_cannot_be_read_is_the_operators_to_mend(
+    run: Path, damage: Callable[[Path], object], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(run)
+    code, _, error = told(capsys, "verify", run)
+    assert code == ConfigError.exit_code
+    assert says in error
+    assert "Traceback" not in error
+
+
+def test_a_directory_that_is_none_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = told(capsys, "verify", tmp_path / "nothing")
+    assert code == 2
+    assert "is not a directory" in error
+
+
+def test_a_record_that_says_too_little_is_a_problem(run: Path) -> None:
+    def change(records: list[Record]) -> None:
+        records[2].clear()
+        records[2].update(kind="VOID", participants=[{}])
+
+    edit_journal(run / "master", change)
+    report = verify_run(run)
+    assert report.exit_code == EXIT_UNREADABLE
+    assert "the journal's VOID cannot be read" in report.problems[0]
+
+
+def test_a_journal_that_was_cut_short_is_read_from_there_on(run: Path) -> None:
+    with journal_sql(run / "master") as cursor:
+        (digest,) = cursor.execute("SELECT digest FROM records WHERE number = 5").fetchone()
+        cursor.execute("DELETE FROM records WHERE number <= 5")
+        set_base(cursor, 5, digest)
+        set_meta(cursor, "pruned", "5")
+        set_meta(cursor, "pruned_digest", digest)
+    report = verify_run(run)
+    assert report.violations == []
+    assert any("the history begins after record 5" in note for note in report.notes)
+
+
+def test_a_journal_that_was_lost_once_is_said_and_what_it_knew_is_not_judged(tmp_path: Path) -> None:
+    script = usual_run()
+    first = next(i for i, step in enumerate(script.steps) if step.source == "journal" and step.fields["epoch"] == 2)
+    kept = [step for i, step in enumerate(script.steps) if step.source != "journal" or i >= first]
+    records = RunRecords(tmp_path, journal=[{"kind": s.kind, **s.fields} for s in kept if s.source == "journal"])
+    for step in kept:
+        if step.source in records.lines:
+            records.lines[step.source].append(TapeLine(step.source, step.who, step.kind, 0.0, "-", step.fields))
+            records.tapes.add((step.source, step.who))
+    checker = check_records(records)
+    assert checker.violations == []
+    assert records.notes[0].startswith("the journal knows nothing of epoch 1: it was lost or put back once")
+
+
+def test_a_journal_that_was_lost_in_the_epoch_in_which_the_new_one_began_is_told_by_the_tape(tmp_path: Path) -> None:
+    """The master began again without slaves that could tell of their promise, and was stopped before it took over."""
+    script = usual_run()
+    records = RunRecords(tmp_path, journal=[{"kind": "EPOCH", "epoch": 1}])
+    for step in script.steps:
+        if step.source in records.lines:
+            records.lines[step.source].append(TapeLine(step.source, step.who, step.kind, 0.0, "-", step.fields))
+            records.tapes.add((step.source, step.who))
+    assert check_records(records).violations != [], "a journal that says nothing of what was published"
+    records.lines["master"].append(TapeLine("master", "master", "epoch", 0.0, "-", {"epoch": 1}))
+    assert check_records(records).violations == []
+    assert records.notes[0].startswith("epoch 1 was begun twice")
+
+
+def test_other_files_of_lines_are_no_tapes(run: Path) -> None:
+    (run / "mine.jsonl").write_text('{"loss": 2}\n')
+    (run / "empty.jsonl").write_text("")
+    assert len(find_tapes(run)) == 5
+    assert master_directory(run / "master") == run / "master"
+
+
+# ---- the journal's digests ----
+
+
+def test_a_record_that_was_changed_is_a_damaged_journal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_journal(run / "master", lambda records: records[3].update(tokens=7), rechain=False)
+    code, _, error = told(capsys, "verify", run)
+    assert code == FatalError.exit_code
+    assert "is damaged (record 4, 'COMMIT'" in error
+    assert "its digest differs): restore the master's directory from a copy" in error
+
+
+def test_one_that_was_changed_with_all_its_digests_is_not_the_one_of_the_masters_tape(run: Path) -> None:
+    edit_journal(run / "master", lambda records: records[3].update(wall_s=1.0), retell=False)
+    report = verify_run(run)
+    assert report.verdict == "records violated"
+    assert "record 4 of the journal, or one before it, is not the one that was written" in report.violations[0].sentence
+
+
+def test_an_end_that_is_lost_is_found_by_the_masters_tape(run: Path) -> None:
+    edit_journal(run / "master", lambda records: records.pop(), retell=False)
+    said = [violation.sentence for violation in verify_run(run).violations]
+    assert any("the journal's end is lost" in sentence for sentence in said)
+
+
+def test_a_journal_of_an_older_release_is_unproven(run: Path) -> None:
+    as_of_schema_2(run / "master")
+    report = verify_run(run)
+    assert (report.exit_code, report.rows[-1].result) == (EXIT_BROKEN, "unproven")
+    assert "has no digests, because an older release wrote it" in report.unproven[0]
+
+
+def test_a_tape_whose_first_line_is_damaged_is_not_passed_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tape = run / "slaves" / "s0" / "s0.tape.jsonl"
+    tape.write_bytes(tape.read_bytes().replace(b'"role"', b'"rolf"', 1))
+    code, _, error = told(capsys, "verify", run)
+    assert code == ConfigError.exit_code
+    assert f"line 1 of tape {tape} is not an event" in error
+
+
+# ---- snapshots ----
+
+
+def ring_in(directory: Path, theta: NDArray[np.float32], momentum: NDArray[np.float32]) -> Manifest:
+    """A slave's ring with one committed snapshot; returns its manifest."""
+    directory.mkdir(parents=True)
+    ring = Ring(LocalDisk(directory), "test", "s9", 2)
+    ring.make(N_ELEMS)
+    info = SnapshotInfo(Version(1, 0), RoundId(1, 1), b"l" * 16, b"p" * 16, b"d" * 16, committed=False)
+    ring.write_shadow(info, theta, momentum)
+    ring.commit(info, b"h" * 32, b"{}")
+    (path,) = directory.glob("manifest-*.json")
+    return decode(path.read_bytes(), str(path))
+
+
+def test_elements_that_are_not_finite_are_counted_in_the_file(tmp_path: Path) -> None:
+    theta, momentum = np.zeros(N_ELEMS, np.float32), np.zeros(N_ELEMS, np.float32)
+    theta[2], momentum[:3] = np.nan, np.inf
+    manifest = ring_in(tmp_path / "s9", theta, momentum)
+    assert non_finite(tmp_path / "s9" / manifest.file, manifest) == {"theta": 1, "momentum": 3}
+
+
+def test_a_snapshot_with_nan_breaks_i13(run: Path) -> None:
+    theta = np.full(N_ELEMS, np.nan, np.float32)
+    ring_in(run / "slaves" / "s9", theta, np.zeros(N_ELEMS, np.float32))
+    report = verify_run(run)
+    said = [v.sentence for v in report.violations if v.invariant == "I13"]
+    assert said == ["8 elements of theta in ring-0.safetensors are not finite"]
+
+
+def test_a_damaged_snapshot_is_a_problem(run: Path) -> None:
+    manifest = ring_in(run / "slaves" / "s9", np.zeros(N_ELEMS, np.float32), np.zeros(N_ELEMS, np.float32))
+    file = run / "slaves" / "s9" / manifest.file
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    records = read_run(run)
+    assert len(records.problems) == 1
+    assert "are not those that were written" in records.problems[0]
+
+
+# ---- replay ----
+
+
+def test_without_recorded_pushes_replay_says_how_to_get_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = told(capsys, "verify", run, "--replay")
+    assert code == 2
+    assert "--record-pushes" in error
+    with pytest.raises(ConfigError, match="no recorded pushes"):
+        replay_run(run, read_run(run))

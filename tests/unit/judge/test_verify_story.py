@@ -1,0 +1,105 @@
+"""`dips story`: one thing, over all processes, in time order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.history import rolled_back_run, usual_run, write_run
+
+from dips.cli import main
+from dips.core.errors import ConfigError
+from dips.judge.story import StoryLine, render, tell_story
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("story") / "run", usual_run())
+
+
+def kinds(lines: list[StoryLine]) -> set[tuple[str, str]]:
+    return {(told.who, told.kind) for told in lines}
+
+
+ROUND = {
+    ("master", "ticket"),
+    ("slave s0", "staged"),
+    ("worker a", "push_sent"),
+    ("slave s1", "prepared"),
+    ("journal", "COMMIT"),
+    ("slave s0", "committed"),
+    ("master", "publish"),
+    ("worker b", "verdict"),
+}
+
+
+@pytest.mark.parametrize(("name", "what"), [("r1.2", "round"), ("1:1", "version")])
+def test_a_round_and_its_version_are_told_from_the_tickets_on(run: Path, name: str, what: str) -> None:
+    story = tell_story(run, name)
+    assert story.what == what
+    assert kinds(story.lines) >= ROUND
+    assert [told.at_s for told in story.lines] == sorted(told.at_s for told in story.lines)
+    rounds = {told.fields["round"] for told in story.lines if told.kind in ("prepared", "committed", "COMMIT")}
+    assert rounds == {"r1.2"}
+
+
+def test_a_push_is_told_from_its_ticket_to_its_verdict(run: Path) -> None:
+    story = tell_story(run, "b/1.1#1")
+    said = [(told.who, told.kind) for told in story.lines]
+    for line in (("master", "ticket"), ("slave s0", "staged"), ("journal", "COMMIT"), ("worker b", "verdict")):
+        assert line in said
+    assert {told.fields.get("push", "b/1.1#1") for told in story.lines} == {"b/1.1#1"}
+
+
+def test_a_slave_and_a_cluster_have_their_own(run: Path) -> None:
+    slave = tell_story(run, "s0")
+    assert slave.what == "slave"
+    assert {who for who, _ in kinds(slave.lines)} == {"slave s0", "journal"}
+    cluster = tell_story(run, "a")
+    assert cluster.what == "cluster"
+    assert {("journal", "JOIN"), ("worker a", "push_sent"), ("master", "verdict")} <= kinds(cluster.lines)
+    assert not any(told.who == "worker b" for told in cluster.lines)
+
+
+def test_a_rollback_is_part_of_the_story_of_what_it_made(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rolled_back_run())
+    story = tell_story(run, "2:1")
+    rollback = next(told for told in story.lines if told.kind == "ROLLBACK")
+    assert rollback.fields["rolled_back"] == ["b/1.1#1"]
+    assert rollback.fields["origin"] == "1:1"
+
+
+def test_lines_are_short_and_begin_with_the_time(run: Path) -> None:
+    lines = list(render(tell_story(run, "1:1")))
+    assert lines[0].startswith("+    0.000 s  ")
+    prepared = next(line for line in lines if "prepared" in line)
+    assert "version=1:1 round=r1.2 digest=" in prepared
+    assert max(len(word) for word in prepared.split()) < 40  # digests are cut
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("r1.22", "Did you mean r1.2"),
+        ("1:11", "Did you mean"),
+        ("a/1.1#9", "Did you mean"),
+        ("s7", "Did you mean"),
+        ("nobody", "It knows a, b, s0, s1."),
+    ],
+)
+def test_an_unknown_name_is_answered_with_names_like_it(run: Path, name: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tell_story(run, name)
+    assert says in str(caught.value)
+
+
+def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["story", "1:1", str(run)]) == 0
+    assert capsys.readouterr().out.startswith("version 1:1\n+    0.000 s")
+    assert main.run(["story", "1:1", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["what"], told["name"]) == ("version", "1:1")
+    assert {"at_s", "who", "kind", "cause"} <= told["lines"][0].keys()
+    assert main.run(["story", "s7", str(run)]) == 2
+    assert "Did you mean" in capsys.readouterr().err

@@ -1,0 +1,95 @@
+"""What the demo runs follows from what was asked and measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.core.errors import ConfigError
+from dips.local.demo_faults import CLUSTER, SLAVE
+from dips.local.demo_plan import (
+    LEAST_TOKENS,
+    SPENT_ELSEWHERE,
+    DemoOptions,
+    cluster_names,
+    make_plan,
+    planned_faults,
+    speed_gaps,
+    tokens_to_train,
+    train_settings,
+)
+from dips.local.processes import TrainedCluster
+
+
+def test_four_clusters_have_the_gaps_of_the_simulations() -> None:
+    assert speed_gaps(4) == [0.0, 0.16, 0.33, 0.50]
+
+
+@pytest.mark.parametrize(("how_many", "gaps"), [(1, [0.0]), (2, [0.0, 0.5]), (3, [0.0, 0.25, 0.5])])
+def test_other_counts_spread_evenly(how_many: int, gaps: list[float]) -> None:
+    assert speed_gaps(how_many) == gaps
+
+
+@given(st.integers(1, 26))
+def test_gaps_begin_at_zero_rise_and_end_at_a_half(how_many: int) -> None:
+    gaps = speed_gaps(how_many)
+    assert len(gaps) == len(cluster_names(how_many)) == how_many
+    assert gaps == sorted(gaps)
+    assert gaps[0] == 0.0
+    assert gaps[-1] == (0.5 if how_many > 1 else 0.0)
+
+
+@pytest.mark.parametrize("how_many", [0, 27])
+def test_names_end_at_z(how_many: int) -> None:
+    with pytest.raises(ConfigError, match="1 to 26 clusters"):
+        cluster_names(how_many)
+
+
+def test_the_length_follows_speed_cores_and_minutes() -> None:
+    two_cores = tokens_to_train(20_000.0, speed_gaps(4), cores=2, minutes=3)
+    assert two_cores == int(20_000 * 2 * (1 - SPENT_ELSEWHERE) * 180)
+    many_cores = tokens_to_train(20_000.0, speed_gaps(4), cores=64, minutes=3)
+    assert many_cores == pytest.approx(20_000 * 3.01 * (1 - SPENT_ELSEWHERE) * 180, abs=1)
+
+
+@pytest.mark.parametrize(("minutes", "least"), [(3.0, LEAST_TOKENS), (10.0, LEAST_TOKENS), (1.5, LEAST_TOKENS // 2)])
+def test_a_slow_machine_still_trains_on_enough_to_see_something(minutes: float, least: int) -> None:
+    assert tokens_to_train(1.0, speed_gaps(4), 1, minutes) == least
+
+
+def test_one_cluster_in_the_middle_and_the_last_slave_are_killed() -> None:
+    cluster, slave = planned_faults(DemoOptions(clusters=4, slaves=3))
+    assert (cluster.kind, cluster.target, slave.kind, slave.target) == (CLUSTER, "b", SLAVE, "s2")
+    assert 0 < cluster.at_share < slave.at_share < 1
+    assert planned_faults(DemoOptions(clusters=1, slaves=1))[0].target == "a"
+    assert planned_faults(DemoOptions(faults=False)) == []
+
+
+def test_the_plan_has_what_was_asked_for(tmp_path: Path) -> None:
+    wish = DemoOptions((Path("text"),), clusters=3, slaves=1, run_dir=tmp_path, model_size="small", seed=7)
+    plan = make_plan(wish, train_settings(wish), 123_456)
+    assert (plan.cluster_ids, plan.slave_ids, plan.master.tk_max) == (["a", "b", "c"], ["s0"], 123_456)
+    assert plan.master.to_run_config().settings.dynamic_local_steps
+    assert plan.master.min_clusters == 3
+    trained = [cluster for cluster in plan.clusters if isinstance(cluster, TrainedCluster)]
+    assert [cluster.train.emulate_gap for cluster in trained] == [0.0, 0.25, 0.5]
+    for cluster in trained:
+        assert (cluster.train.model_size, cluster.train.seed, cluster.train.data_seed) == ("small", 7, 7)
+        assert (cluster.train.threads, cluster.train.data) == (1, (Path("text"),))
+        assert cluster.client.checkpoint_dir == tmp_path / "checkpoints" / cluster.cluster_id
+        assert cluster.client.resume, "the killed one goes on"
+    assert not plan.slaves[0].record_pushes
+
+
+def test_slaves_record_pushes_when_asked_to(tmp_path: Path) -> None:
+    wish = DemoOptions(clusters=1, slaves=2, run_dir=tmp_path, record_pushes=True)
+    plan = make_plan(wish, train_settings(wish), 123_456)
+    assert [slave.record_pushes for slave in plan.slaves] == [True, True]
+
+
+def test_an_unknown_size_is_told() -> None:
+    with pytest.raises(ConfigError, match="choose one of tiny, small"):
+        train_settings(DemoOptions(model_size="huge"))

@@ -1,0 +1,132 @@
+"""How a launcher judges its run: when it has ended, when it is deserted, and when nothing moves any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.run_status import cluster_status, run_status
+
+from dips.core.clock import ManualClock
+from dips.core.errors import ConfigError, FatalError
+from dips.core.messages import StatusReply
+from dips.local.demo_plan import DemoOptions, make_plan, train_settings
+from dips.local.local_run import STATUS_EVERY_S, LocalRun
+from dips.local.processes import EVALUATOR, MASTER
+from dips.local.run_directory import DEMO, Mark, claim
+from dips.local.supervisor import ProcessSupervisor
+
+
+class Watched:
+    """A run whose processes and whose master's answers the test makes up."""
+
+    def __init__(self, run: LocalRun, clock: ManualClock, ended: dict[str, int]) -> None:
+        self.run = run
+        self.clock = clock
+        self.ended = ended
+        self.answer: StatusReply | None = run_status()
+
+    def later(self, seconds_s: float) -> StatusReply | None:
+        self.clock.advance(seconds_s)
+        return self.run.tick()
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    clock, ended = ManualClock(100.0), dict[str, int]()
+    wish = DemoOptions(run_dir=tmp_path / "run", clusters=2)
+    with claim(wish.run_dir, Mark("demo", DEMO, "dips demo")) as directory:
+        plan = make_plan(wish, train_settings(wish), 1_000_000)
+        with LocalRun(plan, directory, clock, lambda sentence: None, stall_s=60.0) as run:
+            made = Watched(run, clock, ended)
+            monkeypatch.setattr(run, "_ask", lambda: made.answer)
+            monkeypatch.setattr(ProcessSupervisor, "exit_code", lambda self, name: ended.get(name))
+            monkeypatch.setattr(ProcessSupervisor, "ended", lambda self, names: set(names) <= set(ended))
+            yield made
+
+
+def test_the_status_is_asked_for_now_and_then(watched: Watched) -> None:
+    assert watched.run.tick() is not None
+    assert watched.later(STATUS_EVERY_S / 2) is None
+    assert watched.later(STATUS_EVERY_S / 2) is not None
+
+
+def test_a_master_that_is_away_for_a_moment_is_no_news(watched: Watched) -> None:
+    watched.run.tick()
+    watched.answer = None
+    assert watched.later(1.0) is None
+    assert watched.run.status == run_status()
+
+
+def test_the_last_measured_speed_of_a_cluster_is_kept_when_it_has_left(watched: Watched) -> None:
+    watched.run.tick()
+    gone = (cluster_status("a", tokens_per_s=0.0), cluster_status("b", tokens_per_s=3.0))
+    watched.answer = run_status(clusters=gone)
+    watched.later(1.0)
+    assert watched.run.speeds == {"a": 5200.0, "b": 3.0}
+
+
+def test_a_run_that_applies_no_token_for_too_long_is_given_up_with_the_masters_reason(watched: Watched) -> None:
+    watched.answer = run_status(waiting_for="slave s1 has yet to attach")
+    watched.run.tick()
+    watched.later(60.0)
+    with pytest.raises(FatalError, match=r"no token for 1 min 1 s \(slave s1 has yet to attach\): see the logs"):
+        watched.later(1.0)
+
+
+def test_a_master_that_never_answers_is_given_up_too(watched: Watched) -> None:
+    watched.answer = None
+    watched.run.tick()
+    with pytest.raises(FatalError, match="the master does not say why"):
+        watched.later(61.0)
+
+
+@pytest.mark.parametrize("changes", [{"paused": True}, {"stopped": True}])
+def test_a_pause_and_the_end_are_no_standstill(watched: Watched, changes: dict[str, bool]) -> None:
+    watched.answer = replace(run_status(), **changes)  # type: ignore[arg-type]
+    for _ in range(10):
+        watched.later(30.0)
+
+
+def test_progress_is_no_standstill(watched: Watched) -> None:
+    for tokens in range(10):
+        watched.answer = run_status(tokens=tokens)
+        watched.later(50.0)
+
+
+def test_it_has_finished_when_the_run_is_stopped_and_all_have_ended(watched: Watched) -> None:
+    watched.answer = run_status(stopped=True)
+    watched.run.tick()
+    assert not watched.run.finished
+    watched.ended.update(a=0, b=0)
+    assert not watched.run.finished  # the last version is still to be evaluated
+    watched.ended[EVALUATOR] = 0
+    assert watched.run.finished
+
+
+def test_it_has_finished_when_the_master_has_served_its_time(watched: Watched) -> None:
+    watched.run.tick()
+    watched.ended.update({"a": 0, "b": 0, EVALUATOR: 0})
+    assert not watched.run.finished
+    watched.ended[MASTER] = 0
+    assert watched.run.finished
+
+
+def test_a_run_is_deserted_when_all_clusters_ended_before_its_end(watched: Watched) -> None:
+    watched.run.tick()
+    watched.ended["a"] = 0
+    assert not watched.run.deserted
+    watched.ended["b"] = 0
+    assert watched.run.deserted
+    watched.answer = run_status(stopping=True)
+    watched.later(1.0)
+    assert not watched.run.deserted
+
+
+@pytest.mark.parametrize("changes", [{"stopping": True}, {"stopped": True}])
+def test_a_run_that_has_ended_is_not_begun_again(watched: Watched, changes: dict[str, bool]) -> None:
+    with pytest.raises(ConfigError, match=r"has ended after 400000 tokens: take its model with `dips export"):
+        watched.run._refuse_ended_run(replace(run_status(), **changes))  # type: ignore[arg-type]
+    watched.run._refuse_ended_run(run_status())

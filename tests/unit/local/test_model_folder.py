@@ -1,0 +1,197 @@
+"""`dips export --to`: a version as a folder that transformers opens, whole or not at all, and never over something."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from support.dips_command import ROOT
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dips.cli.model import Form, _what_and_where
+from dips.core.errors import ConfigError
+from dips.core.ids import Version
+from dips.core.layout import Layout, Parameter
+from dips.local import model_folder
+from dips.local.model_folder import as_folder, check_target, write_folder
+from dips.trainer.model import ByteModel
+from dips.trainer.sizes import SIZES
+from dips.worker.model_description import description_of
+from dips.worker.torch_model import TorchParameters
+
+CONFIG = LlamaConfig(  # type: ignore[call-arg]  # rope_theta, which its signature keeps quiet about
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=32, rope_theta=500.0, rms_norm_eps=1e-3, attention_bias=True,
+)  # fmt: skip
+
+
+VERSION = Version(1, 7)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    layout: Layout
+    flat: NDArray[np.float32]
+    run_id: str = "mine"
+    version: Version = VERSION
+    tokens: int = 12345
+
+
+def fetched(model: torch.nn.Module) -> Fetched:
+    """What a run of this model publishes."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = TorchParameters(model, optimizer, description=description_of(model))
+    flat = np.empty(parameters.layout().n_elems, np.float32)
+    parameters.snapshot(flat)
+    return Fetched(parameters.layout(), flat)
+
+
+def opened(folder: Path) -> LlamaForCausalLM:
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder).eval()
+    return model
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        out: torch.Tensor = model.eval()(torch.arange(20).view(2, 10)).logits
+    return out
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_llama_comes_back_as_it_was(tmp_path: Path, tied: bool) -> None:
+    torch.manual_seed(1)
+    config = LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": tied})
+    model = LlamaForCausalLM(config)
+    write_folder(as_folder(fetched(model)), tmp_path / "new" / "model")
+    again = opened(tmp_path / "new" / "model")
+    assert torch.equal(logits(model), logits(again))
+    assert (again.config.rms_norm_eps, again.config.attention_bias) == (1e-3, True)
+    about = json.loads((tmp_path / "new" / "model" / "dips_version.json").read_text())
+    assert (about["run_id"], about["version"], about["tokens"]) == ("mine", "1:7", 12345)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"], "nothing is left beside it"
+
+
+def test_a_llama_inside_of_another_module_comes_back_under_its_own_names(tmp_path: Path) -> None:
+    class Around(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = LlamaForCausalLM(CONFIG)
+
+    around = Around()
+    write_folder(as_folder(fetched(around)), tmp_path / "model")
+    assert torch.equal(logits(around.model), logits(opened(tmp_path / "model")))
+
+
+def test_the_byte_model_is_a_llama(tmp_path: Path) -> None:
+    model = ByteModel(SIZES["tiny"], seed=3)
+    write_folder(as_folder(fetched(model)), tmp_path / "model")
+    again, tokens = opened(tmp_path / "model"), torch.randint(256, (2, 100))
+    with torch.inference_mode():
+        assert torch.allclose(model(tokens), again(tokens).logits, atol=1e-5)
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        assert float(again(input_ids=tokens, labels=tokens).loss) == pytest.approx(float(loss), abs=1e-6)
+
+
+def test_a_large_model_is_written_in_several_files(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(CONFIG)
+    write_folder(as_folder(fetched(model)), tmp_path / "model", shard_bytes=20_000)
+    names = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
+    assert len(names) > 2
+    assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
+    assert torch.equal(logits(model), logits(opened(tmp_path / "model")))
+
+
+def test_a_part_of_a_model_is_refused_with_the_way_out() -> None:
+    model = LlamaForCausalLM(CONFIG)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"1 tensors, such as 'model.embed_tokens.weight', are not in it"):
+        as_folder(fetched(model))
+
+
+def test_another_model_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match="--format safetensors"):
+        as_folder(fetched(torch.nn.Linear(3, 4)))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format":"huggingface-1"}', '{"format":"other"}'])
+def test_a_damaged_description_is_refused(text: str) -> None:
+    layout = Layout((Parameter("w", (3,), "float32", "w"),), description=text)
+    with pytest.raises(ConfigError, match="description of its model cannot be read"):
+        as_folder(Fetched(layout, np.zeros(3, np.float32)))
+
+
+def test_program_files_that_are_not_there_are_not_named(tmp_path: Path) -> None:
+    good = fetched(LlamaForCausalLM(CONFIG))
+    told = json.loads(good.layout.description)
+    told["config"]["auto_map"] = {"AutoModel": "somewhere--code.Model"}
+    folder = as_folder(replace(good, layout=replace(good.layout, description=json.dumps(told))))
+    assert "auto_map" not in folder.config
+    assert folder.config["architectures"] == ["LlamaForCausalLM"]
+
+
+# ---- where ----
+
+
+def test_what_stands_there_is_not_overwritten_unless_somebody_says_so(tmp_path: Path) -> None:
+    first, second = LlamaForCausalLM(CONFIG), LlamaForCausalLM(CONFIG)
+    folder = tmp_path / "model"
+    folder.mkdir()  # an empty one is as good as none
+    write_folder(as_folder(fetched(first)), folder, shard_bytes=20_000)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty: give another folder, or --force"):
+        write_folder(as_folder(fetched(second)), folder)
+    assert torch.equal(logits(first), logits(opened(folder)))
+    write_folder(as_folder(fetched(second)), folder, force=True)
+    assert torch.equal(logits(second), logits(opened(folder)))
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json", "dips_version.json", "model.safetensors", "notes.txt",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="is a file"):
+        check_target(folder / "notes.txt", force=True)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_disk_that_is_full_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    folder, model = tmp_path / "model", as_folder(fetched(LlamaForCausalLM(CONFIG)))
+    if exists:
+        write_folder(model, folder)
+    before = sorted(tmp_path.rglob("*"))
+
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(model_folder, "_put_in_place", full)
+    with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+        write_folder(model, folder, force=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("said", "to", "form", "master", "run_dir", "says"),
+    [
+        ("", None, None, None, None, "nothing is named to write"),
+        ("x", None, Form.HUGGINGFACE, None, None, "give --to DIR"),
+        ("127.0.0.1:1", Path("m"), None, "127.0.0.1:2", None, "named twice"),
+        ("nowhere", Path("m"), None, None, None, "neither a directory nor a master's address"),
+    ],
+)
+def test_a_wrong_command_is_told_so(
+    said: str, to: Path | None, form: Form | None, master: str | None, run_dir: Path | None, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        _what_and_where(said, to, form, master, run_dir)
+
+
+def test_a_run_is_a_directory_or_an_address() -> None:
+    to, folder = Path("m"), str(ROOT / "examples")
+    assert _what_and_where(folder, to, None, None, None) == (to, Form.HUGGINGFACE, None, ROOT / "examples")
+    assert _what_and_where("10.0.0.1:29400", to, None, None, None) == (to, Form.HUGGINGFACE, "10.0.0.1:29400", None)
+    assert _what_and_where("m.st", None, None, "h:1", None) == (Path("m.st"), Form.SAFETENSORS, "h:1", None)

@@ -1,0 +1,60 @@
+"""Where a run on this machine has its status page, and how it is said."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from dips.local import page_option
+from dips.local.demo_plan import DemoOptions, make_plan, train_settings
+from dips.local.options import command_line
+from dips.local.page_option import LISTEN, WITHOUT, page_sentence, with_page, without_page
+from dips.local.processes import RunPlan
+from dips.local.run_file import read_run_file
+from dips.local.tapes import HELDOUT_TAPE, tape_path
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> RunPlan:
+    wish = DemoOptions(run_dir=tmp_path)
+    return make_plan(wish, train_settings(wish), 1000)
+
+
+def test_a_run_gets_a_page_on_loopback_that_draws_what_its_evaluator_measures(plan: RunPlan, tmp_path: Path) -> None:
+    assert plan.master.page_listen is None
+    master = with_page(plan, tmp_path).master
+    assert (master.page_listen, master.page_heldout) == (LISTEN, tape_path(tmp_path, HELDOUT_TAPE))
+    words = command_line(master)
+    assert words[words.index("--page-listen") + 1] == "127.0.0.1:0"
+
+
+def test_what_the_settings_say_of_the_page_is_kept(plan: RunPlan, tmp_path: Path) -> None:
+    asked = {"page_listen": "127.0.0.1:8080", "page_heldout": Path("elsewhere")}
+    said = dataclasses.replace(plan, master=plan.master.model_copy(update=asked))
+    master = with_page(said, tmp_path).master
+    assert (master.page_listen, master.page_heldout) == ("127.0.0.1:8080", Path("elsewhere"))
+    assert without_page(said).master.page_listen is None
+
+
+def test_without_an_evaluator_there_is_nothing_to_draw(plan: RunPlan, tmp_path: Path) -> None:
+    assert with_page(dataclasses.replace(plan, evaluate=None), tmp_path).master.page_heldout is None
+
+
+def test_a_base_installation_goes_without_and_says_so(
+    plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_option, "page_can_be", lambda: False)
+    assert with_page(plan, tmp_path) == plan
+    assert page_sentence(None, wanted=True) == WITHOUT
+    assert "pip install 'dips-training[master]'" in WITHOUT
+    assert page_sentence(None, wanted=False) == ""
+    assert page_sentence("https://x/?link=y", wanted=True).endswith("https://x/?link=y")
+
+
+def test_a_run_file_says_whether_there_is_one(tmp_path: Path) -> None:
+    for said, wanted in (("", True), ("page = false\n", False)):
+        file = tmp_path / "run.toml"
+        file.write_text(f'[run]\nid = "x"\ndirectory = "{tmp_path}"\n{said}[slave]\nmemory_bytes = "64 MiB"\n')
+        assert read_run_file(file)[0].page is wanted

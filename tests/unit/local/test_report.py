@@ -1,0 +1,141 @@
+"""The report says what happened, in the promised keys, and its checks cannot be fooled."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.run_status import cluster_status, run_status, slave_status
+
+from dips.core.ids import Version
+from dips.core.release import software_versions
+from dips.local.demo_faults import CLUSTER, Fault, Moment, PlannedFault
+from dips.local.report import LocalRunOutcome, build_report, checks, failed_checks, write_report
+from dips.local.tapes import HeldoutPoint
+
+HELDOUT = [HeldoutPoint(Version(1, 0), 0, 5.6), HeldoutPoint(Version(1, 12), 1_000_000, 2.21)]
+FAULT = Fault(PlannedFault(CLUSTER, "b", 0.35), 71, "1.4", Moment(40.0, 350_000, 5), Moment(46.5, 370_000, 6), "1.5")
+
+
+def outcome(**changes: Any) -> LocalRunOutcome:
+    """A run that went well."""
+    left = tuple(cluster_status(name, alive=False, phase="LEFT") for name in ("a", "b"))
+    status = run_status(stopped=True, tokens=1_000_000, clusters=left)
+    usual = LocalRunOutcome(
+        status=status,
+        seconds=181.5,
+        command="dips demo",
+        speeds={"a": 5200.0, "b": 4400.0},
+        gaps={"a": 0.0, "b": 0.16},
+        faults=[FAULT],
+        exit_codes={"master": 0, "s0": 0, "a": 0, "b": 0},
+        heldout=HELDOUT,
+        verify="ok",
+        verified={"I1": 33},
+    )
+    return replace(usual, **changes)
+
+
+def test_the_promised_keys_are_there() -> None:
+    report = build_report(outcome())
+    assert (report["timeline"], report["version"], report["rounds"], report["merged_rounds"]) == (1, 12, 13, 9)
+    assert report["tokens"] == 1_000_000
+    assert report["heldout_loss"] == [[0, 5.6], [1_000_000, 2.21]]
+    assert report["heldout_versions"][-1] == {"timeline": 1, "version": 12, "tokens": 1_000_000, "loss": 2.21}
+    assert report["clusters"]["b"] == {
+        "pushes_applied": 12,
+        "pushes_excluded": 0,
+        "pushes_aborted": 0,
+        "incarnations": 1,
+        "tokens": 400_000,
+        "steps": 480,
+        "measured_speed": 4400.0,
+        "speed_gap": 0.16,
+        "last_norm": None,
+        "last_z": None,
+        "last_cosine": None,
+        "cosine_usual": None,
+        "cosine_rounds": 0,
+        "direction_alarm": False,
+    }
+    assert report["seconds"] == 181.5
+    assert (report["verify"], report["verified"]) == ("ok", {"I1": 33})
+    assert report["command"] == "dips demo"
+    assert report["software"]["dips"] == software_versions()["dips"]
+
+
+def test_what_was_measured_of_a_clusters_pushes() -> None:
+    judged = cluster_status("b", last_norm=0.8, last_z=1.5, last_cosine=0.4, cosine_usual=0.0, cosine_rounds=9)
+    status = run_status(clusters=(replace(judged, direction_alarm=True),))
+    found = build_report(outcome(status=status))["clusters"]["b"]
+    assert (found["last_norm"], found["last_z"], found["last_cosine"]) == (0.8, 1.5, 0.4)
+    assert (found["cosine_usual"], found["cosine_rounds"], found["direction_alarm"]) == (0.0, 9, True)
+
+
+def test_a_fault_with_what_when_and_back_when() -> None:
+    fault = build_report(outcome())["faults"][0]
+    assert (fault["what"], fault["when"], fault["back_when"]) == ("cluster b killed with SIGKILL", 40.0, 46.5)
+    assert (fault["when_tokens"], fault["back_tokens"], fault["when_version"]) == (350_000, 370_000, 5)
+    assert (fault["incarnation"], fault["back_as"]) == ("1.4", "1.5")
+
+
+def test_a_run_that_went_well_holds_all_checks() -> None:
+    assert failed_checks(build_report(outcome())) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "failed"),
+    [
+        ({"status": run_status(stopped=False, tokens=1_000_000, clusters=())}, {"run_stopped", "every_cluster_left"}),
+        ({"exit_codes": {"a": 0, "b": 1}}, {"every_process_ended_well"}),
+        ({"exit_codes": {"a": 0, "b": None}}, {"every_process_ended_well"}),
+        ({"heldout": HELDOUT[:1]}, {"final_version_evaluated"}),
+        ({"heldout": []}, {"final_version_evaluated"}),
+        ({"faults_never_made": [FAULT.planned]}, {"every_fault_made"}),
+        ({"faults": [replace(FAULT, back=None)]}, {"everything_killed_came_back"}),
+        ({"verify": "I6 violated"}, {"records_prove_the_promises"}),
+        ({"verified": {}}, {"records_prove_the_promises"}),
+    ],
+)
+def test_what_went_wrong_fails_its_check(changes: dict[str, Any], failed: set[str]) -> None:
+    assert {name for name, held in checks(outcome(**changes)).items() if not held} == failed
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tokens": 999_999}, {"published": None}, {"tk_max_tokens": 0}], ids=["too few", "none", "no goal"]
+)
+def test_the_final_version_must_be_published_with_all_tokens(changes: dict[str, Any]) -> None:
+    status = replace(outcome().status, **changes)
+    assert not checks(outcome(status=status))["final_version_published"]
+
+
+def test_a_cluster_that_is_still_there_has_not_left() -> None:
+    status = replace(outcome().status, clusters=(cluster_status("a", alive=True),))
+    assert not checks(outcome(status=status))["every_cluster_left"]
+
+
+def test_a_run_without_any_version_can_be_reported() -> None:
+    status = run_status(published=None, tokens=0, clusters=(), slaves=(slave_status(),))
+    report = build_report(outcome(status=status, heldout=[], faults=[]))
+    assert report["version"] is None
+    assert "final_version_published" in failed_checks(report)
+
+
+def test_the_file_is_whole_and_plain_json(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    report = build_report(outcome())
+    write_report(report, path)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(report))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_number_that_json_does_not_know_is_not_written_and_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_report(build_report(outcome()), path)
+    before = path.read_text()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_report({"loss": float("nan")}, path)
+    assert path.read_text() == before

@@ -1,0 +1,524 @@
+"""The executor hands events to the state one after the other and carries effects out in their order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import pytest
+from support.scripted_master_state import MemoryJournal, ScriptedMachine, command, leave, refusal, slave_message
+
+from dips.core.clock import ManualClock
+from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
+from dips.core.messages import LeaveReply, StatusRequest
+from dips.core.observe import telemetry
+from dips.core.observe.telemetry import Tape, read_tape
+from dips.master.journal import JournalEntry
+from dips.master.journal_writer import THREAD_NAME, JournalWriter
+from dips.master.rpc.slave_link import LINK_COMMANDS, SlaveLink
+from dips.master.shell import MasterExit, MasterShell
+from dips.master.state import effects
+from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
+from dips.master.state.events import (
+    CallGone,
+    ClusterCall,
+    Event,
+    JournalWritten,
+    OperatorCall,
+    SlaveLinkDown,
+    SlaveSaid,
+    Tick,
+)
+
+TICK_S = 1000.0
+"""Long enough that no real timer rings during a test; ticks are dispatched by hand."""
+
+DONE = LeaveReply()
+
+
+class Bench:
+    """An executor with a scripted state, a manual clock and a journal in memory."""
+
+    def __init__(self, tape_path: Path) -> None:
+        self.machine = ScriptedMachine()
+        self.journal = MemoryJournal()
+        self.clock = ManualClock(monotonic_s=50.0)
+        self.tape_path = tape_path
+        self.tape = Tape(tape_path, "master", "demo", self.clock)
+        self.executor = MasterShell(self.machine, self.journal.append_all, self.tape, self.clock, TICK_S)
+
+    def leaving(self) -> asyncio.Task[object]:
+        """A cluster's call that waits for its reply."""
+        return asyncio.create_task(self.executor.call(lambda token: ClusterCall(token, leave())))
+
+    def reacts(self, react: Callable[[Event], Sequence[Effect]]) -> None:
+        self.machine.react = react
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    made = Bench(tmp_path / "tape.jsonl")
+    made.executor.start()
+    yield made
+    made.executor.stop(MasterExit(0, "the test is over"))
+    await made.executor.close()
+    made.tape.close()
+
+
+def token_of(bench: Bench) -> int:
+    return bench.machine.of(ClusterCall)[-1].token
+
+
+async def held(bench: Bench) -> tuple[asyncio.Task[object], int]:
+    """A call that the state has seen and not answered."""
+    task = bench.leaving()
+    await bench.machine.until(ClusterCall)
+    return task, token_of(bench)
+
+
+def answer(event: Event) -> list[Effect]:
+    return [Reply(event.token, DONE)] if isinstance(event, ClusterCall | OperatorCall) else []
+
+
+# ---- calls ----
+
+
+async def test_a_call_gets_the_reply_with_its_token(bench: Bench) -> None:
+    bench.reacts(answer)
+    assert await bench.leaving() == DONE
+    assert bench.machine.of(CallGone) == [], "an answered call is not gone"
+
+
+async def test_every_call_has_its_own_token(bench: Bench) -> None:
+    bench.reacts(answer)
+    for _ in range(5):
+        await bench.leaving()
+    tokens = [call.token for call in bench.machine.of(ClusterCall)]
+    assert len(set(tokens)) == 5
+
+
+async def test_a_held_call_is_answered_by_a_later_event(bench: Bench) -> None:
+    task, token = await held(bench)
+    assert not task.done()
+    bench.reacts(lambda event: [Reply(token, DONE)] if isinstance(event, Tick) else [])
+    bench.executor.dispatch(Tick())
+    assert await task == DONE
+
+
+async def test_a_refusal_reaches_the_caller_whole(bench: Bench) -> None:
+    bench.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
+    with pytest.raises(Refused) as caught:
+        await bench.leaving()
+    assert (caught.value.code, caught.value.sentence) == (RefusalCode.FENCED, "because of a test")
+    assert caught.value.retry_after_s == 2.5
+
+
+async def test_the_state_is_told_once_that_a_caller_hung_up(bench: Bench) -> None:
+    task, token = await held(bench)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.machine.of(CallGone) == [CallGone(token)]
+    bench.reacts(lambda event: [Reply(token, DONE)] if isinstance(event, Tick) else [])
+    bench.executor.dispatch(Tick())  # a reply to nobody is dropped
+    assert not bench.executor.outcome.done()
+
+
+# ---- order ----
+
+
+async def test_effects_of_one_event_are_done_before_the_next_event(bench: Bench) -> None:
+    link = bench.executor.open_link()
+    order: list[str] = []
+
+    def react(event: Event) -> list[Effect]:
+        if isinstance(event, SlaveSaid):
+            order.append("said")
+            return [ToSlave(link.number, command("one")), ToSlave(link.number, command("two"))]
+        order.append(type(event).__name__)
+        return []
+
+    bench.reacts(react)
+    bench.executor.slave_said(link, slave_message())
+    bench.executor.dispatch(Tick())
+    assert order == ["said", "Tick"]
+    assert [await link.next_command(), await link.next_command()] == [command("one"), command("two")]
+
+
+async def test_first_effects_are_carried_out_at_the_start(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "tape.jsonl")
+    bench.machine.first = [Record("epoch-began", "c0", {"epoch": 3}), WriteJournal(1, "X", "{}", '"s"')]
+    bench.executor.start()
+    await bench.machine.until(JournalWritten)
+    assert bench.journal.batches == [[JournalEntry(1, "X", "{}", '"s"')]]
+    bench.executor.stop(MasterExit(0, ""))
+    await bench.executor.close()
+    bench.tape.close()
+    assert [(line["kind"], line["cause"], line["epoch"]) for line in read_tape(bench.tape_path)] == [
+        ("epoch-began", "c0", 3)
+    ]
+
+
+# ---- slaves ----
+
+
+async def test_a_link_that_the_state_closes_ends_with_its_refusal_after_the_commands(bench: Bench) -> None:
+    link = bench.executor.open_link()
+    bench.reacts(
+        lambda event: (
+            [ToSlave(link.number, command("last")), CloseLink(link.number, refusal())]
+            if isinstance(event, Tick)
+            else []
+        )
+    )
+    bench.executor.dispatch(Tick())
+    assert await link.next_command() == command("last")
+    assert await link.next_command() is None
+    ended = await link.closed()
+    assert ended is not None
+    assert ended.code is RefusalCode.FENCED
+    bench.executor.slave_said(link, slave_message())
+    assert bench.machine.of(SlaveSaid) == [], "a closed link is not heard"
+
+
+async def test_the_end_of_a_link_is_told_once(bench: Bench) -> None:
+    link = bench.executor.open_link()
+    bench.executor.link_down(link)
+    bench.executor.link_down(link)
+    assert bench.machine.of(SlaveLinkDown) == [SlaveLinkDown(link.number)]
+
+
+async def test_links_are_never_numbered_again(bench: Bench) -> None:
+    first = bench.executor.open_link()
+    bench.executor.link_down(first)
+    assert bench.executor.open_link().number != first.number
+
+
+async def test_commands_for_a_link_that_is_gone_are_dropped(bench: Bench) -> None:
+    link = bench.executor.open_link()
+    bench.executor.link_down(link)
+    bench.reacts(lambda event: [ToSlave(link.number, command("late")), CloseLink(link.number, refusal())])
+    bench.executor.dispatch(Tick())
+    assert not bench.executor.outcome.done()
+
+
+async def test_a_slave_that_does_not_read_is_cut_off_at_the_bound(bench: Bench) -> None:
+    link = bench.executor.open_link()
+    other = bench.executor.open_link()
+    bench.reacts(lambda event: [ToSlave(link.number, command("x"))] * (LINK_COMMANDS + 1))
+    bench.executor.dispatch(Tick())
+    ended = await link.closed()
+    assert ended is not None
+    assert ended.code is RefusalCode.BUSY
+    assert str(LINK_COMMANDS) in ended.sentence
+    assert not other.closing, "the others are not disturbed"
+
+
+async def test_a_link_waits_for_commands_and_for_its_end() -> None:
+    link = SlaveLink(1)
+    waiting = asyncio.create_task(link.next_command())
+    ending = asyncio.create_task(link.closed())
+    await asyncio.wait([waiting, ending], timeout=0)
+    assert link.offer(command("one"))
+    assert await waiting == command("one")
+    assert not ending.done()
+    link.close(None)
+    link.close(Refused(RefusalCode.BUSY, "too late to matter"))
+    assert await ending is None
+    assert not link.offer(command("two"))
+    assert await link.next_command() is None
+
+
+# ---- journal ----
+
+
+async def test_journal_entries_are_written_in_order_and_confirmed_in_order(bench: Bench) -> None:
+    bench.reacts(
+        lambda event: (
+            [WriteJournal(n, "K", f'"{n}"', f'"s{n}"') for n in range(1, 6)] if isinstance(event, Tick) else []
+        )
+    )
+    bench.executor.dispatch(Tick())
+    await bench.machine.until(JournalWritten, 5)
+    written = [entry.entry_id for batch in bench.journal.batches for entry in batch]
+    assert written == [1, 2, 3, 4, 5]
+    assert [event.entry_id for event in bench.machine.of(JournalWritten)] == written
+
+
+async def test_a_journal_that_fails_ends_the_master_with_its_sentence(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.journal.fail_with = FatalError("a newer master runs")
+    bench.reacts(lambda event: [WriteJournal(1, "K", "{}", "{}")] if isinstance(event, Tick) else [])
+    bench.executor.dispatch(Tick())
+    outcome = await bench.executor.outcome
+    assert outcome == MasterExit(FatalError.exit_code, "a newer master runs")
+    assert bench.machine.of(JournalWritten) == [], "nothing was confirmed"
+    assert "Traceback" not in caplog.text
+
+
+async def test_entries_that_come_during_a_flush_share_the_next_one() -> None:
+    flushing, go_on = threading.Event(), threading.Event()
+    batches: list[list[int]] = []
+    threads: set[str] = set()
+
+    def append(entries: Sequence[JournalEntry]) -> None:
+        threads.add(threading.current_thread().name)
+        batches.append([entry.entry_id for entry in entries])
+        flushing.set()
+        go_on.wait()
+
+    written: list[int] = []
+    writer = JournalWriter(append, written.append, lambda error: pytest.fail(str(error)))
+    writer.put(JournalEntry(1, "K", "{}", "{}"))
+    await asyncio.to_thread(flushing.wait)
+    for number in (2, 3, 4):
+        writer.put(JournalEntry(number, "K", "{}", "{}"))
+    assert written == [], "the first flush has not ended"
+    go_on.set()
+    await writer.close()
+    assert batches == [[1], [2, 3, 4]]
+    assert written == [1, 2, 3, 4]
+    assert all(name.startswith(THREAD_NAME) for name in threads)
+
+
+async def test_tidying_up_begins_when_nothing_waits_and_gives_way_to_an_entry() -> None:
+    done: list[str] = []
+    tidying, go_on = threading.Event(), threading.Event()
+
+    def append(entries: Sequence[JournalEntry]) -> None:
+        done.extend(f"wrote {entry.entry_id}" for entry in entries)
+
+    def tidy() -> bool:
+        done.append("tidied")
+        tidying.set()
+        go_on.wait()
+        return True  # there is always more
+
+    writer = JournalWriter(append, lambda number: None, lambda error: pytest.fail(str(error)), tidy)
+    writer.put(JournalEntry(1, "K", "{}", "{}"))
+    await asyncio.to_thread(tidying.wait)
+    writer.put(JournalEntry(2, "K", "{}", "{}"))
+    go_on.set()
+    await writer.close()
+    assert done == ["wrote 1", "tidied", "wrote 2"], "and no more once the end has come"
+
+
+async def test_an_error_while_tidying_up_ends_the_master_like_one_of_an_append() -> None:
+    lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    def tidy() -> bool:
+        raise FatalError("the disk is gone")
+
+    written: list[int] = []
+    writer = JournalWriter(lambda entries: None, written.append, lost.set_result, tidy)
+    writer.put(JournalEntry(1, "K", "{}", "{}"))
+    assert str(await lost) == "the disk is gone"
+    await writer.close()
+    assert written == [1]
+
+
+async def test_nothing_is_written_after_a_lost_entry() -> None:
+    attempts: list[list[int]] = []
+    lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    def append(entries: Sequence[JournalEntry]) -> None:
+        attempts.append([entry.entry_id for entry in entries])
+        raise FatalError("the disk is full")
+
+    writer = JournalWriter(append, lambda entry_id: pytest.fail("confirmed"), lost.set_result)
+    writer.put(JournalEntry(1, "K", "{}", "{}"))
+    assert str(await lost) == "the disk is full"
+    writer.put(JournalEntry(2, "K", "{}", "{}"))
+    await writer.close()
+    assert attempts == [[1]]
+
+
+# ---- time ----
+
+
+async def test_each_event_gets_the_clocks_time(bench: Bench) -> None:
+    bench.executor.dispatch(Tick())
+    bench.clock.advance(3.0)
+    bench.executor.dispatch(JournalWritten(9))
+    assert bench.machine.seen == [(Tick(), 50.0), (JournalWritten(9), 53.0)]
+
+
+async def test_after_a_pause_the_state_ticks_before_it_hears_anything_else(bench: Bench) -> None:
+    bench.clock.advance(2 * TICK_S + 1)
+    bench.executor.dispatch(JournalWritten(9))
+    assert [event for event, _ in bench.machine.seen] == [Tick(), JournalWritten(9)]
+
+
+async def test_without_a_pause_no_extra_tick_is_made(bench: Bench) -> None:
+    bench.clock.advance(TICK_S)
+    bench.executor.dispatch(JournalWritten(9))
+    assert [event for event, _ in bench.machine.seen] == [JournalWritten(9)]
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "tick_s"),
+    [(50.01, TICK_S), (None, 0.01), (1e9, 0.01), (0.0, TICK_S)],
+    ids=["deadline", "tick", "tick before the deadline", "deadline long over"],
+)
+async def test_the_timer_rings_at_the_deadline_or_the_tick(
+    tmp_path: Path, deadline_s: float | None, tick_s: float
+) -> None:
+    machine, clock = ScriptedMachine(), ManualClock(50.0)
+    machine.deadline_s = deadline_s
+    executor = MasterShell(machine, MemoryJournal().append_all, Tape(None, "master", "demo"), clock, tick_s)
+    executor.start()
+    await asyncio.wait_for(machine.until(Tick), 10)
+    executor.stop(MasterExit(0, ""))
+    await executor.close()
+
+
+async def test_an_event_that_brings_a_deadline_nearer_rearms_the_timer(bench: Bench) -> None:
+    def react(event: Event) -> list[Effect]:
+        bench.machine.deadline_s = 50.01 if isinstance(event, JournalWritten) else None
+        return []
+
+    bench.reacts(react)
+    bench.executor.dispatch(JournalWritten(1))
+    await asyncio.wait_for(bench.machine.until(Tick), 10)
+
+
+# ---- people ----
+
+
+async def test_a_log_effect_is_written_when_its_sentence_changes(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    sentences = iter(["waiting for slave b", "waiting for slave b", "all there"])
+    bench.reacts(lambda event: [Log(logging.WARNING, "waiting", next(sentences))])
+    for _ in range(3):
+        bench.executor.dispatch(Tick())
+    assert [record.getMessage() for record in caplog.records] == ["waiting for slave b", "all there"]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+async def test_a_record_effect_stands_on_the_tape(bench: Bench) -> None:
+    bench.reacts(lambda event: [Record("verdict", "c7", {"kind_of": "APPLIED", "v": 3})])
+    bench.executor.dispatch(Tick())
+    (line,) = [json.loads(text) for text in bench.tape_path.read_text().splitlines()]
+    assert (line["kind"], line["cause"], line["kind_of"], line["v"]) == ("verdict", "c7", "APPLIED", 3)
+
+
+async def test_a_request_that_cannot_be_read_is_on_the_tape_and_in_the_log(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.executor.note_refusal("Join", Refused(RefusalCode.MALFORMED, "a JoinRequest cannot be parsed"))
+    assert "refused a Join: a JoinRequest cannot be parsed" in caplog.text
+    (line,) = list(read_tape(bench.tape_path))
+    assert (line["kind"], line["method"], line["code"]) == ("refused", "Join", "MALFORMED")
+
+
+async def test_a_tape_that_cannot_be_written_ends_the_master(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: object, lines: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(telemetry, "_append", full)
+    bench.reacts(lambda event: [Record("x", "-", {})])
+    bench.executor.dispatch(Tick())
+    outcome = await bench.executor.outcome
+    assert outcome.exit_code == FatalError.exit_code
+    assert "No space left on device" in outcome.sentence
+
+
+# ---- the end ----
+
+
+async def test_halt_ends_the_master_after_the_effects_that_came_with_it(bench: Bench) -> None:
+    link = bench.executor.open_link()
+    task, token = await held(bench)
+    bench.reacts(lambda event: [Halt(0, "the run is over"), Reply(token, DONE), ToSlave(link.number, command("stop"))])
+    bench.executor.dispatch(Tick())
+    assert await bench.executor.outcome == MasterExit(0, "the run is over")
+    assert await task == DONE
+    assert await link.next_command() == command("stop")
+    assert await link.next_command() is None
+
+
+async def test_beginning_again_is_an_end_that_asks_for_a_later_epoch(bench: Bench) -> None:
+    waiting = bench.leaving()
+    token = (await bench.machine.until(ClusterCall)).token
+    held = bench.leaving()
+    await bench.machine.until(ClusterCall, 2)
+    bench.reacts(lambda event: [effects.BeginAgain(7, "a slave promised epoch 6"), Reply(token, DONE)])
+    bench.executor.dispatch(Tick())
+    assert await bench.executor.outcome == MasterExit(0, "a slave promised epoch 6", begin_again=7)
+    assert await waiting is DONE, "the effects that came with it were carried out"
+    with pytest.raises(Refused, match="connect again") as caught:
+        await held
+    assert caught.value.retry_after_s > 0
+
+
+async def test_calls_and_links_that_wait_at_the_end_are_told_to_come_again(bench: Bench) -> None:
+    task, _ = await held(bench)
+    link = bench.executor.open_link()
+    bench.executor.stop(MasterExit(0, "stopped by SIGTERM"))
+    with pytest.raises(Refused) as caught:
+        await task
+    assert caught.value.code is RefusalCode.BUSY
+    assert caught.value.retry_after_s > 0
+    ended = await link.closed()
+    assert ended is not None
+    assert ended.code is RefusalCode.BUSY
+
+
+async def test_nothing_is_handled_after_the_end(bench: Bench) -> None:
+    bench.executor.stop(MasterExit(0, "first"))
+    bench.executor.stop(MasterExit(70, "second"))
+    bench.executor.dispatch(Tick())
+    with pytest.raises(Refused):
+        await bench.executor.call(lambda token: OperatorCall(token, StatusRequest()))
+    assert bench.executor.open_link().closing
+    assert bench.machine.seen == []
+    assert await bench.executor.outcome == MasterExit(0, "first")
+
+
+async def test_what_was_decided_before_the_end_is_still_written(bench: Bench) -> None:
+    bench.reacts(lambda event: [WriteJournal(1, "COMMIT", "{}", '"s"'), Halt(0, "done")])
+    bench.executor.dispatch(Tick())
+    await bench.executor.close()
+    assert bench.journal.batches == [[JournalEntry(1, "COMMIT", "{}", '"s"')]]
+
+
+@pytest.mark.parametrize("error", [LocalProtocolError("no transition"), KeyError("x"), AssertionError()])
+async def test_a_bug_in_the_state_ends_the_process_with_70_and_its_story(
+    bench: Bench, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def react(event: Event) -> list[Effect]:
+        if isinstance(event, ClusterCall):
+            raise error
+        return []
+
+    bench.reacts(react)
+    bench.executor.dispatch(JournalWritten(41))
+    task = bench.leaving()
+    outcome = await bench.executor.outcome
+    assert outcome.exit_code == LocalProtocolError.exit_code == 70
+    assert type(error).__name__ in outcome.sentence
+    with pytest.raises(Refused):
+        await task
+    assert "JournalWritten 41" in caplog.text
+    assert "LeaveRequest of a" in caplog.text
+    assert "[c1]" in caplog.text
+    assert any(record.exc_info for record in caplog.records), "the place of the bug is in the log"
+
+
+async def test_a_bug_at_the_start_ends_the_process_too(tmp_path: Path) -> None:
+    class Broken(ScriptedMachine):
+        def start(self, now_s: float) -> Sequence[Effect]:
+            raise LocalProtocolError("the snapshot contradicts itself")
+
+    executor = MasterShell(Broken(), MemoryJournal().append_all, Tape(None, "master", "demo"), ManualClock(), TICK_S)
+    executor.start()
+    outcome = await executor.outcome
+    assert outcome.exit_code == 70
+    assert "the snapshot contradicts itself" in outcome.sentence
+    await executor.close()

@@ -1,0 +1,216 @@
+"""Who may look at the status page: names it is asked for under, tokens, certificates, files; and its own files."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from support.repository import ROOT
+
+from dips.core.errors import ConfigError, Refused
+from dips.core.net.keys import load_identity
+from dips.core.net.security import INSECURE
+from dips.local.authority import Authority, ensure_keys
+from dips.master.access import Access
+from dips.master.page import access as gates
+from dips.master.page.access import (
+    PageAccess,
+    Secret,
+    host_name,
+    load_secret,
+    read_page_url,
+    save_secret,
+    write_page_address,
+)
+from dips.master.page.files import static_files
+
+TOKEN = "t" * 43
+STATIC = ROOT / "src" / "dips" / "master" / "page" / "static"
+UPLOT = {
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    ensure_keys(folder / "keys", ["a"], ["s0"], ["me", "gone"])
+    return folder / "keys"
+
+
+def keyed(keys: Path, *hosts: str) -> PageAccess:
+    return PageAccess(Access(load_identity(keys / "master")), TOKEN, 8080, hosts)
+
+
+def certificate(keys: Path, name: str) -> bytes:
+    return (keys / name / "tls.crt").read_bytes()
+
+
+# ---- the Host header ----
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [
+        ("127.0.0.1:8080", "127.0.0.1"),
+        ("LocalHost", "localhost"),
+        ("localhost.", "localhost"),
+        ("[::1]:80", "::1"),
+        ("[::1]", "::1"),
+        ("[evil.example]:80", None),
+        ("[::1", None),
+        ("[::1]x", None),
+        ("evil.example:80:80", None),
+        ("a:b", None),
+        ("localhost:80@evil.example", None),
+        ("localhost/evil", None),
+        ("", None),
+        (None, None),
+        ("x" * 400, None),
+    ],
+)
+def test_the_name_in_a_host_header(header: str | None, name: str | None) -> None:
+    assert host_name(header) == name
+
+
+@pytest.mark.parametrize(
+    ("header", "insecure", "with_keys"),
+    [
+        ("127.0.0.1:1", True, True),
+        ("[::1]:1", True, True),
+        ("localhost:1", True, True),
+        ("10.0.0.5:1", False, True),
+        ("dips-master:1", False, True),
+        ("status.example:1", True, True),
+        ("evil.example:1", False, False),
+        ("localhost.evil.example:1", False, False),
+        ("127.0.0.1.evil.example", False, False),
+        ("0", False, False),
+        (None, False, False),
+    ],
+)
+def test_only_names_of_this_master_are_answered(
+    header: str | None, insecure: bool, with_keys: bool, keys: Path
+) -> None:
+    assert PageAccess(Access(INSECURE), TOKEN, 1, ["Status.example"]).host_is_ours(header) is insecure
+    assert keyed(keys, "Status.example").host_is_ours(header) is with_keys
+
+
+# ---- tokens and certificates ----
+
+
+def test_the_link_lets_in_once_and_the_cookie_from_then_on(keys: Path) -> None:
+    gate = keyed(keys)
+    assert gate.admit(None, TOKEN, {}).by_link
+    assert not gate.admit(None, None, {gate.cookie: TOKEN}).by_link
+    assert gate.cookie == "__Host-dips-page-8080"
+
+
+@pytest.mark.parametrize("token", ["", "x", TOKEN[:-1], TOKEN + "t", "\u00fc" * 43, TOKEN.upper()])
+def test_another_token_is_refused(token: str, keys: Path) -> None:
+    gate = keyed(keys)
+    for link, cookies in ((token, {}), (None, {gate.cookie: token}), (None, {"dips-page": TOKEN})):
+        with pytest.raises(Refused, match="without a certificate"):
+            gate.admit(None, link, cookies)
+
+
+def test_a_certificate_of_an_operator_lets_in_and_no_other(keys: Path) -> None:
+    gate = keyed(keys)
+    assert gate.admit(certificate(keys, "me"), None, {}).who.startswith("operator me")
+    for name in ("a", "s0", "master"):
+        with pytest.raises(Refused, match=r"may not call Operator\.Page: use keys of role operator"):
+            gate.admit(certificate(keys, name), None, {})
+
+
+def test_a_certificate_that_is_revoked_is_refused_from_then_on(keys: Path) -> None:
+    gate = keyed(keys)
+    gate.admit(certificate(keys, "gone"), None, {})
+    with Authority(keys).locked() as authority:
+        authority.revoke("gone", "left")
+    gate.look()
+    with pytest.raises(Refused, match="was revoked"):
+        gate.admit(certificate(keys, "gone"), None, {})
+
+
+def test_without_keys_there_is_nobody_to_tell_apart() -> None:
+    gate = PageAccess(Access(INSECURE), TOKEN, 1)
+    assert gate.admit(None, None, {}).who == "this machine"
+    assert not gate.checks
+
+
+# ---- files ----
+
+
+def test_the_token_stays_and_its_owner_alone_can_read_it(tmp_path: Path) -> None:
+    first = load_secret(tmp_path)
+    assert len(first.token) == 43
+    assert load_secret(tmp_path).token != first.token  # nothing is kept until it is saved
+    save_secret(tmp_path, Secret(first.token, 4711))
+    assert load_secret(tmp_path) == Secret(first.token, 4711)
+    write_page_address(tmp_path, "https://127.0.0.1:4711/?link=x", 1)
+    assert read_page_url(tmp_path) == "https://127.0.0.1:4711/?link=x"
+    for path in tmp_path.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_a_token_that_others_can_read_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    save_secret(tmp_path, Secret(TOKEN, 1))
+    (tmp_path / gates.SECRET_NAME).chmod(0o644)
+    with pytest.raises(ConfigError, match=r"can be read by other users of this machine.*: remove it"):
+        load_secret(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"token": "short", "port": 1}), json.dumps({"port": 1})])
+def test_a_torn_token_is_made_anew(content: str, tmp_path: Path) -> None:
+    (tmp_path / gates.SECRET_NAME).write_text(content)
+    (tmp_path / gates.SECRET_NAME).chmod(0o600)
+    assert len(load_secret(tmp_path).token) == 43
+
+
+def test_where_no_page_is_none_is_named(tmp_path: Path) -> None:
+    assert read_page_url(tmp_path) is None
+
+
+# ---- the page's own files ----
+
+
+def test_charts_are_the_published_library_with_its_licence() -> None:
+    for name, checksum in UPLOT.items():
+        assert sha256((STATIC / "vendor" / "uplot" / name).read_bytes()).hexdigest() == checksum, name
+    assert "MIT License" in static_files()["vendor/uplot/LICENSE"].body.decode()
+
+
+def test_all_that_the_page_asks_for_is_in_the_package() -> None:
+    files = static_files()
+    asked = set()
+    for name in ("index.html", "locked.html"):
+        asked |= set(re.findall(r'(?:src|href)="/static/([^"]+)"', files[name].body.decode()))
+    for name, file in files.items():
+        if name.endswith(".js") and "/" not in name:
+            asked |= set(re.findall(r'from "\./([\w.]+)"', file.body.decode()))
+    assert "page.js" in asked
+    assert "charts.js" in asked
+    assert asked <= set(files)
+
+
+def test_the_page_asks_no_other_host_and_holds_no_script_or_style_that_the_policy_would_refuse() -> None:
+    for name, file in static_files().items():
+        text = file.body.decode()
+        if "/" not in name:
+            assert not re.search(r"(?:src|href|url|import|fetch)\W{1,3}(?:https?:)?//", text), name
+        if name.endswith(".html"):
+            assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", text), name
+            assert 'lang="en"' in text
+
+
+def test_no_script_of_the_page_makes_markup_of_text() -> None:
+    dangerous = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|setHTML")
+    scripts = [path for path in STATIC.glob("*.js")]
+    assert len(scripts) > 5
+    assert not [path.name for path in scripts if dangerous.search(path.read_text())]

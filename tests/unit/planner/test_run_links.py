@@ -1,0 +1,42 @@
+"""Emulated links: when messages leave and arrive, on the file that ranks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dips.planner.run.job import RankLink
+from dips.planner.run.links import BACK, FORTH, NO_NOTE, LinkBoard, Passage, passage
+
+
+@pytest.mark.parametrize(
+    ("ready_ns", "free_ns", "link", "expected"),
+    [
+        (100, 0, RankLink(0, 1, 0, 20, 5), Passage(100, 120, 125, 120)),
+        (100, 130, RankLink(0, 1, 0, 20, 5), Passage(130, 150, 155, 150)),
+        (100, 130, RankLink(0, 1, 0, 0, 5), Passage(100, 100, 105, 130)),  # no width is taken, nothing is waited for
+        (100, 0, RankLink(0, 1, 0, 20, 5, 10), Passage(100, 120, 125, 130)),  # the next one waits for the answer
+        (100, 130, RankLink(0, 1, 0, 0, 5, 10), Passage(130, 130, 135, 140)),
+    ],
+)
+def test_a_message_waits_for_its_link_occupies_it_and_then_travels(
+    ready_ns: int, free_ns: int, link: RankLink, expected: Passage
+) -> None:
+    assert passage(ready_ns, free_ns, link) == expected
+
+
+def test_two_ranks_share_a_link_and_iterations_do_not(tmp_path: Path) -> None:
+    sizes = (2, 1, 3, 4)
+    file = tmp_path / "links.bin"
+    LinkBoard.make(file, *sizes)
+    with LinkBoard(file, *sizes) as one, LinkBoard(file, *sizes) as other:
+        one.send(0, RankLink(0, 1, 0, 20, 5), FORTH, 1, 3, ready_ns=100)
+        late = other.send(0, RankLink(2, 3, 0, 20, 7), BACK, 0, 2, ready_ns=110)
+        next_iteration = other.send(1, RankLink(2, 3, 0, 20, 7), BACK, 0, 2, ready_ns=110)
+        assert (late.start_ns, next_iteration.start_ns) == (120, 110)
+        assert other.arrives_ns(0, FORTH, 1, 3) == 125
+        assert one.arrives_ns(0, BACK, 0, 2) == 147
+        assert one.arrives_ns(1, BACK, 0, 2) == 137
+        assert one.arrives_ns(0, BACK, 1, 3) == NO_NOTE
+        assert one.arrives_ns(1, FORTH, 1, 3) == NO_NOTE

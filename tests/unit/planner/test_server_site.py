@@ -1,0 +1,137 @@
+"""Paper 3.1: argmax_i B_i^T p, ties, and what a file with a mistake is told."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.core.errors import ConfigError
+from dips.planner.server_site import choose_server_site, from_toml
+
+GOOD = """
+[sites]
+names = ["north", "south", "west"]
+bandwidth_gbps = [[100.0, 1.0, 2.0], [1.0, 100.0, 10.0], [2.0, 10, 100.0]]
+tokens_per_s = [10, 20.0, 15.0]
+"""
+
+
+def test_the_fast_center_wins_over_the_biggest_cluster() -> None:
+    """Cluster 0 makes most tokens, but site 1 reaches everybody well."""
+    choice = choose_server_site([[10, 1, 1], [8, 10, 8], [1, 1, 10]], [5, 3, 3])
+    assert choice.demand == (56.0, 94.0, 38.0)
+    assert choice.index == 1
+
+
+def test_direction_matters_the_row_is_the_server_site() -> None:
+    assert choose_server_site([[0, 10], [1, 0]], [1, 1]).index == 0
+
+
+def test_the_lowest_index_of_equals() -> None:
+    assert choose_server_site([[1, 2], [2, 1], [2, 1]], [1, 1]).index == 0
+
+
+def test_more_sites_than_clusters() -> None:
+    """A site may have CPU servers only."""
+    assert choose_server_site([[1, 1], [1, 2], [5, 5]], [1, 1]).index == 2
+
+
+@given(
+    rows=st.integers(1, 5).flatmap(
+        lambda m: st.tuples(
+            st.lists(st.lists(st.floats(0, 1e3), min_size=m, max_size=m), min_size=1, max_size=5),
+            st.lists(st.floats(1, 1e6), min_size=m, max_size=m),
+        )
+    )
+)
+def test_no_other_site_has_more_demand(rows: tuple[list[list[float]], list[float]]) -> None:
+    bandwidth, tokens = rows
+    if not any(any(row) for row in bandwidth):
+        bandwidth[0][0] = 1.0
+    choice = choose_server_site(bandwidth, tokens)
+    for i, row in enumerate(bandwidth):
+        demand = sum(b * p for b, p in zip(row, tokens, strict=True))
+        assert demand == pytest.approx(choice.demand[i])
+        assert choice.demand[i] <= choice.demand[choice.index]
+        assert i >= choice.index or choice.demand[i] < choice.demand[choice.index]
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "tokens", "complaint"),
+    [
+        ([], [1.0], "no rows"),
+        ([[1.0]], [], "tokens_per_s is empty"),
+        ([[1.0, 2.0], [1.0]], [1.0, 1.0], "row 1 has 1 numbers"),
+        ([[1.0, -2.0]], [1.0, 1.0], "-2.0 at place 1"),
+        ([[1.0, math.nan]], [1.0, 1.0], "nan at place 1"),
+        ([[1.0]], [math.inf], "inf at place 0"),
+        ([[0.0], [0.0]], [1.0], "every site's demand is 0"),
+    ],
+)
+def test_impossible_numbers_are_refused(bandwidth: list[list[float]], tokens: list[float], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        choose_server_site(bandwidth, tokens)
+
+
+def _written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "sites.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_is_read_and_explained(tmp_path: Path) -> None:
+    sites = from_toml(_written(tmp_path, GOOD))
+    assert sites.clusters == ("north", "south", "west")
+    assert sites.to_json() == {
+        "site": "south",
+        "index": 1,
+        "demand": {"north": 1050.0, "south": 2160.0, "west": 1720.0},
+    }
+    lines = sites.explain().splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["site", "south", "west", "north"]
+    assert lines[2].split()[-1] == "79.6%"
+    assert lines[-1] == (
+        "Place the parameter servers at south: 1 x 10 (north) + 100 x 20 (south) + 10 x 15 (west) = 2160"
+    )
+
+
+def test_clusters_may_differ_from_the_sites(tmp_path: Path) -> None:
+    text = '[sites]\nnames=["s"]\nclusters=["a","b"]\nbandwidth_gbps=[[1,2]]\ntokens_per_s=[3,4]\n'
+    sites = from_toml(_written(tmp_path, text))
+    assert sites.explain().endswith("at s: 1 x 3 (a) + 2 x 4 (b) = 11")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("[sites]", "[site]", "has no table"),
+        ("names =", "name =", "unknown key 'name'"),
+        ('names = ["north", "south", "west"]', "", "lacks 'names'"),
+        ('"south"', '"north"', "a name twice"),
+        ('"south"', "7", "must be a list of names"),
+        ('"north", ', "", "names has 2 sites, bandwidth_gbps has 3 rows"),
+        ("[10, 20.0, 15.0]", "[10, 20.0]", "2 numbers for 3 clusters"),
+        ("[10, 20.0, 15.0]", "[10, true, 15.0]", "tokens_per_s must be a list of numbers"),
+        ("[10, 20.0, 15.0]", "3", "tokens_per_s must be a list of numbers"),
+        ("[100.0, 1.0, 2.0]", '"fast"', "bandwidth_gbps row 0 must be a list of numbers"),
+        ("[[100.0, 1.0, 2.0], [1.0, 100.0, 10.0], [2.0, 10, 100.0]]", "9", "must be a list of rows"),
+        ("[100.0, 1.0, 2.0]", "[100.0, 1.0]", "row 0 has 2 numbers"),
+        ("100.0", "-100.0", "must be finite and not negative"),
+        ("= [10", "= = [10", "is not TOML"),
+    ],
+)
+def test_a_mistake_in_the_file_names_file_and_key(tmp_path: Path, old: str, new: str, complaint: str) -> None:
+    assert old in GOOD
+    path = _written(tmp_path, GOOD.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        from_toml(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        from_toml(tmp_path / "nowhere.toml")

@@ -1,0 +1,539 @@
+"""The slave's decisions: the bond with the master, rounds, idempotence, and what must wait."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.slave_bench import (
+    BASE,
+    FULL,
+    FULL_NOW,
+    NEXT,
+    R1,
+    R2,
+    R3,
+    SHADOW,
+    V0,
+    V1,
+    V2,
+    A,
+    B,
+    SlaveBench,
+    commit,
+    configure,
+    measure,
+    only,
+    prepare,
+    said,
+    snapshot,
+)
+from support.slave_wire import LAYOUT, configure_for, open_staging, placement_over
+
+from dips.core.errors import LocalProtocolError, RefusalCode
+from dips.core.ids import Incarnation, RoundId
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import (
+    AbortRound,
+    CloseStaging,
+    CommandBody,
+    Configure,
+    ConfigureRefused,
+    Hello,
+    ListShard,
+    MoveBlocks,
+    PlacementSpec,
+    Prepare,
+    Promised,
+    Ready,
+    Retain,
+    RoundRefused,
+    Settings,
+    SlaveHello,
+    Staged,
+    StopSlave,
+    Welcome,
+)
+from dips.core.placement import shard_bytes_needed
+from dips.core.wire import Codec
+from dips.slave.state import effects, events
+from dips.slave.state.link import LINK_TABLE, LinkPhase
+from dips.slave.state.shard import SHARD_TABLE, ShardPhase
+
+# ---- the bond ----
+
+
+def test_hello_says_promise_and_snapshots() -> None:
+    bench = SlaveBench((BASE,), promised=4)
+    (hello,) = said(bench.link())
+    assert isinstance(hello, SlaveHello)
+    assert (hello.promised_epoch, hello.snapshots, hello.memory_bytes) == (4, (BASE,), 1 << 20)
+    caller = bench.state.caller()
+    assert (caller.epoch, caller.incarnation, caller.name) == (4, None, "s0")
+
+
+def test_a_promise_is_said_only_when_it_is_durable() -> None:
+    bench = SlaveBench()
+    bench.link()
+    bench.epoch, bench.incarnation = 7, Incarnation(7, 1)
+    out = bench.command(Welcome(Hello(1, 1), Settings()))
+    assert only(out, effects.SavePromise) == [effects.SavePromise(7)]
+    assert said(out) == []
+    assert bench.state.caller().epoch == 0
+    out = bench.give(events.PromiseSaved(7))
+    assert said(out) == [Promised(7)]
+    assert effects.Serve(7) in out
+    assert bench.state.caller().epoch == 7
+
+
+def test_an_older_master_is_refused_for_ever() -> None:
+    bench = SlaveBench(promised=5)
+    bench.link()
+    bench.epoch = 4
+    out = bench.command(Welcome(Hello(1, 1), Settings()))
+    assert only(out, effects.SavePromise) == []
+    (closed,) = only(out, effects.CloseLink)
+    assert "epoch 4 is older than 5" in closed.sentence
+    assert bench.state.link.promised_epoch == 5
+
+
+def test_a_welcome_that_is_overtaken_is_not_promised_aloud() -> None:
+    bench = SlaveBench()
+    bench.link()
+    bench.command(Welcome(Hello(1, 1), Settings()), epoch=1)
+    bench.command(Welcome(Hello(1, 1), Settings()), epoch=2)
+    assert said(bench.give(events.PromiseSaved(1))) == []
+    assert said(bench.give(events.PromiseSaved(2))) == [Promised(2)]
+
+
+def test_a_promise_saved_after_the_stream_ended_counts_but_is_not_said() -> None:
+    bench = SlaveBench()
+    bench.link()
+    bench.command(Welcome(Hello(1, 1), Settings()))
+    bench.give(events.Unlinked("lost"))
+    assert said(bench.give(events.PromiseSaved(1))) == []
+    assert bench.state.link.promised_epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"epoch": 0}, "older than 1"),
+        ({"epoch": 2}, "never promised"),
+        ({"incarnation": Incarnation(1, 2)}, "is for incarnation 1.2"),
+        ({"incarnation": None}, "is for incarnation None"),
+        ({"run_id": "other"}, "names run 'other'"),
+    ],
+)
+def test_nothing_from_elsewhere_changes_state(bench: SlaveBench, changes: dict[str, Any], why: str) -> None:
+    out = bench.command(measure(), **changes)
+    assert not only(out, effects.RunMeasure)
+    assert bench.phase is ShardPhase.READY
+    (record,) = only(out, effects.Record)
+    assert why in str(record.fields["reason"])
+
+
+def test_a_command_before_welcome_is_not_obeyed() -> None:
+    bench = SlaveBench()
+    bench.link()
+    assert not only(bench.command(configure()), effects.RunLoad)
+
+
+def test_a_master_of_another_protocol_ends_the_slave() -> None:
+    bench = SlaveBench()
+    bench.link()
+    (given_up,) = only(bench.command(Welcome(Hello(7, 9), Settings())), effects.GiveUp)
+    assert given_up.refusal.code is RefusalCode.PROTOCOL_VERSION
+
+
+def test_a_welcome_without_incarnation_closes_the_stream() -> None:
+    bench = SlaveBench()
+    bench.link()
+    assert only(bench.command(Welcome(Hello(1, 1), Settings()), incarnation=None), effects.CloseLink)
+
+
+def test_the_same_incarnation_keeps_stagings_and_says_them_again(bench: SlaveBench) -> None:
+    bench.give(events.Unlinked("reset"))
+    bench.link()
+    assert bench.state.caller().incarnation == bench.incarnation
+    out = bench.welcome(1, 1)
+    assert said(out) == [Promised(1), Staged(A, 1, b"digest")]
+    assert not only(out, effects.CloseAllSlots)
+
+
+def test_a_new_incarnation_has_no_stagings(bench: SlaveBench) -> None:
+    bench.give(events.Unlinked("reset"))
+    bench.link()
+    out = bench.welcome(2, 1)
+    assert only(out, effects.CloseAllSlots)
+    assert said(out) == [Promised(2)]
+    (refused,) = said(bench.command(measure(RoundId(2, 1))))
+    assert isinstance(refused, RoundRefused)
+    assert refused.refusal.code is RefusalCode.UNKNOWN_PUSH
+
+
+def test_a_fenced_slave_asks_for_a_new_incarnation(bench: SlaveBench) -> None:
+    bench.give(events.Fenced())
+    assert bench.state.caller().incarnation is None
+
+
+def test_stop_is_obeyed_at_once_also_during_a_job(bench: SlaveBench) -> None:
+    bench.command(measure())
+    assert bench.command(StopSlave("the run ended")) == [effects.EndProcess("the run ended")]
+
+
+# ---- configure ----
+
+
+def test_configure_without_a_version_makes_empty_memory() -> None:
+    bench = SlaveBench()
+    bench.attach()
+    (load,) = only(bench.command(configure()), effects.RunLoad)
+    assert load.source is None
+    assert said(bench.loaded()) == [Ready(None)]
+
+
+def test_configure_again_is_ready_at_once_and_keeps_stagings(bench: SlaveBench) -> None:
+    out = bench.command(configure(BASE))
+    assert said(out) == [Ready(V0, BASE.digest)]
+    assert not only(out, effects.RunLoad)
+    assert only(bench.command(measure()), effects.RunMeasure)
+
+
+def test_configure_loads_the_committed_snapshot() -> None:
+    bench = SlaveBench((NEXT, BASE))
+    bench.attach()
+    (load,) = only(bench.command(configure(BASE)), effects.RunLoad)
+    assert load.source == BASE
+
+
+def test_configure_promotes_a_shadow_on_disk_whose_commit_was_never_seen() -> None:
+    bench = SlaveBench((SHADOW, BASE))
+    bench.attach()
+    (load,) = only(bench.command(configure(SHADOW)), effects.RunLoad)
+    assert load.source == SHADOW
+    assert said(bench.loaded(NEXT)) == [Ready(V1, NEXT.digest)]
+
+
+def test_configure_promotes_a_shadow_in_memory(prepared_bench: SlaveBench) -> None:
+    prepared_bench.give(events.Unlinked("reset"))
+    prepared_bench.attach(2)
+    (run,) = only(prepared_bench.command(configure(SHADOW)), effects.RunCommit)
+    assert run.shadow == SHADOW
+    assert said(prepared_bench.committed(NEXT)) == [Ready(V1, NEXT.digest)]
+
+
+def test_configure_with_the_current_version_keeps_the_shadow(prepared_bench: SlaveBench) -> None:
+    assert said(prepared_bench.command(configure(BASE))) == [Ready(V0, BASE.digest)]
+    assert only(prepared_bench.command(commit()), effects.RunCommit)
+
+
+def test_configure_to_an_older_version_loads_it_again(bench: SlaveBench) -> None:
+    older = snapshot(V0, RoundId(1, 7), digest=b"other bytes")
+    bench.state.shard.snapshots = (BASE, older)
+    (load,) = only(bench.command(configure(older)), effects.RunLoad)
+    assert load.source == older
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        (configure(snapshot(V2, R3)), RefusalCode.VERSION_GONE, "no verified snapshot of version 1:2"),
+        (configure(snapshot(V0, R3)), RefusalCode.VERSION_GONE, r"no verified snapshot of version 1:0 (r1.3)"),
+        (configure(snapshot(V0, R1, digest=b"x")), RefusalCode.VERSION_GONE, "with the digest of its COMMIT"),
+        (configure(), RefusalCode.SEED_EXISTS, "the master knows none"),
+        (configure(BASE, slots=1000), RefusalCode.MEMORY, "raise its memory_bytes"),
+        (configure_for(placement_over("s1", "s2")), RefusalCode.CONFIG, "does not name slave 's0'"),
+    ],
+)
+def test_an_impossible_configure_is_refused(body: Any, code: RefusalCode, words: str) -> None:
+    bench = SlaveBench((BASE,))
+    bench.attach()
+    out = bench.command(body)
+    (refused,) = said(out)
+    assert isinstance(refused, ConfigureRefused)
+    assert refused.refusal.code is code
+    assert words in refused.refusal.sentence
+    assert only(out, effects.Log)
+    assert bench.phase is ShardPhase.EMPTY
+
+
+def test_a_model_too_big_for_the_stated_memory_is_refused_before_anything_is_made() -> None:
+    needed = shard_bytes_needed([block.n_elems for block in LAYOUT.blocks], Settings().chunk_bytes, 4, 2)
+    bench = SlaveBench(memory_bytes=needed - 1)
+    bench.attach()
+    (refused,) = said(bench.command(configure(pinned_versions=2)))
+    assert isinstance(refused, ConfigureRefused)
+    assert refused.refusal.code is RefusalCode.MEMORY
+    assert f"need {needed} bytes" in refused.refusal.sentence
+
+
+def test_another_layout_than_its_hash_is_refused() -> None:
+    bench = SlaveBench()
+    bench.attach()
+    other = Layout((Parameter("w", (8,), "float32", "w"),))
+    (refused,) = said(bench.command(configure(layout_hash=other.layout_hash)))
+    assert isinstance(refused, ConfigureRefused)
+    assert refused.refusal.code is RefusalCode.LAYOUT
+
+
+@pytest.mark.parametrize(
+    "settings", [Settings(chunk_bytes=1 << 21), Settings(chunk_bytes=1022), Settings(window_chunks=500)]
+)
+def test_settings_that_the_data_port_cannot_serve_are_refused(settings: Settings) -> None:
+    bench = SlaveBench()
+    bench.link()
+    bench.welcome(settings=settings)
+    (refused,) = said(bench.command(configure()))
+    assert isinstance(refused, ConfigureRefused)
+    assert refused.refusal.code is RefusalCode.CONFIG
+
+
+def test_a_load_that_fails_leaves_an_empty_slave_that_can_be_configured_again() -> None:
+    bench = SlaveBench((BASE,))
+    bench.attach()
+    bench.command(configure(BASE))
+    assert said(bench.failed(FULL)) == [ConfigureRefused(FULL)]
+    assert bench.phase is ShardPhase.EMPTY
+    assert only(bench.command(configure(BASE)), effects.RunLoad)
+
+
+def test_rounds_before_configure_are_refused() -> None:
+    bench = SlaveBench()
+    bench.attach()
+    (refused,) = said(bench.command(measure()))
+    assert isinstance(refused, RoundRefused)
+    assert refused.refusal.code is RefusalCode.BUSY
+
+
+# ---- stagings ----
+
+
+def test_staged_is_said_once_and_with_the_newest_attempt(bench: SlaveBench) -> None:
+    (opened,) = only(bench.command(open_staging(B, 1)), effects.OpenSlot)
+    (adopted,) = only(bench.command(open_staging(B, 1, attempt=2)), effects.OpenSlot)
+    assert adopted.opening == opened.opening
+    assert said(bench.give(events.PushStaged(B, 1, opened.opening, b"d"))) == []
+    assert said(bench.give(events.PushStaged(B, 2, adopted.opening, b"d"))) == [Staged(B, 2, b"d")]
+
+
+def test_news_of_an_earlier_opening_is_dropped(bench: SlaveBench) -> None:
+    (first,) = only(bench.command(open_staging(B, 1)), effects.OpenSlot)
+    bench.command(CloseStaging(B))
+    (second,) = only(bench.command(open_staging(B, 1)), effects.OpenSlot)
+    assert second.opening != first.opening
+    assert said(bench.give(events.PushStaged(B, 1, first.opening, b"d"))) == []
+    (refused,) = said(bench.command(measure(R2, V0, B)))
+    assert isinstance(refused, RoundRefused)
+    assert "not complete" in refused.refusal.sentence
+
+
+def test_a_push_that_is_written_in_another_way_begins_with_nothing(bench: SlaveBench) -> None:
+    """What landed as differences is no part of a float32 push."""
+    differences = replace(open_staging(B, 1, base=V0), wire=Codec.INT8)
+    (first,) = only(bench.command(differences), effects.OpenSlot)
+    assert (first.wire, first.base) == (Codec.INT8, V0)
+    (adopted,) = only(bench.command(replace(differences, attempt=2)), effects.OpenSlot)
+    assert (adopted.opening, adopted.wire) == (first.opening, Codec.INT8)
+    (plain,) = only(bench.command(replace(differences, attempt=3, wire=Codec.F32)), effects.OpenSlot)
+    assert plain.opening != first.opening
+    assert said(bench.give(events.PushStaged(B, 3, first.opening, b"d"))) == [], "it was complete as differences"
+    assert said(bench.give(events.PushStaged(B, 3, plain.opening, b"d"))) == [Staged(B, 3, b"d")]
+    assert not only(bench.command(differences), effects.OpenSlot), "an older attempt, however it is written"
+
+
+def test_a_master_of_an_earlier_release_means_float32(bench: SlaveBench) -> None:
+    (opened,) = only(bench.command(replace(open_staging(B, 1), wire=Codec.NONE)), effects.OpenSlot)
+    assert opened.wire is Codec.F32
+
+
+def test_an_older_attempt_and_a_wrong_slot_open_nothing(bench: SlaveBench) -> None:
+    bench.command(open_staging(B, 1, attempt=3))
+    assert not only(bench.command(open_staging(B, 1, attempt=2)), effects.OpenSlot)
+    assert not only(bench.command(open_staging(B, 4)), effects.OpenSlot)
+    assert not only(bench.command(open_staging(B, -1)), effects.OpenSlot)
+
+
+def test_a_new_push_takes_the_slot_of_the_old_one(bench: SlaveBench) -> None:
+    bench.stage(B, 0)
+    (refused,) = said(bench.command(measure()))
+    assert isinstance(refused, RoundRefused)
+    assert "it is not here" in refused.refusal.sentence
+    assert only(bench.command(measure(R2, V0, B)), effects.RunMeasure)
+
+
+def test_rows_that_a_job_reads_are_not_reopened_until_it_ends(bench: SlaveBench) -> None:
+    bench.command(measure())
+    assert not only(bench.command(CloseStaging(A)), effects.CloseSlot)
+    assert not only(bench.command(open_staging(B, 0)), effects.OpenSlot)
+    out = bench.measured()
+    assert only(out, effects.CloseSlot) == [effects.CloseSlot(A)]
+    assert [opened.push for opened in only(out, effects.OpenSlot)] == [B]
+
+
+def test_other_rows_are_opened_while_a_job_runs(bench: SlaveBench) -> None:
+    bench.command(measure())
+    assert only(bench.command(open_staging(B, 1)), effects.OpenSlot)
+    assert only(bench.command(CloseStaging(B)), effects.CloseSlot)
+
+
+# ---- the tables ----
+
+
+def test_every_phase_can_be_reached_and_left() -> None:
+    for table, phases in ((SHARD_TABLE, ShardPhase), (LINK_TABLE, LinkPhase)):
+        starts = {start for start, _, _ in table.arrows()}
+        ends = {end for _, _, end in table.arrows()}
+        assert starts == set(phases)
+        assert ends == set(phases)
+
+
+def test_every_arrow_of_both_tables_is_walked() -> None:
+    bench = SlaveBench((BASE,))
+    bench.link()
+    bench.give(events.Unlinked("before Welcome"))
+    bench.link()
+    bench.command(Welcome(Hello(1, 1), Settings()))
+    bench.give(events.Unlinked("before the promise"))
+    bench.link()
+    bench.command(Welcome(Hello(1, 1), Settings()))
+    bench.welcome()
+    bench.welcome()
+    bench.command(configure(BASE))
+    bench.failed(FULL_NOW)
+    bench.failed(FULL)
+    bench.command(configure(BASE))
+    bench.loaded(BASE)
+    bench.stage(A, 0)
+    bench.command(measure())
+    bench.failed(FULL)
+    bench.command(measure())
+    bench.measured()
+    bench.prepare()
+    bench.failed(FULL)
+    bench.prepare()
+    bench.prepared(SHADOW)
+    bench.command(AbortRound(R2, "x"))
+    bench.command(prepare(R3))
+    bench.prepared(snapshot(V1, R3, committed=False))
+    bench.command(commit(R3))
+    bench.failed(FULL_NOW)
+    bench.failed(FULL)
+    bench.command(configure(snapshot(V1, R3)))
+    bench.committed(snapshot(V1, R3))
+    bench.command(configure(BASE))
+    bench.loaded(BASE)
+    bench.stage(A, 0)
+    bench.command(prepare(RoundId(1, 4)))
+    bench.prepared(snapshot(V1, RoundId(1, 4), committed=False))
+    bench.command(configure(snapshot(V1, R3)))
+    bench.loaded(snapshot(V1, R3))
+    walk_moves(bench)
+    bench.give(events.Unlinked("the end"))
+    bench.give(events.Unlinked("twice"))
+    walked = {line.text.split(":")[0] for line in bench.state.story.lines()}
+    for table in (SHARD_TABLE, LINK_TABLE):
+        for start, name, end in table.arrows():
+            assert f"{start.value} -> {end.value} upon {name}" in walked
+
+
+def walk_moves(bench: SlaveBench) -> None:
+    """Of a RESHARD; first with blocks in memory, then without."""
+    bench.command(ListShard(RoundId(1, 5), V1))
+    bench.failed(FULL)
+    bench.command(ListShard(RoundId(1, 5), V1))
+    bench.give(events.ListDone(bench.job(), (1,), (2,)))
+    for n, memory in ((6, True), (8, False)):
+        if not memory:
+            bench.command(configure(snapshot(V0, R1)))
+            bench.failed(FULL)
+        to = MoveBlocks(
+            RoundId(1, n), V1, V2, LAYOUT, LAYOUT.layout_hash, spec_of("s0", "s1"), spec_of("s0" if memory else "s1"),
+            4, 2, b"theta", b"momentum",
+        )  # fmt: skip
+        bench.command(to)
+        bench.failed(FULL)
+        bench.command(replace(to, round=RoundId(1, n + 1)))
+        shadow = snapshot(V2, RoundId(1, n + 1), committed=False)
+        bench.give(events.MoveDone(bench.job(), shadow, (shadow, *bench.disk)))
+
+
+def spec_of(*slaves: str) -> PlacementSpec:
+    return configure_for(placement_over(*slaves)).placement
+
+
+def test_an_arrow_that_is_not_in_the_table_raises_and_changes_nothing(bench: SlaveBench) -> None:
+    for start, name, _ in SHARD_TABLE.arrows():
+        if start is not ShardPhase.READY:
+            with pytest.raises(LocalProtocolError, match="no transition"):
+                bench.state.shard.phase.move(name, ShardPhase.EMPTY, 0.0)
+    assert bench.phase is ShardPhase.READY
+
+
+_COMMANDS: list[CommandBody] = [
+    measure(R2),
+    measure(R3),
+    prepare(R2),
+    prepare(R3),
+    commit(R2),
+    commit(R3),
+    AbortRound(R2, "x"),
+    AbortRound(R3, "x"),
+    configure(BASE),
+    configure(NEXT),
+    configure(snapshot(V1, R3)),
+    open_staging(A, 0),
+    open_staging(A, 0, attempt=2),
+    open_staging(B, 0),
+    CloseStaging(A),
+    Retain((V0,)),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, len(_COMMANDS) + 4), max_size=40))
+def test_no_sequence_of_commands_and_completions_breaks_the_machine(steps: list[int]) -> None:
+    """The shard's arrows and the bench's invariants hold whatever comes; the version only ever goes forward."""
+    bench = SlaveBench()
+    bench.ready(BASE)
+    bench.stage(A, 0)
+    for step in steps:
+        before, version = bench.phase, bench.state.shard.current
+        if step < len(_COMMANDS):
+            bench.command(_COMMANDS[step])
+        elif step == len(_COMMANDS):
+            bench.give(events.Unlinked("reset"))
+            bench.attach(bench.epoch, bench.incarnation.n)
+        elif step == len(_COMMANDS) + 1 and bench.state.shard.job is not None:
+            bench.failed(FULL)
+        else:
+            _finish(bench)
+        after = bench.state.shard.current
+        if before is ShardPhase.COMMITTING and version and after:
+            assert after.version >= version.version
+
+
+def _finish(bench: SlaveBench) -> None:
+    """Let the job under way end well."""
+    job = bench.state.shard.job
+    if job is None:
+        return
+    match bench.phase:
+        case ShardPhase.LOADING:
+            body = job.body
+            assert isinstance(body, Configure)
+            assert body.load is not None
+            assert body.load_round is not None
+            bench.loaded(snapshot(body.load, body.load_round))
+        case ShardPhase.MEASURING:
+            bench.measured()
+        case ShardPhase.PREPARING:
+            assert isinstance(job.body, Prepare)
+            bench.prepared(snapshot(V1, job.body.round, committed=False))
+        case ShardPhase.COMMITTING:
+            shadow = bench.state.shard.shadow
+            assert shadow is not None
+            bench.committed(snapshot(shadow.version, shadow.round))

@@ -1,0 +1,393 @@
+"""The training loop against a scripted driver, and the same loop without a master."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dips.core.errors import ConfigError, RefusalCode, Refused
+from dips.core.ids import Version
+from dips.core.layout import Layout
+from dips.core.messages import DataPlan, DataRange, Settings
+from dips.core.observe.telemetry import Tape, read_tape
+from dips.trainer import train as module
+from dips.trainer.config import TrainConfig
+from dips.trainer.inner import InnerTrainer
+from dips.trainer.rows import all_ranges
+from dips.trainer.signals import StopSignals
+from dips.trainer.train import run, schedule_of
+from dips.worker.checkpoint import InnerState
+from dips.worker.config import ClientConfig
+from dips.worker.parameters import ParameterStore
+from dips.worker.state.work import is_within, joined, without
+
+CHUNK = 64
+CLIENT = ClientConfig(master="127.0.0.1:1", cluster_id="a")
+
+
+class ScriptedDriver:
+    """Lends whole chunks and counts; `at_step` may do anything, such as ending the run."""
+
+    last: ScriptedDriver
+    end_after: int = 6
+    lends_tokens: int | None = None
+    at_start: Callable[[ScriptedDriver], None] = staticmethod(lambda driver: None)
+    at_step: Callable[[ScriptedDriver], None] = staticmethod(lambda driver: None)
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        parameters: ParameterStore,
+        layout: Layout,
+        data_plan: DataPlan,
+        *,
+        inner: InnerState,
+        tape: Tape,
+    ) -> None:
+        type(self).last = self
+        assert parameters.layout() == layout
+        self.tape = tape
+        self.inner = inner
+        self.resumed = False
+        self.times_forgotten = 0
+        self.held_ranges: tuple[DataRange, ...] = ()
+        self.boundaries = 0
+        self.settings = Settings(tk_max_tokens=10_000)
+        self.version = Version(1, 4)
+        self.cause = "cause"
+        self.local_steps = 3
+        self.progress = 0
+        self.done = False
+        self.released = False
+        self.exit_reason = ""
+        self.steps: list[tuple[int, tuple[DataRange, ...], float]] = []
+        self.lent: list[DataRange] = []
+        self.wanted: list[int] = []
+        self.closed: list[str] = []
+        self._source = all_ranges(data_plan)
+
+    def start(self) -> None:
+        self.at_start(self)
+
+    def checkpoint_if_due(self) -> None:
+        self.boundaries += 1
+
+    def take_unused(self) -> list[DataRange]:
+        return list(self.held_ranges)
+
+    def lease(self, tokens: int) -> list[DataRange]:
+        self.wanted.append(tokens)
+        fresh: list[DataRange] = []
+        while sum(part.tokens for part in fresh) < (self.lends_tokens or tokens):
+            fresh.append(next(self._source))
+        self.lent += fresh
+        return fresh
+
+    def step(self, tokens: int, ranges: Sequence[DataRange], loss: float) -> None:
+        self.steps.append((tokens, tuple(ranges), loss))
+        self.progress += tokens
+        self.at_step(self)
+        self.done = self.done or len(self.steps) >= self.end_after
+
+    def request_stop(self) -> None:
+        self.done = True
+        self.exit_reason = "asked to stop"
+
+    def close(self, reason: str, *, push_pending: bool) -> None:
+        assert push_pending == (reason == "finished"), "after an error the parameters may be half-way"
+        self.closed.append(reason)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ScriptedDriver]]:
+    kind = type("OneDriver", (ScriptedDriver,), {})
+    monkeypatch.setattr(module, "ClusterShell", kind)
+    threads = torch.get_num_threads()
+    yield kind
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _keep_pytests_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "configure_logging", lambda *args: None)
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> TrainConfig:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(10):
+        words = np.random.default_rng(number).choice(["if ", "else ", "for x in y:\n", "    "], 600)
+        (folder / f"{number}.txt").write_text("".join(words))
+    knobs: dict[str, Any] = {"chunk_tokens": CHUNK, "sequence_tokens": 16, "batch_size": 2, "log_every_steps": 2}
+    return TrainConfig(data=(folder,), heldout_fraction=0.2, device="cpu", **knobs)
+
+
+def test_it_trains_until_the_driver_is_done_and_leaves(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    assert run(train, CLIENT) == 0
+    assert len(driver.last.steps) == driver.end_after
+    assert driver.last.closed == ["finished"]
+
+
+def test_steps_claim_exactly_what_they_trained_on(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    driver.end_after = 40
+    run(train, CLIENT)
+    seen: Counter[tuple[int, int]] = Counter()
+    for tokens, ranges, loss in driver.last.steps:
+        assert tokens == sum(part.tokens for part in ranges) == train.step_tokens
+        assert math.isfinite(loss)
+        seen.update((part.chunk, token) for part in ranges for token in range(part.begin_tokens, part.end_tokens))
+    lent = {(part.chunk, token) for part in driver.last.lent for token in range(part.begin_tokens, part.end_tokens)}
+    assert set(seen.values()) == {1}
+    assert set(seen) <= lent
+
+
+def test_it_leases_enough_to_mix_chunks_and_for_the_steps_to_come(
+    driver: type[ScriptedDriver], train: TrainConfig
+) -> None:
+    def longer(scripted: ScriptedDriver) -> None:
+        scripted.local_steps = 20
+
+    run(train, CLIENT)
+    assert driver.last.wanted[0] == 2 * train.batch_size * CHUNK
+    driver.at_start = staticmethod(longer)
+    run(train, CLIENT)
+    assert driver.last.wanted[0] == 20 * train.step_tokens
+
+
+def test_a_master_that_lends_little_is_asked_again(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    driver.lends_tokens = 1
+    driver.end_after = 9
+    assert run(train, CLIENT) == 0
+    assert len(driver.last.wanted) == 5
+    assert len(driver.last.steps) == 9
+
+
+def test_what_a_new_join_took_away_during_a_lease_is_not_trained_on(
+    driver: type[ScriptedDriver], train: TrainConfig
+) -> None:
+    """The master was restarted while this cluster waited for data: what it held may be somebody else's now."""
+
+    def joins_again(scripted: ScriptedDriver) -> None:
+        lend = scripted.lease
+
+        def lease(tokens: int) -> list[DataRange]:
+            fresh = lend(tokens)
+            if len(scripted.wanted) == 2:
+                scripted.times_forgotten, scripted.held_ranges = 1, tuple(fresh)
+            return fresh
+
+        scripted.lease = lease  # type: ignore[method-assign]
+
+    driver.at_start = staticmethod(joins_again)
+    driver.lends_tokens = train.step_tokens // 2
+    uneven = train.model_copy(update={"chunk_tokens": train.step_tokens // 2 + 1})
+    assert run(uneven, CLIENT) == 0
+    lost = driver.last.lent[0]
+    claimed = [part for _, ranges, _ in driver.last.steps for part in ranges]
+    assert len(claimed) > 0
+    assert all(part.chunk != lost.chunk for part in claimed)
+
+
+def test_a_driver_that_ends_while_lending_ends_the_loop(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    def ends(scripted: ScriptedDriver) -> None:
+        def lease(tokens: int) -> list[DataRange]:
+            scripted.done = True
+            return []
+
+        scripted.lease = lease  # type: ignore[method-assign]
+
+    driver.at_start = staticmethod(ends)
+    assert run(train, CLIENT) == 0
+    assert driver.last.steps == []
+
+
+def test_a_run_that_is_over_at_the_start_is_left_at_once(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    driver.at_start = staticmethod(ScriptedDriver.request_stop)
+    assert run(train, CLIENT) == 0
+    assert (driver.last.steps, driver.last.wanted) == ([], [])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("released", [False, True])
+def test_a_signal_makes_it_leave_and_shows_in_the_exit_code_unless_the_run_let_it_go(
+    driver: type[ScriptedDriver], train: TrainConfig, number: signal.Signals, code: int, released: bool
+) -> None:
+    def kill(scripted: ScriptedDriver) -> None:
+        if len(scripted.steps) == 3:
+            scripted.released = released
+            os.kill(os.getpid(), number)
+
+    driver.at_step = staticmethod(kill)
+    assert run(train, CLIENT) == (0 if released else code)
+    assert len(driver.last.steps) == 3
+    assert driver.last.closed == ["finished"]
+
+
+def test_a_signal_while_it_waits_to_join_is_heard(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    driver.at_start = staticmethod(lambda scripted: os.kill(os.getpid(), signal.SIGTERM))
+    assert run(train, CLIENT) == 143
+    assert driver.last.steps == []
+
+
+def test_an_error_is_the_reason_it_leaves_with(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    def fail(scripted: ScriptedDriver) -> None:
+        raise Refused(RefusalCode.DATA_PLAN, "another text")
+
+    driver.at_start = staticmethod(fail)
+    with pytest.raises(Refused, match="another text"):
+        run(train, CLIENT)
+    assert driver.last.closed == ["Refused: another text"]
+
+
+def test_the_wait_of_a_slower_cluster_comes_before_the_driver_hears_of_the_step(
+    driver: type[ScriptedDriver], train: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[tuple[int, float]] = []
+
+    def wait(signals: StopSignals, timeout_s: float) -> bool:
+        waits.append((len(driver.last.steps), timeout_s))
+        return False
+
+    monkeypatch.setattr(StopSignals, "wait", wait)
+    run(train.model_copy(update={"emulate_gap": 0.5}), CLIENT)
+    assert [steps for steps, _ in waits] == list(range(driver.end_after))
+    assert all(timeout_s > 0 for _, timeout_s in waits)
+
+
+def test_the_tape_tells_loss_over_the_tokens_of_the_run(
+    driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
+) -> None:
+    run(train, CLIENT.model_copy(update={"tape": tmp_path / "tape"}))
+    records = [record for record in read_tape(tmp_path / "tape") if record["kind"] == "step"]
+    assert [record["tokens"] for record in records] == [2 * 32, 4 * 32, 6 * 32]
+    losses = [loss for _, _, loss in driver.last.steps]
+    assert records[0]["loss"] == pytest.approx((losses[0] + losses[1]) / 2)
+    assert records[0]["version"] == "1:4"
+    assert records[0]["cause"] == "cause"
+
+
+def test_the_learning_rate_goes_by_the_runs_tokens(
+    driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
+) -> None:
+    def late(scripted: ScriptedDriver) -> None:
+        scripted.progress = 9_900
+
+    driver.at_start = staticmethod(late)
+    slow = train.model_copy(update={"warmup_tokens": 100})
+    run(slow, CLIENT.model_copy(update={"tape": tmp_path / "tape"}))
+    rates = [record["lr"] for record in read_tape(tmp_path / "tape") if record["kind"] == "step"]
+    assert rates[-1] == pytest.approx(train.lr * train.min_lr_fraction, rel=0.01)
+    assert schedule_of(slow, 10_000).at(9_900) == pytest.approx(rates[0], rel=0.01)
+
+
+def test_a_client_without_a_name_is_told_so(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match="DIPS_CLUSTER"):
+        run(train, ClientConfig(master="127.0.0.1:1"))
+
+
+# ---- without a master ----
+
+
+def test_without_a_master_it_trains_for_so_many_steps(train: TrainConfig, tmp_path: Path) -> None:
+    tape = tmp_path / "tape"
+    assert run(train.model_copy(update={"steps": 10, "warmup_tokens": 0}), ClientConfig(tape=tape)) == 0
+    records = list(read_tape(tape))
+    steps = [record for record in records if record["kind"] == "step"]
+    assert [record["steps"] for record in steps] == [2, 4, 6, 8, 10]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert records[-1]["kind"] == "heldout"
+    assert records[-1]["tokens"] == 10 * train.step_tokens
+    assert records[-1]["loss"] < math.log(256)
+
+
+def test_training_alone_can_be_repeated_to_the_bit(train: TrainConfig, tmp_path: Path) -> None:
+    losses = []
+    for name in ("one", "two"):
+        run(train.model_copy(update={"steps": 6}), ClientConfig(tape=tmp_path / name))
+        losses.append([record["loss"] for record in read_tape(tmp_path / name)])
+    assert losses[0] == losses[1]
+
+
+def test_without_a_master_and_steps_both_remedies_are_named(train: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match=r"--master HOST:PORT .* or --steps N"):
+        run(train, ClientConfig())
+
+
+def test_ctrl_c_ends_training_alone(train: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, made = InnerTrainer.step, []
+
+    def interrupted(inner: InnerTrainer, *args: Any) -> float:
+        made.append(step(inner, *args))
+        if len(made) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return made[-1]
+
+    monkeypatch.setattr(InnerTrainer, "step", interrupted)
+    tape = tmp_path / "tape"
+    assert run(train.model_copy(update={"steps": 1000}), ClientConfig(tape=tape)) == 130
+    assert len(made) == 4
+    assert list(read_tape(tape))[-1]["tokens"] == 4 * train.step_tokens
+
+
+# ---- checkpoints ----
+
+
+def test_every_step_boundary_may_become_a_checkpoint(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    run(train, CLIENT)
+    assert driver.last.boundaries == driver.end_after + len(driver.last.wanted)
+
+
+def test_a_resumed_loop_makes_the_batches_that_were_to_come(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    run(train, CLIENT)
+    first = driver.last
+    whole = [ranges for _, ranges, _ in first.steps]
+
+    saved: list[tuple[Any, Any, list[DataRange]]] = []
+
+    def save_after_two(scripted: ScriptedDriver) -> None:
+        if len(scripted.steps) == 2:
+            skeleton, tensors = scripted.inner.capture()
+            used = [part for _, ranges, _ in scripted.steps for part in ranges]
+            copies = {name: replace(raw, data=raw.data.copy()) for name, raw in tensors.items()}
+            saved.append((skeleton, copies, list(without(joined(scripted.lent), used))))
+            scripted.done = True
+
+    driver.at_step = staticmethod(save_after_two)
+    run(train, CLIENT)
+    ((skeleton, tensors, unused),) = saved
+
+    def resume(scripted: ScriptedDriver) -> None:
+        scripted.inner.restore(skeleton, tensors)
+        scripted.resumed, scripted.held_ranges = True, tuple(unused)
+
+    driver.at_step = staticmethod(lambda scripted: None)
+    driver.at_start = staticmethod(resume)
+    run(train, CLIENT)
+    again = [ranges for _, ranges, _ in driver.last.steps]
+    assert again[: len(whole) - 2] == whole[2:]
+
+
+def test_ranges_that_were_taken_back_are_not_trained_on(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    lost: list[DataRange] = []
+
+    def forget(scripted: ScriptedDriver) -> None:
+        if len(scripted.steps) == 1:
+            lost.extend(scripted.lent)
+            scripted.times_forgotten, scripted.held_ranges = 1, ()
+
+    driver.at_step = staticmethod(forget)
+    run(train, CLIENT)
+    later = [part for _, ranges, _ in driver.last.steps[1:] for part in ranges]
+    assert later
+    assert not any(is_within(part, lost) for part in later)

@@ -1,0 +1,196 @@
+"""The byte model: its shapes, its causality, its positions, and its configuration read back from a layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dips.core.errors import ConfigError
+from dips.core.layout import Layout, Parameter
+from dips.trainer.heldout import heldout_loss, model_from_flat
+from dips.trainer.model import IGNORED_TARGET, ByteModel, rotate
+from dips.trainer.model import _rotation as rotation
+from dips.trainer.sizes import HEAD_DIM, SIZES, ModelConfig
+from dips.worker.torch_model import TorchParameters
+
+SMALLEST = ModelConfig(dim=32, n_layers=2, hidden=48)
+
+
+def layout_of(model: ByteModel) -> Layout:
+    return TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1)).layout()
+
+
+def some_bytes(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_logits_have_one_row_of_256_for_each_byte() -> None:
+    assert ByteModel(SMALLEST)(some_bytes(3, 17)).shape == (3, 17, 256)
+
+
+@pytest.mark.parametrize(("size", "low", "high"), [("tiny", 300_000, 450_000), ("small", 3_000_000, 5_000_000)])
+def test_sizes_are_what_their_names_promise(size: str, low: int, high: int) -> None:
+    model = ByteModel(SIZES[size])
+    n_elems = sum(p.numel() for p in model.parameters())
+    assert low < n_elems < high
+    assert n_elems == SIZES[size].n_elems
+
+
+@pytest.mark.parametrize("config", [SMALLEST, *SIZES.values()])
+def test_the_configuration_tells_every_parameter_in_order(config: ModelConfig) -> None:
+    shapes = {name: tuple(p.shape) for name, p in ByteModel(config).named_parameters()}
+    assert list(shapes.items()) == list(config.parameter_shapes.items())
+
+
+def test_a_model_has_no_state_beside_its_parameters() -> None:
+    model = ByteModel(SMALLEST)
+    assert not list(model.buffers())
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+
+
+def test_layers_of_the_layout_are_those_of_the_model() -> None:
+    assert layout_of(ByteModel(SMALLEST)).layers == ("embedding", "layers.0", "layers.1", "norm")
+
+
+def test_the_first_parameters_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    first = ByteModel(SMALLEST, seed=7)
+    torch.manual_seed(2)
+    again, other = ByteModel(SMALLEST, seed=7), ByteModel(SMALLEST, seed=8)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.embedding.weight, other.embedding.weight)
+
+
+def test_a_fresh_model_knows_nothing() -> None:
+    tokens = some_bytes(8, 65)
+    loss = ByteModel(SIZES["tiny"]).loss(tokens[:, :-1], tokens[:, 1:]).item()
+    assert loss == pytest.approx(np.log(256), abs=0.15)
+
+
+@pytest.mark.parametrize("changed", [1, 9, 15])
+def test_a_later_byte_never_changes_an_earlier_prediction(changed: int) -> None:
+    model, tokens = ByteModel(SMALLEST), some_bytes(2, 16)
+    other = tokens.clone()
+    other[:, changed] = (other[:, changed] + 1) % 256
+    before, after = model(tokens), model(other)
+    assert torch.equal(before[:, :changed], after[:, :changed])
+    assert not torch.allclose(before[:, changed:], after[:, changed:])
+
+
+def test_order_matters() -> None:
+    tokens = some_bytes(1, 12)
+    swapped = tokens[:, [1, 0, *range(2, 12)]]
+    model = ByteModel(SMALLEST)
+    assert not torch.allclose(model(tokens)[:, -1], model(swapped)[:, -1], atol=1e-7)
+
+
+def test_rotary_products_depend_on_the_distance_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(HEAD_DIM, generator=generator).expand(1, 1, 64, HEAD_DIM) for _ in range(2))
+    cos, sin = rotation(64, torch.device("cpu"))
+    products = (rotate(q, cos, sin) @ rotate(k, cos, sin).transpose(-1, -2))[0, 0]
+    for distance in (0, 1, 5, 31):
+        diagonal = torch.diagonal(products, offset=distance)
+        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4)
+    assert not torch.allclose(products[0, 1], products[0, 2], atol=1e-3)
+
+
+def test_rotation_keeps_lengths() -> None:
+    x = torch.randn(2, 3, 10, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    turned = rotate(x, *rotation(10, torch.device("cpu")))
+    assert torch.allclose(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-5)
+    assert torch.equal(turned[:, :, 0], x[:, :, 0])
+
+
+def test_ignored_targets_add_nothing_to_loss_or_gradient() -> None:
+    model, tokens = ByteModel(SMALLEST), some_bytes(1, 9)
+    plain = model.loss(tokens[:, :-1], tokens[:, 1:])
+    inputs = torch.cat((tokens[:, :-1], torch.zeros(1, 4, dtype=torch.int64)), dim=1)
+    targets = torch.cat((tokens[:, 1:], torch.full((1, 4), IGNORED_TARGET)), dim=1)
+    filled = model.loss(inputs, targets)
+    assert filled.item() == pytest.approx(plain.item(), rel=1e-6)
+    of_plain, of_filled = (torch.autograd.grad(loss, model.embedding.weight)[0] for loss in (plain, filled))
+    assert torch.allclose(of_plain, of_filled, atol=1e-7)
+
+
+def test_training_works_after_an_evaluation_in_the_same_process() -> None:
+    model = ByteModel(SMALLEST)
+    heldout_loss(model, some_bytes(2, 24).numpy())
+    tokens = some_bytes(2, 24)
+    torch.autograd.backward(model.loss(tokens[:, :-1], tokens[:, 1:]))
+    assert model.embedding.weight.grad is not None
+
+
+# ---- the configuration from the layout ----
+
+
+@pytest.mark.parametrize("config", [SMALLEST, *SIZES.values()])
+def test_a_layout_tells_the_configuration(config: ModelConfig) -> None:
+    assert ModelConfig.from_layout(layout_of(ByteModel(config))) == config
+
+
+def test_a_flat_vector_is_the_model() -> None:
+    model = ByteModel(SMALLEST, seed=3)
+    parameters = TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    flat = np.empty(parameters.layout().n_elems, np.float32)
+    parameters.snapshot(flat)
+    rebuilt = model_from_flat(parameters.layout(), flat)
+    assert torch.equal(rebuilt(some_bytes(1, 8)), model(some_bytes(1, 8)))
+
+
+def test_a_vector_of_another_length_is_refused() -> None:
+    layout = layout_of(ByteModel(SMALLEST))
+    with pytest.raises(ConfigError, match="the layout has"):
+        model_from_flat(layout, np.zeros(layout.n_elems - 1, np.float32))
+
+
+def _without(layout: Layout, name: str) -> Layout:
+    return Layout(tuple(p for p in layout.parameters if p.name != name))
+
+
+def _with(layout: Layout, name: str, **changes: object) -> Layout:
+    changed = (replace(p, **changes) if p.name == name else p for p in layout.parameters)  # type: ignore[arg-type]
+    return Layout(tuple(changed))
+
+
+@pytest.mark.parametrize("name", ["embedding.weight", "norm.weight", "layers.1.attention.wq.weight"])
+def test_a_layout_that_lacks_a_parameter_is_no_byte_model(name: str) -> None:
+    with pytest.raises(ConfigError, match="not a dips byte model"):
+        ModelConfig.from_layout(_without(layout_of(ByteModel(SMALLEST)), name))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("embedding.weight", {"shape": (257, 32)}, r"should have shape \[256, 32\]"),
+        ("embedding.weight", {"shape": (256, 33)}, "its dim does not fit"),
+        ("norm.weight", {"dtype": "bfloat16"}, "bfloat16"),
+        ("layers.0.attention.wq.weight", {"shape": (32, 31)}, "layers.0.attention.wq.weight"),
+    ],
+)
+def test_a_layout_of_other_shapes_is_no_byte_model(name: str, changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ModelConfig.from_layout(_with(layout_of(ByteModel(SMALLEST)), name, **changes))
+
+
+def test_a_layout_with_more_parameters_is_no_byte_model() -> None:
+    layout = layout_of(ByteModel(SMALLEST))
+    more = Layout((*layout.parameters, Parameter("head.weight", (256, 32), "float32", "head")))
+    with pytest.raises(ConfigError, match=r"'head\.weight'"):
+        ModelConfig.from_layout(more)
+
+
+def test_a_layer_number_out_of_the_blue_costs_nothing() -> None:
+    layout = layout_of(ByteModel(SMALLEST))
+    huge = Parameter("layers.999999999.attention.wq.weight", (32, 32), "float32", "layers.999999999")
+    with pytest.raises(ConfigError, match="not a dips byte model"):
+        ModelConfig.from_layout(Layout((*layout.parameters, huge)))
+
+
+@pytest.mark.parametrize("sizes", [(31, 1, 8), (0, 1, 8), (32, 0, 8), (32, 1, 0)])
+def test_sizes_that_cannot_be_are_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="cannot be built"):
+        ModelConfig(*sizes)

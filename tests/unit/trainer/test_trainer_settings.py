@@ -1,0 +1,227 @@
+"""Settings of the trainer, its inner step, its speed measurement, and signals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dips.core.config import load
+from dips.core.errors import ConfigError, FatalError
+from dips.trainer import calibrate
+from dips.trainer.config import SECTION, TrainConfig
+from dips.trainer.data import LeasedBatches
+from dips.trainer.inner import InnerTrainer, device_of, make_optimizer
+from dips.trainer.model import ByteModel
+from dips.trainer.rows import all_ranges
+from dips.trainer.signals import StopSignals
+from dips.trainer.sizes import ModelConfig
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(10):
+        words = np.random.default_rng(number).choice(["if ", "else ", "for x in y:\n", "    "], 600)
+        (folder / f"{number}.txt").write_text("".join(words))
+    return folder
+
+
+def config(text: Path, **changes: object) -> TrainConfig:
+    given = {"data": (text,), "chunk_tokens": 64, "sequence_tokens": 32, "batch_size": 2, **changes}
+    return load(TrainConfig, SECTION, environment={}, overrides=given).value
+
+
+# ---- settings ----
+
+
+def test_the_defaults_are_valid_and_described() -> None:
+    train = TrainConfig()
+    assert train.step_tokens == train.batch_size * train.sequence_tokens
+    assert train.chunk_tokens % train.sequence_tokens == 0
+    assert all(field.description for field in TrainConfig.model_fields.values())
+
+
+def test_text_settings_are_read_as_written_on_a_command_line() -> None:
+    given = {"max_bytes": "2 MB", "warmup_tokens": "20k", "lr": "1e-3", "data": ["a", "b"], "emulate_gap": "0.5"}
+    train = load(TrainConfig, SECTION, environment={}, overrides=given).value
+    assert (train.max_bytes, train.warmup_tokens, train.lr, train.emulate_gap) == (2_000_000, 20_000, 1e-3, 0.5)
+    assert train.data == (Path("a"), Path("b"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_size", "huge"),
+        ("emulate_gap", 0.99),
+        ("lr", 0),
+        ("batch_size", 0),
+        ("device", "tpu"),
+        ("heldout_fraction", 0.9),
+        ("steps", 0),
+        ("max_bytes", 0),
+    ],
+)
+def test_a_wrong_setting_is_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        load(TrainConfig, SECTION, environment={}, overrides={field: value})
+
+
+def test_cuda_without_cuda_is_the_operators_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="finds no CUDA device: give --device cpu"):
+        device_of(TrainConfig(device="cuda"))
+    assert device_of(TrainConfig(device="auto")).type == "cpu"
+
+
+@pytest.mark.parametrize(("device", "kind"), [("auto", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])
+def test_a_cuda_device_is_taken_unless_the_cpu_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, device: str, kind: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device_of(TrainConfig(device=device)).type == kind
+
+
+# ---- the inner step ----
+
+
+def test_steps_lower_the_loss(text: Path) -> None:
+    inner = InnerTrainer(config(text, device="cpu"))
+    batches = LeasedBatches(inner.text, 4, 32)
+    batches.add(part for part, _ in zip(all_ranges(inner.text.plan), range(40), strict=False))
+    losses = [inner.step(batches.next(), 3e-3) for _ in range(16)]
+    assert losses[0] == pytest.approx(math.log(256), abs=0.5)
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_the_learning_rate_of_a_step_is_the_one_given(text: Path) -> None:
+    inner = InnerTrainer(config(text, device="cpu", weight_decay=0.0))
+    batches = LeasedBatches(inner.text, 2, 32)
+    batches.add([next(all_ranges(inner.text.plan))])
+    before = inner.model.embedding.weight.detach().clone()
+    inner.step(batches.next(), 1e-5)
+    moved = (inner.model.embedding.weight.detach() - before).abs().max().item()
+    assert 0 < moved < 1.1e-5
+
+
+def test_a_loss_that_is_no_number_changes_nothing_and_ends_the_process(text: Path) -> None:
+    inner = InnerTrainer(config(text, device="cpu"))
+    batches = LeasedBatches(inner.text, 2, 32)
+    batches.add([next(all_ranges(inner.text.plan))])
+    with torch.no_grad():
+        inner.model.norm.weight.fill_(float("nan"))
+    before = inner.model.embedding.weight.detach().clone()
+    with pytest.raises(FatalError, match=r"the loss is nan .*lower --lr"):
+        inner.step(batches.next(), 1e-3)
+    assert torch.equal(inner.model.embedding.weight, before)
+
+
+def test_only_matrices_decay() -> None:
+    model = ByteModel(ModelConfig(32, 1, 16))
+    optimizer = make_optimizer(model, TrainConfig(weight_decay=0.3))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(decay) == len(list(model.parameters()))
+    assert all(decay[id(p)] == (0.3 if p.ndim == 2 else 0.0) for p in model.parameters())
+
+
+def test_threads_are_set(text: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        InnerTrainer(config(text, threads=2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- calibration ----
+
+
+def test_the_speed_is_measured_and_printed_as_json(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--data", str(text), "--chunk-tokens", "64", "--sequence-tokens", "32", "--emulate-gap", "0.9"]
+    assert calibrate.main(["--json", "--seconds", "0.05", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--data", "/does/not/exist"], "/does/not/exist does not exist"),
+        (["--lr", "fast"], "lr = 'fast'"),
+        (["--seconds", "0"], "give more than 0"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence_and_exit_code_2(
+    text: Path, options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert calibrate.main([*options]) == ConfigError.exit_code
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.startswith("dips: ")
+    assert len(err.splitlines()) == 1
+
+
+# ---- signals ----
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_is_heard_and_gives_the_exit_code(number: signal.Signals, code: int) -> None:
+    heard: list[str] = []
+    with StopSignals() as signals:
+        signals.when_received(lambda: heard.append("heard"))
+        assert not signals.wait(0.0)
+        os.kill(os.getpid(), number)
+        assert signals.wait(30.0)
+        assert (signals.caught, heard, signals.exit_code) == (number, ["heard"], code)
+
+
+def test_who_asks_too_late_still_hears() -> None:
+    heard: list[str] = []
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signals.when_received(lambda: heard.append("heard"))
+    assert heard == ["heard"]
+
+
+def test_the_second_interrupt_is_an_ordinary_one() -> None:
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.wait(30.0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_wait_ends_when_the_signal_comes() -> None:
+    with StopSignals() as signals:
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.start()
+        assert signals.wait(60.0)
+        timer.join()
+
+
+def test_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with StopSignals():
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_outside_the_main_thread_it_only_waits() -> None:
+    codes: list[int] = []
+
+    def body() -> None:
+        with StopSignals() as signals:
+            signals.wait(0.0)
+            codes.append(signals.exit_code)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert codes == [0]

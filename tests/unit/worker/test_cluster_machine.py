@@ -1,0 +1,823 @@
+"""How a session starts, holds the training loop, meets an absent master, and ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.cluster_bench import LEASED, OWN, SETTINGS, TOKENS, ClusterBench, phase_of, session_config
+
+from dips.core.errors import (
+    NAME_TAKEN_EXIT,
+    ConfigError,
+    LocalProtocolError,
+    RefusalCode,
+    Refused,
+    RemoteProtocolError,
+    RetryLater,
+)
+from dips.core.ids import Incarnation, RoundId, Version
+from dips.core.messages import (
+    Admitted,
+    AwaitVerdictReply,
+    AwaitVerdictRequest,
+    BeginPullReply,
+    BeginPullRequest,
+    BeginPushReply,
+    BeginPushRequest,
+    Busy,
+    DataMode,
+    DataRange,
+    FinishPullReply,
+    FinishPullRequest,
+    FinishPushReply,
+    FinishPushRequest,
+    Hello,
+    JoinRequest,
+    LeaseDataReply,
+    LeaseDataRequest,
+    LeaveRequest,
+    Stale,
+    StaleKind,
+    VerdictKind,
+)
+from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_VERSION
+from dips.worker.state.effects import (
+    CancelTransfer,
+    CopyParameters,
+    Finished,
+    Install,
+    InstallMode,
+    Log,
+    Record,
+    StartPull,
+    StartPush,
+)
+from dips.worker.state.events import (
+    BeatRefused,
+    CallDone,
+    LeaseWanted,
+    Pulled,
+    PullFailed,
+    PushFailed,
+    PushSent,
+    Started,
+    Stepped,
+    StopWanted,
+)
+from dips.worker.state.phases import SessionPhase
+
+
+@pytest.fixture
+def life() -> ClusterBench:
+    life = ClusterBench()
+    life.begin()
+    return life
+
+
+# ---- the start ----
+
+
+def test_a_new_cluster_joins_pulls_and_may_train() -> None:
+    life = ClusterBench()
+    life.say(Started())
+    assert life.waits
+    request = life.join()
+    assert (request.caller.run_id, request.caller.name, request.caller.incarnation) == ("run", "a", None)
+    assert request.hello.protocol_max == PROTOCOL_VERSION
+    assert request.layout_hash == request.layout.layout_hash
+    assert life.waits, "there is nothing to train on yet"
+    assert life.pulled() == Install(InstallMode.REPLACE, False)
+    assert not life.waits
+    assert life.session.shared.base == Version(1, 5)
+
+
+def test_the_first_cluster_seeds_with_no_work_and_pulls_what_became_of_it() -> None:
+    life = ClusterBench()
+    life.published = None
+    life.say(Started())
+    life.join(seed=True)
+    life.take(CopyParameters)
+    request = life.asked(BeginPushRequest)
+    assert (request.base, request.ranges, request.tokens, request.steps, request.fence) == (None, (), 0, 0, 0)
+    life.sent(life.ticket())
+    life.admitted()
+    life.pass_s(1000)
+    assert life.waits, "nobody trains on parameters that are not published"
+    life.published = Version(1, 0)
+    verdict = replace(life.verdict(VerdictKind.APPLIED), version=Version(1, 0))
+    life.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
+    assert life.pulled().mode is InstallMode.REPLACE
+    assert life.phase is SessionPhase.TRAINING
+
+
+def test_an_aborted_seed_is_pushed_again_under_a_new_number() -> None:
+    life = ClusterBench()
+    life.published = None
+    life.say(Started())
+    life.join(seed=True)
+    life.sent(life.ticket())
+    life.admitted()
+    life.decide(VerdictKind.ABORTED)
+    request = life.asked(BeginPushRequest)
+    assert (request.seq, request.base) == (2, None)
+
+
+def test_nobody_seeds_over_a_version() -> None:
+    life = ClusterBench()
+    life.published = None
+    life.say(Started())
+    life.join(seed=True)
+    life.refuse(BeginPushRequest, RefusalCode.SEED_EXISTS)
+    life.published = Version(1, 0)
+    assert life.pulled().mode is InstallMode.REPLACE
+
+
+def test_busy_pull_is_repeated_until_a_version_is_there() -> None:
+    life = ClusterBench()
+    life.say(Started())
+    life.join()
+    life.answer(BeginPullRequest, BeginPullReply(Busy(0.5, "no version is published yet")))
+    assert life.session.waiting_for() == "no version is published yet"
+    assert life.session.next_deadline_s() == pytest.approx(0.5)
+    life.pass_s(0.5)
+    life.pulled()
+
+
+def test_a_cluster_that_waits_may_be_told_to_join_again_as_seed() -> None:
+    life = ClusterBench()
+    life.published = None
+    life.say(Started())
+    life.join()
+    life.refuse(BeginPullRequest, RefusalCode.FENCED)
+    life.join(seed=True)
+    assert life.asked(BeginPushRequest).base is None
+
+
+def test_an_unknown_master_is_tried_for_a_bounded_time() -> None:
+    life = ClusterBench(session_config(connect_wait_s=5.0))
+    life.say(Started())
+    while not life.finished:
+        life.fail(JoinRequest)
+        assert life.now_s < 10
+        life.pass_s(3.0)  # longer than any pause so far
+    assert isinstance(life.finished.error, RetryLater)
+    assert "5 s" in str(life.finished.error)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [RefusalCode.LAYOUT, RefusalCode.RUN_ID, RefusalCode.PROTOCOL_VERSION, RefusalCode.DATA_PLAN, RefusalCode.FENCED],
+)
+def test_a_refused_join_ends_with_the_masters_sentence(code: RefusalCode) -> None:
+    life = ClusterBench()
+    life.say(Started())
+    life.refuse(JoinRequest, code)
+    assert life.finished is not None
+    assert isinstance(life.finished.error, Refused)
+    assert life.finished.error.code is code
+
+
+def test_a_join_that_is_put_off_is_repeated() -> None:
+    life = ClusterBench()
+    life.say(Started())
+    life.refuse(JoinRequest, RefusalCode.BUSY, retry_after_s=5.0)
+    life.pass_s(4.9)
+    assert not life.asks(JoinRequest)
+    life.pass_s(0.1)
+    life.join()
+
+
+def test_joining_a_run_that_has_ended_is_no_failure() -> None:
+    life = ClusterBench()
+    life.say(Started())
+    life.refuse(JoinRequest, RefusalCode.STOPPING)
+    assert life.finished is not None
+    assert life.finished.error is None
+
+
+@pytest.mark.parametrize(
+    ("expectation", "sentence"),
+    [
+        ({"expect_outer_lr": 0.1}, "outer_lr = 0.1, the run's is 0.7"),
+        ({"expect_outer_momentum": 0.5}, "outer_momentum"),
+        ({"expect_sync_every": 99}, "sync_every = 99, the run's is 4"),
+    ],
+)
+def test_settings_that_differ_from_the_runs_are_refused_at_join(expectation: dict[str, float], sentence: str) -> None:
+    life = ClusterBench(session_config(**expectation))
+    life.say(Started())
+    life.join()
+    life.left()
+    assert life.finished is not None
+    assert isinstance(life.finished.error, ConfigError)
+    assert sentence in str(life.finished.error)
+
+
+def test_settings_that_agree_are_accepted() -> None:
+    life = ClusterBench(session_config(expect_outer_lr=0.7, expect_outer_momentum=0.8, expect_sync_every=4))
+    life.begin()
+
+
+def test_a_master_of_another_protocol_is_left() -> None:
+    life = ClusterBench()
+    life.say(Started())
+    life.answer(JoinRequest, replace(life.join_reply(), hello=Hello(90, 91)))
+    life.left()
+    assert life.finished is not None
+    assert isinstance(life.finished.error, Refused)
+    assert life.finished.error.code is RefusalCode.PROTOCOL_VERSION
+
+
+# ---- waiting, bounded ----
+
+
+def test_the_wait_for_an_exchange_is_bounded(life: ClusterBench) -> None:
+    life.awaiting()
+    assert life.waits
+    life.pass_s(29.9)
+    assert life.waits
+    assert life.session.next_deadline_s() == pytest.approx(30.0)
+    life.pass_s(0.2)
+    assert not life.waits
+    life.train(20)  # trains on, far beyond H, with one undecided push
+    assert not life.asks(BeginPushRequest)
+    life.decide(VerdictKind.APPLIED)
+    assert life.waits, "the pull is waited for again"
+    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
+    assert life.asked(BeginPushRequest).steps == 20
+
+
+def test_no_wait_at_all_when_the_master_says_so() -> None:
+    life = ClusterBench(settings=replace(SETTINGS, verdict_wait_s=0.0))
+    life.begin()
+    life.awaiting()
+    assert not life.waits
+
+
+def test_an_absent_master_ends_the_wait_and_is_asked_again_with_growing_pauses(life: ClusterBench) -> None:
+    first = life.push_begun()
+    pauses = []
+    for _ in range(8):
+        assert life.fail(BeginPushRequest) == first
+        assert not life.waits, "training goes on"
+        life.train(1)
+        pause_s = life.session.next_deadline_s() - life.now_s
+        pauses.append(round(pause_s, 6))
+        life.pass_s(pause_s)
+    assert pauses == [0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0, 1.0], "half a heartbeat at most: a new master is found soon"
+    life.ticket()
+    assert life.phase is SessionPhase.TRANSFERRING
+
+
+@pytest.mark.parametrize("kind", [FinishPushRequest, AwaitVerdictRequest])
+def test_an_unanswered_call_is_repeated_as_it_was(life: ClusterBench, kind: type) -> None:
+    life.push_begun()
+    life.sent(life.ticket())
+    if kind is AwaitVerdictRequest:
+        life.admitted()
+    request = life.fail(kind)
+    life.pass_s(0.2)
+    assert life.asked(kind) == request
+
+
+def test_a_late_answer_of_an_old_call_is_ignored(life: ClusterBench) -> None:
+    life.awaiting()
+    call_id, _ = life.call(AwaitVerdictRequest)
+    life.beat(epoch=2)
+    life.epoch = 2
+    life.say(CallDone(call_id, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED))))
+    assert life.phase is SessionPhase.JOINING
+
+
+# ---- transfers ----
+
+
+def test_a_failed_push_transfer_takes_a_new_attempt_of_the_same_push(life: ClusterBench) -> None:
+    first = life.push_begun()
+    start = life.ticket()
+    life.say(PushFailed(start.transfer_id, "slave s0 answers nothing"))
+    assert not life.waits
+    life.pass_s(0.2)
+    assert life.asked(BeginPushRequest) == first
+    second = life.ticket(attempt=2)
+    assert (second.push, second.ticket.attempt) == (start.push, 2)
+    assert sum(isinstance(effect, CopyParameters) for effect in life.every) == 1
+
+
+def test_an_incomplete_push_is_completed_with_the_same_ticket(life: ClusterBench) -> None:
+    life.push_begun()
+    start = life.ticket()
+    life.sent(start)
+    life.answer(FinishPushRequest, FinishPushReply(Busy(0.2, "slave s1 has not all")))
+    again = life.take(StartPush)
+    assert again.ticket == start.ticket
+    assert again.transfer_id != start.transfer_id
+    life.sent(start)  # the old transfer's end counts no more
+    assert life.phase is SessionPhase.TRANSFERRING
+    life.sent(again)
+    assert not life.asks(FinishPushRequest)
+    life.pass_s(0.2)
+    life.admitted()
+
+
+def test_a_failed_pull_is_asked_for_again_and_its_pin_released(life: ClusterBench) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    life.grant()
+    life.say(PullFailed(life.take(StartPull).transfer_id, "version gone"))
+    assert life.asked(FinishPullRequest).pin_id == 7
+    life.pass_s(0.5)
+    assert life.pulled().mode is InstallMode.REPLACE
+
+
+def test_bytes_that_are_wrong_again_and_again_end_the_session(life: ClusterBench) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    for _ in range(3):
+        life.grant()
+        life.say(PullFailed(life.take(StartPull).transfer_id, "digest differs", corrupt=True))
+        life.pass_s(0.5)
+    assert not any(isinstance(effect, Install) for effect in life.effects)
+    assert isinstance(life.session._ending.error, RemoteProtocolError)
+
+
+def test_a_version_that_is_gone_is_replaced_by_the_newest(life: ClusterBench) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    life.refuse(BeginPullRequest, RefusalCode.VERSION_GONE)
+    life.pass_s(1.0)
+    assert life.asked(BeginPullRequest).at_least is None
+
+
+def test_fencing_cancels_the_transfer(life: ClusterBench) -> None:
+    life.push_begun()
+    start = life.ticket()
+    life.say(BeatRefused(Incarnation(1, 1), Refused(RefusalCode.FENCED, "evicted")))
+    assert life.take(CancelTransfer).transfer_id == start.transfer_id
+    life.say(PushSent(start.transfer_id, (), 0.1))
+    assert life.phase is SessionPhase.JOINING
+
+
+def test_a_fence_of_an_older_incarnation_is_ignored(life: ClusterBench) -> None:
+    life.say(BeatRefused(Incarnation(1, 0), Refused(RefusalCode.FENCED, "evicted")))
+    assert life.phase is SessionPhase.TRAINING
+
+
+def test_a_revoked_cluster_ends_with_the_masters_sentence_and_trains_no_further(life: ClusterBench) -> None:
+    life.say(BeatRefused(Incarnation(1, 1), Refused(RefusalCode.IDENTITY, "your certificate was revoked")))
+    assert phase_of(life) is SessionPhase.LEAVING
+    life.refuse(LeaveRequest, RefusalCode.IDENTITY)
+    assert phase_of(life) is SessionPhase.LEFT
+    finished = life.take(Finished)
+    assert isinstance(finished.error, Refused)
+    assert "revoked" in finished.error.sentence
+
+
+def test_a_second_process_of_a_name_waits_while_it_is_told_to_and_then_ends() -> None:
+    life = ClusterBench(session_config(process_id=b"mine", host="process 7 on here"))
+    life.say(Started())
+    request = life.refuse(JoinRequest, RefusalCode.NAME_TAKEN, retry_after_s=0.5)
+    assert (request.process_id, request.host) == (b"mine", "process 7 on here")
+    assert life.finished is None
+    life.pass_s(0.6)
+    assert life.refuse(JoinRequest, RefusalCode.NAME_TAKEN).process_id == b"mine"
+    finished = life.finished
+    assert finished is not None
+    assert isinstance(finished.error, Refused)
+    assert finished.error.exit_code == NAME_TAKEN_EXIT
+
+
+def test_another_refused_heartbeat_is_only_said(life: ClusterBench) -> None:
+    life.say(BeatRefused(Incarnation(1, 1), Refused(RefusalCode.MALFORMED, "strange")))
+    assert life.phase is SessionPhase.TRAINING
+    assert any(isinstance(effect, Log) and "strange" in effect.sentence for effect in life.effects)
+
+
+# ---- data ----
+
+
+def test_leases_are_handed_out_once_and_survive_an_absent_master() -> None:
+    life = ClusterBench(session_config(data_plan=LEASED))
+    life.begin()
+    life.say(LeaseWanted(500))
+    life.fail(LeaseDataRequest)
+    life.pass_s(0.2)
+    assert life.asked(LeaseDataRequest).want_tokens == 500
+    assert life.asked(LeaseDataRequest).request == 1, "the same request: its answer may have been lost"
+    lent = (DataRange(3, 0, 1, 0, 1024),)
+    life.answer(LeaseDataRequest, LeaseDataReply(lent))
+    assert life.session.take_leased() == list(lent)
+    assert life.session.take_leased() == []
+    life.pass_s(100)
+    assert not life.asks(LeaseDataRequest)
+
+
+def test_what_is_used_up_is_not_kept_for_a_loop_that_goes_by_what_it_holds() -> None:
+    life = ClusterBench(session_config(data_plan=LEASED), replace(SETTINGS, sync_every_steps=1000))
+    life.begin()
+    for chunk in range(50):
+        lent = DataRange(chunk, 0, chunk, 0, 100)
+        life.say(LeaseWanted(100))
+        life.answer(LeaseDataRequest, LeaseDataReply((lent,)))
+        assert len(life.session._fresh) == 1
+        assert life.session.lease_pending
+        life.say(Stepped(100, (lent,), 1.0))
+        assert not life.session.lease_pending
+    assert life.session.take_leased() == []
+
+
+def test_no_more_is_asked_for_at_once_than_is_lent() -> None:
+    """H 64 with steps of 32 Ki tokens is two million, more than one call may have of chunks of a thousand."""
+    life = ClusterBench(session_config(data_plan=LEASED))
+    life.begin()
+    life.say(LeaseWanted(1 << 21))
+    assert life.asked(LeaseDataRequest).want_tokens == MAX_LEASED_CHUNKS * LEASED.chunk_tokens < 1 << 21
+
+
+def test_a_lease_that_is_not_there_yet_is_asked_for_again() -> None:
+    life = ClusterBench(session_config(data_plan=LEASED))
+    life.begin()
+    life.say(LeaseWanted(500))
+    life.answer(LeaseDataRequest, LeaseDataReply(()))
+    life.pass_s(0.5)
+    life.answer(LeaseDataRequest, LeaseDataReply((DataRange(3, 0, 1, 0, 1024),)))
+    assert len(life.session.take_leased()) == 1
+
+
+def test_a_lease_asked_for_while_joining_again_is_asked_after_it() -> None:
+    life = ClusterBench(session_config(data_plan=LEASED))
+    life.begin()
+    life.say(LeaseWanted(500))
+    life.refuse(LeaseDataRequest, RefusalCode.STALE_EPOCH)
+    assert not life.asks(LeaseDataRequest)
+    life.join()
+    assert life.asked(LeaseDataRequest).caller.incarnation == Incarnation(1, 2)
+
+
+def test_a_step_must_account_for_its_tokens() -> None:
+    life = ClusterBench(session_config(data_plan=LEASED))
+    life.begin()
+    with pytest.raises(LocalProtocolError, match="hold 0"):
+        life.say(Stepped(100))
+    with pytest.raises(LocalProtocolError, match="does not hold"):
+        life.say(Stepped(10, (DataRange(9, 0, 0, 0, 10),)))
+    assert life.session.shared.work.tokens == 0
+
+
+def test_a_push_begins_only_at_a_step_where_it_may(life: ClusterBench) -> None:
+    """Between steps whose ranks were not compared nothing is pushed, whatever arrives."""
+    life.train(life.local_steps - 2)
+    assert not life.session.push_is_near
+    life.train(1)
+    assert life.session.push_is_near
+    life.say(Stepped(TOKENS, may_push=False))
+    life.pass_s(100)
+    assert not life.asks(BeginPushRequest)
+    assert life.session.push_is_near
+    life.say(Stepped(TOKENS, may_push=True))
+    assert life.asked(BeginPushRequest).steps == life.local_steps + 1
+    assert not life.session.push_is_near
+
+
+def test_a_push_that_was_aborted_later_waits_for_a_step_where_it_may_begin(life: ClusterBench) -> None:
+    life.awaiting()
+    life.say(Stepped(TOKENS, may_push=False))
+    life.decide(VerdictKind.ABORTED)
+    assert phase_of(life) is SessionPhase.TRAINING
+    assert life.session.push_is_near
+    life.say(Stepped(TOKENS, may_push=True))
+    assert life.asked(BeginPushRequest).steps == life.local_steps + 2
+
+
+def test_own_data_pushes_name_no_ranges(life: ClusterBench) -> None:
+    request = life.push_begun()
+    assert life.session.config.data_plan.mode is DataMode.OWN
+    assert OWN.mode is DataMode.OWN
+    assert (request.ranges, request.tokens) == ((), 4 * TOKENS)
+
+
+def test_local_steps_follow_the_masters_word(life: ClusterBench) -> None:
+    life.beat(local_steps=2)
+    life.train(2)
+    assert life.phase is SessionPhase.BEGINNING_PUSH
+
+
+def test_progress_never_runs_back_on_one_timeline(life: ClusterBench) -> None:
+    life.beat(tokens=12_000)
+    life.beat(tokens=11_000)
+    assert life.session.shared.terms.tokens == 12_000
+    life.beat(tokens=500, published=Version(2, 0))
+    assert life.session.shared.terms.tokens == 500
+
+
+# ---- the end ----
+
+
+def test_the_runs_end_pulls_the_last_version_and_leaves(life: ClusterBench) -> None:
+    life.train(2)
+    life.published = Version(1, 9)
+    life.run_ends()
+    assert phase_of(life) is SessionPhase.PULLING
+    assert life.waits
+    assert life.asked(BeginPullRequest).at_least == Version(1, 9)
+    assert life.pulled().mode is InstallMode.REPLACE
+    assert life.left().reason == "the run has ended"
+    assert life.finished is not None
+    assert life.finished.error is None
+    assert phase_of(life) is SessionPhase.LEFT
+
+
+def test_the_runs_end_waits_for_the_open_verdict(life: ClusterBench) -> None:
+    life.awaiting()
+    life.run_ends()
+    assert life.phase is SessionPhase.AWAITING
+    life.decide(VerdictKind.APPLIED)
+    life.pulled()
+    life.left()
+
+
+def test_the_runs_end_gives_up_a_push_that_is_not_complete(life: ClusterBench) -> None:
+    life.push_begun()
+    start = life.ticket()
+    life.run_ends()
+    assert life.take(CancelTransfer).transfer_id == start.transfer_id
+    life.pulled()
+    life.left()
+
+
+def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: ClusterBench) -> None:
+    life.run_ends()
+    life.grant()
+    life.published = Version(1, 6)
+    life.run_ends()
+    life.say(Pulled(life.take(StartPull).transfer_id, 0.1))
+    assert life.asked(BeginPullRequest).at_least == Version(1, 6)
+    life.pulled()
+    assert life.asks(LeaveRequest) or life.asks(FinishPullRequest)
+
+
+def test_the_runs_end_is_left_in_time_even_when_no_version_can_be_pulled(life: ClusterBench) -> None:
+    life.run_ends()
+    life.answer(BeginPullRequest, BeginPullReply(Busy(0.5, "slave s0 is away")))
+    life.pass_s(30.0)
+    assert "could not be pulled" in life.left().reason
+
+
+def test_a_push_refused_because_the_run_ends_waits_for_the_heartbeats_word(life: ClusterBench) -> None:
+    life.push_begun()
+    life.refuse(BeginPushRequest, RefusalCode.STOPPING)
+    assert phase_of(life) is SessionPhase.BEGINNING_PUSH
+    life.run_ends()
+    assert phase_of(life) is SessionPhase.PULLING
+
+
+@pytest.mark.parametrize("stretch", ["training", "pulling"])
+def test_a_stop_from_outside_leaves_at_once_where_nothing_is_undecided(life: ClusterBench, stretch: str) -> None:
+    if stretch == "pulling":
+        life.awaiting()
+        life.decide(VerdictKind.APPLIED)
+        life.grant()
+    life.say(StopWanted("SIGTERM"))
+    assert life.left().reason == "SIGTERM"
+    assert life.finished is not None
+    assert "lost" not in said(life)
+
+
+def test_leaving_comes_after_the_small_calls(life: ClusterBench) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    life.grant()
+    life.say(Pulled(life.take(StartPull).transfer_id, 0.1))
+    life.say(StopWanted("enough"))
+    assert not life.asks(LeaveRequest)
+    life.answer(FinishPullRequest, FinishPullReply(4))
+    life.left()
+
+
+def test_leaving_an_absent_master_does_not_wait(life: ClusterBench) -> None:
+    life.say(StopWanted("enough"))
+    life.fail(LeaveRequest)
+    assert life.finished is not None
+    assert life.finished.error is None
+
+
+def test_a_stop_before_the_join_is_answered_leaves_at_once() -> None:
+    life = ClusterBench()
+    life.say(Started())
+    life.say(StopWanted("ctrl-C"))
+    assert life.finished is not None
+    assert life.phase is SessionPhase.LEFT
+
+
+def test_nothing_moves_after_the_end(life: ClusterBench) -> None:
+    life.say(StopWanted("enough"))
+    life.left()
+    n = len(life.every)
+    life.say(Stepped(TOKENS))
+    life.run_ends()
+    life.pass_s(100)
+    assert len(life.every) == n
+
+
+def test_a_push_that_can_never_be_accepted_ends_the_session_with_the_sentence(life: ClusterBench) -> None:
+    life.push_begun()
+    life.refuse(BeginPushRequest, RefusalCode.TOKENS)
+    life.left()
+    assert life.finished is not None
+    assert isinstance(life.finished.error, Refused)
+
+
+def test_every_record_names_its_cause(life: ClusterBench) -> None:
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    life.pulled()
+    records = [effect for effect in life.every if isinstance(effect, Record)]
+    kinds = [record.kind for record in records]
+    assert kinds == ["joined", "installed", "push_begun", "push_sent", "admitted", "verdict", "installed"]
+    assert {record.cause for record in records[2:]} == {"a/1.1#1"}
+
+
+# ---- what leaving finishes first ----
+
+
+def said(life: ClusterBench) -> dict[str, str]:
+    """The newest sentence of each key."""
+    return {effect.key: effect.sentence for effect in life.every if isinstance(effect, Log)}
+
+
+def test_leaving_pushes_the_last_steps_and_waits_for_their_verdict(life: ClusterBench) -> None:
+    life.train(3)
+    life.say(StopWanted("the training loop has ended"))
+    assert life.waits
+    push = life.asked(BeginPushRequest)
+    assert (push.steps, push.tokens) == (3, 3 * TOKENS)
+    life.sent(life.ticket())
+    life.admitted()
+    assert not life.asks(LeaveRequest)
+    life.decide(VerdictKind.APPLIED)
+    life.left()
+    assert not life.asks(BeginPullRequest), "the model stays this cluster's own"
+    assert "once 3 steps with 300 tokens are pushed" in said(life)["leave"]
+    assert "lost" not in said(life)
+
+
+@pytest.mark.parametrize("stage", ["begun", "sending", "sent", "admitted"])
+def test_leaving_finishes_the_open_push_and_pushes_what_came_after_it(life: ClusterBench, stage: str) -> None:
+    life.push_begun()
+    life.train(2)
+    if stage == "begun":
+        life.say(StopWanted("enough"))
+    start = life.ticket()
+    if stage == "sending":
+        life.say(StopWanted("enough"))
+    life.sent(start)
+    if stage == "sent":
+        life.say(StopWanted("enough"))
+    life.admitted()
+    life.say(StopWanted("enough"))
+    life.decide(VerdictKind.APPLIED)
+    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
+    assert life.asked(BeginPushRequest).steps == 2
+    life.sent(life.ticket())
+    life.admitted()
+    life.decide(VerdictKind.APPLIED)
+    life.left()
+    assert "lost" not in said(life)
+
+
+def test_after_an_error_the_open_push_is_decided_and_later_steps_are_said_to_be_lost(life: ClusterBench) -> None:
+    life.awaiting()
+    life.train(2)
+    life.say(StopWanted("ValueError: no", push_pending=False))
+    assert not life.asks(LeaveRequest)
+    life.decide(VerdictKind.APPLIED)
+    life.left()
+    assert said(life)["lost"] == (
+        "leaving (ValueError) without 2 steps with 200 tokens: they were made since the last push, and the "
+        "parameters may be half-way"
+    )
+
+
+def test_what_cannot_be_pushed_in_time_is_said_with_the_reason(life: ClusterBench) -> None:
+    life.train(3)
+    life.say(StopWanted("enough"))
+    life.answer(BeginPushRequest, BeginPushReply(Busy(0.5, "slave s0 is away")))
+    life.pass_s(29.9)
+    assert not life.asks(LeaveRequest)
+    life.pass_s(0.2)
+    life.left()
+    assert said(life)["lost"] == "leaving (enough) without 3 steps with 300 tokens: slave s0 is away"
+
+
+def test_an_excluded_last_push_is_said_with_what_it_held(life: ClusterBench) -> None:
+    life.push_begun()
+    life.train(1)
+    life.say(StopWanted("enough"))
+    life.sent(life.ticket())
+    life.admitted()
+    life.decide(VerdictKind.EXCLUDED)
+    life.left()
+    assert "without 5 steps with 500 tokens: push a/1.1#1 was EXCLUDED: because EXCLUDED" in said(life)["lost"]
+
+
+def test_an_undecided_last_push_is_said_to_be_one(life: ClusterBench) -> None:
+    life.awaiting()
+    life.say(StopWanted("enough"))
+    life.pass_s(31.1)
+    life.left()
+    assert "4 steps with 400 tokens: no verdict of push a/1.1#1 came in time; it may come yet" in said(life)["lost"]
+
+
+def test_leaving_waits_for_the_window_that_the_master_named(life: ClusterBench) -> None:
+    """Unless a bound was set by hand."""
+    for config, waits_s in ((session_config(), 130.0), (session_config(leave_wait_s=5.0), 5.0)):
+        life = ClusterBench(config)
+        life.begin()
+        life.train(1)
+        life.say(StopWanted("enough"))
+        life.sent(life.ticket())
+        life.answer(FinishPushRequest, FinishPushReply(Admitted(RoundId(1, 1), 100.0)))
+        life.pass_s(waits_s - 0.1)
+        assert phase_of(life) is SessionPhase.AWAITING
+        life.pass_s(0.2)
+        assert phase_of(life) is SessionPhase.LEAVING
+
+
+def test_a_stale_last_push_is_rebased_and_pushed(life: ClusterBench) -> None:
+    life.train(2)
+    life.say(StopWanted("enough"))
+    life.answer(BeginPushRequest, BeginPushReply(Stale(StaleKind.VERSIONS, "too old")))
+    assert life.pulled().mode is InstallMode.REBASE_FROM_BASE
+    assert life.asked(BeginPushRequest).steps == 2
+
+
+def test_a_master_that_restarts_while_a_cluster_leaves_is_joined_again_for_the_last_push(life: ClusterBench) -> None:
+    life.train(2)
+    life.say(StopWanted("enough"))
+    life.beat(epoch=2)
+    life.epoch = 2
+    life.join()
+    assert life.asked(BeginPushRequest).steps == 2
+
+
+def test_a_push_that_is_aborted_again_and_again_is_not_begun_in_a_loop(life: ClusterBench) -> None:
+    life.train(2)
+    life.say(StopWanted("enough"))
+    for _ in range(2):
+        life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED)))
+    assert phase_of(life) is SessionPhase.TRAINING
+    assert not life.asks(BeginPushRequest)
+    life.pass_s(1.1)
+    assert life.asks(BeginPushRequest)
+
+
+def test_leaving_when_the_run_has_ended_says_what_is_not_part_of_it(life: ClusterBench) -> None:
+    life.train(2)
+    life.say(StopWanted("enough"))
+    life.refuse(BeginPushRequest, RefusalCode.STOPPING)
+    life.left()
+    assert said(life)["lost"] == "leaving (enough) without 2 steps with 200 tokens: the run has ended"
+
+
+def test_whoever_asks_again_in_a_hurry_does_not_wait(life: ClusterBench) -> None:
+    life.train(2)
+    life.say(StopWanted("SIGINT"))
+    life.say(StopWanted("KeyboardInterrupt", push_pending=False))
+    life.left()
+    assert "2 steps with 200 tokens" in said(life)["lost"]
+
+
+def test_a_drained_cluster_pushes_its_last_steps_and_pulls_the_last_version(life: ClusterBench) -> None:
+    life.train(3)
+    life.beat(stop=True)
+    assert life.waits
+    assert life.asked(BeginPushRequest).steps == 3
+    life.sent(life.ticket())
+    life.admitted()
+    life.decide(VerdictKind.APPLIED)
+    assert life.pulled().mode is InstallMode.REPLACE
+    life.left()
+    assert "lost" not in said(life)
+
+
+def test_a_run_that_was_stopped_takes_no_last_push_and_its_last_version_is_pulled(life: ClusterBench) -> None:
+    """Its master said so in the same way as to a cluster that is drained."""
+    life.train(3)
+    life.beat(stop=True)
+    life.refuse(BeginPushRequest, RefusalCode.STOPPING)
+    assert phase_of(life) is SessionPhase.PULLING
+    life.pulled()
+    assert life.left().reason == "the run has ended"
+    assert said(life)["lost"] == "leaving (the run has ended) without 3 steps with 300 tokens: the run has ended"
+
+
+def test_a_last_push_of_a_drained_cluster_that_takes_too_long_leaves_time_for_the_last_version(
+    life: ClusterBench,
+) -> None:
+    life.train(3)
+    life.beat(stop=True)
+    start = life.ticket()
+    life.pass_s(15.1)
+    assert life.take(CancelTransfer).transfer_id == start.transfer_id
+    assert phase_of(life) is SessionPhase.PULLING
