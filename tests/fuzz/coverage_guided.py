@@ -24,8 +24,9 @@ MOST_BYTES = 4096
 MEMORY_MB = 3000
 
 TRACED = [
-    *(f"dips.core.{name}" for name in ("codec_protobuf", "data_header", "layout", "ids", "units", "net", "telemetry")),
-    *(f"dips.core.{name}" for name in ("failpoint_spec", "config", "keys", "wire")),
+    *(f"dips.core.{name}" for name in ("layout", "ids", "units", "config", "wire")),
+    *(f"dips.core.net.{name}" for name in ("codec_protobuf", "data_header", "addresses", "keys")),
+    *(f"dips.core.observe.{name}" for name in ("telemetry", "failpoint_spec")),
     *(f"dips.slave.{name}" for name in ("data_port", "state.staging", "manifest", "snapshot_file", "inventory")),
     *(f"dips.slave.{name}" for name in ("promise", "owner")),
     *(f"dips.master.{name}" for name in ("archive", "journal", "journal_file", "server_site", "state.ledger")),
