@@ -63,7 +63,7 @@ BUGS = (
     (
         bug(
             "read beside the newest version",
-            "sim.shard_memory:ShardMemory.decoded",
+            "sim.hosts.shard_memory:ShardMemory.decoded",
             "base = self.readable.get(staging.base) if staging.base is not None else None",
             "base = self.current",
         ),
