@@ -191,7 +191,7 @@ class ProcessSupervisor:
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_path.open("ab") as log:
             begins = f"{spec.name}, life {child.life + 1}: {' '.join(spec.command)}"
-            line = LogLine(self._clock.wall_s(), "INFO", "launch", spec.name, begins, logger="dips.cli")
+            line = LogLine(self._clock.wall_s(), "INFO", "launch", spec.name, begins, logger="dips.launch")
             log.write(f"{rendered(line, self._log_format)}\n".encode())
             log.flush()
             try:
