@@ -25,7 +25,7 @@ _ABORTED = (
     (r"the run ends: ", "run_end"),
     (r"nothing arrived for .* the ticket ran out", "ticket"),
     (r"the [A-Z]+ phase ran out of time", "timeout"),
-    (r"cluster \S+ joined anew", "rejoined"),
+    (r"cluster \S+ joined again", "rejoined"),
     (r"cluster \S+ is gone: ", "gone"),
     (r"what slave \S+ ", "digest"),
     (r"slave \S+ cannot ", "refused"),
