@@ -71,7 +71,7 @@ class _Certificates:
         )
 
     def _changed(self) -> Any:
-        """Called by gRPC on its own thread before each handshake: returns a new configuration, or None for no change."""
+        """Called by gRPC on its own thread before each handshake: a new configuration, or None for no change."""
         with self._lock:
             stamp = stamp_of(self._identity.directory)
             if stamp == self._stamp:

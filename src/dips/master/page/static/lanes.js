@@ -1,4 +1,4 @@
-// The timeline: one lane for the master and each cluster and slave, with what happened to it; below, the events in words.
+// The timeline: one lane of events for the master and each cluster and slave; below, the events in words.
 
 import { byId, h, level, s } from "./dom.js";
 import { clock, several } from "./format.js";
@@ -90,7 +90,7 @@ function lane(who, name, index, begin, x, width) {
   return parts;
 }
 
-/** A line while it was here, broken while it was away. */
+/** A line while the process was here, broken while it was away. */
 function life(own, y, begin, x, width) {
   const parts = [];
   let from = begin, how = "life";

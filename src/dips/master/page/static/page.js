@@ -1,4 +1,4 @@
-// Listens to the master and shows what it says. One stream of server-sent events; no other request, no other host.
+// Receives the master's messages and shows them. One stream of server-sent events; no other request, no other host.
 
 import { addHistory, prepareCharts, showCharts } from "./charts.js";
 import { addEvents, kept, prepareLanes, showLanes } from "./lanes.js";
@@ -25,7 +25,7 @@ function listen() {
   stream.addEventListener("run", (event) => take(JSON.parse(event.data)));
   stream.addEventListener("ended", (event) => { ended = event.data; });
   stream.addEventListener("error", () => {
-    // Refused, not cut: the browser does not come again by itself.
+    // Refused, not cut: the browser does not connect again by itself.
     if (stream.readyState === EventSource.CLOSED) setTimeout(again, 2000);
   });
 }

@@ -20,7 +20,7 @@ function state(item, more) {
 }
 
 const CLUSTER = [
-  { label: "Cluster", key: (c) => [c.id, c.incarnation], make: (c) => [c.id, under(c.lives > 1 ? `life ${c.incarnation}` : "")] },
+  { label: "Cluster", key: (c) => [c.id, c.incarnation], make: (c) => [c.id, under(c.lives > 1 ? `incarnation ${c.incarnation}` : "")] },
   { label: "State", key: (c) => [c.level, c.sign, c.why, c.note, working(c)], make: (c) => state(c, [c.why, working(c), c.note].filter(Boolean).join("; ")) },
   { label: "Tokens/s", class: "right", key: (c) => [c.tokens_per_s, c.steps_per_s, fastest], make: speed },
   { label: "Behind", class: "right", key: (c) => [c.behind, c.base, c.stale], make: behind },
@@ -58,7 +58,7 @@ function pushes(c) {
 }
 
 const SLAVE = [
-  { label: "Slave", key: (x) => [x.id, x.incarnation], make: (x) => [x.id, under(x.lives > 1 ? `life ${x.incarnation}` : "")] },
+  { label: "Slave", key: (x) => [x.id, x.incarnation], make: (x) => [x.id, under(x.lives > 1 ? `incarnation ${x.incarnation}` : "")] },
   { label: "State", key: (x) => [x.level, x.sign], make: (x) => state(x) },
   { label: "Version", class: "right", key: (x) => [x.version, x.durable], make: (x) => [x.version ?? "–", under(x.durable && x.durable !== x.version ? `disk ${x.durable}` : "")] },
   { label: "Memory", class: "right", key: (x) => bytes(x.memory_bytes), make: (x) => bytes(x.memory_bytes) },
@@ -134,7 +134,7 @@ function showLinks(told) {
     (l) => [l.slave, [l.push, l.pull, age(l.push_age_s), age(l.pull_age_s)]])) })));
 }
 
-/** Coarse, so that the table is not drawn anew every second. */
+/** Coarse, so that the table is not drawn again every second. */
 const age = (seconds) => (seconds === null || seconds < 60 ? "" : `${span(60 * Math.floor(seconds / 60))} ago`);
 
 function cell(rates) {

@@ -1,4 +1,4 @@
-// The glance: connection, sentence, and the row of tiles.
+// The overview: connection, sentence, and the row of tiles.
 
 import { byId, h, level, say } from "./dom.js";
 import { count, loss, several, span } from "./format.js";
@@ -47,7 +47,7 @@ function showSentence(state) {
   document.title = `${sign}${state.run.id} ${state.version ?? ""} – Di-PS`;
 }
 
-/** Told aloud when it means something else than before, not whenever a number moves. */
+/** Announced to screen readers when the meaning changes, not whenever a number changes. */
 export function speak(text, kind) {
   const key = `${kind} ${text.replace(/[\d.:,]+/g, "#")}`;
   const now = Date.now();
@@ -66,7 +66,7 @@ function showPhase(round) {
   say(byId("round-id"), round.id ?? "");
 }
 
-/** Called a few times a second; `waited` is how long ago the state was told, in seconds. */
+/** Called a few times a second; `waited` is the age of the state, in seconds. */
 export function showCountdown(state, waited) {
   const round = state.round;
   let text;
