@@ -52,8 +52,8 @@ class JournalRecord:
 
     def digest_after(self, previous: str) -> str:
         """Its digest after a record with the digest `previous`: 32 hex digits."""
-        said = f"{previous}\n{self.number}\n{self.epoch}\n{self.entry_id}\n{self.kind!r}\n{self.record_json}"
-        return xxhash.xxh3_128_hexdigest(said.encode())
+        text = f"{previous}\n{self.number}\n{self.epoch}\n{self.entry_id}\n{self.kind!r}\n{self.record_json}"
+        return xxhash.xxh3_128_hexdigest(text.encode())
 
     def after(self, previous: str) -> JournalRecord:
         """The same record with its digest."""

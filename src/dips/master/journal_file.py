@@ -128,8 +128,8 @@ def _put_meta(cursor: sqlite3.Cursor, key: str, value: str) -> None:
 
 
 def _digest_of_meta(cursor: sqlite3.Cursor) -> str:
-    said = cursor.execute("SELECT key, value FROM meta WHERE key <> 'digest' ORDER BY key").fetchall()
-    return xxhash.xxh3_128_hexdigest(repr(said).encode())
+    rows = cursor.execute("SELECT key, value FROM meta WHERE key <> 'digest' ORDER BY key").fetchall()
+    return xxhash.xxh3_128_hexdigest(repr(rows).encode())
 
 
 def set_base(cursor: sqlite3.Cursor, number: int, digest: str) -> None:
@@ -165,10 +165,10 @@ def get_snapshot(connection: sqlite3.Connection, path: Path) -> str | None:
     row = connection.execute("SELECT * FROM snapshot").fetchone()
     if row is None:
         return None
-    only_row, *said, digest = row
-    if only_row != 1 or digest != _digest_of_snapshot(*said):
+    only_row, *fields, digest = row
+    if only_row != 1 or digest != _digest_of_snapshot(*fields):
         raise FatalError(damaged(path, "the newest state is not what was written: its digest differs"))
-    return str(said[2])
+    return str(fields[2])
 
 
 def _digest_of_snapshot(epoch: int, entry_id: int, snapshot_json: str, record_digest: str) -> str:
@@ -323,8 +323,8 @@ def _check(connection: sqlite3.Connection, path: Path, tables: set[str]) -> None
         )
     expected = _TABLES if schema == str(SCHEMA) else TABLES_WITHOUT_DIGESTS
     for name, text in expected.items():
-        (said,) = connection.execute("SELECT sql FROM sqlite_master WHERE name = ?", (name,)).fetchone()
-        if said != text:
+        (sql,) = connection.execute("SELECT sql FROM sqlite_master WHERE name = ?", (name,)).fetchone()
+        if sql != text:
             raise FatalError(damaged(path, f"table {name} is not the one of schema {schema}"))
 
 

@@ -136,8 +136,8 @@ def clusters_shown(clusters: Iterable[ClusterStatus], most: int) -> list[Cluster
     """The clusters that are here, and of the others the last ones to join, `most` in all; in cluster-id order."""
 
     def newest_first(cluster: ClusterStatus) -> tuple[bool, int, int]:
-        life = cluster.incarnation
-        return not cluster.alive, -life.epoch if life else 0, -life.n if life else 0
+        newest = cluster.incarnation
+        return not cluster.alive, -newest.epoch if newest else 0, -newest.n if newest else 0
 
     return sorted(sorted(clusters, key=newest_first)[:most], key=lambda cluster: cluster.cluster_id)
 

@@ -112,7 +112,7 @@ class MasterShell:
         self.counts = counts or Counts()
         self._changes = ChangeLogger(_logger)
         self._refusals = Refusals()
-        self._story = MachineHistory()
+        self._events_seen = MachineHistory()
         self._events: deque[Event] = deque()
         self._handling = False
         self._calls: dict[int, asyncio.Future[ReplyBody]] = {}
@@ -241,7 +241,7 @@ class MasterShell:
             self._last_tick_s = now_s
             self._perform_all(self._machine.handle(Tick(), now_s))
         if not isinstance(event, Tick) and not self.outcome.done():
-            self._story.add(now_s, "event", *_told(event))
+            self._events_seen.add(now_s, "event", *_event_text(event))
             self._perform_all(self._machine.handle(event, now_s))
 
     def _fail(self, error: Exception) -> None:
@@ -250,9 +250,9 @@ class MasterShell:
             outcome = MasterExit(error.exit_code, str(error))
             _logger.critical("%s", error)
         else:
-            story = "\n  ".join(str(line) for line in self._story.lines()[-30:])
+            last_events = "\n  ".join(str(line) for line in self._events_seen.lines()[-30:])
             outcome = MasterExit(BUG_EXIT_CODE, f"a bug in the master: {type(error).__name__}: {error}")
-            _logger.critical("%s; the last events were:\n  %s", outcome.sentence, story, exc_info=error)
+            _logger.critical("%s; the last events were:\n  %s", outcome.sentence, last_events, exc_info=error)
         self.stop(outcome)
 
     def _journal_written(self, entry_id: int) -> None:
@@ -369,7 +369,7 @@ def _ending() -> Refused:
     )
 
 
-def _told(event: Event) -> tuple[str, str]:
+def _event_text(event: Event) -> tuple[str, str]:
     """(cause, text) of an event for the list of last events, without its content."""
     match event:
         case ClusterCall(token, request):

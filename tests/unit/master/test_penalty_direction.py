@@ -212,7 +212,9 @@ def test_a_cluster_that_goes_elsewhere_raises_the_alarm_within_five_pushes(kind:
         course.round("abcd", {"d": kind})
     assert course.alarmed() == ["d"]
     assert len(course.alarms) == 1
-    assert course.alarms[0].startswith("cluster d pushes in another direction than the others: the usual cosine of its pushes")
+    assert course.alarms[0].startswith(
+        "cluster d pushes in another direction than the others: the usual cosine of its pushes"
+    )
     for _ in range(10):
         course.round("abcd")
     assert course.alarmed() == []

@@ -60,10 +60,10 @@ class EventTimeline:
     def note(self, wall_s: float, kind: str, fields: Mapping[str, Any]) -> None:
         """Takes one line of the tape; most are not shown."""
         self._note_departure(kind, fields)
-        told = sentence_of(kind, fields)
-        if told is None:
+        text = sentence_of(kind, fields)
+        if text is None:
             return
-        level, who, sentence = told[0], cut(told[1]), cut(told[2])
+        level, who, sentence = text[0], cut(text[1]), cut(text[2])
         self._seq += 1
         same = next((e for e in self._events if (e.who, e.sentence) == (who, sentence)), None)
         if same is not None and 0 <= wall_s - same.wall_s < SAME_S:
@@ -90,7 +90,7 @@ def sentence_of(kind: str, fields: Mapping[str, Any]) -> EventText | None:
     """An event's level, its process, and a sentence; None for an event that is not shown."""
     if kind in _OPERATOR and "sentence" in fields:
         return "info", "operator", f"{kind.replace('_', ' ')}: {fields['sentence']}"
-    return next((told for part in (_of_run, _of_clusters, _of_slaves) if (told := part(kind, fields))), None)
+    return next((text for part in (_of_run, _of_clusters, _of_slaves) if (text := part(kind, fields))), None)
 
 
 def _of_run(kind: str, f: Mapping[str, Any]) -> EventText | None:

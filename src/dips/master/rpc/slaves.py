@@ -31,15 +31,15 @@ def slaves_service(shell: MasterShell) -> grpc.GenericRpcHandler:
 
     async def attach(messages: AsyncIterator[bytes], context: Context) -> None:
         link = shell.open_link()
-        hear = asyncio.create_task(_receive(shell, link, messages), name=f"slave-link-{link.number}-up")
+        receive = asyncio.create_task(_receive(shell, link, messages), name=f"slave-link-{link.number}-up")
         command = asyncio.create_task(_command(link, context), name=f"slave-link-{link.number}-down")
         try:
             refused = await link.closed()
             await asyncio.wait([command], timeout=LAST_COMMANDS_S)
         finally:
-            for task in (hear, command):
+            for task in (receive, command):
                 task.cancel()
-            ends = await asyncio.gather(hear, command, return_exceptions=True)
+            ends = await asyncio.gather(receive, command, return_exceptions=True)
             _report_broken(link, ends)
             shell.link_down(link)
         if refused is not None:

@@ -78,8 +78,8 @@ class Decisions:
         version = next_version(current, origin.version, shared.epoch, newest_timeline(shared))
         restored = rolled_back(current, origin, version, shared.epoch, frozenset(shared.members))
         restored.ledger.origin = None  # no snapshot of it is left, and its momentum is not the origin's
-        told = Verdict(push.id, VerdictKind.APPLIED, version, "the donated copy is a version again", False, state.id)
-        restored.ledger.entry(push.cluster).last_donation = told
+        verdict = Verdict(push.id, VerdictKind.APPLIED, version, "the donated copy is a version again", False, state.id)
+        restored.ledger.entry(push.cluster).last_donation = verdict
         about = self._record("ROLLBACK", [push]) | {"donor": push.cluster, "s_max": shared.s_max()}
         digests = tuple(sorted(state.digest_of_slave.items()))
         decided = rollback_commit(restored, current, origin, version, state.id, digests, about)

@@ -76,10 +76,10 @@ def _move_clusters(
     changed: dict[str, ClusterStatistics] = {}
     alarms: list[str] = []
     for finding, cosine in zip(findings, cosines, strict=True):
-        moved, said = (_accepted(config, finding), []) if finding.accepted else _rejected(config, finding)
+        moved, sentences = (_accepted(config, finding), []) if finding.accepted else _rejected(config, finding)
         norm, score, way = (_finite(value) for value in (finding.scaled_norm, finding.score, cosine))
         changed[finding.cluster] = replace(moved, last_norm=norm, last_score=score, last_cosine=way)
-        alarms += said
+        alarms += sentences
     return changed, tuple(alarms)
 
 

@@ -222,7 +222,7 @@ class ReshardState:
 
     @property
     def moving(self) -> bool:
-        """Whether blocks are being listed or moved: no round begins meanwhile."""
+        """Whether blocks are being listed or moved: no round begins until the end."""
         return self.phase.now in (ReshardPhase.LISTING, ReshardPhase.MOVING)
 
 

@@ -215,9 +215,9 @@ class Recovery:
         """Whether all slaves that need this snapshot may have it. For another placement than the newest one's, only the
         record names these slaves."""
         version, round_id, _ = snapshot
-        told = [(slave, info) for slave in slaves for info in slave.snapshots]
-        here = [(slave, info) for slave, info in told if (info.version, info.round) == (version, round_id)]
-        placements = {info.placement_hash for _, info in told if info.version == newest}
+        reported = [(slave, info) for slave in slaves for info in slave.snapshots]
+        here = [(slave, info) for slave, info in reported if (info.version, info.round) == (version, round_id)]
+        placements = {info.placement_hash for _, info in reported if info.version == newest}
         if version == newest or any(info.placement_hash not in placements for _, info in here):
             return True
         holders = {slave.id for slave, _ in here}

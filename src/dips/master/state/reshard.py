@@ -187,7 +187,7 @@ class Reshard:
     def _gone(self) -> list[SlaveId]:
         shared = self._shared
         here = {name: slave.incarnation for name, slave in shared.slaves.items() if slave.link is not None}
-        return [name for name, life in shared.reshard.incarnations.items() if here.get(name) != life]
+        return [name for name, incarnation in shared.reshard.incarnations.items() if here.get(name) != incarnation]
 
     def _maybe_begin(self, pending: PendingReshard) -> None:
         shared = self._shared

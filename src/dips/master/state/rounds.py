@@ -456,8 +456,8 @@ def _local_steps(shared: SharedState, push: Push) -> int:
     is not an outlier because of that.
     """
     member = shared.members.get(push.cluster)
-    told = member.local_steps if member is not None else 0
-    return min(push.request.steps, told) if told else push.request.steps
+    asked = member.local_steps if member is not None else 0
+    return min(push.request.steps, asked) if asked else push.request.steps
 
 
 def _renamed(shared: SharedState, donor: Donor) -> Version:

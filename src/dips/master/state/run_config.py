@@ -40,8 +40,8 @@ class RunConfig:
     grace_sliding: bool = False
 
     def __post_init__(self) -> None:
-        told = replace(self.settings, round_timeout_s=self.round_timeout_s, ticket_ttl_s=self.ticket_ttl_s)
-        object.__setattr__(self, "settings", told)
+        settings = replace(self.settings, round_timeout_s=self.round_timeout_s, ticket_ttl_s=self.ticket_ttl_s)
+        object.__setattr__(self, "settings", settings)
 
     @property
     def evict_after_s(self) -> float:

@@ -22,8 +22,8 @@ def newest_committed(shared: SharedState, slave: Slave) -> Version | None:
 
 def newest_timeline(shared: SharedState) -> int:
     """The newest timeline of any version on any slave, also a given up one; 0 when there is none."""
-    told = (s for slave in shared.slaves.values() for s in slave.snapshots)
-    return max((s.version.timeline for s in told if s.committed), default=0)
+    found = (s for slave in shared.slaves.values() for s in slave.snapshots)
+    return max((s.version.timeline for s in found if s.committed), default=0)
 
 
 def holds(slave: Slave, ledger: Ledger, broken: Broken) -> bool:

@@ -69,8 +69,8 @@ def check(shared: SharedState, cluster: str, request: BeginPushRequest) -> None:
 def _round_steps(shared: SharedState, cluster: str) -> int:
     """The steps that the cluster is to take between two pushes."""
     member = shared.members.get(cluster)
-    told = member.local_steps if member is not None else 0
-    return told or shared.config.settings.sync_every_steps
+    asked = member.local_steps if member is not None else 0
+    return asked or shared.config.settings.sync_every_steps
 
 
 def _why_not(

@@ -10,7 +10,7 @@ import { span } from "./format.js";
 const LOST_AFTER_MS = 4500;
 const COUNT_EVERY_MS = 250;
 
-let state = null, told = 0, ended = "", wasLost = false;
+let state = null, receivedAt = 0, ended = "", wasLost = false;
 
 prepareTiles();
 prepareTables();
@@ -34,13 +34,13 @@ async function again() {
   try {
     const answer = await fetch("/snapshot.json", { cache: "no-store" });
     if (answer.status === 401) { location.reload(); return; }
-  } catch { /* nobody is there: the next try tells */ }
+  } catch { /* no answer: the next try shows */ }
   listen();
 }
 
 function take(message) {
   state = message.state;
-  told = performance.now();
+  receivedAt = performance.now();
   ended = "";
   addHistory(message.history);
   addEvents(message.events, message.rounds, message.full);
@@ -53,7 +53,7 @@ function take(message) {
 }
 
 function tick() {
-  const waited = (performance.now() - told) / 1000;
+  const waited = (performance.now() - receivedAt) / 1000;
   if (state === null) return;
   const lost = ended !== "" || 1000 * waited > LOST_AFTER_MS;
   if (lost) {

@@ -35,8 +35,8 @@ async function ask(action, reason) {
     const answer = await fetch("/steer", {
       method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ action, reason }),
     });
-    const told = answer.headers.get("Content-Type")?.startsWith("application/json") ? (await answer.json()).sentence : await answer.text();
-    say(byId("steered"), told);
+    const text = answer.headers.get("Content-Type")?.startsWith("application/json") ? (await answer.json()).sentence : await answer.text();
+    say(byId("steered"), text);
   } catch {
     say(byId("steered"), "the master does not answer; as far as is known, nothing was changed");
   }

@@ -93,17 +93,17 @@ export function prepareTables() {
   for (const id of ["clusters-table", "slaves-table", "rounds-table", "links-table"]) sayRoles(byId(id));
 }
 
-export function showTables(told, kept) {
-  fastest = Math.max(1, ...told.clusters.map((c) => c.tokens_per_s ?? 0));
-  clusters.show(told.clusters);
-  slaves.show(told.slaves);
+export function showTables(sample, kept) {
+  fastest = Math.max(1, ...sample.clusters.map((c) => c.tokens_per_s ?? 0));
+  clusters.show(sample.clusters);
+  slaves.show(sample.slaves);
   rounds.show(kept.slice(-ROUNDS_SHOWN).reverse());
-  showLinks(told);
-  const here = told.clusters.filter((c) => c.alive).length;
-  byId("clusters-count").textContent = told.clusters.length ? `${here} of ${told.clusters.length} here` : "";
-  byId("slaves-count").textContent = told.slaves.length ? `${told.slaves.filter((x) => x.level === "good").length} of ${told.slaves.length} ready` : "";
-  show("clusters", told.clusters.length);
-  show("slaves", told.slaves.length);
+  showLinks(sample);
+  const here = sample.clusters.filter((c) => c.alive).length;
+  byId("clusters-count").textContent = sample.clusters.length ? `${here} of ${sample.clusters.length} here` : "";
+  byId("slaves-count").textContent = sample.slaves.length ? `${sample.slaves.filter((x) => x.level === "good").length} of ${sample.slaves.length} ready` : "";
+  show("clusters", sample.clusters.length);
+  show("slaves", sample.slaves.length);
   show("rounds", kept.length);
 }
 
@@ -112,11 +112,11 @@ function show(name, number) {
   byId(`${name}-empty`).hidden = number > 0;
 }
 
-function showLinks(told) {
+function showLinks(sample) {
   const table = byId("links-table");
-  const bySlave = [...new Set(told.links.map((link) => link.slave))];
-  const byCluster = [...new Set(told.links.map((link) => link.cluster))];
-  const some = told.links.some((link) => link.push !== null || link.pull !== null);
+  const bySlave = [...new Set(sample.links.map((link) => link.slave))];
+  const byCluster = [...new Set(sample.links.map((link) => link.cluster))];
+  const some = sample.links.some((link) => link.push !== null || link.pull !== null);
   byId("links-scroll").hidden = !some;
   byId("links-empty").hidden = some;
   if (linksOf !== bySlave.join(" ")) {
@@ -130,7 +130,7 @@ function showLinks(told) {
     // A wide table can be scrolled with the keyboard too, once there is something to scroll.
     if (bySlave.length > 6) byId("links-scroll").tabIndex = 0; else byId("links-scroll").removeAttribute("tabindex");
   }
-  links?.show(byCluster.map((cluster) => ({ id: cluster, of: Object.fromEntries(told.links.filter((l) => l.cluster === cluster).map(
+  links?.show(byCluster.map((cluster) => ({ id: cluster, of: Object.fromEntries(sample.links.filter((l) => l.cluster === cluster).map(
     (l) => [l.slave, [l.push, l.pull, age(l.push_age_s), age(l.pull_age_s)]])) })));
 }
 

@@ -36,14 +36,14 @@ export function showTiles(state) {
 }
 
 function showSentence(state) {
-  const told = state.say;
-  level(byId("say"), told.level);
-  say(byId("sentence"), told.text);
+  const shown = state.say;
+  level(byId("say"), shown.level);
+  say(byId("sentence"), shown.text);
   const more = byId("more");
-  more.hidden = told.more.length === 0;
-  if (more.textContent !== told.more.join("")) more.replaceChildren(...told.more.map((line) => h("li", {}, line)));
-  speak([told.text, ...told.more].join(" "), told.level);
-  const sign = { bad: "■ ", warn: "▲ ", off: "○ ", wait: "◌ " }[told.level] ?? "";
+  more.hidden = shown.more.length === 0;
+  if (more.textContent !== shown.more.join("")) more.replaceChildren(...shown.more.map((line) => h("li", {}, line)));
+  speak([shown.text, ...shown.more].join(" "), shown.level);
+  const sign = { bad: "■ ", warn: "▲ ", off: "○ ", wait: "◌ " }[shown.level] ?? "";
   document.title = `${sign}${state.run.id} ${state.version ?? ""} – Di-PS`;
 }
 
