@@ -118,8 +118,8 @@ def test_alarms_are_told_by_what_they_are_about() -> None:
     ]
     (told,) = [sentence for sentence in readings(comparison(records)) if sentence.startswith("Alarms")]
     assert told == (
-        "Alarms: cluster b pushes in another direction than the others (dips at 20 s); cluster b is in quarantine after "
-        "3 rejections (dips at 40 s, paper at 50 s)."
+        "Alarms: cluster b pushes in another direction than the others (dips at 20 s); cluster b is in quarantine "
+        "after 3 rejections (dips at 40 s, paper at 50 s)."
     )
     assert not [sentence for sentence in readings(comparison(THREE)) if "larm" in sentence]
 

@@ -248,7 +248,9 @@ class MasterMachine:
         if request.no_limit and request.tk_max_tokens:
             raise Refused(RefusalCode.CONFIG, "a limit and none are asked for: give --tokens N or --no-limit")
         if request.tk_max_tokens > MAX_TOTAL_TOKENS:
-            raise Refused(RefusalCode.TOKENS, f"{limit} tokens are too large a limit: at most {MAX_TOTAL_TOKENS}")
+            raise Refused(
+                RefusalCode.TOKENS, f"a limit of {limit} tokens is too large: give at most {MAX_TOTAL_TOKENS}"
+            )
         if 0 < limit <= ledger.tokens:
             raise Refused(
                 RefusalCode.CONFIG,
