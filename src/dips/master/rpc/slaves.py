@@ -59,7 +59,7 @@ async def _receive(shell: MasterShell, link: SlaveLink, messages: AsyncIterator[
     """Passes on the slave's messages until it hangs up; closes the link after a message that cannot be decoded."""
     try:
         async for data in messages:
-            for _ in range(copies(failpoint("master.slave_stream.before_receive"))):
+            for _ in range(copies(failpoint("master.slave_stream.before_hear"))):
                 shell.slave_said(link, understood(shell, "Attach", data, SlaveMessage))
     except Refused as refused:
         link.close(refused)
