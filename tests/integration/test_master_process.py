@@ -165,7 +165,7 @@ def test_the_start_says_where_it_serves_and_that_only_loopback_is_served(start: 
     here = master.started()
     master.signal(signal.SIGTERM)
     assert re.search(
-        rf"serving run demo at {here.address} \(epoch 1, directory .*\); INSECURE, as was said: .*loopback only",
+        rf"serving run demo at {here.address} \(epoch 1, directory .*\); INSECURE, as configured: .*loopback only",
         master.log,
     )
 

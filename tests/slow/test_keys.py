@@ -171,7 +171,7 @@ def test_keys_are_wanted_where_there_are_keys(run: WholeRun, capsys: pytest.Capt
 def test_a_master_without_keys_is_not_taken_for_one_with(tmp_path: Path) -> None:
     ensure_keys(tmp_path / "keys")
     with WholeRun(tmp_path / "run", n_slaves=1) as insecure:
-        wait_until(lambda: "INSECURE, as was said" in log_of_master(insecure), "the master's first words")
+        wait_until(lambda: "INSECURE, as configured" in log_of_master(insecure), "the master's first words")
         why = why_not_let_in(insecure.address, load_identity(tmp_path / "keys" / "operator"))
         assert why.startswith(f"the master at {insecure.address} uses no keys: it was started with --insecure")
         assert why_not_let_in(insecure.address, INSECURE) == ""

@@ -1,9 +1,9 @@
-"""Who may call what: the one place where a certificate is judged, at each call and while streams are open.
+"""Authorises callers: the one place where certificates are checked, at each call and while streams are open.
 
-TLS has already proven that the caller holds the key of a certificate that a trusted authority signed. Here it is
-asked again, for every call, whether that certificate still holds (authorities are retired, certificates lapse and are
-revoked while connections stay open), and whether its role and name may make this call. Without keys everything is
-permitted, since only this machine can call. It must never fail open: what cannot be judged is refused.
+TLS has already proven that the caller holds the key of a certificate that a trusted authority signed. Here every call
+is checked again: whether the certificate is still valid (authorities are retired, certificates expire and are revoked
+while connections stay open), and whether its role and name may make this call. Without keys everything is permitted,
+since only this machine can call. It must never fail open: what cannot be checked is refused.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from dips.core.net.keys import (
 from dips.core.net.security import Identity, Role, Security
 
 LOOK_S = 0.25
-"""How often the list of revoked certificates is looked at; what was revoked is out within this and a call."""
+"""The period of checking the list of revoked certificates; a revocation takes effect within this and a call."""
 
 KNOWN_CERTIFICATES = 4096
-"""Parsed certificates, and serials last seen for each name, that are remembered: 10 MB at most."""
+"""The most parsed certificates, and last serials of each name, that are remembered: 10 MB at most."""
 
 READER_METHODS = frozenset({"BeginPull", "FinishPull"})
-"""Of the service Clusters: what whoever reads a version calls, which an operator may as well."""
+"""Methods of the service Clusters that readers of a version call, and that an operator may call too."""
 
 LOOKING_METHODS = frozenset({"Status", "Watch"})
-"""Of the service Operator: what changes nothing, which every valid certificate may."""
+"""Methods of the service Operator that change nothing, and that every valid certificate may call."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -56,7 +56,7 @@ _caller: ContextVar[Certificate | None] = ContextVar("dips_caller", default=None
 
 @dataclass(eq=False)
 class OpenCall:
-    """A call that is being served. `ended` gets the refusal when its certificate stops to hold meanwhile."""
+    """A call that is being served. `ended` gets the refusal when its certificate becomes invalid during the call."""
 
     certificate: Certificate
     ended: asyncio.Future[Refused] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -64,7 +64,7 @@ class OpenCall:
 
 @dataclass(frozen=True)
 class Holder:
-    """Whose certificate was revoked while it was the one in use."""
+    """A process whose certificate was revoked while it was in use."""
 
     role: Role
     name: str
@@ -72,14 +72,14 @@ class Holder:
 
 
 class Access:
-    """Judges every call of one master. Make it where the event loop runs; call it from there only."""
+    """Authorises every call of one master. Make it where the event loop runs; call it from there only."""
 
     def __init__(
         self, security: Security, revoked_file: Path | None = None, now: Callable[[], datetime] | None = None
     ) -> None:
-        """revoked_file: the list of revoked certificates; None: revoked.json beside the keys, if it is there.
+        """revoked_file: the list of revoked certificates; None: revoked.json in the folder of the keys, if it is there.
 
-        Raises ConfigError when a list that was named cannot be read.
+        Raises ConfigError when a given list cannot be read.
         """
         self._identity = security if isinstance(security, Identity) else None
         self._now = now or (lambda: datetime.now(UTC))
@@ -88,9 +88,9 @@ class Access:
         self._last_serial: OrderedDict[tuple[Role, str], int] = OrderedDict()
         self._open: set[OpenCall] = set()
         self.refused: Counter[str] = Counter()
-        """Refused calls by method."""
+        """The number of refused calls by method."""
         self.last_refused = ""
-        """Method and sentence of the last one."""
+        """Method and sentence of the last refused call."""
         if self._identity is None:
             return
         directory = self._identity.directory
@@ -105,11 +105,11 @@ class Access:
 
     @property
     def checks(self) -> bool:
-        """Whether there are keys to judge by."""
+        """Whether there are keys, so that certificates are checked."""
         return self._identity is not None
 
     def admit(self, method: str, certificate_pem: bytes | None) -> Certificate:
-        """The caller of /dips.v1.Service/Method, permitted. Raises Refused(IDENTITY)."""
+        """The certificate of a caller that may call /dips.v1.Service/Method. Raises Refused(IDENTITY)."""
         try:
             certificate = self._parsed(certificate_pem)
             self._check_holds(certificate)
@@ -124,7 +124,7 @@ class Access:
 
     @contextlib.contextmanager
     def serving(self, certificate: Certificate) -> Iterator[OpenCall]:
-        """While this lasts, requests are checked to be this caller's own, and a revocation ends the call."""
+        """A context in which requests must name this caller as their sender, and a revocation ends the call."""
         call = OpenCall(certificate)
         token = _caller.set(certificate)
         self._open.add(call)
@@ -135,7 +135,7 @@ class Access:
             _caller.reset(token)
 
     def look(self) -> list[Holder]:
-        """Read lists that changed and end what no longer holds; who is out since the last look."""
+        """Reads changed lists and ends calls that are no longer valid; returns the holders revoked since then."""
         if self._identity is None:
             return []
         self._read_authorities(self._identity.directory)
@@ -149,7 +149,7 @@ class Access:
         names = {serial: key for key, serial in self._last_serial.items()}
         return [Holder(*names[serial], self._revoked[serial]) for serial in fresh if serial in names]
 
-    # ---- what is judged ----
+    # ---- checks ----
 
     def _parsed(self, pem: bytes | None) -> Certificate:
         if not pem:
@@ -164,7 +164,7 @@ class Access:
         return found
 
     def _check_holds(self, certificate: Certificate) -> None:
-        """Raises Refused for a certificate that lapsed, was revoked, or whose authority is no longer trusted."""
+        """Raises Refused for a certificate that expired, was revoked, or whose authority is no longer trusted."""
         now = self._now()
         if lapse := certificate.lapse(now, "the master"):
             raise _refusal(certificate, lapse, certificate.remedy(now))
@@ -175,7 +175,7 @@ class Access:
             raise _refusal(certificate, "was signed by an authority that this run does not trust", "renew it")
 
     def _is_trusted(self, certificate: x509.Certificate) -> bool:
-        """A signature is verified once: that takes 0.1 ms, and calls come by the hundred."""
+        """Whether a trusted authority signed it. Each signature is verified once: that takes 0.1 ms."""
         if certificate not in self._trusted:
             if not is_signed_by(certificate, self._authorities):
                 return False
@@ -199,7 +199,7 @@ class Access:
             _logger.error("the changed authorities cannot be used, the old ones stay: %s", error)
 
     def _read_revoked(self) -> set[int]:
-        """The serials that are new on the list."""
+        """Reads the list of revoked certificates; returns the serials that are new on it."""
         stamp = stamp_of_file(self._revoked_file)
         if stamp == self._revoked_stamp:
             return set()
@@ -216,7 +216,7 @@ class Access:
 
 
 def check_is_own(name: str, what: str) -> None:
-    """Raise Refused unless `name`, which a request calls its sender, is that of the caller's certificate.
+    """Raises Refused unless `name`, which a request gives as its sender, is that of the caller's certificate.
 
     Operators read versions under names of their choice.
     """

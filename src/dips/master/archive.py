@@ -1,7 +1,7 @@
-"""Old decisions out of the journal: whole files of JSON lines, never changed once they have their name.
+"""The archive of old journal records: files of JSON lines that never change once they have their final name.
 
 A segment is flushed, renamed, and its name flushed before its records may leave the journal; after a kill in between
-they stand in both, and the reader takes them once. Beyond its room the archive gives up its oldest segments. It must
+they are in both, and the reader takes them once. Above its size limit the archive deletes its oldest segments. It must
 never hold half a segment under a segment's name, and never decide what is old (docs/architecture.md, durable state).
 
 Every record carries a digest that covers the digest of the record before it, here as in the journal's file, so that a
@@ -29,18 +29,18 @@ FOLDER = "archive"
 
 SEGMENT_RECORDS = 512
 SEGMENT_BYTES = 4 << 20
-"""A segment ends at whichever comes first. Writing and flushing 4 MiB is what one append may have to wait for:
-about 10 ms on a disk that writes 400 MB/s, beside the flush of its own that every append waits for."""
+"""A segment ends at whichever comes first. One append may have to wait until 4 MiB are written and flushed:
+about 10 ms on a disk that writes 400 MB/s, in addition to its own flush."""
 
 _NAME = re.compile(r"(\d{10,})-(\d{10,})\.jsonl\Z")
 
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """One decision as it stands in the journal; entry 0 of each epoch is its EPOCH record.
+    """One record of the journal; entry 0 of each epoch is its EPOCH record.
 
-    number: counts all records of the run, from 1, without an end. digest: of all the others and of the digest of the
-    record before; empty in what a release wrote that kept none.
+    number: counts all records of the run, from 1. digest: of all other fields and of the previous record's digest;
+    empty in records of a release that kept none.
     """
 
     epoch: int
@@ -51,9 +51,9 @@ class JournalRecord:
     digest: str = ""
 
     def digest_after(self, previous: str) -> str:
-        """What its digest is when `previous` is that of the record before: 32 hex digits."""
-        said = f"{previous}\n{self.number}\n{self.epoch}\n{self.entry_id}\n{self.kind!r}\n{self.record_json}"
-        return xxhash.xxh3_128_hexdigest(said.encode())
+        """Its digest after a record with the digest `previous`: 32 hex digits."""
+        text = f"{previous}\n{self.number}\n{self.epoch}\n{self.entry_id}\n{self.kind!r}\n{self.record_json}"
+        return xxhash.xxh3_128_hexdigest(text.encode())
 
     def after(self, previous: str) -> JournalRecord:
         """The same record with its digest."""
@@ -62,7 +62,7 @@ class JournalRecord:
 
 @dataclass(frozen=True)
 class Pruned:
-    """The newest record that was deleted for want of room: it and all before it are gone."""
+    """The newest record that was deleted to keep the archive's size limit: it and all before it are gone."""
 
     number: int
 
@@ -90,7 +90,7 @@ class Segment:
 
 
 def first_digest(run_id: str) -> str:
-    """What the first record's digest follows: a history of another run does not fit on it."""
+    """The digest before the first record; it depends on the run, so that another run's history does not fit."""
     return xxhash.xxh3_128_hexdigest(f"dips journal of run {run_id}".encode())
 
 
@@ -113,10 +113,10 @@ REMEDY = (
 
 
 def digest_segments(directory: Path, after: int, previous: str) -> tuple[int, str]:
-    """Give the records of an older release's archive their digests, file by file, from record `after` on.
+    """Adds digests to the records of an older release's archive, file by file, from record `after` on.
 
-    Every file is replaced whole, and the same digests come out when it is done again. Returns number and digest of the
-    last record. Raises OSError, and FatalError when a file is damaged.
+    Every file is replaced as a whole, and a repetition gives the same digests. Returns number and digest of the last
+    record. Raises OSError, and FatalError when a file is damaged.
     """
     for segment in segments(directory):
         if segment.last <= after:
@@ -143,7 +143,7 @@ def segments(directory: Path) -> list[Segment]:
 
 
 def write_segment(directory: Path, records: Sequence[JournalRecord]) -> Segment:
-    """Make records durable as the next segment, under its name at once and whole. Raises OSError."""
+    """Makes records durable as the next segment, which gets its name only when it is whole. Raises OSError."""
     folder = directory / FOLDER
     if not folder.is_dir():
         folder.mkdir()
@@ -160,7 +160,7 @@ def write_segment(directory: Path, records: Sequence[JournalRecord]) -> Segment:
 
 
 def drop_segment(segment: Segment) -> None:
-    """Give up one segment; the journal must know of it already. Raises OSError."""
+    """Deletes one segment; the journal must have recorded that already. Raises OSError."""
     segment.path.unlink(missing_ok=True)
     sync_directory(segment.path.parent)
 

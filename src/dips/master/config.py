@@ -1,9 +1,8 @@
-"""The master's knobs: what an operator may set, and which settings contradict each other.
+"""The master's settings: their options, defaults, and the checks for contradictions.
 
-Group-wide settings stand here and nowhere else: the master advertises them, so that no cluster can diverge by
-its own. Of the times only heartbeat_s and round_timeout_s are somebody's choice: what is "auto" follows from these two,
-and from what is measured while the run goes on. What must hold between them stands in core/assumptions.py
-(docs/assumptions.md).
+Settings of the whole run are here and nowhere else: the master sends them to all processes, so that no cluster can
+have other ones. Of the times only heartbeat_s and round_timeout_s must be chosen: "auto" times follow from these two
+and from measurements during the run. The conditions between them are in core/assumptions.py (docs/assumptions.md).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ PENALTY_KNOBS = (
     "hard_gate",
     "quarantine_after_flags",
 )
-"""Fields that, when given, replace the preset's value of the same name in PenaltyConfig."""
+"""Fields that replace the preset's value of the same name in PenaltyConfig when they are given."""
 
 
 def _name(run_id: str) -> str:
@@ -53,7 +52,7 @@ def _name(run_id: str) -> str:
 
 
 class MasterConfig(MetricsKnobs):
-    """One master's settings; to_run_config() is what its state machines see of them."""
+    """One master's settings; to_run_config() makes the part for its state machines."""
 
     run_id: Annotated[str, AfterValidator(_name)] = Field(
         description="Name of the run; clusters and slaves of another run are refused"
@@ -75,12 +74,12 @@ class MasterConfig(MetricsKnobs):
         None, description="Tape of the evaluator (`dips eval --follow --tape`) whose losses the status page draws"
     )
     page_hosts: tuple[str, ...] = Field(
-        (), description="Further host names under which browsers ask for the status page"
+        (), description="Further host names under which browsers may open the status page"
     )
     page_steer: bool = Field(
-        False, description="Let those who may look at the status page pause and resume rounds there; else it only looks"
+        False, description="Let viewers of the status page pause and resume rounds there; otherwise it is read-only"
     )
-    slaves: int = Field(2, ge=1, le=1024, description="Slaves that must be there before the run begins")
+    slaves: int = Field(2, ge=1, le=1024, description="Slaves that must be attached before the run begins")
     max_clusters: int = Field(8, ge=1, le=1024, description="Clusters that may take part at the same time")
     min_clusters: int = Field(1, ge=0, description="Clusters that must have joined before the first round")
 
@@ -95,8 +94,8 @@ class MasterConfig(MetricsKnobs):
         100.0,
         gt=1,
         allow_inf_nan=True,
-        description="How many times what a cluster itself and the others usually count for a step a push may count, "
-        "where clusters bring their own data; beyond it the push is refused; inf: never",
+        description="Where clusters bring their own data: a push is refused if its tokens per step are more than this "
+        "many times what the cluster itself and the others usually count; inf: never",
     )
     s_max: Count = Field(
         0, description="Versions that a push's base may be behind; 0: 8, or 4 for each live cluster if more"
@@ -117,28 +116,28 @@ class MasterConfig(MetricsKnobs):
     round_timeout_s: Seconds = Field(30.0, description="Time for slaves to answer a step of a round")
     verdict_wait_s: Literal["auto"] | Seconds = Field(
         "auto",
-        description="A cluster waits so long for a verdict, then trains on; auto: as long as its exchanges lately "
-        "took, at most round_timeout_s",
+        description="A cluster waits this long for a verdict, then trains on; auto: as long as its last exchanges, "
+        "at most round_timeout_s",
     )
     overlap: Literal["none", "push", "full"] = Field(
         "none",
-        description="What clusters train through instead of waiting: none; push: while a push is on its way; "
+        description="When clusters train instead of waiting: none: never; push: during a push; "
         "full: until a pulled version can be installed",
     )
     frozen: Literal["same", "parameters", "any"] = Field(
         "same",
-        description="What clusters hold and do not train must be alike; same: frozen parameters and constant buffers; "
-        "parameters: frozen parameters; any: nothing is compared",
+        description="What must be equal on all clusters although it is not trained; same: frozen parameters and "
+        "constant buffers; parameters: frozen parameters; any: nothing is compared",
     )
-    lease_ttl_s: Seconds = Field(6 * 3600.0, description="Data stays lent so long to a cluster that is gone")
+    lease_ttl_s: Seconds = Field(6 * 3600.0, description="Time for which data stays leased to a cluster that is gone")
     ticket_ttl_s: Literal["auto"] | Seconds = Field(
         "auto",
-        description="An upload that stands still so long is given up; auto: twice round_timeout_s, or the time until "
-        "an eviction if that is longer",
+        description="An upload without progress for this long is given up; auto: twice round_timeout_s, or the time "
+        "until an eviction if that is longer",
     )
     linger_s: Literal["auto"] | Seconds = Field(
         "auto",
-        description="How long the master still answers after the run has ended and everyone has left; "
+        description="How long the master still answers after the run has ended and all clusters have left; "
         "auto: three times the time until an eviction",
     )
 
@@ -175,15 +174,15 @@ class MasterConfig(MetricsKnobs):
     )
     detector: str | None = Field(
         None,
-        description="What finds bad pushes: score, literal, edit, or off for nothing but what cannot be merged "
-        "(as the preset says)",
+        description="Detector of bad pushes: score, literal, edit, or off: only pushes that cannot be merged "
+        "(default: as the preset says)",
     )
     beta: float | None = Field(None, description="Threshold factor of the penalty (3)")
     alpha: float | None = Field(None, description="Smallest factor of the penalty's averages (0.02)")
     warm_up_pushes: int | None = Field(None, description="Accepted pushes before a cluster is scored (8)")
     window_pushes: int | None = Field(None, description="Accepted norms that are remembered (64)")
     hard_gate: float | None = Field(
-        None, allow_inf_nan=True, description="Norms above so many medians are refused; inf: none (10)"
+        None, allow_inf_nan=True, description="Norms above this many medians are rejected; inf: none (10)"
     )
     quarantine_after_flags: int | None = Field(
         None, description="Rejections in a row that quarantine a cluster; 0: never (3)"
@@ -192,16 +191,16 @@ class MasterConfig(MetricsKnobs):
     durability: Literal["sync", "async"] = Field(
         "sync",
         description="sync: a version is on every slave's disk before it is published; async: it is written "
-        "afterwards, and a crash of a slave may take back the newest versions",
+        "afterwards, and a crash of a slave may undo the newest versions",
     )
     async_lag_versions: int = Field(
-        4, le=1000, description="With async: nothing more is published while a disk is so many versions behind"
+        4, le=1000, description="With async: no version is published while a disk is this many versions behind"
     )
     journal_records: int = Field(
         20_000, le=10_000_000, description="Decisions that stay in the journal; older ones move to the archive"
     )
     archive_bytes: Bytes = Field(
-        1 << 30, description="Room for the archive of old decisions; the oldest are deleted beyond it"
+        1 << 30, description="Size limit of the archive of old decisions; above it the oldest are deleted"
     )
     rebuild: bool = Field(
         False,
@@ -231,7 +230,7 @@ class MasterConfig(MetricsKnobs):
         return self
 
     def times(self) -> dict[str, float]:
-        """The times that may be "auto", in seconds. grace_s is none of them: it follows the clusters' speed."""
+        """The times that may be "auto", in seconds, without grace_s, which follows the clusters' speed."""
         evict_after_s = self.evict_after_beats * self.heartbeat_s
         derived = {
             "verdict_wait_s": self.round_timeout_s,
@@ -242,7 +241,7 @@ class MasterConfig(MetricsKnobs):
         return {name: derived[name] if value == "auto" else value for name, value in given.items()}
 
     def to_run_config(self) -> RunConfig:
-        """What the state machines need of these settings."""
+        """The settings for the state machines."""
         times = self.times()
         return RunConfig(
             run_id=self.run_id,
@@ -300,7 +299,7 @@ def _uneven_chunk(config: MasterConfig) -> Iterator[str]:
 
 
 def _long_window(config: MasterConfig) -> Iterator[str]:
-    """What core/assumptions.py says of grace_s holds for the longest window."""
+    """Checks for the longest window what core/assumptions.py demands of grace_s."""
     if config.grace != "sliding" or config.grace_s == "auto" or config.grace_s >= config.round_timeout_s:
         return
     longest_s, verdict_wait_s = SLIDES * config.grace_s, config.times()["verdict_wait_s"]

@@ -1,7 +1,7 @@
-"""The master's directory: who may write there, and where others read the address of a running master.
+"""The master's directory: the lock that allows one process to write there, and the address of the running master.
 
-One process holds the directory at a time. This must never be decided by a file's content: only the kernel
-knows that a process is gone.
+One process holds the directory at a time. A file's content must never decide this: only the kernel knows whether a
+process is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TAPE_NAME = "master.tape.jsonl"
 
 @dataclass(frozen=True)
 class MasterAddress:
-    """Where a running master is: what stands in master.json from its start to its clean stop."""
+    """The address of a running master: the content of master.json from its start to its clean stop."""
 
     address: str
     run_id: str
@@ -31,7 +31,7 @@ class MasterAddress:
 
 
 class DirectoryLock:
-    """The right to write in one directory, until release() or the end of the process, however it ends."""
+    """The lock of one directory, held until release() or until the process ends in any way."""
 
     def __init__(self, directory: Path) -> None:
         """Raises ConfigError when another master holds the directory or it cannot be made or written."""
@@ -49,7 +49,7 @@ class DirectoryLock:
         os.pwrite(self._handle, f"{os.getpid()}\n".encode("ascii"), 0)
 
     def release(self) -> None:
-        """Give the directory up; may be called twice."""
+        """Releases the lock; may be called twice."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -66,7 +66,7 @@ def _open_lock(directory: Path) -> int:
 
 
 def write_address(directory: Path, address: MasterAddress) -> None:
-    """Tell others on this machine where the master is. A reader sees the old file or the new one, whole."""
+    """Writes the master's address for others on this machine. A reader gets the old file or the new one, whole."""
     path = directory / ADDRESS_NAME
     temporary = path.with_suffix(f".{address.pid}.tmp")
     temporary.write_text(json.dumps(asdict(address)) + "\n", encoding="utf-8")
@@ -77,14 +77,14 @@ def write_address(directory: Path, address: MasterAddress) -> None:
 
 
 def remove_address(directory: Path) -> None:
-    """Say that no master runs here any more; the lock must be held."""
+    """Removes the address, because no master runs here any longer; the lock must be held."""
     (directory / ADDRESS_NAME).unlink(missing_ok=True)
 
 
 def read_address(directory: Path) -> MasterAddress | None:
-    """What the newest master wrote, or None. After a crash the file may name a process that is gone.
+    """Reads the address that the newest master wrote, or None. After a crash it may name a process that is gone.
 
-    Raises ConfigError when the file is not what a master writes.
+    Raises ConfigError when the file was not written by a master.
     """
     path = directory / ADDRESS_NAME
     try:
@@ -96,7 +96,7 @@ def read_address(directory: Path) -> MasterAddress | None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable: flushing a file does not flush its name."""
+    """Makes the names in a directory durable: flushing a file does not flush its name."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         failpoint("master.directory.before_fsync")

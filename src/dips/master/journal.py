@@ -1,6 +1,6 @@
-"""The master's durable memory: its epoch, its decisions, and the newest snapshot of its state.
+"""The journal: stores durably the master's epoch, its decisions, and the newest snapshot of its state.
 
-A decision counts only once it stands here, so `append` returns only after the disk has it, and every append
+A decision counts only once it is durable here, so `append` returns only after the disk has it, and every append
 asserts, inside its own transaction, that no newer epoch was begun. Old records move to the archive, so that neither
 the file nor the time of an append grows with the run. It must never decide anything, and never let two masters write
 to one directory (docs/architecture.md, durable state; docs/protocol.md, fencing).
@@ -71,14 +71,14 @@ __all__ = [
 ]
 
 _PRUNED_AT_ONCE = 4
-"""More than the one segment that each step adds, so that an archive whose room was made smaller shrinks to it."""
+"""More than the one segment that each step adds, so that the archive shrinks to a limit that was lowered."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One decision to be made durable, with the state that follows from it."""
+    """One decision to make durable, with the state that follows from it."""
 
     entry_id: int
     kind: str
@@ -88,14 +88,14 @@ class JournalEntry:
 
 @dataclass(frozen=True)
 class Retention:
-    """How many records stay in the journal, and how much room the older ones may take in the archive."""
+    """The number of records that stay in the journal, and the size limit of the archive for older ones."""
 
     records: int = 20_000
     archive_bytes: int = 1 << 30
 
     @property
     def segment_records(self) -> int:
-        """How many move at once: few enough that the journal stays near its bound."""
+        """The number of records that move at once: small enough that the journal stays near its bound."""
         return max(1, min(SEGMENT_RECORDS, self.records // 8))
 
 
@@ -111,7 +111,7 @@ class Journal:
 
     @classmethod
     def open(cls, directory: Path, run_id: str, retention: Retention | None = None) -> Journal:
-        """Open or create the journal of `run_id` in `directory`.
+        """Opens or creates the journal of `run_id` in `directory`.
 
         Raises ConfigError when another master holds the directory, when it belongs to another run or was
         written by another release, or when it cannot be written; FatalError when its content is damaged.
@@ -131,9 +131,9 @@ class Journal:
         return journal
 
     def begin_epoch(self, at_least: int = 0) -> int:
-        """Begin the next epoch, durably, and return its number: 1 for the first start of a run.
+        """Begins the next epoch, durably, and returns its number: 1 for the first start of a run.
 
-        With `at_least` it is that number or a higher one: slaves may have promised an epoch that this file forgot.
+        With `at_least` it is that number or a higher one: slaves may have promised an epoch that is not in this file.
         """
         with self._transaction() as cursor:
             epoch = max(_epoch(cursor) + 1, at_least)
@@ -147,19 +147,19 @@ class Journal:
             return get_snapshot(self._connection, self._path)
 
     def newest(self) -> tuple[int, str]:
-        """Number and digest of the newest record, which stand for the whole history up to it."""
+        """Number and digest of the newest record, which identify the whole history up to it."""
         with disk_errors_fatal(self._path):
             return newest(self._connection.cursor())
 
     def append(self, epoch: int, entry_id: int, kind: str, record_json: str, snapshot_json: str) -> None:
-        """Make one entry durable. Raises FatalError as append_all does."""
+        """Makes one entry durable. Raises FatalError as append_all does."""
         self.append_all(epoch, [JournalEntry(entry_id, kind, record_json, snapshot_json)])
 
     def append_all(self, epoch: int, entries: Sequence[JournalEntry]) -> None:
-        """Make entries durable, all or none, with one flush of the disk; only the last snapshot is kept.
+        """Makes entries durable, all or none, with one flush of the disk; only the last snapshot is kept.
 
         Raises FatalError when a newer epoch was begun or the disk fails, LocalProtocolError when an entry's
-        number does not follow the ones before it; nothing was written then.
+        number does not follow the ones before it; in these cases nothing was written.
         """
         with self._transaction() as cursor:
             self._assert_newest(cursor, epoch)
@@ -168,10 +168,10 @@ class Journal:
             put_snapshot(cursor, epoch, entries[-1].entry_id, entries[-1].snapshot_json, digest)
 
     def tidy(self) -> bool:
-        """Move some old records to the archive if there are too many; tells whether there is more to move.
+        """Moves some old records to the archive if there are too many; returns whether there are more to move.
 
         One call takes as long as writing and flushing one segment. When the archive cannot be written this is
-        logged as an error and tried again after as many records as a segment has: the journal grows meanwhile.
+        logged as an error and tried again after as many records as a segment has; the journal grows until then.
         Raises FatalError as append_all does.
         """
         first, last = _bounds(self._connection)
@@ -197,29 +197,29 @@ class Journal:
             yield from _records(self._path.parent, self._connection, kind)
 
     def pruned(self) -> Pruned | None:
-        """Up to where the history was deleted for want of room; None when it is whole."""
+        """The newest record that was deleted to keep the archive's size limit; None when the history is whole."""
         with disk_errors_fatal(self._path):
             return _pruned(self._connection.cursor())
 
     def last_port(self) -> int:
-        """The port that the last master of this run served on; 0 when there was none."""
+        """The port of the last master of this run; 0 when there was none."""
         with disk_errors_fatal(self._path):
             return whole(get_meta(self._connection.cursor(), "port") or 0)
 
     def remember_port(self, port: int) -> None:
-        """Note the port, so that a restarted master can be found where the last one was."""
+        """Stores the port, so that a restarted master can use the same one."""
         with self._transaction() as cursor:
             set_meta(cursor, "port", str(port))
 
     def close(self) -> None:
-        """Close the file and give up the lock. May be called twice."""
+        """Closes the file and releases the lock. May be called twice."""
         self._connection.close()
         self._lock.release()
 
     # ---- the archive ----
 
     def _archive(self, first: int, last: int) -> None:
-        """Move the oldest records, one segment of them. Raises OSError; the records stand where they were then."""
+        """Moves the oldest records, one segment of them. Raises OSError; the records then stay where they were."""
         end = min(first + self._retention.segment_records, last)  # the newest record always stays
         old = _of_one_segment(self._connection, first, end)
         write_segment(self._path.parent, old)
@@ -228,13 +228,13 @@ class Journal:
         self._prune()
 
     def _delete_to(self, last: JournalRecord) -> None:
-        """Records up to `last` stand in the archive: what follows is chained to it from there."""
+        """Deletes records up to `last`, which are in the archive; the following ones are chained to it."""
         with self._transaction() as cursor:
             cursor.execute("DELETE FROM records WHERE number <= ?", (last.number,))
             set_base(cursor, last.number, last.digest)
 
     def _prune(self) -> None:
-        """Give up the oldest segments beyond the archive's room; the journal says so first."""
+        """Deletes the oldest segments above the archive's size limit; the journal records that first."""
         kept = segments(self._path.parent)
         over_bytes = sum(segment.size_bytes for segment in kept) - self._retention.archive_bytes
         for segment in kept[: min(len(kept) - 1, _PRUNED_AT_ONCE)]:
@@ -250,7 +250,7 @@ class Journal:
             _logger.info("%s: %s", self._path.parent / FOLDER, Pruned(segment.last))
 
     def _finish_archiving(self) -> None:
-        """Do what a killed master left: records in both places leave the journal, pruned segments the disk."""
+        """Finishes what a killed master left: deletes pruned segments, and from the journal what is in the archive."""
         with disk_errors_fatal(self._path):
             kept = segments(self._path.parent)
             pruned = self.pruned()
@@ -265,7 +265,7 @@ class Journal:
                 self._delete_to(archived[-1])
 
     def _assert_same(self, archived: Sequence[JournalRecord]) -> None:
-        """Raise FatalError when the archive is another journal's: what both hold must be equal."""
+        """Raises FatalError when the archive belongs to another journal: records in both must be equal."""
         held = {record.number: record for record in _records_from(self._connection, None, archived[0].number)}
         if any(held.get(record.number, record) != record for record in archived):
             raise FatalError(foreign(self._path))
@@ -274,7 +274,7 @@ class Journal:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Cursor]:
-        """One write transaction, durable when the block ends; disk trouble becomes FatalError."""
+        """One write transaction, durable when the block ends; disk errors become FatalError."""
         with disk_errors_fatal(self._path), closing(self._connection.cursor()) as cursor:
             cursor.execute("BEGIN IMMEDIATE")
             try:
@@ -307,10 +307,11 @@ class Journal:
 
 @dataclass(frozen=True)
 class JournalContent:
-    """All that a master's directory holds, at one moment.
+    """The content of a master's directory at one moment.
 
-    pruned: up to where the history was deleted for want of room. missing: numbers of records that are not here although
-    nothing says that they were deleted; (1, 0) when there are none. has_digests: False when an older release wrote it.
+    pruned: the newest record that was deleted to keep the size limit. missing: first and last number of records that
+    are not here without a note of their deletion; (1, 0) when there are none. has_digests: False when an older release
+    wrote it.
     """
 
     records: list[JournalRecord]
@@ -322,7 +323,7 @@ class JournalContent:
 
 
 def read_content(directory: Path) -> JournalContent:
-    """Read archive and journal at one moment, every digest checked. Raises as read_records does."""
+    """Reads archive and journal at one moment, with all digests checked. Raises as read_records does."""
     with _reading(directory) as connection:
         cursor = connection.cursor()
         records = list(_records(directory, connection, None))
@@ -340,7 +341,7 @@ def read_content(directory: Path) -> JournalContent:
 
 
 def read_records(directory: Path, kind: str | None = None) -> Iterator[JournalRecord]:
-    """Read archive and journal without locking them, for tools; a running master is not disturbed.
+    """Reads archive and journal without locking them, for tools; a running master is not disturbed.
 
     Oldest first, each record once; pruned_to() says whether the beginning is gone. Raises ConfigError when there is
     no journal in `directory`, FatalError when it is damaged, RetryLater when it was pruned while it was read.
@@ -350,7 +351,7 @@ def read_records(directory: Path, kind: str | None = None) -> Iterator[JournalRe
 
 
 def pruned_to(directory: Path) -> Pruned | None:
-    """Up to where the history in `directory` was deleted; None when it is whole. Raises as read_records does."""
+    """The newest deleted record of the history in `directory`; None when it is whole. Raises as read_records does."""
     with _reading(directory) as connection:
         return _pruned(connection.cursor())
 
@@ -361,12 +362,12 @@ def _reading(directory: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise ConfigError(f"no journal in {directory}: give the directory that a master was started with")
     with disk_errors_fatal(path), closing(connect_to_read(path)) as connection:
-        # One view of the file for all that follows. What left the file before this moment stands in a segment.
+        # One view of the file for all that follows. Records that left the file before this moment are in a segment.
         yield connection
 
 
 def _records(directory: Path, connection: sqlite3.Connection, kind: str | None) -> Iterator[JournalRecord]:
-    """The archive's records, each against its digest, then those of the file, which were checked when it was opened."""
+    """The archive's records, checked by their digests, then the file's, which were checked when it was opened."""
     first, _ = _bounds(connection)
     cursor = connection.cursor()
     pruned = _pruned(cursor)
@@ -381,8 +382,8 @@ def _records(directory: Path, connection: sqlite3.Connection, kind: str | None) 
 
 
 def _joined(directory: Path, cursor: sqlite3.Cursor, archived: Iterator[JournalRecord]) -> Iterator[JournalRecord]:
-    """The archive's records, checked, up to the one that the journal's file follows. Without any record the archive was
-    moved away. Raises FatalError when one is damaged or missing."""
+    """The archive's records, checked, up to the one that precedes the journal's file. Without any record the archive
+    was moved away. Raises FatalError when one is damaged or missing."""
     run_id = str(get_meta(cursor, "run_id"))
     number, digest = base(cursor)
     last = JournalRecord(0, 0, "", "", number, digest)
@@ -390,7 +391,7 @@ def _joined(directory: Path, cursor: sqlite3.Cursor, archived: Iterator[JournalR
         yield last
     if (last.number, last.digest) != (number, digest):
         raise FatalError(
-            f"the archive {directory / FOLDER} ends at record {last.number}, and the journal goes on after record "
+            f"the archive {directory / FOLDER} ends at record {last.number}, and the journal continues after record "
             f"{number}: put the missing files back, or move the whole archive away to go without the decisions in it"
         )
 
@@ -451,7 +452,7 @@ def _insert(cursor: sqlite3.Cursor, epoch: int, entries: Sequence[JournalEntry])
 
 
 def _last_digest(segment: Segment) -> str:
-    """Of the segment's last record."""
+    """The digest of the segment's last record."""
     digest = ""
     for record in segment.records():
         digest = record.digest

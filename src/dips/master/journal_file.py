@@ -1,10 +1,10 @@
-"""The journal's SQLite file: how it is opened, checked and brought up to date, and what its errors mean.
+"""Opens, checks and upgrades the journal's SQLite file, and converts its errors.
 
-SQLite finds a page that is no page, not a byte that changed in one. So each record has a digest that covers the record
-and the digest before it, from `base` in the table meta on (the last record that left the file, or the beginning); the
-newest snapshot has one that covers the record it was written with; and the table meta one over all that it says.
+SQLite detects an invalid page, but not a changed byte within a page. So each record has a digest of the record
+and the previous digest, from `base` in the table meta on (the last record that left the file, or the beginning). The
+newest snapshot has a digest that also covers its record, and the table meta has one of all its rows.
 
-Must never make a decision, and never repair what is damaged: the evidence stays as it was.
+Must never make a decision, and never repair what is damaged: the damaged file is kept as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dips.master.archive import (
 from dips.master.directory import sync_directory
 
 SCHEMA = 3
-"""Raised when an older master could no longer read the journal. 2: old records stand in the archive. 3: digests."""
+"""Increased when an older master could no longer read the journal. 2: old records are in the archive. 3: digests."""
 
 SCHEMAS_WITHOUT_DIGESTS = (1, 2)
 
@@ -70,11 +70,11 @@ TABLES_WITHOUT_DIGESTS = {
         ",\n        record_digest TEXT NOT NULL,\n        digest TEXT NOT NULL\n", "\n"
     ),
 }
-"""As SQLite keeps the statements of an older release, letter for letter."""
+"""The statements of an older release, letter for letter as SQLite keeps them."""
 
 
 def connect(path: Path, run_id: str) -> sqlite3.Connection:
-    """Open or make the file for writing. Raises ConfigError and FatalError as Journal.open says."""
+    """Opens or makes the file for writing. Raises ConfigError and FatalError as Journal.open does."""
     with disk_errors_fatal(path):
         # The thread that opens and the journal's own thread use the connection in turn, never both at once.
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
@@ -89,7 +89,7 @@ def connect(path: Path, run_id: str) -> sqlite3.Connection:
 
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
-    """Open the file for tools, as it is now: nothing is locked or changed, and all later reads see one state.
+    """Opens the file for tools, as it is now: nothing is locked or changed, and all later reads see one state.
 
     Raises ConfigError when a newer release wrote it, FatalError when it is damaged.
     """
@@ -128,12 +128,12 @@ def _put_meta(cursor: sqlite3.Cursor, key: str, value: str) -> None:
 
 
 def _digest_of_meta(cursor: sqlite3.Cursor) -> str:
-    said = cursor.execute("SELECT key, value FROM meta WHERE key <> 'digest' ORDER BY key").fetchall()
-    return xxhash.xxh3_128_hexdigest(repr(said).encode())
+    rows = cursor.execute("SELECT key, value FROM meta WHERE key <> 'digest' ORDER BY key").fetchall()
+    return xxhash.xxh3_128_hexdigest(repr(rows).encode())
 
 
 def set_base(cursor: sqlite3.Cursor, number: int, digest: str) -> None:
-    """Note which record is the last before those in the file."""
+    """Stores the last record before those in the file."""
     set_meta(cursor, "base", f"{number} {digest}")
 
 
@@ -145,13 +145,13 @@ def base(cursor: sqlite3.Cursor) -> tuple[int, str]:
 
 
 def newest(cursor: sqlite3.Cursor) -> tuple[int, str]:
-    """Number and digest of the newest record, whether it is in the file or left it."""
+    """Number and digest of the newest record, in the file or in the archive."""
     row = cursor.execute("SELECT number, digest FROM records ORDER BY number DESC LIMIT 1").fetchone()
     return base(cursor) if row is None else (whole(row[0]), str(row[1]))
 
 
 def put_snapshot(cursor: sqlite3.Cursor, epoch: int, entry_id: int, snapshot_json: str, record_digest: str) -> None:
-    """Replace the newest snapshot by the state after the record with this digest."""
+    """Replaces the newest snapshot by the state after the record with this digest."""
     digest = _digest_of_snapshot(epoch, entry_id, snapshot_json, record_digest)
     row = (epoch, entry_id, snapshot_json, record_digest, digest)
     cursor.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?, ?, ?, ?)", row)
@@ -165,10 +165,10 @@ def get_snapshot(connection: sqlite3.Connection, path: Path) -> str | None:
     row = connection.execute("SELECT * FROM snapshot").fetchone()
     if row is None:
         return None
-    only_row, *said, digest = row
-    if only_row != 1 or digest != _digest_of_snapshot(*said):
+    only_row, *fields, digest = row
+    if only_row != 1 or digest != _digest_of_snapshot(*fields):
         raise FatalError(damaged(path, "the newest state is not what was written: its digest differs"))
-    return str(said[2])
+    return str(fields[2])
 
 
 def _digest_of_snapshot(epoch: int, entry_id: int, snapshot_json: str, record_digest: str) -> str:
@@ -176,29 +176,29 @@ def _digest_of_snapshot(epoch: int, entry_id: int, snapshot_json: str, record_di
 
 
 def whole(value: object) -> int:
-    """A number as it was written. Raises sqlite3.DatabaseError for what is none."""
+    """Reads a number. Raises sqlite3.DatabaseError for a text that is none."""
     try:
         return int(str(value))
     except ValueError:
-        raise sqlite3.DatabaseError(f"{str(value)[:80]!r} stands where a number should") from None
+        raise sqlite3.DatabaseError(f"{str(value)[:80]!r} is in the place of a number") from None
 
 
 @contextmanager
 def disk_errors_fatal(path: Path) -> Iterator[None]:
-    """Turn the errors of SQLite and of the disk into FatalError with a remedy."""
+    """Turns the errors of SQLite and of the disk into FatalError with a remedy."""
     try:
         yield
     except (sqlite3.OperationalError, OSError) as error:
         raise FatalError(
             f"the journal {path} cannot be read or written ({error}): check that the disk has room and "
-            "works, then start the master again; it goes on from the last confirmed entry"
+            "works, then start the master again; it continues from the last confirmed entry"
         ) from error
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter when SQLite quotes what it cannot read
         raise FatalError(damaged(path, str(error))) from error
 
 
 def _prepare(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
-    """Make the tables of a new journal; check those of an old one."""
+    """Makes the tables of a new journal; checks those of an old one."""
     tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if not tables:
         _create(connection, path, run_id)
@@ -237,7 +237,7 @@ def _create(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
 
 
 def _upgrade(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
-    """Give what an older release wrote its digests, as it is now; from here on that release must not open the file.
+    """Adds digests to a file of an older release, which must not open it from then on.
 
     The archive comes first, file by file; the journal's file follows in one transaction. After a kill it is done again.
     """
@@ -279,7 +279,7 @@ def _upgrade(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
 
 
 def _assert_archived_alike(path: Path, held: list[JournalRecord]) -> None:
-    """What a killed master left in both places leaves the file, if it is the same."""
+    """Deletes from the file the records that a killed master left in both places, if they are equal."""
     kept = segments(path.parent)
     if kept and held and kept[-1].last >= held[0].number:
         archived = {record.number: replace(record, digest="") for record in kept[-1].records()}
@@ -288,7 +288,7 @@ def _assert_archived_alike(path: Path, held: list[JournalRecord]) -> None:
 
 
 def foreign(path: Path) -> str:
-    """What is wrong when archive and journal hold different records under one number."""
+    """The sentence for an archive and a journal that hold different records under one number."""
     return (
         f"the archive next to {path} holds other decisions under the same numbers, so one of the two "
         "came from elsewhere: put back the two that belong together, or move the archive away"
@@ -296,11 +296,11 @@ def foreign(path: Path) -> str:
 
 
 EPOCH = "EPOCH"
-"""The kind of the record that begins an epoch; it is the only one without a snapshot of its own."""
+"""The kind of the record that begins an epoch; the only kind without its own snapshot."""
 
 
 def insert_record(cursor: sqlite3.Cursor, record: JournalRecord) -> None:
-    """Write one record, with its number and digest."""
+    """Writes one record, with its number and digest."""
     cursor.execute(
         "INSERT INTO records (number, epoch, entry_id, kind, record_json, digest) VALUES (?, ?, ?, ?, ?, ?)",
         (record.number, record.epoch, record.entry_id, record.kind, record.record_json, record.digest),
@@ -308,7 +308,7 @@ def insert_record(cursor: sqlite3.Cursor, record: JournalRecord) -> None:
 
 
 def _check(connection: sqlite3.Connection, path: Path, tables: set[str]) -> None:
-    """That the file is a journal, of a release that is known, and that SQLite finds nothing wrong with it."""
+    """Checks that the file is a journal of a known release, and that SQLite finds no fault in it."""
     missing = sorted(set(_TABLES) - tables)
     if missing:
         raise FatalError(damaged(path, f"tables {missing} are missing"))
@@ -323,8 +323,8 @@ def _check(connection: sqlite3.Connection, path: Path, tables: set[str]) -> None
         )
     expected = _TABLES if schema == str(SCHEMA) else TABLES_WITHOUT_DIGESTS
     for name, text in expected.items():
-        (said,) = connection.execute("SELECT sql FROM sqlite_master WHERE name = ?", (name,)).fetchone()
-        if said != text:
+        (sql,) = connection.execute("SELECT sql FROM sqlite_master WHERE name = ?", (name,)).fetchone()
+        if sql != text:
             raise FatalError(damaged(path, f"table {name} is not the one of schema {schema}"))
 
 
@@ -335,7 +335,7 @@ def _check_meta(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _check_content(connection: sqlite3.Connection, path: Path) -> None:
-    """Every digest in the file. Raises FatalError, with what differs."""
+    """Checks every digest in the file. Raises FatalError that names the difference."""
     _check_meta(connection, path)
     cursor = connection.cursor()
     decided: JournalRecord | None = None

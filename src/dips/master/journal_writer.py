@@ -1,9 +1,9 @@
-"""Durable writes off the event loop: in the order given, on one thread, many entries to one flush.
+"""Writes journal entries durably on a thread of its own: in the given order, with many entries in one flush.
 
-The loop must never wait for a disk, and JournalWritten must never be said before the disk has the entry and
-every earlier one. While one flush runs, what arrives waits and goes with the next, so that a slow disk makes
-batches larger, not the queue of flushes longer. Tidying up goes on the same thread, step by step, and only
-while nothing waits to be written.
+The event loop must never wait for a disk, and JournalWritten must never be sent before the disk has the entry and
+every earlier one. Entries that arrive during a flush are written with the next one, so that a slow disk makes
+batches larger, not the queue of flushes longer. Old records are moved on the same thread, step by step, and only
+while no entry waits.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class JournalWriter:
-    """Hands entries to `append` and tells `written` each entry's number once it is durable.
+    """Passes entries to `append` and calls `written` with each entry's number once it is durable.
 
-    After an error `failed` is told once, and nothing more is written: an entry must not overtake a lost one.
-    What waits is bounded by the calls and rounds that are in flight, for each entry answers one of them.
-    `tidy` does one short step of housekeeping and tells whether there is another.
+    After an error `failed` is called once, and nothing more is written: an entry must not follow a lost one.
+    The number of waiting entries is bounded by the calls and rounds in flight, because each entry answers one of them.
+    `tidy` does one short step of moving old records and returns whether there is another.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class JournalWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
 
     def put(self, entry: JournalEntry) -> None:
-        """Queue one entry; returns at once."""
+        """Queues one entry; returns at once."""
         self._waiting.append(entry)
         if self._flush is None and not self._broken:
             self._flush = asyncio.create_task(self._run(), name="master-journal")
 
     async def close(self) -> None:
-        """Write what waits, then end the thread; tidying up goes on at the next start."""
+        """Writes the waiting entries, then ends the thread; old records are moved further at the next start."""
         self._closing = True
         if self._flush is not None:
             await self._flush

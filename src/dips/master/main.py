@@ -1,4 +1,4 @@
-"""The entry point of a master's process. It never returns before what the master decided is written down."""
+"""The entry point of a master's process. It never returns before all decisions of the master are written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 
 def run(config: MasterConfig, loaded: Loaded[MasterConfig] | None = None) -> int:
-    """Serve the run until it ends or a signal comes; returns the exit code: 0 once the run is over, 143 or 130 for a
+    """Serves the run until it ends or a signal comes; returns the exit code: 0 once the run is over, 143 or 130 for a
     signal before that.
 
     With `loaded` the settings are logged first, each with its source. Raises ConfigError (a directory, run id

@@ -1,6 +1,6 @@
-"""What a master exports; docs/metrics.md is made from this list. Labels: clusters and slaves of the run, fixed words.
+"""The metrics of a master; docs/metrics.md is made from this list. Labels: cluster and slave ids, fixed words.
 
-Of clusters that are not here any more the last ones stay, so that there are never more than max_clusters.
+Of the clusters that are gone only the last ones are shown, so that there are never more than max_clusters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dips.core.observe.metrics import CERTIFICATE, Spec
 PREFIX = "dips_master_"
 
 _CLUSTER, _SLAVE = ("cluster",), ("slave",)
-_SAID = "the cluster has told it with a heartbeat"
+_REPORTED = "the cluster has reported it in a heartbeat"
 _JUDGED = "the cluster has a judged push"
 _ROUND_JUDGED = "a round was judged since the master started"
 _PUBLISHED = "a version is published"
@@ -23,10 +23,10 @@ METRICS: tuple[Spec, ...] = (
     Spec("stopping", "gauge", "1 once the run is ending", "0 until tk_max or `dips stop`"),
     Spec("waiting", "gauge", "1 for the one thing that the run waits for (reason none: for nothing)",
          "none, with first_push and min_clusters at the beginning", ("reason",)),
-    Spec("alarms_total", "counter", "Alarms of the master: sentences that somebody should read", "no increase"),
-    Spec("alarm", "gauge", "1 for each alarm that stands, by kind and by each cluster that it is about (none: the run)",
+    Spec("alarms_total", "counter", "Alarms of the master: sentences that a person should read", "no increase"),
+    Spec("alarm", "gauge", "1 for each active alarm, by kind and by each cluster that it is about (none: the run)",
          "0 for each kind", ("kind", "cluster")),
-    Spec("stalls_total", "counter", "Times that the master itself stood still for more than half a heartbeat",
+    Spec("stalls_total", "counter", "Pauses of the master itself for more than half a heartbeat",
          "no increase"),
     Spec("heartbeat_seconds", "gauge", "The run's heartbeat_s", "as configured (2)", unit="s"),
     Spec("evict_after_seconds", "gauge", "Silence after which a peer is evicted", "as configured (10)", unit="s"),
@@ -43,14 +43,15 @@ METRICS: tuple[Spec, ...] = (
          _CLUSTER),
     Spec("cluster_beat_age_seconds", "gauge", "Time since the cluster's last heartbeat", "below two heartbeats (4)",
          _CLUSTER, "s", "the cluster is live"),
-    Spec("cluster_incarnations_total", "counter", "Lives of the cluster: joins, also after evictions",
+    Spec("cluster_incarnations_total", "counter", "Incarnations of the cluster: joins, also after evictions",
          "no increase while training", _CLUSTER),
-    Spec("departures_total", "counter", "Clusters that went: how evict (it was silent, or an operator's word) or leave",
+    Spec("departures_total", "counter", "Clusters that are gone: how evict (silent, or by an operator) or leave",
          "no evict", ("cluster", "how")),
     Spec("slave_up", "gauge", "1 while the slave is attached and ready for rounds", "1", _SLAVE),
     Spec("slave_beat_age_seconds", "gauge", "Time since the slave's last heartbeat", "below two heartbeats (4)",
          _SLAVE, "s", "the slave is attached"),
-    Spec("slave_incarnations_total", "counter", "Lives of the slave in this life of the master", "no increase", _SLAVE),
+    Spec("slave_incarnations_total", "counter", "Incarnations of the slave since the master started", "no increase",
+     _SLAVE),
     Spec("slave_losses_total", "counter", "Times that the slave was lost", "no increase", _SLAVE),
     Spec("slave_version", "gauge", "Version that the slave holds", "equal to version", _SLAVE, "", "it holds one"),
     Spec("slave_durable_version", "gauge", "Newest version on the slave's disk",
@@ -78,9 +79,9 @@ METRICS: tuple[Spec, ...] = (
          "window: grace_s; the others below a second, or what the disk needs", ("phase",), "s"),
     Spec("round_seconds", "histogram", "From the window's opening to the published version, of committed rounds",
          "the window and a few seconds", (), "s"),
-    Spec("rollbacks_total", "counter", "ROLLBACKs: the run went on from an older version", "0"),
+    Spec("rollbacks_total", "counter", "ROLLBACKs: the run continued from an older version", "0"),
     Spec("rolled_back_tokens_total", "counter", "Tokens that ROLLBACKs took back", "0", (), "tokens"),
-    Spec("recovery_active", "gauge", "1 while the master settles which version the slaves go on from",
+    Spec("recovery_active", "gauge", "1 while the master determines the version that the slaves continue from",
          "0, but for seconds after a restart"),
     Spec("reshard_active", "gauge", "1 while a RESHARD is asked for or under way", "0"),
     Spec("reshards_total", "counter", "RESHARDs that were completed", "what operators asked for"),
@@ -91,20 +92,21 @@ METRICS: tuple[Spec, ...] = (
          "within a factor of 2 of the others'", _CLUSTER, "", _JUDGED),
     Spec("cluster_score", "gauge", "z-score of that norm in the cluster's own history", "-3 to 3", _CLUSTER, "",
          "the cluster has warm_up_pushes accepted pushes"),
-    Spec("cluster_cosine", "gauge", "Cosine of the cluster's last way with that of the others", "above 0", _CLUSTER, "",
-         "its last round had two clusters"),
+    Spec("cluster_cosine", "gauge", "Cosine of the cluster's last update with that of the others", "above 0",
+          _CLUSTER, "", "its last round had two clusters"),
     Spec("cluster_usual_cosine", "gauge", "Median of the cluster's last cosines", "above -0.1", _CLUSTER, "",
          "its last round had two clusters"),
-    Spec("cluster_direction_alarm", "gauge", "1 while the cluster usually goes against the others", "0", _CLUSTER),
+    Spec("cluster_direction_alarm", "gauge", "1 while the cluster's updates are usually against the others'", "0",
+     _CLUSTER),
     Spec("threshold", "gauge", "Score above which a push is excluded (tau)", "3 to 9", (), "",
          "rounds are judged by scores"),
     Spec("merged_norm", "gauge", "Norm of the last merged update, before the clip", "steady; falls slowly", (), "",
          _ROUND_JUDGED),
     Spec("clip_factor", "gauge", "Factor that the clip scaled the last merge with (kappa)", "0.2 to 1", (), "",
          _ROUND_JUDGED),
-    Spec("clip_active_ratio", "gauge", "Share of the last committed rounds (at most 32) that the clip made smaller",
+    Spec("clip_active_ratio", "gauge", "Share of the last committed rounds (at most 32) whose merge was clipped",
          "any; always 1 on big models", (), "", _ROUND_JUDGED),
-    Spec("participation", "gauge", "Share of a full round that the last merge stood for (rho)",
+    Spec("participation", "gauge", "Share of a full round that took part in the last merge (rho)",
          "near 1 with clusters of equal speed", (), "", _ROUND_JUDGED),
     # ---- progress ----
     Spec("tokens", "gauge", "Tokens that the newest version was trained on; goes back at a ROLLBACK", "rises", (),
@@ -118,30 +120,30 @@ METRICS: tuple[Spec, ...] = (
          "tokens/s"),
     Spec("cluster_tokens_per_second", "gauge", "The cluster's speed, of computing alone", "steady", _CLUSTER,
          "tokens/s"),
-    Spec("cluster_steps_total", "counter", "Inner steps of the cluster, over all its lives", "rises", _CLUSTER),
+    Spec("cluster_steps_total", "counter", "Inner steps of the cluster, over all its incarnations", "rises", _CLUSTER),
     Spec("cluster_local_steps", "gauge", "Inner steps that the cluster is to make between two pushes (H_j)",
          "sync_every, less for slow clusters with dynamic steps", _CLUSTER, "", "the cluster is live"),
     Spec("cluster_loss", "gauge", "Mean training loss of the cluster's last steps", "falls, alike on all clusters",
-         _CLUSTER, "nats/token", _SAID),
+         _CLUSTER, "nats/token", _REPORTED),
     Spec("cluster_staleness_versions", "gauge", "Versions that the cluster's base is behind the published one",
          "0 to 2", _CLUSTER, "versions", "the cluster has pulled on this timeline"),
     Spec("staleness_limit_versions", "gauge", "Versions behind at which a push is refused as stale (s_max)",
          "as configured", (), "versions"),
     # ---- transfers, as the master knows them ----
     Spec("cluster_push_seconds", "gauge", "Time of the cluster's last push, from its beginning to all being sent",
-         "below a tenth of a round", _CLUSTER, "s", _SAID),
+         "below a tenth of a round", _CLUSTER, "s", _REPORTED),
     Spec("cluster_pull_seconds", "gauge", "Time of the cluster's last pull", "below a tenth of a round", _CLUSTER, "s",
-         _SAID),
+         _REPORTED),
     Spec("open_pushes", "gauge", "Undecided pushes", "at most one for each live cluster"),
     Spec("push_attempts_total", "counter", "Tickets for pushes: first, or again (what is missing is sent)",
          "first alone", ("cluster", "attempt")),
-    Spec("push_landed_bytes", "gauge", "What has landed of the cluster's open push on each slave", "rises",
+    Spec("push_landed_bytes", "gauge", "Bytes of the cluster's open push that each slave has received", "rises",
          ("cluster", "slave"), "bytes", "a push is open"),
     Spec("link_push_bytes_per_second", "gauge", "Mean rate of the cluster's last whole push to the slave",
          "near the link's; a share of it when transfers share one", ("cluster", "slave"), "bytes/s", "there was one"),
     Spec("link_pull_bytes_per_second", "gauge", "Mean rate of the cluster's last whole pull from the slave",
          "near the link's; a share of it when transfers share one", ("cluster", "slave"), "bytes/s", "there was one"),
-    Spec("slave_staged_bytes_total", "counter", "Bytes of pushes that landed on the slave since it started",
+    Spec("slave_staged_bytes_total", "counter", "Bytes of pushes that the slave received since it started",
          "rises with each push", _SLAVE, "bytes"),
     Spec("slave_served_bytes_total", "counter", "Bytes of versions that the slave sent since it started",
          "rises with each pull", _SLAVE, "bytes"),
@@ -149,7 +151,7 @@ METRICS: tuple[Spec, ...] = (
          _SLAVE, "bytes"),
     Spec("slave_refused_messages_total", "counter", "Data messages that the slave refused (busy ones too)",
          "hardly rises", _SLAVE),
-    Spec("slave_refused_connections_total", "counter", "Connections that the slave's data port turned away",
+    Spec("slave_refused_connections_total", "counter", "Connections that the slave's data port refused",
          "no increase", _SLAVE),
     Spec("pulls_total", "counter", "Pulls begun: by clusters, and by readers such as `dips export`",
          "one a round and cluster", ("by",)),
@@ -157,7 +159,7 @@ METRICS: tuple[Spec, ...] = (
     # ---- data ----
     Spec("data_tokens", "gauge", "Tokens of the corpus in all passes begun: free, leased, applied, excluded",
          "applied rises; excluded stays small", ("state",), "tokens", "the run leases data"),
-    Spec("cluster_leased_tokens", "gauge", "Tokens lent to the cluster", "a round or two of its tokens", _CLUSTER,
+    Spec("cluster_leased_tokens", "gauge", "Tokens leased to the cluster", "a round or two of its tokens", _CLUSTER,
          "tokens", "the run leases data"),
     # ---- durable state and calls ----
     Spec("journal_bytes", "gauge", "Size of the master's durable state: journal, its write-ahead log, archive",
@@ -165,7 +167,7 @@ METRICS: tuple[Spec, ...] = (
     Spec("journal_append_seconds", "histogram", "Time to make entries durable, one fsync each time", "below 0.1", (),
          "s"),
     Spec("journal_entries_total", "counter", "Entries that were made durable", "rises"),
-    Spec("disk_free_bytes", "gauge", "Free room on the disk of the master's directory", "above 1 GB", (), "bytes"),
+    Spec("disk_free_bytes", "gauge", "Free space on the disk of the master's directory", "above 1 GB", (), "bytes"),
     Spec("calls_total", "counter", "gRPC calls and stream messages by method", "rises", ("method",)),
     Spec("refused_calls_total", "counter", "gRPC calls that were refused, by method and code (docs/protocol.md)",
          "FENCED and STALE_EPOCH after restarts alone; IDENTITY never", ("method", "code")),

@@ -1,7 +1,7 @@
-"""Reads the master at a scrape: a snapshot made on the event loop that owns the state, turned into families elsewhere.
+"""Collects the master's metrics at a scrape: a snapshot on the event loop that owns the state, converted elsewhere.
 
-The snapshot is a few hundred values, about a millisecond of the loop; what is made of it, and the files' sizes, are
-read on the scrape's own thread. Must never be called by anything but a scrape, and never change what it looks at.
+The snapshot is a few hundred values, about a millisecond of the loop. It is converted, and the files' sizes are read,
+on the scrape's own thread. Must be called by scrapes only, and never change the state.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ PHASES = tuple(phase.value.lower() for phase in RoundPhase)
 READY = SlavePhase.READY.value
 
 VERDICTS_FROM_0 = (("applied", "merged"), *(("excluded", reason) for reason in REASONS["excluded"]))
-"""Shown before the first one, so that a rate sees it; the first ABORTED of a kind is no alarm."""
+"""Verdicts that are shown before the first one, so that a rate includes it; the first ABORTED of a kind is no alarm."""
 
 
 @dataclass(frozen=True)
 class MetricsMoment:
-    """One moment of a master. late_s: since the state's last event, from which the view's ages count.
+    """A master at one moment. late_s: since the state's last event, from which the view's ages are counted.
 
     landed: bytes by (cluster, slave) of open pushes. transfer_s: a cluster's last push and pull, 0 where not known.
     """
@@ -64,7 +64,7 @@ class MetricsMoment:
 
 
 def snapshot(shared: SharedState, counts: Counts, now_s: float) -> MetricsMoment:
-    """On the thread that owns the state, between two events. now_s: of the clock that the state is told."""
+    """Takes a snapshot; call it on the thread that owns the state, between two events. now_s: by the state's clock."""
     leases = shared.ledger.leases
     totals = leases.totals() if leases is not None else {}
     if leases is not None:
@@ -89,7 +89,7 @@ def snapshot(shared: SharedState, counts: Counts, now_s: float) -> MetricsMoment
 
 
 class Collector:
-    """Makes the families of each scrape. Remembers only how far numbers that may fall have risen."""
+    """Makes the families of each scrape. Remembers only the counters made from numbers that may fall."""
 
     def __init__(self, directory: Path, security: Security = INSECURE) -> None:
         self._directory = directory
@@ -97,7 +97,7 @@ class Collector:
         self._rising: Rising[tuple[str, str]] = Rising()
 
     def families(self, now: MetricsMoment) -> Families:
-        """Of one snapshot; sizes of files as they are when this is called."""
+        """The families of one snapshot, with the files' sizes at the time of this call."""
         families = Families(PREFIX, METRICS)
         shown = clusters_shown(now.view.status.clusters, now.max_clusters)
         _run(families, now, shown)
@@ -114,7 +114,7 @@ class Collector:
         return families
 
     def _counters(self, families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus]) -> None:
-        """Numbers of the ledger that a ROLLBACK takes back."""
+        """Adds counters of the ledger's numbers that a ROLLBACK lowers."""
         status = now.view.status
         values = {
             ("tokens_applied_total", ""): status.tokens,
@@ -133,11 +133,11 @@ class Collector:
 
 
 def clusters_shown(clusters: Iterable[ClusterStatus], most: int) -> list[ClusterStatus]:
-    """Those that are here, and of the others the ones that came last, `most` in all; in cluster-id order."""
+    """The clusters that are here, and of the others the last ones to join, `most` in all; in cluster-id order."""
 
     def newest_first(cluster: ClusterStatus) -> tuple[bool, int, int]:
-        life = cluster.incarnation
-        return not cluster.alive, -life.epoch if life else 0, -life.n if life else 0
+        newest = cluster.incarnation
+        return not cluster.alive, -newest.epoch if newest else 0, -newest.n if newest else 0
 
     return sorted(sorted(clusters, key=newest_first)[:most], key=lambda cluster: cluster.cluster_id)
 
@@ -160,7 +160,7 @@ def _run(families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus])
     for kind, name in standing:
         families.set("alarm", 1, kind, name)
     for kind in set(ALARMS) - {kind for kind, _ in standing}:
-        families.set("alarm", 0, kind, "none")  # a series that is there shows a rule that it looks at the right place
+        families.set("alarm", 0, kind, "none")  # an existing series shows that a rule uses the right name
     families.set("stalls_total", events.get("stood_still", 0))
     families.set("heartbeat_seconds", settings.heartbeat_s)
     families.set("evict_after_seconds", now.view.evict_after_s)
@@ -318,14 +318,14 @@ def _disk(families: Families, directory: Path) -> None:
         room = os.statvfs(directory)
         families.set("disk_free_bytes", room.f_bavail * room.f_frsize)
     except OSError:
-        pass  # no sample: the disk does not answer, and an alert on its absence says so
+        pass  # no sample: the disk does not answer, and an alert on the absence reports it
 
 
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
     except OSError:
-        return 0  # it was moved or removed meanwhile
+        return 0  # it was moved or removed in the meantime
 
 
 def _v(version: Version | None) -> int | None:

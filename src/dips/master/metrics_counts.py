@@ -1,7 +1,7 @@
-"""What happened in this life of the master's process, counted from what it writes on its tape and answers to calls.
+"""Counts events since the start of the master's process, from the lines of its tape and its answers to calls.
 
-Nothing in the state machine counts for metrics: it is told here what the executor carries out anyway, a dictionary's
-entry for each. All on the event loop, but for journal_s. Must never hold more than a bounded number of keys.
+The state machine does not count for metrics: the shell reports here what it carries out, one dictionary entry for
+each. All on the event loop, except journal_s. Must never hold more than a bounded number of keys.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dips.master.state.pulls import READER
 IDLE = "IDLE"
 
 WORDS_FOR_EACH_CLUSTER = 32
-"""More than there are verdicts with reasons."""
+"""More than the number of verdicts with reasons."""
 
 
 @dataclass(frozen=True)
 class LastJudged:
-    """The last round that was judged; NaN where nothing was accepted."""
+    """Numbers of the last judged round; NaN where nothing was accepted."""
 
     kappa: float
     rho: float
@@ -35,7 +35,7 @@ class LastJudged:
 
 @dataclass(frozen=True)
 class Counted:
-    """All counts, as they stood at one moment."""
+    """All counts at one moment."""
 
     verdicts: Mapping[tuple[str, str, str], int]
     departures: Mapping[tuple[str, str], int]
@@ -78,10 +78,10 @@ class Counts:
         self._attempts: Recent[tuple[str, str]] = Recent(2 * self.most_clusters)
         self._losses: Recent[str] = Recent(self.most_slaves)
 
-    # ---- told by the executor ----
+    # ---- called by the shell ----
 
     def note(self, record: Record, now_s: float) -> None:
-        """A line of the tape, at the time at which it may be told: after the journal has what it depends on."""
+        """Counts a line of the tape, when the journal entries that it depends on are durable."""
         fields = record.fields
         match record.kind:
             case "round":
@@ -94,7 +94,7 @@ class Counts:
             case "ticket":
                 self._attempts.add((_cluster_of(record), "first" if fields.get("attempt") == 1 else "again"))
             case "evict" | "leave":
-                if "cluster" in fields:  # else it is an operator's word, and what it does is told as well
+                if "cluster" in fields:  # otherwise it is an operator's request, whose effect is recorded too
                     self._departures.add((str(fields["cluster"]), record.kind))
             case "slave_lost":
                 self._losses.add(str(fields.get("slave")))
@@ -112,11 +112,11 @@ class Counts:
         self._calls[method] += 1
 
     def refused(self, method: str, code: str) -> None:
-        """Both are of the protocol, not of the caller."""
+        """Counts a refused call; method and code come from the protocol, not from the caller."""
         self._refused[method, code] += 1
 
     def timed(self, append: Callable[[Sequence[JournalEntry]], None]) -> Callable[[Sequence[JournalEntry]], None]:
-        """The same, with its time taken; on the journal's thread."""
+        """Wraps `append` to measure its time, on the journal's thread."""
 
         def append_and_count(entries: Sequence[JournalEntry]) -> None:
             began_s = time.monotonic()
@@ -158,7 +158,7 @@ class Counts:
 
 
 def _cluster_of(record: Record) -> str:
-    """Of a PushId in its text form; names hold no slash."""
+    """The cluster of a PushId in its text form; names contain no slash."""
     return str(record.fields.get("push")).partition("/")[0]
 
 

@@ -1,7 +1,7 @@
-"""Sentences of the state machine as words of a fixed set, so that they can be labels: bounded, and the same for ever.
+"""Maps sentences of the state machine to words of a fixed set, so that they can be labels: bounded and constant.
 
-People read the sentences; these words only sort them. A sentence that no rule knows is "other": a new kind of reason
-shows there until it has a word of its own.
+People read the sentences; these words only classify them. A sentence that matches no rule is "other", so a new kind
+of reason is counted there until it has its own word.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ABORTED = (
     (r"the run ends: ", "run_end"),
     (r"nothing arrived for .* the ticket ran out", "ticket"),
     (r"the [A-Z]+ phase ran out of time", "timeout"),
-    (r"cluster \S+ joined anew", "rejoined"),
+    (r"cluster \S+ joined again", "rejoined"),
     (r"cluster \S+ is gone: ", "gone"),
     (r"what slave \S+ ", "digest"),
     (r"slave \S+ cannot ", "refused"),
@@ -78,7 +78,7 @@ def reason_word(verdict: str, sentence: str) -> str:
 
 
 def waiting_word(shared: SharedState) -> str:
-    """What the run waits for: the branch of reasons.waiting_for() that speaks, "none" where it says nothing."""
+    """The word for what the run waits for: that of the branch of reasons.waiting_for() that applies, or "none"."""
     if shared.stopped_s is not None:
         return "ended"
     if recovery_words(shared):

@@ -1,8 +1,8 @@
-"""One master from its journal to its end: bind, begin an epoch, serve, stop cleanly.
+"""Runs one master: binds the port, begins an epoch in the journal, serves, stops cleanly.
 
-It must never serve before its epoch is durable, and never leave without writing down what it decided. When the state
-machine asks for a later epoch, a new one is made from the journal in the same process and on the same port, as if the
-process had been started again.
+It must never serve before its epoch is durable, and never end without writing what it decided. When the state
+machine asks for a later epoch, a new state machine is made from the journal in the same process and on the same port,
+as if the process had been started again.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ async def serve(
     clock: Clock | None = None,
     started: Started | None = None,
 ) -> MasterExit:
-    """Run one master in the running event loop; `started` is told once it answers.
+    """Runs one master in the running event loop; `started` is called once it answers.
 
     Ends upon Halt, an error of the state machine, SIGTERM or SIGINT (signals in the main thread only); BeginAgain
-    begins another epoch, and `started` is told again. Raises ConfigError (a directory, run id or port that cannot be
+    begins another epoch, and `started` is called again. Raises ConfigError (a directory, run id or port that cannot be
     used) and FatalError (a damaged journal) before anything is served.
     """
     clock = clock or SystemClock()
@@ -77,7 +77,7 @@ async def serve(
 
 @dataclass(frozen=True)
 class _Master:
-    """What a master has before its epoch begins."""
+    """The parts of a master that outlive an epoch."""
 
     config: MasterConfig
     security: Security
@@ -99,7 +99,7 @@ class _Master:
                     shell, here = self._begin(make_machine, address, outcome.begin_again)
                     signals.stop_also(shell)
                     outcome = await self._serve(server, shell, here, started)
-                    await asyncio.sleep(0)  # signals and hang-ups are heard, however short an epoch was
+                    await asyncio.sleep(0)  # lets signals and hang-ups be handled, however short an epoch was
         finally:
             await server.stop()
             remove_address(self.config.directory)
@@ -107,7 +107,7 @@ class _Master:
         return outcome
 
     def _begin(self, make_machine: MakeMachine, address: str, at_least: int) -> tuple[MasterShell, MasterAddress]:
-        """Make an epoch durable, and its state machine from the journal's newest snapshot."""
+        """Makes an epoch durable, and its state machine from the journal's newest snapshot."""
         epoch = self.journal.begin_epoch(at_least)
         self._note_journal()
         here = MasterAddress(dialable(address), self.config.run_id, os.getpid(), epoch)
@@ -118,12 +118,12 @@ class _Master:
         self._note_journal()
 
     def _note_journal(self) -> None:
-        """The tape says how far the journal goes, so that an end that was lost, or another history, is found."""
+        """Writes the journal's newest record to the tape, so that a lost end or another history is detected."""
         number, digest = self.journal.newest()
         self.tape.write("journaled", "-", number=number, digest=digest)
 
     def _bind(self, server: MasterServer) -> str:
-        """Take the port: of port 0, the one of the last start if it is free, so that peers find us again."""
+        """Binds the port; for port 0, that of the last start if it is free, so that peers find the master again."""
         host, port = parse_address(self.config.listen)
         last_port = self.journal.last_port()
         if port == 0 and last_port:
@@ -171,7 +171,7 @@ class _Master:
             await shell.close()
 
     async def _until_ended(self, shell: MasterShell) -> MasterExit:
-        """Wait for the end, and tell the state meanwhile whose certificate was revoked."""
+        """Waits for the end, and reports revoked certificates to the state until then."""
         while not shell.outcome.done():
             await asyncio.wait([shell.outcome], timeout=LOOK_S if self.access.checks else None)
             for holder in self.access.look():
@@ -180,7 +180,7 @@ class _Master:
 
     @contextlib.contextmanager
     def _shown(self, shell: MasterShell) -> Iterator[None]:
-        """While this lasts the status page, if there is one, shows this state."""
+        """A context in which the status page, if there is one, shows this state."""
         if self.page is None:
             yield
             return
@@ -191,7 +191,7 @@ class _Master:
             following.cancel()
 
     def _announce(self, here: MasterAddress) -> None:
-        """Tell people and other processes where the master is, until it answers no more."""
+        """Publishes the master's address for people and other processes."""
         write_address(self.config.directory, here)
         self.tape.write("master-started", "-", address=here.address, epoch=here.epoch, pid=here.pid)
         _logger.info(
@@ -201,7 +201,7 @@ class _Master:
 
 
 def _tape(config: MasterConfig, clock: Clock, event_buffer: EventBuffer) -> Tape:
-    """The master's tape; with a status page, one that the page hears too."""
+    """The master's tape; with a status page, its events also go to the page's event buffer."""
     path = config.directory / TAPE_NAME
     if config.page_listen is None:
         return Tape(path, "master", config.run_id, clock)
@@ -210,7 +210,7 @@ def _tape(config: MasterConfig, clock: Clock, event_buffer: EventBuffer) -> Tape
 
 @contextlib.contextmanager
 def _page(config: MasterConfig, security: Security, clock: Clock, event_buffer: EventBuffer) -> Iterator[Page | None]:
-    """The status page, from before the first epoch to after the last, if one is wanted."""
+    """The status page, if one is configured, from before the first epoch to after the last."""
     if config.page_listen is None:
         yield None
         return
@@ -225,17 +225,17 @@ def _page(config: MasterConfig, security: Security, clock: Clock, event_buffer: 
 
 def _check_role(security: Security) -> None:
     if isinstance(security, Identity) and security.role is not Role.MASTER:
-        raise ConfigError(f"{security.directory} holds the keys of {security}: give the master those of a master")
+        raise ConfigError(f"{security.directory} holds the keys of {security}: give the master keys of role master")
 
 
 def _said(security: Security) -> str:
     if isinstance(security, Identity):
         return f"for those with keys only, as {security}"
-    return "INSECURE, as was said: nothing is encrypted, nobody is authenticated, loopback only"
+    return "INSECURE, as configured: no encryption, no authentication, loopback only"
 
 
 class _Signals:
-    """SIGTERM and SIGINT end the master, whichever epoch it is in: with exit code 0 once the run is over, before that
+    """Handles SIGTERM and SIGINT, which end the master in any epoch: with exit code 0 once the run is over, before that
     with 128 + the signal's number, so that a supervisor which did not send it starts the master again."""
 
     def __init__(self) -> None:
@@ -243,7 +243,7 @@ class _Signals:
         self._shell: MasterShell | None = None
 
     def stop_also(self, shell: MasterShell) -> None:
-        """From now on it is this executor that a signal ends, at once if one came already."""
+        """Makes signals end this shell from now on, at once if one came already."""
         self._shell = shell
         self._stop()
 
@@ -262,12 +262,12 @@ class _Signals:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[_Signals]:
-    """Listen for signals while this lasts."""
+    """A context in which signals are handled."""
     loop = asyncio.get_running_loop()
     signals, added = _Signals(), list[signal.Signals]()
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
-            # Only the main thread may; elsewhere (tests, embedding) nobody signals this loop.
+            # Only the main thread may; elsewhere (tests, embedding) this loop gets no signals.
             with contextlib.suppress(ValueError, RuntimeError):
                 loop.add_signal_handler(number, signals.rang, number)
                 added.append(number)

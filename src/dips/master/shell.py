@@ -1,9 +1,9 @@
-"""Runs the master's state machine: events in, one after the other; effects out, in their order.
+"""Runs the master's state machine: passes events to it one by one and carries out its effects in order.
 
-Everything here happens on one event loop, so that the state needs no locks. This module must never decide
-anything about the run, never wait while an event is being handled, and never go on after the state machine
-broke: a master that is wrong about its own state stops, and a fresh one starts from the journal. An executor
-serves one epoch; when the state asks for another, it ends like any other and says so in its outcome.
+Everything here runs on one event loop, so that the state needs no locks. This module must never decide
+anything about the run, never wait while an event is being handled, and never continue after an error of the state
+machine: a master whose state is wrong stops, and a new process starts from the journal. A shell serves one
+epoch; when the state asks for another, the shell ends and says so in its outcome.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from dips.master.state.events import (
 ReplyBody = ClusterReply | StatusReply | OperatorReply
 
 MIN_TIMER_S = 0.001
-"""A deadline that is already over is handled after this long, so that a wrong one cannot occupy the loop."""
+"""The wait before a deadline that is already over is handled, so that a wrong one cannot occupy the loop."""
 
 BUG_EXIT_CODE = LocalProtocolError.exit_code
 
@@ -64,7 +64,7 @@ _logger = logging.getLogger(__name__)
 
 
 class StateMachine(Protocol):
-    """What the executor needs of dips.master.state.master.Coordinator."""
+    """The interface that the shell uses of dips.master.state.master.MasterMachine."""
 
     def start(self, now_s: float) -> Sequence[Effect]: ...
 
@@ -77,9 +77,9 @@ class StateMachine(Protocol):
 
 @dataclass(frozen=True)
 class MasterExit:
-    """Why the master ends, and the exit code of its process.
+    """The reason for the master's end, and the exit code of its process.
 
-    begin_again: not the end after all; the process begins an epoch that is at least this one.
+    begin_again: if set, the process does not end; it begins an epoch of at least this number.
     """
 
     exit_code: int
@@ -88,7 +88,7 @@ class MasterExit:
 
 
 class MasterShell:
-    """Owns the state machine and everything that its effects touch. Make it inside a running event loop."""
+    """Owns the state machine and everything that its effects use. Make it inside a running event loop."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class MasterShell:
         tidy: Callable[[], bool] = lambda: False,
         counts: Counts | None = None,
     ) -> None:
-        """`append` makes journal entries durable (it blocks, on a thread of its own); `tick_s` is the longest
-        time between two Ticks, by whose lateness the state notices that this process was paused; `tidy` is one
-        step of the journal's housekeeping; `counts` is told what is carried out, for metrics."""
+        """append: makes journal entries durable (it blocks, on its own thread). tick_s: the longest time between two
+        Ticks; from a late Tick the state learns that this process was paused. tidy: one step of the journal's
+        cleaning. counts: counts what is carried out, for metrics."""
         self._machine = machine
         self._tape = tape
         self._clock = clock
@@ -112,7 +112,7 @@ class MasterShell:
         self.counts = counts or Counts()
         self._changes = ChangeLogger(_logger)
         self._refusals = Refusals()
-        self._story = MachineHistory()
+        self._events_seen = MachineHistory()
         self._events: deque[Event] = deque()
         self._handling = False
         self._calls: dict[int, asyncio.Future[ReplyBody]] = {}
@@ -122,15 +122,15 @@ class MasterShell:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
         self.outcome: asyncio.Future[MasterExit] = self._loop.create_future()
-        """Done when the master must end; the server watches it."""
+        """Done when the master must end; the server waits for it."""
 
     @property
     def machine(self) -> StateMachine:
-        """To be looked at between two events, on this loop; only the executor hands it events."""
+        """The state machine, to be read between two events, on this loop; only the shell passes events to it."""
         return self._machine
 
     def start(self) -> None:
-        """Carry out what the state wants first, and begin to tick."""
+        """Carries out the state's first effects and starts the ticks."""
         now_s = self._clock.monotonic_s()
         self._last_tick_s = now_s
         try:
@@ -140,7 +140,7 @@ class MasterShell:
             self._fail(error)
 
     def dispatch(self, event: Event) -> None:
-        """Hand an event to the state, after those that wait; ignored once the master is ending."""
+        """Passes an event to the state after the waiting ones; ignored once the master is ending."""
         if self.outcome.done():
             return
         self._events.append(event)
@@ -148,7 +148,7 @@ class MasterShell:
             self._drain()
 
     def stop(self, outcome: MasterExit) -> None:
-        """End the master; the first outcome stands. Calls and links that wait are told to come again."""
+        """Ends the master; the first outcome is kept. Waiting calls and links are refused and asked to try again."""
         if self.outcome.done():
             return
         self.outcome.set_result(outcome)
@@ -162,18 +162,18 @@ class MasterShell:
             link.close(_ending())
 
     async def close(self) -> None:
-        """Write to the disk what was decided before the end. Call it once, after stop()."""
+        """Writes to the disk what was decided before the end. Call it once, after stop()."""
         try:
             await self._journal.close()
         finally:
-            with contextlib.suppress(FatalError):  # a disk that takes no more has ended the master already
+            with contextlib.suppress(FatalError):  # a failed disk has ended the master already
                 self._write_refusals(everything=True)
 
     async def call(self, event_of: Callable[[int], ClusterCall | OperatorCall]) -> ReplyBody:
-        """Dispatch a call under a fresh token and wait for its reply.
+        """Dispatches a call under a new token and waits for its reply.
 
-        Raises Refused when the state refuses it or the master ends. If the caller hangs up meanwhile (this
-        coroutine is cancelled), the state is told.
+        Raises Refused when the state refuses it or the master ends. If the caller hangs up before that (this
+        coroutine is cancelled), the state gets CallGone.
         """
         if self.outcome.done():
             raise _ending()
@@ -188,7 +188,7 @@ class MasterShell:
                 self.dispatch(CallGone(token))
 
     def open_link(self) -> SlaveLink:
-        """Register one slave's new stream."""
+        """Registers a slave's new stream."""
         link = SlaveLink(next(self._numbers))
         self._links[link.number] = link
         if self.outcome.done():
@@ -196,18 +196,18 @@ class MasterShell:
         return link
 
     def slave_said(self, link: SlaveLink, message: SlaveMessage) -> None:
-        """Dispatch what a slave said, unless its link is closed already."""
+        """Dispatches a slave's message, unless its link is closed already."""
         if link.number in self._links and not link.closing:
             self.dispatch(SlaveSaid(link.number, message))
 
     def link_down(self, link: SlaveLink) -> None:
-        """The stream is over. The state is told once for each link, whoever ended it."""
+        """Reports the end of a stream to the state, once for each link, whichever side ended it."""
         link.close(None)
         if self._links.pop(link.number, None) is not None:
             self.dispatch(SlaveLinkDown(link.number))
 
     def note_refusal(self, method: str, refused: Refused) -> None:
-        """Log a request that never reached the state because its bytes make no sense."""
+        """Logs a request that did not reach the state because its bytes cannot be decoded."""
         self._log(f"{KIND} {method}", f"refused a {method}: {refused.sentence}", logging.WARNING)
         fields = {"method": method, "code": refused.code.name, "sentence": refused.sentence}
         try:
@@ -216,7 +216,7 @@ class MasterShell:
             self._fail(error)
 
     def turned_away(self, method: str, refused: Refused) -> None:
-        """A call that was refused because of whose it is, before its request was looked at."""
+        """Records a call that was refused because of its caller, before its request was decoded."""
         self.counts.refused(method, refused.code.name)
         self.note_refusal(method, refused)
 
@@ -236,23 +236,23 @@ class MasterShell:
     def _handle(self, event: Event) -> None:
         now_s = self._clock.monotonic_s()
         # After a pause of the process, sockets may be served before the timer. The state must notice the gap
-        # before it looks at any deadline, or it would evict peers that were silent only because it slept.
+        # before it checks any deadline, or it would evict peers that seemed silent only because of the pause.
         if isinstance(event, Tick) or now_s - self._last_tick_s > 2 * self._tick_s:
             self._last_tick_s = now_s
             self._perform_all(self._machine.handle(Tick(), now_s))
         if not isinstance(event, Tick) and not self.outcome.done():
-            self._story.add(now_s, "event", *_told(event))
+            self._events_seen.add(now_s, "event", *_event_text(event))
             self._perform_all(self._machine.handle(event, now_s))
 
     def _fail(self, error: Exception) -> None:
-        """End the master because of an error: an operator's or a disk's in a sentence, a bug with a story."""
+        """Ends the master because of an error: a sentence for errors of operator or disk, the last events for a bug."""
         if isinstance(error, ConfigError | FatalError):
             outcome = MasterExit(error.exit_code, str(error))
             _logger.critical("%s", error)
         else:
-            story = "\n  ".join(str(line) for line in self._story.lines()[-30:])
+            last_events = "\n  ".join(str(line) for line in self._events_seen.lines()[-30:])
             outcome = MasterExit(BUG_EXIT_CODE, f"a bug in the master: {type(error).__name__}: {error}")
-            _logger.critical("%s; the last events were:\n  %s", outcome.sentence, story, exc_info=error)
+            _logger.critical("%s; the last events were:\n  %s", outcome.sentence, last_events, exc_info=error)
         self.stop(outcome)
 
     def _journal_written(self, entry_id: int) -> None:
@@ -289,7 +289,7 @@ class MasterShell:
         for effect in effects:
             self._perform(effect)
         for effect in effects:
-            match effect:  # after the replies and commands that came with it
+            match effect:  # after the replies and commands of the same batch
                 case Halt():
                     self._halt(effect)
                 case BeginAgain(at_least, sentence):
@@ -369,8 +369,8 @@ def _ending() -> Refused:
     )
 
 
-def _told(event: Event) -> tuple[str, str]:
-    """(cause, text) of an event for the story, without its content."""
+def _event_text(event: Event) -> tuple[str, str]:
+    """(cause, text) of an event for the list of last events, without its content."""
     match event:
         case ClusterCall(token, request):
             kind = type(request).__name__

@@ -191,7 +191,7 @@ def test_a_killed_cluster_turns_red_says_so_and_comes_back(opened: Open, run: Pa
         page,
         "[...document.querySelectorAll('#clusters-table tbody tr.good')].some(e => e.textContent.includes('oslo'))",
     )
-    assert "life 1.2" in row(page, "oslo").inner_text()
+    assert "incarnation 1.2" in row(page, "oslo").inner_text()
     until(page, "document.querySelector('#say').classList.contains('good')")
 
 

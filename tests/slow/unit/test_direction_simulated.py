@@ -38,7 +38,7 @@ def pushes_of(record: RunRecord) -> list[PushFact]:
 
 
 def direction_alarms(record: RunRecord) -> list[str]:
-    return [sentence for _, sentence in record.alarms if "does not go where the others go" in sentence]
+    return [sentence for _, sentence in record.alarms if "pushes in another direction than the others" in sentence]
 
 
 def same_data_alarms(record: RunRecord) -> list[str]:

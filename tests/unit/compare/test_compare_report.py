@@ -109,7 +109,7 @@ def test_the_sentences_say_how_far_to_trust_a_difference() -> None:
 
 
 def test_alarms_are_told_by_what_they_are_about() -> None:
-    astray = "cluster b does not go where the others go: the average cosine of its pushes is -0.2."
+    astray = "cluster b pushes in another direction than the others: the average cosine of its pushes is -0.2."
     kept_out = "cluster b is in quarantine after 3 rejections (last: NaN): it pulls"
     records = [
         record("dips", 1, alarms=((30.0, astray), (40.0, kept_out))),
@@ -118,8 +118,8 @@ def test_alarms_are_told_by_what_they_are_about() -> None:
     ]
     (told,) = [sentence for sentence in readings(comparison(records)) if sentence.startswith("Alarms")]
     assert told == (
-        "Alarms: cluster b does not go where the others go (dips at 20 s); cluster b is in quarantine after 3 "
-        "rejections (dips at 40 s, paper at 50 s)."
+        "Alarms: cluster b pushes in another direction than the others (dips at 20 s); cluster b is in quarantine "
+        "after 3 rejections (dips at 40 s, paper at 50 s)."
     )
     assert not [sentence for sentence in readings(comparison(THREE)) if "larm" in sentence]
 

@@ -191,7 +191,7 @@ def test_rebuild_with_too_few_slaves_waits_for_those_that_the_record_names() -> 
     bench.config = replace(bench.config, rebuild=True, n_slaves=2)
     bench.restart("")
     assert bench.status().published is None
-    assert f"slave {third.name} too, which is not here: start it" in bench.status().recovery
+    assert f"slave {third.name}, which is not here: start it" in bench.status().recovery
     assert not bench.entries("ADOPT") + bench.entries("ROLLBACK")
     bench.slaves.append(third)
     third.attach()

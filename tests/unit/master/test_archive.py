@@ -326,7 +326,7 @@ def test_a_missing_segment_is_said(tmp_path: Path) -> None:
     kept = segments(tmp_path)
     newest = kept[-1].path.read_bytes()
     kept[-1].path.unlink()
-    with pytest.raises(FatalError, match=r"ends at record \d+, and the journal goes on after record"):
+    with pytest.raises(FatalError, match=r"ends at record \d+, and the journal continues after record"):
         numbers(tmp_path)
     kept[-1].path.write_bytes(newest)
     kept[1].path.unlink()

@@ -210,7 +210,7 @@ def test_infinity_switches_a_bound_off(tmp_path: Path, name: str) -> None:
         ({"beta": 0.5}, ["beta is 0.5"]),
         ({"outer_optimizer": "nesterow"}, ["outer_optimizer 'nesterow' is not known", "did you mean 'nesterov'"]),
         ({"detector": "scores"}, ["detector 'scores' is not known", "did you mean 'score'"]),
-        ({"delay_rounds": 4}, ["delay_rounds is of outer_optimizer 'delayed-nesterov'", "leave it out"]),
+        ({"delay_rounds": 4}, ["delay_rounds belongs to outer_optimizer 'delayed-nesterov'", "leave it out"]),
         ({"outer_optimizer": "delayed-nesterov", "delay_rounds": 0}, ["delay_rounds is 0"]),
         (
             {"outer_optimizer": "averaging", "outer_momentum": 0.8},

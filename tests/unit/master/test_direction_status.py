@@ -27,7 +27,7 @@ def rounds(bench: Bench, n: int) -> None:
 
 
 def alarms(bench: Bench) -> list[str]:
-    return [log.sentence for log in bench.logs if "does not go where the others go" in log.sentence]
+    return [log.sentence for log in bench.logs if "pushes in another direction than the others" in log.sentence]
 
 
 def test_a_noisy_cluster_is_merged_and_shown_and_alarmed() -> None:

@@ -11,9 +11,11 @@ from support.master_bench import LEASED, Bench
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation
 from dips.core.messages import ClusterStatus
+from dips.core.observe.metrics_server import NotNow
 from dips.master.metrics import METRICS, PREFIX
 from dips.master.metrics_collector import Collector, clusters_shown, snapshot
 from dips.master.metrics_counts import Counts
+from dips.master.metrics_serving import Metrics
 from dips.master.state.effects import Record
 
 
@@ -49,6 +51,16 @@ def samples(families: list[Metric]) -> dict[tuple[str, ...], float]:
 @pytest.fixture
 def run(tmp_path: Path) -> Scraped:
     return Scraped(Bench(plan=LEASED).running("a", "b"), tmp_path)
+
+
+def test_a_served_state_machine_has_a_snapshot(run: Scraped) -> None:
+    metrics = Metrics()
+    with pytest.raises(NotNow, match="has not begun its epoch"):
+        metrics.snapshot(0.0)
+    metrics.watch(run.bench.state)
+    moment = metrics.snapshot(run.bench.now_s)
+    assert moment.view.status.epoch == 1
+    assert [cluster.cluster_id for cluster in moment.view.status.clusters] == ["a", "b"]
 
 
 def test_members_versions_and_tokens(run: Scraped) -> None:

@@ -227,7 +227,7 @@ def test_alarms_stand_beside_the_sentence() -> None:
             ("warn", "Join", "refused: revoked"),
         ),
         ("stood_still", {"gap_s": 0.4}, None),
-        ("stood_still", {"gap_s": 7.0}, ("warn", "master", "the master stood still for 7.0 s")),
+        ("stood_still", {"gap_s": 7.0}, ("warn", "master", "the master itself paused for 7.0 s")),
         ("ticket", {"push": "a/1.1#3"}, None),
         ("what nobody ever wrote", {}, None),
     ],

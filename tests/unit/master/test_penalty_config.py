@@ -70,7 +70,10 @@ def test_knobs_stand_in_place_of_the_presets_values() -> None:
         ({"weighting": "equal"}, "one of tokens, softmax"),
         ({"momentum_scaling": "token"}, "did you mean 'tokens'"),
         ({"outer_optimizer": "heavyball"}, "did you mean 'heavy-ball'"),
-        ({"delay_rounds": 2, "outer_optimizer": "nesterov"}, "delay_rounds is of outer_optimizer 'delayed-nesterov'"),
+        (
+            {"delay_rounds": 2, "outer_optimizer": "nesterov"},
+            "delay_rounds belongs to outer_optimizer 'delayed-nesterov'",
+        ),
         ({"delay_rounds": 0, "outer_optimizer": "delayed-nesterov"}, "delay_rounds is 0"),
         ({"outer_momentum": 0.1, "outer_optimizer": "averaging"}, "'averaging' has no momentum"),
         ({"momentum_scaling": "tokens", "outer_optimizer": "delayed-nesterov"}, "made for outer_optimizer 'nesterov'"),

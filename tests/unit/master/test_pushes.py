@@ -581,7 +581,7 @@ def test_verdict_of_a_push_before_the_last_one_is_never_told_wrong() -> None:
     bench.push("a")
     with refused_with(RefusalCode.UNKNOWN_PUSH) as refused:
         bench.verdict("a", first)
-    assert "told before" in str(refused.value)
+    assert "sent before" in str(refused.value)
     bench.clusters["a"].seq = first.seq
     with refused_with(RefusalCode.UNKNOWN_PUSH):
         bench.result(bench.finish_push("a"))

@@ -46,7 +46,7 @@ def test_two_clusters_that_push_the_same_are_named_both() -> None:
     rounds(bench, 1)
     (alarm,) = standing(bench)
     assert (alarm.kind, alarm.clusters) == ("same_data", ("a", "c"))
-    assert alarm.sentence.startswith("clusters a and c push the same: the cosine of what they did is 1.00, the norms")
+    assert alarm.sentence.startswith("clusters a and c push the same: the cosine of their updates is 1.00, the norms")
     assert told(bench) == [alarm.sentence]
     rounds(bench, 3)
     assert len(told(bench)) == 1, "told once"

@@ -246,7 +246,7 @@ def test_no_limit_is_none() -> None:
     [
         (ExtendRequest(""), RefusalCode.CONFIG, "200 tokens are applied"),
         (ExtendRequest("", 200), RefusalCode.CONFIG, "give --tokens with more"),
-        (ExtendRequest("", 1 << 62), RefusalCode.TOKENS, "no limit"),
+        (ExtendRequest("", 1 << 62), RefusalCode.TOKENS, "is too large"),
         (ExtendRequest("", 5000, True), RefusalCode.CONFIG, "give --tokens N or --no-limit"),
         (ExtendRequest("another", 5000), RefusalCode.RUN_ID, "another"),
     ],

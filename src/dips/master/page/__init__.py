@@ -1,1 +1,1 @@
-"""The status page: what the master shows in a browser. It reads the run, and steers it only where that was enabled."""
+"""The status page, which the master serves to browsers. It reads the run, and steers it only if that is enabled."""

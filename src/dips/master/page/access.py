@@ -1,9 +1,9 @@
-"""Who may look at the page: the same people as at the service Operator, plus whoever an operator gives the link to.
+"""Authorises viewers of the page: those of the service Operator, and persons to whom an operator gives the link.
 
-With keys: a client certificate of role operator, judged by the same Access as every call, or the random token that the
-master writes into its own directory, readable by its owner only. Without keys nobody is authenticated, so that only
-loopback is served. In both cases the request must have asked for a name that is this master's: a foreign name that
-resolves to here (DNS rebinding) would let another site's scripts read the page. It must never fail open.
+With keys: a client certificate of role operator, checked by the same Access as every call, or the random token that the
+master writes into its own directory, readable by its owner only. Without keys there is no authentication, so that only
+loopback is served. In both cases the request must name a host of this master: a foreign name that resolves to this
+address (DNS rebinding) would let another site's scripts read the page. It must never fail open.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dips.core.net.keys import MASTER_DNS_NAME
 from dips.master.access import Access
 
 PAGE_METHOD = "/dips.v1.Operator/Page"
-"""As what a look at the page is judged: no method that everybody may call, hence an operator's."""
+"""The method for which a viewer is authorised: not one that every role may call, so only operators may."""
 
 LINK_PARAMETER = "link"
 SECRET_NAME = "page.secret.json"
@@ -34,7 +34,7 @@ _TOKEN_CHARACTERS = 43
 
 @dataclass(frozen=True)
 class Secret:
-    """What stays from start to start, so that links and open pages stay good. port: of the last start; 0: none yet."""
+    """Kept over restarts, so that links and open pages stay valid. port: of the last start; 0: none yet."""
 
     token: str
     port: int = 0
@@ -42,17 +42,17 @@ class Secret:
 
 @dataclass(frozen=True)
 class Visitor:
-    """Who looks, in words. by_link: sets the cookie, so that the token leaves the address line."""
+    """A viewer, in words. by_link: the answer sets the cookie, so that the token leaves the address line."""
 
     who: str
     by_link: bool = False
 
 
 class PageAccess:
-    """Judges every request. Make and call it on one thread."""
+    """Authorises every request. Make and call it on one thread."""
 
     def __init__(self, access: Access, token: str, port: int, hosts: Iterable[str] = ()) -> None:
-        """hosts: further names under which this page may be asked for."""
+        """hosts: further host names of this page."""
         self._access, self.token = access, token
         self._hosts = frozenset(host.lower() for host in hosts)
         self.cookie = f"{'__Host-' if access.checks else ''}dips-page-{port}"
@@ -60,11 +60,11 @@ class PageAccess:
 
     @property
     def checks(self) -> bool:
-        """Whether there are keys, and so a token."""
+        """Whether there are keys, and therefore a token."""
         return self._access.checks
 
     def host_is_ours(self, host: str | None) -> bool:
-        """Whether the Host header names this master. Addresses always do: only a name can be made to lead elsewhere."""
+        """Whether the Host header names this master. Addresses always do: only names can be resolved wrongly."""
         name = host_name(host)
         if name is None:
             return False
@@ -72,7 +72,7 @@ class PageAccess:
         return name in own or is_address(name, loopback_only=not self.checks)
 
     def admit(self, certificate: bytes | None, link: str | None, cookies: Mapping[str, str]) -> Visitor:
-        """Who may look. Raises Refused(IDENTITY), with the certificate's fault if there is one."""
+        """The authorised viewer. Raises Refused(IDENTITY), with the certificate's fault if there is one."""
         if not self.checks:
             return Visitor("this machine")
         if link is not None and self._is_token(link):
@@ -82,7 +82,7 @@ class PageAccess:
         return Visitor(str(self._access.admit(PAGE_METHOD, certificate)))
 
     def look(self) -> None:
-        """Read lists of revoked certificates and authorities that changed."""
+        """Reads changed lists of revoked certificates and authorities."""
         self._access.look()
 
     def _is_token(self, given: str) -> bool:
@@ -127,14 +127,14 @@ def load_secret(directory: Path) -> Secret:
         raw = json.loads(path.read_text(encoding="ascii"))
         if os.stat(path).st_mode & 0o077:
             raise ConfigError(
-                f"{path} can be read by other users of this machine, and lets whoever has it look at the run: remove "
+                f"{path} can be read by other users of this machine, and gives its readers access to the page: remove "
                 "it, and the master makes a new one"
             )
         token, port = str(raw["token"]), int(raw["port"])
         if len(token) == _TOKEN_CHARACTERS and 0 <= port <= 65535:
             return Secret(token, port)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        pass  # none yet, or torn by a crash: a new one is as good
+        pass  # none yet, or incomplete after a crash: a new one is used
     return Secret(secrets.token_urlsafe(_TOKEN_BYTES))
 
 
@@ -143,7 +143,7 @@ def save_secret(directory: Path, secret: Secret) -> None:
 
 
 def write_page_address(directory: Path, url: str, pid: int) -> None:
-    """Where the page is, with the token in it, for this user's own commands and eyes."""
+    """Writes the page's address with the token, for this user and this user's commands."""
     _write_private(directory / ADDRESS_NAME, {"url": url, "pid": pid})
 
 
@@ -160,8 +160,8 @@ def read_page_url(directory: Path) -> str | None:
 
 
 def _write_private(path: Path, content: Mapping[str, object]) -> None:
-    """Never readable by others, not even for a moment. A crash may tear it: readers then take it for none."""
+    """Writes a file that others can never read. After a crash it may be incomplete: readers then ignore it."""
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(number, "w", encoding="ascii") as file:
-        os.fchmod(number, 0o600)  # of a file that was there before
+        os.fchmod(number, 0o600)  # for a file that existed before
         file.write(json.dumps(content) + "\n")

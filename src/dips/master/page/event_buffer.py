@@ -1,6 +1,6 @@
-"""Between the control loop and the page's thread: what the tape said, the page hears; nothing ever waits.
+"""Passes events of the tape from the control loop to the page's thread; neither side ever waits.
 
-The ear is bounded: of a burst that the page cannot take, the oldest events are lost to it, never to the tape.
+The buffer is bounded: of a burst that the page cannot take, the oldest events are dropped here, never from the tape.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dips.core.observe.telemetry import Tape
 from dips.master.page.bounds import TAPE_TAIL_BYTES
 
 MAX_WAITING = 2000
-"""Events between two samples."""
+"""The most events between two samples."""
 
 TapeEvent = tuple[float, str, Mapping[str, Any]]
 """(Unix time, kind, fields)."""
 
 
 class EventBuffer:
-    """What was written to the tape since it was last asked. Safe to call from several threads."""
+    """The events written to the tape since the last take(). Safe to call from several threads."""
 
     def __init__(self) -> None:
         self._waiting: deque[TapeEvent] = deque(maxlen=MAX_WAITING)
@@ -32,7 +32,7 @@ class EventBuffer:
         self._waiting.append((wall_s, kind, fields))
 
     def take(self) -> list[TapeEvent]:
-        """What waited, oldest first."""
+        """Removes and returns the waiting events, oldest first."""
         taken = []
         while self._waiting:
             taken.append(self._waiting.popleft())
@@ -40,7 +40,7 @@ class EventBuffer:
 
 
 class BufferedTape(Tape):
-    """A tape whose events an ear hears as well, after they are written."""
+    """A tape that also adds its events to an event buffer, after they are written."""
 
     def __init__(self, path: Path, role: str, name: str, clock: Clock, event_buffer: EventBuffer) -> None:
         super().__init__(path, role, name, clock)
@@ -52,7 +52,7 @@ class BufferedTape(Tape):
 
 
 def earlier_events(path: Path, most_bytes: int = TAPE_TAIL_BYTES) -> Iterator[TapeEvent]:
-    """The last events that stand on a tape already; none when it cannot be read. Torn lines are left out."""
+    """The last events of an existing tape; none when it cannot be read. Incomplete lines are left out."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -67,7 +67,7 @@ def earlier_events(path: Path, most_bytes: int = TAPE_TAIL_BYTES) -> Iterator[Ta
 
 
 def read_event(line: bytes) -> TapeEvent | None:
-    """One line of a tape; None when it is none."""
+    """Reads one line of a tape; None when it is none."""
     try:
         event = json.loads(line)
         return float(event["wall_s"]), str(event["kind"]), event

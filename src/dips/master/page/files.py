@@ -1,4 +1,4 @@
-"""The page's own files, read once from the package: nothing else can be asked for, whatever path somebody sends."""
+"""The page's own files, read once from the package: no requested path can lead to any other file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class StaticFile:
-    """tag: changes with the content, so that a browser asks whether its copy is good and is told in one line."""
+    """A file of the page. tag: changes with the content, so that a browser can check its copy with a short request."""
 
     body: bytes
     content_type: str
@@ -27,7 +27,7 @@ class StaticFile:
 
 
 def static_files() -> Mapping[str, StaticFile]:
-    """Path below /static/ -> file, of everything that stands in the package's folder static."""
+    """Path below /static/ -> file, for all files in the package's folder static."""
     return dict(_walk(files("dips.master.page") / "static", ""))
 
 

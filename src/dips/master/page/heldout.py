@@ -1,6 +1,6 @@
-"""Reads along what the evaluator (`dips eval --follow --tape FILE`) writes: the held-out loss of each version.
+"""Follows the evaluator's tape (`dips eval --follow --tape FILE`): the held-out loss of each version.
 
-It reads what was appended since the last look and never waits for more.
+It reads what was appended since the last call and never waits for more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dips.master.page.event_buffer import read_event
 from dips.master.page.timeline import cut
 
 MAX_READ_BYTES = 256 * 1024
-"""At one look; a longer tape is caught up with in several."""
+"""The most bytes of one call; a longer tape is read in several calls."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class HeldoutLoss:
 
 
 class HeldoutTail:
-    """The end of one tape. A file that is not there (yet) has nothing to tell."""
+    """The end of one tape. A file that does not exist (yet) has no losses."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -46,12 +46,12 @@ class HeldoutTail:
 
     def _losses(self, file: BinaryIO) -> Iterator[HeldoutLoss]:
         if file.seek(0, os.SEEK_END) < self._offset:
-            self._offset = 0  # another run's
+            self._offset = 0  # a new file, of another run
         file.seek(self._offset)
         data = file.read(MAX_READ_BYTES)
         whole, newline, _ = data.rpartition(b"\n")
         if not newline and len(data) == MAX_READ_BYTES:
-            self._offset += len(data)  # no line is so long: what stands here is not a tape
+            self._offset += len(data)  # no line is this long: it is not a tape
         self._offset += len(whole) + len(newline)
         for line in whole.split(b"\n"):
             event = read_event(line)

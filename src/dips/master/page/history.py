@@ -1,7 +1,7 @@
-"""The curves: tokens, rate and losses over time, in bounded memory however long the run is.
+"""The data of the curves: tokens, rate and losses over time, in bounded memory for runs of any length.
 
 When the rows are full, every second one is dropped and samples are taken half as often. It must never fill a gap: a
-loss that nobody told is null.
+loss that was not reported is null.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dips.core.messages import ClusterStatus
 from dips.master.page.bounds import CHARTED_CLUSTERS, MAX_HELDOUT, MAX_ROWS
 
 RATE_OVER_S = 30.0
-"""Tokens a second are counted over this long, and over at least RATE_ROUNDS rounds: they come a round at a time."""
+"""Tokens a second are measured over this time, and over at least RATE_ROUNDS rounds: tokens come once a round."""
 
 RATE_ROUNDS = 4
 
@@ -52,7 +52,7 @@ class RecentTokenRate:
     def add(self, wall_s: float, tokens: int, publish_interval_s: float) -> float:
         """The rate with this sample; 0 while nothing is known."""
         if self._seen and (tokens < self._seen[-1][1] or wall_s < self._seen[-1][0]):
-            self._seen.clear()  # a rollback, or a clock that was set back
+            self._seen.clear()  # after a rollback, or a clock that was set back
         self._seen.append((wall_s, tokens))
         over_s = max(RATE_OVER_S, RATE_ROUNDS * publish_interval_s)
         while len(self._seen) > 2 and self._seen[1][0] < wall_s - over_s:
@@ -62,15 +62,15 @@ class RecentTokenRate:
 
 
 class ProgressHistory:
-    """Rows and held-out losses. Not thread-safe: the page's."""
+    """Rows and held-out losses. Not thread-safe: it belongs to the page's thread."""
 
     def __init__(self, max_rows: int = MAX_ROWS, max_heldout: int = MAX_HELDOUT) -> None:
         self.rows: list[ProgressRow] = []
         self.heldout: list[Heldout] = []
         self.every = 1
-        """One of so many samples becomes a row."""
+        """One of this many samples becomes a row."""
         self.generation = 0
-        """Changes when rows were dropped: who has the old ones needs all of them anew."""
+        """Changes when rows were dropped: a page with the old ones then needs all rows again."""
         self._max_rows, self._max_heldout = max_rows, max_heldout
         self._samples = 0
         self._names: list[str] = []
@@ -78,7 +78,7 @@ class ProgressHistory:
         self.rate_tokens_per_s = 0.0
 
     def add(self, wall_s: float, tokens: int, publish_interval_s: float, clusters: Sequence[ClusterStatus]) -> None:
-        """Take one sample."""
+        """Adds one sample."""
         self._samples += 1
         self.rate_tokens_per_s = self._rate.add(wall_s, tokens, publish_interval_s)
         if (self._samples - 1) % self.every:
@@ -96,7 +96,7 @@ class ProgressHistory:
             self.generation += 1
 
     def add_heldout(self, wall_s: float, version: str, tokens: int, loss: float) -> None:
-        """A version evaluated again replaces what was known of it."""
+        """Adds a held-out loss; a version that was evaluated again replaces its old loss."""
         self.heldout = [point for point in self.heldout if point.version != version]
         self.heldout.append(Heldout(self._samples, wall_s, version, tokens, loss))
         if len(self.heldout) > self._max_heldout:
@@ -104,11 +104,11 @@ class ProgressHistory:
             self.generation += 1
 
     def full(self) -> dict[str, Any]:
-        """All of it, column by column."""
+        """All rows and losses, column by column."""
         return self._columns(self.rows, self.heldout)
 
     def since(self, seq: int) -> dict[str, Any]:
-        """What came after the sample of this number."""
+        """The rows and losses after the sample with this number."""
         rows = [row for row in self.rows[-16:] if row.seq > seq]
         return self._columns(rows, [point for point in self.heldout[-16:] if point.seq > seq])
 

@@ -1,6 +1,6 @@
-"""What all open pages are told: one message for each sample, made once, however many look.
+"""Makes the messages for all open pages: one for each sample, made once for any number of pages.
 
-Lives on the page's thread. A page that keeps up gets what changed; one that just came, or fell behind, gets everything.
+Runs on the page's thread. A page that keeps up gets the changes; a new page, or one that fell behind, gets everything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dips.master.state.run_view import RunView
 
 
 class Hub:
-    """The newest message, and what the next one is made from. Make it where the page's event loop runs."""
+    """The newest message and the data for the next one. Make it where the page's event loop runs."""
 
     def __init__(self, event_buffer: EventBuffer, heldout: HeldoutTail, earlier: Iterable[TapeEvent] = ()) -> None:
         """earlier: events that were on the tape before this process began."""
@@ -33,16 +33,16 @@ class Hub:
         self._wall_s = 0.0
         self._delta = ""
         self.number = 0
-        """Of the newest message; 0 before the first."""
+        """The number of the newest message; 0 before the first."""
         self.steers = False
-        """Whether the page may ask for something."""
+        """Whether the page may pause and resume rounds."""
         self.ended = ""
-        """Why there will be no more; empty while there will."""
+        """Why there will be no more messages; empty before the end."""
         for event in earlier:
             self.timeline.note(*event)
 
     def take(self, view: RunView, wall_s: float, lag_s: float) -> None:
-        """One look at the run; lag_s: how long before it the state had its last event."""
+        """Takes one sample of the run; lag_s: the time since the state's last event."""
         events, sample, generation = self.timeline.seq, self.history.seq, self.history.generation
         for event in self._event_buffer.take():
             self.timeline.note(*event)
@@ -64,21 +64,21 @@ class Hub:
         self._wake()
 
     def end(self, why: str) -> None:
-        """The master ends: pages are told so."""
+        """Tells the pages that the master ends."""
         self.ended = why
         self._wake()
 
     def full(self) -> str:
-        """Everything, as a page that just came needs it."""
+        """The message with everything, for a new page."""
         curves = {**self.history.full(), "replace": True}
         return self._message(curves, events_json(self.timeline.since(0)), list(self._rounds.values()), full=True)
 
     def message_after(self, number: int) -> str:
-        """What a page that has the message of this number needs next."""
+        """The next message for a page that has the message with this number."""
         return self._delta if number == self.number - 1 and number > 0 else self.full()
 
     async def after(self, number: int) -> None:
-        """Wait until there is a message newer than this one, or the end."""
+        """Waits until there is a message newer than this one, or the end."""
         while self.number <= number and not self.ended:
             await self._news.wait()
 
@@ -87,7 +87,7 @@ class Hub:
         news.set()
 
     def _keep_rounds(self, view: RunView) -> list[dict[str, Any]]:
-        """Those that were not known, oldest first."""
+        """Stores the rounds that were not known and returns them, oldest first."""
         fresh = [entry for entry in view.status.recent_rounds if str(entry.round) not in self._rounds]
         for entry in fresh:
             self._rounds[str(entry.round)] = round_json(entry)

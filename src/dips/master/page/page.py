@@ -1,4 +1,4 @@
-"""The status page of one master: opened before the first epoch, followed by each, closed at the end."""
+"""The status page of one master: opened before the first epoch, updated in each, closed at the end."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class Looked(Protocol):
-    """A state machine that can be looked at between two events."""
+    """A state machine that gives a view of the run between two events."""
 
     def look(self) -> RunView: ...
 
 
 class Page:
-    """Use it on the control loop's thread."""
+    """The status page. Use it on the control loop's thread."""
 
     def __init__(
         self, config: MasterConfig, listen: str, security: Security, event_buffer: EventBuffer, clock: Clock
     ) -> None:
-        """Listens at once. Raises ConfigError for an address that is taken, or that others reach while there are no
-        keys, and for a token that others can read."""
+        """Listens at once. Raises ConfigError for an address that is taken, or that others can reach although there are
+        no keys, and for a token that others can read."""
         check_reach(listen, "the status page's address", security)
         self._config, self._security, self._event_buffer, self._clock = config, security, event_buffer, clock
         self._steering = Steering(config.run_id)
@@ -62,14 +62,14 @@ class Page:
         self.url = self._write(port)
 
     def close(self) -> None:
-        """Tell open pages that the master has ended. May be called twice."""
+        """Tells open pages that the master has ended. May be called twice."""
         self._server.stop()
         remove_page_address(self._config.directory)
 
     async def follow(self, shell: MasterShell) -> None:
-        """Look at this executor's state again and again, until cancelled."""
+        """Takes samples of this shell's state until cancelled."""
         machine = shell.machine
-        assert isinstance(machine, Looked), "the state machine of a run can be looked at"
+        assert isinstance(machine, Looked), "the state machine of a run has look()"
         self._steering.follow(shell)
         while True:
             self._look(machine)
@@ -81,7 +81,7 @@ class Page:
         self._server.give(lambda site: site.hub.take(view, wall_s, lag_s))
 
     def _site(self, port: int) -> PageApplication:
-        """On the page's thread."""
+        """Makes the application, on the page's thread."""
         config = self._config
         hub = Hub(self._event_buffer, HeldoutTail(config.page_heldout), earlier_events(config.directory / TAPE_NAME))
         names = {self._host, socket.gethostname(), *config.page_hosts}
@@ -90,7 +90,7 @@ class Page:
         return PageApplication(hub, gate, static_files(), self._steering if config.page_steer else None)
 
     def _write(self, port: int) -> str:
-        """The link, in a file that this user alone can read."""
+        """Writes the link to a file that only this user can read; returns it."""
         address = dialable(format_address(self._host, port))
         keyed = isinstance(self._security, Identity)
         directory = self._config.directory

@@ -1,6 +1,6 @@
-"""What happens now, or why nothing moves, in one sentence; and what else a person should know.
+"""Describes the run in one sentence: what happens now, or what the run waits for; and what else a person should know.
 
-The words are the state machine's own (master/state/reasons.py): the same reason stands in answers, in logs and here.
+The words are the state machine's (master/state/reasons.py): answers, logs and the page give the same reason.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Departures = Mapping[str, tuple[str, str]]
 
 ROUND_STEPS = frozenset({"SEALED", "MEASURE", "JUDGE", "PREPARE", "COMMIT", "PUBLISH"})
 STEP_S = 3.0
-"""A step of a round that takes longer is what the run waits for."""
+"""The run waits for a step of a round that takes longer than this."""
 
 LATE_FACTOR = 4.0
 LATE_AT_LEAST_S = 30.0
-"""A run that publishes nothing for LATE_FACTOR of its usual intervals, and this long, is said to stand still."""
+"""A run that publishes nothing for LATE_FACTOR of its usual intervals, and for this long, is reported as late."""
 
 
 def sentence(view: RunView, lag_s: float, departures: Departures) -> dict[str, Any]:
@@ -52,12 +52,12 @@ def _first(view: RunView, lag_s: float, departures: Departures) -> tuple[str, st
 
 
 def _passes(view: RunView) -> bool:
-    """A step of a round that takes no longer than steps do: nothing waits."""
+    """Whether the open step of a round is not longer than usual, so that nothing waits."""
     return view.status.phase in ROUND_STEPS and view.status.phase_age_s < STEP_S
 
 
 def _away(status: StatusReply, departures: Departures) -> str:
-    """Clusters that are away and did not leave by themselves."""
+    """The clusters that are away and did not leave by themselves, in words."""
     gone = [c.cluster_id for c in status.clusters if not c.alive and departures.get(c.cluster_id, ("",))[0] != "leave"]
     if not gone:
         return ""
@@ -67,13 +67,13 @@ def _away(status: StatusReply, departures: Departures) -> str:
 
 
 def _waits(status: StatusReply) -> str:
-    """An operator's pause and a step of a round are no trouble; a slave that is away is."""
+    """The level of a wait: an operator's pause and a step of a round are normal; a slave that is away is a problem."""
     away = any(not slave.alive for slave in status.slaves) or not any(c.alive for c in status.clusters)
     return "bad" if away and status.published is not None and not status.paused else "wait"
 
 
 def _busy(view: RunView) -> str:
-    """What goes on, in words that stay while it does."""
+    """What the run does, in words that do not change while it does so."""
     status = view.status
     live = sum(cluster.alive for cluster in status.clusters)
     train = f"{live} {'cluster trains' if live == 1 else 'clusters train'}"
@@ -99,13 +99,13 @@ def _late(view: RunView, lag_s: float) -> str:
 
 
 def _more(view: RunView) -> list[str]:
-    """What stands beside the first sentence, the most pressing first."""
+    """The sentences after the first one, the most urgent first."""
     status = view.status
     lines = []
     alarmed = [c.cluster_id for c in status.clusters if c.alive and c.direction_alarm]
     if alarmed:
         lines.append(
-            f"Direction alarm: {', '.join(alarmed)} pushes where the others do not go; it is merged all the same."
+            f"Direction alarm: {', '.join(alarmed)} pushes in another direction than the others; it is still merged."
         )
     lines += [_capital(f"{alarm.sentence}.") for alarm in status.alarms if alarm.kind != NOTHING_MERGED]
     quarantined = [c.cluster_id for c in status.clusters if c.alive and c.quarantined]
@@ -124,7 +124,7 @@ def _more(view: RunView) -> list[str]:
 
 
 def no_loss_sentence(status: StatusReply) -> str:
-    """How to show a loss, where every cluster that trains has been merged and none has reported one; else empty."""
+    """Advice on reporting a loss, if every live cluster has been merged and none has reported a loss; else empty."""
     training = [c for c in status.clusters if c.alive and c.pushes_applied and c.steps_per_s > 0]
     if not training or any(math.isfinite(cluster.loss) for cluster in status.clusters):
         return ""

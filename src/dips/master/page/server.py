@@ -1,8 +1,8 @@
-"""The page's thread: an event loop of its own that listens, keeps bounds, and never touches the control loop.
+"""The page's thread: its own event loop that listens, keeps bounds, and never uses the control loop.
 
-The control loop must answer heartbeats in time whatever browsers do, so nothing of the page runs on it but one look at
-the state each second: TLS handshakes, JSON, slow readers and hostile ones are this thread's. The control loop hands
-over an immutable view and forgets it; when this thread falls behind, it misses views.
+The control loop must answer heartbeats in time whatever browsers do, so nothing of the page runs on it but one sample
+of the state each second: TLS handshakes, JSON, slow and hostile readers are handled on this thread. The control loop
+passes an immutable view and forgets it; when this thread falls behind, it misses views.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ STOP_S = 5.0
 _logger = logging.getLogger(__name__)
 
 MakeSite = Callable[[int], PageApplication]
-"""The port that was taken -> what is served there; called on the page's thread, in its event loop."""
+"""The bound port -> the application served there; called on the page's thread, in its event loop."""
 
 
 class PageTls:
-    """The server's side of TLS: the master's certificate, and a client's if it shows one. Renewed keys count from the
-    next connection on."""
+    """The server's side of TLS: the master's certificate, and a client's if it shows one. Renewed keys are used from
+    the next connection on."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -48,7 +48,7 @@ class PageTls:
         self._load()
 
     def look(self) -> None:
-        """Take renewed keys, if there are."""
+        """Loads renewed keys, if there are any."""
         stamp = stamp_of(self._identity.directory)
         if stamp != self._stamp:
             self._stamp, self._identity = stamp, reloaded(self._identity)
@@ -62,7 +62,7 @@ class PageTls:
 
 @dataclass
 class _Serving:
-    """What there is while the thread serves."""
+    """The objects of the serving thread."""
 
     site: PageApplication
     loop: asyncio.AbstractEventLoop
@@ -70,7 +70,7 @@ class _Serving:
 
 
 class PageServer:
-    """Listens from start() to stop(). Both are called on the control thread and wait for the page's."""
+    """Listens from start() to stop(). Both are called on the control thread and wait for the page's thread."""
 
     def __init__(self, host: str, port: int, last_port: int, security: Security, make_site: MakeSite) -> None:
         """port 0: last_port if it is free, else any."""
@@ -83,12 +83,12 @@ class PageServer:
         self._behind = threading.Event()
 
     def start(self) -> int:
-        """Listen; returns the port. Raises ConfigError when it is taken."""
+        """Starts to listen; returns the port. Raises ConfigError when it is taken."""
         self._thread.start()
         return self._started.result(START_S)
 
     def give(self, take: Callable[[PageApplication], None]) -> None:
-        """Let the page's thread do something with its site; dropped while the last thing still waits."""
+        """Passes a task on the site to the page's thread; dropped while the last task still waits."""
         serving = self._serving
         if serving is None or self._behind.is_set():
             return
@@ -97,7 +97,7 @@ class PageServer:
             serving.loop.call_soon_threadsafe(self._take, serving.site, take)
 
     def stop(self) -> None:
-        """Tell open pages that it is over, and end the thread. May be called twice."""
+        """Tells open pages that the master has ended, and ends the thread. May be called twice."""
         serving, self._serving = self._serving, None
         if serving is not None:
             with contextlib.suppress(RuntimeError):
@@ -114,7 +114,7 @@ class PageServer:
                 self._tls.look()
             take(site)
         except Exception:
-            _logger.exception("the status page could not be renewed; the run goes on without it")
+            _logger.exception("the status page could not be updated; the run continues without it")
         finally:
             self._behind.clear()
 
@@ -125,7 +125,7 @@ class PageServer:
             if not self._started.done():
                 self._started.set_exception(error)
                 return
-            _logger.exception("the status page has ended; the run goes on without it")
+            _logger.exception("the status page has ended; the run continues without it")
 
     async def _serve(self) -> None:
         bound = _bound(self._host, self._wanted)
@@ -150,7 +150,7 @@ class PageServer:
         await ended.wait()
         site.hub.end("the master has ended")
         server.close()
-        await asyncio.sleep(0)  # streams say good-bye
+        await asyncio.sleep(0)  # streams send their last message
         await runner.shutdown()
         await runner.cleanup()
 
@@ -170,7 +170,7 @@ def _bound(host: str, ports: list[int]) -> socket.socket:
 
 
 def _bounded(server: web.Server, site: PageApplication) -> Callable[[], asyncio.Protocol]:
-    """Connections of this server, not more than there may be, each closed unless it soon says what it wants."""
+    """A factory for connections that limits their number and closes each one without a request in time."""
 
     def connected() -> asyncio.Protocol:
         if len(site.silent.union(server.connections)) >= MAX_CONNECTIONS:
@@ -190,7 +190,7 @@ def _close_if_silent(protocol: web.RequestHandler, site: PageApplication) -> Non
 
 
 class _TurnedAway(asyncio.Protocol):
-    """There are too many connections."""
+    """Closes a connection at once, because there are too many."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()

@@ -1,7 +1,6 @@
-"""One moment of the run as JSON: everything that the page shows but curves and timeline.
+"""Makes the JSON of one sample of the run: everything that the page shows except curves and timeline.
 
-A function of its arguments. Text that others wrote is cut and passed on as text, never as markup; numbers that are not
-known are null.
+A pure function. Text from outside is cut and passed on as text, never as markup; numbers that are not known are null.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from dips.master.state.link_rates import LinkRate
 from dips.master.state.run_view import OpenPushView, RunView
 
 SILENT_BEATS = 2.0
-"""A peer that missed so many heartbeats is said to be silent, before it is evicted."""
+"""A peer that missed this many heartbeats is shown as silent, before it is evicted."""
 
 MERGED = "merged"
-"""The reason of every verdict APPLIED, which says nothing more."""
+"""The reason of every verdict APPLIED, which is not shown because it adds nothing."""
 
 STALE_SHARE = 0.5
-"""Of s_max: a base that is so far behind is marked."""
+"""The share of s_max from which a base that is behind is marked."""
 
 
 def snapshot(
@@ -34,7 +33,7 @@ def snapshot(
     departures: Mapping[str, tuple[str, str]],
     charted: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """lag_s: how long ago the state had its last event; departures: as the timeline has them."""
+    """The sample as JSON. lag_s: the time since the state's last event; departures: as in the timeline."""
     status = view.status
     pushes = {push.cluster: push for push in view.pushes}
     return {
@@ -139,7 +138,7 @@ def _cluster(
 def cluster_sign(
     view: RunView, cluster: ClusterStatus, lag_s: float, departures: Mapping[str, tuple[str, str]]
 ) -> tuple[str, str, str]:
-    """(level, word, why): the one thing that matters most about this cluster."""
+    """(level, word, why): the most important state of this cluster."""
     if not cluster.alive:
         kind, reason = departures.get(cluster.cluster_id, ("", ""))
         return ("off", "left", reason) if kind == "leave" or view.status.stopped else ("bad", "away", reason)
@@ -149,7 +148,7 @@ def cluster_sign(
     if cluster.quarantined:
         return "warn", "in quarantine", "its last pushes were excluded"
     if cluster.direction_alarm:
-        return "warn", "direction alarm", "its pushes go where no other's do"
+        return "warn", "direction alarm", "its pushes have another direction than the others'"
     alarms = [alarm for alarm in view.status.alarms if cluster.cluster_id in alarm.clusters]
     if alarms:
         return "warn", f"alarm: {alarms[0].kind.replace('_', ' ')}", cut(alarms[0].sentence)

@@ -1,7 +1,7 @@
-"""What the status page may ask for, where the master was told to allow it: to pause rounds and to resume them.
+"""Carries out the requests of the status page, if the master's settings allow them: pause and resume rounds.
 
-Nothing else: what takes something away from a run (evict, drain, stop, reshard) needs an operator's keys at the service
-Operator. A wish comes from the page's thread and is carried out on the control loop, like any operator's.
+Nothing else: requests that remove something from a run (evict, drain, stop, reshard) need an operator's keys at the
+service Operator. A request comes from the page's thread and is carried out on the control loop, like any operator's.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class _Following:
 
 
 class Steering:
-    """The way from the page's thread to the executor that it shows."""
+    """Passes requests from the page's thread to the shell that it shows."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._following: _Following | None = None
 
     def follow(self, shell: MasterShell) -> None:
-        """From now on wishes go to this executor, on the loop that calls this."""
+        """Sends requests to this shell from now on, on the loop that calls this."""
         self._following = _Following(shell, asyncio.get_running_loop())
 
     async def ask(self, action: object, reason: object) -> str:
-        """On the page's thread: the master's sentence about what it did. Raises Refused, or TimeoutError."""
+        """Makes a request, on the page's thread; returns the master's answer. Raises Refused or TimeoutError."""
         request = self._request(action, reason)
         following = self._following
         if following is None:
@@ -54,7 +54,7 @@ class Steering:
                 return Pause(request)
             case "resume":
                 return Resume(request)
-        raise Refused(RefusalCode.MALFORMED, "the status page can ask to pause and to resume, and for nothing else")
+        raise Refused(RefusalCode.MALFORMED, "the status page can only ask to pause and to resume")
 
 
 async def _carried_out(shell: MasterShell, request: OperatorAction) -> str:

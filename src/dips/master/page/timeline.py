@@ -1,6 +1,6 @@
-"""What happened, for people: the events of the master's tape that somebody would want to see, in sentences.
+"""The timeline for people: the important events of the master's tape, in sentences.
 
-Bounded, oldest out first. It must never invent an event: what the tape does not say did not happen.
+Bounded; the oldest events are dropped first. It must show only events of the tape.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ EventText = tuple[Level, str, str]
 """(level, who, sentence)."""
 
 SAME_S = 60.0
-"""The same sentence of the same one within this long is one event, counted."""
+"""Within this time, equal sentences about the same process are one event, counted."""
 
 _TOLD_CODES = frozenset(
     {"PROTOCOL_VERSION", "RUN_ID", "LAYOUT", "DATA_PLAN", "STALE_EPOCH", "SEED_EXISTS", "MEMORY", "FROZEN"}
 ) | {
     *("NONFINITE", "MALFORMED", "NOT_LOOPBACK", "CONFIG", "DISK", "DIGEST", "UNKNOWN_NAME", "KEY", "IDENTITY"),
 }
-"""Refusals that a person should look into; the others are part of how calls go, such as "later" and "join again"."""
+"""Refusals that a person should check; the others are part of normal calls, such as "later" and "join again"."""
 
 STILL_S = 2.0
-"""A master that stood still for less is no event: a machine that is busy does that."""
+"""Shorter pauses of the master are no event: they are normal on a busy machine."""
 
 _OPERATOR = {"pause", "resume", "stop", "evict", "drain", "reshard_asked"}
 
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """seq grows by one with each event and each repetition. wall_s: Unix time of the last one."""
+    """One event. seq grows by one with each event and each repetition. wall_s: Unix time of the last repetition."""
 
     seq: int
     wall_s: float
@@ -45,7 +45,7 @@ class TimelineEvent:
 
 
 class EventTimeline:
-    """The newest events, and who went away how."""
+    """The newest events, and how clusters departed."""
 
     def __init__(self) -> None:
         self._events: deque[TimelineEvent] = deque(maxlen=MAX_EVENTS)
@@ -58,12 +58,12 @@ class EventTimeline:
         return self._seq
 
     def note(self, wall_s: float, kind: str, fields: Mapping[str, Any]) -> None:
-        """Take one line of the tape; most are of no interest here."""
+        """Takes one line of the tape; most are not shown."""
         self._note_departure(kind, fields)
-        told = sentence_of(kind, fields)
-        if told is None:
+        text = sentence_of(kind, fields)
+        if text is None:
             return
-        level, who, sentence = told[0], cut(told[1]), cut(told[2])
+        level, who, sentence = text[0], cut(text[1]), cut(text[2])
         self._seq += 1
         same = next((e for e in self._events if (e.who, e.sentence) == (who, sentence)), None)
         if same is not None and 0 <= wall_s - same.wall_s < SAME_S:
@@ -87,10 +87,10 @@ class EventTimeline:
 
 
 def sentence_of(kind: str, fields: Mapping[str, Any]) -> EventText | None:
-    """An event's level, who it is about, and a sentence; None for what is not shown."""
+    """An event's level, its process, and a sentence; None for an event that is not shown."""
     if kind in _OPERATOR and "sentence" in fields:
         return "info", "operator", f"{kind.replace('_', ' ')}: {fields['sentence']}"
-    return next((told for part in (_of_run, _of_clusters, _of_slaves) if (told := part(kind, fields))), None)
+    return next((text for part in (_of_run, _of_clusters, _of_slaves) if (text := part(kind, fields))), None)
 
 
 def _of_run(kind: str, f: Mapping[str, Any]) -> EventText | None:
@@ -106,7 +106,7 @@ def _of_run(kind: str, f: Mapping[str, Any]) -> EventText | None:
         case "adopted":
             return "warn", "run", f"version {f.get('version')} was adopted from the slaves"
         case "stood_still" if _number(f.get("gap_s")) >= STILL_S:
-            return "warn", "master", f"the master stood still for {_number(f.get('gap_s')):.1f} s"
+            return "warn", "master", f"the master itself paused for {_number(f.get('gap_s')):.1f} s"
         case "stopped":
             return "info", "run", f"the run has ended: {f.get('reason')}"
         case "revoked":
@@ -150,12 +150,12 @@ def _of_slaves(kind: str, f: Mapping[str, Any]) -> EventText | None:
             return "info", who, f"dismissed: {f.get('reason')}"
         case "refused_connections":
             what = "a connection" if f.get("count") == 1 else f"{f.get('count')} connections"
-            return "warn", who, f"turned away {what}: {f.get('last_reason')}"
+            return "warn", who, f"refused {what}: {f.get('last_reason')}"
     return None
 
 
 def cut(value: object, most: int = MAX_TEXT) -> str:
-    """A text of bounded length, without what a terminal or a page could stumble over."""
+    """A text of bounded length with only printable characters."""
     text = "" if value is None else str(value)
     text = "".join(character if character.isprintable() else " " for character in text[: most + 1])
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,7 +1,7 @@
-"""The page's answers: which paths there are, who gets them, and with which headers.
+"""Answers the page's HTTP requests: paths, authorisation and headers.
 
-Every path but /healthz and the page's own files needs a person who may look (gate.py). It must never answer with
-something that a request brought, never let another site read or frame it, and change nothing unless that was enabled.
+Every path but /healthz and the page's own files needs an authorised viewer (access.py). It must never answer with
+content of a request, never let another site read or frame it, and change nothing unless that is enabled.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ HEADERS = {
 }
 
 RETRY_MS = 1500
-"""How soon a browser connects again when its stream was cut."""
+"""The time after which a browser connects again when its stream was cut."""
 
 COOKIE_S = 30 * 24 * 3600
 """How long a browser keeps the token."""
 
 OPEN_PATHS = frozenset({"/healthz"})
-"""Answered to everybody, under every name: they tell nothing but that somebody is there."""
+"""Paths that are answered to everyone, with every host name: they reveal only that a server is here."""
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Middleware
@@ -56,7 +56,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class PageApplication:
-    """The application of one master. Lives on the page's thread."""
+    """The web application of one master. Runs on the page's thread."""
 
     hub: Hub
     gate: PageAccess
@@ -68,7 +68,7 @@ class PageApplication:
         self._changes = ChangeLogger(_logger)
         self.hub.steers = self.steering is not None
         self.silent: set[object] = set()
-        """Connections that have not asked for anything yet; the server closes them after a while."""
+        """Connections without a request yet; the server closes them after a time."""
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._guarded], client_max_size=1024)
@@ -90,7 +90,7 @@ class PageApplication:
         async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
             try:
                 response = await self._answered(request, handler)
-            except web.HTTPException as error:  # aiohttp's own: no such path, no such method
+            except web.HTTPException as error:  # raised by aiohttp: no such path, no such method
                 response = web.Response(status=error.status, text=f"{error.status} {error.reason}\n")
             if not response.prepared:
                 _add_headers(response)
@@ -123,7 +123,7 @@ class PageApplication:
         return self.gate.admit(_certificate_of(request), link, request.cookies)
 
     def _let_in(self) -> web.Response:
-        """The token goes into a cookie that no script can read and no other site can send."""
+        """Moves the token into a cookie that no script can read and no other site can send."""
         response = web.Response(status=303, headers={"Location": "/"})
         response.set_cookie(
             self.gate.cookie,
@@ -179,13 +179,13 @@ class PageApplication:
             await response.write(f"retry: {RETRY_MS}\n\n".encode())
             await self._follow(request, response)
         except (ConnectionError, TimeoutError):
-            pass  # whoever looked has gone, or takes nothing any more: a browser comes again by itself
+            pass  # the viewer has gone or no longer reads: a browser connects again by itself
         finally:
             self._streams -= 1
         return response
 
     async def _steer(self, request: web.Request) -> web.Response:
-        """A wish of the page's own script; no form and no script of another site can send such a request."""
+        """Handles a request of the page's own script; no form and no script of another site can send one."""
         origin = f"{'https' if self.gate.checks else 'http'}://{request.headers.get('Host', '')}"
         if request.headers.get("Origin") != origin or request.content_type != "application/json":
             return web.Response(status=403, text="403: only the page itself asks for this\n")
@@ -199,7 +199,7 @@ class PageApplication:
         except Refused as refused:
             return web.json_response({"sentence": refused.sentence}, status=409)
         except TimeoutError:
-            return web.json_response({"sentence": "the master does not answer: look again in a while"}, status=504)
+            return web.json_response({"sentence": "the master does not answer: try again later"}, status=504)
         who = self._admitted(request).who
         _logger.warning("%s was asked for on the status page by %s: %s", asked.get("action"), who, sentence)
         return web.json_response({"sentence": sentence})
@@ -215,13 +215,13 @@ class PageApplication:
                 await _write(response, "ended", self.hub.ended)
                 return
             try:
-                self._admitted(request)  # what was admitted may have been revoked since
+                self._admitted(request)  # the certificate may have been revoked since
             except Refused:
                 return
 
 
 async def _write(response: web.StreamResponse, kind: str, data: str) -> None:
-    """One event; the data has no line breaks. Raises TimeoutError when the reader takes nothing."""
+    """Writes one event; the data has no line breaks. Raises TimeoutError when the reader takes nothing."""
     async with asyncio.timeout(WRITE_S):
         await response.write(f"event: {kind}\ndata: {data}\n\n".encode())
 

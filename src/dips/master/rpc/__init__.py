@@ -1,1 +1,1 @@
-"""The master's gRPC server: its services, who may call them, and how calls become events."""
+"""The master's gRPC server: its services, the authorisation of calls, and the conversion of calls into events."""

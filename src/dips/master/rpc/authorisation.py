@@ -1,6 +1,6 @@
-"""Puts every call of the master's server before Access, and ends calls whose certificate stops to hold.
+"""Checks every call of the master's server with Access, and ends calls whose certificate is no longer valid.
 
-One wrapper around all handlers, so that no method can be forgotten. Must never look into a request.
+One wrapper around all handlers, so that no method can be forgotten. Must never decode a request.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dips.master.access import LOOKING_METHODS, Access
 from dips.master.rpc.calls import Context
 
 CERTIFICATE_KEY = "x509_pem_cert"
-"""Under which gRPC tells of the peer's certificate."""
+"""The key under which gRPC gives the peer's certificate."""
 
 _logger = logging.getLogger(__name__)
 
 Behaviour = Callable[[Any, Any], Awaitable[Any]]
-"""An asynchronous method; gRPC's annotations know only the others."""
+"""An asynchronous method; gRPC's annotations contain only synchronous ones."""
 Refusing = Callable[[str, Refused], None]
-"""Told the method's name and the refusal: for log and tape."""
+"""Called with the method's name and the refusal, for log and tape."""
 
 
 def guarded(
     handler: grpc.RpcMethodHandler[Any, Any], path: str, access: Access, refusing: Refusing
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """The same method, for those who may call it."""
+    """The same handler, behind the check of its callers."""
     behaviour: Any
     if handler.unary_unary is not None:
         behaviour, make = handler.unary_unary, grpc.unary_unary_rpc_method_handler

@@ -1,7 +1,7 @@
-"""Between gRPC's bytes and the executor's calls: decode, ask, encode; a refusal ends the call with a reason.
+"""Converts between gRPC's bytes and the shell's calls: decode, call, encode; a refusal ends the call with a reason.
 
-Handlers get raw bytes, so that garbage becomes a MALFORMED refusal with a sentence, not gRPC's own error.
-Must never look further into a request than to whose it claims to be: that is the state's part.
+Handlers get raw bytes, so that invalid bytes become a MALFORMED refusal with a sentence, not gRPC's own error.
+Must never check more of a request than the name of its sender: the state does the rest.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def lockstep(
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """A method with a stream of requests of `kind`, each answered before the next is read.
 
-    `ended` is told, of each stream that had an answer, when it is over, with the last request that was answered.
+    `ended` is called at the end of each stream that had an answer, with the last request that was answered.
     """
 
     async def serve(requests: AsyncIterator[bytes], context: Context) -> None:
@@ -76,19 +76,19 @@ def lockstep(
 
 
 async def refuse(shell: MasterShell, method: str, context: Context, refused: Refused) -> NoReturn:
-    """End the call with a refusal, counted. Does not return."""
+    """Ends the call with a refusal, counted. Does not return."""
     shell.counts.refused(method, refused.code.name)
     await abort(context, refused)
 
 
 async def lose(context: Context, method: str) -> NoReturn:
-    """End the call as a connection that breaks does, at a failpoint that says drop. Does not return."""
+    """Ends the call as a broken connection does, at a failpoint with the action drop. Does not return."""
     await context.abort(grpc.StatusCode.UNAVAILABLE, f"a failpoint loses the answer of {method}")
     raise AssertionError("ServicerContext.abort returned")
 
 
 def understood(shell: MasterShell, method: str, data: bytes, kind: type[T]) -> T:
-    """Decode a request; log and raise the refusal if it cannot be, or calls its sender by another's name."""
+    """Decodes a request; logs and raises the refusal if that fails or if it names another sender than the caller."""
     shell.counts.called(method)
     try:
         request = decode(data, kind)

@@ -1,4 +1,4 @@
-"""The service Clusters: what training clusters and readers ask. Every call and every beat is one event."""
+"""The service Clusters: the calls of training clusters and readers. Every call and every beat is one event."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def clusters_service(shell: MasterShell) -> grpc.GenericRpcHandler:
     async def ask(request: ClusterRequest) -> ReplyBody:
         return await shell.call(lambda token: ClusterCall(token, request))
 
-    # A cluster that dials again may open its next stream before this side knows that the one before is over.
+    # A cluster that dials again may open its next stream before the master knows that the previous one is over.
     newest: dict[str, messages.HeartbeatRequest] = {}
 
     async def beat(request: messages.HeartbeatRequest) -> ReplyBody:

@@ -1,4 +1,4 @@
-"""The service Operator: what a person or a script asks. Watching costs one status for each interval."""
+"""The service Operator: the calls of a person or a script. Watch computes one status for each interval."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from dips.master.state.events import OperatorAction, OperatorCall, Pause, Resume
 
 MIN_WATCH_S = 0.1
 MAX_WATCH_S = 3600.0
-"""Watch intervals outside these are refused: the first is a busy loop, the second a forgotten stream."""
+"""Watch intervals outside these limits are refused: a shorter one is a busy loop, a longer one a forgotten stream."""
 
 
 def operator_service(shell: MasterShell, access: Access) -> grpc.GenericRpcHandler:
-    """The handler of dips.v1.Operator. access: tells whom it did not let in."""
+    """The handler of dips.v1.Operator. access: has the counts of refused callers."""
 
     async def ask(action: OperatorAction) -> ReplyBody:
         reply = await shell.call(lambda token: OperatorCall(token, action))
@@ -75,7 +75,7 @@ def operator_service(shell: MasterShell, access: Access) -> grpc.GenericRpcHandl
 
 
 def _interval_s(request: WatchRequest) -> float:
-    """The asked interval; 0, which is what an absent field reads as, means 1 s."""
+    """The requested interval; 0, which an absent field reads as, means 1 s."""
     interval_s = request.interval_s or 1.0
     if not math.isfinite(interval_s) or not MIN_WATCH_S <= interval_s <= MAX_WATCH_S:
         raise Refused(

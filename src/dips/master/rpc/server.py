@@ -1,7 +1,7 @@
-"""The master's gRPC server: which address, which limits, which services.
+"""The master's gRPC server: its address, limits and services.
 
-Everything that asks or answers dials in here; the master dials nobody. It must never serve an address that others can
-reach unless they are authenticated, which mutual TLS and Access do, and never share its port with a second master.
+All peers dial the master; the master dials no one. It must never serve an address that others can reach unless they
+are authenticated (by mutual TLS and Access), and never share its port with a second master.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from dips.master.rpc.slaves import slaves_service
 from dips.master.shell import MasterShell
 
 STOP_GRACE_S = 0.5
-"""How long open calls may take to end once their answers are given; heartbeat streams end by being cut."""
+"""The time for open calls to end once their answers are given; heartbeat streams are cut."""
 
 HANDSHAKE_MS = 10_000
-"""A connection that has not said what it is by then is closed (gRPC's own default is two minutes). A handshake with
+"""A connection without a complete handshake by then is closed (gRPC's own default is two minutes). A handshake with
 keys over a far and slow link takes a few round trips and 10 KB: 2 s at 100 kbit/s and 300 ms."""
 
 CALLS_FOR_EACH_PEER = 64
 SPARE_CALLS = 1024
-"""A peer has one stream and one or two calls open. Past 64 for each and 1024 for readers, gRPC refuses calls,
-so that a client gone wild costs 100 KB of memory for each of a few thousand calls and no more."""
+"""A peer has one stream and one or two calls open. Above 64 for each and 1024 for readers, gRPC refuses calls,
+so that a faulty client costs 100 KB of memory for each of a few thousand calls and no more."""
 
 
 class _Current(grpc.GenericRpcHandler):
-    """The services of the executor that is served now; none until the first."""
+    """The services of the shell that is served now; none until the first."""
 
     def __init__(self, access: Access) -> None:
         self.services: Sequence[grpc.GenericRpcHandler] = ()
@@ -58,7 +58,7 @@ class _Current(grpc.GenericRpcHandler):
 
 
 class _Certificates:
-    """The server's side of mutual TLS; a renewed key or list of authorities counts from the next connection on."""
+    """The server's side of mutual TLS; a renewed key or list of authorities is used from the next connection on."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -71,7 +71,7 @@ class _Certificates:
         )
 
     def _changed(self) -> Any:
-        """Asked by gRPC, on a thread of its own, before each handshake: a new configuration, or None: as before."""
+        """Called by gRPC on its own thread before each handshake: a new configuration, or None for no change."""
         with self._lock:
             stamp = stamp_of(self._identity.directory)
             if stamp == self._stamp:
@@ -86,7 +86,7 @@ def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
 
 
 class MasterServer:
-    """A bound server; start() makes it answer, for one executor after the other on the same port."""
+    """A bound server; start() makes it answer, for one shell after the other on the same port."""
 
     def __init__(self, max_message_bytes: int, peers: int, security: Security, access: Access) -> None:
         """`max_message_bytes` bounds every message, `peers` is the most clusters and slaves to expect."""
@@ -100,7 +100,7 @@ class MasterServer:
         )
 
     def bind(self, address: str) -> str:
-        """Take the port of `address` ("host:port", port 0: any that is free) and return the address with it.
+        """Binds the port of `address` ("host:port", port 0: any that is free) and returns the address with it.
 
         Raises ConfigError when its port is taken, or it is not on loopback and there are no keys.
         """
@@ -123,7 +123,7 @@ class MasterServer:
         return self._server.add_insecure_port(address)
 
     async def start(self, shell: MasterShell) -> None:
-        """Begin to answer, or go on for another executor: new calls are its from here on."""
+        """Starts to answer calls, or passes new calls to another shell from now on."""
         self._current.refusing = shell.turned_away
         operators = operator_service(shell, self._access)
         self._current.services = (clusters_service(shell), slaves_service(shell), operators)
@@ -133,5 +133,5 @@ class MasterServer:
             await self._server.start()
 
     async def stop(self) -> None:
-        """Let answers that are given go out, then cut what is open. Also frees a port that was only bound."""
+        """Sends the given answers, then cuts the open calls. Also frees a port that was only bound."""
         await self._server.stop(STOP_GRACE_S)

@@ -1,4 +1,4 @@
-"""The master's end of one slave's stream: commands that wait to be sent, and how the stream ends.
+"""The master's end of a slave's stream: the queue of commands, and the end of the stream.
 
 A slave that does not read must never make the master hold more than LINK_COMMANDS commands for it.
 """
@@ -12,12 +12,12 @@ from dips.core.errors import Refused
 from dips.core.messages import SlaveCommand
 
 LINK_COMMANDS = 4096
-"""Commands that may wait for one slave. A round and a push each need about four, so this is many seconds of
-work of a hundred clusters; a slave that far behind has lost its connection in all but name."""
+"""The most waiting commands for one slave. A round and a push each need about four, so this is many seconds of
+work of a hundred clusters; a slave that is so far behind no longer reads its connection."""
 
 
 class SlaveLink:
-    """One stream. `number` names it in events and effects and is never used again."""
+    """One stream. `number` identifies it in events and effects and is never used again."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -31,7 +31,7 @@ class SlaveLink:
         return self._closing.is_set()
 
     def offer(self, command: SlaveCommand) -> bool:
-        """Queue a command. False: the link is closing or its queue is full, and the command is dropped."""
+        """Queues a command. False: the link is closing or its queue is full, and the command is dropped."""
         if self.closing or len(self._commands) >= LINK_COMMANDS:
             return False
         self._commands.append(command)
@@ -39,7 +39,7 @@ class SlaveLink:
         return True
 
     def close(self, refused: Refused | None) -> None:
-        """End the stream after the commands that wait: with a refusal, or without one when the slave hung up.
+        """Ends the stream after the waiting commands: with a refusal, or without one when the slave hung up.
 
         A second call changes nothing.
         """
@@ -49,13 +49,13 @@ class SlaveLink:
             self._more.set()
 
     async def next_command(self) -> SlaveCommand | None:
-        """The oldest command that waits; None once the link is closed and none is left."""
+        """The oldest waiting command; None once the link is closed and none is left."""
         while not self._commands and not self.closing:
             self._more.clear()
             await self._more.wait()
         return self._commands.popleft() if self._commands else None
 
     async def closed(self) -> Refused | None:
-        """Wait until the link is closed, and return why."""
+        """Waits until the link is closed, and returns the refusal, if there is one."""
         await self._closing.wait()
         return self._end

@@ -1,7 +1,7 @@
-"""The service Slaves: one stream for each slave, commands down, answers and heartbeats up.
+"""The service Slaves: one stream for each slave, with commands to it, and answers and heartbeats from it.
 
-Both directions run at once, so that a slave which is busy reading a command can still be heard, and one which
-does not read cannot hold up the master.
+Both directions run concurrently: messages of a slave that is busy with a command are still received, and a slave that
+does not read cannot block the master.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dips.master.shell import MasterShell
 _logger = logging.getLogger(__name__)
 
 LAST_COMMANDS_S = 2.0
-"""How long a closing link may take to send the commands that wait; a slave that does not read gets fewer."""
+"""The time for a closing link to send the waiting commands; a slave that does not read gets fewer."""
 
 
 def slaves_service(shell: MasterShell) -> grpc.GenericRpcHandler:
@@ -31,15 +31,15 @@ def slaves_service(shell: MasterShell) -> grpc.GenericRpcHandler:
 
     async def attach(messages: AsyncIterator[bytes], context: Context) -> None:
         link = shell.open_link()
-        hear = asyncio.create_task(_hear(shell, link, messages), name=f"slave-link-{link.number}-up")
+        receive = asyncio.create_task(_receive(shell, link, messages), name=f"slave-link-{link.number}-up")
         command = asyncio.create_task(_command(link, context), name=f"slave-link-{link.number}-down")
         try:
             refused = await link.closed()
             await asyncio.wait([command], timeout=LAST_COMMANDS_S)
         finally:
-            for task in (hear, command):
+            for task in (receive, command):
                 task.cancel()
-            ends = await asyncio.gather(hear, command, return_exceptions=True)
+            ends = await asyncio.gather(receive, command, return_exceptions=True)
             _report_broken(link, ends)
             shell.link_down(link)
         if refused is not None:
@@ -55,8 +55,8 @@ def _report_broken(link: SlaveLink, ends: Sequence[BaseException | None]) -> Non
             _logger.warning("the stream of slave link %d broke: %s: %s", link.number, kind, error)
 
 
-async def _hear(shell: MasterShell, link: SlaveLink, messages: AsyncIterator[bytes]) -> None:
-    """Hand on what the slave says until it hangs up; close the link when it says something garbled."""
+async def _receive(shell: MasterShell, link: SlaveLink, messages: AsyncIterator[bytes]) -> None:
+    """Passes on the slave's messages until it hangs up; closes the link after a message that cannot be decoded."""
     try:
         async for data in messages:
             for _ in range(copies(failpoint("master.slave_stream.before_hear"))):
@@ -68,7 +68,7 @@ async def _hear(shell: MasterShell, link: SlaveLink, messages: AsyncIterator[byt
 
 
 async def _command(link: SlaveLink, context: Context) -> None:
-    """Send the commands in their order until the link is closed and none is left."""
+    """Sends the commands in their order until the link is closed and none is left."""
     try:
         while (command := await link.next_command()) is not None:
             for _ in range(copies(failpoint("master.slave_stream.before_send"))):

@@ -1,1 +1,1 @@
-"""The master's decisions, pure: (state, event, now) -> effects. No I/O, no clock, no threads."""
+"""The master's state machines: pure functions (state, event, now) -> effects. No I/O, no clock, no threads."""

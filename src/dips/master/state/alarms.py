@@ -1,7 +1,7 @@
-"""What stands and a person should look at: the same alarms in the status, on the page and in the metrics.
+"""Lists the active alarms: the same list in the status, on the page and in the metrics.
 
-An alarm is told once when it begins (World.alarm), and stands here until it is over. The direction of a cluster's
-pushes has its own place in ClusterStatus.
+An alarm is reported once when it begins (SharedState.alarm), and is listed here until it is over. The direction of a
+cluster's pushes has its own field in ClusterStatus.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ KINDS = (NOTHING_MERGED, SAME_DATA, TOKEN_COUNTS)
 """All values of Alarm.kind, and of the label `kind` of dips_master_alarm."""
 
 GONE_S = 3600.0
-"""A cluster whose push was refused ends; what was wrong is shown so long, unless it comes back and counts well."""
+"""Seconds for which a refused token count stays listed: the cluster's process ends after the refusal. A later push
+of the cluster with a correct count removes the alarm earlier."""
 
 FRUITLESS_ROUNDS = 5
-"""In a row without a version. Three VOID ones clear the shared histories, so that these are two more than should be."""
+"""Rounds in a row without a version before the alarm. Three VOID rounds clear the shared histories, so that more than
+three are unusual."""
 
 
 def standing(shared: SharedState) -> tuple[Alarm, ...]:
-    """All alarms that stand, in the order of their kinds."""
+    """All active alarms, in the order of their kinds."""
     fruitless = _fruitless(shared)
     nothing = [Alarm(NOTHING_MERGED, (), _nothing_words(fruitless))] if len(fruitless) >= FRUITLESS_ROUNDS else []
     counts = [
@@ -40,14 +42,14 @@ def standing(shared: SharedState) -> tuple[Alarm, ...]:
 
 
 def round_was_fruitless(shared: SharedState) -> None:
-    """A round has ended without a version: say so once there were too many in a row."""
+    """Records that a round ended without a version; raises an alarm when there were too many in a row."""
     fruitless = _fruitless(shared)
     if len(fruitless) == FRUITLESS_ROUNDS:
         shared.alarm(_nothing_words(fruitless))
 
 
 def _fruitless(shared: SharedState) -> list[RoundSummary]:
-    """The last rounds that made no version, the newest first; as many as are remembered."""
+    """The last rounds that made no version, newest first, as far as they are remembered."""
     return list(takewhile(lambda summary: summary.outcome != "commit", reversed(shared.recent)))
 
 
@@ -56,6 +58,6 @@ def _nothing_words(fruitless: list[RoundSummary]) -> str:
     kinds = ((n_void, "void"), (len(fruitless) - n_void, "given up"))
     how = ", ".join(f"{n} {word}" for n, word in kinds if n)
     return (
-        f"nothing was merged in the last {len(fruitless)} rounds ({how}), so the model stands still while clusters "
+        f"nothing was merged in the last {len(fruitless)} rounds ({how}), so the model does not change while clusters "
         f"train; the last one: {last.reason}"
     )

@@ -1,8 +1,8 @@
-"""Whose data keys the slaves let in: one for each cluster, reader and slave that is here. Pure.
+"""The data keys that the slaves accept: one for each attached cluster, reader and slave. Pure.
 
-Every slave is told the whole list after Welcome and whenever it changes, so that a key that leaves it is worth nothing
-from then on. In memory only: keys live as long as processes, and after a restart everybody says its key anew. Never
-holds one key for two owners, so that a message's key tells whose it is.
+Every slave receives the whole list after Welcome and whenever it changes, so a key that is removed is refused from then
+on. In memory only: a key lasts as long as its process, and after a restart of the master every process sends its key
+again. One key never belongs to two owners, so a message's key identifies its sender.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from dips.core.protocol import CURVE_KEY_BYTES
 
 
 class AllowList:
-    """encrypted: whether this run's data flow uses keys at all; without, nobody may bring one and nobody is told."""
+    """The list of accepted data keys.
+
+    encrypted: whether this run's data flow uses keys. If not, a process that brings a key is refused and no list is
+    sent.
+    """
 
     def __init__(self, encrypted: bool) -> None:
         self.encrypted = encrypted
@@ -30,7 +34,7 @@ class AllowList:
             raise Refused(
                 RefusalCode.KEY,
                 f"{who} brings a data key, and this run's data flow is not encrypted: start the master with --keys, or "
-                "everybody with --insecure",
+                "all other processes with --insecure",
             )
         if self.encrypted and len(key) != CURVE_KEY_BYTES:
             raise Refused(
@@ -46,27 +50,27 @@ class AllowList:
             )
 
     def put(self, role: KeyRole, owner: str, key: bytes) -> None:
-        """This key of the owner's is let in, and no other of its. Raises Refused(KEY) as check() does."""
+        """Makes this key the owner's only accepted key. Raises Refused(KEY) as check() does."""
         self.check(role, owner, key)
         if self.encrypted:
             self._keys[role, owner] = key
             self._touched = True
 
     def remove(self, role: KeyRole, owner: str) -> None:
-        """The owner is gone; one that is not on the list stays absent."""
+        """Removes the owner, which is gone; does nothing when it is not on the list."""
         self._touched |= self._keys.pop((role, owner), None) is not None
 
     def keep(self, role: KeyRole, owners: Collection[str]) -> None:
-        """Of this role nobody else is here any more."""
+        """Removes all other owners of this role."""
         for name in [name for name in self._keys if name[0] is role and name[1] not in owners]:
             self.remove(*name)
 
     def keys(self) -> tuple[AllowedKey, ...]:
-        """All of it, in an order that does not depend on who came first."""
+        """The whole list, in an order that does not depend on the order of arrival."""
         return tuple(AllowedKey(role, owner, key) for (role, owner), key in sorted(self._keys.items()))
 
     def news(self) -> tuple[AllowedKey, ...] | None:
-        """The list, if it is not what was told last; then it counts as told."""
+        """The list if it differs from the one returned last, else None. It then counts as sent."""
         if not self._touched:
             return None
         self._touched, before, self._told = False, self._told, self.keys()

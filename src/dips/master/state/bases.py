@@ -1,10 +1,9 @@
-"""Versions that differences stand on: which cluster may send its push as differences, and what stays readable for it.
+"""Base versions of difference-coded pushes: which cluster may send differences, and which bases stay readable for it.
 
-A slave reads a difference beside the parameters of its base. So a push may be written in that way as long as every
-slave holds its base, and the base stays where it is until the push is sealed; before that, while its cluster trains on
-it, if the cluster sends differences. Both as far as `pinned_versions` go, beside what is being pulled: a base that
-gives way costs its cluster nothing but the bytes of a push in float32 (BASE_GONE), and one that is only trained on goes
-first.
+A slave decodes a difference with the parameters of its base. So a push may be coded in this way as long as every
+slave holds its base. The base is kept until the push is sealed, and also while a cluster that sends differences trains
+on it. Both count against `pinned_versions`, together with the versions that are being pulled. When a base is dropped,
+its cluster only has to send the push in float32 (BASE_GONE); a base that is only trained on is dropped first.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dips.master.state.shared import SharedState
 
 
 def granted(shared: SharedState, wanted_wire: Codec, base: Version | None) -> Codec:
-    """How a push on this base is to be written: as its cluster wishes, or in float32."""
+    """The codec for a push on this base: the one that its cluster asks for, or float32."""
     if wanted_wire not in DIFFERENCES or base not in shared.kept:
         return Codec.F32
     offered = all(codec_capability(wanted_wire) in slave.capabilities for slave in shared.ready_slaves())
@@ -24,12 +23,12 @@ def granted(shared: SharedState, wanted_wire: Codec, base: Version | None) -> Co
 
 
 def in_use(shared: SharedState) -> set[Version]:
-    """Bases of the pushes that are on their way, of those that are readable."""
+    """The readable bases of the open pushes."""
     return _readable(shared, {push.request.base for push in shared.pushes() if push.needs_base})
 
 
 def trained_on(shared: SharedState) -> set[Version]:
-    """Likewise those of the pushes to come."""
+    """The readable bases that clusters train on for their next pushes."""
     return _readable(shared, {member.base for member in shared.live()})
 
 

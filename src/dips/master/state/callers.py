@@ -1,4 +1,4 @@
-"""Who is calling: run, epoch and incarnation are checked before anything else (I8)."""
+"""Checks the caller of a request: run, epoch and incarnation, before anything else (I8)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dips.master.state.shared import SharedState
 
 
 def check_run(shared: SharedState, run_id: str, who: str) -> None:
-    """Raise Refused(RUN_ID) for another run's id; an empty one is a peer that has yet to learn it."""
+    """Raises Refused(RUN_ID) for another run's id; an empty id is a peer that does not know it yet."""
     if run_id and run_id != shared.config.run_id:
         raise Refused(
             RefusalCode.RUN_ID,
@@ -19,7 +19,7 @@ def check_run(shared: SharedState, run_id: str, who: str) -> None:
 
 
 def check_member(shared: SharedState, caller: Caller) -> Member:
-    """The member that calls. Raises Refused: RUN_ID, STALE_EPOCH or FENCED (both: join again)."""
+    """The member that calls. Raises Refused: RUN_ID, STALE_EPOCH or FENCED (for the last two: join again)."""
     check_run(shared, caller.run_id, f"cluster {caller.name!r}")
     if caller.epoch != shared.epoch:
         entry = shared.ledger.clusters.get(caller.name)
@@ -29,7 +29,7 @@ def check_member(shared: SharedState, caller: Caller) -> Member:
         newer = "a newer master serves this run, or this one's directory is an old copy; if two run, stop this one"
         raise Refused(
             RefusalCode.STALE_EPOCH,
-            f"cluster {caller.name!r} speaks of the master's epoch {caller.epoch}, this is epoch {shared.epoch}: "
+            f"cluster {caller.name!r} names the master's epoch {caller.epoch}, this is epoch {shared.epoch}: "
             + (restarted if caller.epoch < shared.epoch else newer),
         )
     member = shared.members.get(caller.name)

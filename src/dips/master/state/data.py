@@ -1,4 +1,4 @@
-"""Lending data: LeaseData and ReturnData of clusters in leased mode."""
+"""Handles LeaseData and ReturnData, the calls of clusters in leased mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dips.master.state.shared import SharedState
 
 
 class Data:
-    """Who may train on what."""
+    """Grants leases on token ranges and takes them back."""
 
     def __init__(self, shared: SharedState) -> None:
         self._shared = shared
@@ -29,10 +29,10 @@ class Data:
             )
         number, ranges = member.last_lease
         if request.request and request.request == number:
-            shared.reply(token, LeaseDataReply(ranges))  # its answer was lost on the way
+            shared.reply(token, LeaseDataReply(ranges))  # the first answer was lost on the way
             return
         if 0 < request.request < number:
-            raise Refused(RefusalCode.SEQ, f"request {request.request} was overtaken by request {number}: ask again")
+            raise Refused(RefusalCode.SEQ, f"request {request.request} is older than request {number}: ask again")
         ranges = leases.lease(member.cluster, request.want_tokens)
         member.last_lease = (request.request, ranges)
         shared.journal("LEASE", {"cluster": member.cluster, "leases": [r.lease_id for r in ranges]})

@@ -1,4 +1,4 @@
-"""What a round's end writes into the ledger: COMMIT and VOID, with every participant's verdict, in one record each."""
+"""Writes the end of a round into the ledger: COMMIT or VOID, with every participant's verdict, in one record."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from dips.master.state.verdicts import Verdicts
 
 
 class Decisions:
-    """Turns a judged round into durable state; tells verdicts once they may be told."""
+    """Turns a judged round into durable state, and sends its verdicts once it is published."""
 
     def __init__(self, shared: SharedState, verdicts: Verdicts) -> None:
         self._shared = shared
         self._verdicts = verdicts
 
     def accepted(self) -> list[Push]:
-        """The participants that are merged, in cluster-id order; the seed is merged unjudged."""
+        """The participants that are merged, in cluster-id order; a seed is merged without a judgement."""
         state = self._shared.round
         if state.judgement is None:
             return list(state.participants)
         return [push for push in state.participants if push.cluster in state.judgement.accepted]
 
     def commit(self) -> CommitInfo:
-        """Everything that the new version changes, as one journal record: the commit point."""
+        """Writes everything that the new version changes as one journal record: the commit point."""
         shared, state, ledger = self._shared, self._shared.round, self._shared.ledger
         accepted = self.accepted()
         assert state.id is not None, "a round that commits has an id"
@@ -70,7 +70,7 @@ class Decisions:
         return commit
 
     def donation(self, donor: Donor) -> CommitInfo:
-        """A ROLLBACK to a version whose parameters a cluster gave back: its record is the commit point."""
+        """Writes a ROLLBACK to a version whose parameters a cluster donated: its record is the commit point."""
         shared, state, current = self._shared, self._shared.round, self._shared.ledger
         assert state.id is not None, "a round that commits has an id"
         (push,) = state.participants
@@ -78,8 +78,8 @@ class Decisions:
         version = next_version(current, origin.version, shared.epoch, newest_timeline(shared))
         restored = rolled_back(current, origin, version, shared.epoch, frozenset(shared.members))
         restored.ledger.origin = None  # no snapshot of it is left, and its momentum is not the origin's
-        told = Verdict(push.id, VerdictKind.APPLIED, version, "the donated copy is a version again", False, state.id)
-        restored.ledger.entry(push.cluster).last_donation = told
+        verdict = Verdict(push.id, VerdictKind.APPLIED, version, "the donated copy is a version again", False, state.id)
+        restored.ledger.entry(push.cluster).last_donation = verdict
         about = self._record("ROLLBACK", [push]) | {"donor": push.cluster, "s_max": shared.s_max()}
         digests = tuple(sorted(state.digest_of_slave.items()))
         decided = rollback_commit(restored, current, origin, version, state.id, digests, about)
@@ -103,12 +103,12 @@ class Decisions:
         self._tell_all()
 
     def tell(self) -> None:
-        """Verdicts of a published round."""
+        """Sends the verdicts of a published round."""
         self.summary("commit", "")
         self._tell_all()
 
     def _remember(self, version: Version | None, why_void: str = "") -> None:
-        """Every participant's verdict stands in the ledger before the record that decides it is written."""
+        """Puts every participant's verdict into the ledger before the record that decides it is written."""
         shared, state = self._shared, self._shared.round
         accepted = {push.cluster for push in self.accepted()} if not why_void else set()
         rejected = {r.cluster: r for r in state.judgement.rejected} if state.judgement else {}
@@ -117,7 +117,7 @@ class Decisions:
             if push.cluster not in accepted:
                 rejection = rejected.get(push.cluster)
                 kind, reason = VerdictKind.EXCLUDED, rejection.reason if rejection else why_void
-                # Not rejected, yet the update was not finite: its own inner state is suspect too.
+                # Not rejected, but the update was not finite: the cluster's inner optimizer state may be wrong too.
                 reset = rejection is None or rejection.non_finite
                 reset = reset or push.cluster in shared.ledger.detector.quarantined
             shared.ledger.entry(push.cluster).last_verdict = Verdict(push.id, kind, version, reason, reset, state.id)
@@ -152,7 +152,7 @@ class Decisions:
         )
 
     def _settle(self, pushes: Sequence[Push], to: TokenState) -> None:
-        """Ranges, fences and counters of decided pushes."""
+        """Updates ranges, fences and counters of decided pushes."""
         ledger = self._shared.ledger
         for push in pushes:
             entry = ledger.entry(push.cluster)
@@ -210,7 +210,7 @@ def _participant(push: Push, accepted: bool) -> dict[str, object]:
 def judgement_to_json(
     judgement: Judgement | None, step: OuterStep | None, inputs: JudgeInputs | None
 ) -> dict[str, object] | None:
-    """Floats as repr text: a record must be JSON, and NaN is not. The step is null in a VOID before PREPARE."""
+    """A judgement as JSON; floats are repr text, because JSON has no NaN. The step is null in a VOID before PREPARE."""
     if judgement is None or inputs is None:
         return None
     return {

@@ -1,4 +1,4 @@
-"""Who may give its copy of a version that the slaves lost: one cluster at a time, the newest known version first."""
+"""Chooses the cluster that donates its copy of a version that the slaves lost: one at a time, newest version first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dips.master.state.shared import SharedState
 
 
 class Donors:
-    """Chooses world.recovery.donor; a copy counts only if every slave's digest of it is the committed one."""
+    """Chooses shared.recovery.donor; a copy counts only if every slave's digest of it is the committed one."""
 
     def __init__(self, shared: SharedState) -> None:
         self._shared = shared
@@ -24,13 +24,13 @@ class Donors:
         return sorted(kept, key=lambda commit: commit.version, reverse=True)
 
     def choose(self) -> bool:
-        """Keep the donor or take the next one; whether there is one."""
+        """Keeps the donor or takes the next one; returns whether there is one."""
         state = self._shared.recovery
-        if state.donor is not None and self._stands(state.donor):
+        if state.donor is not None and self._may_deliver(state.donor):
             return True
         state.donor = self._next()
         if state.donor is None and state.tried:
-            state.tried.clear()  # whatever made them fail may be mended
+            state.tried.clear()  # what made them fail may be repaired
             state.donor = self._next()
         if state.donor is not None:
             donor = state.donor
@@ -41,7 +41,7 @@ class Donors:
         return state.donor is not None
 
     def tick(self) -> None:
-        """A donor that sends nothing makes room for another."""
+        """Gives up a donor that sends nothing, so that another can be chosen."""
         shared, donor = self._shared, self._shared.recovery.donor
         if donor is None or shared.now_s - donor.since_s <= shared.config.ticket_ttl_s:
             return
@@ -58,11 +58,11 @@ class Donors:
     def _next(self) -> Donor | None:
         for commit in self.known():
             for base in (commit.version, *same_as(commit)):
-                for member in self._standing_on(base, commit.version):
+                for member in self._holders_of(base, commit.version):
                     return Donor(member.cluster, member.incarnation, commit, self._shared.now_s, base)
         return None
 
-    def _standing_on(self, base: Version, version: Version) -> Iterable[Member]:
+    def _holders_of(self, base: Version, version: Version) -> Iterable[Member]:
         state = self._shared.recovery
         return (
             member
@@ -73,11 +73,11 @@ class Donors:
             and (member.cluster, member.incarnation, version) not in state.wrong
         )
 
-    def _stands(self, donor: Donor) -> bool:
-        """Whether this donor may still come up with its copy."""
+    def _may_deliver(self, donor: Donor) -> bool:
+        """Whether this donor may still deliver its copy."""
         state, member = self._shared.recovery, self._shared.members.get(donor.cluster)
         if any(push.is_donation for push in self._shared.round.participants):
-            return True  # complete on every slave: nobody need be here for it
+            return True  # complete on every slave: the cluster itself is no longer needed
         if member is None or member.incarnation != donor.incarnation:
             return False
         key = (donor.cluster, donor.incarnation)

@@ -1,4 +1,4 @@
-"""What the master's state asks its server to do. An effect's completion, where it has one, is an event."""
+"""The effects: what the master's state asks its process to do. Completions of effects come back as events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CloseLink:
 
 @dataclass(frozen=True)
 class WriteJournal:
-    """Must be durable, after all earlier ones, before JournalWritten(entry_id) is said."""
+    """Write this entry after all earlier ones; JournalWritten(entry_id) follows when it is durable."""
 
     entry_id: int
     kind: str
@@ -53,7 +53,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Log:
-    """One line for people, written when the sentence of this key changes. Level as in logging."""
+    """One log line for people, written when the sentence of this key changes. Levels as in logging."""
 
     level: int
     key: str
@@ -69,9 +69,9 @@ class Halt:
 
 @dataclass(frozen=True)
 class BeginAgain:
-    """Begin a new epoch of at least this number and start the state machine anew from the journal, in this process.
+    """Begin a new epoch of at least this number and start the state machine again from the journal, in this process.
 
-    Comes only with RunConfig.rebuild. Nothing that follows it is carried out; calls and links end as at a Halt.
+    Only with RunConfig.rebuild. Effects after it are not carried out; calls and links end as at a Halt.
     """
 
     at_least: int

@@ -1,4 +1,4 @@
-"""What can happen to the master. Tokens and links are numbers that the server chose; they come back in effects."""
+"""The events of the master's state machine. Tokens and links are numbers chosen by the server; effects name them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CallGone:
 
 @dataclass(frozen=True)
 class BeatsEnded:
-    """The stream of a cluster's beats broke, and no other of the same incarnation is open: its process may be dead."""
+    """A cluster's heartbeat stream broke, and no other of the same incarnation is open: its process may be dead."""
 
     cluster: str
     incarnation: Incarnation | None
@@ -77,7 +77,7 @@ class SlaveLinkDown:
 
 @dataclass(frozen=True)
 class Revoked:
-    """A certificate that was in use was taken back. role: as core/net/security.py's Role has it."""
+    """A certificate that was in use was revoked. role: a value of core/net/security.py's Role."""
 
     role: str
     name: str

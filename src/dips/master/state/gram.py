@@ -1,4 +1,4 @@
-"""Adding up what the slaves measured: block by block in block-id order, so that the bits do not depend on placement."""
+"""Adds up what the slaves measured, block by block in block-id order, so that the bits do not depend on placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A line of tokens, [0, total), cut into intervals that carry a value; neighbours of equal value are one interval.
+"""A map from token positions [0, total) to values, kept as intervals; neighbours of equal value are one interval.
 
 Memory is proportional to the number of boundaries, not of tokens.
 """
@@ -26,7 +26,7 @@ class IntervalMap(Generic[V]):
         return iter(list(zip(self._starts, ends, self._values, strict=True)))
 
     def over(self, begin: int, end: int) -> list[tuple[int, int, V]]:
-        """The pieces of [begin, end) with their values."""
+        """The intervals within [begin, end), cut to it, with their values."""
         pieces: list[tuple[int, int, V]] = []
         index = bisect_right(self._starts, begin) - 1
         while index < len(self._starts) and self._starts[index] < end:
@@ -36,7 +36,7 @@ class IntervalMap(Generic[V]):
         return pieces
 
     def put(self, begin: int, end: int, value: V) -> None:
-        """Give [begin, end) a value."""
+        """Sets the value of [begin, end)."""
         if not 0 <= begin < end <= self.total:
             raise ValueError(f"[{begin}, {end}) is empty or outside [0, {self.total})")
         first = self._cut(begin)
@@ -47,7 +47,7 @@ class IntervalMap(Generic[V]):
         self._merge(first)
 
     def _cut(self, at: int) -> int:
-        """Make `at` a boundary and return its index."""
+        """Makes `at` a boundary and returns its index."""
         index = bisect_right(self._starts, at) - 1
         if self._starts[index] == at:
             return index

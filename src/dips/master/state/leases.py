@@ -1,7 +1,7 @@
-"""Who trains on which tokens: every token of every pass is in exactly one of FREE, LEASED, APPLIED, EXCLUDED (I12).
+"""The lease table: every token of every pass is in exactly one of FREE, LEASED, APPLIED, EXCLUDED (I12).
 
-Tokens of a pass stand on one line; a lease is a range of it that never crosses a chunk's border. A cluster takes
-as much as it asks for, so faster clusters lease more. EXCLUDED tokens are not trained again.
+The tokens of a pass are numbered in one line; a lease is a range of it that never crosses a chunk's border. A cluster
+gets as much as it asks for, so faster clusters lease more. EXCLUDED tokens are not trained again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dips.core.protocol import MAX_LEASED_CHUNKS
 from dips.master.state.intervals import IntervalMap
 
 MAX_RANGES_IN_A_MESSAGE = 65_536
-"""Also the most pieces that one cluster may hold: it must be able to name them all when it joins again."""
+"""This is also the most pieces that one cluster may hold: it must be able to name them all when it joins again."""
 
 
 class TokenState(Enum):
@@ -29,7 +29,7 @@ class TokenState(Enum):
 
 @dataclass(frozen=True)
 class Holding:
-    """What an interval of tokens is; cluster and lease_id only when LEASED."""
+    """The state of an interval of tokens; cluster and lease_id are set only when LEASED."""
 
     state: TokenState
     cluster: str = ""
@@ -48,7 +48,7 @@ class LeaseTable:
         self._next_lease_id = 1
 
     def lease(self, cluster: str, want_tokens: int) -> tuple[DataRange, ...]:
-        """Lend whole free pieces of chunks, oldest pass first, until they hold want_tokens or are too many for once.
+        """Leases whole free pieces of chunks, oldest pass first, up to want_tokens or the most pieces in one message.
 
         A new pass begins when nothing is free. Raises Refused(RANGES) when the cluster holds too many pieces already.
         """
@@ -67,7 +67,7 @@ class LeaseTable:
         return tuple(granted)
 
     def check(self, cluster: str, ranges: Sequence[DataRange]) -> None:
-        """Raise Refused(RANGES) unless all ranges are leased to the cluster under their lease and none overlap."""
+        """Raises Refused(RANGES) unless all ranges are leased to the cluster under their lease ids and none overlap."""
         if len(ranges) > MAX_RANGES_IN_A_MESSAGE:
             raise Refused(RefusalCode.RANGES, f"{len(ranges)} ranges at once: at most {MAX_RANGES_IN_A_MESSAGE}")
         seen: dict[int, int] = {}
@@ -82,13 +82,13 @@ class LeaseTable:
                     raise Refused(RefusalCode.RANGES, _not_yours(cluster, item, holding))
 
     def settle(self, ranges: Iterable[DataRange], state: TokenState) -> None:
-        """Move ranges that check() accepted to another state."""
+        """Moves ranges that check() accepted to another state."""
         for item in ranges:
             begin, end = self._line(item)
             self._passes[item.pass_index].put(begin, end, Holding(state))
 
     def free_all_but(self, cluster: str, kept: Iterable[DataRange]) -> int:
-        """Free what the cluster leases, except `kept`; returns the number of tokens freed."""
+        """Frees what the cluster leases, except `kept`; returns the number of tokens freed."""
         keep, freed = _by_chunk(kept), 0
         for pass_index, line in enumerate(self._passes):
             for begin, end, holding in line:
@@ -99,7 +99,7 @@ class LeaseTable:
         return freed
 
     def free(self, cluster: str, ranges: Iterable[DataRange], kept: Iterable[DataRange]) -> None:
-        """Free what the cluster still leases of `ranges`, except `kept`."""
+        """Frees what the cluster still leases of `ranges`, except `kept`."""
         keep = _by_chunk(kept)
         for item in ranges:
             line, mine = self._passes[item.pass_index], Holding(TokenState.LEASED, cluster, item.lease_id)
@@ -109,7 +109,7 @@ class LeaseTable:
                         line.put(begin, end, FREE)
 
     def free_all(self) -> None:
-        """Nothing is lent any more."""
+        """Frees everything that is leased."""
         for line in self._passes:
             for begin, end, holding in list(line):
                 if holding.state is TokenState.LEASED:
@@ -120,7 +120,7 @@ class LeaseTable:
         return self._next_lease_id
 
     def number_from(self, lease_id: int) -> None:
-        """Leases get this number or higher ones, so that no number that was ever given out means another lease."""
+        """Sets the lowest number for new leases, so that no number that was ever given out is used again."""
         self._next_lease_id = max(self._next_lease_id, lease_id)
 
     def totals(self) -> dict[TokenState, int]:
@@ -179,7 +179,7 @@ class LeaseTable:
         begin, end = origin + item.begin_tokens, origin + item.end_tokens
         inside = 0 <= item.begin_tokens < item.end_tokens <= self._plan.chunk_tokens and item.chunk >= 0
         if not (inside and 0 <= item.pass_index < len(self._passes) and end <= self._plan.total_tokens):
-            raise Refused(RefusalCode.RANGES, f"range {describe(item)} lies outside the run's data")
+            raise Refused(RefusalCode.RANGES, f"range {describe(item)} is outside the run's data")
         return begin, end
 
     def _without(
@@ -218,7 +218,7 @@ def _by_chunk(ranges: Iterable[DataRange]) -> dict[tuple[int, int], list[DataRan
 
 
 def describe(item: DataRange) -> str:
-    """A range for people."""
+    """A range in words, for people."""
     return f"{item.begin_tokens}-{item.end_tokens} of chunk {item.chunk}, pass {item.pass_index}, lease {item.lease_id}"
 
 

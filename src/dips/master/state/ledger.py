@@ -1,4 +1,4 @@
-"""What the master must never forget: the durable part of its state, written whole with every journal entry.
+"""The ledger: the durable part of the master's state, written whole with every journal entry.
 
 Replaying the journal is loading the newest snapshot; a slave's manifest carries the same snapshot with the COMMIT
 that it belongs to. Nothing here depends on the clock.
@@ -25,7 +25,7 @@ APPLIED_KEPT = 16
 """Versions whose pushes the ledger still names; more than slaves keep, so that a ROLLBACK names what it takes back."""
 
 MAX_WHOLE = 1 << 63
-"""What fits into every message and into SQLite."""
+"""The largest whole number that fits into every message and into SQLite."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +44,28 @@ class CommitInfo:
 
 @dataclass(frozen=True)
 class PendingReshard:
-    """Slaves that shall hold blocks too, and slaves that shall not any more."""
+    """A RESHARD that was asked for: slaves that shall hold blocks, and slaves that shall no longer hold any."""
 
     add: tuple[SlaveId, ...]
     remove: tuple[SlaveId, ...]
     reason: str = ""
 
     def slaves_of(self, before: Iterable[SlaveId]) -> tuple[SlaveId, ...]:
-        """Who holds blocks then."""
+        """The slaves that hold blocks after it."""
         return tuple(sorted({*before, *self.add} - {*self.remove}))
 
 
 def same_as(commit: CommitInfo) -> tuple[Version, ...]:
-    """Versions with the very parameters of this one, which RESHARDs moved since; none for any other commit."""
+    """The versions with the same parameters as this one, if it was made by a RESHARD; none for any other commit."""
     raw = json.loads(commit.record)
     return tuple(map(_version, raw.get("same_as", ())))
 
 
 @dataclass
 class ClusterEntry:
-    """What is remembered of a cluster id, whether it is here or not.
+    """The durable record of a cluster id, whether the cluster is here or not.
 
-    spoke: its newest incarnation that ever called. process_id: of the process that joined last, as it drew it.
+    spoke: its newest incarnation that ever called. process_id: the random identity of the process that joined last.
     """
 
     fence: int = 0
@@ -88,7 +88,7 @@ class ClusterEntry:
 
     @property
     def rate_tokens_per_s(self) -> float:
-        """Measured, declared until measured, 0 when neither is known."""
+        """Tokens per second: measured, declared until measured, 0 when neither is known."""
         return self.tokens_per_s or self.declared_tokens_per_s
 
 
@@ -96,7 +96,7 @@ class ClusterEntry:
 class Ledger:
     """One run's durable state.
 
-    stopping: why the run ends, once no round is open any more; stop_asked: the operator's reason, from the moment of
+    stopping: why the run ends, once no round is open; stop_asked: the operator's reason, from the moment of
     asking. paused, draining (cluster -> reason): what the operator wants. origin: the snapshot that becomes `commit`
     under its new name, after a ROLLBACK and until the next COMMIT. given_up: (origin, new version) of each ROLLBACK;
     the versions between are no longer part of the run. applied_in: the pushes that the newest versions merged. reshard:
@@ -129,10 +129,10 @@ class Ledger:
     untrained: str | None = None
     """What the first cluster holds and the run does not train, as Untrained.to_text(); None: not known yet."""
     extended: tuple[int, int] | None = None
-    """(the run's token limit, 0 for none; tk_max of the settings when the operator set it). It holds while the settings
-    say what they said then: who changes them later means them."""
+    """(the run's token limit, 0 for none; tk_max of the settings when the operator set it). It holds as long as the
+    settings still have that tk_max: a later change of the settings replaces it."""
     behind: bool = False
-    """Taken over from slaves that may have lost newer versions: the run goes on on a new timeline, and not before."""
+    """Taken over from slaves that may have lost newer versions: the run continues only on a new timeline."""
 
     @property
     def version(self) -> Version | None:
@@ -146,7 +146,7 @@ class Ledger:
         self.applied_in = [*self.applied_in, (version, tuple(pushes))][-APPLIED_KEPT:]
 
     def token_limit(self, tk_max: int) -> int:
-        """Tokens at which the run ends, 0 for never; tk_max: what the settings say."""
+        """The number of tokens at which the run ends, 0 for never; tk_max: the value of the settings."""
         extended = self.extended
         return extended[0] if extended is not None and extended[1] == tk_max else tk_max
 
@@ -228,7 +228,7 @@ UNREADABLE = (
     *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
     *(Refused, ConfigError),
 )
-"""What reading a ledger or a record raises when it is not what a master wrote."""
+"""The exceptions raised when a ledger or a record that is read was not written by a master."""
 
 
 def ledger_from_journal(text: str) -> Ledger:
@@ -244,7 +244,7 @@ def ledger_from_journal(text: str) -> Ledger:
 
 
 def canonical(raw: Mapping[str, Any]) -> str:
-    """The same bytes for the same content: records are hashed."""
+    """Canonical JSON: the same bytes for the same content, because records are hashed."""
     return json.dumps(raw, sort_keys=True, separators=(",", ":"))
 
 
@@ -271,8 +271,8 @@ def push_from_json(raw: Sequence[Any]) -> PushId:
 
 
 def commit_from_record(record: bytes) -> CommitInfo:
-    """What a COMMIT or ROLLBACK record says of itself. Raises ValueError, KeyError or TypeError when it is none."""
-    raw = json.loads(record.decode())  # of bytes it would guess the encoding, and the ledger keeps them as UTF-8
+    """Reads the commit from its COMMIT or ROLLBACK record. Raises ValueError, KeyError or TypeError when it is none."""
+    raw = json.loads(record.decode())  # json.loads(bytes) would guess the encoding; records are UTF-8
     digests = tuple((name, bytes.fromhex(digest)) for name, digest in sorted(raw["digests"].items()))
     return CommitInfo(_round(raw["round"]), _version(raw["version"]), digests, record)
 
@@ -285,7 +285,7 @@ def ledger_of(commit: CommitInfo) -> Ledger:
 
 
 def pair(item: Version | RoundId | Incarnation | None) -> list[int] | None:
-    """Any of the two-number ids as a list."""
+    """Any of the ids that are two numbers, as a list."""
     match item:
         case None:
             return None
@@ -391,7 +391,7 @@ def _pending_from_json(raw: list[Any] | None) -> PendingReshard | None:
 def _untrained_from_json(raw: Any) -> str | None:
     if raw is None:
         return None
-    Untrained.from_text(_text(raw))  # read now, and not first when a cluster joins
+    Untrained.from_text(_text(raw))  # checked now, so that an error does not wait for the next Join
     return _text(raw)
 
 
@@ -406,11 +406,11 @@ def _slave_ids(raw: Iterable[Any]) -> tuple[SlaveId, ...]:
     return tuple(SlaveId(_text(name)) for name in raw)
 
 
-# ---- values: a record may come from a slave's disk, and what is read here is compared, added and sent later ----
+# ---- values: a record may come from a slave's disk, and its values are compared, added and sent later ----
 
 
 def _whole(value: Any) -> int:
-    """A count or a number of an id. Raises TypeError, or ValueError for one that no message can carry."""
+    """Checks a count or a number of an id. Raises TypeError, or ValueError for one that no message can carry."""
     if type(value) is not int:
         raise TypeError(f"{value!r:.40} is not a whole number")
     if not 0 <= value < MAX_WHOLE:
@@ -425,7 +425,7 @@ def _text(value: Any) -> str:
 
 
 def _like(example: object, value: Any) -> Any:
-    """The value, if it is of the example's kind."""
+    """Checks that the value is of the example's type and returns it."""
     if isinstance(example, bool):
         return bool(value)
     return float(value) if isinstance(example, float) else _whole(value)

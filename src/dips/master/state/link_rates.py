@@ -1,8 +1,8 @@
-"""How fast each link between a cluster and a slave was: the mean rate of its last whole push and pull.
+"""Measures each link between a cluster and a slave: the mean rate of its last whole push and pull.
 
-A push counts from its ticket until the slave holds all of its part, a pull from its grant until the cluster says that
-it has everything: whole transfers, since those of a small model are over before the next beat.
-For people only: no decision reads it. Pure: time is an argument.
+A push is measured from its ticket until the slave holds all of its part, a pull from its grant until the cluster
+reports that it has everything. Whole transfers are measured because those of a small model end before the next beat.
+For people only: no decision uses it. Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dips.core.placement import Placement
 from dips.core.wire import Codec, encoded_bytes
 
 MAX_LINKS = 4096
-"""Links that are told of, a few hundred KB: 64 clusters by 64 slaves. The last names are left out beyond it."""
+"""The most links in a report, a few hundred KB: 64 clusters by 64 slaves. The last names are left out beyond it."""
 
 LEAST_S = 1e-4
-"""A transfer cannot have been shorter than what clocks tell apart."""
+"""The shortest transfer time that is assumed: clocks do not resolve less."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Measured:
 
 
 class LinkRates:
-    """The last transfer of each link. Not thread-safe: the state's."""
+    """The last transfer of each link. Not thread-safe: it belongs to the state."""
 
     def __init__(self) -> None:
         self._pushed: dict[tuple[str, str], _Measured] = {}
@@ -49,33 +49,33 @@ class LinkRates:
         self._elems: tuple[bytes, dict[str, int]] = (b"", {})
 
     def staged(self, cluster: str, slave: str, part_bytes: int, took_s: float, now_s: float) -> None:
-        """The slave holds its part of a push that it began to receive took_s ago."""
+        """Records that the slave holds its part of a push that it began to receive took_s ago."""
         self._pushed[cluster, slave] = _Measured(part_bytes / max(took_s, LEAST_S), now_s)
 
     def pull_began(self, cluster: str, now_s: float) -> None:
         self._began[cluster] = now_s
 
     def pull_ended(self, cluster: str, now_s: float) -> None:
-        """All of the model has come to the cluster; nothing when it is not known since when."""
+        """Records that the cluster has the whole model; does nothing when the start of the pull is not known."""
         began_s = self._began.pop(cluster, None)
         if began_s is not None:
             self._pulled[cluster] = (max(now_s - began_s, LEAST_S), now_s)
 
     def gone(self, cluster: str) -> None:
-        """It is here no longer; its next life may have another link."""
+        """Forgets a cluster that is gone; its next incarnation may have another link."""
         self._began.pop(cluster, None)
         self._pulled.pop(cluster, None)
         for link in [link for link in self._pushed if link[0] == cluster]:
             del self._pushed[link]
 
     def part_bytes(self, slave: str, layout: Layout, placement: Placement, wire: Codec) -> int:
-        """Bytes of the blocks that this slave holds, as they are written on the wire; near enough for a rate."""
+        """Bytes of this slave's blocks in the wire codec; exact enough for a rate."""
         return encoded_bytes(wire, self._held(layout, placement).get(slave, 0))
 
     def links(
         self, clusters: Collection[str], layout: Layout | None, placement: Placement | None, now_s: float
     ) -> tuple[LinkRate, ...]:
-        """What is known of the links between these clusters and the slaves that hold blocks."""
+        """The measured links between these clusters and the slaves that hold blocks."""
         if layout is None or placement is None:
             return ()
         pairs = ((cluster, slave) for cluster in sorted(clusters) for slave in placement.slaves)
@@ -95,7 +95,7 @@ class LinkRates:
         )
 
     def _held(self, layout: Layout, placement: Placement) -> dict[str, int]:
-        """Elements on each slave, added up once for each placement."""
+        """The number of elements on each slave, computed once for each placement."""
         if self._elems[0] != placement.placement_hash:
             held = dict.fromkeys(map(str, placement.slaves), 0)
             for block, index in zip(layout.blocks, placement.slave_of_block, strict=True):

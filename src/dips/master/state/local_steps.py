@@ -1,8 +1,8 @@
-"""How many inner steps a cluster makes before its next push (docs/algorithm.md, dynamic local steps).
+"""Computes how many inner steps a cluster makes before its next push (docs/algorithm.md, dynamic local steps).
 
 Dynamic: H_j = clamp(speed_j x (t* - now - pull_j - push_j), H/8, H), t* the next planned window. t* is one absolute
-target for all clusters, one fastest round apart, so that their phases align however they drifted.
-Static: H, but a cluster that would come later than s_max versions is cut to what fits.
+target for all clusters, one fastest round apart, so that their phases align again after a drift.
+Static: H, but fewer for a cluster that would otherwise be more than s_max versions late.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def fastest_round_s(paces: Sequence[ClusterPace], sync_every: int, overlap: str 
 
 
 def round_s(pace: ClusterPace, sync_every: int, overlap: str) -> float:
-    """Seconds between two pushes of H steps, all of them counted, those made through transfers too.
+    """Seconds between two pushes of H steps; steps made during transfers count too.
 
-    A transfer that a cluster trains through takes no time of its own; but H/8 steps are always made after the pull.
+    A transfer during which the cluster trains takes no extra time; but H/8 steps are always made after the pull.
     """
     hidden_s = {"none": 0.0, "push": pace.push_s, "full": pace.push_s + pace.pull_s}[overlap]
     return max(pace.round_s(sync_every) - hidden_s, pace.round_s(lower_bound(sync_every)))
 
 
 def dynamic_steps(pace: ClusterPace, sync_every: int, window_at_s: float, period_s: float, now_s: float) -> int:
-    """H_j towards the first planned window, window_at_s + k x period_s, that leaves room for H/8 steps.
+    """H_j for the first planned window, window_at_s + k x period_s, that is at least H/8 steps away.
 
-    To the nearest step: a cluster comes at most half a step early or late, so that one window takes in all.
+    Rounded to the nearest step: a cluster is at most half a step early or late, so that one window gets all pushes.
     """
     if not pace.known or period_s <= 0:
         return sync_every

@@ -1,4 +1,4 @@
-"""The master's whole decision making behind one function: handle(event, now) -> effects.
+"""The master's state machine: one function, handle(event, now) -> effects, makes all decisions.
 
 It holds no clock and does no I/O; the same events at the same times give the same effects (I14). Effects that may
 depend on a journal entry are held back until the entry is durable.
@@ -99,7 +99,7 @@ class MasterMachine:
         }
 
     def start(self, now_s: float) -> list[Effect]:
-        """The first effects of this life of the master."""
+        """The first effects after the process's start."""
         self.shared.now_s = now_s
         self._last_tick_s = self._since_s = now_s
         self._slaves.start()
@@ -118,16 +118,16 @@ class MasterMachine:
         if self.shared.take_back_end():
             limit = self.shared.settings().tk_max_tokens
             self.shared.journal("EXTEND", {"tk_max_tokens": limit, "reason": "the settings at the master's start"})
-            self.shared.log("master", f"the run had ended at its token limit; tk_max is {limit} now, so it goes on")
+            self.shared.log("master", f"the run had ended at its token limit; tk_max is {limit} now, so it continues")
         self._recovery.start()
         return self.shared.out.take()
 
     def run_is_over(self) -> bool:
-        """Whether the run has ended and no cluster waits for its last version: this process may end for good."""
+        """Whether the run has ended and no cluster waits for its last version, so that this process may end."""
         return self.shared.stopped_s is not None
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """Take one event. Raises LocalProtocolError, with the story, only for a bug of ours."""
+        """Handles one event. Raises LocalProtocolError, with the last events, only for a bug in this code."""
         self.shared.now_s = now_s
         match event:
             case ClusterCall(token, request):
@@ -155,7 +155,7 @@ class MasterMachine:
         return self.shared.out.take()
 
     def look(self) -> RunView:
-        """What a person may look at, read between two events; changes nothing."""
+        """A view of the run for people, read between two events; changes nothing."""
         return look(self.shared)
 
     def next_deadline_s(self) -> float | None:
@@ -186,7 +186,7 @@ class MasterMachine:
             self.shared.refuse(token, refused)
 
     def _revoked(self, role: str, name: str, reason: str) -> None:
-        """Its calls are refused by the server; here it loses its place in the run, and with it its data key."""
+        """Removes a revoked holder from the run, with its data key; the server refuses its calls."""
         sentence = f"its certificate was revoked{f' ({reason})' if reason else ''}"
         self.shared.record("revoked", "operator", holder=f"{role} {name}", reason=reason)
         self.shared.log(f"revoked {role} {name}", f"{role} {name}: {sentence}", logging.WARNING)
@@ -223,7 +223,7 @@ class MasterMachine:
             case EvictRequest(run_id, cluster, reason):
                 check_run(shared, run_id, "the request")
                 self._live(cluster)
-                shared.ledger.draining.pop(cluster, None)  # "it may join again" is meant
+                shared.ledger.draining.pop(cluster, None)  # after an eviction it may join again
                 self._members.evict(cluster, reason or "by the operator")
                 self._done(token, "evict", f"cluster {cluster} is evicted; it may join again")
             case DrainRequest(run_id, cluster, reason):
@@ -241,14 +241,16 @@ class MasterMachine:
                 self._done(token, "reshard_asked", self._reshard.ask(request))
 
     def _extend(self, token: int, request: ExtendRequest) -> None:
-        """Take back the run's end, also one that only was asked for, and move its token limit."""
+        """Takes back the run's end, also one that was only asked for, and moves its token limit."""
         shared, ledger = self.shared, self.shared.ledger
         moved = request.no_limit or request.tk_max_tokens > 0
         limit = 0 if request.no_limit else request.tk_max_tokens or shared.settings().tk_max_tokens
         if request.no_limit and request.tk_max_tokens:
             raise Refused(RefusalCode.CONFIG, "a limit and none are asked for: give --tokens N or --no-limit")
         if request.tk_max_tokens > MAX_TOTAL_TOKENS:
-            raise Refused(RefusalCode.TOKENS, f"{limit} tokens are no limit: give at most {MAX_TOTAL_TOKENS}")
+            raise Refused(
+                RefusalCode.TOKENS, f"a limit of {limit} tokens is too large: give at most {MAX_TOTAL_TOKENS}"
+            )
         if 0 < limit <= ledger.tokens:
             raise Refused(
                 RefusalCode.CONFIG,
@@ -266,8 +268,8 @@ class MasterMachine:
         shared.stopped_s = None
         shared.journal("EXTEND", {"tk_max_tokens": limit, "reason": request.reason or "no reason given"})
         until = f"until {limit} tokens are applied" if limit else "until it is stopped"
-        taken_back = f"; its end is taken back ({ended}), clusters that left are to be started again" if ended else ""
-        self._done(token, "extend", f"the run goes on {until}{taken_back}")
+        taken_back = f"; its end is taken back ({ended}), start the clusters that left again" if ended else ""
+        self._done(token, "extend", f"the run continues {until}{taken_back}")
 
     def _done(self, token: int, kind: str, sentence: str) -> None:
         self.shared.record(kind, "operator", sentence=sentence)
@@ -279,7 +281,7 @@ class MasterMachine:
         if shared.ledger.stopping and not shared.members:
             awaited = self._awaited()
             if awaited:
-                sentence = f"the run has ended; the master waits for {', '.join(awaited)}, here before it was restarted"
+                sentence = f"the run has ended; the master waits for {', '.join(awaited)}, attached before its restart"
                 self._done(token, "stop", sentence)
                 return
             self._done(token, "stop", "no cluster is left; the master stops now")
@@ -287,10 +289,10 @@ class MasterMachine:
             return
         shared.ledger.stop_asked = reason
         shared.journal("STOP", {"reason": reason})
-        self._done(token, "stop", "the open round finishes, everyone pulls the last version and leaves")
+        self._done(token, "stop", "the open round finishes, then every cluster pulls the last version and leaves")
 
     def _awaited(self) -> list[str]:
-        """Who was here in the last life of the master and had no time yet to come back: they must hear of the end."""
+        """Processes from before the master's restart that had no time yet to return: they must learn of the end."""
         shared = self.shared
         if shared.now_s - self._since_s > shared.config.evict_after_s:
             return []

@@ -1,4 +1,4 @@
-"""Clusters: join, beat, leave, eviction. Eviction changes liveness and fencing only."""
+"""Handles the membership of clusters: join, beat, leave, eviction. Eviction changes liveness and fencing only."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ MAX_DECLARED_TOKENS_PER_S = 1e12
 MAX_TOTAL_TOKENS = 1 << 60
 MAX_HOST_CHARACTERS = 200
 MAX_CLUSTER_IDS = 1024
-"""An id that took part once is never forgotten: its fence must never begin anew."""
+"""An id that took part is never forgotten, because its fence must never start again."""
 
 
 def most_cluster_ids(shared: SharedState) -> int:
-    """Ids that the ledger remembers, each with its fence and statistics: 1 KB in every journal entry."""
+    """The most cluster ids that the ledger remembers, each with fence and statistics: 1 KB in every journal entry."""
     return MAX_CLUSTER_IDS + shared.config.max_clusters
 
 
 class Membership:
-    """Who takes part."""
+    """The clusters that take part in the run."""
 
     def __init__(self, shared: SharedState, verdicts: Verdicts, slaves: SlaveRegistry) -> None:
         self._shared = shared
@@ -64,7 +64,7 @@ class Membership:
     # ---- join ----
 
     def join(self, token: int, request: JoinRequest) -> None:
-        """A new incarnation; whatever an older one of this cluster has not sealed is aborted."""
+        """Starts a new incarnation; what an older one of this cluster has not sealed is aborted."""
         shared, name = self._shared, request.caller.name
         self._check_join(request)
         hello = agree(request.hello.protocol_min, request.hello.protocol_max, request.hello.capabilities, name)
@@ -74,7 +74,7 @@ class Membership:
         if not entry.incarnations:
             shared.counted_since_s[name] = shared.now_s - OWN_DATA_START_S
         before = shared.members.get(name)
-        undecided = self._retire(name, f"cluster {name} joined anew")
+        undecided = self._retire(name, f"cluster {name} joined again")
         entry.incarnations += 1
         entry.incarnation = Incarnation(shared.epoch, entry.incarnations)
         entry.member, entry.declared_tokens_per_s = True, request.declared_tokens_per_s
@@ -136,7 +136,7 @@ class Membership:
                 "give a cluster that comes back the id that it had",
             )
         self._check_process(name, request)
-        # An incarnation that never spoke may be this very process's, whose Join was answered in vain.
+        # An incarnation that never called may be this process's own, if the answer to its Join was lost.
         spoke = shared.ledger.clusters[name].spoke if name in shared.ledger.clusters else None
         if previous is not None and spoke is not None and previous < spoke:
             raise Refused(
@@ -166,8 +166,10 @@ class Membership:
             )
 
     def _check_process(self, name: str, request: JoinRequest) -> None:
-        """A process that joins again is welcome at once. Another one under its name is a second process, or the next
-        after one that died: the name is free for it once the known one is gone, and that one trains on undisturbed.
+        """Checks which process may hold this name. A process that joins again is accepted at once.
+
+        Another process is a second one or the successor of one that died: it gets the name once the known process
+        is gone.
         """
         shared = self._shared
         member, entry = shared.members.get(name), shared.ledger.clusters.get(name)
@@ -180,7 +182,7 @@ class Membership:
             )
             gone = shared.now_s >= gone_s
         elif entry is not None and entry.member:
-            # As the master before this one left it. Who lives dials within a beat, and joins when its step is over.
+            # Known from before the master's restart. A live cluster dials within a beat and joins after its step.
             known, words = entry.process_id, f"incarnation {entry.incarnation}, before the master's restart"
             called_s = shared.called_of_old_s.get(name)
             until_s = self._since_s + beat_s if called_s is None else called_s + evict_after_s
@@ -212,7 +214,7 @@ class Membership:
         return free[0]
 
     def _adopt_model(self, request: JoinRequest) -> None:
-        """The first joiner brings layout and data; everybody else must match."""
+        """Takes layout and data plan from the first joiner; every other cluster must match them."""
         ledger = self._shared.ledger
         _check_plan(request.data_plan)
         if ledger.layout is None:
@@ -231,10 +233,10 @@ class Membership:
             raise Refused(RefusalCode.DATA_PLAN, _plan_difference(ledger.data_plan, request.data_plan))
 
     def _compare_untrained(self, request: JoinRequest) -> None:
-        """The first joiner's frozen parameters and buffers are the run's (docs/decisions/0029).
+        """Compares frozen parameters and buffers with those of the first joiner (docs/decisions/0029).
 
-        Buffers decide at a cluster's first Join only: later it may come from a checkpoint of its own, with what its
-        training made of them. Raises Refused(FROZEN) with the names of the tensors that differ.
+        Buffers are compared strictly at a cluster's first Join only: later it may load a checkpoint of its own, whose
+        buffers its training has changed. Raises Refused(FROZEN) with the names of the tensors that differ.
         """
         shared, ledger, name = self._shared, self._shared.ledger, request.caller.name
         rule, theirs = shared.config.settings.frozen, Untrained(request.frozen, request.buffers)
@@ -247,7 +249,7 @@ class Membership:
         if found := difference("frozen parameters", ours.frozen, theirs.frozen):
             raise Refused(
                 RefusalCode.FROZEN,
-                f"cluster {name!r} trains over other frozen weights than this run: {found}; load the same weights in "
+                f"cluster {name!r} has other frozen weights than this run: {found}; load the same weights in "
                 'every cluster, or start the master with frozen = "any" if they may differ',
             )
         found = difference("buffers", ours.buffers, theirs.buffers) if rule == "same" else ""
@@ -262,7 +264,7 @@ class Membership:
             )
 
     def _retire(self, name: str, reason: str) -> Push | None:
-        """End the current incarnation; returns its push if that is sealed and must be waited for."""
+        """Ends the current incarnation; returns its push if that is sealed and must be waited for."""
         shared = self._shared
         member = shared.members.pop(name, None)
         shared.allowed.remove(KeyRole.CLUSTER, name)
@@ -276,8 +278,8 @@ class Membership:
         return next((push for push in shared.round.participants if push.cluster == name), None)
 
     def _reattach(self, name: str, held: tuple[DataRange, ...], undecided: Push | None) -> tuple[DataRange, ...]:
-        """Leases that this process still holds (they are returned), or that a sealed push carries, stay; the rest is
-        free."""
+        """Keeps the leases that this process still holds (they are returned) or that a sealed push carries; frees the
+        rest."""
         leases = self._shared.ledger.leases
         if leases is None:
             return ()
@@ -311,13 +313,14 @@ class Membership:
         )
 
     def beats_ended(self, cluster: str, incarnation: Incarnation | None) -> None:
-        """A sign of death, if the process does not dial again: its successor need not wait for the eviction."""
+        """Notes that the heartbeat stream broke: if the process does not dial again, its successor need not wait for an
+        eviction."""
         member = self._shared.members.get(cluster)
         if member is not None and member.incarnation == incarnation:
             member.silent_since_s = self._shared.now_s
 
     def leave(self, token: int, request: LeaveRequest) -> None:
-        """Waits for the verdict of a sealed push, aborts any other."""
+        """Handles Leave: waits for the verdict of a sealed push, aborts any other."""
         shared = self._shared
         member = check_member(shared, request.caller)
         if member.leave_token is not None:
@@ -327,7 +330,7 @@ class Membership:
             self._depart(member, "LEAVE", request.reason or "it left")
 
     def finish_leaving(self) -> None:
-        """Clusters that waited for a verdict before they leave."""
+        """Lets clusters leave whose verdict, for which they waited, is decided."""
         shared = self._shared
         while shared.leave_ready:
             member = shared.members.get(shared.leave_ready.pop())
@@ -358,7 +361,7 @@ class Membership:
         self._answer_leave(member)
 
     def _answer_leave(self, member: Member | None) -> None:
-        """Whatever ended it, a cluster that is gone has left."""
+        """Answers a waiting Leave: for any end of its incarnation, the cluster has left."""
         if member is not None and member.leave_token is not None:
             self._shared.reply(member.leave_token, LeaveReply())
             member.leave_token = None
@@ -383,7 +386,7 @@ class Membership:
         self._away_since_s = {name: since_s + gap_s for name, since_s in self._away_since_s.items()}
 
     def _expire_leases(self) -> None:
-        """What a cluster leased is free again when it stays away for lease_ttl."""
+        """Frees the leases of clusters that stayed away for lease_ttl."""
         shared = self._shared
         leases = shared.ledger.leases
         if leases is None:
@@ -420,7 +423,8 @@ def _check_plan(plan: DataPlan) -> None:
     if not 0 < plan.chunk_tokens <= plan.total_tokens <= MAX_TOTAL_TOKENS:
         raise Refused(
             RefusalCode.DATA_PLAN,
-            f"{plan.total_tokens} tokens in chunks of {plan.chunk_tokens} cannot be lent: more text or smaller chunks",
+            f"{plan.total_tokens} tokens in chunks of {plan.chunk_tokens} cannot be leased: "
+            "give more text or smaller chunks",
         )
 
 

@@ -1,9 +1,9 @@
-"""Two processes under one name: the one that is known keeps it while it lives; a newcomer waits, and then ends.
+"""Resolves two processes with one name: the known one keeps it while it is alive; the newcomer waits, then is refused.
 
-Both may bring the same certificate, so a name proves nothing. A slave is known by its directory, a cluster by its
-process; each of the two is a number that was drawn once (docs/decisions/0034). A newcomer is asked to come again for as
-long as the known one could be dead without its eviction; if it has not been evicted then, it beats, and the newcomer is
-refused for good. So a late beat or a master that has just started never hands a name to the wrong process.
+Both may have the same certificate, so a name proves nothing. A slave is identified by its directory, a cluster by its
+process; each identity is a number that was drawn once (docs/decisions/0034). A newcomer is asked to try again for as
+long as the known process could be dead and not yet evicted. If it has not been evicted by then, it sends heartbeats,
+and the newcomer is refused permanently. So neither a late beat nor a restarted master gives a name to the wrong process.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from dips.core.errors import RefusalCode, Refused
 
 AGAIN_S = 0.5
-"""How soon a newcomer is to ask again: when the known process dies, its successor is not to wait for longer."""
+"""The wait before a newcomer asks again; a successor waits at most this much longer after the known process's end."""
 
 DIALS_AGAIN_BEATS = 0.5
-"""A process that lives dials again within so many heartbeats when its stream breaks; one that does not is gone."""
+"""After a broken stream, a live process dials again within this many heartbeats; one that does not is gone."""
 
 MAX_CLAIMS = 64
-"""Newcomers that are remembered at once."""
+"""The most newcomers that are remembered at a time."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Claim:
 
 
 class NameClaims:
-    """Newcomers that wait for a name, by what they claim to be."""
+    """Newcomers that wait for a name, by role, name and identity."""
 
     def __init__(self) -> None:
         self._claims: dict[tuple[str, str, bytes], _Claim] = {}
@@ -37,12 +37,12 @@ class NameClaims:
     def refuse(
         self, role: str, name: str, newcomer: bytes, known: str, remedy: str, now_s: float, evict_after_s: float
     ) -> Refused:
-        """What to tell a newcomer while the process that is known under this name may live.
+        """The refusal for a newcomer while the known process of this name may be alive.
 
-        known: that process, in words; remedy: what a person can do. The refusal asks it to come again until it has
-        waited for an eviction in vain.
+        known: that process, in words; remedy: what a person can do. The refusal asks the newcomer to try again until it
+        has waited as long as an eviction takes.
         """
-        forgotten_s = now_s - evict_after_s - AGAIN_S  # who has not asked for so long begins to wait from the start
+        forgotten_s = now_s - evict_after_s - AGAIN_S  # a newcomer that has not asked since then starts to wait again
         self._claims = {key: claim for key, claim in self._claims.items() if claim.last_s > forgotten_s}
         key = (role, name, newcomer)
         claim = self._claims.get(key)
@@ -59,5 +59,5 @@ class NameClaims:
         return Refused(RefusalCode.NAME_TAKEN, f"{taken} and beats ({known}): {remedy}")
 
     def rearm(self) -> None:
-        """The master itself stood still: whom it has not heard since may be alive, and waiting begins again."""
+        """Starts all waits again after a pause of the master itself, in which it received no heartbeats."""
         self._claims.clear()

@@ -1,4 +1,4 @@
-"""The way out for effects, with the journal as a barrier."""
+"""The queue of outgoing effects, with the journal as a barrier."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dips.master.state.effects import Effect, Halt, Log, Record, WriteJournal
 
 
 class Outbox:
-    """Effects on their way out. What may depend on a journal entry leaves only once the entry is durable."""
+    """Outgoing effects. An effect that may depend on a journal entry is released only once the entry is durable."""
 
     def __init__(self) -> None:
         self._ready: list[Effect] = []

@@ -1,11 +1,11 @@
-"""Which step slaves make with a round's merge: the outer optimizers, as coefficients of one linear step.
+"""The outer optimizers: the step that slaves make with a round's merge, as coefficients of one linear step.
 
     g    = scale d
     buf' = momentum_decay buf + g
     θ'   = θ - outer_lr (gradient_weight g + momentum_lookahead buf')
 
-A slave knows this step only (core/math/outer_numpy.py). What makes it Nesterov's, Polyak's or a delayed one are the
-coefficients, which PREPARE and the COMMIT record carry (docs/algorithm.md, further outer optimizers). It must never
+A slave knows this step only (core/math/outer_numpy.py). The coefficients, which PREPARE and the COMMIT record carry,
+make it Nesterov's, Polyak's or a delayed step (docs/algorithm.md, further outer optimizers). This module must never
 hold state: all follows from the settings, the judgement and the number of the version that the step starts from.
 """
 
@@ -29,12 +29,12 @@ class OuterStep:
     gradient_weight: float
 
     def to_json(self) -> dict[str, str]:
-        """Each as repr text, as all floats of a record."""
+        """The coefficients as repr text, like all floats of a record."""
         return {name: repr(value) for name, value in dataclasses.asdict(self).items()}
 
 
 def seed_step(outer_lr: float) -> OuterStep:
-    """Of the round that takes one push as it is: slaves make no step there, and keep no momentum."""
+    """The step of a round that takes one push as it is: slaves make no step and keep no momentum."""
     return OuterStep(1.0, outer_lr, momentum_decay=0.0, momentum_lookahead=0.0, gradient_weight=1.0)
 
 
@@ -56,7 +56,7 @@ def outer_step_of(config: PenaltyConfig, outer_lr: float, scale: float, rho: flo
 
 
 def delayed_step(scale: float, outer_lr: float, beta: float, n: int, before: Version) -> OuterStep:
-    """Delayed Nesterov of Async Local-SGD (arXiv 2401.09135, its constant c = 0): every n-th round moves by momentum.
+    """Delayed Nesterov of Async Local-SGD (arXiv 2401.09135, with c = 0): momentum moves the model every n-th round.
 
     Each round makes θ - lr g/n; the last of a cycle of n also m ← β m + (sum of the cycle's g)/n, θ ← θ - lr β m. The
     buffer collects that sum itself: it decays by β in the first round of a cycle, and by nothing in the others.
@@ -69,7 +69,7 @@ def delayed_step(scale: float, outer_lr: float, beta: float, n: int, before: Ver
 
 
 def momentum_coefficients(config: PenaltyConfig, rho: float) -> tuple[float, float]:
-    """Nesterov's (decay, lookahead) for a round that is the share rho of a full one.
+    """Nesterov's (decay, lookahead) for a round with the share rho of a full round.
 
     Normally both are mu_o. With momentum_scaling = "tokens": decay m = mu_o^rho, so that rounds whose rho add
     up to one decay the momentum as much as one full round; lookahead = mu_o (1 - m) / (1 - mu_o), which keeps

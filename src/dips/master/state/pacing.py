@@ -1,4 +1,4 @@
-"""How fast clusters go and what follows: H_j, the grace window, and T_round."""
+"""Derives H_j, the grace window and T_round from the measured speed of the clusters."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ GRACE_SHARE = 0.1
 GRACE_LEAST_S = 1.0
 
 SLIDES = 3.0
-"""A window that starts again with each arrival lasts at most so many times the grace. Each cluster arrives once, but
-one that is evicted and joins again could come for ever (I15)."""
+"""A window that starts again with each arrival lasts at most this many times the grace. Each cluster arrives once, but
+one that is evicted and joins again could otherwise extend it without end (I15)."""
 
 STRAGGLERS_SHARE = 0.25
-"""A window that opens earlier than this share of a fastest round before the planned one is of stragglers only."""
+"""A window that opens earlier than this share of a fastest round before the planned one has stragglers only."""
 
 DAY_S = 86_400.0
 MAX_WORDS = 200
@@ -35,7 +35,7 @@ MAX_STEPS_TOLD = 1 << 48
 
 
 def plausible(beat: HeartbeatRequest) -> HeartbeatRequest:
-    """The beat with every measurement that cannot be one set to 0, unknown: no peer's number may stop the master."""
+    """The beat with impossible measurements set to 0 (unknown), so that no peer's number can stop the master."""
     return replace(
         beat,
         phase=beat.phase[:MAX_WORDS],
@@ -65,12 +65,12 @@ def grace_s(shared: SharedState) -> float:
 
 
 def longest_window_s(shared: SharedState) -> float:
-    """How long a window may last, from its first push on."""
+    """The longest duration of a window, from its first push on."""
     return grace_s(shared) * (SLIDES if shared.config.grace_sliding else 1.0)
 
 
 def open_window(shared: SharedState) -> None:
-    """The window begins now: its first push is here."""
+    """Opens the window now, with its first push."""
     state = shared.round
     state.grace_s = grace_s(shared)
     state.window_closes_s, state.window_ends_s = shared.now_s + state.grace_s, shared.now_s + longest_window_s(shared)
@@ -78,7 +78,7 @@ def open_window(shared: SharedState) -> None:
 
 
 def arrived(shared: SharedState) -> None:
-    """A push was admitted: a sliding window that is open starts again, within its bound."""
+    """Starts an open sliding window again, within its bound, because a push was admitted."""
     state = shared.round
     if shared.config.grace_sliding and state.phase.now is RoundPhase.WINDOW:
         starts_again_s = min(shared.now_s + state.grace_s, state.window_ends_s)
@@ -86,7 +86,7 @@ def arrived(shared: SharedState) -> None:
 
 
 def local_steps(shared: SharedState, member: Member, *, pulled: bool = False) -> int:
-    """H_j for the steps that begin now, or after a pull unless it was just `pulled`; says so when a static H is cut."""
+    """H_j for the steps that begin now, or after a pull unless it was just `pulled`; logs when a static H is cut."""
     settings = shared.config.settings
     every, pace = settings.sync_every_steps, pace_of(member)
     if settings.dynamic_local_steps:
@@ -105,7 +105,7 @@ def local_steps(shared: SharedState, member: Member, *, pulled: bool = False) ->
 
 
 def transfer_order(shared: SharedState, owner: str, slot: int, way: Way) -> tuple[int, ...]:
-    """Block ids in the order in which this owner's transfer that begins now is to go (schedule.py)."""
+    """Block ids in the order for this owner's transfer that begins now (schedule.py)."""
     placement = shared.ledger.placement
     assert placement is not None, "a joined cluster has a placement"
     known = {member.cluster: _transfer_s(member, way) for member in shared.live()}
@@ -119,14 +119,14 @@ def _transfer_s(member: Member, way: Way) -> float:
 
 
 def warn_of_momentum(shared: SharedState) -> None:
-    """Say so when one slow cluster with most of the tokens can make momentum unstable."""
+    """Warns when one slow cluster with most of the tokens can make momentum unstable."""
     sentence = momentum_warning(shared.config.penalty, *rates_and_intervals(shared))
     if sentence is not None:
         shared.log("momentum", sentence, logging.WARNING)
 
 
 def rates_and_intervals(shared: SharedState) -> tuple[dict[str, float], dict[str, float]]:
-    """Tokens/s and seconds between pushes of the live clusters: measured, else declared or told with their beats."""
+    """Tokens/s and seconds between pushes of the live clusters: measured, else declared or reported in their beats."""
     rates: dict[str, float] = {}
     intervals_s: dict[str, float] = {}
     for member in shared.live():
@@ -141,7 +141,7 @@ def rates_and_intervals(shared: SharedState) -> tuple[dict[str, float], dict[str
 
 
 def published(shared: SharedState) -> None:
-    """A version is out: remember how often they come, and plan the next window."""
+    """Records that a version was published: updates the publish interval and plans the next window."""
     if shared.published_s is not None:
         interval_s = shared.now_s - shared.published_s
         old = shared.publish_interval_s
@@ -151,10 +151,10 @@ def published(shared: SharedState) -> None:
 
 
 def _plan_window(shared: SharedState) -> None:
-    """The next planned window is one fastest round from now; a round of stragglers alone leaves the plan as it is.
+    """Plans the next window one fastest round from now; a round of stragglers alone does not change the plan.
 
-    Were it to follow every round, each cluster would go by its own last round, and no two would ever meet. But a plan
-    further away than a round was made when clusters seemed slower, and would keep all at H steps until then.
+    If it followed every round, each cluster would follow its own last round, and no two would be in one window. But a
+    plan further away than a round was made when clusters seemed slower, and would keep all at H steps until then.
     """
     period_s, opened_s = _fastest_s(shared), shared.window_opened_s
     if period_s is None or opened_s is None:

@@ -1,9 +1,9 @@
-"""JUDGE: which pushes of a sealed round are merged, with what weights, and how far the model may move
+"""JUDGE: decides which pushes of a sealed round are merged, with what weights, and how far the model may move
 (docs/algorithm.md, JUDGE).
 
-Paper section 4.1 (steps 1 to 3) with the repairs that docs/algorithm.md gives reasons for. Pure: it sees
-numbers only, never parameters. The detector's state changes by nothing but the state that a Judgement
-carries, and only once the COMMIT record or the VOID record that holds it is durable.
+Paper section 4.1 (steps 1 to 3) with the changes that docs/algorithm.md gives reasons for. Pure: it gets
+numbers only, never parameters. The detector's state is replaced only by the state in a Judgement,
+once the COMMIT record or the VOID record that holds it is durable.
 
 Legend: k participants in cluster-id order; G_j norm of participant j's pseudo-gradient, T_j its tokens, c the
 accepted ones, w their weights, d their weighted mean.
@@ -54,7 +54,7 @@ def judge(
     round_tokens: float,
     directions: Gram | None = None,
 ) -> Judgement:
-    """Judge one sealed round against the state before it.
+    """Judges one sealed round against the state before it.
 
     participants: in cluster-id order. gram: k x k, added over the blocks in block-id order; entries of
     participants with non-finite elements may be NaN or infinite. live_unquarantined: the live clusters, less
@@ -94,7 +94,7 @@ def judge(
 
 @dataclass(frozen=True)
 class _Merge:
-    """d, as far as numbers tell. accepted: c; norm: ||d||, NaN when c is empty."""
+    """What is known of d from numbers alone. accepted: c; norm: ||d||, NaN when c is empty."""
 
     accepted: tuple[Detection, ...]
     weights: tuple[float, ...]

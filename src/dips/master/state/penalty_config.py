@@ -1,7 +1,7 @@
-"""The knobs of the pseudo-gradient penalty and of the merge (docs/algorithm.md, paper 4.1), and their presets by name.
+"""The settings of the pseudo-gradient penalty and of the merge (docs/algorithm.md, paper 4.1), and their presets.
 
-It stands apart from penalty.py so that a configuration can be made, checked and printed without judging
-anything. It must never hold a rule: it says which rule applies and with what numbers.
+Separate from penalty.py, so that a configuration can be made, checked and printed without a judgement.
+It must never hold a rule: it says which rule applies and with what numbers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "averaging": {"outer_momentum": 0.0},
     "delayed-nesterov": {"participation_scaling": False},
 }
-"""What an outer optimizer changes of any preset, unless it is given beside it. Delayed Nesterov divides each round's
-merge by delay_rounds; rho on top of it would count the clusters that are missing twice."""
+"""The values that an outer optimizer changes in any preset, unless they are given explicitly. Delayed Nesterov
+divides each round's merge by delay_rounds; rho in addition would count the missing clusters twice."""
 
 OUTER_LR: Mapping[str, float] = {"nesterov": 0.7, "heavy-ball": 0.7, "delayed-nesterov": 0.7, "averaging": 1.0}
 """The outer learning rate when none is given."""
@@ -35,10 +35,10 @@ OUTER_LR: Mapping[str, float] = {"nesterov": 0.7, "heavy-ball": 0.7, "delayed-ne
 
 @dataclass(frozen=True)
 class PenaltyConfig:
-    """One run's penalty. The defaults are the preset `safe`; raises ConfigError for a value that cannot be.
+    """One run's penalty settings. The defaults are the preset `safe`; raises ConfigError for an impossible value.
 
     preset: where the values came from; nothing is decided by it. detector: `score` is that of
-    docs/algorithm.md; `literal` the paper's text without repairs; `edit` the rule of EDiT; `off` leaves
+        docs/algorithm.md; `literal` the paper's text without changes; `edit` the rule of EDiT; `off` makes
         only the checks that every detector makes (finite, positive norm and tokens).
     weighting: `tokens` w_j = T_j / sum T; `softmax` w = softmax(-G). participation_scaling: rho as in
     docs/algorithm.md; false means rho = 1. momentum_scaling: `tokens` decays the momentum by mu^rho for
@@ -56,8 +56,9 @@ class PenaltyConfig:
     clusters share; 0 means never. quarantine_after_flags: rejections of one cluster in a row that quarantine
     it; 0 means never. steps_change: a relative change of local steps above it restarts the cluster's average
     of tokens. cosine_alarm, cosine_share, cosine_window_pushes, cosine_warm_up_pushes: when the median cosine
-    of a cluster's last cosine_window_pushes pushes with the others' way is below cosine_alarm, or below cosine_share of
-    what is usual among the others, an alarm is raised, once the cosines of cosine_warm_up_pushes pushes were known.
+    of a cluster's last cosine_window_pushes pushes with the others' movement is below cosine_alarm, or below
+    cosine_share of what is usual among the others, an alarm is raised, once the cosines of cosine_warm_up_pushes pushes
+    were known.
     """
 
     preset: str = "safe"
@@ -97,7 +98,7 @@ class PenaltyConfig:
 
     @classmethod
     def of(cls, preset: str, **knobs: Any) -> PenaltyConfig:
-        """The preset's values, with `knobs` in their place, and with what the outer optimizer asks for.
+        """The preset's values, replaced by `knobs` where given, and adapted to the outer optimizer.
 
         Raises ConfigError for an unknown name or value, and for knobs that contradict each other.
         """
@@ -108,7 +109,7 @@ class PenaltyConfig:
         optimizer = knobs.get("outer_optimizer", "nesterov")
         if "delay_rounds" in knobs and optimizer != "delayed-nesterov":
             raise ConfigError(
-                f"delay_rounds is of outer_optimizer 'delayed-nesterov', and it is {optimizer!r}: leave it out"
+                f"delay_rounds belongs to outer_optimizer 'delayed-nesterov', and it is {optimizer!r}: leave it out"
             )
         return dataclasses.replace(PRESETS[preset], **{**OPTIMIZER_DEFAULTS.get(optimizer, {}), **knobs})
 
@@ -169,7 +170,7 @@ def _check_optimizer(config: PenaltyConfig) -> None:
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # also true for NaN
-        raise ConfigError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
+        raise ConfigError(f"{name} is {value!r}; it must be between {low:g} and {high:g}")
 
 
 PRESET_NAMES = ("safe", "dips", "dynamic", "paper", "paper-literal", "edit")

@@ -1,7 +1,7 @@
-"""Outlier detection (docs/algorithm.md, paper 4.1 step 2): which pushes of a round are bad, against the state before
+"""Detects outliers (docs/algorithm.md, paper 4.1 step 2): which pushes of a round are bad, against the state before
 it.
 
-It must never change what is remembered; a finding is an opinion until the round is committed or void.
+It must never change what is remembered; a finding is provisional until the round is committed or void.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dips.master.state.penalty_statistics import ClusterStatistics, DetectorStat
 from dips.master.state.penalty_types import Participant
 
 MIN_RELATIVE_DEVIATION = 0.05
-"""The smallest deviation that a score divides by, as a part of the mean: quiet norms must not make noise an
-outlier."""
+"""The smallest deviation that a score divides by, as a part of the mean: when norms hardly vary, noise must not
+become an outlier."""
 
 MIN_DEVIATION = 1e-12
 
 MAX_TOKENS = 2.0**63
-"""No count on the wire is larger; sums of larger numbers would overflow to a merge without weights."""
+"""The largest token count on the wire; sums of larger numbers would overflow to a merge without weights."""
 
 MIN_KNOWN_NORMS = 3
-"""Norms that must be known before the hard gate closes: the median of fewer says nothing."""
+"""Norms that must be known before the hard gate rejects: the median of fewer says nothing."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def detect(
 def threshold(state: DetectorState, config: PenaltyConfig) -> float:
     """tau: a score above it is an outlier.
 
-    That of docs/algorithm.md is within [beta, beta^2], so that accepted scores can widen it, but not without end.
+    The rule of docs/algorithm.md keeps it within [beta, beta^2], so that accepted scores can raise it only so far.
     """
     if config.detector == "off":
         return math.inf
@@ -87,7 +87,7 @@ def threshold(state: DetectorState, config: PenaltyConfig) -> float:
 
 
 def steps_changed(known: ClusterStatistics, participant: Participant, config: PenaltyConfig) -> bool:
-    """Whether H_j moved so far from the one that Tbar_j stands for that Tbar_j restarts."""
+    """Whether H_j changed so much from the H_j of Tbar_j that Tbar_j restarts."""
     if known.steps <= 0 or participant.local_steps <= 0:
         return False
     return abs(participant.local_steps - known.steps) > config.steps_change * known.steps
@@ -95,7 +95,7 @@ def steps_changed(known: ClusterStatistics, participant: Participant, config: Pe
 
 def _measured(state: DetectorState, config: PenaltyConfig, participant: Participant, squared: float) -> Detection:
     known = state.of(participant.cluster)
-    # Rounding may leave a tiny negative square; max() would also swallow a NaN.
+    # Rounding may leave a tiny negative square; max() would also hide a NaN.
     norm = math.sqrt(max(squared, 0.0)) if math.isfinite(squared) else squared
     reason, non_finite = _fault(participant, norm)
     if reason:
@@ -105,7 +105,7 @@ def _measured(state: DetectorState, config: PenaltyConfig, participant: Particip
 
 
 def _fault(participant: Participant, norm: float) -> tuple[str, bool]:
-    """(why no detector may accept this push, whether it is because of a number that is not finite)."""
+    """(why no detector may accept this push, whether the reason is a number that is not finite)."""
     if participant.nonfinite_elems > 0:
         return f"{participant.nonfinite_elems} elements are not finite", True
     if not math.isfinite(norm):
@@ -118,7 +118,7 @@ def _fault(participant: Participant, norm: float) -> tuple[str, bool]:
 
 
 def _scaled_norm(config: PenaltyConfig, known: ClusterStatistics, participant: Participant, norm: float) -> float:
-    """Gn_j = G_j / max(1, T_j / Tbar_j): more tokens than usual excuse a longer way."""
+    """Gn_j = G_j / max(1, T_j / Tbar_j): more tokens than usual allow a larger norm."""
     if config.detector == "literal":
         return norm
     mean_tokens = known.mean_tokens
@@ -128,8 +128,8 @@ def _scaled_norm(config: PenaltyConfig, known: ClusterStatistics, participant: P
 
 
 def _score(config: PenaltyConfig, known: ClusterStatistics, scaled_norm: float) -> float | None:
-    """z_j, or None before the warm-up is over. As printed, the deviation has no floor; 0 / 0 is read as 0
-    then."""
+    """z_j, or None before the warm-up is over. In the paper's text the deviation has no floor; there 0 / 0 is taken
+    as 0."""
     if known.accepted < config.warm_up_pushes:
         return None
     deviation = math.sqrt(known.variance)

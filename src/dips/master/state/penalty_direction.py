@@ -1,8 +1,9 @@
-"""Which way a push points: the cosine that norms cannot replace, and the alarm (docs/algorithm.md, Direction).
+"""Measures the direction of pushes: their cosine with the other clusters' updates, and the alarm
+(docs/algorithm.md, Direction).
 
-What cluster j did, p_j = theta_base - theta_j, is compared with what the others did since its base: the model's way
-from that base, s_j = theta_base - theta_v, plus the mean way of the others accepted in this round. It never changes
-what is merged: it tells a person. No tolerance of hostile clusters is claimed.
+The update of cluster j, p_j = theta_base - theta_j, is compared with the others' since its base: the model's movement
+from that base, s_j = theta_base - theta_v, plus the mean update of the others accepted in this round. It never changes
+what is merged: it only informs a person. No tolerance of hostile clusters is claimed.
 
 Legend: k participants in cluster-id order; directions: the Gram matrix of p_1 .. p_k, s_1 .. s_k, NaN where a slave
 did not know a base.
@@ -20,18 +21,18 @@ from dips.master.state.penalty_detect import Detection
 from dips.master.state.penalty_statistics import ClusterStatistics, DetectorState
 
 MIN_OTHERS = 2
-"""Other clusters whose usual cosine must be known: of two that disagree, nobody can say which one is wrong."""
+"""The least number of other clusters with a known usual cosine: of two that disagree, either one may be wrong."""
 
 MIN_AGREEMENT = 0.25
-"""The others' usual cosine must be so large: where clusters hardly agree, one that does not is nothing unusual. They
-hardly agree when the model swings about its way (rho = 1 and too large a learning rate): good clusters turn it back."""
+"""The others' usual cosine must be at least this: where clusters hardly agree, one that does not is not unusual. They
+hardly agree when the model oscillates (rho = 1 and too large a learning rate): good clusters then move it back."""
 
 
 def cosines(findings: Sequence[Detection], directions: Sequence[Sequence[float]] | None) -> tuple[float, ...]:
     """cos(p_j, s_j + sum_i w_i p_i), i over the other accepted participants, w_i = T_i over their sum.
 
     NaN where it is not known: no directions, a base that the slaves do not hold, elements that are not finite, or
-    nobody else did anything since the base.
+    no update of others since the base.
     """
     if directions is None:
         return (math.nan,) * len(findings)
@@ -63,7 +64,7 @@ def cosine(product: float, norm: float, other_norm: float) -> float:
 
 
 def remembered(config: PenaltyConfig, known: ClusterStatistics, value: float) -> ClusterStatistics:
-    """The cluster's last cosines with one more; unchanged when that is NaN."""
+    """The statistics with one more cosine; unchanged when that is NaN."""
     if math.isnan(value):
         return known
     last = (*known.cosines, value)[-config.cosine_window_pushes :]
@@ -73,11 +74,11 @@ def remembered(config: PenaltyConfig, known: ClusterStatistics, value: float) ->
 def alarms(
     config: PenaltyConfig, state: DetectorState, judged: Sequence[str]
 ) -> tuple[Mapping[str, ClusterStatistics], tuple[str, ...]]:
-    """Whose alarm begins or ends among the clusters just judged, and a sentence for each that begins.
+    """The clusters just judged whose alarm begins or ends, and a sentence for each that begins.
 
     state: with the cosines of this round. It begins below the limit and ends above twice that: a cluster near the limit
-    must not raise it every few rounds. The least agreeing cluster is looked at first: its alarm, once it stands, makes
-    the others' limit the fixed one, as bad pushes that were merged are a part of the way that theirs are compared with.
+    must not raise it every few rounds. The least agreeing cluster is checked first: while its alarm is active, the
+    others' limit is the fixed one, because merged bad pushes are a part of the movement that theirs are compared with.
     """
     changed: dict[str, ClusterStatistics] = {}
     sentences: list[str] = []
@@ -95,7 +96,7 @@ def alarms(
 
 
 def _others(config: PenaltyConfig, state: DetectorState, cluster: str) -> float | None:
-    """What is usual among the other clusters: the median of theirs. None while too few are known."""
+    """The median of the other clusters' usual cosines. None while too few are known."""
     others = [
         known.usual_cosine
         for name, known in state.clusters
@@ -105,7 +106,7 @@ def _others(config: PenaltyConfig, state: DetectorState, cluster: str) -> float 
 
 
 def _limit(config: PenaltyConfig, others: float | None) -> float:
-    """Noise of the usual norm has a cosine of 0, which is little only beside clusters that agree with each other."""
+    """Noise of the usual norm has a cosine of 0, which is low only in comparison with clusters that agree."""
     if others is None or others < MIN_AGREEMENT:
         return config.cosine_alarm
     return config.cosine_share * others
@@ -114,7 +115,7 @@ def _limit(config: PenaltyConfig, others: float | None) -> float:
 def _sentence(config: PenaltyConfig, cluster: str, known: ClusterStatistics, others: float | None) -> str:
     compared = "" if others is None else f", of the other clusters' {others:.2f}"
     return (
-        f"cluster {cluster} does not go where the others go: the usual cosine of its pushes is "
-        f"{known.usual_cosine:.2f}{compared} (alarm below {_limit(config, others):.2g}). Norms cannot see it and its "
+        f"cluster {cluster} pushes in another direction than the others: the usual cosine of its pushes is "
+        f"{known.usual_cosine:.2f}{compared} (alarm below {_limit(config, others):.2g}). Norms do not show it and its "
         "pushes are merged: check its data, its learning rate and its code"
     )

@@ -1,7 +1,6 @@
-"""How far a round may move the model: the share of a full round that took part.
+"""Participation scaling: how far a round may move the model, from the share of a full round that took part.
 
-Participation scaling of docs/algorithm.md, and when to warn of momentum. It must never look at norms: what a push is
-worth is penalty.py's.
+The rule of docs/algorithm.md, and when to warn of momentum. It must never use norms: penalty.py judges the pushes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ WARN_PERIOD_RATIO = 8.0
 
 
 def round_tokens(rates: Mapping[str, float], intervals_s: Mapping[str, float]) -> float:
-    """T_round: tokens that the live clusters make between two pushes; 0.0 when that is not known.
+    """T_round: tokens that the live clusters train on between two pushes; 0.0 when that is not known.
 
     rates: tokens/s of every live cluster (measured, declared until measured; <= 0: neither). intervals_s:
     their measured push intervals; clusters without one may be absent or <= 0. T_round = (sum of the rates) x

@@ -1,9 +1,7 @@
-"""What the detector remembers: a few numbers for each cluster and three short histories that all clusters
-share.
+"""The detector's memory: a few numbers for each cluster and three short histories that all clusters share.
 
-The whole of it stands in every COMMIT record and in every journaled VOID, so it is immutable, holds finite
-floats only, orders its clusters by id, and survives JSON without losing a bit. It must never be changed in
-any other way.
+Every COMMIT record and every journaled VOID contains all of it. So it is immutable, holds finite floats only, orders
+its clusters by id, and does not lose a bit in JSON. It must never be changed in any other way.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ClusterStatistics:
-    """One cluster's memory.
+    """One cluster's statistics.
 
     accepted: n_j, accepted pushes since the statistics (re)started. mean, variance: mu_j and V_j of the norms
     Gn. mean_tokens: Tbar_j; None before the first accepted push and after a restart. steps: the local steps
     for which mean_tokens holds. cosines: of the last accepted pushes whose cosine was known, oldest first;
-    cosine_rounds: how many there were; cosine_alarmed: the direction alarm stands. last_norm, last_score,
+    cosine_rounds: how many there were; cosine_alarmed: the direction alarm is active. last_norm, last_score,
     last_cosine: Gn_j, z_j and the cosine of the last judged push, rejected ones too, None where not finite or not
     known; for people, nothing is decided by them.
     """
@@ -45,7 +43,7 @@ class ClusterStatistics:
 
     @property
     def usual_cosine(self) -> float:
-        """The median of the last ones, NaN before the first: a few odd rounds must not count for much."""
+        """The median of the last cosines, so that a few odd rounds have little effect; NaN before the first."""
         return statistics.median(self.cosines) if self.cosines else math.nan
 
     def to_json(self) -> dict[str, Any]:
@@ -53,13 +51,13 @@ class ClusterStatistics:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ClusterStatistics:
-        """Also of records in which an average stood in place of the last cosines: they begin anew then."""
+        """Also reads records with an average in place of the last cosines: the cosines then start again."""
         if "cosine_mean" in data:
             data = {k: v for k, v in data.items() if k not in ("cosine_mean", "cosine_rounds", "cosine_alarmed")}
         return cls(**{**data, "cosines": tuple(data.get("cosines", ()))})
 
     def restarted(self) -> ClusterStatistics:
-        """Norms and tokens forgotten; flags, quarantine and cosines kept."""
+        """The statistics without norms and tokens; flags, quarantine and cosines are kept."""
         return dataclasses.replace(
             self, accepted=0, mean=0.0, variance=0.0, mean_tokens=None, steps=0, score_rejections_in_a_row=0
         )
@@ -88,7 +86,7 @@ class DetectorState:
         return cls()
 
     def of(self, cluster: str) -> ClusterStatistics:
-        """The cluster's statistics; those of a new cluster when it is not known."""
+        """The cluster's statistics; those of a new cluster if it is not known."""
         return dict(self.clusters).get(cluster, NEW_CLUSTER)
 
     @property

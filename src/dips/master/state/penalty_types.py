@@ -1,4 +1,4 @@
-"""What goes into judging a round and what comes out: values only, no rule.
+"""The inputs and outputs of judging a round: values only, no rule.
 
 Legend: k participants in cluster-id order; G_j norm of a pseudo-gradient, Gn_j the same for an average number
 of tokens, z_j its score, T_j tokens.
@@ -13,12 +13,12 @@ from dips.master.state.penalty_config import PenaltyConfig
 from dips.master.state.penalty_statistics import DetectorState
 
 INPUTS_FORMAT = 1
-"""Of what a record says a judgement followed from (docs/algorithm.md, what the record of a round says)."""
+"""The format of a record's judgement inputs (docs/algorithm.md, what the record of a round says)."""
 
 
 @dataclass(frozen=True)
 class Participant:
-    """One sealed push. tokens: T_j; nonfinite_elems: over all slaves; local_steps: H_j, the steps that it was told to
+    """One sealed push. tokens: T_j; nonfinite_elems: over all slaves; local_steps: H_j, the steps that it was asked to
     make, and made_steps those that it made, as many or more (0: unknown)."""
 
     cluster: str
@@ -29,7 +29,7 @@ class Participant:
 
     @property
     def tokens_for_local_steps(self) -> float:
-        """What it would have counted for H_j steps: its usual number of tokens before anything else is known."""
+        """The tokens that it would have counted for H_j steps; the cluster's usual number while no mean is known."""
         more = 0 < self.local_steps < self.made_steps
         return self.tokens * self.local_steps / self.made_steps if more else self.tokens
 
@@ -45,7 +45,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class ParticipantMeasure:
-    """What was measured of one participant; NaN where undefined. cosine: of its way with that of the others
+    """The measurements of one participant; NaN where undefined. cosine: of its update with that of the others
     (master/state/penalty_direction.py)."""
 
     cluster: str
@@ -59,10 +59,10 @@ class ParticipantMeasure:
 class Judgement:
     """The verdict on a round. `accepted` empty means VOID. Tuples are in cluster-id order.
 
-    weights: one for each accepted cluster, adding up to 1. scale: what the mean is multiplied with.
-    pair_cosines: (cluster, cluster, cosine) of each pair. alarms: sentences for a person if the round goes as
+    weights: one for each accepted cluster, adding up to 1. scale: the factor of the mean.
+    pair_cosines: (cluster, cluster, cosine) of each pair. alarms: sentences for a person if the round ends as
     judged (COMMIT when something is accepted, else VOID); alarms_if_void: those to use when PREPARE turns it
-    into a VOID. quarantined: after the round goes as judged. threshold: tau of this round.
+    into a VOID. quarantined: after the round ends as judged. threshold: tau of this round.
     """
 
     accepted: tuple[str, ...]
@@ -89,11 +89,11 @@ class Judgement:
 
 @dataclass(frozen=True)
 class JudgeInputs:
-    """What a judgement followed from, beside the pushes' tokens: the record of the round carries it, so that it can be
-    computed again.
+    """The inputs of a judgement, in addition to the pushes' tokens: the record of the round carries them, so that the
+    judgement can be computed again.
 
     outer_lr: of the step. live: the live clusters that are not drained, those in quarantine too. rates_tokens_per_s,
-    push_intervals_s: of which round_tokens, T_round, was made. detector: the state before, where it does not follow
+    push_intervals_s: the inputs of round_tokens, T_round. detector: the state before, where it does not follow
     from the records before: in a master's first judgement, and after another history was taken over.
     """
 
@@ -108,7 +108,7 @@ class JudgeInputs:
     detector: DetectorState | None
 
     def to_json(self) -> dict[str, object]:
-        """Floats as repr text, as all floats of a record; the Gram matrix as its upper triangle, row by row."""
+        """Floats as repr text, like all floats of a record; the Gram matrix as its upper triangle, row by row."""
         k = len(self.participants)
         settings = {name: _text(value) for name, value in dataclasses.asdict(self.config).items()}
         return {

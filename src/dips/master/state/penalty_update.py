@@ -1,8 +1,8 @@
-"""How the detector's memory moves on after a round (docs/algorithm.md, COMMIT and the rules below it).
+"""Updates the detector's memory after a round (docs/algorithm.md, COMMIT and the rules below it).
 
 Rejected values never enter it (the preset `paper-literal` excepted: the paper's recurrence has no condition).
-What rejections do change are counters, and those lead back: restarted statistics, cleared histories,
-quarantine. Nothing here may lock a cluster out for ever because its norms changed for good.
+Rejections change only counters, and these lead to restarted statistics, cleared histories and
+quarantine. Nothing here may exclude a cluster for ever because its norms changed permanently.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def after_void(
 ) -> tuple[DetectorState, tuple[str, ...]]:
     """The state that the VOID record carries, and alarms. cosines: as in after_commit.
 
-    Participants that JUDGE accepted (PREPARE found a non-finite element) stay as they are: whose fault it is,
-    is unknown.
+    Participants that JUDGE accepted (PREPARE found a non-finite element) are not changed, because it is unknown
+    which one caused it.
     """
     rejected = [(f, cosine) for f, cosine in zip(findings, cosines, strict=True) if not f.accepted]
     changed, alarms = _move_clusters(config, [f for f, _ in rejected], [cosine for _, cosine in rejected])
@@ -65,7 +65,7 @@ def after_void(
         return next_state, alarms
     sentence = (
         f"{next_state.voids_in_a_row} void rounds in a row: the norms and scores that all clusters share are "
-        "forgotten, so that a change of regime locks nobody out; look for what changed"
+        "forgotten, so that a change of regime excludes no cluster for ever; look for what changed"
     )
     return replace(next_state, norms=(), scores=(), merged_norms=(), voids_in_a_row=0), (*alarms, sentence)
 
@@ -76,10 +76,10 @@ def _move_clusters(
     changed: dict[str, ClusterStatistics] = {}
     alarms: list[str] = []
     for finding, cosine in zip(findings, cosines, strict=True):
-        moved, said = (_accepted(config, finding), []) if finding.accepted else _rejected(config, finding)
+        moved, sentences = (_accepted(config, finding), []) if finding.accepted else _rejected(config, finding)
         norm, score, way = (_finite(value) for value in (finding.scaled_norm, finding.score, cosine))
         changed[finding.cluster] = replace(moved, last_norm=norm, last_score=score, last_cosine=way)
-        alarms += said
+        alarms += sentences
     return changed, tuple(alarms)
 
 
@@ -93,7 +93,7 @@ def _accepted(config: PenaltyConfig, finding: Detection) -> ClusterStatistics:
 
 
 def _learned(config: PenaltyConfig, finding: Detection, known: ClusterStatistics) -> ClusterStatistics:
-    """n_j, mu_j, V_j and Tbar_j with the average factor a = max(alpha, 1 / n_j); as printed, a = alpha after
+    """n_j, mu_j, V_j and Tbar_j with the average factor a = max(alpha, 1 / n_j); in the paper's text a = alpha after
     the first."""
     n = known.accepted + 1
     a = max(config.alpha, 1.0 / n)
@@ -106,7 +106,7 @@ def _learned(config: PenaltyConfig, finding: Detection, known: ClusterStatistics
 
 
 def _mean_tokens(config: PenaltyConfig, finding: Detection, known: ClusterStatistics, a: float) -> tuple[float, int]:
-    """(Tbar_j, the local steps that it stands for)."""
+    """(Tbar_j, the local steps that it belongs to)."""
     pushed = finding.participant
     if known.mean_tokens is None or steps_changed(known, pushed, config):
         return pushed.tokens_for_local_steps, pushed.local_steps
@@ -131,7 +131,7 @@ def _restart_if_due(config: PenaltyConfig, finding: Detection, counted: ClusterS
         return counted, []
     sentence = (
         f"{in_a_row} finite pushes of cluster {finding.cluster} in a row were rejected by their score: its "
-        "statistics start again, so that a lasting change of its norms does not lock it out"
+        "statistics start again, so that a lasting change of its norms does not exclude it for ever"
     )
     return counted.restarted(), [sentence]
 

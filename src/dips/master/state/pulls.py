@@ -1,4 +1,4 @@
-"""Pulls: which version to read, and the pins that keep it readable. Never blocks a round."""
+"""Handles pulls: which version to read, and the pins that keep it readable. Never blocks a round."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from dips.master.state.schedule import Way
 from dips.master.state.shared import SharedState
 
 MAX_READERS = 2
-"""Readers (evaluator, export) that may hold a pin at once; each cluster has one beside them."""
+"""The most readers (evaluator, export) with a pin at a time; each cluster has one in addition."""
 
 MAX_READER_NAME = 64
 """Characters."""
 
 READER = "reader "
-"""Before a reader's name, where it stands beside cluster ids, which hold no space."""
+"""Precedes a reader's name where it is listed with cluster ids, which contain no space."""
 
 
 class Pulls:
-    """Grants and pins."""
+    """Grants pulls and keeps their pins."""
 
     def __init__(self, shared: SharedState) -> None:
         self._shared = shared
@@ -51,7 +51,7 @@ class Pulls:
             return
         kept = self._wanted(request)
         if member is not None:
-            member.base = None  # what it stood on is given up for what it pulls
+            member.base = None  # the pulled version replaces its base
         owner = _owner(request, member)
         pin = Pin(self._next_pin, owner, kept.version, shared.now_s + shared.config.ticket_ttl_s)
         self._next_pin += 1
@@ -81,7 +81,7 @@ class Pulls:
         shared.reply(token, FinishPullReply(member.local_steps if member else 0))
 
     def tick(self) -> None:
-        """A cluster's pin lasts while it is here, since a pull may take long; a reader's only for a while."""
+        """Removes old pins: a cluster's pin lasts while the cluster is here, a reader's for a limited time."""
         shared = self._shared
         shared.pins = {
             pin_id: pin
@@ -95,7 +95,7 @@ class Pulls:
         )
 
     def end_readers(self) -> None:
-        """Nobody reads on: a certificate that readers may have used was revoked. The others simply begin again."""
+        """Ends all readers' pulls: a certificate that readers may have used was revoked. The others begin again."""
         self._shared.pins = {n: pin for n, pin in self._shared.pins.items() if not pin.owner.startswith(READER)}
         self._shared.allowed.keep(KeyRole.READER, set())
 
@@ -125,7 +125,7 @@ class Pulls:
             return Busy(0.2, f"version {shared.ledger.version} is about to be published")
         readers = {pin.owner for pin in shared.pins.values()} - set(shared.members) - {_owner(request, member)}
         crowded = member is None and len(readers) >= MAX_READERS
-        return Busy(1.0, f"{MAX_READERS} readers pull already") if crowded else None
+        return Busy(1.0, f"{MAX_READERS} readers are pulling already") if crowded else None
 
     def _wanted(self, request: BeginPullRequest) -> Kept:
         shared = self._shared
@@ -161,12 +161,12 @@ class Pulls:
 
 
 def _owner(request: BeginPullRequest | FinishPullRequest, member: Member | None) -> str:
-    """Whose pin it is; no cluster id holds a space."""
+    """The owner of the pin; no cluster id contains a space."""
     return member.cluster if member else READER + request.caller.name
 
 
 def _check_reader(name: str) -> None:
-    """A reader is named in tapes, in the log and to slaves."""
+    """Checks a reader's name, which appears in tapes, in the log and in messages to slaves."""
     if not 0 < len(name) <= MAX_READER_NAME:
         raise Refused(
             RefusalCode.MALFORMED, f"a reader's name has 1 to {MAX_READER_NAME} characters, this one has {len(name)}"

@@ -1,6 +1,6 @@
-"""What a push must satisfy: at BeginPush, and once more at FinishPush and when the window is sealed.
+"""Checks a push: at BeginPush, and again at FinishPush and when the window is sealed.
 
-A function here decides nothing and changes nothing: it refuses, answers STALE, or finds no fault.
+A function here decides nothing and changes nothing: it refuses, answers STALE, or accepts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dips.master.state.records import Member, Push
 from dips.master.state.shared import SharedState
 
 MAX_TOKENS = 1 << 50
-"""More than any cluster could train on between two pushes; anything above is a mistake."""
+"""More tokens than any cluster could train on between two pushes; a larger number is a mistake."""
 
 MAX_STEPS = 1 << 32
-"""Likewise for steps; sums of them must stay within 64 bits."""
+"""The same limit for steps; sums of them must stay within 64 bits."""
 
 OWN_DATA_SLACK = 2.0
 """A cluster with its own data may count at most its declared rate x the elapsed time x this."""
@@ -31,7 +31,7 @@ def stale(shared: SharedState, request: BeginPushRequest) -> Stale | None:
     if base is None or version is None:
         return None
     if base.timeline != version.timeline:
-        return Stale(StaleKind.TIMELINE, f"base {base} lies on another timeline than version {version}: pull")
+        return Stale(StaleKind.TIMELINE, f"base {base} is on another timeline than version {version}: pull")
     fence = shared.ledger.entry(request.caller.name).fence
     if request.fence != fence:
         return Stale(StaleKind.FENCE, f"base {base} carries fence {request.fence}, the fence is {fence}: pull")
@@ -44,7 +44,7 @@ def stale(shared: SharedState, request: BeginPushRequest) -> Stale | None:
 
 
 def check(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
-    """Refuse what can never be accepted."""
+    """Refuses a push that can never be accepted."""
     if shared.ledger.stopping and request.donates is None:
         raise Refused(
             RefusalCode.STOPPING, f"no more pushes: {shared.ledger.stopping}; pull the last version and leave"
@@ -82,16 +82,16 @@ def _check_may_donate(shared: SharedState, cluster: str, version: Version | None
     if donor is None or (donor.cluster, donor.base) != (cluster, version):
         raise Refused(
             RefusalCode.VERSION_GONE,
-            f"nobody asks cluster {cluster!r} for its copy of version {version} any more: train on",
+            f"cluster {cluster!r} is no longer asked for its copy of version {version}: train on",
         )
 
 
 def _check_may_seed(shared: SharedState, cluster: str) -> None:
-    """Holds at every later check too: another seed may be published, or asked for, while this one travels."""
+    """Also part of every later check: another seed may be published or asked for during the transfer of this one."""
     if shared.ledger.version is not None:
         raise Refused(
             RefusalCode.SEED_EXISTS,
-            f"version {shared.ledger.version} exists: nobody may seed over it; pull it, or start a new run",
+            f"version {shared.ledger.version} exists, so no cluster may seed: pull it, or start a new run",
         )
     if shared.seeder() != cluster:
         raise Refused(
@@ -103,7 +103,7 @@ def _check_may_seed(shared: SharedState, cluster: str) -> None:
 def _check_counts(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
     version, base, plan = shared.ledger.version, request.base, shared.ledger.data_plan
     assert base is not None, "a seed is checked elsewhere"
-    assert plan is not None, "a joined cluster has told its data plan"
+    assert plan is not None, "a joined cluster has sent its data plan"
     if version is None or base.v > version.v:
         raise Refused(RefusalCode.MALFORMED, f"base {base} does not exist (newest: {version}): pull first")
     if not 0 < request.tokens <= MAX_TOKENS:
@@ -121,7 +121,7 @@ def _check_own(shared: SharedState, member: Member, request: BeginPushRequest) -
     if request.ranges:
         raise Refused(RefusalCode.RANGES, "this run's clusters bring their own data: send no ranges")
     entry, since_s = shared.ledger.entry(member.cluster), shared.counted_since_s.get(member.cluster)
-    if since_s is not None:  # else counted last by an earlier life of the master: how long ago is not known
+    if since_s is not None:  # else it was counted last before the master's restart: how long ago is not known
         bound = entry.declared_tokens_per_s * (shared.now_s - since_s) * OWN_DATA_SLACK
         if entry.declared_tokens_per_s > 0 and request.tokens > bound:
             raise Refused(
@@ -145,7 +145,7 @@ def _check_leased(shared: SharedState, member: Member, request: BeginPushRequest
 
 
 def recheck(shared: SharedState, push: Push) -> str | None:
-    """The checks of BeginPush, as they stand now; a sentence when one fails."""
+    """Repeats the checks of BeginPush against the present state; a sentence when one fails."""
     too_old = stale(shared, push.request)
     if too_old is not None:
         return too_old.sentence
@@ -157,7 +157,7 @@ def recheck(shared: SharedState, push: Push) -> str | None:
         elif shared.ledger.leases is not None:
             shared.ledger.leases.check(push.cluster, push.request.ranges)
         else:
-            token_counts.check(shared, push.cluster, push.request)  # what others count is known by now, perhaps
+            token_counts.check(shared, push.cluster, push.request)  # the counts of other clusters may be known by now
     except Refused as refused:
         return refused.sentence
     return None

@@ -1,7 +1,7 @@
-"""Push tickets: TICKETED -> STAGED -> ADMITTED, one undecided push for each cluster.
+"""Handles push tickets: TICKETED -> STAGED -> ADMITTED, one undecided push for each cluster.
 
-From ADMITTED on the round moves it (rounds.py); verdicts.py ends it. A push leaves every slave's staging when it
-is decided, and not before.
+From ADMITTED on the round moves it (rounds.py); verdicts.py ends it. A push stays in every slave's staging until it
+is decided.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from dips.master.state.tables import PUSH_TABLE, PushPhase, RoundPhase
 from dips.master.state.verdicts import Verdicts
 
 AWAY_RETRY_S = 0.25
-"""When a cluster asks again that would push while a slave is away: the wait after its return that this costs."""
+"""After this time a cluster asks again whose push waits for a slave that is away: so long it may wait after the
+slave's return."""
 
 
 class Pushes:
-    """Tickets, stagings and admissions."""
+    """Issues tickets, follows the staging, and admits pushes to the window."""
 
     def __init__(self, shared: SharedState, verdicts: Verdicts) -> None:
         self._shared = shared
@@ -72,7 +73,8 @@ class Pushes:
         shared.reply(token, BeginPushReply(self._ticket_for(push)))
 
     def _must_donate_first(self, member: Member, request: BeginPushRequest) -> bool:
-        """A donor that waits with a push of its own would never come to donate: nobody else may be there to do it."""
+        """Whether the donor must donate before this push. Waiting with the push would keep it from donating, and there
+        may be no other donor."""
         state = self._shared.recovery
         donor = state.donor if state.donating else None
         asked = donor is not None and (donor.cluster, donor.incarnation) == (member.cluster, member.incarnation)
@@ -82,7 +84,7 @@ class Pushes:
         """The answer when this cluster has an undecided push, or this very push is decided."""
         current = member.push
         if current is not None and current.id == push_id and current.phase.allows("new attempt"):
-            # A slave that is away may come back under another address: no ticket names it until then.
+            # A slave that is away may return with another address: no ticket names it until then.
             return self._busy(current.is_donation) or self._new_attempt(current, wanted_wire)
         if current is not None:
             return current.id
@@ -94,7 +96,7 @@ class Pushes:
         return Busy(AWAY_RETRY_S, words) if words else None
 
     def _end_pull(self, member: Member) -> None:
-        """Who pushes reads no longer."""
+        """Ends the cluster's pull: a cluster that pushes no longer reads."""
         shared = self._shared
         shared.pins = {pin_id: pin for pin_id, pin in shared.pins.items() if pin.owner != member.cluster}
 
@@ -126,7 +128,7 @@ class Pushes:
         )
 
     def _new_attempt(self, push: Push, wanted_wire: Codec) -> Ticket:
-        """Send again what is missing: slaves keep the chunks that they verified, unless they are written anew."""
+        """A new ticket for what is missing: slaves keep the chunks that they verified, unless the codec changes."""
         shared = self._shared
         self._release(push, Refused(RefusalCode.UNKNOWN_PUSH, f"a new attempt of push {push.id} has begun"))
         push.phase.move("new attempt", PushPhase.TICKETED, shared.now_s, push.request.caller.cause_id)
@@ -148,7 +150,7 @@ class Pushes:
         return Ticket(push.attempt, shared.placement_spec(), order, push.wire)
 
     def open_staging(self, push: Push, slave: Slave) -> None:
-        """Tell a slave to expect the push's chunks; also after the slave's restart."""
+        """Tells a slave to expect the push's chunks; also after the slave's restart."""
         request = push.request
         push.digest_of_slave.pop(slave.id, None)
         opened = OpenStaging(
@@ -161,7 +163,7 @@ class Pushes:
     def staged(self, slave: Slave, body: Staged) -> None:
         push = self._verdicts.find(body.push)
         if push is None or push.attempt != body.attempt or push.phase.now is not PushPhase.TICKETED:
-            return  # of an attempt that is over: nothing of it may change state
+            return  # from an attempt that is over: it must not change the state
         push.digest_of_slave[slave.id] = body.digest
         push.renewed_s = self._shared.now_s
         self._measure_link(push, slave)
@@ -172,14 +174,14 @@ class Pushes:
                 self._admit(push)
 
     def _measure_link(self, push: Push, slave: Slave) -> None:
-        """Of first attempts only: a later one sends what is missing, which is less."""
+        """Measures the link, in first attempts only: a later one sends only what is missing."""
         shared, layout, placement = self._shared, self._shared.ledger.layout, self._shared.ledger.placement
         if push.attempt == 1 and layout is not None and placement is not None:
             part_bytes = shared.link_rates.part_bytes(slave.id, layout, placement, push.wire)
             shared.link_rates.staged(push.cluster, slave.id, part_bytes, shared.now_s - push.began_s, shared.now_s)
 
     def progress(self, slave: Slave, beat: SlaveBeat) -> None:
-        """A ticket lives as long as bytes arrive; how fast they do is for the schedule."""
+        """Extends a ticket as long as bytes arrive; the schedule uses their rate."""
         landed_bytes = 0
         for item in beat.progress:
             push = self._verdicts.find(item.push)
@@ -213,7 +215,7 @@ class Pushes:
                 self._admit(push)
 
     def _admit(self, push: Push) -> None:
-        """All slaves hold it: compare digests, check again, and enter the window."""
+        """Admits a push that all slaves hold: compares digests, checks again, and puts it into the window."""
         shared = self._shared
         token, push.finish_token = push.finish_token, None
         assert token is not None, "admitted only by FinishPush"
@@ -238,10 +240,10 @@ class Pushes:
         shared.reply(token, FinishPushReply(self._admitted(push)))
 
     def _wrong_copy(self, push: Push) -> str:
-        """A sentence when what was donated is not, on every slave, what was committed once."""
+        """A sentence when the donated copy is not, on every slave, what was committed."""
         state = self._shared.recovery
         if state.donor is None or state.donor.cluster != push.cluster:
-            return "no donation is asked of this cluster any more"
+            return "this cluster is no longer asked for a donation"
         expected = dict(state.donor.commit.digest_of_slave)
         wrong = sorted(s for s, digest in push.digest_of_slave.items() if digest != expected.get(SlaveId(s)))
         if not wrong:
@@ -251,14 +253,14 @@ class Pushes:
         return f"what cluster {push.cluster} donated to slave {wrong[0]} is not version {version} (digests differ)"
 
     def _admitted(self, push: Push) -> Admitted:
-        """The round that it is in, or the one that opens next."""
+        """The answer with the round that it is in, or the one that opens next."""
         shared, state = self._shared, self._shared.round
         if state.id is not None and (push.sealed or state.phase.now is RoundPhase.WINDOW):
             return Admitted(state.id, max(0.0, state.window_closes_s - shared.now_s))
         return Admitted(RoundId(shared.epoch, shared.ledger.round_n + 1), pacing.grace_s(shared))
 
     def _measure_pace(self, push: Push) -> None:
-        """Tokens a second between two admissions of the same incarnation (enters T_round)."""
+        """Measures tokens a second between two admissions of the same incarnation (used in T_round)."""
         shared = self._shared
         member = shared.members.get(push.cluster)
         if member is None or push.is_seed:
@@ -283,7 +285,7 @@ class Pushes:
         self._verdicts.tick()
 
     def rearm(self, gap_s: float) -> None:
-        """The master stood still for gap_s: no ticket and no held call is the older for it."""
+        """Extends all deadlines of tickets and held calls by gap_s, a pause of the master itself."""
         for push in self._shared.pushes():
             push.renewed_s += gap_s
             push.finish_until_s += gap_s
@@ -294,7 +296,7 @@ class Pushes:
         return [*self._verdicts.deadlines(), *holds]
 
     def gone(self, token: int) -> None:
-        """The caller hung up."""
+        """Forgets a call whose caller hung up."""
         for push in self._shared.pushes():
             if push.finish_token == token:
                 push.finish_token = None
@@ -306,7 +308,7 @@ class Pushes:
         self._release(push, FinishPushReply(Busy(0.2, sentence)))
 
     def _release(self, push: Push, answer: FinishPushReply | Refused) -> None:
-        """Answer a held FinishPush, if there is one."""
+        """Answers a held FinishPush, if there is one."""
         token, push.finish_token = push.finish_token, None
         if token is not None and isinstance(answer, Refused):
             self._shared.refuse(token, answer)
@@ -322,5 +324,5 @@ class Pushes:
 
 
 def _smooth(old: float, new: float) -> float:
-    """Exponential average with weight 0.3 for the new value; the first value stands for itself."""
+    """Exponential average with weight 0.3 for the new value; the first value is taken as it is."""
     return new if old <= 0 else 0.7 * old + 0.3 * new

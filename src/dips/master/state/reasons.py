@@ -1,4 +1,4 @@
-"""Why nothing moves, in a sentence: the same words in answers, in logs and on the status page."""
+"""Says in a sentence what the run waits for: the same words in answers, in logs and on the status page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dips.master.state.tables import RecoveryPhase, ReshardPhase, RoundPhase, Sl
 
 
 def slaves_away(shared: SharedState) -> str:
-    """Which slaves keep rounds from going on; empty when all are ready."""
+    """The slaves that rounds wait for, in words; empty when all are ready."""
     expected, n = shared.slaves_expected(), shared.config.n_slaves
     if shared.ledger.placement is None and len(expected) < n:
         return f"waiting for slaves: {len(expected)} of {n} have attached"
@@ -20,7 +20,7 @@ def slaves_away(shared: SharedState) -> str:
 
 
 def recovery_words(shared: SharedState) -> str:
-    """What a recovery waits for; empty when there is none, or a master that just started waits for its slaves."""
+    """What a recovery waits for; empty when there is none, or when a restarted master waits for its slaves."""
     state, version = shared.recovery, shared.ledger.version
     match state.phase.now:
         case RecoveryPhase.NONE if shared.ledger.origin is not None and not shared.everything_out:
@@ -41,13 +41,13 @@ def recovery_words(shared: SharedState) -> str:
 
 
 def _absent(shared: SharedState) -> list[str]:
-    """Slaves that have yet to attach and promise."""
+    """Slaves that have not yet attached and promised the epoch."""
     here = {name for name, slave in shared.slaves.items() if slave.phase.now is SlavePhase.PROMISED}
     return [name for name in shared.slaves_expected() if name not in here]
 
 
 def lagging(shared: SharedState) -> str:
-    """Why no round may begin although all are here: disks are too far behind (durability async only)."""
+    """Why no round may begin although all slaves are here: disks are too far behind (durability async only)."""
     published, durable = shared.published, shared.durable
     if published is None or shared.config.settings.durability != "async":
         return ""
@@ -59,10 +59,10 @@ def lagging(shared: SharedState) -> str:
 
 
 def reshard_waits_for(shared: SharedState) -> str:
-    """What must come before blocks may move, the end of the open round aside; empty when nothing."""
+    """What a RESHARD waits for, apart from the end of the open round; empty when nothing."""
     pending = shared.ledger.reshard
     if shared.recovery.active:
-        return recovery_words(shared) or "the slaves tell what their disks hold"
+        return recovery_words(shared) or "the slaves report what their disks hold"
     if shared.ledger.stopping or shared.ledger.stop_asked:
         return "the run ends"
     if shared.ledger.version is None:
@@ -77,7 +77,7 @@ def reshard_waits_for(shared: SharedState) -> str:
 
 
 def reshard_words(shared: SharedState) -> str:
-    """What a RESHARD that was asked for is doing, or waits for; empty when there is none."""
+    """What the requested RESHARD does or waits for; empty when there is none."""
     state, pending = shared.reshard, shared.ledger.reshard
     if state.phase.now is ReshardPhase.LISTING:
         missing = [name for name in shared.slaves_expected() if name not in state.lists]
@@ -100,7 +100,7 @@ def moving_words(shared: SharedState) -> str:
 
 
 def waiting_for(shared: SharedState) -> str:
-    """What the run waits for; empty when it is doing something."""
+    """What the run waits for; empty when it is active."""
     if shared.stopped_s is not None:
         return "the run has ended: no cluster is left"
     if recovery := recovery_words(shared):
@@ -151,7 +151,7 @@ def _trouble(name: str, slave: Slave | None) -> str:
     if slave.phase.now is SlavePhase.READY:
         return ""
     if slave.phase.now is SlavePhase.CONFIGURING:
-        return f"slave {name} makes its memory and loads its snapshot"
+        return f"slave {name} allocates its memory and loads its snapshot"
     if slave.phase.now is SlavePhase.PROMISED:
         return ""
     return f"slave {name} has yet to promise the epoch"

@@ -1,4 +1,4 @@
-"""What the master knows, in memory only, of clusters, pushes, slaves, the round and pins. Gone with the process."""
+"""The master's state in memory: clusters, pushes, slaves, the round and pins. It is lost when the process ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dips.master.state.tables import PushPhase, RecoveryPhase, ReshardPhase, Rou
 
 @dataclass
 class Push:
-    """One undecided push. `digest_of_slave` is what slaves say they hold of this attempt; `wire`: how it is written."""
+    """One undecided push. digest_of_slave: the digests that slaves report for this attempt; wire: its codec."""
 
     id: PushId
     request: BeginPushRequest
@@ -47,7 +47,7 @@ class Push:
 
     @property
     def is_seed(self) -> bool:
-        """Whether it stands on no version: the first parameters of a run, or a donation. It is merged unjudged."""
+        """Whether it has no base: the first parameters of a run, or a donation. It is merged without a judgement."""
         return self.request.base is None
 
     @property
@@ -60,11 +60,11 @@ class Push:
 
     @property
     def needs_base(self) -> bool:
-        """Whether slaves need its base's parameters still: they read what is complete, and no more of it comes."""
+        """Whether slaves still need its base's parameters: after sealing, all its chunks have been decoded."""
         return self.wire in DIFFERENCES and not self.sealed
 
     def forget(self, slave: str) -> None:
-        """The slave is lost, and with it what had landed there."""
+        """Forgets what a lost slave had received of it."""
         self.digest_of_slave.pop(slave, None)
         self.landed_bytes.pop(slave, None)
 
@@ -73,7 +73,7 @@ class Push:
 class Member:
     """A cluster that is here: joined, beating, not evicted.
 
-    wish: how it would like to write its pushes, as its last one said; base: what it trains on, if it sends differences.
+    wanted_wire: the codec that its last push asked for; base: the version that it trains on, if it sends differences.
     """
 
     cluster: str
@@ -98,7 +98,7 @@ class Member:
 
 @dataclass
 class Slave:
-    """A slave that this run has seen. held_until_s: until then, while it is away, its name waits for its directory."""
+    """A slave that this run has seen. held_until_s: while it is away, its name is kept for its directory until then."""
 
     id: SlaveId
     memory_bytes: int
@@ -125,12 +125,12 @@ class Slave:
 
 @dataclass
 class RoundState:
-    """The round that is under way; participants are frozen from SEALED on, in cluster-id order."""
+    """The open round; participants are fixed from SEALED on, in cluster-id order."""
 
     phase: Phase[RoundPhase]
     id: RoundId | None = None
     window_closes_s: float = 0.0
-    window_ends_s: float = 0.0  # however often it starts again
+    window_ends_s: float = 0.0  # also when the window starts again
     grace_s: float = 0.0
     deadline_s: float | None = None
     participants: list[Push] = field(default_factory=list)
@@ -157,7 +157,7 @@ HeldVersion = tuple[Version, RoundId, bytes]
 
 @dataclass(frozen=True)
 class Donor:
-    """Who is asked for its copy of which version, since when. base: what that version is called there."""
+    """A cluster that is asked for its copy of a version. base: the name of that version at the cluster."""
 
     cluster: str
     incarnation: Incarnation
@@ -168,13 +168,13 @@ class Donor:
 
 @dataclass
 class RecoveryState:
-    """The recovery that is under way.
+    """The state of a recovery.
 
-    reason: why, in a sentence; empty while a master that has just started waits for its slaves. asked: the slave whose
-    record of `wanted` is awaited. records: those that came, by commit_hash. silent: (slave, snapshot) that gave none.
-    broken: (slave, version, round) that could not be loaded although its hello named it. named: slaves that a record
-    names and the ledger does not. tried: incarnations whose
-    donation failed; wrong: those whose copy is not what was committed.
+    reason: why, in a sentence; empty while a restarted master waits for its slaves. asked: the slave whose record of
+    `wanted` is awaited. records: those received, by commit_hash. silent: (slave, snapshot) that gave no record.
+    broken: (slave, version, round) that could not be loaded although the slave's hello named it. named: slaves that a
+    record names and the ledger does not. tried: incarnations whose donation failed; wrong: those whose copy is not what
+    was committed.
     """
 
     phase: Phase[RecoveryPhase]
@@ -202,10 +202,11 @@ class RecoveryState:
 
 @dataclass
 class ReshardState:
-    """The RESHARD that is under way.
+    """The state of a RESHARD.
 
-    lives: the slaves that take part, each with the incarnation that it began in. digests: of theta and momentum of each
-    new shard, as the lists add up. prepared: who has its new shard on disk. trouble: why the last try was given up.
+    incarnations: the slaves that take part, each with its incarnation at the start. digests: of theta and momentum of
+    each new shard, computed from the lists. prepared: the slaves that have their new shard on disk. trouble: why the
+    last try was given up.
     """
 
     phase: Phase[ReshardPhase]
@@ -221,13 +222,13 @@ class ReshardState:
 
     @property
     def moving(self) -> bool:
-        """Whether blocks are being listed or moved: no round begins meanwhile."""
+        """Whether blocks are being listed or moved: no round begins until the end."""
         return self.phase.now in (ReshardPhase.LISTING, ReshardPhase.MOVING)
 
 
 @dataclass
 class Pin:
-    """A version that someone is reading."""
+    """A version that a cluster or reader is pulling."""
 
     pin_id: int
     owner: str

@@ -1,8 +1,8 @@
-"""Committed state that was lost, or that the master forgot: gather what all slaves hold, then go on, adopt, go back, or
-take the parameters from a cluster (docs/protocol.md, recovery).
+"""Recovers committed state that slaves or the master lost: gathers what all slaves hold, then resumes, adopts their
+state, rolls back, or takes the parameters from a cluster (docs/protocol.md, recovery).
 
-It decides only once every slave is here and has told what its disk holds, since a ROLLBACK cannot be undone. It never
-changes anything silently: what is given up is journaled first, and an alarm names it.
+It decides only once every slave has attached and reported what its disk holds, because a ROLLBACK cannot be undone. It
+never changes anything silently: what is given up is journaled first, and an alarm names it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from dips.master.state.verdicts import Verdicts
 
 _P = RecoveryPhase
 
-"""What reading a record from a slave's disk raises when its bytes are none."""
+"""The exceptions raised when bytes from a slave's disk are not a record."""
 
 
 class Recovery:
-    """Drives world.recovery; settle() is called after every event and goes as far as it can."""
+    """Drives shared.recovery; settle() is called after every event and makes all steps that are possible."""
 
     def __init__(self, shared: SharedState, verdicts: Verdicts, rounds: Rounds, links: SlaveLinks) -> None:
         self._shared = shared
@@ -46,10 +46,10 @@ class Recovery:
         self._links = links
         self._donors = Donors(shared)
 
-    # ---- what happens ----
+    # ---- events ----
 
     def start(self) -> None:
-        """A master that just started configures nobody before all slaves told what they hold."""
+        """Starts gathering: a restarted master configures no slave before all slaves reported what they hold."""
         shared = self._shared
         if shared.ledger.placement is not None or shared.config.rebuild:
             if shared.ledger.commit is None and shared.config.rebuild:
@@ -57,7 +57,7 @@ class Recovery:
             self._move("master started", _P.GATHERING)
 
     def promised(self, slave: Slave) -> None:
-        """The slave is here and told what its disk holds."""
+        """Handles a slave that attached and reported what its disk holds."""
         shared, state = self._shared, self._shared.recovery
         state.silent = {item for item in state.silent if item[0] != slave.id}
         if not shared.holds_blocks(slave.id):
@@ -72,7 +72,7 @@ class Recovery:
                 self._links.configure(slave)
 
     def refused(self, slave: Slave, body: ConfigureRefused) -> None:
-        """A slave cannot load what its hello named."""
+        """Handles a slave that cannot load a version that its hello named."""
         self._broken(slave, body.refusal.sentence)
 
     def loaded_wrong(self, slave: Slave) -> None:
@@ -88,16 +88,16 @@ class Recovery:
         self.begin(slave, sentence)
 
     def begin(self, slave: Slave, trouble: str) -> None:
-        """Gather: every slave that was configured attaches again, so that what is known of its disk is true."""
+        """Starts a recovery: every configured slave attaches again, so that the knowledge of its disk is current."""
         shared, state = self._shared, self._shared.recovery
         slave.trouble = trouble
         state.reason = f"slave {slave.id}: {trouble}"
         shared.log("recovery", f"recovery: {state.reason}", logging.WARNING)
         self._move("slave cannot load", _P.GATHERING, state.reason)
-        self._gather_anew()
+        self._gather_again()
 
     def gone(self, slave_id: SlaveId) -> None:
-        """A slave's stream ended by itself: if its disk failed, it may be another one when it comes back."""
+        """Forgets what a slave could not load when its stream ends: it may return with another disk."""
         state = self._shared.recovery
         state.broken = {item for item in state.broken if item[0] != slave_id}
 
@@ -109,12 +109,12 @@ class Recovery:
             self._donors.tick()
 
     def rearm(self, gap_s: float) -> None:
-        """The master stood still for gap_s: nobody is late for it."""
+        """Extends all deadlines by gap_s, a pause of the master itself."""
         self._shared.recovery.ask_again_s += gap_s
         self._donors.rearm(gap_s)
 
     def settle(self) -> None:
-        """Go as far as what is known allows."""
+        """Makes all steps that are possible with what is known."""
         state = self._shared.recovery
         if state.phase.now is _P.ASKING and not self._asked_is_here():
             self._move("no record", _P.GATHERING, f"slave {state.asked} is away")
@@ -125,12 +125,12 @@ class Recovery:
             self._end()
         if state.donating and not self._donors.choose():
             self._move("no donor is left", _P.GATHERING)
-            self._gather_anew()
+            self._gather_again()
 
-    # ---- who is here ----
+    # ---- attached slaves ----
 
     def _all_here(self) -> list[Slave] | None:
-        """Every slave of the run, freshly attached, and those beside them; None while one of the run is missing."""
+        """All slaves of the run, freshly attached, and other attached slaves; None while one of the run is missing."""
         shared = self._shared
         expected = shared.slaves_expected()
         if shared.ledger.placement is None and len(expected) < shared.config.n_slaves:
@@ -143,7 +143,7 @@ class Recovery:
         slave = self._shared.slaves.get(asked) if asked is not None else None
         return slave is not None and slave.phase.now is SlavePhase.PROMISED
 
-    def _gather_anew(self) -> None:
+    def _gather_again(self) -> None:
         for slave in list(self._shared.slaves.values()):
             if slave.phase.now in (SlavePhase.CONFIGURING, SlavePhase.READY):
                 self._links.send_away(slave, "the run recovers what a slave lost")
@@ -151,7 +151,7 @@ class Recovery:
     # ---- deciding ----
 
     def _decide(self) -> bool:
-        """One step of a decision; whether another may follow at once."""
+        """Makes one step of a decision; returns whether another may follow at once."""
         shared, state = self._shared, self._shared.recovery
         if shared.ledger.placement is None and not shared.config.rebuild:
             return self._wait_for_rebuild()
@@ -168,14 +168,14 @@ class Recovery:
         return self._take_first(slaves, snapshots)
 
     def _wait_for_rebuild(self) -> bool:
-        """A master that knows nothing of the run guesses nothing; a slave with an empty directory is welcome."""
+        """Waits for --rebuild: a master without state guesses nothing. Empty slave directories are accepted."""
         shared = self._shared
         if not any(committed(shared, slave) for slave in shared.slaves.values()):
             self._resume([])
         return False
 
     def _snapshots(self, slaves: Sequence[Slave]) -> list[HeldVersion]:
-        """What could be gone on from, newest first; the ledger's own before another of the same version."""
+        """The snapshots that the run could continue from, newest first; the ledger's own first among equal versions."""
         shared, own = self._shared, self._own()
         found = {snapshot_of(info) for slave in slaves for info in committed(shared, slave)}
         if own is not None:
@@ -187,13 +187,13 @@ class Recovery:
         return (commit.version, commit.round, commit.commit_hash) if commit else None
 
     def _take_first(self, slaves: Sequence[Slave], snapshots: Sequence[HeldVersion]) -> bool:
-        """Go on from the newest that every slave has. Whether the decision is to be continued at once."""
+        """Continues from the newest snapshot that every slave has. Returns whether to continue the decision at once."""
         newest = snapshots[0][0]
         state = self._shared.recovery
         state.reason = state.reason or self._troubles(slaves)
         newer: list[Ledger] = []
         for snapshot in snapshots:
-            # A journal that was lost, or is an old copy, does not know of every ROLLBACK; newer records do.
+            # A journal that was lost, or is an old copy, does not contain every ROLLBACK; newer records do.
             given_up = any(ledger.is_given_up(snapshot[0]) for ledger in newer)
             if given_up or not self._worth_asking(slaves, snapshot, newest):
                 continue
@@ -212,21 +212,21 @@ class Recovery:
         return next((f"slave {slave_id}: {trouble}" for slave_id, trouble in words if trouble), "")
 
     def _worth_asking(self, slaves: Sequence[Slave], snapshot: HeldVersion, newest: Version) -> bool:
-        """Whether every slave that must have it may have it: of another placement than the newest, only its record says
-        which they are."""
+        """Whether all slaves that need this snapshot may have it. For another placement than the newest one's, only the
+        record names these slaves."""
         version, round_id, _ = snapshot
-        told = [(slave, info) for slave in slaves for info in slave.snapshots]
-        here = [(slave, info) for slave, info in told if (info.version, info.round) == (version, round_id)]
-        placements = {info.placement_hash for _, info in told if info.version == newest}
+        reported = [(slave, info) for slave in slaves for info in slave.snapshots]
+        here = [(slave, info) for slave, info in reported if (info.version, info.round) == (version, round_id)]
+        placements = {info.placement_hash for _, info in reported if info.version == newest}
         if version == newest or any(info.placement_hash not in placements for _, info in here):
             return True
         holders = {slave.id for slave, _ in here}
         return all(slave.id in holders for slave in slaves if self._shared.holds_blocks(slave.id))
 
     def _take(self, slaves: Sequence[Slave], snapshot: HeldVersion, ledger: Ledger, newest: Version) -> bool:
-        """Resume, adopt or go back to this snapshot if every slave of its placement has it; whether it was done.
+        """Resumes from, adopts or rolls back to this snapshot if every slave of its placement has it; returns whether.
 
-        The newest one is waited for as long as slaves that it names are not here: what they hold is not known.
+        For the newest snapshot it waits until all slaves that its record names are here: what they hold is not known.
         """
         broken = self._shared.recovery.broken
         if ledger.placement is None:
@@ -249,17 +249,17 @@ class Recovery:
         return False
 
     def _name_missing(self, version: Version, missing: Sequence[SlaveId], wait: bool) -> bool:
-        """A RESHARD lies between this version and the ledger: from now on its slaves are let in. Returns `wait`."""
+        """Accepts from now on the missing slaves of this version, which is from before a RESHARD. Returns `wait`."""
         state, names = self._shared.recovery, ", ".join(missing)
         state.named.update(missing)
         if wait:
-            state.words = f"version {version} stands on slave {names} too, which is not here: start it"
-            state.reason = state.reason or f"a record names slave {names}, of which the master knows nothing"
+            state.words = f"version {version} is also on slave {names}, which is not here: start it"
+            state.reason = state.reason or f"a record names slave {names}, which the master does not know"
             self._shared.log("recovery", f"recovery: {state.words}", logging.ERROR)
         return wait
 
     def _ledger_of(self, snapshot: HeldVersion) -> Ledger | None:
-        """The ledger that goes with a snapshot; None when its record must be asked for."""
+        """The ledger of a snapshot; None when its record must be asked for."""
         shared, commit_hash = self._shared, snapshot[2]
         if snapshot == self._own():
             return shared.ledger
@@ -272,7 +272,7 @@ class Recovery:
     # ---- asking for a record ----
 
     def _ask(self, slaves: Sequence[Slave], snapshot: HeldVersion) -> bool:
-        """Ask the first slave that may have the snapshot's record; whether there is one."""
+        """Asks the first slave that may have the snapshot's record; returns whether there is one."""
         state = self._shared.recovery
         for slave in slaves:
             if (slave.id, snapshot) in state.silent:
@@ -286,14 +286,14 @@ class Recovery:
 
     def _send_ask(self) -> None:
         shared, state = self._shared, self._shared.recovery
-        assert state.asked is not None, "ASKING asks somebody"
-        assert state.wanted is not None, "ASKING asks for something"
+        assert state.asked is not None, "ASKING has a slave"
+        assert state.wanted is not None, "ASKING has a wanted snapshot"
         state.ask_again_s = shared.now_s + shared.config.evict_after_s / 2
         slave = shared.slaves[state.asked]
         shared.command(slave, SendCommitRecord(state.wanted[0], state.wanted[1]), "recovery")
 
     def record_came(self, slave: Slave, body: CommitRecord) -> None:
-        """The answer to SendCommitRecord, or one that nobody asked for."""
+        """Handles the answer to SendCommitRecord, or a record that was not asked for."""
         state = self._shared.recovery
         if state.phase.now is not _P.ASKING or slave.id != state.asked or state.wanted is None:
             return
@@ -311,7 +311,7 @@ class Recovery:
             self._move("record came", _P.GATHERING)
 
     def _why_useless(self, record: bytes, wanted: HeldVersion) -> str:
-        """A sentence when the record is not the one that the snapshot was committed with, or cannot be read."""
+        """A sentence when the record is not the one of the snapshot's commit, or cannot be read."""
         if hashlib.sha256(record).digest() != wanted[2]:
             return "what it sent is not what its manifest names"
         try:
@@ -327,18 +327,18 @@ class Recovery:
     # ---- decisions ----
 
     def _resume(self, slaves: Sequence[Slave]) -> None:
-        """Nothing is lost: every slave loads what the ledger names."""
+        """Resumes: nothing is lost, and every slave loads what the ledger names."""
         self._move("all can load", _P.NONE)
         self._end()
         if self._shared.ledger.placement is not None:
             self._configure(slaves)
 
     def _adopt(self, slaves: Sequence[Slave], members: Sequence[Slave], ledger: Ledger) -> None:
-        """Take the slaves' history over. members: those of them that its placement names.
+        """Takes over the slaves' history. members: the slaves that its placement names.
 
-        With durability async, newer versions may have been published, pulled, and lost with the memory of the slaves:
-        if all that the slaves have stands on their disks, the run goes on on a new timeline, so that no name is given
-        to two contents. A version that only memory holds was flipped by that very process, and never followed.
+        With durability async, newer versions may have been published, pulled, and lost with the slaves' memory. If all
+        that the slaves have is on their disks, the run continues on a new timeline, so that no version name has two
+        contents. A version that is only in memory was flipped by that same process, and no version followed it.
         """
         shared, commit = self._shared, ledger.commit
         assert commit is not None, "adopted is a commit"
@@ -413,7 +413,7 @@ class Recovery:
         self._configure(slaves)
 
     def _configure(self, slaves: Sequence[Slave]) -> None:
-        """Those that hold blocks load them; those that a RESHARD wants wait for it; others are not needed."""
+        """Slaves that hold blocks load them; those that a RESHARD adds wait for it; others are dismissed."""
         shared = self._shared
         wanted = shared.ledger.reshard.add if shared.ledger.reshard else ()
         for slave in slaves:
@@ -423,14 +423,14 @@ class Recovery:
                 self._links.dismiss(slave, f"slave {slave.id} holds no blocks of version {shared.ledger.version}")
 
     def _end(self) -> None:
-        """What was gathered is used up."""
+        """Clears what was gathered."""
         state = self._shared.recovery
         state.reason, state.words = "", ""
         state.asked, state.wanted, state.donor = None, None, None
         state.tried, state.wrong, state.named = set(), set(), set()
         state.records, state.silent = {}, set()
 
-    # ---- what is under way ends ----
+    # ---- ending pushes and rounds ----
 
     def _abort_pushes(self, reason: str) -> None:
         for push in list(self._shared.pushes()):
@@ -438,7 +438,7 @@ class Recovery:
                 self._verdicts.abort(push, reason)
 
     def _give_up_round(self) -> None:
-        """Verdicts of a COMMIT that waited for the slaves, as the ledger has them now."""
+        """Sends the verdicts of a COMMIT that waited for the slaves, as the ledger now has them."""
         for push in self._rounds.end_committed(self._shared.recovery.reason):
             self._verdicts.decide(push, self._verdict_now(push))
 
@@ -449,7 +449,7 @@ class Recovery:
         )
 
     def _send_clusters_away(self, reason: str) -> None:
-        """What was told to clusters comes from another ledger: they join again."""
+        """Makes all clusters join again, because what they know comes from another ledger."""
         shared = self._shared
         for member in shared.live():
             shared.record("evict", str(member.incarnation), cluster=member.cluster, reason=reason)
@@ -462,7 +462,7 @@ class Recovery:
     # ---- donation ----
 
     def _donate_or_wait(self, newest: Version) -> bool:
-        """No version is on every slave: a cluster's copy of a known one is the last way. Returns False."""
+        """Asks a cluster for its copy of a known version, because no version is on every slave. Returns False."""
         state = self._shared.recovery
         if not self._donors.choose():
             known = ", ".join(str(c.version) for c in self._donors.known()) or "none"
@@ -482,7 +482,7 @@ class Recovery:
         return False
 
     def _promised_meanwhile(self, slave: Slave) -> None:
-        """While a cluster donates: if a slave's disk is back, its snapshots are better than a donation."""
+        """Handles a slave that attaches during a donation: if its snapshots are back, they are used instead."""
         shared = self._shared
         slaves = [shared.slaves[name] for name in shared.slaves_expected() if name in shared.slaves]
         broken = shared.recovery.broken
@@ -495,7 +495,7 @@ class Recovery:
         if common or all(holds(one, shared.ledger, broken) for one in slaves):
             self._abort_pushes("a slave's snapshots came back")
             self._move("snapshot came back", _P.GATHERING, f"on slave {slave.id}")
-            self._gather_anew()
+            self._gather_again()
         else:
             self._links.configure(slave)
 

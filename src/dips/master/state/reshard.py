@@ -1,8 +1,8 @@
-"""RESHARD: the model goes to other slaves while the run goes on (docs/decisions/0019-reshard.md).
+"""RESHARD: moves the model's blocks to other slaves during the run (docs/decisions/0019-reshard.md).
 
-NONE -> WAITING -> LISTING -> MOVING -> NONE. Up to the one journal record everything is as if it had never begun, and
-whatever fails leads back to WAITING; after it there is only the ordinary way of a committed version. It must never
-begin while a round is open, and never journal a digest that the lists of the committed version do not add up to.
+NONE -> WAITING -> LISTING -> MOVING -> NONE. Before its one journal record nothing is changed, and any failure leads
+back to WAITING; after it the new version is handled like any committed version. It must never begin while a round is
+open, and never journal a digest that does not follow from the lists of the committed version.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from dips.master.state.verdicts import Verdicts
 _P = ReshardPhase
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""After a try that was given up: twice as long each time, because rounds rest during a try."""
+"""The wait after a try that was given up; it doubles each time, because no round runs during a try."""
 
 MAX_NAMES = 1024
-"""Slaves in one wish."""
+"""The most slaves in one request."""
 
 
 class Reshard:
-    """Drives world.reshard; settle() is called after every event and goes as far as it can."""
+    """Drives shared.reshard; settle() is called after every event and makes all steps that are possible."""
 
     def __init__(self, shared: SharedState, verdicts: Verdicts, links: SlaveLinks) -> None:
         self._shared = shared
         self._verdicts = verdicts
         self._links = links
 
-    # ---- what the operator wants ----
+    # ---- the operator's request ----
 
     def ask(self, request: ReshardRequest) -> str:
-        """Take a wish, or take one back. Returns what is going to happen. Raises Refused: CONFIG, UNKNOWN_NAME, BUSY,
+        """Takes a request or cancels one. Returns what is going to happen. Raises Refused: CONFIG, UNKNOWN_NAME, BUSY,
         MEMORY or STOPPING."""
         if request.cancel:
             return self._take_back()
@@ -90,7 +90,7 @@ class Reshard:
         return pending
 
     def _check_size(self, pending: PendingReshard, placement: Placement) -> None:
-        """Refuse at once what can never be placed; a slave that is yet to come may have any memory."""
+        """Refuses at once what can never be placed; a slave that has not attached yet may have any memory."""
         shared, names = self._shared, pending.slaves_of(placement.slaves)
         if not names:
             raise Refused(RefusalCode.CONFIG, "a run needs a slave: remove all but one at most")
@@ -113,10 +113,10 @@ class Reshard:
         self._dismiss(pending.add, "its RESHARD was taken back")
         return f"{_say(pending)} is taken back; the slaves stay as they are"
 
-    # ---- what slaves say ----
+    # ---- reports of slaves ----
 
     def listed(self, slave: Slave, body: ShardList) -> None:
-        """The checksums of what a slave holds: they must add up to what was committed."""
+        """Takes the checksums of a slave's shard; together they must give the committed digest."""
         shared, state = self._shared, self._shared.reshard
         placement, commit = shared.ledger.placement, shared.ledger.commit
         if state.phase.now is not _P.LISTING or body.round != state.round or placement is None or commit is None:
@@ -134,12 +134,12 @@ class Reshard:
             self._move(placement, commit)
 
     def prepared(self, slave: Slave, body: Prepared) -> bool:
-        """Whether the answer is to this RESHARD; the last one is followed by the record."""
+        """Takes a slave's answer; returns whether it belongs to this RESHARD. The record follows the last answer."""
         state = self._shared.reshard
         if state.phase.now is not _P.MOVING or body.round != state.round or slave.id not in state.digests:
             return False
         if body.digest != state.digests[slave.id][0]:
-            self._give_up(f"what slave {slave.id} put together is not what the lists add up to")
+            self._give_up(f"the new shard of slave {slave.id} does not have the digest of the lists")
             return True
         state.prepared.add(slave.id)
         if len(state.prepared) == len(state.digests):
@@ -147,7 +147,7 @@ class Reshard:
         return True
 
     def refused(self, slave: Slave, body: RoundRefused) -> bool:
-        """Whether the refusal is of this RESHARD."""
+        """Handles a slave's refusal; returns whether it belongs to this RESHARD."""
         state = self._shared.reshard
         if not state.moving or body.round != state.round:
             return False
@@ -155,14 +155,14 @@ class Reshard:
         return True
 
     def slave_came(self) -> None:
-        """What made the last try fail may be mended: no reason to wait longer."""
+        """Ends the wait, because the cause of the last failure may be repaired."""
         state = self._shared.reshard
         state.not_before_s, state.pause_s = min(state.not_before_s, self._shared.now_s), 0.0
 
-    # ---- the course ----
+    # ---- the steps ----
 
     def settle(self) -> None:
-        """Go as far as what is known allows."""
+        """Makes all steps that are possible with what is known."""
         shared, state = self._shared, self._shared.reshard
         pending = shared.ledger.reshard
         if state.phase.now is _P.NONE and pending is not None:
@@ -175,33 +175,33 @@ class Reshard:
             self._maybe_begin(pending)
 
     def deadlines(self) -> list[float]:
-        """When settle() has something to do though nothing happened."""
+        """Times at which settle() must be called without an event."""
         state = self._shared.reshard
         waits = state.phase.now is _P.WAITING and state.not_before_s > self._shared.now_s
         return [state.not_before_s] if waits else []
 
     def rearm(self, gap_s: float) -> None:
-        """The master stood still for gap_s."""
+        """Extends all deadlines by gap_s, a pause of the master itself."""
         self._shared.reshard.not_before_s += gap_s
 
     def _gone(self) -> list[SlaveId]:
         shared = self._shared
         here = {name: slave.incarnation for name, slave in shared.slaves.items() if slave.link is not None}
-        return [name for name, life in shared.reshard.incarnations.items() if here.get(name) != life]
+        return [name for name, incarnation in shared.reshard.incarnations.items() if here.get(name) != incarnation]
 
     def _maybe_begin(self, pending: PendingReshard) -> None:
         shared = self._shared
         if reshard_waits_for(shared):
             return
         if shared.round.phase.now is RoundPhase.WINDOW and shared.ledger.paused:
-            self._abort_pushes("the slaves change while the run is paused")  # else the window would stay open for ever
+            self._abort_pushes("the slaves change while the run is paused")  # or the window would never end
         if shared.round.phase.now is RoundPhase.IDLE:
             self._begin(pending)
 
     def _begin(self, pending: PendingReshard) -> None:
         shared, state = self._shared, self._shared.reshard
         before = shared.ledger.placement
-        assert before is not None, "a wish is of placed blocks"
+        assert before is not None, "a request needs placed blocks"
         assert shared.ledger.version is not None, "there is something to move"
         names = pending.slaves_of(before.slaves)
         try:
@@ -243,8 +243,8 @@ class Reshard:
         """theta's and the momentum's digest of each new shard, from the checksums of the old ones."""
         sums: dict[Chunk, tuple[int, int]] = {}
         for name in before.slaves:
-            told = lists[name]
-            sums |= dict(zip(self._chunks(before, name), zip(told.theta, told.momentum, strict=True), strict=True))
+            listed = lists[name]
+            sums |= dict(zip(self._chunks(before, name), zip(listed.theta, listed.momentum, strict=True), strict=True))
         found = {name: [sums[chunk] for chunk in self._chunks(after, name)] for name in after.slaves}
         return {
             name: (shard_digest([theta for theta, _ in mine]), shard_digest([momentum for _, momentum in mine]))
@@ -259,13 +259,13 @@ class Reshard:
     # ---- the record ----
 
     def _commit(self) -> None:
-        """One journal entry: before it nothing has happened, after it the run stands on other slaves."""
+        """Writes the one journal entry: before it nothing has changed, after it other slaves hold the blocks."""
         shared, state, ledger = self._shared, self._shared.reshard, self._shared.ledger
         before, after, origin = ledger.placement, state.placement, ledger.commit
-        assert before is not None, "it moves away from a placement"
-        assert after is not None, "and to another one"
-        assert origin is not None, "and moves a version"
-        self._abort_pushes("the model's blocks went to other slaves; nothing of this push is lost")
+        assert before is not None, "it starts from a placement"
+        assert after is not None, "it has a new placement"
+        assert origin is not None, "it moves a version"
+        self._abort_pushes("the model's blocks moved to other slaves; nothing of this push is lost")
         ledger.placement, ledger.reshard, ledger.origin = after, None, None
         ledger.slaves = {name: shared.slaves[name].memory_bytes for name in after.slaves}
         ledger.directories = {name: shared.slaves[name].directory_id for name in after.slaves}
@@ -280,7 +280,7 @@ class Reshard:
         state.trouble, state.pause_s = "", 0.0
         shared.record("resharded", str(state.round), version=str(commit.version), blocks=n_moved)
         shared.log(
-            "reshard", f"version {commit.version} stands on slaves {', '.join(after.slaves)}; {n_moved} blocks moved"
+            "reshard", f"version {commit.version} is on slaves {', '.join(after.slaves)}; {n_moved} blocks moved"
         )
         self._dismiss(set(before.slaves) - set(after.slaves), "its blocks are on other slaves now")
         for name in after.slaves:
@@ -316,7 +316,7 @@ class Reshard:
     # ---- the other ends ----
 
     def _give_up(self, reason: str) -> None:
-        """As if it had never begun; the wish stays, and is tried again."""
+        """Gives up this try without any change; the request stays and is tried again."""
         shared, state = self._shared, self._shared.reshard
         if not state.moving:
             return
@@ -341,11 +341,11 @@ class Reshard:
                 self._verdicts.abort(push, reason)
 
     def _dismiss(self, names: Iterable[SlaveId], reason: str) -> None:
-        """These slaves hold nothing of the run, and may end."""
+        """Tells these slaves, which hold nothing of the run, that they may end."""
         for name in sorted(names):
             slave = self._shared.slaves.get(name)
             if slave is not None:
-                self._links.dismiss(slave, f"slave {name} is not needed any more: {reason}")
+                self._links.dismiss(slave, f"slave {name} is no longer needed: {reason}")
 
     def _to(self, input_name: str, to: ReshardPhase, why: str = "") -> None:
         shared, state = self._shared, self._shared.reshard
@@ -354,7 +354,7 @@ class Reshard:
 
 
 def _moved(before: Placement, after: Placement) -> list[int]:
-    """Blocks that another slave holds then."""
+    """Blocks whose slave changes."""
     old, new = before.slave_of_block, after.slave_of_block
     return [b for b in range(len(old)) if before.slaves[old[b]] != after.slaves[new[b]]]
 

@@ -1,7 +1,8 @@
-"""Ledger surgery: the run's durable state after going back to an older version, or after taking over a newer one.
+"""Computes the ledger after a ROLLBACK to an older version, or after taking over a newer one.
 
-Pure functions over ledgers and records. What must never go down stays at its highest: fences, incarnations, round
-numbers, lease numbers. The caller journals the result before anybody hears of it (docs/protocol.md, recovery).
+Pure functions of ledgers and records. Numbers that must never decrease keep their highest value: fences, incarnations,
+round numbers, lease numbers. The caller journals the result before it sends anything of it (docs/protocol.md,
+recovery).
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from dips.master.state.ledger import (
 )
 
 GIVEN_UP_KEPT = 64
-"""Rollbacks that the ledger remembers; snapshots of versions given up longer ago are long overwritten."""
+"""Rollbacks that the ledger remembers; snapshots of versions given up before these are overwritten by then."""
 
 LEASE_NUMBERS_OF_AN_EPOCH = 1 << 32
-"""So many leases no epoch grants: from (epoch x this) on, no lease number was ever given out."""
+"""More leases than one epoch can grant: from (epoch x this) on, no lease number was ever given out."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A ledger as it is to be, still without the commit that makes it so after a ROLLBACK."""
+    """The new ledger; after a ROLLBACK still without its commit."""
 
     ledger: Ledger
     rolled_back: tuple[PushId, ...] = ()
@@ -40,9 +41,9 @@ class Restored:
 
 
 def next_version(current: Ledger, origin: Version, epoch: int, on_disks: int) -> Version:
-    """The name of `origin` after a ROLLBACK: the same number on a timeline that was never used.
+    """The new name of `origin` after a ROLLBACK: the same number on a timeline that was never used.
 
-    `on_disks`: the newest timeline of any slave's snapshot; a journal that was lost or is an old copy knows less.
+    on_disks: the newest timeline of any slave's snapshot; a lost journal or an old copy may not contain it.
     """
     newest = max(on_disks, *(v.timeline for v in (current.version, origin) if v is not None))
     return Version(max(epoch, newest + 1), origin.v)
@@ -53,8 +54,8 @@ def rolled_back(
 ) -> Restored:
     """The state at `origin` as `version`, the start of a new timeline.
 
-    Everything lent is free, every fence is one higher than it ever was, and pushes that newer versions merged are
-    ROLLED_BACK. Of clusters that joined since, identity and fence stay. `members`: the clusters that are here.
+    All leases are free, every fence is one higher than it ever was, and pushes that newer versions merged are
+    ROLLED_BACK. Clusters that joined since keep identity and fence. members: the clusters that are here.
     """
     ledger = _merged(current, origin, epoch, members)
     if ledger.leases is not None:
@@ -72,7 +73,7 @@ def rolled_back(
 
 
 def _pending(current: Ledger, restored: Ledger) -> PendingReshard | None:
-    """What the operator wants of slaves outlives a rollback: also one over a RESHARD, which is then done again."""
+    """The requested RESHARD after a rollback: a request stays, and a RESHARD that was rolled back is done again."""
     if current.placement is None or restored.placement is None:
         return current.reshard
     pending = current.reshard or PendingReshard((), (), "the run went back over a RESHARD")
@@ -83,12 +84,12 @@ def _pending(current: Ledger, restored: Ledger) -> PendingReshard | None:
 
 
 def adopted(current: Ledger, commit: CommitInfo, epoch: int) -> Ledger:
-    """The state that slaves kept with a newer commit than the journal knows; nobody is here until it joins again."""
+    """The state from a slave's commit that is newer than the journal's; no cluster is a member until it joins again."""
     ledger = _merged(current, commit, epoch, ())
     ledger.commit = commit
     fork = current.commit
     if fork is not None and fork.version == commit.version and fork.commit_hash != commit.commit_hash:
-        # The journal decided pushes in a round that the slaves never made: they are in no version.
+        # The journal decided these pushes in a round that the slaves did not make: they are in no version.
         for entry in ledger.clusters.values():
             entry.fence += 1
             verdict = entry.last_verdict
@@ -98,7 +99,7 @@ def adopted(current: Ledger, commit: CommitInfo, epoch: int) -> Ledger:
 
 
 def _merged(current: Ledger, commit: CommitInfo, epoch: int, members: Collection[str]) -> Ledger:
-    """The record's ledger, with what may never be forgotten or go down."""
+    """The record's ledger, with what must never be forgotten or decrease."""
     ledger = ledger_of(commit)
     names = sorted({*current.clusters, *ledger.clusters})
     ledger.clusters = {
@@ -123,7 +124,7 @@ def _merged(current: Ledger, commit: CommitInfo, epoch: int, members: Collection
 
 
 def _entry(now: ClusterEntry | None, then: ClusterEntry | None, member: bool) -> ClusterEntry:
-    """One cluster: counters as they were then, identity and fence as they are now."""
+    """One cluster's entry: counters of that time, identity and fence of now."""
     if now is None or then is None:
         only = now or then
         assert only is not None, "each name is of one of both"
@@ -143,7 +144,7 @@ def _entry(now: ClusterEntry | None, then: ClusterEntry | None, member: bool) ->
 
 
 def _without_counts(entry: ClusterEntry) -> ClusterEntry:
-    """The version restored knows nothing of this cluster."""
+    """The entry of a cluster that the restored version does not know."""
     return replace(entry, pushes_applied=0, pushes_excluded=0, tokens_applied=0, steps_applied=0)
 
 
@@ -174,7 +175,7 @@ def _taken_pushes(current: Ledger, origin: Version) -> tuple[PushId, ...]:
 
 @dataclass(frozen=True)
 class Rollback:
-    """A ROLLBACK that is decided: `commit` is the ledger's new one, `record` what the journal is told."""
+    """A decided ROLLBACK: `commit` is the ledger's new one, `record` is written to the journal."""
 
     commit: CommitInfo
     record: dict[str, object]
@@ -189,7 +190,7 @@ def rollback_commit(
     digests: tuple[tuple[str, bytes], ...],
     about: dict[str, object],
 ) -> Rollback:
-    """Make the commit of a ROLLBACK, whose record carries the ledger as a COMMIT's does. `about`: what the caller adds
+    """Makes the commit of a ROLLBACK, whose record carries the ledger as a COMMIT's does. about: fields of the caller
     (epoch, s_max, wall_s, participants, donor)."""
     ledger = restored.ledger
     record = {

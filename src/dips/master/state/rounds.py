@@ -1,8 +1,8 @@
-"""The round: IDLE -> WINDOW -> SEALED -> MEASURE -> JUDGE -> PREPARE -> COMMIT -> PUBLISH -> IDLE
+"""Drives the round: IDLE -> WINDOW -> SEALED -> MEASURE -> JUDGE -> PREPARE -> COMMIT -> PUBLISH -> IDLE
 (docs/protocol.md, one round).
 
-Two rounds never overlap. Before the COMMIT record is durable an abort is presumed; after it there is only forward.
-Which pushes take part is told by their phases: ADMITTED waits for the next window, SEALED is in the round.
+Two rounds never overlap. Before the COMMIT record is durable an abort is presumed; after it the round must finish.
+The phases of pushes say which take part: ADMITTED waits for the next window, SEALED is in the round.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ MAX_TIMEOUT_FACTOR = 8.0
 RETRY_PAUSE_S = 1.0
 
 NAMED_REJECTIONS = 4
-"""Clusters whose reason stands in that of a VOID round."""
+"""The most clusters whose reasons are quoted in the reason of a VOID round."""
 
 
 class Rounds:
-    """Drives the round; settle() is called after every event and moves whatever can move."""
+    """The round's state machine; settle() is called after every event and makes all steps that are possible."""
 
     def __init__(self, shared: SharedState, verdicts: Verdicts) -> None:
         self._shared = shared
@@ -53,7 +53,7 @@ class Rounds:
         self._decisions = Decisions(shared, verdicts)
 
     def settle(self) -> None:
-        """Open, close or empty the window as the admitted pushes and the time demand."""
+        """Opens, closes or empties the window, according to the admitted pushes and the time."""
         shared, state = self._shared, self._shared.round
         ending = shared.ledger.stopping or shared.ledger.stop_asked
         donation = self._donation()
@@ -84,12 +84,12 @@ class Rounds:
     def deadlines(self) -> list[float]:
         state = self._shared.round
         if state.phase.now is RoundPhase.WINDOW:
-            # What else the window waits for comes as an event, not with time.
+            # Everything else that the window waits for comes as an event.
             return [max(state.window_closes_s, state.not_before_s)] if self._may_go_on() else []
         return [due_s for due_s in (state.deadline_s, state.resend_s) if due_s is not None]
 
     def rearm(self, gap_s: float) -> None:
-        """The master stood still for gap_s: that time is nobody's fault."""
+        """Extends all deadlines by gap_s, a pause of the master itself."""
         state = self._shared.round
         state.window_closes_s += gap_s
         state.window_ends_s += gap_s
@@ -105,7 +105,7 @@ class Rounds:
         return [push for push in self._shared.pushes() if push.phase.now is PushPhase.ADMITTED]
 
     def _donation(self) -> bool:
-        """A cluster's copy of a lost version waits to be committed: it is no training, so no pause or end stops it."""
+        """Whether a donated copy of a lost version waits to be committed; no pause or end of the run stops it."""
         return self._shared.recovery.donating and any(push.is_donation for push in self._admitted())
 
     def _open(self) -> None:
@@ -240,7 +240,7 @@ class Rounds:
     # ---- prepare, commit, publish ----
 
     def _prepare(self, weights: tuple[float, ...], step: OuterStep, rho: float = 1.0) -> None:
-        """rho: the share of a full round, by which averaged buffers move."""
+        """Sends PREPARE. rho: the share of a full round, by which averaged buffers move."""
         shared, state = self._shared, self._shared.round
         version = shared.ledger.version
         assert state.id is not None, "a sealed round has an id"
@@ -256,7 +256,7 @@ class Rounds:
         )
 
     def _donor(self) -> Donor | None:
-        """Whose copy this round makes a version again; None in every other round."""
+        """The donor whose copy this round commits; None in every other round."""
         state = self._shared.round
         donation = bool(state.participants) and state.participants[0].is_donation
         return self._shared.recovery.donor if donation else None
@@ -268,7 +268,7 @@ class Rounds:
         donor = self._donor()
         if donor is not None and body.digest != dict(donor.commit.digest_of_slave).get(slave.id):
             shared.recovery.wrong.add((donor.cluster, donor.incarnation, donor.commit.version))
-            self._give_up(f"what slave {slave.id} made of the donated copy is not version {donor.commit.version}")
+            self._give_up(f"what slave {slave.id} prepared from the donated copy is not version {donor.commit.version}")
             return
         state.digest_of_slave[slave.id] = body.digest
         if len(state.digest_of_slave) == len(shared.slaves_expected()):
@@ -285,20 +285,20 @@ class Rounds:
         self._send_commit()
 
     def _send_commit(self, again: bool = False) -> None:
-        """To every slave that has not flipped; again and again, since after the commit point there is only forward."""
+        """Sends COMMIT to every slave that has not flipped, repeatedly, because a committed round must finish."""
         shared, state, commit = self._shared, self._shared.round, self._shared.ledger.commit
         assert commit is not None, "what is sent is committed"
         state.resend_s = shared.now_s + shared.config.evict_after_s / 2
         if again and shared.out.waiting:
-            return  # the first one has not left yet: the journal's disk is slow
+            return  # the first COMMIT is still held back: the journal's disk is slow
         body = Commit(commit.round, commit.version, commit.commit_hash, commit.record)
         for slave in shared.ready_slaves():
             if slave.id not in state.flipped:
                 shared.command(slave, body, state.cause)
 
     def _pinned(self, newest: Version) -> tuple[Version, ...]:
-        """Versions older than the two newest that stay readable. When there are too many, those that nobody reads or
-        pushes against yet give way first, and then the oldest.
+        """Versions older than the two newest that stay readable. When there are too many, those without a reader or an
+        open push are dropped first, and then the oldest.
         """
         shared = self._shared
         current = shared.published.version if shared.published else newest
@@ -335,10 +335,11 @@ class Rounds:
         self._decisions.tell()
         self._end("verdicts told")
 
-    # ---- the other ends ----
+    # ---- void and abort ----
 
     def _void(self, reason: str) -> None:
-        """Version and momentum stay; every participant is EXCLUDED, durably. A seed has no judgement: it is aborted."""
+        """Ends the round VOID: version and momentum do not change, and every participant is EXCLUDED, durably. A seed
+        has no judgement: it is aborted."""
         shared, state = self._shared, self._shared.round
         if state.judgement is None:
             self._give_up(reason)
@@ -350,7 +351,7 @@ class Rounds:
         self._end("void")
 
     def abort(self, reason: str) -> None:
-        """Nothing happened: complete stagings wait for the next window, the others are decided ABORTED."""
+        """Aborts the round: complete stagings wait for the next window, the other pushes are decided ABORTED."""
         shared, state = self._shared, self._shared.round
         assert state.id is not None, "only a round that began is aborted"
         shared.command_all(AbortRound(state.id, reason), state.cause)
@@ -365,21 +366,21 @@ class Rounds:
         )
         state.timeout_factor = min(MAX_TIMEOUT_FACTOR, state.timeout_factor * 2)
         state.not_before_s = shared.now_s + RETRY_PAUSE_S * state.timeout_factor / 2
-        given_up = [push for push in state.participants if self._nobody_waits_for(push)]
+        given_up = [push for push in state.participants if self._no_one_waits_for(push)]
         self._end("abort")
         for push in given_up:
             self._verdicts.abort(push, reason)
 
     def _give_up(self, reason: str) -> None:
-        """Abort, and the pushes too: they would fail the next round for the same reason. Nothing of them is lost."""
+        """Aborts the round and its pushes: they would fail the next round for the same reason. No training is lost."""
         pushes = list(self._shared.round.participants)
         self.abort(reason)
         for push in pushes:
             if push.phase.allows("aborted"):
                 self._verdicts.abort(push, reason)
 
-    def _nobody_waits_for(self, push: Push) -> bool:
-        """Its cluster is gone, or only waits for this to be able to leave."""
+    def _no_one_waits_for(self, push: Push) -> bool:
+        """Whether the push's cluster is gone, or only waits for this push before it leaves."""
         member = self._shared.members.get(push.cluster)
         return member is None or member.push is not push or member.leave_token is not None
 
@@ -396,9 +397,9 @@ class Rounds:
             self.abort(sentence)
 
     def slave_lost(self, slave: Slave, reason: str) -> None:
-        """Its stagings are gone: an open round aborts, and so does every push that it held completely.
+        """Handles the loss of a slave's stagings: aborts an open round, and every push that the slave held completely.
 
-        It comes back with the newest version only, so older ones can be read no longer.
+        The slave returns with the newest version only, so older ones are no longer readable.
         """
         shared = self._shared
         shared.kept = {v: kept for v, kept in shared.kept.items() if kept is shared.published}
@@ -410,13 +411,13 @@ class Rounds:
                 self._verdicts.abort(push, reason)
 
     def slave_back(self) -> None:
-        """What made the last round fail may be mended: no reason to wait longer."""
+        """Ends the wait after a failed round, because its cause may be repaired."""
         state = self._shared.round
         state.timeout_factor = 1.0
         state.not_before_s = min(state.not_before_s, self._shared.now_s)
 
     def end_committed(self, reason: str) -> list[Push]:
-        """A recovery takes the place of a COMMIT that waits for its slaves; returns the pushes whose round it was."""
+        """Ends a COMMIT that waits for its slaves, because a recovery replaces it; returns the pushes of the round."""
         state = self._shared.round
         if state.phase.now is not RoundPhase.COMMIT:
             return []
@@ -451,16 +452,16 @@ class Rounds:
 
 
 def _local_steps(shared: SharedState, push: Push) -> int:
-    """H_j of this push: a cluster that trained on through an outage carries more steps than it was told to make, and
-    is no outlier because of that.
+    """H_j of this push: a cluster that trained during an outage has more steps than it was asked to make, and
+    is not an outlier because of that.
     """
     member = shared.members.get(push.cluster)
-    told = member.local_steps if member is not None else 0
-    return min(push.request.steps, told) if told else push.request.steps
+    asked = member.local_steps if member is not None else 0
+    return min(push.request.steps, asked) if asked else push.request.steps
 
 
 def _renamed(shared: SharedState, donor: Donor) -> Version:
-    """What the donated version is called from now on."""
+    """The new name of the donated version."""
     return next_version(shared.ledger, donor.commit.version, shared.epoch, newest_timeline(shared))
 
 

@@ -1,4 +1,4 @@
-"""What the state machines need to know of the operator's settings; master/config.py makes it and checks it."""
+"""The settings that the state machines use; master/config.py makes and checks them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from dips.master.state.penalty_config import PenaltyConfig
 class RunConfig:
     """One run's settings. grace_s None means: 10 % of the fastest cluster's round, at least 1 s.
 
-    round_timeout_s and ticket_ttl_s are told to everybody with `settings`, which are made to agree with them. rebuild:
-    a version that the slaves hold may be adopted although the journal knows none, and a newer epoch that they promised
-    is overtaken. async_lag_versions: how many published versions a slave's disk may be behind (settings.durability
-    "async" only). encrypted: slaves let in only peers whose data key they were told, so everybody brings one.
-    token_ratio_max: a push that counts so many times the usual tokens for a step is refused.
-    grace_sliding: the window starts again with each push that is admitted to it, within pacing.longest_window_s().
+    round_timeout_s and ticket_ttl_s are sent to all processes in `settings`, which is made to agree with them.
+    rebuild: a version that the slaves hold may be adopted although the journal knows none, and a newer epoch that they
+    promised is replaced by a still newer one. async_lag_versions: how many published versions a slave's disk may be
+    behind (settings.durability "async" only). encrypted: slaves accept only peers whose data key they received from
+    the master, so every process brings one. token_ratio_max: a push that counts this many times the usual tokens for
+    a step is refused. grace_sliding: the window starts again with each push that is admitted to it, within
+    pacing.longest_window_s().
     """
 
     run_id: str
@@ -39,8 +40,8 @@ class RunConfig:
     grace_sliding: bool = False
 
     def __post_init__(self) -> None:
-        told = replace(self.settings, round_timeout_s=self.round_timeout_s, ticket_ttl_s=self.ticket_ttl_s)
-        object.__setattr__(self, "settings", told)
+        settings = replace(self.settings, round_timeout_s=self.round_timeout_s, ticket_ttl_s=self.ticket_ttl_s)
+        object.__setattr__(self, "settings", settings)
 
     @property
     def evict_after_s(self) -> float:

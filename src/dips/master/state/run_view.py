@@ -1,6 +1,6 @@
-"""What the status page shows beyond the StatusReply: open pushes, links, slaves' troubles, the next planned window.
+"""The part of the status page that is not in StatusReply: open pushes, links, slaves' troubles, the planned window.
 
-Read from the state between two events. It must never change anything, and hold nothing that could.
+Read from the state between two events. It must never change the state, nor hold a reference that could.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dips.master.state.status import status
 
 @dataclass(frozen=True)
 class OpenPushView:
-    """A push that is undecided. landed: the share of its bytes that slaves say they hold, 0 to 1."""
+    """An undecided push. landed: the share of its bytes that slaves report as received, 0 to 1."""
 
     cluster: str
     phase: str
@@ -28,7 +28,7 @@ class OpenPushView:
 
 @dataclass(frozen=True)
 class RunView:
-    """One moment of a run. as_of_s: the monotonic time of the state's last event, which all ages count from.
+    """A run at one moment. as_of_s: the monotonic time of the state's last event, from which all ages are counted.
 
     since_publish_s: since the newest version was published in this epoch; None when none was.
     slave_troubles: by slave, why it is not ready. Times are None where there is no such moment.
@@ -46,7 +46,7 @@ class RunView:
 
 
 def look(shared: SharedState) -> RunView:
-    """The run as it is now."""
+    """Makes the view of the run as it is now."""
     planned_s, published_s = shared.planned_window_s, shared.published_s
     return RunView(
         status(shared),

@@ -1,7 +1,8 @@
-"""Two clusters whose pushes are the same: they train on the same data in the same order (docs/algorithm.md, Direction).
+"""Detects two clusters with the same pushes, which train on the same data in the same order (docs/algorithm.md,
+Direction).
 
-Of pushes that a round accepts together the way of each, p_j = theta_base - theta_j, is compared with each other's. It
-changes nothing that is merged. Seen only where both come from one base with about as many steps, as in rounds of all.
+Compares the updates p_j = theta_base - theta_j of pushes that a round accepts together, in pairs. It changes nothing
+that is merged. It detects only pushes from one base with about as many steps, as in rounds of all clusters.
 
 Legend: directions: the Gram matrix of p_1 .. p_k, s_1 .. s_k (penalty_direction.py), NaN where it is not known.
 """
@@ -16,17 +17,17 @@ from dips.master.state.shared import SharedState
 
 ALIKE_COSINE = 0.99
 ALIKE_NORMS = 0.95
-"""The smaller norm as a part of the larger one. Norms of honest clusters are equal often, cosines stay far below: 0.27
-to 0.84 in the byte model (docs/algorithm.md, Direction)."""
+"""The smaller norm as a part of the larger one. Norms of clusters with different data are often equal, but their
+cosines are far lower: 0.27 to 0.84 in the byte model (docs/algorithm.md, Direction)."""
 
 ALIKE_ROUNDS = 3
-"""Judged together, in a row, before it is an alarm; and as many without, before it is over."""
+"""Rounds in a row with both pushes alike before the alarm begins, and rounds without before it ends."""
 
 
 def look(
     shared: SharedState, participants: Sequence[str], accepted: Sequence[str], directions: Sequence[Sequence[float]]
 ) -> None:
-    """Compare a judged round's accepted pushes, and say so when an alarm begins."""
+    """Compares a judged round's accepted pushes, and reports when an alarm begins."""
     here = [(j, name) for j, name in enumerate(participants) if name in accepted]
     for at, (j, name) in enumerate(here):
         for k, other in here[at + 1 :]:
@@ -50,7 +51,7 @@ def _compare(shared: SharedState, pair: tuple[str, str], squared: float, other_s
         shared.same_data.pop(pair, None)
     elif alike and n_rounds == ALIKE_ROUNDS:
         sentence = (
-            f"clusters {pair[0]} and {pair[1]} push the same: the cosine of what they did is {cosine:.2f}, the norms "
+            f"clusters {pair[0]} and {pair[1]} push the same: the cosine of their updates is {cosine:.2f}, the norms "
             f"are {norm:.3g} and {other_norm:.3g}, in {ALIKE_ROUNDS} rounds in a row. They train on the same data in "
             "the same order, so one of them adds nothing: give each its own part of the data, or at least another seed"
         )

@@ -1,14 +1,14 @@
-"""In which order the parts of a transfer go to the slaves (paper 3.1, Figure 5).
+"""Chooses the order in which the parts of a transfer go to the slaves (paper 3.1, Figure 5).
 
-Every transfer goes round all slaves chunk by chunk, so that each link carries its share at every moment and all shares
-end together; transfers that are under way at the same time begin at different slaves, so that in each step they talk to
-different ones. Where a transfer begins is the slave at which least has begun, counted in what was measured: a cluster
-whose transfers take ten times as long counts a tenth. A slave that is measured to be slow comes first in every round,
-because its share ends last.
+Every transfer visits all slaves in turn, chunk by chunk, so that each link carries its share at every moment and all
+shares end together. Transfers at the same time begin at different slaves, so that in each step they use different ones.
+A transfer begins at the slave with the least load of begun transfers, weighted by measurements: a cluster whose
+transfers take ten times as long counts a tenth. A slave with a low measured rate comes first in every turn, because its
+share ends last.
 
-The order is all that the master says. How much is under way to each slave is the worker's decision
-(dips.worker.flow), made anew with what each slave takes, and how many streams a slave serves at full rate is the
-slave's (dips.slave.state.credits): both know what a link does now, the master what it did. Pure: time is an argument.
+The master decides only the order. How much is in flight to each slave is the worker's decision (dips.worker.flow),
+updated with what each slave takes; how many streams a slave serves at full rate is the slave's
+(dips.slave.state.credits). Both know the present state of a link, the master only the past. Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from enum import Enum
 from dips.core.placement import Placement
 
 EQUAL_SHARE = 0.5
-"""A slave at which at least this share of the fastest one's rate was measured counts as equally fast: what is measured
-is what was sent there, and that varies."""
+"""A slave with at least this share of the fastest one's measured rate counts as equally fast: the measured rate depends
+on what was sent there, and that varies."""
 
 FADING = 0.9
 """A slave's rate follows a higher measurement at once, and falls by a tenth with each lower one."""
 
 
 class Way(Enum):
-    """Pushes and pulls use different directions of a link."""
+    """The direction of a transfer; pushes and pulls use different directions of a link."""
 
     PUSH = "push"
     PULL = "pull"
@@ -36,10 +36,10 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class TransferRequest:
-    """A transfer that is about to begin. owner: a cluster, or a reader, which has one transfer at a time.
+    """A transfer that is about to begin. owner: a cluster or a reader, which has one transfer at a time.
 
-    slot: its number among the clusters. own_s, fastest_s: what a whole transfer this way takes it, and the fastest
-    cluster, as they measured it; 0: unknown.
+    slot: its number among the clusters. own_s, fastest_s: the measured time of a whole transfer in this direction, of
+    this owner and of the fastest cluster; 0: unknown.
     """
 
     owner: str
@@ -50,22 +50,22 @@ class TransferRequest:
 
     @property
     def load(self) -> float:
-        """What it sends, as a share of what the fastest cluster does."""
+        """Its load: its rate as a share of the fastest cluster's."""
         return min(1.0, self.fastest_s / self.own_s) if self.own_s > 0 and self.fastest_s > 0 else 1.0
 
 
 class TransferScheduler:
-    """Where the transfers under way began, and the slaves' measured rates."""
+    """The slaves at which open transfers began, and the slaves' measured rates."""
 
     def __init__(self) -> None:
         self._begun: dict[str, tuple[Way, int, float]] = {}
         self._bytes_per_s: dict[tuple[str, Way], float] = {}
         self._served: dict[str, tuple[float, int]] = {}
 
-    # ---- what is measured ----
+    # ---- measurements ----
 
     def beat(self, slave: str, landed_bytes: int, served_bytes: int, now_s: float) -> None:
-        """A slave's beat: what landed there since the last one, and what it has served in all since its start."""
+        """Takes a slave's beat: bytes received there since the last one, and bytes served in all since its start."""
         before_s, before = self._served.get(slave, (now_s, served_bytes))
         self._served[slave] = (now_s, served_bytes)
         if now_s > before_s:
@@ -73,7 +73,7 @@ class TransferScheduler:
             self._measured(slave, Way.PULL, max(0, served_bytes - before) / (now_s - before_s))
 
     def _measured(self, slave: str, way: Way, bytes_per_s: float) -> None:
-        """Nothing moved is no measurement: it had nothing to do."""
+        """Updates a rate; a slave that moved nothing had nothing to do, which is no measurement."""
         if bytes_per_s > 0:
             old = self._bytes_per_s.get((slave, way), 0.0)
             self._bytes_per_s[slave, way] = max(bytes_per_s, FADING * old)
@@ -88,11 +88,11 @@ class TransferScheduler:
 
     @property
     def n_under_way(self) -> int:
-        """Transfers that began and are not known to be over."""
+        """The number of transfers that began and are not known to be over."""
         return len(self._begun)
 
     def begin(self, request: TransferRequest, placement: Placement) -> tuple[int, ...]:
-        """The order of all block ids for this transfer, one of each slave in turn; the owner's one before is over."""
+        """The order of all block ids for this transfer, one of each slave in turn; it ends the owner's previous one."""
         self.end(request.owner)
         n = len(placement.slaves)
         begun = [0.0] * n
@@ -105,11 +105,11 @@ class TransferScheduler:
         return _in_turn(placement, sorted(around, key=lambda slave: self.speed(placement.slaves[slave], request.way)))
 
     def end(self, owner: str) -> None:
-        """This owner moves nothing any more; unknown ones are ignored."""
+        """Ends this owner's transfer; unknown owners are ignored."""
         self._begun.pop(owner, None)
 
     def keep(self, owners: Collection[str]) -> None:
-        """Nobody else moves anything any more: transfers also end without a word, and readers choose their names."""
+        """Ends the transfers of all other owners: some end without a message, and readers choose their names."""
         for owner in self._begun.keys() - owners:
             del self._begun[owner]
 

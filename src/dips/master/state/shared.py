@@ -1,4 +1,4 @@
-"""What the master's machines share: the ledger, who is here now, the open pushes, and the way out for effects.
+"""The state shared by the master's machines: the ledger, the attached processes, the open pushes, the outbox.
 
 Only machines of this package write to it, and only within one handle() call.
 """
@@ -41,8 +41,8 @@ from dips.master.state.tables import RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE
 RECENT_ROUNDS = 32
 
 COMMITS_KEPT = 8
-"""Versions that a cluster's copy can be checked against when the slaves lost them; the oldest live base is rarely
-older. A record is the ledger's size."""
+"""Versions whose digests are kept, to check a cluster's copy when the slaves lost them; the oldest live base is
+rarely older. A record has the size of the ledger."""
 
 
 class SharedState:
@@ -65,14 +65,14 @@ class SharedState:
         self.published: Kept | None = None
         self.window_opened_s: float | None = None
         self.planned_window_s: float | None = None
-        """Where dynamic local steps aim at: one absolute time for all clusters (pacing.py)."""
+        """The target of dynamic local steps: one absolute time for all clusters (pacing.py)."""
         self.publish_interval_s = 0.0
         self.published_s: float | None = None
         self.recorded_detector: DetectorState | None = None
-        """What follows from the records of this process; another state is written out with the next judgement."""
+        """The state that follows from this process's records; any other state is written with the next judgement."""
         self.leave_ready: list[str] = []
         self.called_of_old_s: dict[str, float] = {}
-        """When a member of the master before this one last called, by its old incarnation."""
+        """The last call of each member from before the master's restart, with its old incarnation."""
         self.stopped_s: float | None = None
         self.round = RoundState(Phase(ROUND_TABLE, self.story))
         self.recovery = RecoveryState(Phase(RECOVERY_TABLE, self.story))
@@ -86,14 +86,14 @@ class SharedState:
         self.counted_since_s: dict[str, float] = {}
         self.alike: dict[tuple[str, str], int] = {}
         self.same_data: dict[tuple[str, str], str] = {}
-        """Pairs of clusters: rounds in which they pushed the same, and the sentence where that is an alarm
+        """By pair of clusters: the rounds in which they pushed the same, and the sentence while that is an alarm
         (same_data.py)."""
         self.token_doubts: dict[str, tuple[str, float]] = {}
-        """Cluster -> why its token counts are in doubt, and since when that is said (token_counts.py)."""
+        """Cluster -> why its token counts are in doubt, and since when (token_counts.py)."""
         self._were_enough = ledger.tokens > 0
         self.out = Outbox()
 
-    # ---- who is here ----
+    # ---- clusters and slaves ----
 
     def live(self) -> list[Member]:
         """Members in cluster-id order."""
@@ -106,36 +106,36 @@ class SharedState:
         return list(self.ledger.placement.slaves) if self.ledger.placement else sorted(self.slaves)
 
     def holds_blocks(self, slave: SlaveId) -> bool:
-        """Whether blocks are placed on it, or may be: none are placed yet."""
+        """Whether blocks are placed on it, or none are placed yet."""
         placement = self.ledger.placement
         return placement is None or slave in placement.slaves
 
     def all_slaves_ready(self) -> bool:
-        """Once blocks are placed, the slaves that hold them are all there need be, whatever the settings say now."""
+        """Whether all slaves are ready. Once blocks are placed, only those that hold blocks count, not the settings."""
         placement = self.ledger.placement
         return placement is not None and len(self.ready_slaves()) == len(placement.slaves)
 
     def seeder(self) -> str | None:
-        """Who is to push the first parameters. A drained cluster may begin no push, so it passes that on."""
+        """The cluster that is to push the first parameters; not a drained one, which may begin no push."""
         name, draining = self.seed_cluster, self.ledger.draining
         if name in draining and name in self.members and self.members[name].push is None:
             self.seed_cluster = min((other for other in self.members if other not in draining), default=None)
         return self.seed_cluster
 
     def enough_clusters(self) -> bool:
-        """Whether min_clusters were ever here at once: the run's beginning waits for them, nothing later does."""
+        """Whether min_clusters were ever here at once: only the first round waits for them."""
         self._were_enough = self._were_enough or len(self.members) >= self.config.min_clusters
         return self._were_enough
 
     @property
     def everything_out(self) -> bool:
-        """Whether the last version that was committed, if there is one, is published and the slaves hold it."""
+        """Whether the last committed version, if there is one, is published and held by the slaves."""
         published = self.published.version if self.published else None
         return published == self.ledger.version and not self.recovery.active
 
     @property
     def durable(self) -> Version | None:
-        """The newest version that stands on every slave's disk; None while that is not known."""
+        """The newest version that is on every slave's disk; None while that is not known."""
         if self.config.settings.durability != "async":
             return self.published.version if self.published else None
         known = [self.slaves[name].durable if name in self.slaves else None for name in self.slaves_expected()]
@@ -143,7 +143,7 @@ class SharedState:
         return min(there) if there and len(there) == len(known) else None
 
     def replace_ledger(self, ledger: Ledger, commit: CommitInfo) -> None:
-        """The run goes on from another state, on a new timeline; who is here stays, what was lent to them does not."""
+        """Continues the run from another state, on a new timeline; members stay, their leases do not."""
         if ledger.placement != self.ledger.placement:
             self.commits.clear()  # their digests are of other shards
         self.ledger = ledger
@@ -162,7 +162,7 @@ class SharedState:
     def tell_rollback(
         self, lost: Version | None, origin: Version, donor: str | None, lost_tokens: int, n_pushes: int
     ) -> None:
-        """Never silent: on the tape, in the log and as an alarm."""
+        """Reports a ROLLBACK on the tape, in the log and as an alarm."""
         now = self.ledger.version
         self.record(
             "rolled_back", "recovery", version=str(now), origin=str(origin), donor=donor, lost_tokens=lost_tokens
@@ -174,7 +174,7 @@ class SharedState:
         )
 
     def tell_new_timeline(self, origin: Version) -> None:
-        """A rollback that takes back nothing that is known."""
+        """Reports a new timeline that undoes no known version."""
         now = self.ledger.version
         self.record("rolled_back", "recovery", version=str(now), origin=str(origin), donor=None, lost_tokens=0)
         self.alarm(
@@ -183,7 +183,7 @@ class SharedState:
         )
 
     def set_commit(self, commit: CommitInfo) -> None:
-        """This commit makes the ledger's newest version."""
+        """Makes this commit's version the ledger's newest."""
         self.ledger.commit = commit
         self.commits.append(commit)
 
@@ -191,14 +191,16 @@ class SharedState:
         return self.config.settings.max_staleness_versions or max(8, 4 * len(self.members))
 
     def settings(self) -> Settings:
-        """What everybody is told: the settings, with the token limit that an operator may have moved."""
+        """The settings that are sent to all processes, with the token limit that an operator may have moved."""
         settings = self.config.settings
         limit = self.ledger.token_limit(settings.tk_max_tokens)
         return settings if limit == settings.tk_max_tokens else replace(settings, tk_max_tokens=limit)
 
     def take_back_end(self) -> bool:
-        """A run that ended at its token limit goes on when the limit has been moved or fewer tokens are left; whether
-        that is so. An operator's stop stands."""
+        """Continues a run that ended at its token limit, if the limit was moved or fewer tokens are applied now.
+
+        Returns whether it continues. An operator's stop is not taken back.
+        """
         ledger, limit = self.ledger, self.settings().tk_max_tokens
         if not ledger.stopping or ledger.stop_asked or 0 < limit <= ledger.tokens:
             return False
@@ -216,7 +218,7 @@ class SharedState:
         return self.spec_of(placement)
 
     def spec_of(self, placement: Placement) -> PlacementSpec:
-        """The placement with the addresses of its slaves as they are now."""
+        """The placement with the present addresses of its slaves."""
         return PlacementSpec(
             tuple(self._address(slave) for slave in placement.slaves),
             placement.slave_of_block,
@@ -227,7 +229,7 @@ class SharedState:
         slave = self.slaves.get(name)
         return SlaveAddress(name, slave.endpoint, slave.curve_key) if slave is not None else SlaveAddress(name, "")
 
-    # ---- the way out ----
+    # ---- effects ----
 
     def reply(self, token: int, body: ClusterReply | StatusReply | OperatorReply) -> None:
         self.out.put(Reply(token, body))
@@ -246,7 +248,7 @@ class SharedState:
             self.command(slave, body, cause)
 
     def tell_allowed(self) -> None:
-        """If the list of data keys has changed, every slave that is attached hears the new one."""
+        """Sends a changed list of data keys to every attached slave."""
         keys = self.allowed.news()
         if keys is not None:
             for _, slave in sorted(self.slaves.items()):
@@ -256,7 +258,7 @@ class SharedState:
         self.out.put(CloseLink(link, Refusal(refused.code, refused.sentence, refused.retry_after_s)))
 
     def journal(self, kind: str, record: dict[str, object]) -> None:
-        """Make the ledger as it now is durable, together with what changed it."""
+        """Makes the present ledger durable, together with the record of what changed it."""
         self.out.journal(kind, canonical({"kind": kind, "epoch": self.epoch} | record), self.ledger.to_json())
 
     def record(self, kind: str, cause: str, **fields: object) -> None:
@@ -267,7 +269,7 @@ class SharedState:
         self.out.put(Log(level, key, sentence, cause))
 
     def alarm(self, sentence: str) -> None:
-        """Something that a person should look at."""
+        """Reports something that a person should check."""
         self.record("alarm", "-", sentence=sentence)
         self.log(f"alarm {sentence[:40]}", sentence, logging.WARNING)
 

@@ -1,4 +1,4 @@
-"""The two things that are done to slaves from more than one place: to configure one, and to be without one."""
+"""Actions on slaves that several machines need: configuring, losing, disconnecting and dismissing one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dips.master.state.tables import SlavePhase
 
 
 class SlaveLinks:
-    """Configures, loses and sends away."""
+    """Configures, loses, disconnects and dismisses slaves."""
 
     def __init__(self, shared: SharedState, rounds: Rounds) -> None:
         self._shared = shared
         self._rounds = rounds
 
     def configure(self, slave: Slave) -> None:
-        """Tell a slave that promised what to hold: the newest version, or none while a cluster donates it."""
+        """Configures a slave that promised the epoch: with the newest version, or none while a cluster donates it."""
         shared, ledger = self._shared, self._shared.ledger
         assert ledger.layout is not None, "configured only once the model is known"
         slave.trouble = ""
@@ -46,11 +46,11 @@ class SlaveLinks:
         shared.command(slave, configure, str(slave.incarnation))
 
     def lose(self, slave: Slave, reason: str) -> None:
-        """Its stream is over, and with it all that was in its memory alone."""
+        """Handles the end of a slave's stream: all that was only in its memory is lost."""
         shared = self._shared
         slave.phase.move("lost", SlavePhase.ABSENT, shared.now_s, str(slave.incarnation), reason)
         slave.link = None
-        # A process that lives dials again within this time, and keeps its name.
+        # A live process dials again within this time and keeps its name.
         slave.held_until_s = shared.now_s + DIALS_AGAIN_BEATS * shared.config.settings.heartbeat_s
         shared.allowed.remove(KeyRole.SLAVE, slave.id)
         shared.record("slave_lost", str(slave.incarnation), slave=slave.id, reason=reason)
@@ -61,13 +61,13 @@ class SlaveLinks:
             self._rounds.slave_lost(slave, reason)
 
     def send_away(self, slave: Slave, reason: str) -> None:
-        """End its stream, so that it attaches again and tells anew what its disk holds."""
+        """Ends its stream, so that it attaches again and reports again what its disk holds."""
         if slave.link is not None:
             self._shared.close(slave.link, Refused(RefusalCode.FENCED, f"{reason}: attach again"))
             self.lose(slave, f"slave {slave.id} is to attach again: {reason}")
 
     def dismiss(self, slave: Slave, reason: str) -> None:
-        """The run needs it no more: it may end, and is forgotten."""
+        """Tells a slave that the run no longer needs that it may end, and forgets it."""
         shared = self._shared
         shared.command(slave, StopSlave(reason), str(slave.incarnation))
         if slave.link is not None:

@@ -1,6 +1,6 @@
-"""Slaves: ABSENT -> ATTACHED -> PROMISED -> CONFIGURING -> READY, placement of blocks, and what they report.
+"""Handles slaves: ABSENT -> ATTACHED -> PROMISED -> CONFIGURING -> READY, placement of blocks, and their reports.
 
-A slave whose stream breaks counts as lost at once: its stagings are in memory only, and a new stream is a new
+A slave whose stream breaks is lost at once: its stagings are in memory only, and a new stream is a new
 incarnation. What it committed is on its disk.
 """
 
@@ -52,20 +52,21 @@ from dips.master.state.tables import SLAVE_TABLE, PushPhase, RoundPhase, SlavePh
 NEWER_EPOCH_EXIT = 6
 
 MAX_EPOCH = MAX_WHOLE // LEASE_NUMBERS_OF_AN_EPOCH // 2
-"""No run has so many starts or rollbacks; the lease numbers of a later epoch would fit into no message."""
+"""The largest epoch and timeline: no run has this many starts or rollbacks, and the lease numbers of a later epoch
+would not fit into a message."""
 
 MAX_DRAWN_BYTES = 32
-"""Of an identity that a slave or cluster draws; it stands in every journal entry."""
+"""The most bytes of a random identity of a slave or cluster; every journal entry contains it."""
 
 MAX_REASON_CHARACTERS = 400
-"""Of what a slave says about refused connections, since it comes again with every beat."""
+"""The most characters of a slave's report on refused connections, which is in every beat."""
 
 LOST_CODES = (RefusalCode.VERSION_GONE, RefusalCode.DISK, RefusalCode.DIGEST)
-"""A slave that cannot load and answers with one of these does not hold what its hello named."""
+"""Refusal codes of a slave that cannot load, which mean that it does not hold what its hello named."""
 
 
 class SlaveRegistry:
-    """Takes what slaves say; knows which of them are here."""
+    """Handles the messages of slaves and keeps track of which are attached."""
 
     def __init__(
         self,
@@ -90,12 +91,12 @@ class SlaveRegistry:
             shared.slaves[name].directory_id = shared.ledger.directories.get(name, b"")
 
     def start(self) -> None:
-        """Directories that the journal knows have an eviction's time to come back, before others get their names."""
+        """Reserves the names of known directories for the time of an eviction, so that their slaves can return."""
         for slave in self._shared.slaves.values():
             slave.held_until_s = self._shared.now_s + self._shared.config.evict_after_s
 
     def said(self, link: int, message: SlaveMessage) -> None:
-        """One message of a slave. Raises Refused for a hello that is not accepted; the caller closes the link."""
+        """Handles a slave's message. Raises Refused for a hello that is not accepted; the caller closes the link."""
         if isinstance(message.body, SlaveHello):
             self._hello(link, message, message.body)
             return
@@ -106,7 +107,7 @@ class SlaveRegistry:
             or message.caller.incarnation != slave.incarnation
             or message.caller.epoch != self._shared.epoch
         ):
-            return  # of a life that is over: nothing of it may change state
+            return  # from an incarnation that is over: it must not change the state
         slave.beat_s = self._shared.now_s
         self._dispatch(slave, message)
 
@@ -136,7 +137,7 @@ class SlaveRegistry:
             self._shared.command(slave, StopSlave(reason), "stop")
 
     def place_model(self, layout: Layout) -> None:
-        """Deal the first joiner's layout to the slaves. Raises Refused: BUSY (slaves are missing), MEMORY, CONFIG."""
+        """Places the first joiner's layout on the slaves. Raises Refused: BUSY (slaves are missing), MEMORY, CONFIG."""
         shared = self._shared
         promised = [slave for slave in shared.slaves.values() if slave.phase.now is SlavePhase.PROMISED]
         if words := recovery_words(shared):
@@ -171,14 +172,14 @@ class SlaveRegistry:
     def _hello(self, link: int, message: SlaveMessage, body: SlaveHello) -> None:
         shared, name = self._shared, SlaveId(message.caller.name)
         if self._of_link(link) is not None:
-            raise Refused(RefusalCode.MALFORMED, f"this stream attached before, now as {name!r}: one hello for each")
+            raise Refused(RefusalCode.MALFORMED, f"this stream attached before, now as {name!r}: send one hello")
         self._check_hello(name, message, body)
         slave = shared.slaves.get(name)
         self._check_directory(slave, body)
         if slave is not None and slave.link is not None:
             taken = Refused(RefusalCode.FENCED, f"another process attached as slave {name}")
             shared.close(slave.link, taken)
-            self._links.lose(slave, f"slave {name} attached anew")
+            self._links.lose(slave, f"slave {name} attached again")
         # Looked up again: before blocks are placed, a slave that is lost is forgotten.
         slave = shared.slaves.setdefault(name, self._new(name, body.memory_bytes))
         slave.incarnations = max(slave.incarnations, self._restarts.get(name, 0)) + 1
@@ -233,21 +234,21 @@ class SlaveRegistry:
                 f"slave {name!r} is not one of this run's {len(expected)} slaves ({', '.join(expected)}): start it "
                 "under one of these names, or start the master with more slaves",
             )
-        # A slave that this life has not welcomed promised this very epoch to another one: a lost or an old journal.
+        # A slave that this process has not welcomed promised this epoch to another master: a lost or an old journal.
         taken = body.promised_epoch == shared.epoch and name not in self._welcomed
         if body.promised_epoch > shared.epoch or taken:
             sentence = (
                 f"slave {name} has promised epoch {body.promised_epoch} to another master, this one's is "
-                f"{shared.epoch}: that one serves this run still, or this master's directory is lost or an old copy"
+                f"{shared.epoch}: that one still serves this run, or this master's directory is lost or an old copy"
             )
             self._overtaken(body.promised_epoch, sentence)
             raise Refused(RefusalCode.STALE_EPOCH, sentence)
 
     def _check_directory(self, slave: Slave | None, body: SlaveHello) -> None:
-        """A slave that starts again on its own directory is welcome at once, whatever is thought of its last process.
+        """Checks the slave's directory. A slave that starts again on its own directory is accepted at once.
 
-        Another directory under its name is a second process, or a disk that was replaced: the name is free for it once
-        the known one is gone. What that one holds is not lost before.
+        Another directory with its name is a second process or a replaced disk: it gets the name once the known process
+        is gone, so that what the known one holds is not lost before.
         """
         shared = self._shared
         if slave is None or slave.directory_id in (b"", body.directory_id):
@@ -264,13 +265,14 @@ class SlaveRegistry:
         raise refused
 
     def _expected(self) -> list[SlaveId]:
-        """Whose hello is accepted: who holds blocks, who shall, and whom a record names that is being recovered."""
+        """The slaves whose hello is accepted: those that hold blocks, that a RESHARD adds, or that a record of a
+        recovery names."""
         shared = self._shared
         pending = shared.ledger.reshard
         return sorted({*shared.slaves_expected(), *(pending.add if pending else ()), *shared.recovery.named})
 
     def _overtaken(self, epoch: int, sentence: str) -> None:
-        """An epoch that another life of the master used is not used again: rounds and pushes would share names."""
+        """Gives up this epoch, which another master used: rounds and pushes would share names."""
         shared = self._shared
         if shared.config.rebuild:
             shared.out.put(BeginAgain(epoch + 1, f"{sentence}; --rebuild: a newer epoch begins"))
@@ -326,7 +328,7 @@ class SlaveRegistry:
                 pass  # a Staged of a slave that is not ready yet: its stagings are not open
 
     def _note_refused(self, slave: Slave, beat: SlaveBeat) -> None:
-        """Connections that a slave's data port turned away stand in the master's log too, one line for each beat."""
+        """Logs the connections that a slave's data port refused, one line for each beat."""
         total, before = beat.refused_connections, slave.beat.refused_connections
         fresh = total - before if total >= before else total  # a new process counts from 0
         if not fresh:
@@ -337,7 +339,7 @@ class SlaveRegistry:
         shared.log(f"refused at {slave.id}", sentence, logging.WARNING)
 
     def _configure_refused(self, slave: Slave, body: ConfigureRefused) -> None:
-        """A disk that fails for a while is tried again by the slave itself; a snapshot that is gone is gone."""
+        """Handles a slave that cannot load: it retries a failing disk itself; a lost snapshot begins a recovery."""
         shared, refusal = self._shared, body.refusal
         slave.trouble = refusal.sentence
         shared.log(f"slave {slave.id}", f"slave {slave.id}: {refusal.sentence}", logging.ERROR)
@@ -346,7 +348,7 @@ class SlaveRegistry:
             self._recovery.refused(slave, body)
 
     def _commit_refused(self, slave: Slave, body: RoundRefused) -> None:
-        """It lost the shadow in memory: what its disk holds is told with a new hello."""
+        """Handles a slave that lost the shadow in memory: a new hello reports what its disk holds."""
         commit, sentence = self._shared.ledger.commit, body.refusal.sentence
         self._shared.log(f"slave {slave.id}", f"slave {slave.id} cannot commit: {sentence}", logging.WARNING)
         newest = commit is not None and body.round == commit.round
@@ -374,7 +376,7 @@ class SlaveRegistry:
             self._republish()
 
     def _republish(self) -> None:
-        """After the master's restart or a recovery: the newest version is published once every slave holds it."""
+        """Publishes the newest version once every slave holds it, after the master's restart or a recovery."""
         shared = self._shared
         commit = shared.ledger.commit
         committing = shared.round.phase.now is RoundPhase.COMMIT
@@ -393,7 +395,7 @@ class SlaveRegistry:
 
 
 def _check_numbers(name: SlaveId, body: SlaveHello) -> None:
-    """Refuse what no master ever gave out, before an epoch or a timeline is counted on from it."""
+    """Refuses numbers that no master gave out, before an epoch or a timeline is derived from them."""
     if len(body.directory_id) > MAX_DRAWN_BYTES:
         raise Refused(RefusalCode.MALFORMED, f"the directory identity of slave {name!r} is too long")
     numbers = [body.promised_epoch, *(n for s in body.snapshots for n in (s.version.timeline, s.round.epoch))]

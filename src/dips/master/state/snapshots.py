@@ -1,4 +1,4 @@
-"""What slaves' disks hold, as their hellos say, against what the run has committed. Decides nothing."""
+"""Compares what slaves' disks hold, according to their hellos, with what the run has committed. Decides nothing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def newest_committed(shared: SharedState, slave: Slave) -> Version | None:
 
 
 def newest_timeline(shared: SharedState) -> int:
-    """The newest timeline on which any slave holds a version, be it given up; 0 when none holds any."""
-    told = (s for slave in shared.slaves.values() for s in slave.snapshots)
-    return max((s.version.timeline for s in told if s.committed), default=0)
+    """The newest timeline of any version on any slave, also a given up one; 0 when there is none."""
+    found = (s for slave in shared.slaves.values() for s in slave.snapshots)
+    return max((s.version.timeline for s in found if s.committed), default=0)
 
 
 def holds(slave: Slave, ledger: Ledger, broken: Broken) -> bool:
-    """Whether the slave can load the ledger's commit: under its name, or under that of the rollback's origin."""
+    """Whether the slave can load the ledger's commit, by its name or by that of the rollback's origin."""
     commit = ledger.commit
     digest = dict(commit.digest_of_slave).get(slave.id) if commit else None
     if commit is None or digest is None:
@@ -44,7 +44,7 @@ def holds(slave: Slave, ledger: Ledger, broken: Broken) -> bool:
 
 
 def holds_committed(slave: Slave, ledger: Ledger, broken: Broken) -> bool:
-    """Whether the slave can go back to the ledger's commit: it stands on its disk under this very name."""
+    """Whether the slave can go back to the ledger's commit: it is on its disk with this name."""
     commit = ledger.commit
     digest = dict(commit.digest_of_slave).get(slave.id) if commit else None
     return commit is not None and any(
@@ -58,7 +58,7 @@ def holds_committed(slave: Slave, ledger: Ledger, broken: Broken) -> bool:
 
 
 def _fits(info: SnapshotInfo, ledger: Ledger) -> bool:
-    """Whether the blocks in it are those that the slave is to hold."""
+    """Whether its blocks are those that the slave is to hold."""
     layout, placement = ledger.layout, ledger.placement
     return (
         layout is not None
@@ -96,5 +96,5 @@ def why_not(shared: SharedState, slave: Slave) -> str:
 def _unknown_run(newest: Version) -> str:
     return (
         f"its directory holds version {newest}, but this master knows none: start it with `dips master --rebuild` to "
-        "take the run's state from the slaves, or give the slave an empty directory to begin anew"
+        "take the run's state from the slaves, or give the slave an empty directory to begin again"
     )

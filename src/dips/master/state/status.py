@@ -1,4 +1,4 @@
-"""What people see of the run: the StatusReply, read from the state when it is asked for."""
+"""Makes the StatusReply, the run's status for people, from the state at the time of the request."""
 
 from __future__ import annotations
 

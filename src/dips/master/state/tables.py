@@ -1,4 +1,4 @@
-"""Phases of pushes, slaves and rounds, and which may follow which; docs/protocol.md draws its diagrams from them."""
+"""The phases of pushes, slaves and rounds and their transitions; docs/protocol.md draws its diagrams from them."""
 
 from __future__ import annotations
 

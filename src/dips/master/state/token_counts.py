@@ -1,10 +1,10 @@
-"""Whether a cluster's token counts can be right (docs/algorithm.md, token counts).
+"""Checks whether a cluster's token counts are plausible (docs/algorithm.md, token counts).
 
-Where clusters bring their own data they count it themselves, and a count decides the weight of a push and the run's
-end. What a push counts for a step is compared with what this cluster's accepted pushes counted and with what the other
-live clusters count. Batches differ, so there are two limits: far beyond both the push is refused before it counts for
-anything; nearer, a person is told and the push counts. Too few tokens only waste that cluster's own work, so they are
-never refused. Leased data needs none of this: there the ranges say how many tokens they hold.
+Clusters with their own data count the tokens themselves, and a count decides the weight of a push and the run's end.
+The tokens per step of a push are compared with those of this cluster's accepted pushes and with those of the other
+live clusters. Batches differ, so there are two limits: far beyond both, the push is refused before it counts; above
+the nearer limit, a person is warned and the push counts. Too few tokens only waste that cluster's own work, so they are
+never refused. Leased data needs no such check: there the ranges give the number of tokens.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from dips.core.messages import BeginPushRequest
 from dips.master.state.shared import SharedState
 
 DOUBTFUL_RATIO = 10.0
-"""A person is told. One device beside a node of eight is below it; tokens beside samples of a short text are above."""
+"""The limit of the warning. One device compared with a node of eight is below it; tokens compared with samples of a
+short text are above."""
 
 LEAST_STEPS = 8
 OWN_PUSHES = 8
-"""Steps before a cluster's counts say anything about another's, and accepted pushes before they do about its own: one
-step, and with H = 1 one push, may have been a short batch."""
+"""Steps before a cluster's counts are compared with another's, and accepted pushes before they are compared with its
+own: one step, and with H = 1 one push, may have been a short batch."""
 
 REMEDY = (
     "let tokens_per_step, or count(), say what one optimizer.step() of this cluster was trained on, in the same unit "
-    "(tokens, not samples) on every cluster; a checkpoint that was taken meanwhile holds the wrong count"
+    "(tokens, not samples) on every cluster; a checkpoint that was taken in the meantime holds the wrong count"
 )
 
 
 @dataclass(frozen=True)
 class _Usual:
-    """What some clusters count for a step. whose: the words for them."""
+    """The usual tokens per step of some clusters. whose: a phrase that names them."""
 
     per_step: float
     whose: str
 
 
 def usual_per_step(shared: SharedState, cluster: str) -> float:
-    """Tokens that the cluster counts for a step: in its pushes, the open one too, or in its beats, whichever is more;
+    """The tokens per step that the cluster counts in its pushes, with the open one, or in its beats, whichever is more.
     0.0: unknown."""
     entry, member = shared.ledger.clusters.get(cluster), shared.members.get(cluster)
     tokens, steps = (entry.tokens_applied, entry.steps_applied) if entry is not None else (0, 0)
@@ -53,7 +54,7 @@ def usual_per_step(shared: SharedState, cluster: str) -> float:
 
 
 def check(shared: SharedState, cluster: str, request: BeginPushRequest) -> None:
-    """Refuse a count that cannot be; say so when one is in doubt, and forget that once one is not.
+    """Refuses an impossible count; reports a doubtful one, and ends the report once a count is not doubtful.
 
     Raises Refused(TOKENS). Only for a push of training where clusters bring their own data.
     """
@@ -68,8 +69,8 @@ def check(shared: SharedState, cluster: str, request: BeginPushRequest) -> None:
 def _round_steps(shared: SharedState, cluster: str) -> int:
     """The steps that the cluster is to take between two pushes."""
     member = shared.members.get(cluster)
-    told = member.local_steps if member is not None else 0
-    return told or shared.config.settings.sync_every_steps
+    asked = member.local_steps if member is not None else 0
+    return asked or shared.config.settings.sync_every_steps
 
 
 def _why_not(
@@ -93,7 +94,7 @@ def _why_not(
 
 
 def _usual(shared: SharedState, cluster: str) -> list[_Usual]:
-    """What is known to compare a count with; nothing for the first push of the only cluster."""
+    """The known counts to compare with; none for the first push of the only cluster."""
     known: list[_Usual] = []
     entry = shared.ledger.entry(cluster)
     if entry.pushes_applied >= OWN_PUSHES and entry.steps_applied >= LEAST_STEPS:
@@ -135,7 +136,7 @@ def _short(number: float) -> str:
 
 
 def _doubt(shared: SharedState, cluster: str, sentence: str) -> None:
-    """Told once, when it begins; the sentence then follows the newest numbers."""
+    """Reports a doubt once, when it begins; the sentence is then updated with the newest numbers."""
     if not sentence:
         shared.token_doubts.pop(cluster, None)
         return

@@ -1,4 +1,4 @@
-"""Verdicts: deciding a push, telling whoever waits, and remembering what was said (I6)."""
+"""Decides pushes, sends the verdicts to waiting callers and slaves, and remembers them (I6)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INPUTS = {
 
 
 class Verdicts:
-    """One verdict at most for each push; ABORTED is presumed of any that the master does not know."""
+    """The verdicts: at most one for each push; ABORTED is presumed for a push that the master does not know."""
 
     def __init__(self, shared: SharedState) -> None:
         self._shared = shared
@@ -47,7 +47,7 @@ class Verdicts:
         shared.waiters.setdefault(push.id, []).append((token, until_s))
 
     def decide(self, push: Push, verdict: Verdict) -> Verdict:
-        """Tell the verdict: to whoever waits, and to slaves, whose staging is free again."""
+        """Decides the push and sends the verdict to waiting callers and to the slaves, whose staging is then free."""
         shared = self._shared
         kind, reason = verdict.kind, verdict.reason
         name = _INPUTS[kind]
@@ -74,7 +74,7 @@ class Verdicts:
         return verdict
 
     def _remember(self, push: Push, verdict: Verdict) -> None:
-        """A donation is no training: what its cluster pushed before has its own verdict still."""
+        """Stores the verdict. That of a donation does not replace the verdict of the cluster's last push."""
         shared = self._shared
         entry = shared.ledger.entry(push.cluster)
         if not push.is_donation:
@@ -85,11 +85,11 @@ class Verdicts:
             shared.recovery.tried.add((push.cluster, push.id.incarnation))
 
     def abort(self, push: Push, reason: str) -> Verdict:
-        """Decide ABORTED: presumed for whatever is not committed, so no journal entry is owed."""
+        """Decides ABORTED, which is presumed for whatever is not committed, so no journal entry is needed."""
         return self.decide(push, Verdict(push.id, VerdictKind.ABORTED, None, reason))
 
     def _count_nothing(self, push: Push, member: Member | None) -> None:
-        """Its ranges stay with its cluster, unless that is a new incarnation which does not hold them."""
+        """Leaves the ranges of an aborted push with its cluster, unless a new incarnation does not hold them."""
         shared = self._shared
         shared.aborted_of[push.cluster] = shared.aborted_of.get(push.cluster, 0) + 1
         if shared.ledger.leases is not None and member is not None and member.incarnation != push.id.incarnation:
@@ -107,16 +107,16 @@ class Verdicts:
             shared.leave_ready.append(member.cluster)
 
     def decided(self, push_id: PushId) -> Verdict | None:
-        """The verdict of the cluster's last push, or of its last donation, if that is this one."""
+        """The verdict of this push, if it is the cluster's last push or last donation."""
         entry = self._shared.ledger.entry(push_id.cluster)
         known = [v for v in (entry.last_verdict, entry.last_donation) if v is not None and v.push == push_id]
         return known[0] if known else None
 
     def verdict_of(self, push_id: PushId) -> Verdict:
-        """The verdict of a push that is not open: the last one, or ABORTED, which is presumed of the unknown.
+        """The verdict of a push that is not open: the last one's, or ABORTED, which is presumed for an unknown push.
 
-        Raises Refused(UNKNOWN_PUSH) for a push before the last one: its verdict was told, and is not kept. What is
-        called ABORTED here can not begin any more.
+        Raises Refused(UNKNOWN_PUSH) for a push before the last one: its verdict was sent and is not kept. A push that
+        is called ABORTED here can no longer begin.
         """
         if (known := self.decided(push_id)) is not None:
             return known
@@ -124,7 +124,7 @@ class Verdicts:
         if last is not None and _order(push_id) < _order(last.push):
             raise Refused(
                 RefusalCode.UNKNOWN_PUSH,
-                f"push {push_id} comes before push {last.push}, the last one decided: its verdict was told before",
+                f"push {push_id} comes before push {last.push}, the last one decided: its verdict was sent before",
             )
         member = self._shared.members.get(push_id.cluster)
         if member is not None and member.incarnation == push_id.incarnation:
@@ -161,7 +161,7 @@ class Verdicts:
         return [until for waiting in self._shared.waiters.values() for _, until in waiting]
 
     def gone(self, token: int) -> None:
-        """The caller hung up."""
+        """Forgets a call whose caller hung up."""
         for push_id, waiting in list(self._shared.waiters.items()):
             self._shared.waiters[push_id] = [item for item in waiting if item[0] != token]
 

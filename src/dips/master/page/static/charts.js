@@ -24,7 +24,7 @@ export function prepareCharts() {
   new ResizeObserver(() => plot?.setSize(size())).observe(byId("loss-chart"));
 }
 
-/** Add what is new, or take all of it anew. */
+/** Adds new data, or replaces all of it. */
 export function addHistory(history) {
   if (history.replace) {
     Object.assign(data, { at: [], tokens: [], rate: [], loss: {}, heldout: [] });
@@ -91,7 +91,7 @@ function options(names) {
   };
 }
 
-/** All curves over one axis; a held-out loss stands where its version's tokens are. */
+/** All curves over one axis; a held-out loss is at its version's tokens. */
 function columns(names) {
   const place = by === "time" ? "at" : "tokens";
   const points = data[place].map((x, index) => ({ x, index, heldout: null }));
@@ -136,7 +136,7 @@ function entry(name, index, isHeldout) {
   return button;
 }
 
-/** Under the pointer: the values there, in the legend. */
+/** Shows the values under the pointer in the legend. */
 function showAt(chart) {
   const at = chart.cursor.idx;
   for (const [name, button] of legend) {

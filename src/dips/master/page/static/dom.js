@@ -20,7 +20,7 @@ export function s(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Change a text only when it differs, so that selections and readers are left in peace. */
+/** Changes a text only when it differs, so that selections and screen readers are not disturbed. */
 export function say(element, text) {
   const words = text === null || text === undefined ? "" : String(text);
   if (element.textContent !== words) element.textContent = words;
@@ -71,7 +71,7 @@ export class Rows {
   }
 }
 
-/** Tables that become cards on a phone keep their meaning for readers only if it is said. */
+/** Adds explicit roles: tables that become cards on a phone keep their meaning for screen readers only with them. */
 export function sayRoles(table) {
   table.setAttribute("role", "table");
   for (const part of table.querySelectorAll("thead, tbody")) part.setAttribute("role", "rowgroup");

@@ -1,4 +1,4 @@
-// The timeline: one lane for the master and each cluster and slave, with what happened to it; below, the events in words.
+// The timeline: one lane of events for the master and each cluster and slave; below, the events in words.
 
 import { byId, h, level, s } from "./dom.js";
 import { clock, several } from "./format.js";
@@ -84,14 +84,14 @@ function lane(who, name, index, begin, x, width) {
   label.textContent = name.length > width / 60 + 4 ? `${name.slice(0, Math.floor(width / 60) + 3)}…` : name;
   parts.push(label);
   const own = kept.events.filter((event) => event.who === who || (who === "run" && !/^(cluster|slave) /.test(event.who)));
-  if (who !== "run") parts.push(...life(own, y, begin, x, width));
+  if (who !== "run") parts.push(...presence(own, y, begin, x, width));
   parts.push(...pushes(who, name, y, begin, x));
   for (const event of own) if (event.at >= begin) parts.push(mark(event, x(event.at), y));
   return parts;
 }
 
-/** A line while it was here, broken while it was away. */
-function life(own, y, begin, x, width) {
+/** A line while the process was here, broken while it was away. */
+function presence(own, y, begin, x, width) {
   const parts = [];
   let from = begin, how = "life";
   const part = (until) => { if (until > from) parts.push(s("line", { class: how, x1: x(from), x2: x(until), y1: y, y2: y })); };

@@ -1,4 +1,4 @@
-// Listens to the master and shows what it says. One stream of server-sent events; no other request, no other host.
+// Receives the master's messages and shows them. One stream of server-sent events; no other request, no other host.
 
 import { addHistory, prepareCharts, showCharts } from "./charts.js";
 import { addEvents, kept, prepareLanes, showLanes } from "./lanes.js";
@@ -10,7 +10,7 @@ import { span } from "./format.js";
 const LOST_AFTER_MS = 4500;
 const COUNT_EVERY_MS = 250;
 
-let state = null, told = 0, ended = "", wasLost = false;
+let state = null, receivedAt = 0, ended = "", wasLost = false;
 
 prepareTiles();
 prepareTables();
@@ -25,7 +25,7 @@ function listen() {
   stream.addEventListener("run", (event) => take(JSON.parse(event.data)));
   stream.addEventListener("ended", (event) => { ended = event.data; });
   stream.addEventListener("error", () => {
-    // Refused, not cut: the browser does not come again by itself.
+    // Refused, not cut: the browser does not connect again by itself.
     if (stream.readyState === EventSource.CLOSED) setTimeout(again, 2000);
   });
 }
@@ -34,13 +34,13 @@ async function again() {
   try {
     const answer = await fetch("/snapshot.json", { cache: "no-store" });
     if (answer.status === 401) { location.reload(); return; }
-  } catch { /* nobody is there: the next try tells */ }
+  } catch { /* no answer: the next try shows */ }
   listen();
 }
 
 function take(message) {
   state = message.state;
-  told = performance.now();
+  receivedAt = performance.now();
   ended = "";
   addHistory(message.history);
   addEvents(message.events, message.rounds, message.full);
@@ -53,7 +53,7 @@ function take(message) {
 }
 
 function tick() {
-  const waited = (performance.now() - told) / 1000;
+  const waited = (performance.now() - receivedAt) / 1000;
   if (state === null) return;
   const lost = ended !== "" || 1000 * waited > LOST_AFTER_MS;
   if (lost) {

@@ -1,4 +1,4 @@
-// Pausing and resuming rounds, where the master was told to allow it.
+// Pauses and resumes rounds, if the master's settings allow it.
 
 import { byId, say } from "./dom.js";
 
@@ -26,7 +26,7 @@ export function showSteering(state) {
   byId("steering").hidden = !state.steers || state.run.stopped;
   byId("pause").hidden = state.run.paused;
   byId("resume").hidden = !state.run.paused;
-  say(byId("looks"), state.steers ? "For everything else:" : "This page only looks. To steer:");
+  say(byId("looks"), state.steers ? "For everything else:" : "This page is read-only. To steer:");
 }
 
 async function ask(action, reason) {
@@ -35,9 +35,9 @@ async function ask(action, reason) {
     const answer = await fetch("/steer", {
       method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ action, reason }),
     });
-    const told = answer.headers.get("Content-Type")?.startsWith("application/json") ? (await answer.json()).sentence : await answer.text();
-    say(byId("steered"), told);
+    const text = answer.headers.get("Content-Type")?.startsWith("application/json") ? (await answer.json()).sentence : await answer.text();
+    say(byId("steered"), text);
   } catch {
-    say(byId("steered"), "the master does not answer; nothing was changed as far as is known");
+    say(byId("steered"), "the master does not answer; as far as is known, nothing was changed");
   }
 }

@@ -20,7 +20,7 @@ function state(item, more) {
 }
 
 const CLUSTER = [
-  { label: "Cluster", key: (c) => [c.id, c.incarnation], make: (c) => [c.id, under(c.lives > 1 ? `life ${c.incarnation}` : "")] },
+  { label: "Cluster", key: (c) => [c.id, c.incarnation], make: (c) => [c.id, under(c.lives > 1 ? `incarnation ${c.incarnation}` : "")] },
   { label: "State", key: (c) => [c.level, c.sign, c.why, c.note, working(c)], make: (c) => state(c, [c.why, working(c), c.note].filter(Boolean).join("; ")) },
   { label: "Tokens/s", class: "right", key: (c) => [c.tokens_per_s, c.steps_per_s, fastest], make: speed },
   { label: "Behind", class: "right", key: (c) => [c.behind, c.base, c.stale], make: behind },
@@ -58,7 +58,7 @@ function pushes(c) {
 }
 
 const SLAVE = [
-  { label: "Slave", key: (x) => [x.id, x.incarnation], make: (x) => [x.id, under(x.lives > 1 ? `life ${x.incarnation}` : "")] },
+  { label: "Slave", key: (x) => [x.id, x.incarnation], make: (x) => [x.id, under(x.lives > 1 ? `incarnation ${x.incarnation}` : "")] },
   { label: "State", key: (x) => [x.level, x.sign], make: (x) => state(x) },
   { label: "Version", class: "right", key: (x) => [x.version, x.durable], make: (x) => [x.version ?? "–", under(x.durable && x.durable !== x.version ? `disk ${x.durable}` : "")] },
   { label: "Memory", class: "right", key: (x) => bytes(x.memory_bytes), make: (x) => bytes(x.memory_bytes) },
@@ -93,17 +93,17 @@ export function prepareTables() {
   for (const id of ["clusters-table", "slaves-table", "rounds-table", "links-table"]) sayRoles(byId(id));
 }
 
-export function showTables(told, kept) {
-  fastest = Math.max(1, ...told.clusters.map((c) => c.tokens_per_s ?? 0));
-  clusters.show(told.clusters);
-  slaves.show(told.slaves);
+export function showTables(sample, kept) {
+  fastest = Math.max(1, ...sample.clusters.map((c) => c.tokens_per_s ?? 0));
+  clusters.show(sample.clusters);
+  slaves.show(sample.slaves);
   rounds.show(kept.slice(-ROUNDS_SHOWN).reverse());
-  showLinks(told);
-  const here = told.clusters.filter((c) => c.alive).length;
-  byId("clusters-count").textContent = told.clusters.length ? `${here} of ${told.clusters.length} here` : "";
-  byId("slaves-count").textContent = told.slaves.length ? `${told.slaves.filter((x) => x.level === "good").length} of ${told.slaves.length} ready` : "";
-  show("clusters", told.clusters.length);
-  show("slaves", told.slaves.length);
+  showLinks(sample);
+  const here = sample.clusters.filter((c) => c.alive).length;
+  byId("clusters-count").textContent = sample.clusters.length ? `${here} of ${sample.clusters.length} here` : "";
+  byId("slaves-count").textContent = sample.slaves.length ? `${sample.slaves.filter((x) => x.level === "good").length} of ${sample.slaves.length} ready` : "";
+  show("clusters", sample.clusters.length);
+  show("slaves", sample.slaves.length);
   show("rounds", kept.length);
 }
 
@@ -112,11 +112,11 @@ function show(name, number) {
   byId(`${name}-empty`).hidden = number > 0;
 }
 
-function showLinks(told) {
+function showLinks(sample) {
   const table = byId("links-table");
-  const bySlave = [...new Set(told.links.map((link) => link.slave))];
-  const byCluster = [...new Set(told.links.map((link) => link.cluster))];
-  const some = told.links.some((link) => link.push !== null || link.pull !== null);
+  const bySlave = [...new Set(sample.links.map((link) => link.slave))];
+  const byCluster = [...new Set(sample.links.map((link) => link.cluster))];
+  const some = sample.links.some((link) => link.push !== null || link.pull !== null);
   byId("links-scroll").hidden = !some;
   byId("links-empty").hidden = some;
   if (linksOf !== bySlave.join(" ")) {
@@ -130,11 +130,11 @@ function showLinks(told) {
     // A wide table can be scrolled with the keyboard too, once there is something to scroll.
     if (bySlave.length > 6) byId("links-scroll").tabIndex = 0; else byId("links-scroll").removeAttribute("tabindex");
   }
-  links?.show(byCluster.map((cluster) => ({ id: cluster, of: Object.fromEntries(told.links.filter((l) => l.cluster === cluster).map(
+  links?.show(byCluster.map((cluster) => ({ id: cluster, of: Object.fromEntries(sample.links.filter((l) => l.cluster === cluster).map(
     (l) => [l.slave, [l.push, l.pull, age(l.push_age_s), age(l.pull_age_s)]])) })));
 }
 
-/** Coarse, so that the table is not drawn anew every second. */
+/** Coarse, so that the table is not drawn again every second. */
 const age = (seconds) => (seconds === null || seconds < 60 ? "" : `${span(60 * Math.floor(seconds / 60))} ago`);
 
 function cell(rates) {

@@ -1,4 +1,4 @@
-// The glance: connection, sentence, and the row of tiles.
+// The overview: connection, sentence, and the row of tiles.
 
 import { byId, h, level, say } from "./dom.js";
 import { count, loss, several, span } from "./format.js";
@@ -36,18 +36,18 @@ export function showTiles(state) {
 }
 
 function showSentence(state) {
-  const told = state.say;
-  level(byId("say"), told.level);
-  say(byId("sentence"), told.text);
+  const shown = state.say;
+  level(byId("say"), shown.level);
+  say(byId("sentence"), shown.text);
   const more = byId("more");
-  more.hidden = told.more.length === 0;
-  if (more.textContent !== told.more.join("")) more.replaceChildren(...told.more.map((line) => h("li", {}, line)));
-  speak([told.text, ...told.more].join(" "), told.level);
-  const sign = { bad: "■ ", warn: "▲ ", off: "○ ", wait: "◌ " }[told.level] ?? "";
+  more.hidden = shown.more.length === 0;
+  if (more.textContent !== shown.more.join("")) more.replaceChildren(...shown.more.map((line) => h("li", {}, line)));
+  speak([shown.text, ...shown.more].join(" "), shown.level);
+  const sign = { bad: "■ ", warn: "▲ ", off: "○ ", wait: "◌ " }[shown.level] ?? "";
   document.title = `${sign}${state.run.id} ${state.version ?? ""} – Di-PS`;
 }
 
-/** Told aloud when it means something else than before, not whenever a number moves. */
+/** Announced to screen readers when the meaning changes, not whenever a number changes. */
 export function speak(text, kind) {
   const key = `${kind} ${text.replace(/[\d.:,]+/g, "#")}`;
   const now = Date.now();
@@ -66,7 +66,7 @@ function showPhase(round) {
   say(byId("round-id"), round.id ?? "");
 }
 
-/** Called a few times a second; `waited` is how long ago the state was told, in seconds. */
+/** Called a few times a second; `waited` is the age of the state, in seconds. */
 export function showCountdown(state, waited) {
   const round = state.round;
   let text;
