@@ -1,7 +1,8 @@
 """Decides which keys this slave's data port admits and what the owner of each key may ask. Pure.
 
 The list is the master's (Allow). A connection belongs to one key for as long as it lasts. Every message is checked
-against the list as it is now: a key that left it is refused from the next message on. Without a list no key is admitted.
+against the list as it is now: a key that left it is refused from the next message on. Without a list no key is
+admitted.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Admission:
     def check(self, user: str, header: DataHeader) -> None:
         """Check a request against the list. Raises Refused(KEY) unless the connection's owner may make it.
 
-        Only its own cluster may write or query a push; every listed owner may read parameters, slaves also the momentum.
+        Only its own cluster may write or query a push; every listed owner may read parameters, slaves the momentum too.
         """
         allowed = self._listed.get(user)
         if allowed is None:

@@ -118,7 +118,7 @@ class Fetch:
         self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
 
     def _start_over(self) -> None:
-        """Nothing in flight counts any more."""
+        """Forget all requests in flight."""
         self._todo.extendleft(reversed(self._in_flight.values()))
         self._in_flight.clear()
 

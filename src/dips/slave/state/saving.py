@@ -65,7 +65,7 @@ class Saving:
         self.durable = info.version if info is not None else None
 
     def dropped(self) -> None:
-        """Memory is given up: there is nothing to save, and a save that still runs says nothing about later versions."""
+        """Memory is given up: nothing is to be saved, and a save that still runs does not count for later versions."""
         self.loaded(None)
         self._valid_from = self._saves + 1
 

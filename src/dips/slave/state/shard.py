@@ -150,8 +150,8 @@ class ShardState:
         try:
             return out + self._configure(body, settings, cause, now_s)
         except Refused as refused:
-            told = warn("configure", refused.sentence, cause)
-            return [*out, effects.SendUp(ConfigureRefused(to_refusal(refused))), told]
+            warning = warn("configure", refused.sentence, cause)
+            return [*out, effects.SendUp(ConfigureRefused(to_refusal(refused))), warning]
 
     def _configure(self, body: Configure, settings: Settings, cause: str, now_s: float) -> list[Effect]:
         checks.check_settings(settings, self._max_chunk_bytes)
@@ -378,7 +378,7 @@ class ShardState:
         return [*say_failed(job, refusal), effects.CloseLink(gone)]
 
     def _again(self, job: Job, refusal: Refusal, now_s: float) -> list[Effect]:
-        """A round cannot be aborted after its commit point: try until the disk accepts it, and log what it waits for."""
+        """After its commit point a round cannot be aborted: try until the disk accepts it, and log the cause."""
         assert self._durable_work is not None
         self.phase.move("retry", self.phase.now, now_s, job.cause, refusal.sentence)
         self._jobs += 1

@@ -117,8 +117,8 @@ class SlaveMachine:
             case events.PushStaged():
                 return self._staged(event)
             case events.RecordRead(asked_by, answer):
-                heard = self.link.attached and asked_by == self.link.incarnation
-                return [effects.SendUp(answer)] if heard else []
+                is_current = self.link.attached and asked_by == self.link.incarnation
+                return [effects.SendUp(answer)] if is_current else []
             case events.Saved() | events.SaveFailed() | events.SaveAgain():
                 return self.shard.save_event(event, now_s)
             case _:

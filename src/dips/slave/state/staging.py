@@ -62,7 +62,7 @@ class Place:
 class ShardMap:
     """Maps (block, offset, length), as a peer names a chunk, to its place in this slave's shard.
 
-    blocks: this slave's, in block-id order, one after the other in memory. chunk_bytes: payload size of one data-flow frame.
+    blocks: this slave's, in block-id order, one after the other in memory. chunk_bytes: size of a data-flow frame.
     """
 
     def __init__(self, blocks: Sequence[Block], chunk_bytes: int) -> None:
