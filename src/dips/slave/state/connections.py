@@ -106,7 +106,7 @@ class ConnectionLimits:
         if just_begun or self._settles(now_s):  # which connection fills the memory shows between two calls
             return None
         self._all_cut_s, self._all_cut_bytes = now_s, pressure.memory_bytes
-        return Cut(None, f"{pressure.sentence()}: cut all {len(received)} connections, since none differs from the others")
+        return Cut(None, f"{pressure.sentence()}: cut all {len(received)} connections, since none is suspect")
 
     def _note(self, received: Mapping[int, int], delivered: Collection[int]) -> None:
         """Begin to watch, or go on: a connection that opens later is watched from its first byte."""
