@@ -33,7 +33,7 @@ from dips.slave.state import events
 from dips.slave.state.slave import SlaveMachine
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may hold the interpreter while others wait. The default of 5 ms would add up to 5 ms to each
+"""Longest time that a thread holds the interpreter while others wait. The default of 5 ms would add up to 5 ms to each
 chunk's answer whenever the event loop is at work; at 1 MiB chunks that would halve a fast link."""
 
 log = logging.getLogger("dips.slave")
@@ -168,7 +168,7 @@ def _advertised(config: SlaveConfig, bound: str) -> str:
         endpoint = f"tcp://{format_address(host, port or parse_address(bound)[1])}"
     if is_loopback_endpoint(endpoint) and is_elsewhere(config.master):
         raise ConfigError(
-            f"clusters are to find this slave at {endpoint}, which only this machine reaches, and the master at "
+            f"clusters would connect to this slave at {endpoint}, which only this machine reaches, and the master at "
             f"{config.master} is another machine: give data_host an address of this machine that they reach, or give "
             "advertise"
         )

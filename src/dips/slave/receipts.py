@@ -24,7 +24,7 @@ I64 = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 NEVER = 0
-"""The number that stands for no theta."""
+"""The number that means no theta."""
 
 _PENDING = -1
 """Marks products whose landing is under way."""

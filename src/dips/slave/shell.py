@@ -422,7 +422,7 @@ class SlaveShell:
         """The arrays of the current version. No round may write into them until they are in the file."""
         memory = self._made()
         if memory.current is None or memory.current.info != info:
-            raise LocalProtocolError(f"version {info.version} is to be saved and is not the current one")
+            raise LocalProtocolError(f"version {info.version} must be saved and is not the current one")
         self._saving, self._saving_theta = self._loop.create_future(), memory.current.theta
         return memory.current.theta, memory.momentum
 

@@ -27,7 +27,8 @@ def _known_size(name: str) -> str:
 
 
 class TrainConfig(Knobs):
-    """How one cluster trains. The defaults take `tiny` on 4 clusters below 2 nats per byte in a million tokens."""
+    """Settings of a cluster's training. The defaults take `tiny` on 4 clusters below 2 nats per byte in a million
+    tokens."""
 
     data: tuple[Path, ...] = Field(
         (), description="Text files and folders of text files; none: the source of Python's standard library."

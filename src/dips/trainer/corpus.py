@@ -42,7 +42,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class CorpusLimits:
-    """How much text is read, the share of files held out, and how many bytes of these are evaluated."""
+    """Most text that is read, the share of files held out, and most bytes of these that are evaluated."""
 
     max_bytes: int
     heldout_fraction: float

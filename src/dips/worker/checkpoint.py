@@ -273,7 +273,7 @@ def _raw(vector: F32) -> RawTensor:
 
 
 def _vector(checkpoint: Checkpoint, name: str, n_elems: int) -> F32:
-    """One of the flat vectors. Raises ConfigError when it is not of this model."""
+    """Read one of the flat vectors. Raises ConfigError when it is not of this model."""
     raw = checkpoint.tensors.get(name)
     if raw is None or raw.dtype != "F32" or raw.shape != (n_elems,):
         raise ConfigError(f"checkpoint {checkpoint.number} holds no {name} of {n_elems} elements: remove it")

@@ -155,10 +155,10 @@ class CheckpointStore:
         return body
 
     def _load(self, number: int, body: Mapping[str, Any]) -> Checkpoint:
-        told = body.get("tensors")
-        if not isinstance(told, dict) or not isinstance(told.get("n_bytes"), int):
+        stored = body.get("tensors")
+        if not isinstance(stored, dict) or not isinstance(stored.get("n_bytes"), int):
             raise CheckpointError("its manifest does not describe its tensors")
-        stamp = CheckpointStamp(told["n_bytes"], str(told.get("xxh3_128")))
+        stamp = CheckpointStamp(stored["n_bytes"], str(stored.get("xxh3_128")))
         tensors = read_tensors(self._path(number, "safetensors"), stamp)
         return Checkpoint(number, body["content"], tensors, stamp.n_bytes)
 

@@ -149,7 +149,7 @@ class DiLoCo:
         self._config: ClientConfig | None = None
         self._parameters: TorchParameters | None = None
         self._ranks: Ranks | None = None
-        self._told = StepNews()
+        self._news = StepNews()
         self.steps = self._steps_compared = 0
         self._own_tokens = 0
         self._state = state
@@ -288,7 +288,7 @@ class DiLoCo:
                     ranks.tell(StepNews(failed=True))
                 raise
         if ranks is not None:
-            self._told = ranks.tell(self._facts())
+            self._news = ranks.tell(self._facts())
             ranks.spread(parameters.tensors)
             self._reset_with_the_first(parameters, 0)
 
@@ -358,7 +358,7 @@ class DiLoCo:
         """Whether the run has ended for this cluster: steps from now on are not shared."""
         self._asked = True
         if self._ranks is not None:
-            return self._told.done  # the same on every rank
+            return self._news.done  # the same on every rank
         return self._shell is not None and self._shell.done
 
     @property
@@ -371,14 +371,14 @@ class DiLoCo:
         """The last pulled version; None when training alone."""
         if self._shell is not None:
             return self._shell.version
-        return Version(self._told.timeline, self._told.version) if self._told.timeline else None
+        return Version(self._news.timeline, self._news.version) if self._news.timeline else None
 
     @property
     def progress(self) -> int:
         """Tokens that the whole run has trained on, as far as known here; without a run, those of this loop's steps."""
         if self._shell is not None:
             return self._shell.progress
-        return self._told.progress if self._ranks is not None else self._own_tokens
+        return self._news.progress if self._ranks is not None else self._own_tokens
 
     @property
     def last_verdict(self) -> Verdict | None:
@@ -440,15 +440,15 @@ class DiLoCo:
 
     def _follow_the_first(self, ranks: Ranks) -> None:
         assert self._parameters is not None, "set with the ranks"
-        before = self._told
-        self._told = ranks.tell(self._facts())
-        if self._told.installs != before.installs:
+        before = self._news
+        self._news = ranks.tell(self._facts())
+        if self._news.installs != before.installs:
             ranks.spread(self._parameters.tensors)
         self._reset_with_the_first(self._parameters, before.resets)
 
     def _reset_with_the_first(self, parameters: TorchParameters, before: int) -> None:
         """Replicas stay equal only if their optimizers do. before: the resets of rank 0 that this rank has followed."""
-        if self._told.resets != before and self._shell is None:
+        if self._news.resets != before and self._shell is None:
             parameters.reset_inner_optimizer()
 
     def _facts(self) -> StepNews | None:

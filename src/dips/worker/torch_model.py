@@ -426,7 +426,7 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _bytes_held(*tensors: torch.Tensor) -> int:
-    """How many bytes of their storage the tensors use, each counted once. Columns of one matrix share none."""
+    """Bytes of their storage that the tensors use, each counted once. Columns of one matrix share none."""
     ranges = [_bytes_of(tensor) for tensor in tensors]
     begin = min(first for first, _ in ranges)
     marks = np.zeros(max(past for _, past in ranges) - begin, np.bool_)

@@ -23,7 +23,7 @@ QUIET_S = 60.0
 """When closing all connections did not help, the memory is not theirs; it is tried again after this time."""
 
 FILES_SHARE = 0.8
-"""Of the files that this process may open, connections included; the rest is for the disk."""
+"""Share of the files that this process may open, connections included; the rest is for the disk."""
 
 
 @dataclass(frozen=True)

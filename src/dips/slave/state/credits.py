@@ -40,7 +40,7 @@ SLOW_SHARE = 0.5
 """A stream that at full rate makes less than this share of the fastest one's rate is slow by itself."""
 
 GAIN, LOSS = 1.05, 0.95
-"""What one more stream must bring in all to stay, and what may be lost by one fewer: above the noise of intervals."""
+"""Least gain of one more stream, and largest loss of one fewer, in the total rate: above the noise of intervals."""
 
 FIRST_STREAMS = 2
 REST_INTERVALS = 16
@@ -117,12 +117,12 @@ class Credits(Generic[Key]):
 
     @property
     def full_rate_streams(self) -> int:
-        """How many may run at full rate now, slow ones not counted."""
+        """Streams that may run at full rate now, without slow ones."""
         return self._cap.streams
 
     @property
     def n_streams(self) -> int:
-        """How many streams are tracked now."""
+        """Number of streams that are tracked now."""
         return len(self._streams)
 
     def note_open(self, key: Key, remaining_bytes: float, now_s: float) -> None:

@@ -295,7 +295,8 @@ class ShardState:
         return out + self._save(now_s)
 
     def _save(self, now_s: float) -> list[Effect]:
-        """Not while memory flips or is made again, nor while a RESHARD has a file: this is called again at its end."""
+        """Begin a save, but not while memory flips or is made again, nor while a RESHARD has a file: it is called again
+        at its end."""
         waits = self.phase.now in (_P.LOADING, _P.COMMITTING, _P.MOVING) or self.moved is not None
         return [] if waits else self.saving.begin(now_s)
 

@@ -69,7 +69,7 @@ class Slots:
         return None if known is None else known.slot
 
     def wire_of(self, push: PushId) -> Codec:
-        """How an open push is written."""
+        """The codec of an open push."""
         return self._of_push[push].wire
 
     def base_of(self, push: PushId) -> Version | None:

@@ -162,7 +162,7 @@ class Joined:
             loop.__exit__(kind, error, trace)
 
     def _say_what_is_lost(self) -> None:
-        """For a trainer that does not report an exception to callbacks: the process ends, and nothing can be pushed."""
+        """Log what is lost when a trainer reports no exception to callbacks: the process ends without a push."""
         shell = self.loop.shell if self.loop is not None else None
         if shell is not None and not shell.done and shell.unshared.steps:
             _logger.warning(

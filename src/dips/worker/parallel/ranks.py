@@ -103,7 +103,7 @@ class Ranks:
             where = f"parameter {name!r} has other values on rank {rank} than on rank {FIRST}"
             if not all(facts["replicas"] for facts in said):
                 raise ConfigError(
-                    f"{where}: {_REPLICAS_ONLY}; for replicas that are not equal yet say DiLoCo(..., replicas=True), "
+                    f"{where}: {_REPLICAS_ONLY}; for replicas that are not equal yet give DiLoCo(..., replicas=True), "
                     f"which gives rank {FIRST}'s to all"
                 )
             _logger.warning("%s: these ranks are replicas, and get rank %d's parameters", where, FIRST)
@@ -153,9 +153,9 @@ class Ranks:
             )
         return int(total), bool(pushing), bool(wanting)
 
-    def tell(self, told: StepNews | None) -> StepNews:
-        """Send rank 0's news to all; `told` is used on rank 0 only. Raises FatalError on the others if it failed."""
-        said = told or StepNews()
+    def tell(self, news: StepNews | None) -> StepNews:
+        """Send rank 0's news to all; `news` is used on rank 0 only. Raises FatalError on the others if it failed."""
+        said = news or StepNews()
         numbers = torch.tensor([int(value) for value in vars(said).values()], dtype=torch.int64)
         dist.broadcast(numbers, FIRST, group=self._group)
         installs, resets, done, timeline, version, progress, failed = (int(n) for n in numbers.tolist())

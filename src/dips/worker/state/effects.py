@@ -16,7 +16,7 @@ from dips.worker.state.push_record import PushRecord
 
 
 class InstallMode(Enum):
-    """How a pulled version becomes the live parameters (docs/protocol.md, what a verdict means)."""
+    """Ways to install a pulled version as the live parameters (docs/protocol.md, what a verdict means)."""
 
     REPLACE = "theta = pulled, to the bit"
     REBASE_FROM_PUSH = "theta = pulled + (theta_now - theta_at_push)"

@@ -23,7 +23,7 @@ on older parameters. The wait is at most BRIEF_SHARE of the time between two pus
 
 
 REMEMBERED = 32
-"""How many waits that undisturbed exchanges ended by themselves are remembered."""
+"""Number of remembered waits, of exchanges that ended by themselves without a disturbance."""
 
 PASSED_OVER = 4
 """One in so many of them may be longer than the bound: rounds that wait for a cluster that died, until its eviction,
