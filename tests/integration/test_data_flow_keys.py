@@ -117,7 +117,7 @@ def test_a_key_that_is_not_on_the_list_is_turned_away_with_a_sentence(port: Keye
     transfer = stranger.push()
     assert time.monotonic() - began_s < SETTINGS.stall_s, "it was told, not waited for"
     assert not transfer.done
-    assert "does not let this process's data key in" in transfer.failure
+    assert "refuses this process's data key" in transfer.failure
     assert push_id("b") not in port.staged
     _wait_for(lambda: port.server.beat().refused_connections > 0)
     beat = port.server.beat()
@@ -258,7 +258,7 @@ def test_neither_side_falls_back_to_the_clear(port: KeyedPort) -> None:
     bare = Cluster("a", None, port)
     with pytest.raises(ConfigError, match="this process has no keys"):
         bare.push()
-    with KeyedPort(None) as open_port, pytest.raises(ConfigError, match="nothing goes to it in the clear"):
+    with KeyedPort(None) as open_port, pytest.raises(ConfigError, match="nothing is sent to it unencrypted"):
         cluster(open_port, "a").push()
 
 

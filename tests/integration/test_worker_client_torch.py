@@ -142,7 +142,7 @@ def test_after_an_error_what_is_lost_is_said(run: RunForWorkers, caplog: pytest.
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert told == [
         "leaving (ZeroDivisionError) without 2 steps with 64 tokens: they were made since the last "
-        "push, and the parameters may be half-way"
+        "push, and the parameters may be in the middle of a step"
     ]
 
 

@@ -279,7 +279,7 @@ def test_a_damaged_checkpoint_falls_back_with_a_sentence(
     again = FlatModel(2)
     with caplog.at_level(logging.WARNING), driver(run, again, tmp_path):
         assert again.theta.tobytes() == first.tobytes()
-    assert "it is torn; the one before it is tried" in caplog.text
+    assert "it is torn; trying the one before it" in caplog.text
 
 
 def test_without_a_checkpoint_resuming_starts_anew_unless_one_is_required(run: RunForWorkers, tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_what_cannot_be_a_cluster_is_refused(
 
 
 def test_arguments_that_the_trainer_decides_are_refused() -> None:
-    with pytest.raises(ConfigError, match="resume is your trainer's business"):
+    with pytest.raises(ConfigError, match="resume is set by your trainer"):
         dips.HuggingFaceCallback(resume=True)
     with pytest.raises(ConfigError, match="give at least 1"):
         dips.HuggingFaceCallback(tokens_per_step=0)

@@ -95,7 +95,7 @@ def test_ranks_that_hold_shards_are_refused_on_every_rank_and_none_is_overwritte
         "rank 0",
         "parameter 'layers.0.w' has other values on rank 1 than on rank 0",
     ]
-    assert said[3].startswith("ConfigError: parameter 'layers.0.w' of rank 1 is not equal to rank 0's any longer")
+    assert said[3].startswith("ConfigError: parameter 'layers.0.w' of rank 1 is no longer equal to rank 0's")
     assert len(said) == 4, "one sentence each"
     assert len(run.joins) == 1, "shards of one seed are equal until a step is made"
     assert applied_tokens(run) == [0], "the seed, which is the model that both ranks had; no step was pushed"

@@ -1,4 +1,4 @@
-"""A slave's arithmetic on its memory: Gram matrices, the outer step, checksums (docs/algorithm.md). No input or output.
+"""Computes on a slave's memory: Gram matrices, the outer step, checksums (docs/algorithm.md). No input or output.
 
 Shapes: n = elements of the shard, p = its pieces (core/math/outer_numpy.py), k = pushes of the round in cluster-id
 order; theta, momentum (n,) float32, staging (slots, n) float32. Called on the executor thread "dips-outer"; kernels and
@@ -25,7 +25,7 @@ from dips.slave.receipts import KnownReceipts
 ONE_THREAD = Threads(1)
 
 PARTS_PER_THREAD = 4
-"""So that a thread that was held up leaves what is left to the others."""
+"""Parts of the work for each thread: when one thread is delayed, the others take the parts that are left."""
 
 
 def measure(
@@ -37,8 +37,8 @@ def measure(
 ) -> tuple[BlockGram, ...]:
     """The Gram matrix of the rows' pseudo-gradients at theta, block by block (docs/algorithm.md, MEASURE).
 
-    known: sums of complete pushes that were taken with this theta on receipt; only the others are computed. An averaged
-    block is no part of any norm: its sums are zero, and only its non-finite elements count.
+    known: sums of complete pushes that were taken with this theta on receipt; only the others are computed. Averaged
+    blocks belong to no norm: their sums are zero, and only their non-finite elements count.
     """
     sums, nonfinite = _piece_sums(memory, theta, rows, known, threads)
     places = [memory.map.places[block.block_id] for block in memory.blocks]
@@ -103,7 +103,7 @@ def _edges(memory: ShardMemory) -> I64:
 def directions(
     memory: ShardMemory, version: Version, theta: F32, rows: Sequence[int], bases: Sequence[Version | None]
 ) -> tuple[float, ...]:
-    """How the rows' clusters moved from their bases, at theta of `version` (slave/directions.py, products)."""
+    """The movements of the rows' clusters from their bases, at theta of `version` (slave/directions.py, products)."""
     memory.samples.keep(version, theta)
     return memory.samples.products(theta, memory.staging, rows, bases)
 
@@ -118,7 +118,7 @@ def prepare(
 ) -> list[int]:
     """Compute the next theta into `out` and its momentum into memory.next_momentum (docs/algorithm.md, PREPARE).
 
-    Behind memory.n_trained stands what is averaged, with momentum zero.
+    Elements from memory.n_trained on are averaged, with momentum zero.
 
     theta: the current version's, None for the seed. Returns the checksums of the new theta's chunks. Raises
     Refused(NONFINITE) when an element of either is NaN or infinite.
@@ -161,7 +161,7 @@ def prepare(
 
 
 def _chunk_edges(memory: ShardMemory) -> list[int]:
-    """Chunk i of the shard is the elements [edges[i], edges[i + 1]), in (block, offset) order."""
+    """Edges of the chunks: chunk i of the shard is the elements [edges[i], edges[i + 1]), in (block, offset) order."""
     chunk_elems = memory.map.chunk_bytes // FLOAT32_BYTES
     edges = [elem for _, start, stop in memory.spans() for elem in range(start, stop, chunk_elems)]
     return [*edges, memory.n_elems]

@@ -1,4 +1,4 @@
-"""A slave's own knobs. What the whole group must agree on is not here: the master advertises it in Welcome."""
+"""A slave's own settings. Those that the whole group shares are not here: the master sends them in Welcome."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SlaveConfig(MetricsKnobs):
     """Settings of one slave; the table [slave] of a settings file, DIPS_SLAVE_<FIELD>, or the command line."""
 
     run_id: str = Field(description="the run that this slave serves")
-    slave_id: str = Field(description="this slave's name in the run; it keeps it for life")
+    slave_id: str = Field(description="this slave's name in the run; it never changes")
     master: str = Field(default="127.0.0.1:29400", description="where the master listens, HOST:PORT")
-    directory: Path = Field(description="where snapshots and the promised epoch stand; this slave's alone")
+    directory: Path = Field(description="where snapshots and the promised epoch are kept; for this slave only")
     data_host: str = Field(default="127.0.0.1", description="address that the data port binds")
     data_port: Annotated[int, Field(ge=0, le=65535)] = Field(
         default=0, description="the data port; 0 lets the system choose"
@@ -41,7 +41,7 @@ class SlaveConfig(MetricsKnobs):
         description="address of the data port as clusters reach it, HOST:PORT; port 0: the port that it has; empty: "
         "where it is bound",
     )
-    memory_bytes: Bytes = Field(default=GIB, description="what parameters may use here, staging and pins included")
+    memory_bytes: Bytes = Field(default=GIB, description="most memory for parameters, staging and pins included")
     max_chunk_bytes: Bytes = Field(
         default=2 << 20,
         description="largest data frame that the data port takes; the run's chunk_bytes must not be above it",
@@ -54,10 +54,12 @@ class SlaveConfig(MetricsKnobs):
         default=0, description="threads of the outer step; 0: one for each processor, at most 8"
     )
     snapshots_kept: Annotated[int, Field(le=1000)] = Field(
-        default=3, description="committed snapshots that stay on disk; one file more is made, 8 bytes a parameter each"
+        default=3,
+        description="committed snapshots kept on disk; one file more is made, 8 bytes a parameter each",
     )
     record_pushes: bool = Field(
-        default=False, description="keep every accepted push on disk, so that `dips verify --replay` can compute again"
+        default=False,
+        description="keep every accepted push on disk, so that `dips verify --replay` can recompute",
     )
     tape: Path | None = Field(default=None, description="file of this slave's event record; empty: none")
     log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR")
@@ -65,14 +67,14 @@ class SlaveConfig(MetricsKnobs):
 
     @property
     def data_threads_used(self) -> int:
-        """On few processors one thread keeps up with the network, and a second one only takes turns with it."""
+        """The number of data threads. On few processors one keeps up with the network, and a second does not help."""
         return self.data_threads or min(4, max(1, usable_processors() // 4))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.data_host in ALL_ADDRESSES and not self.advertise:
             raise ValueError(
-                f"data_host {self.data_host} stands for every address of this machine, and clusters need one: give "
+                f"data_host {self.data_host} means every address of this machine, and clusters need one: give "
                 "advertise HOST:PORT, with port 0 or that of data_port"
             )
         return _valid(lambda: require("slave", dict(iter(self))), self)

@@ -1,7 +1,7 @@
-"""Watches the data port's connections from outside of libzmq, and cuts those that slave/state/connections.py names.
+"""Watches the data port's connections from outside of libzmq, and closes those that slave/state/connections.py names.
 
-A thread of its own, since the data thread may be busy with what it is to be protected from. A connection is cut below
-libzmq, which takes it for the peer's end: nobody else's connection is touched.
+It has its own thread, since the connections to be closed may keep the data thread busy. A connection is closed below
+libzmq, which sees that as if the peer had closed it: no other connection is touched.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from dips.slave.disconnecting import connection_of, reset
 from dips.slave.state.connections import ConnectionLimits, Cut, Pressure
 
 LOOK_S = 0.05
-"""How often. libzmq takes in about 2 GB/s, so what comes between two looks stays below 100 MB."""
+"""Interval of the checks. libzmq receives about 2 GB/s, so between two checks less than 100 MB arrive."""
 
 FILES_EVERY = 20
-"""Files are counted at every so many looks: with 10,000 of them it takes 5 ms."""
+"""Files are counted at one of so many checks: with 10,000 of them it takes 5 ms."""
 
 ROOM_BYTES = 256 << 20
-"""For all that has no formula of its own: messages of the master (64 MiB at most, several times over), what a round
-computes with, samples of old versions (8 MiB)."""
+"""Memory for everything without its own formula: messages of the master (64 MiB at most, several times over), the
+temporary arrays of a round, samples of old versions (8 MiB)."""
 
 _BYTES_RECEIVED = 128
-"""Where tcpi_bytes_received stands in struct tcp_info, 8 bytes (Linux 4.1 and newer)."""
+"""Offset of tcpi_bytes_received in struct tcp_info, 8 bytes (Linux 4.1 and newer)."""
 
 _libc = ctypes.CDLL(None)
 
@@ -39,9 +39,9 @@ log = logging.getLogger("dips.slave")
 
 
 class ConnectionGuard:
-    """Watches from start() until stop(). memory_bytes: the slave's, for parameters.
+    """Watches the connections from start() until stop(). memory_bytes: the slave's, for parameters.
 
-    What the process has when it is made (interpreter, libraries, compiled kernels) counts as its base.
+    The process's memory when this object is made (interpreter, libraries, compiled kernels) counts as its base.
     """
 
     def __init__(self, data: DataServer, memory_bytes: int, room_bytes: int = ROOM_BYTES) -> None:
@@ -130,7 +130,7 @@ class ConnectionGuard:
 
 
 def give_back_freed_memory() -> None:
-    """Return what malloc keeps (core/allocator.py) to the system, so that what is left is what is in use."""
+    """Return the free memory that malloc keeps (core/allocator.py) to the system, so that only used memory is left."""
     if hasattr(_libc, "malloc_trim"):  # glibc's
         _libc.malloc_trim(0)
 

@@ -1,4 +1,4 @@
-"""The slave's stream to the master: it dials, says hello, beats, obeys, and dials again for ever.
+"""The slave's stream to the master: connects, sends hello and heartbeats, receives commands, and connects again.
 
 Runs on the event loop and does no arithmetic and no disk work, so that a beat is never late because of them.
 """
@@ -31,13 +31,13 @@ from dips.slave.state import events
 
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 0.5
-"""Between two dials. A restarted master is found within this; a thousand slaves that dial would not hurt it."""
+"""Longest pause between two connects. A restarted master is found within it; a thousand slaves do not overload it."""
 
 FIRST_COMMAND_S = 10.0
-"""A master that answers hello with nothing for so long is dialled again."""
+"""When the master sends no command for so long after hello, the slave connects again."""
 
 NEWS_S = 0.5
-"""Beats are no closer than this, whoever knocks at the data port."""
+"""Shortest interval between two beats, however many connections the data port refuses."""
 
 FOR_GOOD = frozenset(
     {
@@ -51,8 +51,8 @@ FOR_GOOD = frozenset(
         RefusalCode.NAME_TAKEN,
     }
 )
-"""Refusals that no amount of dialling cures, unless they say when to come again: the slave ends and the operator reads
-the sentence."""
+"""Refusals that connecting again cannot cure, unless they name a time to retry: the slave ends with the sentence for
+the operator."""
 
 log = logging.getLogger("dips.slave")
 
@@ -60,7 +60,8 @@ Attachment = grpc.aio.StreamStreamCall[slaves_pb2.SlaveMessage, slaves_pb2.Slave
 
 
 class Control:
-    """master: "host:port". run() returns never; it raises Refused when the master refuses this slave for good."""
+    """Keeps the stream to the master ("host:port"). run() never returns; it raises Refused when the master refuses this
+    slave permanently."""
 
     def __init__(self, master: str, security: Security, shell: SlaveShell, data: DataServer) -> None:
         self._master = master
@@ -72,7 +73,7 @@ class Control:
         self._up: asyncio.Queue[SlaveMessage] = asyncio.Queue()
         self._call: Attachment | None = None
         self._welcomed = False
-        self._told_refused = 0
+        self._reported_refused = 0
         self._closing: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         shell.send = self._send
         shell.close_link = self._close_link
@@ -82,7 +83,7 @@ class Control:
         await asyncio.to_thread(check_let_in, self._master, self._security)
         wait_s = FIRST_WAIT_S
         while True:
-            # A channel for each stream: keys that were renewed meanwhile count from the next one on.
+            # A new channel for each stream: keys that were renewed meanwhile are used from the next one on.
             async with open_channel_aio(self._master, self._security, Settings().max_message_bytes) as channel:
                 why = await self._attach(slaves_pb2_grpc.SlavesStub(channel))
             if not self._welcomed:
@@ -108,9 +109,9 @@ class Control:
         except (Refused, RetryLater) as refused:
             why = str(refused)
         except TimeoutError:
-            why = f"nothing was heard for {FIRST_COMMAND_S:g} s after hello"
+            why = f"no command was received for {FIRST_COMMAND_S:g} s after hello"
         except OSError as error:
-            why = f"the stream failed here: {error.strerror}"
+            why = f"the stream failed on this side: {error.strerror}"
         finally:
             self._call = None
             for helper in helpers:
@@ -121,7 +122,7 @@ class Control:
         return why
 
     def _judge(self, error: grpc.RpcError) -> str:
-        """What the end of a stream means. Raises Refused when dialling again is useless."""
+        """Why a stream ended. Raises Refused when connecting again is useless."""
         meaning = refused_from(error)
         if isinstance(meaning, RetryLater):
             return str(meaning)
@@ -145,7 +146,7 @@ class Control:
             message = await self._next(call)
 
     async def _next(self, call: Attachment) -> object:
-        """The next command, or the end. Raises RetryLater when the state machine wants no more of this stream."""
+        """The next command, or the end. Raises RetryLater when the state machine closes this stream."""
         if self._closing.done():
             raise RetryLater(self._closing.result())
         failpoint("slave.link.before_receive")
@@ -168,7 +169,7 @@ class Control:
                     await call.write(to_message(message))  # type: ignore[arg-type]
                 failpoint("slave.link.after_send")
             except (grpc.RpcError, asyncio.InvalidStateError):
-                return  # the reader learns why
+                return  # the reader gets the reason
             except OSError as error:
                 self._close_link(f"nothing can be sent: {error.strerror}")
                 return
@@ -180,16 +181,17 @@ class Control:
             self._shell.note_refusals()
             if self._shell.state.link.attached:
                 beat = replace(with_resident_bytes(self._data.beat()), durable=self._shell.state.shard.saving.durable)
-                self._told_refused = beat.refused_connections
+                self._reported_refused = beat.refused_connections
                 self._send(SlaveMessage(self._shell.state.caller(), beat))
 
     async def _until_next_beat(self, period_s: float) -> None:
-        """Or until somebody was turned away at the data port, so that the master's log has it within a second."""
+        """Wait for the next beat, or until the data port refused a connection, so that the master's log has it within a
+        second."""
         loop = asyncio.get_running_loop()
         due_s = loop.time() + period_s
         while (left_s := due_s - loop.time()) > 0:
             await asyncio.sleep(min(NEWS_S, left_s))
-            if self._data.beat().refused_connections != self._told_refused:
+            if self._data.beat().refused_connections != self._reported_refused:
                 return
 
     def _send(self, message: SlaveMessage) -> None:
@@ -197,6 +199,6 @@ class Control:
             self._up.put_nowait(message)
 
     def _close_link(self, sentence: str) -> None:
-        """The state machine wants no more of this stream."""
+        """End this stream, for the state machine."""
         if not self._closing.done():
             self._closing.set_result(sentence)

@@ -1,10 +1,10 @@
-"""What the data port answers to one message. It knows memory and tables, but no socket and no thread.
+"""Answers one message of the data port. It uses memory and tables, but no socket and no thread.
 
-A message of a peer can never raise here: whatever is wrong with it becomes a REFUSED answer and a count. No
+A peer's message can never raise here: whatever is wrong with it becomes a REFUSED answer and a count. No
 byte of a payload reaches staging before the header was admitted and the checksum verified.
 
-A PUT has two ends: begin() decides, and gives out the landing (slave/landing.py), which may run on another thread;
-end() notes what it did. Everything else here belongs to one thread.
+A PUT has two steps: begin() decides, and returns the landing (slave/landing.py), which may run on another thread;
+end() notes its result. Everything else here belongs to one thread.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ NOT_READY_RETRY_S = 0.5
 class Answer:
     """One answer. The payload, where the op has one, is the version's own memory.
 
-    Bytes that leave it late, when the version has left and the memory holds another one, do not have the checksum of
-    the header: the reader asks again and is told that the version is gone.
+    Bytes that are sent late, when the memory already holds another version, do not have the checksum of the header:
+    the reader asks again and is refused, since the version is gone.
     """
 
     header: DataHeader
@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the data port counted since its start. refused: messages by code; staged_of: bytes by cluster."""
+    """Counters of the data port since its start. refused: messages by code; staged_of: bytes by cluster."""
 
     beat: SlaveBeat = field(default_factory=SlaveBeat)
     refused: Mapping[str, int] = field(default_factory=dict)
@@ -57,10 +57,10 @@ class Figures:
 
 
 class DataPort:
-    """The tables and counters of the data thread. staged: called once for each push that becomes complete.
+    """Tables and counters of the data thread. staged: called once for each push that becomes complete.
 
-    checksum: another function in the place of xxh3-64 on both sides shows what it costs (benchmarks only). admission:
-    judges every message by the key of its connection; None: there are no keys.
+    checksum: benchmarks put another function in the place of xxh3-64 on both sides to measure its cost. admission:
+    checks every message by the key of its connection; None: there are no keys.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class DataPort:
         self.refused_connections = 0
         self.last_refused_connection = ""
 
-    # ---- told by the control side; never while a landing is under way ----
+    # ---- called by the control side; never while a landing is under way ----
 
     def set_epoch(self, epoch: int) -> None:
-        """Chunks of older epochs are refused from now on."""
+        """Refuse chunks of older epochs from now on."""
         self._epoch = epoch
 
     def set_memory(self, shard: ShardMap | None, staging: F32 | None) -> None:
-        """Serve another shard, or none; every open staging and readable version is forgotten."""
+        """Serve another shard, or none; forget every open staging and readable version."""
         self.close_all()
         self.set_readable({}, None)
         self._map, self._rows = shard, staging
@@ -132,7 +132,7 @@ class DataPort:
         wire: Codec = Codec.F32,
         base: Version | None = None,
     ) -> None:
-        """Open or adopt a staging; says at once that it is complete when nothing is missing."""
+        """Open or adopt a staging; reports it at once as complete when nothing is missing."""
         if self._table is None or self._receipts is None or self._map is None:
             return
         staging = self._table.open(push, attempt, slot, opening, wire, base)
@@ -155,10 +155,10 @@ class DataPort:
         self._push_credits = Credits(MAX_WINDOW_CHUNKS)
 
     def known(self, version: Version) -> KnownReceipts | None:
-        """What receipt told of complete pushes for MEASURE at this version; None if it is not the current one."""
+        """Sums that were taken on receipt, for MEASURE at this version; None if it is not the current one."""
         return self._receipts.known() if self._receipts is not None and self._current == version else None
 
-    # ---- asked by peers ----
+    # ---- messages of peers ----
 
     def answer(self, frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Answer:
         """The answer to one message: frames are the header and, for PUT_CHUNK, the payload; user: as in begin()."""
@@ -169,7 +169,7 @@ class DataPort:
         return self.end(step, landed(step))
 
     def begin(self, frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Answer | LandingJob | None:
-        """The answer, or a landing to run first; None: the same chunk is under way, try again when something ended.
+        """The answer, or a landing to run first; None: the same chunk is landing, try again after a landing ended.
 
         user: the id that slave/state/admission.py gave the connection that the message came by.
         """
@@ -188,7 +188,7 @@ class DataPort:
             return self._refuse(request, refused)
 
     def end(self, job: LandingJob, refused: Refused | None) -> Answer:
-        """Note what a landing did, and answer its sender."""
+        """Note the result of a landing, and answer its sender."""
         assert self._table is not None
         assert self._receipts is not None
         staging, landing, receipts = job.staging, job.landing, self._receipts
@@ -208,7 +208,7 @@ class DataPort:
         return Answer(self._reply(job.header, DataOp.ACK, staging))
 
     def beat(self) -> SlaveBeat:
-        """Counters since start and the open stagings; resident_bytes is for the control side to fill in."""
+        """Counters since start and the open stagings; the control side fills in resident_bytes."""
         progress = self._table.progress() if self._table is not None else ()
         return SlaveBeat(
             self._staging_bytes,
@@ -222,18 +222,18 @@ class DataPort:
         )
 
     def figures(self) -> Figures:
-        """beat(), and the counts that metrics show beside it."""
+        """beat(), and the further counts that metrics show."""
         return Figures(self.beat(), dict(self._refused), self._staged_of.counted())
 
     def refuse_connection(self, sentence: str) -> None:
-        """Note that somebody was not let in, or not any more."""
+        """Count a connection that was refused or closed, with the reason."""
         self.refused_connections += 1
         self.last_refused_connection = sentence
 
     def _refuse(self, request: int, refused: Refused) -> Answer:
         self.refused_chunks += 1
         self._refused[refused.code.name] += 1
-        if refused.retry_after_s == 0:  # else it is early, not wrong: no news for people
+        if refused.retry_after_s == 0:  # else it is early, not wrong: not worth a log line
             self.last_refusal = refused.sentence
         refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
         return Answer(DataHeader(self._run_id, self._epoch, DataOp.REFUSED, request, refusal=refusal))
@@ -294,7 +294,7 @@ class DataPort:
         if base is None:
             raise Refused(
                 RefusalCode.BASE_GONE,
-                f"push {staging.push} holds differences to version {staging.base}, which is not kept here any more: "
+                f"push {staging.push} holds differences to version {staging.base}, which is no longer kept here: "
                 "take a new ticket and send parameters",
             )
         return base
@@ -363,7 +363,7 @@ class DataPort:
 
 
 def landed(job: LandingJob) -> Refused | None:
-    """Run a landing; what it was refused with, for end()."""
+    """Run a landing. Returns its refusal, for end()."""
     try:
         job.run()
     except Refused as refused:

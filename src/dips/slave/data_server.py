@@ -1,4 +1,4 @@
-"""The data port's threads: one ROUTER socket and its tables on one, and landings on a pool where cores allow it.
+"""Runs the data port: one thread for its ROUTER socket and tables, and a pool for landings where cores allow it.
 
 Everything that touches the socket or the DataPort runs on the thread "dips-data"; the control side only posts
 functions, which run while no landing is under way. With data_threads = 1 landings run on that thread too. Never shares
@@ -55,35 +55,36 @@ HEARTBEAT_TIMEOUT_MS = 30_000
 
 LINGER_MS = 500
 BACKLOG = socket.SOMAXCONN
-"""Connections that wait to be accepted; the system may allow fewer. Where strangers fill this room, whoever else comes
-waits a second until his system tries again."""
+"""Connections that wait to be accepted; the system may allow fewer. When strangers fill the queue, any other peer waits
+a second until its system tries again."""
 
 PAGE_BYTES = resource.getpagesize()
 RECEIVE_BATCH = 32
-"""Messages taken before the control side's words are looked at again: 32 chunks are about 10 ms of work."""
+"""Messages taken before posted calls of the control side run: 32 chunks are about 10 ms of work."""
 
 TOGETHER = 4
 """Chunks that are admitted before the first of them lands, if as many wait, and answered after the last. A chunk of
-1 MiB drives the interpreter's code and data out of the caches: so that is paid for once for four chunks."""
+1 MiB evicts the interpreter's code and data from the caches: this way that happens once for four chunks."""
 
 MAX_ANSWERS = 1026
-"""On their way to one peer, which has at most 512 requests unanswered (tiny chunks): libzmq tells the writing side that
-messages were taken only once per half of the mark. Payloads among them are the version's own memory."""
+"""Most answers queued for one peer, which has at most 512 requests unanswered (tiny chunks): libzmq reports to the
+writing side that messages were taken only once per half of this mark. Payloads are the version's own memory."""
 
 COPIED_BYTES = 16384
-"""Smaller frames are copied into the message: that is faster than to have one's memory given back."""
+"""Smaller frames are copied into the message: that is faster than waiting for libzmq to release the memory."""
 
 BEAT_REFRESH_S = 0.05
-"""How old the counters that beat() gives may be. Beats are seconds apart."""
+"""Greatest age of the counters that beat() returns. Beats are seconds apart."""
 
 LOOK_AGAIN_MS = 1000
-"""While somebody came who has not shaken hands."""
+"""Longest wait for messages while a peer has connected and not completed its handshake."""
 
 KEPT_FRAMES = 3
-"""Of one message. No honest one has more than two; the third shows the refusal that it is wrong."""
+"""Frames that are kept of one message. No correct one has more than two; the third shows that it is wrong."""
 
 MOST_FRAMES = 1 << 16
-"""Reading and dropping so many takes 50 ms. libzmq cannot skip the rest of a message; closing the socket does."""
+"""Frames of one message that are read at most; reading and dropping so many takes 50 ms. libzmq cannot skip the rest of
+a message; closing the socket does."""
 
 DataMessage = tuple[bytes, list[zmq.Frame]]
 """A peer's routing id, and the frames that it sent."""
@@ -93,7 +94,7 @@ class DataServer:
     """Binds at once and serves from start() on.
 
     staged, refused and crashed are called on the data thread. data_threads: of landings and of libzmq's input and
-    output each. curve: encrypt with these keys, and let in whom set_allowed() names; None: neither, and loopback only.
+    output each. curve: encrypt with these keys, and admit only keys of set_allowed(); None: neither, and loopback only.
     Raises ConfigError when the address cannot be bound.
     """
 
@@ -115,7 +116,7 @@ class DataServer:
         self._admission = Admission() if curve is not None else None
         self._port = DataPort(run_id, staged, checksum, admission=self._admission)
         self._crashed = crashed
-        self._words: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ended = self._stopped = False
         self._context = zmq.Context(data_threads)
         self._outgoing = Outgoing()
@@ -125,11 +126,11 @@ class DataServer:
         if self._admission is not None:
             self._gate = ZapHandler(self._context, self._admission, self._port.refuse_connection)
         self._router, self._handshakes = self._bind()
-        self._hear, self._wake = os.pipe()
-        for end in (self._hear, self._wake):
+        self._wake_read, self._wake = os.pipe()
+        for end in (self._wake_read, self._wake):
             os.set_blocking(end, False)
         self._poller = zmq.Poller()
-        self._poller.register(self._hear, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
         if self._gate is not None:
             self._poller.register(self._gate.socket, zmq.POLLIN)
         self._watch()
@@ -160,7 +161,7 @@ class DataServer:
         return listener
 
     def _bind(self) -> tuple[zmq.Socket[bytes], Handshakes]:
-        """A fresh socket on the listener, which outlives it, so that nobody else can take the port."""
+        """A new socket on the listener, which outlives it, so that no other process can take the port."""
         router = self._context.socket(zmq.ROUTER)
         handshakes = Handshakes(self._context, router, arrivals=self._curve is not None)
         options = {
@@ -170,9 +171,9 @@ class DataServer:
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
             zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
             # What a peer sends beyond this waits in its own memory: libzmq stops reading from it, nothing is lost. So
-            # frames of one honest peer hold at most 2 x MAX_WINDOW_CHUNKS x max_chunk_bytes of this process's memory.
+            # frames of one correct peer hold at most 2 x MAX_WINDOW_CHUNKS x max_chunk_bytes of this process's memory.
             # A message of endlessly many frames holds more, as libzmq hands out whole messages only and limits no
-            # number of frames: slave/connections.py cuts its connection before it fills the memory.
+            # number of frames: slave/connections.py closes its connection before it fills the memory.
             zmq.RCVHWM: MAX_WINDOW_CHUNKS,
             zmq.SNDHWM: MAX_ANSWERS,
             zmq.LINGER: LINGER_MS,
@@ -191,9 +192,9 @@ class DataServer:
         self._poller.register(self._handshakes.socket, zmq.POLLIN)
 
     def _drop_peers(self) -> None:
-        """Close every connection, with whatever its peer did not read: messages may refer to memory that goes away.
+        """Close every connection, with all its unread messages: they may refer to memory that goes away.
 
-        Honest peers connect again by themselves, and ask again for what was lost.
+        Correct peers connect again by themselves, and ask again for what was lost.
         """
         self._poller.unregister(self._router)
         self._poller.unregister(self._handshakes.socket)
@@ -224,17 +225,17 @@ class DataServer:
             self._pool.shutdown()
         self._context.destroy(linger=LINGER_MS)
         self._listener.close()
-        os.close(self._hear)
+        os.close(self._wake_read)
         os.close(self._wake)
 
     @property
     def traffic_bytes(self) -> int:
-        """What honest peers may have on its way in here: a window of chunks for each staging slot, twice, since a peer
-        that connects anew sends again what its old connection may still hold."""
+        """Most bytes that correct peers may have under way to here: a window of chunks for each staging slot, twice,
+        since a peer that connects again sends again what its old connection may still hold."""
         return self._traffic_bytes
 
     def note_deliveries(self, on: bool) -> set[int]:
-        """File numbers of the connections that brought a whole message since the last call; noted only while `on`.
+        """File numbers of the connections that delivered a whole message since the last call; noted only while `on`.
 
         For slave/connections.py, on its own thread.
         """
@@ -242,7 +243,7 @@ class DataServer:
         return delivered or set()
 
     def refuse_connection(self, sentence: str) -> None:
-        """Count connections that were ended, and say why; from any thread."""
+        """Count connections that were ended, with the reason; from any thread."""
         self._post(lambda: self._port.refuse_connection(sentence))
 
     def beat(self) -> SlaveBeat:
@@ -250,7 +251,7 @@ class DataServer:
         return self._figures.beat
 
     def figures(self) -> Figures:
-        """The same with what metrics show beside them; from any thread."""
+        """The latest counters and the further counts that metrics show; from any thread."""
         return self._figures
 
     @property
@@ -258,13 +259,13 @@ class DataServer:
         """Why the last refused message was refused; empty when none was."""
         return self._port.last_refusal
 
-    # ---- the control side's words; done is called on the data thread ----
+    # ---- calls of the control side; done is called on the data thread ----
 
     def set_epoch(self, epoch: int) -> None:
         self._post(lambda: self._port.set_epoch(epoch))
 
     def set_memory(self, shard: ShardMap | None, staging: F32 | None, done: Callable[[], None]) -> None:
-        def word() -> None:
+        def change() -> None:
             served, self._port.served_any = self._port.served_any, False
             self._port.set_memory(shard, staging)
             self._traffic_bytes = 0
@@ -274,7 +275,7 @@ class DataServer:
                 self._drop_peers()
             done()
 
-        self._post(word)
+        self._post(change)
 
     def set_readable(
         self, versions: Mapping[Version, ThetaBuffer], done: Callable[[], None], current: Version | None = None
@@ -283,7 +284,7 @@ class DataServer:
         self._post(done)
 
     def set_allowed(self, keys: Sequence[AllowedKey]) -> None:
-        """Let in these keys and no others; for a port with keys only."""
+        """Admit these keys and no others; for a port with keys only."""
         admission = self._admission
         assert admission is not None, "the state machine refuses a list where no keys are used"
         self._post(lambda: admission.set_keys(keys))
@@ -306,17 +307,17 @@ class DataServer:
         self._post(self._port.close_all)
 
     def known(self, version: Version) -> KnownReceipts | None:
-        """As DataPort.known; from any thread, since rows of complete pushes and the current version stand still."""
+        """As DataPort.known; from any thread, since rows of complete pushes and the current version do not change."""
         return self._port.known(version)
 
-    def _post(self, word: Callable[[], None]) -> None:
-        """On the thread that calls stop(); what comes after that is not heard any more."""
+    def _post(self, call: Callable[[], None]) -> None:
+        """Have the data thread run this call. On the thread that calls stop(); after that, calls are ignored."""
         if not self._stopped:
-            self._words.put(word)
+            self._posted.put(call)
             self._wake_up()
 
     def _wake_up(self) -> None:
-        """From any thread."""
+        """Wake the data thread; from any thread."""
         try:
             os.write(self._wake, b"x")
         except BlockingIOError:
@@ -333,10 +334,10 @@ class DataServer:
             self._crashed(error)
 
     def _turn(self) -> None:
-        """What has landed first, then words, then messages; then wait, if there was nothing left to read."""
+        """Handle ended landings first, then posted calls, then messages; then wait, if nothing is left to read."""
         self._finish_landed()
-        if not self._words.empty():
-            self._hear_words()
+        if not self._posted.empty():
+            self._run_posted()
         if self._ended:
             return
         if self._handshakes_due:
@@ -345,7 +346,7 @@ class DataServer:
         now_s = time.monotonic()
         if self._counters_moved and now_s - self._beat_s >= BEAT_REFRESH_S:
             self._figures, self._beat_s, self._counters_moved = self._port.figures(), now_s, False
-        self._handshakes_due = True  # without a wait nothing tells
+        self._handshakes_due = True  # without a wait no event reports them
         if not more:
             self._wait()
 
@@ -357,28 +358,28 @@ class DataServer:
         self._counters_moved |= bool(ready)
         sockets = (self._handshakes.socket, None if self._gate is None else self._gate.socket)
         self._handshakes_due = self._handshakes.unsettled or any(socket in ready for socket in sockets)
-        if self._hear in ready:
-            os.read(self._hear, 4096)
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
 
-    def _hear_words(self) -> None:
-        """They change what landings rely on, so none may be under way."""
+    def _run_posted(self) -> None:
+        """Run posted calls. They change what landings rely on, so no landing may be under way."""
         while self._under_way:
             self._finish(self._landed.get())
-        while not self._words.empty():
-            self._words.get()()
+        while not self._posted.empty():
+            self._posted.get()()
 
     def _serve_handshakes(self) -> None:
-        """Let in who may come in, and count who was not."""
+        """Admit authorised clients, and count failed handshakes."""
         if self._gate is not None:
             self._gate.answer_all()
         for failed in self._handshakes.failures():
-            if failed.failure is not Failure.KEY:  # whom the gate turned away, it has counted itself
+            if failed.failure is not Failure.KEY:  # the gate has counted refused keys itself
                 self._port.refuse_connection(f"a handshake failed: {failed.sentence}")
                 self._counters_moved = True
 
     def _receive_some(self) -> bool:
-        """Serve what has arrived; messages that wait for a landing hold their frames, so few may. Returns whether there
-        may be more."""
+        """Serve arrived messages; those that wait for a landing hold their frames, so only few may wait. Returns
+        whether there may be more."""
         for _ in range(RECEIVE_BATCH):
             if len(self._admitted) == TOGETHER or (self._admitted and self._deferred):
                 self._land_admitted()
@@ -405,12 +406,12 @@ class DataServer:
             if n_frames <= KEPT_FRAMES:
                 frames.append(frame)
             elif n_frames > MOST_FRAMES:
-                self._port.refuse_connection(f"a message of more than {MOST_FRAMES} frames: all connections are ended")
+                self._port.refuse_connection(f"a message of more than {MOST_FRAMES} frames: all connections are closed")
                 self._drop_peers()
                 return None
         noted = self._delivered
         if noted is not None:
-            with contextlib.suppress(zmq.ZMQError):  # not every frame says where it came from
+            with contextlib.suppress(zmq.ZMQError):  # not every frame names its connection
                 noted.add(frames[0].get(zmq.SRCFD))
         return peer, frames
 
@@ -430,7 +431,7 @@ class DataServer:
             self._pool.submit(self._land, peer, step)
 
     def _user_of(self, frame: zmq.Frame, admission: Admission) -> str:
-        """Whose connection a message came by. One whose key has left the list ends here, and is not made again."""
+        """The user of a message's connection. A connection whose key has left the list is closed."""
         user = str(frame.get("User-Id"))
         if not admission.listed(user) and cut(int(frame.get(zmq.SRCFD)), self._listener.getsockname()[1]):
             self._port.refuse_connection(f"an open connection ends, its data key {user[:8]} left the master's list")
@@ -439,7 +440,7 @@ class DataServer:
     # ---- landings on this thread ----
 
     def _land_admitted(self) -> None:
-        """All that were admitted, then their answers; a message that waited for one of them is served after that."""
+        """Land all admitted chunks, then send their answers; then serve the messages that waited for one of them."""
         while self._admitted:
             admitted, self._admitted = self._admitted, []
             outcomes = [landed(job) for _, job in admitted]
@@ -450,7 +451,7 @@ class DataServer:
     # ---- landings on the pool ----
 
     def _land(self, peer: bytes, job: LandingJob) -> None:
-        """On a thread of the pool."""
+        """Run a landing; on a thread of the pool."""
         try:
             outcome: Refused | BaseException | None = landed(job)
         except BaseException as error:
@@ -477,7 +478,7 @@ class DataServer:
     # ---- answers ----
 
     def _send(self, peer: bytes, answer: Answer) -> None:
-        """A peer that is gone, or reads nothing, loses its answer: it asks again (docs/protocol.md, the data flow)."""
+        """Send an answer. A peer that is gone or does not read loses it, and asks again (docs/protocol.md)."""
         frames: list[bytes | memoryview] = [answer.header.encode()]
         if answer.payload is not None:
             frames.append(answer.payload)
@@ -491,9 +492,9 @@ class DataServer:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return
             raise
-        # A payload is sent from the version's own memory, and nobody waits for it to leave: a peer that asks and never
-        # reads holds up nothing (I15 of docs/architecture.md). When the memory is written again before, the bytes that
-        # leave do not have the checksum of their header, and the reader asks again (slave/data_port.py, Answer).
+        # A payload is sent from the version's own memory, and the process does not wait for that: a peer that asks and
+        # never reads blocks nothing (I15 of docs/architecture.md). When the memory is overwritten before, the bytes do
+        # not have the checksum of their header, and the reader asks again (slave/data_port.py, Answer).
         *first, last = frames
         for frame in first:
             self._router.send(frame, NOW_MORE)
@@ -507,7 +508,7 @@ class DataServer:
 
 
 def _through_failpoint(frames: list[bytes | memoryview]) -> list[list[bytes | memoryview]]:
-    """The answer as it goes out: once, unless a failpoint loses, doubles or garbles it."""
+    """The answer as it is sent: once, unless a failpoint loses, duplicates or corrupts it."""
     try:
         action = failpoint("slave.data.before_answer")
     except OSError:

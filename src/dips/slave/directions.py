@@ -1,9 +1,9 @@
-"""Which way each cluster went, measured on a sample of the elements (docs/algorithm.md, Direction).
+"""Measures the direction in which each cluster moved, on a sample of the elements (docs/algorithm.md, Direction).
 
-The Gram matrix of MEASURE compares pseudo-gradients with the current version: in a stale push they hold the way that
-the model has gone meanwhile, backwards, and late in a run that part is the larger one. What a cluster did itself is
-theta_base - theta_j, and its base is seldom in memory any more. So a slave keeps every stride-th element of the last
-versions: at most SAMPLE_ELEMS x KEPT_VERSIONS float32, 8 MiB whatever the model's size. Nothing but cosines comes of
+The Gram matrix of MEASURE compares pseudo-gradients with the current version: in a stale push they contain the reverse
+of the model's movement meanwhile, and late in a run that part is the larger one. The cluster's own movement is
+theta_base - theta_j, and its base is seldom still in memory. So a slave keeps every stride-th element of the last
+versions: at most SAMPLE_ELEMS x KEPT_VERSIONS float32, 8 MiB whatever the model's size. Only cosines are computed from
 it; no version ever depends on it.
 
 Shapes: n elements of the shard, m of them in the sample, k pushes of the round in cluster-id order; theta (n,),
@@ -23,7 +23,7 @@ from dips.core.math import outer_numba as kernels
 F32 = NDArray[np.float32]
 
 SAMPLE_ELEMS = 65_536
-"""Cosines of so many elements are off by about 1 / sqrt(m) = 0.004; what they are compared with is above 0.1."""
+"""Cosines of so many elements are off by about 1 / sqrt(m) = 0.004; they are compared with values above 0.1."""
 
 KEPT_VERSIONS = 32
 """Bases older than this are not known: about what s_max allows of 8 clusters."""
@@ -33,14 +33,14 @@ class Samples:
     """The sampled elements of the versions that were measured last. One caller at a time."""
 
     def __init__(self, n_elems: int) -> None:
-        """n_elems: those that are trained, which stand before all others."""
+        """n_elems: the trained elements, which come before all others."""
         self._n_elems = n_elems
         # Odd, so that no power of two makes it take the same few columns of every matrix.
         self._stride = max(1, -(-n_elems // SAMPLE_ELEMS)) | 1
         self._of: dict[Version, F32] = {}
 
     def keep(self, version: Version, theta: F32) -> None:
-        """Remember this version; the oldest leaves when there are too many."""
+        """Keep samples of this version; the oldest is dropped when there are too many."""
         if version not in self._of:
             self._of[version] = theta[: self._n_elems : self._stride].copy()
         while len(self._of) > KEPT_VERSIONS:
@@ -51,8 +51,8 @@ class Samples:
     ) -> tuple[float, ...]:
         """The upper triangle by rows of the 2k x 2k Gram matrix of p_1 .. p_k, s_1 .. s_k, estimated for the shard.
 
-        p_j = theta_base - theta_j is what cluster j did, s_j = theta_base - theta what the model did meanwhile. Where
-        a base is not known both are NaN, and so are their products.
+        p_j = theta_base - theta_j is the movement of cluster j, s_j = theta_base - theta that of the model meanwhile.
+        Where a base is not known both are NaN, and so are their products.
         """
         k = len(rows)
         now = theta[: self._n_elems : self._stride]

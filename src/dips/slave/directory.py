@@ -1,5 +1,5 @@
-"""Whose directory it is: locked while a slave uses it, named for the run and the slave that it belongs to, and told
-from every other directory by a number that was drawn for it once."""
+"""Locks a slave's directory while it is used, and checks the run and the slave that it belongs to. A number that is
+drawn once for the directory distinguishes it from every other."""
 
 from __future__ import annotations
 

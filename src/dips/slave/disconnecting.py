@@ -1,4 +1,4 @@
-"""Ends one connection below libzmq, which takes that for the peer's end: nobody else's is touched."""
+"""Closes one connection below libzmq, which sees that as if the peer had closed it: no other connection is touched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _libc = ctypes.CDLL(None)
 
 
 def cut(fd: int, port: int) -> bool:
-    """End the connection that libzmq names with a message (SRCFD), if it still is one to this port; whether it was."""
+    """Close the connection that libzmq names with a message (SRCFD), if it still is one to this port. Returns whether
+    it was."""
     with connection_of(fd, port) as found:
         if found is not None:
             reset(found[1])
@@ -23,10 +24,10 @@ def cut(fd: int, port: int) -> bool:
 
 @contextmanager
 def connection_of(fd: int, port: int) -> Iterator[tuple[int, socket.socket] | None]:
-    """The inode and a handle of its own of what `fd` is, if that is a connection to this port.
+    """The inode of `fd` and a separate handle to it, if it is a connection to this port.
 
-    The file may be closed, and its number given to another, at any time: so all is asked of a duplicate, unless there
-    is no room for one file more.
+    The file may be closed, and its number given to another, at any time: so all is read from a duplicate, unless no
+    further file can be opened.
     """
     own, handle, inode = _duplicate(fd), None, 0
     try:
@@ -61,7 +62,7 @@ def _is_connection(handle: socket.socket, port: int) -> bool:
 
 
 def reset(connection: socket.socket) -> None:
-    """Undo its connect, which answers the peer with a reset and drops what has arrived. shutdown() would not do: what a
-    peer sends goes on arriving after it."""
+    """Undo its connect, which sends the peer a reset and drops all arrived bytes. shutdown() would not do: the peer's
+    bytes would still arrive after it."""
     nowhere = struct.pack("H14x", socket.AF_UNSPEC)
-    _libc.connect(connection.fileno(), nowhere, len(nowhere))  # one that ended by itself needs no more
+    _libc.connect(connection.fileno(), nowhere, len(nowhere))  # if it ended by itself, nothing is left to do

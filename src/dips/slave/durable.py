@@ -1,4 +1,4 @@
-"""The few things that a slave asks of its disk, in one flat directory, each a step that a crash can follow.
+"""The operations of a slave on its disk, in one flat directory, each a step after which a crash can come.
 
 Nothing is durable until `sync` (a file's bytes) or `sync_names` (which names exist) returned. Tests and simulations
 put another Disk in the place of LocalDisk and replay every prefix of the steps (docs/storage.md). Never decides what
@@ -36,28 +36,28 @@ class Disk(Protocol):
         """Read a file from its beginning."""
 
     def missing_bytes(self, name: str, n_bytes: int) -> int:
-        """What is still to be claimed until the file has exactly n_bytes, all of them allocated; 0 when it has."""
+        """Bytes still to be allocated until the file has exactly n_bytes, all of them allocated; 0 when it has."""
 
     def free_bytes(self) -> int:
-        """What this process may still claim."""
+        """Bytes that this process may still allocate."""
 
     def allocate(self, name: str, n_bytes: int) -> None:
-        """Make the file exactly n_bytes long and claim their room, durably; bytes that are there stay."""
+        """Make the file exactly n_bytes long and allocate them, durably; existing bytes are kept."""
 
     def overwrite(self, name: str, at: int, data: memoryview, seen: Seen | None = None, straight: bool = False) -> None:
-        """Write the bytes at this place of a file that is there. seen: gets all of the data in order, for checksums.
+        """Write the bytes at this place of an existing file. seen: gets all of the data in order, for checksums.
 
-        straight: at less cost to others, but not soonest done.
+        straight: with less load on other work, but not the fastest way.
         """
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a new file, or all of an old one anew."""
+        """Write a new file, or replace all of an old one."""
 
     def sync(self, name: str) -> None:
         """Return when the file's bytes are durable."""
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name, in the place of what had it."""
+        """Give a file another name, replacing the file that had it."""
 
     def remove(self, name: str) -> None:
         """Remove the name; one that is not there is no error."""
@@ -161,7 +161,7 @@ def replace_durably(disk: Disk, name: str, data: bytes) -> None:
 
 
 def kind_of(name: str) -> str:
-    """What a file is, as failpoints name it: "ring", "manifest", "promise", "identity" or "round"."""
+    """The kind of a file, as failpoints name it: "ring", "manifest", "promise", "identity" or "round"."""
     return name.removeprefix(TEMPORARY).partition(".")[0].partition("-")[0]
 
 

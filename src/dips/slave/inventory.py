@@ -1,7 +1,7 @@
-"""What a start finds on a slave's disk: every file read back in full before anything is said of it.
+"""Takes stock of a slave's disk at start: reads every file back in full and verifies it.
 
-A file that is torn, altered, missing or of somebody else is worth one sentence and is free space. Nothing here writes,
-and nothing on a disk can make it raise but the disk itself.
+A file that is torn, altered, missing or of another slave gives one sentence and is free space. Nothing here writes,
+and only a failing disk makes it raise, never a file's content.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def manifest_name(slot: int) -> str:
 
 
 def take_stock(disk: Disk, run_id: str, slave_id: str) -> tuple[dict[int, SlotContent | None], list[str]]:
-    """The slots that are there (None: nothing usable), and a sentence for each file that cannot be used."""
+    """The existing slots (None: nothing usable), and a sentence for each file that cannot be used."""
     names = disk.names()
     found = {int(match[1] or match[2]) for match in map(_SLOT.match, names) if match}
     slots: dict[int, SlotContent | None] = {}
@@ -88,12 +88,12 @@ def read_manifest(disk: Disk, slot: int, head: FileHead) -> Manifest:
     with disk.open(manifest_name(slot)) as file:
         found = manifests.decode(file.read(), where)
     if not found.fits(head) or found.file != ring_name(slot):
-        raise SnapshotError(f"{where} names another file than the one beside it")
+        raise SnapshotError(f"{where} names another file than the one of its slot")
     return found
 
 
 def _drop_doubles(slots: dict[int, SlotContent | None], problems: list[str], disk: Disk) -> None:
-    """Of two files of the same version and round the committed one stays; a copy made by hand is no second snapshot."""
+    """Of two files of the same version and round keep the committed one; a copy made by hand is no second snapshot."""
     kept: dict[object, int] = {}
     for slot, content in sorted(slots.items(), key=lambda item: not (item[1] and item[1].info.committed)):
         if content is None:

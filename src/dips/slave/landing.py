@@ -1,8 +1,8 @@
-"""One chunk's way from a frame to its staging row: checked, decoded and measured while its bytes are in the cache.
+"""Lands one chunk from a frame in its staging row: checks, decodes and measures it while its bytes are in the cache.
 
-Touches bytes, never a table: what a chunk may do was decided before, what it did is noted afterwards, both by the data
-thread (slave/data_port.py). So landings of different chunks may run on several threads at once; everything that takes
-time here releases the interpreter lock.
+Touches bytes, never a table: the data thread (slave/data_port.py) admits the chunk before and notes the result
+afterwards. So landings of different chunks may run on several threads at once; everything that takes time here releases
+the interpreter lock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Companion:
-    """Another push whose bytes of the same chunk are here: row of staging memory, its values, where products go."""
+    """Another push that has the same chunk: its row of staging memory, its values, and the place of the products."""
 
     row: int
     values: F32
@@ -39,7 +39,7 @@ class LandingJob:
     """A chunk that was admitted. Shapes: m elements of the chunk, p pieces of it.
 
     row: (m,), where it lands. theta: (m,) of the current version, and squared (p,) for the sums against it; both None
-    when no version is at hand or chunks are not whole pieces. base: (m,) of the version that differences stand on.
+    when there is no version or chunks are not whole pieces. base: (m,) of the version that differences are relative to.
     """
 
     header: DataHeader
@@ -72,7 +72,7 @@ class LandingJob:
         if not self.companions:
             return
         assert self.theta is not None, "products are taken with a theta"
-        # A landed row went past the caches; a frame's bytes are still there.
+        # A landed row bypassed the caches; the frame's bytes are still in them.
         values = np.frombuffer(self.payload, np.float32) if self.staging.wire is Codec.F32 else self.row
         for companion in self.companions:
             kernels.products(self.theta, values, companion.values, companion.products)
@@ -84,7 +84,7 @@ class LandingJob:
         return kernels.land_measured(self.row, values, self.theta, self.squared)
 
     def _differences(self) -> int:
-        assert self.base is not None, "differences are admitted only while their base is at hand"
+        assert self.base is not None, "differences are admitted only while their base is in memory"
         wire_numba.decode(self.staging.wire, self.base, np.frombuffer(self.payload, np.uint8), self.row)
         if self.theta is None or self.squared is None:
             return kernels.land(self.row, self.row)

@@ -1,8 +1,8 @@
-"""A manifest: the small file that makes a snapshot a committed one, and carries the COMMIT record.
+"""Reads and writes manifests: the small file that makes a snapshot a committed one and contains the COMMIT record.
 
-It names its snapshot file by slot, length and checksum, so that it never vouches for other bytes than those that were
-committed. After a rollback the snapshot of the version that was gone back to has a second name: the manifest says the
-new one, the file still says the old one, and the manifest says both. Pure: bytes in, bytes out.
+It names its snapshot file by slot, length and checksum, so that it never confirms other bytes than those that were
+committed. After a rollback the snapshot of the version that the run returned to has a second name: the file still has
+the old one, and the manifest has both. Pure: bytes in, bytes out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ FORMAT = "dips-manifest-2"
 
 @dataclass(frozen=True)
 class Manifest:
-    """info: committed. file_version, file_round: what the file's own header says, another name after a rollback."""
+    """One manifest. info: committed. file_version, file_round: those of the file's own header, which differ after a
+    rollback."""
 
     info: SnapshotInfo
     run_id: str

@@ -1,4 +1,4 @@
-"""The slave's memory: a ring of theta buffers, two momentum buffers and the staging rows, made once.
+"""The slave's memory: a ring of theta buffers, two momentum buffers and the staging rows, allocated once.
 
 Shapes: n = elements of this slave's blocks, one block after the other in block-id order; theta and momentum
 (n,) float32, staging (slots, n) float32.
@@ -28,7 +28,7 @@ from dips.slave.state.staging import ShardMap
 F32 = NDArray[np.float32]
 
 RING_BUFFERS = 3
-"""theta of v, v-1 and v+1; pins come on top."""
+"""Buffers for theta of v, v-1 and v+1; pins need more."""
 
 BUSY_RETRY_S = 0.5
 
@@ -44,7 +44,7 @@ class ThetaBuffer:
 
 
 class ShardMemory:
-    """memory_bytes bounds all arrays together, and what is noted of the shard's chunks and pieces elsewhere
+    """All arrays of a shard. memory_bytes bounds them together with the notes on the shard's chunks and pieces
     (slave/receipts.py, slave/state/staging.py); not the samples of old versions (slave/directions.py: <= 8 MiB).
 
     Raises Refused(MEMORY) when not even the ring fits.
@@ -58,12 +58,12 @@ class ShardMemory:
         memory_bytes: int,
         touched: Callable[[int, int], None] | None = None,
     ) -> None:
-        """touched: told (bytes that are there, bytes in all) while the memory is made."""
+        """touched: called with (bytes made so far, bytes in all) while the memory is made."""
         self.blocks = tuple(blocks)
         self.map = ShardMap(blocks, chunk_bytes)
         self.n_elems = self.map.n_bytes // FLOAT32_BYTES
         self.n_trained = sum(block.n_elems for block in blocks if not block.averaged)
-        """Elements [0, n_trained): averaged blocks have the highest ids, so that they stand last."""
+        """Elements [0, n_trained) are trained: averaged blocks have the highest ids, so that they come last."""
         elems = (block.n_elems for block in blocks)
         spare = memory_bytes - shard_bytes_needed(elems, chunk_bytes, staging_slots, pins=0)
         if spare < 0:
@@ -72,10 +72,10 @@ class ShardMemory:
                 f"{self.n_elems} elements do not fit {memory_bytes} bytes: raise this slave's memory_bytes",
             )
         self.max_buffers = RING_BUFFERS + spare // max(1, self.map.n_bytes + BYTES_PER_CHECKSUM * self.map.n_chunks)
-        tell = _summed((staging_slots + RING_BUFFERS + 2) * self.map.n_bytes, touched)
-        self.staging = _touched((staging_slots, self.n_elems), tell)
-        self._buffers = [ThetaBuffer(_touched((self.n_elems,), tell)) for _ in range(RING_BUFFERS)]
-        self._momentum = [_touched((self.n_elems,), tell) for _ in range(2)]
+        touched_some = _summed((staging_slots + RING_BUFFERS + 2) * self.map.n_bytes, touched)
+        self.staging = _touched((staging_slots, self.n_elems), touched_some)
+        self._buffers = [ThetaBuffer(_touched((self.n_elems,), touched_some)) for _ in range(RING_BUFFERS)]
+        self._momentum = [_touched((self.n_elems,), touched_some) for _ in range(2)]
         self.samples = Samples(self.n_trained)
         self.current: ThetaBuffer | None = None
         self.previous: ThetaBuffer | None = None
@@ -86,22 +86,22 @@ class ShardMemory:
 
     @property
     def momentum(self) -> F32:
-        """Of the current version."""
+        """The current version's momentum."""
         return self._momentum[0]
 
     @property
     def next_momentum(self) -> F32:
-        """Of the shadow."""
+        """The shadow's momentum."""
         return self._momentum[1]
 
     def bytes_by_use(self) -> dict[str, int]:
-        """Of all arrays."""
+        """Bytes of all arrays, by use."""
         theta = sum(buffer.theta.nbytes for buffer in self._buffers)
         return {"theta": theta, "momentum": sum(m.nbytes for m in self._momentum), "staging": self.staging.nbytes}
 
     @property
     def n_bytes(self) -> int:
-        """What all arrays take together."""
+        """Bytes of all arrays together."""
         return sum(self.bytes_by_use().values())
 
     def spans(self) -> list[tuple[Block, int, int]]:
@@ -115,7 +115,7 @@ class ShardMemory:
     def take(self) -> ThetaBuffer:
         """A buffer to write the shadow into. Raises Refused(BUSY) while every one is read or pinned."""
         if self.shadow is not None:
-            raise LocalProtocolError("a second shadow was begun while one stands")
+            raise LocalProtocolError("a second shadow was begun while there is one")
         for buffer in self._buffers:
             if not self._held(buffer):
                 self.shadow = buffer
@@ -143,7 +143,7 @@ class ShardMemory:
     def flip(self, info: SnapshotInfo) -> None:
         """The shadow becomes the current version; the current one becomes the previous one."""
         if self.shadow is None or self.shadow.info is None or self.shadow.info.version != info.version:
-            raise LocalProtocolError(f"version {info.version} was flipped to, but no such shadow stands")
+            raise LocalProtocolError(f"version {info.version} was flipped to, but there is no such shadow")
         self.shadow.info = info
         self.previous, self.current, self.shadow = self.current, self.shadow, None
         self._momentum.reverse()
@@ -153,16 +153,16 @@ class ShardMemory:
         self._sort_out()
 
     def pin(self, versions: Iterable[Version]) -> None:
-        """Keep these versions readable, where they still are; others but current and previous leave."""
+        """Keep these versions readable, if they still are; release all others except current and previous."""
         self._pins = frozenset(versions)
         self._sort_out()
 
     def readable(self) -> Mapping[Version, ThetaBuffer]:
-        """What the data port may serve."""
+        """The versions that the data port may serve."""
         return dict(self._readable)
 
     def left(self) -> None:
-        """The data port reads nothing but readable() any more: buffers that left may be written again."""
+        """The data port now reads only readable(): buffers of other versions may be written again."""
         for buffer in self._leaving:
             buffer.info = None
         self._leaving = []
@@ -186,23 +186,23 @@ def bytes_of(array: F32) -> memoryview:
 
 
 def _summed(of_bytes: int, touched: Callable[[int, int], None] | None) -> Callable[[int], None] | None:
-    """For the pieces of several arrays: tells their sum so far."""
+    """A callback for the pieces of several arrays: it reports their sum so far."""
     if touched is None:
         return None
     done_bytes = 0
 
-    def tell(n_bytes: int) -> None:
+    def add(n_bytes: int) -> None:
         nonlocal done_bytes
         done_bytes += n_bytes
         touched(done_bytes, of_bytes)
 
-    return tell
+    return add
 
 
-def _touched(shape: tuple[int, ...], tell: Callable[[int], None] | None = None) -> F32:
-    """Zeros whose pages are really there: running out of memory must show now, not in the middle of a round."""
+def _touched(shape: tuple[int, ...], touched: Callable[[int], None] | None = None) -> F32:
+    """Zeros whose pages are really allocated: a lack of memory must show now, not in the middle of a round."""
     try:
-        return allocator.zeros(*shape, touched=tell)
+        return allocator.zeros(*shape, touched=touched)
     except MemoryError as error:
         raise Refused(
             RefusalCode.MEMORY, f"this host has no {4 * math.prod(shape)} bytes left: lower the slave's memory_bytes"

@@ -1,7 +1,7 @@
-"""How fast this machine's memory is: the floor under the outer step's time, measured once at a slave's start.
+"""Measures the speed of this machine's memory, the lower bound of the outer step's time, once at a slave's start.
 
 An in-place scale of an array that no cache holds reads and writes each line once, as the outer step does with most of
-what it touches (benchmarks/bench_update.py measures the same floor, more carefully).
+its data (benchmarks/bench_update.py measures the same bound more carefully).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dips.core.threads import Threads, split
 from dips.slave.memory import F32
 
 BYTES = 64 << 20
-"""More than most processors' caches: for a tenth of a second, before anything else needs memory."""
+"""Size of the array: more than most processors' caches. Allocated for a tenth of a second, before other uses."""
 
 TRIES = 3
 
 
 def memory_bytes_per_s(threads: Threads, n_bytes: int = BYTES) -> float:
-    """Bytes read and written a second by all threads together; the best of a few tries, for others work here too."""
-    with mmap.mmap(-1, n_bytes) as pages:  # and not malloc's, which may keep what was freed
+    """Bytes read and written a second by all threads together: the best of a few tries, as other programs run too."""
+    with mmap.mmap(-1, n_bytes) as pages:  # not malloc, which may keep freed memory
         return 2 * n_bytes / _best_s(threads, np.frombuffer(pages, np.float32))
 
 

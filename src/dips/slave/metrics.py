@@ -1,4 +1,4 @@
-"""What a slave exports; docs/metrics.md is made from this list. Labels: clusters that push here, and fixed words."""
+"""The metrics of a slave; docs/metrics.md is made from this list. Labels: clusters that push here, and fixed words."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ PREFIX = "dips_slave_"
 _LOADED = "the slave has its memory"
 
 METRICS: tuple[Spec, ...] = (
-    # ---- the bond with the master ----
+    # ---- the link to the master ----
     Spec("info", "gauge", "1; the labels say which slave of which run", "1", ("run", "slave", "version")),
     Spec("attached", "gauge", "1 while the slave is attached to the master", "1"),
     Spec("epoch", "gauge", "Newest epoch that the slave has promised to obey", "equal to the master's"),
-    Spec("incarnations_total", "counter", "Lives that the master gave to this process",
+    Spec("incarnations_total", "counter", "Incarnations that the master gave to this process",
          "1, and 1 more for each loss of the link"),
     Spec("link_losses_total", "counter", "Streams to the master that ended", "no increase"),
     Spec("refused_commands_total", "counter", "Commands of the master that were refused (older epochs, say)",
          "no increase"),
     CERTIFICATE,
     # ---- parameters ----
-    Spec("shard_phase", "gauge", "1 for what the slave is doing with its part of the model", "ready most of the time",
+    Spec("shard_phase", "gauge", "1 for the phase of the slave's part of the model", "ready most of the time",
          ("phase",)),
     Spec("shard_bytes", "gauge", "Parameters that the slave holds, of one version", "alike on all slaves", (), "bytes",
          _LOADED),
@@ -42,7 +42,7 @@ METRICS: tuple[Spec, ...] = (
          "it has made one"),
     Spec("snapshot_seconds", "histogram", "Time to write a snapshot or its manifest durably",
          "what the disk needs for 8 bytes a parameter", (), "s"),
-    Spec("disk_free_bytes", "gauge", "Free room on the disk of the slave's directory",
+    Spec("disk_free_bytes", "gauge", "Free space on the disk of the slave's directory",
          "above 1 GB; the ring is claimed when it is made", (), "bytes"),
     # ---- rounds ----
     Spec("job_seconds", "histogram", "Time of jobs by kind: load, measure, prepare, commit, list, move",
@@ -62,5 +62,5 @@ METRICS: tuple[Spec, ...] = (
     Spec("served_bytes_total", "counter", "Bytes of versions that were sent", "rises with each pull", (), "bytes"),
     Spec("refused_messages_total", "counter", "Data messages that were refused, by code (docs/protocol.md)",
          "BUSY and UNKNOWN_PUSH a few; CHUNK, KEY and MALFORMED never", ("code",)),
-    Spec("refused_connections_total", "counter", "Connections that were turned away or cut", "no increase"),
+    Spec("refused_connections_total", "counter", "Connections that were refused or closed", "no increase"),
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Reads a slave at a scrape: what the event loop owns by a snapshot made there, the data port's figures as its thread
-last left them, sizes of memory and disk on the scrape's own thread.
+"""Collects a slave's metrics at a scrape: the event loop's state by a snapshot made there, the data port's latest
+figures, sizes of memory and disk on the scrape's own thread.
 
-Must never be called by anything but a scrape, never touch the data port's tables, and never change what it looks at.
+Must be called only by a scrape, never touch the data port's tables, and never change anything.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dips.slave.state.slave import SlaveMachine
 PHASES = tuple(phase.value.lower() for phase in ShardPhase)
 
 _UNREFUSED = {code.name: 0 for code in REFUSED_DATA}
-"""What data messages are refused for, counted from 0: an increase from nothing to 1 would not be seen."""
+"""Refusal codes of data messages, counted from 0: a counter that first appears with 1 would show no increase."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A slave's memory: bytes by use, of one version's parameters, and how many versions can be read."""
+    """A slave's memory: bytes by use, bytes of one version's parameters, and the number of readable versions."""
 
     use: Mapping[str, int]
     shard_bytes: int
@@ -41,7 +41,7 @@ class Held:
 
 @dataclass(frozen=True)
 class MetricsMoment:
-    """One moment of what the event loop owns. now_s: of the process's clock."""
+    """The event loop's state at one moment. now_s: of the process's clock."""
 
     run_id: str
     attached: bool
@@ -55,7 +55,7 @@ class MetricsMoment:
 
 
 def snapshot(state: SlaveMachine, memory: ShardMemory | None, counts: Counts) -> MetricsMoment:
-    """On the event loop, between two events."""
+    """Take the snapshot; on the event loop, between two events."""
     shard = state.shard
     return MetricsMoment(
         state.link.run_id,
@@ -76,7 +76,7 @@ def _held(memory: ShardMemory) -> Held:
 
 @dataclass(frozen=True)
 class DiskSizes:
-    """What is read on the scrape's thread. None: it cannot be read now."""
+    """Sizes that are read on the scrape's thread. None: cannot be read now."""
 
     resident_bytes: int
     budget_bytes: int
@@ -86,7 +86,7 @@ class DiskSizes:
 
 @dataclass(frozen=True)
 class Collector:
-    """Makes the families of each scrape. memory_bytes_per_s: of this machine, as measured at start."""
+    """Makes the metric families of each scrape. memory_bytes_per_s: of this machine, as measured at start."""
 
     slave_id: str
     memory_limit_bytes: int
@@ -158,7 +158,7 @@ def _port(families: Families, figures: Figures) -> None:
 
 
 def disk_free_bytes(directory: Path) -> int | None:
-    """What this process may still claim on the disk of its directory."""
+    """Bytes that this process may still allocate on the disk of its directory."""
     try:
         room = os.statvfs(directory)
     except OSError:

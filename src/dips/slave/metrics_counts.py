@@ -1,6 +1,6 @@
-"""What happened in this life of a slave, counted where the engine carries it out: on the event loop, and nowhere else.
+"""Counts a slave process's jobs, commands and snapshots where the shell carries them out: only on the event loop.
 
-A count is a dictionary's entry for each job, command and snapshot; chunks are counted by the data port itself.
+The data port counts chunks itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Counted:
-    """All counts, as they stood at one moment. snapshot_s: when the last one became durable, of the process's clock."""
+    """All counts at one moment. snapshot_s: when the last snapshot became durable, of the process's clock."""
 
     events: Mapping[str, int]
     jobs: Mapping[str, Observed]
@@ -51,12 +51,12 @@ class Counts:
     _update: Update | None = None
 
     def note(self, kind: str) -> None:
-        """A line of the tape, or the end of a stream ("unlinked"). Kinds are the state machine's."""
+        """Count a line of the tape, or the end of a stream ("unlinked"). Kinds are the state machine's."""
         self._events[kind] += 1
 
     @contextlib.contextmanager
     def job(self, kind: str) -> Iterator[None]:
-        """A job of JOBS; one that is refused is counted as failed."""
+        """Count and time a job of JOBS; one that is refused is counted as failed."""
         began_s = self.clock.monotonic_s()
         try:
             yield
@@ -67,7 +67,7 @@ class Counts:
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[None]:
-        """A snapshot or its manifest on its way to the disk."""
+        """Count and time the writing of a snapshot or its manifest."""
         began_s = self.clock.monotonic_s()
         yield
         self._snapshot_s = self.clock.monotonic_s()
@@ -75,7 +75,7 @@ class Counts:
 
     @contextlib.contextmanager
     def update(self, n_elems: int, pushes: int) -> Iterator[None]:
-        """An outer step: it reads theta, momentum and the pushes, and writes theta and momentum."""
+        """Time an outer step: it reads theta, momentum and the pushes, and writes theta and momentum."""
         began_s = self.clock.monotonic_s()
         yield
         n_bytes = (4 + pushes) * n_elems * FLOAT32_BYTES

@@ -1,7 +1,7 @@
-"""Ties a slave's engine, data port and guard to a server of metrics, for as long as the slave serves.
+"""Connects a slave's shell, data port and connection guard to a metrics server, for as long as the slave serves.
 
-Scrapes come on threads of the server's own: the event loop makes its snapshot itself, the data port's thread has left
-one, and nothing else is shared.
+Scrapes run on the server's threads: the event loop makes its snapshot itself, the data port's thread has stored its
+latest one, and nothing else is shared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dips.slave.shell import SlaveShell
 async def serve_slave_metrics(
     config: SlaveConfig, security: Security, shell: SlaveShell, data: DataServer, guard: ConnectionGuard, ring: Ring
 ) -> MetricsServer | None:
-    """A server that has started, if the settings ask for one. Raises ConfigError as MetricsServer does."""
+    """Start a metrics server, if the settings ask for one. Raises ConfigError as MetricsServer does."""
     if config.metrics_listen is None:
         return None
     speed = await shell.measure_memory()

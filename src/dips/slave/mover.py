@@ -1,9 +1,9 @@
-"""Puts a slave's shard of another placement together, for a RESHARD: own blocks from memory, the others from the slaves
-that have them, straight into a snapshot file (docs/decisions/0019-reshard.md).
+"""Assembles a slave's shard of another placement, for a RESHARD: own blocks from memory, the others from the slaves
+that have them, directly into a snapshot file (docs/decisions/0019-reshard.md).
 
 Runs on the thread "dips-move", which owns the sockets; the file is written on "dips-disk", block by block, so that a
-promise never waits for a peer. Needs one block of memory. Never seals a file whose checksums are not those that the
-master's lists add up to.
+promise never waits for a peer. Needs one block of memory. Never seals a file whose checksums differ from
+those of the master's lists.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from dips.slave.state.fetching import WINDOW_CHUNKS, ChunkRequest, Fetch, cancel
 T = TypeVar("T")
 
 LONGEST_POLL_S = 0.1
-"""How soon a cancelled move stops."""
+"""Within this time a cancelled move stops."""
 
 HANDSHAKE_MS = 5_000
 RECONNECT_MS, MAX_RECONNECT_MS = 50, 1_000
 
 
 class Mover:
-    """One move. run() returns the shadow's info, or raises Refused."""
+    """One move of blocks. run() returns the shadow's info, or raises Refused."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Mover:
         clock: Clock,
         curve: CurvePair | None,
     ) -> None:
-        """memory: of the version that is moved; None for a slave without blocks. disk: the thread of the disk."""
+        """memory: holds the version that is moved; None for a slave without blocks. disk: the thread of the disk."""
         self._slave_id = slave_id
         self._run_id, self._epoch = run_id, epoch
         self._move = move
@@ -67,11 +67,11 @@ class Mover:
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """From any thread: run() ends soon, with Refused."""
+        """Cancel the move, from any thread: run() ends soon, with Refused."""
         self._cancelled.set()
 
     def run(self) -> SnapshotInfo:
-        """Raises Refused: DIGEST, DISK, BUSY (a source does not answer, or cancelled), VERSION_GONE."""
+        """Move blocks. Raises Refused: DIGEST, DISK, BUSY (a source does not answer, or cancelled), VERSION_GONE."""
         move = self._move
         blocks = checks.own_blocks(self._slave_id, move)
         info = SnapshotInfo(
@@ -99,7 +99,7 @@ class Mover:
         return info
 
     def _block(self, block: Block, momentum: bool, sources: _Sources) -> memoryview:
-        """The bytes of one block, which are good until the next call."""
+        """The bytes of one block, valid until the next call."""
         spec = self._move.sources
         address = spec.slaves[spec.slave_of_block[block.block_id]]
         if address.slave_id != self._slave_id:
@@ -122,7 +122,7 @@ class Mover:
         return self._clock.monotonic_s()
 
     def carry(self, fetch: Fetch, link: _Link, momentum: bool, into: memoryview) -> None:
-        """Raises Refused when the slave cannot give the block, or nobody wants it any more."""
+        """Fetch one block. Raises Refused when the slave cannot give it, or the move was cancelled."""
         now_s = self.now_s
         while not fetch.done:
             if self._cancelled.is_set():
@@ -136,7 +136,7 @@ class Mover:
                 raise fetch.failure
             pause_s = min(max(0.0, fetch.next_deadline_s() - now_s()), LONGEST_POLL_S)
             for frames in link.receive(pause_s):
-                self._hear(fetch, frames, momentum, into)
+                self._receive(fetch, frames, momentum, into)
 
     def _header(self, ask: ChunkRequest, momentum: bool) -> DataHeader:
         chunk = ask.chunk
@@ -146,12 +146,12 @@ class Mover:
             momentum=momentum,
         )  # fmt: skip
 
-    def _hear(self, fetch: Fetch, frames: list[bytes], momentum: bool, into: memoryview) -> None:
+    def _receive(self, fetch: Fetch, frames: list[bytes], momentum: bool, into: memoryview) -> None:
         try:
             header = DataHeader.decode(frames[0])
             header.check_common(self._run_id)
         except Refused:
-            return  # nobody's: what it should have answered is asked for again
+            return  # answers no request: a lost answer is requested again
         chunk, now_s = fetch.wanted(header.request), self._clock.monotonic_s()
         if chunk is None:
             return
@@ -215,7 +215,7 @@ class _Link:
         self._socket: zmq.Socket[bytes] | None = None
 
     def connect(self) -> None:
-        """A fresh socket: late answers to the one before go nowhere."""
+        """Open a new socket: late answers to the old one are lost."""
         if self._socket is not None:
             self._socket.close(linger=0)
         dealer = self._socket = self._context.socket(zmq.DEALER)
@@ -238,7 +238,7 @@ class _Link:
         dealer.connect(self._address.data_endpoint)
 
     def send(self, header: bytes) -> None:
-        """Never blocks: what does not fit counts as lost, and silence repairs it."""
+        """Send without blocking: a message that does not fit counts as lost, and is sent again after a silence."""
         assert self._socket is not None, "connected before"
         try:
             self._socket.send(header, zmq.NOBLOCK)
@@ -246,7 +246,7 @@ class _Link:
             return
 
     def receive(self, timeout_s: float) -> list[list[bytes]]:
-        """What has arrived, waiting at most timeout_s for the first message. Longer ones than ours are dropped."""
+        """Arrived messages, waiting at most timeout_s for the first. Those with too many frames are dropped."""
         assert self._socket is not None, "connected before"
         out: list[list[bytes]] = []
         if not self._socket.poll(round(timeout_s * 1000)):

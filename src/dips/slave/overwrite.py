@@ -1,9 +1,9 @@
-"""Bytes into a file that is there already, at the pace of the disk. Linux; elsewhere plain writes.
+"""Writes bytes into an existing file at the speed of the disk. Linux; elsewhere plain writes.
 
-Two ways. Through the page cache, and the kernel is told after each piece to begin with it, because it would else wait
-until the flush has all of it to do: soonest done. Or straight to the device (O_DIRECT), for memory whose place in the
-file suits it: no copy, half the work for the processors, and the pages of everybody else stay in memory. Neither makes
-anything durable: that is the flush afterwards. Never creates, lengthens or flushes a file.
+Two ways. Through the page cache: after each piece the kernel is asked to begin writing it, since it would otherwise
+leave all of it to the flush; this is the fastest way. Or directly to the device (O_DIRECT), for memory whose place in
+the file suits it: no copy, half the work for the processors, and other programs' pages stay in memory. Neither makes
+anything durable: the flush afterwards does. Never creates, lengthens or flushes a file.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 from dips.core.observe.failpoints import failpoint
 
 PIECE_BYTES = 4 << 20
-"""Written at once: large enough for the disk, small enough that its checksum finds it in the cache."""
+"""Size of one write: large enough for the disk, small enough that the checksum finds it in the cache."""
 
 IN_FLIGHT = 3
-"""Pieces that go straight to the device at a time: one of this size alone leaves it idle between two."""
+"""Pieces that are written directly to the device at a time: one alone would leave it idle between two."""
 
 SECTOR_BYTES = 512
-"""The least that devices address. One that wants more says EINVAL, and is written through the page cache."""
+"""Sector size. A device that needs larger sectors answers EINVAL, and is written through the page cache."""
 
 _PAGE_BYTES = 4096
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE of sync_file_range(2)
@@ -38,7 +38,7 @@ Seen = Callable[[memoryview], object]
 def overwrite(path: Path, at: int, data: memoryview, seen: Seen | None = None, straight: bool = False) -> None:
     """Write the bytes at this place of a file that is long enough. Raises OSError.
 
-    seen: is given all of the data too, in order, in pieces. straight: past the page cache, where that can be.
+    seen: gets all of the data too, in order, in pieces. straight: bypass the page cache where possible.
     """
     pieces = [(begin, data[begin : begin + PIECE_BYTES]) for begin in range(0, len(data), PIECE_BYTES)]
     with _Overwritten(path, straight) as into:
@@ -54,7 +54,7 @@ def overwrite(path: Path, at: int, data: memoryview, seen: Seen | None = None, s
 
 
 def _write_together(into: _Overwritten, at: int, pieces: list[tuple[int, memoryview]], seen: Seen | None) -> None:
-    """Some pieces at a time, and the checksums beside them: the processors have nothing else to do with them."""
+    """Write some pieces at a time, and compute the checksums meanwhile: direct writes leave the processors idle."""
     pool = ThreadPoolExecutor(IN_FLIGHT, "dips-disk-straight")
     try:
         writing = [pool.submit(into.write, at + begin, piece) for begin, piece in pieces]
@@ -69,9 +69,9 @@ def _write_together(into: _Overwritten, at: int, pieces: list[tuple[int, memoryv
 
 
 def begin_writing(handle: int, at: int, n_bytes: int) -> None:
-    """Ask the kernel to begin writing these bytes of a file; returns at once, and promises nothing.
+    """Ask the kernel to begin writing these bytes of a file; returns at once, without a guarantee.
 
-    What goes wrong is not said here: the flush that must follow has it.
+    Errors are not reported here: the flush that must follow reports them.
     """
     if _sync_file_range is not None:
         _sync_file_range(handle, at, n_bytes, _BEGIN_WRITING)
@@ -94,7 +94,7 @@ class _Overwritten:
             os.close(self._direct)
 
     def write(self, at: int, data: memoryview) -> None:
-        """Write all of it."""
+        """Write all of the data."""
         while data:
             n_direct = 0 if self._refused else _direct_bytes(at, data)
             done = self._write_direct(at, data[:n_direct]) if n_direct else self._write_plain(at, data)
@@ -117,10 +117,10 @@ class _Overwritten:
 
 
 def _open_direct(path: Path) -> int | None:
-    """None where the file system (such as one in memory) or the operating system has no such way.
+    """Open a file for direct writes; None where the file system (such as one in memory) or the system has none.
 
     Nor where pages are larger than a snapshot's header: pieces would share one, and the page cache, which writes pages
-    as a whole, could put back old bytes where new ones went past it.
+    as a whole, could put back old bytes where new ones bypassed it.
     """
     flag = getattr(os, "O_DIRECT", None)
     if flag is None or mmap.PAGESIZE > _PAGE_BYTES:
@@ -132,7 +132,7 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _direct_bytes(at: int, data: memoryview) -> int:
-    """How much from the beginning may go straight to the device: whole sectors of memory that begins with a page."""
+    """Bytes from the beginning that may be written directly: whole sectors of memory that begins with a page."""
     if at % SECTOR_BYTES or np.frombuffer(data, np.uint8).ctypes.data % _PAGE_BYTES:
         return 0
     return len(data) - len(data) % SECTOR_BYTES

@@ -1,4 +1,4 @@
-"""The slave process: puts the parts together, and takes them apart in an order that loses nothing."""
+"""Starts the slave process's parts, serves, and stops them in an order that loses nothing."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from dips.slave.state import events
 from dips.slave.state.slave import SlaveMachine
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may hold the interpreter while others wait. The default of 5 ms would add up to 5 ms to each
+"""Longest time that a thread holds the interpreter while others wait. The default of 5 ms would add up to 5 ms to each
 chunk's answer whenever the event loop is at work; at 1 MiB chunks that would halve a fast link."""
 
 log = logging.getLogger("dips.slave")
 
 
 def run(config: SlaveConfig, loaded: Loaded[SlaveConfig] | None = None) -> int:
-    """Serve until told to stop. Returns the process's exit code; says an error in one sentence on stderr.
+    """Serve until a signal or StopSlave. Returns the process's exit code; prints an error in one sentence on stderr.
 
     With `loaded` the settings are logged first, each with its source.
-    0: the master needs this slave no more. 143, 130: SIGTERM or SIGINT came before that. Others: DipsError.exit_code
-    of what ended it.
+    0: the master no longer needs this slave. 143, 130: SIGTERM or SIGINT came before that. Others: DipsError.exit_code
+    of the error that ended it.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
@@ -65,18 +65,18 @@ async def _until_signalled(config: SlaveConfig) -> int:
     loop = asyncio.get_running_loop()
     code = TERMINATED
 
-    def rang(number: signal.Signals) -> None:
+    def on_signal(number: signal.Signals) -> None:
         nonlocal code
         code = INTERRUPTED if number is signal.SIGINT else TERMINATED
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, rang, number)
+        loop.add_signal_handler(number, on_signal, number)
     return 0 if await serve(config, stop) else code
 
 
 async def serve(config: SlaveConfig, stop: asyncio.Event) -> bool:
-    """Serve until `stop` is set or the master says StopSlave; whether the master said so.
+    """Serve until `stop` is set or the master sends StopSlave. Returns whether the master sent it.
 
     Raises the DipsError that ends the slave.
     """
@@ -161,14 +161,14 @@ async def _serve(
 
 
 def _advertised(config: SlaveConfig, bound: str) -> str:
-    """The endpoint that clusters are to dial. Raises ConfigError for one that they cannot, as far as is known here."""
+    """The endpoint that clusters connect to. Raises ConfigError if they certainly cannot reach it."""
     endpoint = bound
     if config.advertise:
         host, port = parse_address(config.advertise, "advertise")
         endpoint = f"tcp://{format_address(host, port or parse_address(bound)[1])}"
     if is_loopback_endpoint(endpoint) and is_elsewhere(config.master):
         raise ConfigError(
-            f"clusters are to find this slave at {endpoint}, which only this machine reaches, and the master at "
+            f"clusters would connect to this slave at {endpoint}, which only this machine reaches, and the master at "
             f"{config.master} is another machine: give data_host an address of this machine that they reach, or give "
             "advertise"
         )
@@ -186,7 +186,7 @@ def _push_record(config: SlaveConfig) -> PushEvidence | None:
 
 
 async def _until_ended(shell: SlaveShell, control: Control, stop: asyncio.Event, tape: Tape) -> bool:
-    """Whether it ended because the master needs this slave no more."""
+    """Serve until the end. Returns whether the master no longer needs this slave."""
     stopped = asyncio.create_task(stop.wait())
     dialling = asyncio.create_task(control.run())
     try:
@@ -205,7 +205,7 @@ async def _until_ended(shell: SlaveShell, control: Control, stop: asyncio.Event,
 
 
 class _Relay:
-    """Carries the data thread's words to the engine, which is made after the data port is bound."""
+    """Passes the data thread's events to the shell, which is made after the data port is bound."""
 
     def __init__(self) -> None:
         self.shell: SlaveShell | None = None

@@ -1,6 +1,6 @@
-"""The epoch that this slave promised, durable before it is said, so that an older master is refused for ever.
+"""Keeps the epoch that this slave promised, durable before it is sent, so that an older master is refused for ever.
 
-Must never sink, and must never be guessed: a promise that cannot be read ends the process.
+It must never decrease, and must never be guessed: a promise that cannot be read ends the process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ NAME = "promise.json"
 
 
 class Promise:
-    """Reads what was promised. Raises ConfigError when that cannot be known."""
+    """The promised epoch, read from disk. Raises ConfigError when it cannot be read."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self.epoch = read_promise(disk) if NAME in disk.names() else 0
 
     def save(self, epoch: int) -> None:
-        """Durable when this returns. A smaller epoch than the one promised changes nothing. Raises OSError."""
+        """Save an epoch; durable when this returns. One below the promised epoch changes nothing. Raises OSError."""
         if epoch > self.epoch:
             write_small(self._disk, NAME, {"promised_epoch": epoch})
             self.epoch = epoch
@@ -39,14 +39,14 @@ def read_promise(disk: Disk) -> int:
 
 
 def read_small(disk: Disk, name: str, keys: Collection[str]) -> dict[str, object]:
-    """A small JSON file that this slave wrote, with no others than these keys. Raises ConfigError, with what to do."""
+    """Read a small JSON file of this slave that has only these keys. Raises ConfigError with the remedy."""
     where = disk.where(name)
     try:
         with disk.open(name) as file:
             body = json.loads(file.read())
         # A release before this one wrote no checksum.
         if not isinstance(body, dict) or body.pop(_CHECKSUM, _sum(body)) != _sum(body) or not body.keys() <= {*keys}:
-            raise ConfigError(f"{where} is not what a slave wrote; {_REMEDY}")
+            raise ConfigError(f"{where} was not written by a slave; {_REMEDY}")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where} cannot be read: {error}; {_REMEDY}") from error
     return body
@@ -65,4 +65,4 @@ def _sum(body: Mapping[str, object]) -> str:
 _CHECKSUM = "xxh3_128"
 
 
-_REMEDY = "restore it from a copy, or begin anew in an empty directory"
+_REMEDY = "restore it from a copy, or begin again in an empty directory"

@@ -1,10 +1,10 @@
-"""Evidence of every round: the accepted pushes as they stood in staging, so that a version can be computed again.
+"""Writes evidence of every round: the accepted pushes as they were in staging, so that a version can be recomputed.
 
 Off by default, because it costs 4 bytes of disk for each parameter and push, for ever. For round r1.7 the directory
 `pushes/` has one safetensors file for each accepted push (`r1.7-0.safetensors`: the tensor "push", float32, this
 slave's blocks in block-id order) and, once all of them are durable, `round-r1.7.json` with every scalar of the outer
-step, the checksum of each file, and one of itself (docs/storage.md). Rounds that were given up leave theirs, too: the
-COMMIT records say which ones count.
+step, the checksum of each file, and one of itself (docs/storage.md). Rounds that were given up leave files, too: the
+COMMIT records show which ones count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DIRECTORY = "pushes"
 
 
 class PushEvidence:
-    """directory: the slave's own; `pushes/` is made in it. Raises OSError."""
+    """Writes the evidence files. directory: the slave's own; `pushes/` is made in it. Raises OSError."""
 
     def __init__(self, directory: Path, run_id: str, slave_id: str) -> None:
         self._directory = directory / DIRECTORY
@@ -37,9 +37,10 @@ class PushEvidence:
         self._owner = {"format": FORMAT, "run_id": run_id, "slave_id": slave_id}
 
     def write(self, body: Prepare, shadow: SnapshotInfo, rows: list[F32], chunk_bytes: int) -> None:
-        """rows: staging rows of body.accepted in that order, each (n,) float32. Durable when this returns.
+        """Write a round's files. rows: staging rows of body.accepted in that order, each (n,) float32. Durable when
+        this returns.
 
-        Raises OSError; files that no record names may stay then.
+        Raises OSError; files that no record names may then be left.
         """
         round_id = str(body.round)
         names = [f"{round_id}-{index}.safetensors" for index in range(len(rows))]
@@ -49,8 +50,8 @@ class PushEvidence:
             said["xxh3_128"] = _write_push(self._directory / name, row, metadata)
         self._disk.sync_names()
         accepted = [said | {"file": name} for name, said in zip(names, pushes, strict=True)]
-        told = self._owner | _scalars(body, shadow, chunk_bytes) | {"accepted": accepted}
-        text = json.dumps(told | {"xxh3_128": checksum(told)}, indent=1)
+        record = self._owner | _scalars(body, shadow, chunk_bytes) | {"accepted": accepted}
+        text = json.dumps(record | {"xxh3_128": checksum(record)}, indent=1)
         replace_durably(self._disk, f"round-{round_id}.json", text.encode())
 
     def _push(self, body: Prepare, index: int) -> dict[str, Any]:
@@ -58,14 +59,14 @@ class PushEvidence:
         return {"push": str(staged.push), "attempt": staged.attempt, "weight": body.weights[index]}
 
 
-def checksum(told: Mapping[str, Any]) -> str:
-    """Of all that a round's file says, its own checksum left out."""
-    body = {key: value for key, value in told.items() if key != "xxh3_128"}
+def checksum(record: Mapping[str, Any]) -> str:
+    """Checksum of a round's file, without the checksum itself."""
+    body = {key: value for key, value in record.items() if key != "xxh3_128"}
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _write_push(path: Path, row: F32, metadata: Mapping[str, str]) -> str:
-    """A safetensors file of one tensor, flushed; by hand, because the library makes two copies of the tensor.
+    """Write and flush a safetensors file of one tensor, by hand, because the library makes two copies of the tensor.
 
     Returns xxh3-128 of all its bytes.
     """
@@ -93,7 +94,7 @@ def _write_all(handle: int, at: int, data: memoryview) -> None:
 
 
 def _scalars(body: Prepare, shadow: SnapshotInfo, chunk_bytes: int) -> dict[str, Any]:
-    """JSON keeps every bit of a float64: Python writes the shortest text that reads back the same."""
+    """The round's scalars. JSON keeps every bit of a float64: Python writes the shortest text that reads back equal."""
     return {
         "round": str(body.round),
         "from_version": str(body.from_version) if body.from_version is not None else None,

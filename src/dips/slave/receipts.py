@@ -1,7 +1,7 @@
-"""What was learned of the staged pushes while they arrived, so that MEASURE need not read their bytes again.
+"""Keeps sums over the staged pushes that were taken on receipt, so that MEASURE need not read their bytes again.
 
 Sums are kept piece by piece (core/math/outer_numpy.py), each with the number of the theta that it was taken with: a
-version that flips in between makes them worthless, and they are simply not known any more. Written by the data thread
+version that flips in between makes them invalid, and they count as unknown. Written by the data thread
 only; the rows of complete pushes do not change, so any thread may read those.
 
 Shapes: rows of staging memory r, the shard's pieces p and chunks c.
@@ -24,19 +24,19 @@ I64 = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 NEVER = 0
-"""The number of no theta."""
+"""The number that means no theta."""
 
 _PENDING = -1
-"""Of products whose landing is under way."""
+"""Marks products whose landing is under way."""
 
 MOST_COMPANIONS = 2
 """Products are taken with at most this many other pushes of the same chunk. Each reads the other's chunk from memory
-once: for k pushes k (k - 1) / 2 reads, while a pass of MEASURE reads k + 1. So they pay up to k = 3, where they hide
-behind the network as well."""
+once: for k pushes k (k - 1) / 2 reads, while a pass of MEASURE reads k + 1. So they are worth it up to k = 3, where the
+network's time hides them as well."""
 
 assert MOST_COMPANIONS * (MOST_COMPANIONS + 1) // 2 == KEPT_PRODUCTS
-"""A push that lands beside at most two others makes three pairs. More that are of use come about only when pushes land
-at the same moment; those are left to MEASURE, so that the products of any number of pushes take the room of three."""
+"""Places for pairs: a push that lands with at most two others makes three pairs. More useful ones arise only when
+pushes land at the same moment; MEASURE computes those, so that any number of pushes needs the memory of three pairs."""
 
 
 class Receipts:
@@ -56,22 +56,22 @@ class Receipts:
 
     @property
     def n_bytes(self) -> int:
-        """What all of it takes; part of a slave's memory_bytes (core/placement.py)."""
+        """Memory of all sums; part of a slave's memory_bytes (core/placement.py)."""
         arrays = (self._squared, self._measured, self._bad, self._products, self._pair_of, self._taken_with)
         return sum(array.nbytes for array in arrays) + self.chunk_of_piece.nbytes
 
     def new_theta(self) -> None:
-        """Another version is the current one now."""
+        """Another version became the current one."""
         self.theta_number += 1
 
     def clear(self, row: int) -> None:
-        """Another push takes this row."""
+        """Forget a row, for another push."""
         self._measured[row] = NEVER
         n_rows = len(self._measured)
         self._taken_with[(self._pair_of // n_rows == row) | (self._pair_of % n_rows == row)] = NEVER
 
     def squared_of(self, row: int, landing: Landing) -> F64:
-        """Where the sums of a chunk go."""
+        """The place of a chunk's sums."""
         return self._squared[row, landing.pieces]
 
     def note(self, row: int, landing: Landing, bad: int, theta_number: int) -> None:
@@ -82,7 +82,7 @@ class Receipts:
             self._give_back(row, landing.index)
 
     def companions(self, row: int, landing: Landing) -> list[tuple[int, F64]]:
-        """Other rows whose chunk is here, measured with this theta, and where products go; none if they are many."""
+        """Other rows that have the chunk, measured with this theta, with the place of the products; none if many."""
         numbers = self._measured[:, landing.index].tolist()
         others = [other for other, number in enumerate(numbers) if number == self.theta_number and other != row]
         if len(others) > MOST_COMPANIONS:
@@ -100,11 +100,11 @@ class Receipts:
                 self._taken_with[place, chunk] = theta_number
 
     def known(self) -> KnownReceipts:
-        """What holds for the current theta."""
+        """The sums that are valid for the current theta."""
         return KnownReceipts(self, self.theta_number)
 
     def _claim(self, code: int, chunk: int) -> int | None:
-        """A place for a pair's products of this chunk; None while all hold what is of use, or soon will."""
+        """Claim a place for a pair's products of this chunk; None while all are in use, or soon will be."""
         for place, number in enumerate(self._taken_with[:, chunk].tolist()):
             if number not in (_PENDING, self.theta_number):
                 self._pair_of[place, chunk], self._taken_with[place, chunk] = code, _PENDING
@@ -112,7 +112,7 @@ class Receipts:
         return None
 
     def _give_back(self, row: int, chunk: int) -> None:
-        """Places of a landing that took no products."""
+        """Release the places of a landing that took no products."""
         numbers = self._taken_with[:, chunk].tolist()
         for place, number in enumerate(numbers):
             if number == _PENDING and row in divmod(int(self._pair_of[place, chunk]), len(self._measured)):
@@ -124,7 +124,7 @@ class Receipts:
 
 @dataclass(frozen=True)
 class KnownReceipts:
-    """What receipt told of complete pushes, for the theta with this number."""
+    """Sums of complete pushes that were taken on receipt, for the theta with this number."""
 
     receipts: Receipts
     theta_number: int

@@ -1,4 +1,4 @@
-"""The ring of snapshot files: made once at full size, overwritten in place, so that a full disk shows before a round.
+"""Keeps the ring of snapshot files: made once at full size, overwritten in place, so a full disk shows before a round.
 
 Every step is in an order that a crash can follow anywhere (docs/storage.md): the manifest of the version that leaves
 goes first, durably; then the file is written, header last, and synced; then its own manifest comes, and with it the
@@ -35,14 +35,14 @@ from dips.slave.snapshot_file import (
 Key = tuple[Version, RoundId]
 
 DISK_RETRY_S = 1.0
-"""How soon a write that the disk refused is tried again, where it is tried again."""
+"""Wait before a write that the disk refused is tried again, where it is."""
 
 SPARE_FILES = 1
-"""Beside those that are kept: the file of the shadow, while a round is open."""
+"""Files in addition to the kept ones: the file of the shadow, while a round is open."""
 
 
 class SnapshotWriter:
-    """A snapshot file while it is written from its beginning to its end: theta's bytes, then the momentum's."""
+    """Writes a snapshot file from its beginning to its end: theta's bytes, then the momentum's."""
 
     def __init__(self, disk: Disk, name: str, n_elems: int) -> None:
         self._disk = disk
@@ -53,7 +53,7 @@ class SnapshotWriter:
         self._sums = (xxhash.xxh3_128(), xxhash.xxh3_128())
 
     def write(self, data: memoryview) -> None:
-        """The next bytes, of one of the two tensors. Raises Refused(DISK)."""
+        """Write the next bytes, of one of the two tensors. Raises Refused(DISK)."""
         which = int(self._written_bytes >= self._half_bytes)
         at = HEADER_BYTES + self._written_bytes
         try:
@@ -63,13 +63,13 @@ class SnapshotWriter:
         self._written_bytes += len(data)
 
     def sums(self) -> tuple[str, str]:
-        """xxh3-128 of both tensors, once all is written."""
+        """xxh3-128 of both tensors, once all bytes are written."""
         assert self._written_bytes == 2 * self._half_bytes, "a header seals whole files only"
         return self._sums[0].hexdigest(), self._sums[1].hexdigest()
 
 
 class Ring:
-    """snapshots_kept: committed snapshots that are never overwritten. scan() must come first."""
+    """The ring. snapshots_kept: committed snapshots that are never overwritten. Call scan() first."""
 
     def __init__(self, disk: Disk, run_id: str, slave_id: str, snapshots_kept: int) -> None:
         self._disk = disk
@@ -85,7 +85,7 @@ class Ring:
     def n_files(self) -> int:
         return self._snapshots_kept + SPARE_FILES
 
-    # ---- what is there ----
+    # ---- snapshots on disk ----
 
     def scan(self) -> list[str]:
         """Verify every file. Returns one sentence for each that cannot be used; it is free space from now on."""
@@ -94,7 +94,7 @@ class Ring:
         return problems
 
     def infos(self) -> tuple[SnapshotInfo, ...]:
-        """Verified snapshots, newest first. May be asked from any thread, and never waits for the disk."""
+        """Verified snapshots, newest first. May be called from any thread, and never waits for the disk."""
         return self._known
 
     def holds(self, info: SnapshotInfo) -> bool:
@@ -105,9 +105,9 @@ class Ring:
     # ---- the files ----
 
     def make(self, n_elems: int) -> None:
-        """Make all files, or what is missing of them. Raises Refused(DISK) with what is needed and what is free.
+        """Make all missing files. Raises Refused(DISK) with the bytes needed and the bytes free.
 
-        A file that holds a verified snapshot is left as it is, also where it has another size.
+        A file that holds a verified snapshot is left unchanged, also with another size.
         """
         size = file_bytes(n_elems)
         free_slots = [slot for slot in range(self.n_files) if self._slots.get(slot) is None]
@@ -141,14 +141,14 @@ class Ring:
         )
 
     def _give_room_back(self, slots: list[int]) -> None:
-        """Half a ring would only hold space that the operator is asked to free. Best effort: the disk fails already."""
+        """Remove the files made so far: the operator is asked to free space. Best effort: the disk fails already."""
         for slot in slots:
             try:
                 self._disk.remove(ring_name(slot))
             except OSError:
                 continue
 
-    # ---- the life of a snapshot ----
+    # ---- writing snapshots ----
 
     def write_shadow(
         self,
@@ -158,12 +158,13 @@ class Ring:
         written: Callable[[], object] = lambda: None,
         straight: bool = False,
     ) -> None:
-        """Durable when this returns. theta, momentum: (n,) float32 of this slave's blocks, not read after written().
+        """Write a shadow; durable when this returns. theta, momentum: (n,) float32 of this slave's blocks, not read
+        after written().
 
-        straight: nobody waits for it, others want the processors. Raises Refused(DISK); the file is free space then.
+        straight: it is not urgent, and leaves the processors to others. Raises Refused(DISK); then the file is free.
         """
         if self._open == _key(info):
-            self._open = None  # written once more: the earlier file is no longer the round's
+            self._open = None  # written again: the earlier file is no longer the round's
         slot = self._choose(_key(info))
         name, n_bytes = ring_name(slot), file_bytes(theta.size)
         try:
@@ -182,7 +183,7 @@ class Ring:
         self._open = _key(info)
 
     def _write_tensors(self, name: str, theta: F32, momentum: F32, straight: bool) -> tuple[str, str]:
-        """Their checksums, taken on the way: so the header that holds them comes last, and none fits mixed bytes."""
+        """Write both tensors. Returns the checksums; the header with them is written last, so none fits mixed bytes."""
         sums = (xxhash.xxh3_128(), xxhash.xxh3_128())
         self._disk.overwrite(name, HEADER_BYTES, bytes_of(theta), sums[0].update, straight)
         self._disk.overwrite(name, momentum_place(theta.size), bytes_of(momentum), sums[1].update, straight)
@@ -191,8 +192,8 @@ class Ring:
     # ---- a shadow that comes piece by piece, of another placement ----
 
     def begin_stream(self, info: SnapshotInfo, n_elems: int) -> SnapshotWriter:
-        """A file for a shard of n_elems that stands nowhere in memory. Nothing else takes its place until
-        seal_stream() or drop_stream(). Raises Refused(DISK), also when a whole ring of such files would find no room.
+        """Begin a file for a shard of n_elems that is not in memory. It is reserved until seal_stream() or
+        drop_stream(). Raises Refused(DISK), also when a whole ring of such files would not fit on the disk.
         """
         self.drop_stream()
         self._check_room(file_bytes(n_elems))
@@ -209,7 +210,7 @@ class Ring:
         return SnapshotWriter(self._disk, name, n_elems)
 
     def seal_stream(self, stream: SnapshotWriter, info: SnapshotInfo) -> None:
-        """All of it is written: durable when this returns, and a shadow like any other. Raises Refused(DISK)."""
+        """Seal a fully written stream: durable when this returns, and a shadow like any other. Raises Refused(DISK)."""
         slot = self._streaming
         assert slot is not None, "a stream that was begun is sealed once"
         raw, head = build_header(info, stream.n_elems, stream.sums(), *self._owner)
@@ -223,11 +224,11 @@ class Ring:
         self._open = _key(info)
 
     def drop_stream(self) -> None:
-        """What was written so far is free space."""
+        """Give up a stream: its file is free space."""
         self._streaming = None
 
     def _check_room(self, size: int) -> None:
-        """Files grow where they stand: what they lack of `size` must be free, or rounds would fail later."""
+        """Files grow in place: the bytes that they lack of `size` must be free, or rounds would fail later."""
         lacking = sum(self._disk.missing_bytes(ring_name(slot), size) for slot in range(self.n_files))
         try:
             free = self._disk.free_bytes()
@@ -242,11 +243,11 @@ class Ring:
             )
 
     def close_round(self) -> None:
-        """No round is open: no shadow needs protection. For a slave that is configured anew."""
+        """No round is open: no shadow needs protection. For a slave that is configured again."""
         self._open = None
 
     def drop_shadow(self, info: SnapshotInfo) -> None:
-        """The file of this shadow is free space; a committed snapshot is left alone."""
+        """Free the file of this shadow; a committed snapshot is left unchanged."""
         slot = self._slot_of(_key(info))
         if slot is not None and not self._content(slot).info.committed:
             self._put(slot, None)
@@ -265,9 +266,9 @@ class Ring:
         record: bytes,
         written: Callable[[], object] = lambda: None,
     ) -> None:
-        """The manifest of a committed version, and before it the file unless it is there already. Raises Refused(DISK).
+        """Write the file of a committed version, unless it is there, then its manifest. Raises Refused(DISK).
 
-        info: with its commit_hash. What a write of another version left behind when it failed is free space then.
+        info: with its commit_hash. The file of an earlier write that failed becomes free space.
         """
         if not self.holds(info):
             self.close_round()
@@ -275,7 +276,7 @@ class Ring:
         self.commit(info, info.commit_hash, record)
 
     def rename(self, origin: SnapshotInfo, info: SnapshotInfo, commit_hash: bytes, record: bytes) -> SnapshotInfo:
-        """After a rollback: the snapshot of `origin` is `info` from now on, by a manifest in the place of its own.
+        """After a rollback: the snapshot of `origin` becomes `info`, by replacing its manifest.
 
         Raises Refused(DISK).
         """
@@ -284,10 +285,10 @@ class Ring:
     def adopt(
         self, source: SnapshotInfo, named: SnapshotInfo, origin: Version | None, commit_hash: bytes, record: bytes
     ) -> tuple[SnapshotInfo, list[str]]:
-        """`source` was loaded as what the master calls `named`: give it that name and COMMIT, if it has not both.
+        """`source` was loaded as the master's version `named`: give it that name and COMMIT, unless it has both.
 
-        What a rollback to `origin` lost leaves only after that. May be done again after a crash anywhere. Returns the
-        committed snapshot, and a sentence for each file that could not be removed. Raises Refused(DISK).
+        Versions lost by a rollback to `origin` are removed only after that. Can be repeated after any crash. Returns
+        the committed snapshot, and a sentence for each file that could not be removed. Raises Refused(DISK).
         """
         here = source
         if _key(source) != _key(named):
@@ -321,7 +322,7 @@ class Ring:
         return info
 
     def load(self, info: SnapshotInfo, theta: F32, momentum: F32) -> None:
-        """Read a snapshot into memory. Raises Refused(DISK) when it changed since it was verified; it is free then."""
+        """Read a snapshot into memory. Raises Refused(DISK) when it changed since it was verified; then it is free."""
         slot = self._slot_of(_key(info))
         if slot is None:
             raise Refused(RefusalCode.DISK, f"the snapshot of version {info.version} ({info.round}) is gone")
@@ -338,7 +339,7 @@ class Ring:
         self._current = _key(info)
 
     def record(self, version: Version, round_id: RoundId) -> tuple[bytes, bytes]:
-        """The COMMIT record in a manifest, read anew, and its hash as committed.
+        """The COMMIT record in a manifest, read again, and its hash as committed.
 
         Raises Refused(VERSION_GONE or DISK).
         """
@@ -351,10 +352,10 @@ class Ring:
             raise Refused(RefusalCode.DISK, f"the COMMIT record of {version} cannot be read: {error}") from error
         return found.record.encode(), found.info.commit_hash
 
-    # ---- what leaves ----
+    # ---- removing snapshots ----
 
     def forget_lost(self, origin: Version, now: Version) -> list[str]:
-        """After a rollback to `origin`, named `now`: snapshots that came after it on the timelines before leave.
+        """After a rollback to `origin`, named `now`: remove later snapshots of earlier timelines.
 
         Returns a sentence for each that could not be removed.
         """
@@ -362,7 +363,7 @@ class Ring:
         return self._each(lost, self._vacate)
 
     def tidy(self, current: SnapshotInfo) -> list[str]:
-        """`current` is in memory: other shadows are free space; files beyond the ring go if nothing is kept there.
+        """`current` is in memory: free other shadows, and remove files beyond the ring that hold no kept version.
 
         Returns a sentence for each file that could not be removed: a failing disk must not undo a durable COMMIT.
         """
@@ -375,7 +376,7 @@ class Ring:
         return self._each(surplus, self._remove)
 
     def _vacate(self, slot: int) -> None:
-        """The slot's content leaves: its manifest goes first, durably, so that none ever names other bytes."""
+        """Clear a slot: its manifest is removed first, durably, so that none ever names other bytes."""
         failpoint("slave.manifest.before_remove")
         self._disk.remove(manifest_name(slot))
         self._put(slot, None)
@@ -396,10 +397,10 @@ class Ring:
                 problems.append(f"{self._disk.where(ring_name(slot))} cannot be removed: {error.strerror}")
         return problems
 
-    # ---- which file ----
+    # ---- choosing a file ----
 
     def _choose(self, key: Key) -> int:
-        """The slot to overwrite: one that holds nothing, else a stale shadow, else the oldest that is not kept.
+        """The slot to overwrite: an empty one, else a stale shadow, else the oldest that is not kept.
 
         Raises Refused(DISK) when every file is named by a kept version or an open round.
         """
@@ -457,7 +458,7 @@ _ZERO: Key = (Version(0, 0), RoundId(0, 0))
 
 
 def disk_refusal(where: str, error: OSError) -> Refused:
-    """What a peer is told when this slave's disk is full or fails."""
+    """The refusal that a peer gets when this slave's disk is full or fails."""
     return Refused(
         RefusalCode.DISK, f"{where} cannot be written: {error.strerror}: free space on the slave's disk", DISK_RETRY_S
     )

@@ -1,8 +1,8 @@
-"""Carries out what the slave's state machine decides: memory, disk, data port, tape, and messages up.
+"""Carries out the effects of the slave's state machine: memory, disk, data port, tape, messages to the master.
 
 Runs on the control thread's event loop. Arithmetic runs on the one thread "dips-outer", the disk on the one
-thread "dips-disk"; jobs come back as events. Never decides anything itself, and never lets a failed job pass
-for a done one: a refusal is an event, anything else ends the process.
+thread "dips-disk"; jobs come back as events. Never decides anything itself, and never reports a failed job as
+done: a refusal is an event, any other error ends the process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger("dips.slave")
 
 
 class SlaveShell:
-    """One slave at work. `ended` resolves with the reason of a StopSlave, or raises what ends the process."""
+    """Runs one slave. `ended` resolves with the reason of a StopSlave, or raises the error that ends the process."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class SlaveShell:
         self.ended: asyncio.Future[str] = self._loop.create_future()
 
     async def warm_up(self) -> None:
-        """Compile the kernels before anyone waits for them: compiling holds the interpreter lock."""
+        """Compile the kernels before a round needs them: compiling holds the interpreter lock."""
         starting = Starting("kernels", log, self._tape, self._clock, quiet_s=0.0)
         with watched(starting.compiles, outer_numba, wire_numba):
             for kernels in (outer_numba, wire_numba):
@@ -99,15 +99,15 @@ class SlaveShell:
         starting.end()
 
     async def measure_memory(self) -> float:
-        """Bytes a second that this machine's memory moves. To be asked before the slave serves."""
+        """Bytes a second that this machine's memory moves. Call it before the slave serves."""
         return await self._on(self._outer, memory_bytes_per_s, self._threads)
 
     def look(self) -> MetricsMoment:
-        """This moment, for metrics; on the event loop."""
+        """The state at this moment, for metrics; on the event loop."""
         return snapshot(self.state, self._memory, self._counts)
 
     def handle(self, event: events.Event) -> None:
-        """Give the state machine an event and carry out what it wants, in order."""
+        """Give the state machine an event and carry out its effects, in order."""
         if isinstance(event, events.Unlinked):
             self._counts.note("unlinked")
         try:
@@ -117,7 +117,7 @@ class SlaveShell:
             self.fail(error)
 
     def handle_soon(self, event: events.Event) -> None:
-        """From any other thread."""
+        """As handle(), called from any other thread."""
         self._loop.call_soon_threadsafe(self.handle, event)
 
     def fail(self, error: BaseException) -> None:
@@ -126,11 +126,11 @@ class SlaveShell:
             self.ended.set_exception(error)
 
     def fail_soon(self, error: BaseException) -> None:
-        """From any other thread."""
+        """As fail(), called from any other thread."""
         self._loop.call_soon_threadsafe(self.fail, error)
 
     async def close(self) -> None:
-        """Let the disk finish what it writes, drop the rest. Call after the data server stopped."""
+        """Let the disk finish the write under way, drop the rest. Call after the data server stopped."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -234,10 +234,10 @@ class SlaveShell:
     async def _on(self, executor: Executor, function: Callable[..., T], *args: Any) -> T:
         return await self._loop.run_in_executor(executor, function, *args)
 
-    # ---- the data port's view of memory ----
+    # ---- versions that the data port may read ----
 
     def _settle(self) -> None:
-        """Tell the data port what may be read; `_settled` waits until it reads nothing else."""
+        """Give the data port the readable versions; `_settled` waits until it reads nothing else."""
         memory = self._made()
         settling = self._settling = self._loop.create_future()
         settling.add_done_callback(lambda _: memory.left() if settling is self._settling else None)
@@ -318,7 +318,7 @@ class SlaveShell:
         return source
 
     async def _name(self, source: SnapshotInfo, body: Configure) -> SnapshotInfo:
-        """Give the snapshot the name and the COMMIT that the master has for it, durably."""
+        """Give the snapshot durably the name and the COMMIT that the master has for it."""
         assert body.load is not None
         assert body.load_round is not None
         named = replace(source, version=body.load, round=body.load_round)
@@ -419,10 +419,10 @@ class SlaveShell:
     # ---- durability "async" ----
 
     def _held_for_saving(self, info: SnapshotInfo) -> tuple[F32, F32]:
-        """The arrays of the current version. Until they are in the file, no round may write into them."""
+        """The arrays of the current version. No round may write into them until they are in the file."""
         memory = self._made()
         if memory.current is None or memory.current.info != info:
-            raise LocalProtocolError(f"version {info.version} is to be saved and is not the current one")
+            raise LocalProtocolError(f"version {info.version} must be saved and is not the current one")
         self._saving, self._saving_theta = self._loop.create_future(), memory.current.theta
         return memory.current.theta, memory.momentum
 
@@ -454,15 +454,15 @@ class SlaveShell:
             await self._saving
 
     async def _momentum_free(self, memory: ShardMemory) -> None:
-        """Wait while the previous version is on its way to the disk: its momentum is where the next shadow's will be.
+        """Wait while the previous version is being written to disk: the next shadow's momentum takes its place.
 
-        Its theta is not at stake before the round after that. So a disk that is slower than the rounds slows them
+        Its theta is not overwritten before the round after that. So a disk that is slower than the rounds slows them
         down, and memory needs no copy (docs/storage.md).
         """
         if memory.current is not None and memory.current.theta is not self._saving_theta:
             await self._saved_to_file()
 
-    # ---- questions ----
+    # ---- reading COMMIT records ----
 
     async def _read_record(self, effect: effects.ReadRecord) -> None:
         version, round_id = effect.version, effect.round
@@ -479,7 +479,7 @@ class SlaveShell:
     # ---- beats ----
 
     def note_refusals(self) -> None:
-        """Put refused messages on the tape, at most one line a beat however many came (I16 of docs/architecture.md)."""
+        """Record refused messages on the tape, at most one line a beat (I16 of docs/architecture.md)."""
         self._note_refused_connections()
         total = self._data.beat().refused_chunks
         if total != self._said_refused:

@@ -1,9 +1,9 @@
-"""One snapshot file: theta and momentum as safetensors, so that a file that is not whole is known as such.
+"""Reads and writes the header of a snapshot file: theta and momentum as safetensors, where an incomplete file shows.
 
 The format is safetensors' own (8-byte length, JSON header, raw tensors; any safetensors reader opens it), written by
 hand because the library copies every tensor and can only make new files. The header has a fixed length, so that every
 version of a shard has a file of the same size; it holds the checksums of both tensors and of itself, so that any
-mixture of two versions' bytes is found out. Nothing here writes or decides what to keep.
+mixture of two versions' bytes is detected. Nothing here writes to a disk or decides what to keep.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dips.slave.durable import IO_BYTES
 from dips.slave.memory import F32, bytes_of
 
 HEADER_BYTES = 4096
-"""The length and the JSON, padded with blanks: one page, so that the tensors begin on a page of their own."""
+"""Size of the length and the JSON, padded with blanks: one page, so that the tensors begin on a new page."""
 
 FORMAT = "dips-snapshot-2"
 TENSORS = ("theta", "momentum")
@@ -33,12 +33,12 @@ _SEAL = "xxh3_128_header"
 
 
 class SnapshotError(DipsError):
-    """A snapshot file or manifest is not what was written; the sentence says how."""
+    """A snapshot file or manifest is damaged or not as it was written; the sentence says how."""
 
 
 @dataclass(frozen=True)
 class SnapshotStamp:
-    """What proves that a file is the one that was written: its length, and xxh3-128 of its header, which seals all."""
+    """Identifies a file as it was written: its length, and xxh3-128 of its header, which covers all bytes."""
 
     n_bytes: int
     header_xxh3_128: str
@@ -46,7 +46,7 @@ class SnapshotStamp:
 
 @dataclass(frozen=True)
 class FileHead:
-    """What a header says. info: never committed, that is for a manifest to say."""
+    """Content of a header. info: never committed, since only a manifest commits."""
 
     info: SnapshotInfo
     run_id: str
@@ -57,12 +57,12 @@ class FileHead:
 
 
 def file_bytes(n_elems: int) -> int:
-    """How long the snapshot file of a shard of n_elems parameters is: 8 bytes for each, and the header."""
+    """Length of the snapshot file of a shard of n_elems parameters: 8 bytes for each, and the header."""
     return HEADER_BYTES + len(TENSORS) * FLOAT32_BYTES * n_elems
 
 
 def momentum_place(n_elems: int) -> int:
-    """Where the momentum's bytes begin in the file; theta's begin at HEADER_BYTES."""
+    """Offset of the momentum's bytes in the file; theta's begin at HEADER_BYTES."""
     return HEADER_BYTES + FLOAT32_BYTES * n_elems
 
 
@@ -92,7 +92,7 @@ def build_header(
 def read_head(file: BinaryIO, where: str) -> FileHead | None:
     """The header of a file at its beginning; None for a file that was made and never written.
 
-    Raises SnapshotError when it is no header of this release or the file has another length than it says.
+    Raises SnapshotError when it is no header of this release or the file has not the length in the header.
     """
     raw = file.read(HEADER_BYTES)
     if len(raw) == HEADER_BYTES and not any(raw):
@@ -102,15 +102,15 @@ def read_head(file: BinaryIO, where: str) -> FileHead | None:
     head = _parse(raw, where)
     size = file.seek(0, os.SEEK_END)
     if size != head.stamp.n_bytes:
-        raise SnapshotError(f"{where} has {size} bytes, its header speaks of {head.stamp.n_bytes}: it is torn")
+        raise SnapshotError(f"{where} has {size} bytes, its header says {head.stamp.n_bytes}: it is torn")
     file.seek(HEADER_BYTES)
     return head
 
 
 def read_tensors(file: BinaryIO, where: str, head: FileHead, into: tuple[F32, F32] | None = None) -> None:
-    """Read what follows the header and check it, into theta and momentum if given, both (n,) float32.
+    """Read and check the tensors after the header, into theta and momentum if given, both (n,) float32.
 
-    Raises SnapshotError when a byte is not what was written, or the arrays have another length.
+    Raises SnapshotError when a byte is not as it was written, or the arrays have another length.
     """
     n_bytes = head.n_elems * FLOAT32_BYTES
     scratch = memoryview(bytearray(min(IO_BYTES, n_bytes) if into is None else 0))
@@ -144,7 +144,7 @@ def parse_round(text: str) -> RoundId:
 
 
 def read_version(text: str) -> Version:
-    """Read "3:17". Raises ValueError, where core's parse_version speaks to operators."""
+    """Read "3:17". Raises ValueError; core's parse_version has sentences for operators instead."""
     timeline, v = text.split(":")
     return Version(int(timeline), int(v))
 
@@ -158,7 +158,7 @@ def _tensor_places(n_elems: int) -> dict[str, Any]:
 
 
 def _seal(header: Mapping[str, Any]) -> str:
-    """xxh3-128 of all that the header says, the seal itself left out."""
+    """xxh3-128 of the header without the seal itself."""
     metadata = {key: value for key, value in header["__metadata__"].items() if key != _SEAL}
     said = {**header, "__metadata__": metadata}
     return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, separators=(",", ":")).encode())

@@ -1,4 +1,4 @@
-"""A slave's directory: its promise, its ring of snapshots, and who may use it (docs/storage.md)."""
+"""Opens a slave's directory with its lock, its promise and its ring of snapshots (docs/storage.md)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SnapshotStore:
         return self._promise.epoch
 
     def save_promise(self, epoch: int) -> None:
-        """Durable before it returns. A smaller epoch than the one promised changes nothing. Raises OSError."""
+        """Save an epoch; durable when this returns. One below the promised epoch changes nothing. Raises OSError."""
         self._promise.save(epoch)
 
     def scan(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Who may connect to the data port: libzmq asks here (ZAP, ZeroMQ's RFC 27) before a peer's first message is read.
+"""Authorises clients of the data port: libzmq asks here (ZAP, ZeroMQ's RFC 27) before a peer's first message is read.
 
 By then the peer has shown that it owns the secret half of its key, and that it knew this port's public key, which only
 the master gives out. Answered on the data port's own thread, so that the list never changes in the middle.
@@ -14,13 +14,13 @@ from dips.core.net.curve import ZAP_ENDPOINT
 from dips.slave.state.admission import Admission
 
 ZAP_FRAMES = 7
-"""version, request, domain, address, routing id, mechanism, and for CURVE one frame of credentials: the key."""
+"""Frames of a request: version, request, domain, address, routing id, mechanism, and for CURVE the key."""
 
 Socket = zmq.Socket[bytes]
 
 
 class ZapHandler:
-    """Answers for all sockets of `context`. refused: told a sentence for each key that is not let in."""
+    """Answers the requests of all sockets of `context`. refused: called with a sentence for each refused key."""
 
     def __init__(
         self, context: zmq.Context[Socket], admission: Admission, refused: Callable[[str], None]
@@ -28,12 +28,12 @@ class ZapHandler:
         self._admission = admission
         self._refused = refused
         self.socket = context.socket(zmq.REP)
-        """Readable when somebody asks."""
+        """The socket of the requests; readable when there is one."""
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(ZAP_ENDPOINT)
 
     def answer_all(self) -> None:
-        """Answer whoever has asked; never waits."""
+        """Answer all waiting requests; never waits."""
         while True:
             try:
                 question = self.socket.recv_multipart(zmq.NOBLOCK)

@@ -1,6 +1,6 @@
-"""How fast this machine trains: a few seconds of inner steps, alone. `python -m dips.trainer.calibrate`.
+"""Measures how fast this machine trains, with a few seconds of inner steps. `python -m dips.trainer.calibrate`.
 
-Counts whole steps as the training loop makes them, without the wait of an emulated gap.
+Counts whole steps as in the training loop, without the wait of an emulated gap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dips.trainer.inner import InnerTrainer
 from dips.trainer.rows import all_ranges
 
 WARM_UP_STEPS = 5
-"""The first steps make the optimizer's state and find memory; they are slower than all others."""
+"""The first steps make the optimizer's state and allocate memory; they are slower than all others."""
 
 
 def measure_tokens_per_s(train: TrainConfig, seconds: float) -> float:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(_parser().parse_args(arguments))
     seconds, as_json = given.pop("seconds"), given.pop("json")
     try:
-        # The caller has read the environment already; what it leaves out is a default.
+        # The caller has read the environment already; settings that it leaves out are defaults.
         train = load(TrainConfig, SECTION, environment={}, overrides=given).value
         speed = measure_tokens_per_s(train, seconds)
     except DipsError as error:

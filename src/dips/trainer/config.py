@@ -1,4 +1,4 @@
-"""Settings of the trainer that ships with dips.
+"""Settings of the trainer that is part of dips.
 
 What all clusters must share (text, data_seed, chunk_tokens, model_size) is checked at Join: a cluster that differs is
 refused. The rest may differ from cluster to cluster.
@@ -27,18 +27,21 @@ def _known_size(name: str) -> str:
 
 
 class TrainConfig(Knobs):
-    """How one cluster trains. The defaults take `tiny` on 4 clusters below 2 nats per byte in a million tokens."""
+    """Settings of a cluster's training. The defaults take `tiny` on 4 clusters below 2 nats per byte in a million
+    tokens."""
 
     data: tuple[Path, ...] = Field(
         (), description="Text files and folders of text files; none: the source of Python's standard library."
     )
-    max_bytes: Bytes = Field(24_000_000, ge=1, description="At most so much text is read.")
+    max_bytes: Bytes = Field(24_000_000, ge=1, description="Most text that is read.")
     heldout_fraction: float = Field(
         0.02, gt=0, lt=0.5, description="Share of the files that is kept for evaluation and never trained on."
     )
-    heldout_max_bytes: Bytes = Field(32_768, ge=1, description="How much of the held-out files an evaluation reads.")
+    heldout_max_bytes: Bytes = Field(
+        32_768, ge=1, description="Most text of the held-out files that an evaluation reads."
+    )
     chunk_tokens: int = Field(
-        1024, ge=1, description="Tokens in a chunk of text, the unit that the master lends; the same on all clusters."
+        1024, ge=1, description="Tokens in a chunk of text, the unit of leases; the same on all clusters."
     )
     data_seed: int = Field(0, ge=0, description="Seed of the order of the text; the same on all clusters.")
     model_size: Annotated[str, AfterValidator(_known_size)] = Field(
@@ -59,11 +62,13 @@ class TrainConfig(Knobs):
     threads: int = Field(1, ge=1, description="Processor threads of the computation.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a CUDA device when there is one.")
     emulate_gap: float = Field(
-        0.0, ge=0, le=0.95, description="Be slower than the hardware by this fraction, to try out unequal clusters."
+        0.0, ge=0, le=0.95, description="Train slower than the hardware by this fraction, to try out unequal clusters."
     )
     log_every_steps: int = Field(20, ge=1, description="Steps between two lines of the log and of the tape.")
     steps: int | None = Field(
-        None, ge=1, description="Inner steps of plain training, without a master; with one the run says when it ends."
+        None,
+        ge=1,
+        description="Inner steps of plain training, without a master; with a master the run decides when it ends.",
     )
 
     @property

@@ -1,7 +1,7 @@
-"""Text files: which are read, which are kept for evaluation, and in which order they are trained.
+"""Reads text files, and decides which are trained on, which are held out, and in which order.
 
-Clusters that lie in different places must find the same text, so nothing here depends on where a folder lies, on
-the order of a directory, on the clock or on a library's random generator: every choice is a SHA-256 of a file's
+Clusters on different machines must find the same text, so nothing here depends on the path of a folder, on the
+order of a directory, on the clock or on a library's random generator: every choice is a SHA-256 of a file's
 relative name. A file is held out as a whole, so that no part of it is ever trained on.
 """
 
@@ -18,10 +18,10 @@ from pathlib import Path
 from dips.core.errors import ConfigError
 
 SEPARATOR = b"\0"
-"""Stands between two documents. No document holds it: a file with a NUL is taken to be binary."""
+"""The byte between two documents. No document contains it: a file with a NUL counts as binary."""
 
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
-"""Left out of the standard library: what is installed beside it, and tests, which many systems do not install."""
+"""Left out of the standard library: packages that are installed in it, and tests, which many systems do not install."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class CorpusLimits:
-    """How much text is read, the share of files held out, and how many bytes of these are evaluated."""
+    """Most text that is read, the share of files held out, and most bytes of these that are evaluated."""
 
     max_bytes: int
     heldout_fraction: float
@@ -56,15 +56,15 @@ class _Source:
 
 
 def standard_library() -> Path:
-    """The source text of the running Python: real text that is there already."""
+    """The folder of the running Python's source text: real text that is always there."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def read_corpus(paths: Sequence[Path], limits: CorpusLimits) -> Corpus:
     """Read text files and folders of them; no paths: the Python standard library's *.py files.
 
-    Hidden files, binary files (a NUL, or not UTF-8) and what is beyond max_bytes are left out; which files that
-    limit reaches is decided by the hash of their names. Raises ConfigError naming the path and what to do.
+    Hidden files, binary files (a NUL, or not UTF-8) and files beyond max_bytes are left out; the hash of their names
+    decides which files are within that limit. Raises ConfigError naming the path and the remedy.
     """
     sources = _sources_of(paths) if paths else _library_sources()
     documents = list(_readable(sources, limits.max_bytes))
@@ -79,7 +79,7 @@ def read_corpus(paths: Sequence[Path], limits: CorpusLimits) -> Corpus:
 
 
 def name_hash(*parts: object) -> bytes:
-    """32 bytes that stand for these names, the same on every machine."""
+    """A hash of 32 bytes of these names, the same on every machine."""
     return hashlib.sha256("\0".join(str(part) for part in parts).encode("utf-8", "surrogateescape")).digest()
 
 
@@ -140,7 +140,7 @@ def _read(path: Path, limit_bytes: int) -> bytes:
 
 
 def _is_text(text: bytes) -> bool:
-    """Not binary. A character that the limit cut in two is no fault of the file's."""
+    """Whether this is text, not binary. A character at the end that the limit cut in two is accepted."""
     if SEPARATOR in text:
         return False
     try:
@@ -153,7 +153,7 @@ def _is_text(text: bytes) -> bool:
 def _split(documents: list[Document], fraction: float) -> tuple[list[Document], list[Document]]:
     """(training, held out), at least `fraction` of the files and of the bytes held out.
 
-    A file's side depends on its own name alone as long as that holds. How much is evaluated must not move a file.
+    A file's side depends only on its own name as long as that holds. The size of the evaluation must not move a file.
     """
     if len(documents) == 1:
         return _split_file(documents[0], fraction)
@@ -168,12 +168,12 @@ def _split(documents: list[Document], fraction: float) -> tuple[list[Document], 
 
 
 def _position(document: Document) -> float:
-    """Where the file's name falls in [0, 1)."""
+    """The position of the file's name in [0, 1)."""
     return int.from_bytes(name_hash("heldout", document.key)[:6], "big") / 2**48
 
 
 def _split_file(document: Document, fraction: float) -> tuple[list[Document], list[Document]]:
-    """A single file has no other file to hold out: its end is held out."""
+    """Split a single file, which has no other file to hold out: its end is held out."""
     cut = len(document.text) - max(1, int(len(document.text) * fraction))
     head, tail = document.text[:cut], document.text[cut:]
     return [Document(document.key, head)] if head else [], [Document(document.key, tail)]

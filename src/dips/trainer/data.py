@@ -1,8 +1,8 @@
-"""Tokens: the text of a run as chunks that the master lends, and batches cut from what is lent.
+"""Turns the text of a run into chunks that the master leases, and leased ranges into batches.
 
 A token is a byte, counted as an input position. (pass, chunk, begin, end) means the same bytes on every cluster:
 the documents of a pass are shuffled and joined to one stream, the stream is cut into chunks of equal length, and
-the chunks are numbered in a shuffled order, so that whatever a cluster leases is a fair sample of the text. Must
+the chunks are numbered in a shuffled order, so that any leased part is a fair sample of the text. Must
 never train on a token that is not in a range it was given, nor count one that it did not train on.
 
 Shapes: B sequences, T tokens.
@@ -31,13 +31,13 @@ from dips.worker.state.work import is_within, without
 _RANGE_FIELDS = tuple(field.name for field in fields(DataRange))
 
 MIN_CHUNKS = 64
-"""Fewer could not be shared out fairly among a handful of clusters."""
+"""Fewest chunks: fewer could not be shared fairly among a handful of clusters."""
 
 _RULE = "dips byte chunks 1"
-"""Names how documents become chunks; part of the digest, so that two rules never meet in one run."""
+"""The name of the rule that makes chunks of documents; part of the digest, so that one run never has two rules."""
 
 _KEPT_PASSES = 2
-"""Streams held in memory: the current pass, and the one before, whose last ranges may still be out."""
+"""Streams held in memory: the current pass, and the one before, whose last ranges may still be leased."""
 
 
 class ChunkedText:
@@ -60,7 +60,7 @@ class ChunkedText:
 
     @property
     def plan(self) -> DataPlan:
-        """What the master lends; clusters of a run must have equal ones."""
+        """The data plan for the master's leases; clusters of a run must have equal ones."""
         digest = hashlib.sha256(name_hash(_RULE, self._data_seed, self._chunk_tokens))
         for document in self._documents:
             digest.update(name_hash(document.key) + hashlib.sha256(document.text).digest())
@@ -76,7 +76,7 @@ class ChunkedText:
         if not (fits and 0 <= part.chunk < self._n_chunks and part.pass_index >= 0):
             raise RemoteProtocolError(
                 f"tokens {part.begin_tokens}-{part.end_tokens} of chunk {part.chunk}, pass {part.pass_index}, "
-                f"were lent, but the plan has {self._n_chunks} chunks of {self._chunk_tokens} tokens"
+                f"were leased, but the plan has {self._n_chunks} chunks of {self._chunk_tokens} tokens"
             )
         stream, order = self._pass(part.pass_index)
         start = int(order[part.chunk]) * self._chunk_tokens
@@ -97,9 +97,9 @@ class ChunkedText:
 
 @dataclass(frozen=True)
 class Batch:
-    """inputs, targets: (B, T) int64; a target that only fills a row up is IGNORED_TARGET.
+    """One batch. inputs, targets: (B, T) int64; a target that only pads a row is IGNORED_TARGET.
 
-    ranges: exactly the tokens that the inputs are; tokens is their sum.
+    ranges: exactly the tokens of the inputs; tokens is their sum.
     """
 
     inputs: Tensor
@@ -112,7 +112,7 @@ class Batch:
 
 
 class LeasedBatches:
-    """Batches out of leased ranges: every token of a range goes into exactly one batch."""
+    """Makes batches of leased ranges: every token of a range goes into exactly one batch."""
 
     def __init__(self, text: ChunkedText, batch_size: int, sequence_tokens: int) -> None:
         self._text = text
@@ -122,23 +122,23 @@ class LeasedBatches:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens that were added and not yet put into a batch."""
+        """Number of tokens that were added and not yet put into a batch."""
         return sum(part.tokens for part in self._held)
 
     @property
     def held(self) -> tuple[DataRange, ...]:
-        """Added, and not yet put into a batch, in the order in which they were added."""
+        """Ranges that were added and not yet put into a batch, in the order in which they were added."""
         return tuple(self._held)
 
     def add(self, ranges: Iterable[DataRange]) -> None:
         self._held.extend(ranges)
 
     def keep_only(self, ranges: Sequence[DataRange]) -> None:
-        """The rest is lent to somebody else now. The order of what stays does not change."""
+        """Keep only these ranges, since the rest is leased to other clusters. Their order does not change."""
         self._held = [part for part in self._held if is_within(part, ranges)]
 
     def resume(self, ranges: Sequence[DataRange]) -> None:
-        """Hold exactly these. What load_state_dict() gave keeps its place, so that batches come out as they would have.
+        """Hold exactly these ranges. Those of load_state_dict() keep their order, so that the same batches follow.
 
         Raises LocalProtocolError when that holds a token twice.
         """
@@ -146,19 +146,19 @@ class LeasedBatches:
         self._held.extend(without(ranges, self._held))
 
     def state_dict(self) -> dict[str, object]:
-        """The ranges in their order; what they are worth after a new Join is the master's to say."""
+        """The ranges in their order; after a new Join the master decides which of them are still leased."""
         return {"held": [tuple(getattr(part, name) for name in _RANGE_FIELDS) for part in self._held]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._held = [DataRange(*numbers) for numbers in state["held"]]
 
     def next(self) -> Batch:
-        """The next batch, smaller when little is held; raises ValueError when nothing is."""
+        """The next batch, smaller when few tokens are held; raises ValueError when none is."""
         return make_batch(self._text, take_rows(self._held, self._batch_size, self._sequence_tokens))
 
 
 def make_batch(text: ChunkedText, rows: Sequence[DataRange]) -> Batch:
-    """One batch of these rows, the shorter ones filled up; raises ValueError without rows."""
+    """One batch of these rows, the shorter ones padded; raises ValueError without rows."""
     if not rows:
         raise ValueError("a batch needs at least one row")
     width = max(row.tokens for row in rows)

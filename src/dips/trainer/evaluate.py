@@ -1,6 +1,6 @@
-"""The held-out loss of a model from anywhere: a file, a running master, or every version as it is published.
+"""Computes the held-out loss of a model from a file, of a running master, or of every version as it is published.
 
-All three cut the same windows from the same text, so that they agree on a version to rounding; they differ when
+All three cut the same windows from the same text, so that they agree on a version up to rounding; they differ when
 --data, the held-out settings or --sequence-tokens do.
 """
 
@@ -31,14 +31,14 @@ from dips.worker.metrics_collector import Evaluated, heldout_families
 from dips.worker.reader import CALL_DEADLINE_S, FetchedModel, fetch_version
 
 READER_NAME = "heldout"
-"""Under which the evaluator reads, where no other name is given."""
+"""The evaluator's name, where no other is given."""
 
 FETCH_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: held-out, in nats per byte, of that version of that run; tokens: applied by the run until then."""
+    """One result. loss: held-out, in nats per byte, of a version of a run; tokens: applied by the run until then."""
 
     run_id: str
     version: Version
@@ -47,7 +47,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """The held-out text, cut once; sets torch's thread count for the process."""
+    """Evaluates models on the held-out text, cut once; sets torch's thread count for the process."""
 
     def __init__(self, train: TrainConfig) -> None:
         """Raises ConfigError for text that cannot be used."""
@@ -55,13 +55,13 @@ class Evaluator:
         self._windows = windows_of(corpus_of(train).heldout, train.sequence_tokens)
 
     def __call__(self, fetched: Fetched) -> Evaluation:
-        """Raises ConfigError when what was fetched is not a byte model."""
+        """Evaluate a version. Raises ConfigError when it is not of a byte model."""
         loss = heldout_loss(model_from_flat(fetched.layout, fetched.flat), self._windows)
         return Evaluation(fetched.run_id, fetched.version, fetched.tokens, loss)
 
 
 def load_exported(path: Path) -> tuple[ByteModel, Exported]:
-    """The model in a file that `dips export` wrote, and what the file says of it. Raises ConfigError."""
+    """Load the model of a file that `dips export` wrote, and the file's metadata. Raises ConfigError."""
     exported = read_export(path)
     return model_from_flat(exported.layout, exported.flat), exported
 
@@ -82,16 +82,16 @@ def evaluate_live(
 ) -> Evaluation:
     """The held-out loss of a version that the slaves still keep; None: the newest.
 
-    Raises ConfigError as evaluate_file does, Refused when that version is gone, RetryLater when nobody answers.
+    Raises ConfigError as evaluate_file does, Refused when that version is gone, RetryLater when no answer comes.
     """
     evaluator = Evaluator(train)
     return evaluator(fetch_version(master, run_id, name, security, version=version, deadline_s=FETCH_DEADLINE_S))
 
 
 def follow(train: TrainConfig, client: ClientConfig) -> int:
-    """Evaluate the versions of a run as they are published, until it has stopped; the process's exit code.
+    """Evaluate the versions of a run as they are published, until it has stopped. Returns the process's exit code.
 
-    Each is a tape record of kind `heldout` {version, tokens, loss}; the last version always is evaluated. 0 at the
+    Each is a tape record of kind `heldout` {version, tokens, loss}; the last version is always evaluated. 0 at the
     end of the run, else 143 after SIGTERM and 130 after ctrl-C. Raises RetryLater when the master was away for
     client.connect_wait_s, ConfigError and Refused as evaluate_live.
     """

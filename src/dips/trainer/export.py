@@ -1,6 +1,6 @@
-"""A version as one file: named float32 tensors in safetensors format, with where they come from in its metadata.
+"""Exports a version as one file: named float32 tensors in safetensors format, with their origin in its metadata.
 
-Works for any layout, the user's own models too, and without torch. Never leaves half a file under the asked name.
+Works for any layout, also for the user's own models, and without torch. Never leaves an incomplete file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Fetched(Protocol):
-    """What is exported: a published version, as worker/reader.py fetches it. flat: (layout.n_elems,) float32."""
+    """The version to export, as worker/reader.py fetches it. flat: (layout.n_elems,) float32."""
 
     @property
     def run_id(self) -> str: ...
@@ -46,7 +46,7 @@ class Fetched(Protocol):
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export holds. flat: (layout.n_elems,) float32. sequence_tokens: as the model was trained, if told."""
+    """Content of an export. flat: (layout.n_elems,) float32. sequence_tokens: as the model was trained, if known."""
 
     run_id: str
     version: Version
@@ -62,7 +62,7 @@ def export_model(
     sequence_tokens: int | None = None,
     filled: Mapping[str, RawTensor] = MappingProxyType({}),
 ) -> None:
-    """Write one safetensors file, complete or not at all; filled: what else goes into it, as it is.
+    """Write one safetensors file, complete or not at all; filled: further tensors, which are written unchanged.
 
     Raises ConfigError when `path` cannot be written.
     """
@@ -80,7 +80,7 @@ def export_model(
 
 
 def read_export(path: Path) -> Exported:
-    """Read an export back. Raises ConfigError naming the file when it is none, or damaged."""
+    """Read an export back. Raises ConfigError naming the file when it is not an export, or damaged."""
     metadata = _opened(path, lambda file: dict(file.metadata() or {}))
     if metadata.get("format") != FORMAT:
         raise ConfigError(f"{path} is a safetensors file, but not one that `dips export` wrote")
@@ -108,11 +108,11 @@ def named_tensors(layout: Layout, flat: NDArray[np.float32]) -> dict[str, NDArra
 
 
 def serialized(tensors: Mapping[str, NDArray[np.float32] | RawTensor], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file. Written by hand, because the library's numpy knows no bfloat16."""
+    """The bytes of a safetensors file. Written by hand, because the library's numpy has no bfloat16."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     parts: list[memoryview] = []
     stop = 0
-    # The widest elements first, as the library has it: so each tensor begins at a multiple of its elements' size.
+    # The widest elements first, as in the library: so each tensor begins at a multiple of its elements' size.
     for name, tensor in sorted(tensors.items(), key=lambda item: -item_bytes(item[1])):
         data = tensor.data if isinstance(tensor, RawTensor) else np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
         dtype = tensor.dtype if isinstance(tensor, RawTensor) else "F32"
@@ -125,7 +125,7 @@ def serialized(tensors: Mapping[str, NDArray[np.float32] | RawTensor], metadata:
 
 
 def item_bytes(tensor: NDArray[np.float32] | RawTensor) -> int:
-    """Of one element."""
+    """Bytes of one element."""
     return ITEM_BYTES[tensor.dtype] if isinstance(tensor, RawTensor) else FLOAT32_BYTES
 
 
@@ -157,7 +157,7 @@ def _opened(path: Path, read: Callable[[Any], T]) -> T:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Temporary file beside the target, fsync, rename, fsync of the folder. Raises ConfigError."""
+    """Write a file as a whole: temporary file next to it, fsync, rename, fsync of the folder. Raises ConfigError."""
     temporary: str | None = None
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -1,9 +1,8 @@
-"""What a version lacks and a file of the user's has: frozen weights and buffers, checked before they go into an export.
+"""Fills the tensors that a version lacks from a user's file: frozen weights and buffers, checked before an export.
 
-A version holds what is trained. The run's description of its model (core/model_description.py) says which tensors there
-are besides, of what shape, and a digest of those that training does not change: so a file of another base is refused.
-Reads safetensors alone: torch's own files are pickles, which a stranger's file may use to run code. Never converts a
-tensor.
+A version holds the trained tensors. The run's description of its model (core/model_description.py) lists the others
+with their shapes, and a digest of those that training does not change: so a file of another base is refused. Reads only
+safetensors: torch's own files are pickles, with which a stranger's file can run code. Never converts a tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _NAMED = 3
 def fill(layout: Layout, described: ModelDescription | None, path: Path) -> dict[str, RawTensor]:
     """The tensors that the version lacks, from a file or folder, under the names that `described` has for them.
 
-    Raises ConfigError when nothing is lacking, and with the tensor's name for one that the file lacks or has otherwise.
+    Raises ConfigError when nothing is lacking, and with the tensor's name for one that the file lacks or that differs.
     """
     if described is None or not described.n_absent:
         raise ConfigError(f"the version lacks nothing that {path} could fill in: leave out --fill")
@@ -73,7 +72,7 @@ def read_state(path: Path) -> dict[str, RawTensor]:
         raise ConfigError(f"there is no file {path} to fill in from: give the file that holds the model's state")
     if path.suffix != ".safetensors":
         raise ConfigError(
-            f"{path} is no .safetensors file, and no other kind is read: write one of the model's state with "
+            f"{path} is not a .safetensors file, and no other kind is read: write one of the model's state with "
             "safetensors.torch.save_model(model, 'model.safetensors')"
         )
     return _of_safetensors(path)
@@ -115,6 +114,6 @@ def _check(lacking: Lacking, tensor: RawTensor, path: Path) -> None:
     digest.update(tensor.data.data)
     if digest.intdigest() != lacking.digest:
         raise ConfigError(
-            f"tensor {lacking.name!r} of {path} has other values than the one that the clusters trained over: give the "
-            "very model that training began with"
+            f"tensor {lacking.name!r} of {path} has other values than in the clusters' training: give the "
+            "same model that training began with"
         )

@@ -1,7 +1,7 @@
-"""Which version to evaluate next, until the run has stopped.
+"""Follows a run and evaluates its versions, until the run has stopped.
 
-Every version as long as it can keep up, else the newest; the last one always. An evaluator must never hold a run
-up: it reads, and a version that is gone is a version not evaluated.
+Evaluates every version as long as it can keep up, else the newest; the last one always. An evaluator must never delay a
+run: it only reads, and skips a version that is gone.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ POLL_S = 0.5
 
 
 class Evaluated(Protocol):
-    """What evaluating gives; only the loss, in nats per byte, is of interest here."""
+    """The result of an evaluation; only the loss, in nats per byte, is used here."""
 
     @property
     def loss(self) -> float: ...
 
 
 def next_version(published: Version | None, last: Version | None) -> Version | None:
-    """The version after `last` that is worth asking for; None: nothing new."""
+    """The next version after `last` to ask for; None: nothing new."""
     if published is None or published == last:
         return None
     if last is not None and published.timeline == last.timeline and published.v > last.v:
@@ -62,9 +62,9 @@ class Follower:
         self._changes = ChangeLogger(_logger)
 
     def run(self, wait: Callable[[float], bool]) -> None:
-        """Go on until the end, or until wait(seconds) returns true: told to stop.
+        """Run until the end, or until wait(seconds) returns true, which is a request to stop.
 
-        Raises RetryLater when nobody answered for patience_s, Refused for anything but a version that is gone.
+        Raises RetryLater when no answer came for patience_s, Refused for any refusal except a version that is gone.
         """
         pause_s = 0.0
         while not wait(pause_s):
@@ -80,7 +80,7 @@ class Follower:
                 pause_s = max(POLL_S, min(error.retry_after_s, self._patience_s / 4))
 
     def _evaluate_one(self, wanted: Version) -> bool:
-        """Tells whether there was something new."""
+        """Evaluate one version. Returns whether there was a new one."""
         fetched = self._fetched(wanted)
         self._answered()
         if fetched.version == self._last:

@@ -1,4 +1,4 @@
-"""The held-out loss: the same number for the same parameters, wherever and whenever it is computed.
+"""Computes the held-out loss: the same number for the same parameters, on every machine and at every time.
 
 Windows, their order and the composition of every batch are fixed, the sum is in double precision, and it runs on
 the processor in float32 even if training does not: then thread counts change the result only by rounding
@@ -19,13 +19,13 @@ from dips.trainer.model import ByteModel
 from dips.trainer.sizes import ModelConfig
 
 EVAL_BATCH = 32
-"""Windows in a batch. A constant, because the shape of a product can change its rounding."""
+"""Windows in a batch. Constant, because the shape of a product can change its rounding."""
 
 
 def windows_of(text: bytes, sequence_tokens: int) -> NDArray[np.int64]:
-    """Cut held-out text into (N, T + 1) windows, neighbours sharing one byte; the rest at the end is left out.
+    """Cut held-out text into (N, T + 1) windows, adjacent ones sharing one byte; the rest at the end is left out.
 
-    Raises ConfigError when there is not one window.
+    Raises ConfigError when there is no complete window.
     """
     n_windows = (len(text) - 1) // sequence_tokens
     if n_windows < 1:
@@ -53,7 +53,7 @@ def heldout_loss(model: ByteModel, windows: NDArray[np.int64]) -> float:
 
 
 def model_from_flat(layout: Layout, flat: NDArray[np.float32]) -> ByteModel:
-    """The byte model that a flat vector of layout.n_elems elements holds.
+    """The byte model with the parameters of a flat vector of layout.n_elems elements.
 
     Raises ConfigError when the layout is not a byte model's, or the vector has another length.
     """

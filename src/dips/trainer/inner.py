@@ -1,6 +1,6 @@
-"""One inner step: model, optimizer and text of a cluster, put together.
+"""Makes inner steps with a cluster's model, optimizer and text.
 
-Knows nothing of a master: the loop that does (train.py), the one that does not, and the calibration share it.
+Knows nothing of a master: the loop with a master (train.py), the loop without, and the calibration share it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BETAS = (0.9, 0.95)
 
 
 def device_of(config: TrainConfig) -> torch.device:
-    """The device to train on. Raises ConfigError when CUDA is asked for and not there."""
+    """The device to train on. Raises ConfigError when CUDA is asked for and not available."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ConfigError(
@@ -31,10 +31,10 @@ def device_of(config: TrainConfig) -> torch.device:
 
 
 class InnerTrainer:
-    """A model, its AdamW and the text, ready to step; sets torch's thread count for the process."""
+    """A model, its AdamW and the text, ready for steps; sets torch's thread count for the process."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """Raises ConfigError for a device that is not there or text that cannot be used."""
+        """Raises ConfigError for a device that is not available or text that cannot be used."""
         self.config = config
         self.device = device_of(config)
         torch.set_num_threads(config.threads)
@@ -74,7 +74,7 @@ def inner_step(model: ByteModel, optimizer: torch.optim.Optimizer, batch: Batch,
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norms alone."""
+    """AdamW with weight decay for matrices and none for norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [

@@ -1,7 +1,7 @@
-"""A cluster of a comparison: the byte model, its AdamW and the text, stepped from outside (compare/learner.py).
+"""Trains one cluster of a comparison: the byte model, its AdamW and the text, driven from outside (compare/learner.py).
 
-Knows no session, no clock and no simulator: whoever drives it says which tokens a step takes and where the run
-stands. Many live in one process, so they share the text and one thread.
+Knows no session, no clock and no simulator: the caller gives the tokens of each step and the progress of the run. Many
+are in one process, so they share the text and one thread.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ F32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SharedText:
-    """The text of a run, read once for all clusters of a process. heldout: what is never trained on."""
+    """The text of a run, read once for all clusters of a process. heldout: text that is never trained on."""
 
     training: ChunkedText
     heldout: bytes
 
 
 def read_text(config: TrainConfig) -> SharedText:
-    """Raises ConfigError for text that cannot be used."""
+    """Read the text. Raises ConfigError for text that cannot be used."""
     corpus = corpus_of(config)
     return SharedText(ChunkedText(corpus.training, config.data_seed, config.chunk_tokens), corpus.heldout)
 
@@ -44,7 +44,7 @@ def read_text(config: TrainConfig) -> SharedText:
 def learners(
     config: TrainConfig, total_tokens: int
 ) -> tuple[Callable[[str, int], ByteLearner], Callable[[F32], float]]:
-    """What makes a new learner for (cluster, index), and the held-out loss, over one text.
+    """A factory of learners for (cluster, index), and the held-out loss, over one text.
 
     Raises ConfigError for text that cannot be used.
     """
@@ -72,7 +72,7 @@ class ByteLearner:
         return self._parameters.layout()
 
     def data_plan(self) -> DataPlan:
-        """What the master lends; equal on all clusters of one text."""
+        """The data plan for the master's leases; equal on all clusters of one text."""
         return self._text.plan
 
     def snapshot(self, into: F32) -> None:
@@ -87,7 +87,7 @@ class ByteLearner:
     def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float:
         """One inner step on exactly these tokens, each range a row of the batch; the mean loss in nats per byte.
 
-        progress_tokens: where the run stands on the learning rate's schedule. A loss that is not finite changes
+        progress_tokens: the run's progress in the learning rate's schedule. A loss that is not finite changes
         nothing and is returned. Raises RemoteProtocolError for a range that the text does not have.
         """
         batch = make_batch(self._text, ranges)

@@ -1,6 +1,6 @@
-"""The byte model under the names and with the configuration of Hugging Face's LlamaForCausalLM: both compute the same.
+"""Names and configuration of the byte model as Hugging Face's LlamaForCausalLM; both models compute the same.
 
-Both turn pairs half a head apart by the same angles, so that no row changes its place. Free of torch.
+Both rotate pairs half a head apart by the same angles, so no row changes its place. Does not import torch.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _IN_A_LAYER = {
 
 
 def llama_name(name: str) -> str:
-    """Their name of one of the byte model's parameters."""
+    """The name in LlamaForCausalLM of one of the byte model's parameters."""
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
     return f"model.layers.{layer[1]}.{_IN_A_LAYER[layer[2]]}.weight" if layer else _OUTSIDE[name]
 
 
 def llama_config(model: ModelConfig) -> dict[str, Any]:
-    """What config.json says of a byte model."""
+    """The content of config.json for a byte model."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -48,7 +48,7 @@ def llama_config(model: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": MAX_TOKENS,
         "rms_norm_eps": NORM_EPS,
-        # Releases before 5 read the first, later ones the second.
+        # Releases before 5 read the first key, later ones the second.
         "rope_theta": ROPE_THETA,
         "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
         "attention_bias": False,

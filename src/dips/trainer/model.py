@@ -1,7 +1,7 @@
-"""A LLaMA-style language model over bytes: small enough for a demo, shaped like what people train.
+"""A LLaMA-style language model over bytes: small enough for a demo, with the structure of common language models.
 
-The module must never keep state beside its parameters (no buffers): whoever holds the flat vector holds the model,
-and its configuration (trainer/sizes.py) can be read back from the layout.
+The module must never keep state besides its parameters (no buffers): the flat vector is the complete model, and its
+configuration (trainer/sizes.py) can be read back from the layout.
 
 Shapes: B sequences, T tokens, C dim, H heads of HEAD_DIM, V = 256 byte values, F hidden of the feed-forward.
 """
@@ -19,7 +19,7 @@ from dips.trainer.sizes import HEAD_DIM, NORM_EPS, ROPE_THETA, VOCABULARY, Model
 
 INIT_STD = 0.02
 IGNORED_TARGET = -100
-"""A target that adds nothing to the loss: positions that only fill up a batch."""
+"""A target that adds nothing to the loss: for positions that only pad a batch."""
 
 
 class RMSNorm(nn.Module):
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
 @lru_cache(maxsize=8)
 def _rotation(n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of position x frequency: two (T, HEAD_DIM / 2) float32 tensors, computed in float64."""
-    # Kept for later calls: an evaluation that fills the cache must not leave tensors that training cannot use.
+    # Cached for later calls: an evaluation that fills the cache must not leave tensors that training cannot use.
     with torch.inference_mode(False):
         exponents = torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM
         angles = torch.outer(torch.arange(n_tokens, dtype=torch.float64), ROPE_THETA**-exponents)
@@ -104,7 +104,7 @@ class ByteModel(nn.Module):
     """The language model. The output projection is the embedding (tied), so it appears once in the layout."""
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
-        """Weights depend on `seed` and `config` alone, never on torch's global generator."""
+        """Weights depend only on `seed` and `config`, never on torch's global generator."""
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(VOCABULARY, config.dim)

@@ -1,4 +1,4 @@
-"""What a training loop tells: a line for people and a record on the tape every so many steps."""
+"""Reports a training loop's progress: a log line and a record on the tape every few steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _logger = logging.getLogger("dips.trainer")
 
 
 class StepReports:
-    """Gathers losses and reports their mean, in nats per byte, every `every_steps` steps."""
+    """Collects losses and reports their mean, in nats per byte, every `every_steps` steps."""
 
     def __init__(self, tape: Tape, every_steps: int) -> None:
         self._tape = tape
@@ -25,7 +25,7 @@ class StepReports:
         self._since_s = time.monotonic()
 
     def step(self, loss: float, tokens: int, lr: float, run_tokens: int, base: str, cause: str) -> None:
-        """One inner step on `tokens` tokens, made from version `base` ("": none); the run stands at run_tokens."""
+        """Count an inner step on `tokens` tokens, made from version `base` ("": none); the run is at run_tokens."""
         self._losses.append(loss)
         self._tokens += tokens
         self._steps += 1
@@ -36,7 +36,7 @@ class StepReports:
         return {"losses": list(self._losses), "tokens": self._tokens, "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Count on from an earlier life; its speed is not remembered."""
+        """Continue the counts of an earlier process; its speed is not kept."""
         self._losses = [float(loss) for loss in state["losses"]]
         self._tokens, self._steps = 0, int(state["steps"])
 

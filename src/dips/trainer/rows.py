@@ -1,6 +1,6 @@
-"""Which tokens are trained on next: rows out of what is lent, and all of a text when nobody lends.
+"""Chooses the tokens to train on next: rows of leased ranges, or of the whole text when there is no master.
 
-Knows no torch, so that a simulation takes the same rows.
+Does not import torch, so that a simulation takes the same rows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ def take_rows(held: list[DataRange], batch_size: int, sequence_tokens: int) -> t
 
 
 def _take_row(held: list[DataRange], sequence_tokens: int) -> DataRange:
-    """Cut a row from the beginning of the range with most tokens left.
+    """Cut a row from the beginning of the range with the most tokens left.
 
-    So a batch mixes as many chunks as are held: at equal tokens worth 0.2 nats per byte against rows that follow one
-    another in one chunk.
+    So a batch mixes as many chunks as are held: at equal tokens that gains 0.2 nats per byte over consecutive rows of
+    one chunk.
     """
     index = max(range(len(held)), key=lambda i: (held[i].tokens, -i))
     home = held[index]

@@ -1,4 +1,4 @@
-"""What the master says of its run, asked now and then: one blocking call with a deadline."""
+"""Asks the master for its run's status: one blocking call with a deadline."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dips.worker.control import channel_to
 
 
 class RunWatch:
-    """A channel to the master of one run ("": whichever it serves)."""
+    """A channel to the master of one run ("": any run that it serves)."""
 
     def __init__(self, master: str, run_id: str, deadline_s: float, security: Security) -> None:
-        """Raises ConfigError for an address that cannot be dialled."""
+        """Raises ConfigError for an address that cannot be used."""
         self._channel = channel_to(master, security)
         self._stub: Any = operator_pb2_grpc.OperatorStub(self._channel)
         self._run_id = run_id
         self._deadline_s = deadline_s
 
     def status(self) -> StatusReply:
-        """Raises Refused, or RetryLater when nobody answers in time."""
+        """The run's status. Raises Refused, or RetryLater when no answer comes in time."""
         try:
             failpoint("worker.status.before_call")
             answer = self._stub.Status(to_message(StatusRequest(self._run_id)), timeout=self._deadline_s)
@@ -37,7 +37,7 @@ class RunWatch:
         except grpc.RpcError as error:
             raise refused_from(error) from error
         except OSError as error:
-            raise RetryLater(f"the status could not be asked for: {error}") from error
+            raise RetryLater(f"the request for the status failed: {error}") from error
         return from_message(answer, StatusReply)
 
     def __enter__(self) -> RunWatch:

@@ -1,7 +1,7 @@
 """The inner learning rate as a function of the run's tokens.
 
 The argument is the run's own progress, not this cluster's steps: clusters of different speed, and one that joins
-late, then stand at the same place of the same curve.
+late, are then at the same place of the same curve.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""SIGTERM and SIGINT as a wish to end: told once, heard at the next step boundary.
+"""Handles SIGTERM and SIGINT as a request to end at the next step boundary.
 
-Nothing but a flag and one byte in a pipe happens inside the handler: locks of the interrupted thread may be held.
+The handler only sets a flag and writes one byte to a pipe: the interrupted thread may hold locks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StopSignals:
             action()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait, at most until a signal comes; tells whether one has."""
+        """Wait, at most until a signal comes. Returns whether one has come."""
         if self.caught is None and timeout_s > 0:
             select.select([self._reader], [], [], timeout_s)
         return self.caught is not None

@@ -1,6 +1,6 @@
 """The sizes of the byte model, and its configuration read back from parameter names and shapes.
 
-Free of torch, so that settings and command lines can name a size without loading it.
+Does not import torch, so that settings and command lines can name a size without loading it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dips.core.errors import ConfigError
 from dips.core.layout import Layout
 
 VOCABULARY = 256
-"""Tokens are bytes."""
+"""Number of tokens: tokens are bytes."""
 
 HEAD_DIM = 32
-"""Fixed: the number of heads is then dim / HEAD_DIM, and shapes alone tell the whole configuration."""
+"""Fixed: the number of heads is then dim / HEAD_DIM, and the shapes determine the whole configuration."""
 
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5

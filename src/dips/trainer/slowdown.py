@@ -1,13 +1,13 @@
-"""Plays a cluster of slower hardware: how long to wait after a step that took so long.
+"""Emulates a cluster of slower hardware: computes a wait after each step.
 
-For trying out unequal clusters on one machine. The wait belongs to the step: whoever measures this cluster's speed
-must measure it too.
+For trying out unequal clusters on one machine. The wait is part of the step: a measurement of this cluster's speed must
+include it.
 """
 
 from __future__ import annotations
 
 SMOOTHING = 0.2
-"""Weight of the newest step in the mean duration; one step that the machine disturbed must not double a wait."""
+"""Weight of the newest step in the mean duration; a single disturbed step must not double a wait."""
 
 
 class Slowdown:
@@ -21,7 +21,7 @@ class Slowdown:
         self._mean_s: float | None = None
 
     def wait_s(self, step_s: float) -> float:
-        """The wait after a step that took step_s of computing."""
+        """Seconds to wait after a step that took step_s of computing."""
         last = step_s if self._mean_s is None else self._mean_s
         self._mean_s = last + SMOOTHING * (step_s - last)
         return self._ratio * self._mean_s

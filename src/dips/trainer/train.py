@@ -1,7 +1,7 @@
-"""`dips train`: the training loop of one cluster, and the same loop without a master.
+"""Runs `dips train`: the training loop of one cluster, and the same loop without a master.
 
-The loop steps, the driver (worker/shell.py) decides what happens between two steps. Never computes on a token that
-was not leased to it, and never goes on after its driver says that it is done.
+The loop makes steps, and the driver (worker/shell.py) acts between two steps. Never computes on a token that was not
+leased to it, and never goes on after its driver is done.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from dips.worker.torch_state import TorchState
 _logger = logging.getLogger("dips.trainer")
 
 ALONE = "alone"
-"""The name and the cause in records of training without a master."""
+"""Name and cause in records of training without a master."""
 
 MIXED_CHUNKS_PER_ROW = 2
-"""A lease holds at least so many chunks for each row of a batch, so that a batch never is one document."""
+"""A lease has at least so many chunks for each row of a batch, so that a batch is never a single document."""
 
 
 def run(train: TrainConfig, client: ClientConfig) -> int:
-    """Train until the run ends, or for train.steps steps when client.master is empty; the process's exit code.
+    """Train until the run ends, or for train.steps steps when client.master is empty. Returns the exit code.
 
     0 when the run has ended or has drained this cluster; else 143 after SIGTERM and 130 after ctrl-C, so that a
     supervisor which did not send the signal starts it again. In all cases this cluster has left. Raises the errors of
@@ -89,15 +89,15 @@ class _ClusterLoop:
         schedule = schedule_of(self._train, self._shell.settings.tk_max_tokens)
         while not self._shell.done:
             self._shell.checkpoint_if_due()
-            self._forget_what_is_not_lent()
-            # Each lease may be preceded by a new Join, so what is not lent any more goes before every step.
+            self._drop_lost_ranges()
+            # Each lease may be preceded by a new Join, so ranges that are no longer leased go before every step.
             if self._batches.held_tokens < self._train.step_tokens:
                 self._batches.add(self._shell.lease(self._wanted_tokens()))
             else:
                 self._step(schedule)
 
-    def _forget_what_is_not_lent(self) -> None:
-        """After a new Join the master may have lent our ranges to somebody else."""
+    def _drop_lost_ranges(self) -> None:
+        """Drop ranges that the master leased to other clusters, which may happen at a new Join."""
         if self._shell.times_forgotten != self._forgotten:
             self._forgotten = self._shell.times_forgotten
             self._batches.keep_only(self._shell.held_ranges)
@@ -112,7 +112,7 @@ class _ClusterLoop:
         batch, lr = self._batches.next(), schedule.at(self._shell.progress)
         base = str(self._shell.version or "")
         loss = self._inner.step(batch, lr)
-        # Before the driver hears of the step: it measures this cluster's speed, and the wait is part of that.
+        # Before the step is reported: the driver measures this cluster's speed, and the wait is part of that.
         self._signals.wait(self._slowdown.wait_s(time.monotonic() - begin_s))
         self._shell.step(batch.tokens, batch.ranges, loss)
         self._reports.step(loss, batch.tokens, lr, self._shell.progress, base, self._shell.cause)
@@ -124,7 +124,7 @@ def schedule_of(train: TrainConfig, total_tokens: int) -> LearningRateSchedule:
 
 
 def _run_alone(train: TrainConfig, client: ClientConfig) -> int:
-    """Plain training of the same model on the same text: the baseline, and a first look without any server."""
+    """Plain training of the same model on the same text: a baseline, and a first try without any server."""
     if train.steps is None:
         raise ConfigError(
             "neither a master nor a number of steps is given: give --master HOST:PORT to take part in a run, or "

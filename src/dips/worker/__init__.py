@@ -1,4 +1,4 @@
-"""What runs in a training cluster. The only place for torch."""
+"""The code of a training cluster: client, training loop and model. Imports torch."""
 
 if __name__ != "dips.worker":
     raise ImportError(

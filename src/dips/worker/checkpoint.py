@@ -1,9 +1,9 @@
-"""A cluster's checkpoints: when one is taken, who writes it, and what a new process makes of it (docs/checkpoints.md).
+"""Takes a cluster's checkpoints, writes them in the background, and resumes from them (docs/checkpoints.md).
 
-A checkpoint is a cut at a step boundary: the training thread copies everything into memory that is used again and
-again, and goes on; one background thread writes the copy while training and communication go on. Another one makes
-the record of each push durable, so that it never waits for a large file. Never touches live parameters elsewhere
-than on the training thread, and never ends training because a disk is full.
+A checkpoint is a cut at a step boundary: the training thread copies everything into memory that is reused, and goes on;
+one background thread writes the copy while training and communication go on. Another one makes the record of each push
+durable, so that it never waits for a large file. Touches live parameters only on the training thread, and never ends
+training because a disk is full.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from dips.worker.vectors import Vectors
 _logger = logging.getLogger("dips.worker.checkpoint")
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
-"""Between two tries to write a push's record."""
+"""Pause between two tries to write a push's record."""
 
 _INNER = "state."
-"""Before the names of the inner state's tensors."""
+"""Prefix of the names of the inner state's tensors."""
 
 F32 = NDArray[np.float32]
 
 
 class InnerState(Protocol):
-    """What a training process holds besides the flat parameters; worker/torch_state.py is torch's.
+    """The state of a training process besides the flat parameters; worker/torch_state.py is torch's.
 
     Both methods are called on the training thread, between two steps.
     """
 
     def capture(self) -> tuple[Any, Mapping[str, RawTensor]]:
-        """JSON and tensors, valid until the next capture()."""
+        """Copy the state: JSON and tensors, valid until the next capture()."""
         ...
 
     def restore(self, skeleton: Any, tensors: Mapping[str, RawTensor]) -> None: ...
 
 
 class Checkpointing:
-    """One cluster's directory of checkpoints, from start to close."""
+    """Handles one cluster's directory of checkpoints, from start to close."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class Checkpointing:
         self._recorder = ThreadPoolExecutor(1, "dips-push-record")
         self._writing: Future[bool] | None = None
         self.durations, self.written_s = Durations(), math.nan
-        """Of what was written here, and when the last was; for metrics, which may look from any thread."""
+        """Counts of written checkpoints; for metrics, from any thread."""
         self._due_s = clock.monotonic_s() + config.checkpoint_every_s
         self._closed = threading.Event()
         self._wanted: PushRecord | None = None
 
     def close(self) -> None:
-        """Wait for what is being written, end both threads and let the directory go."""
+        """Wait for the write under way, end both threads and unlock the directory."""
         self._closed.set()
         self._recorder.shutdown(wait=True)
         self._writer.shutdown(wait=True)
@@ -102,14 +102,15 @@ class Checkpointing:
     # ---- a new process ----
 
     def resume(self, session: ClusterMachine, label: str | None = None) -> bool:
-        """Put the newest checkpoint that is whole into session, parameters and inner state; whether there was one.
+        """Restore session, parameters and inner state from the newest complete checkpoint. Returns whether there was
+        one.
 
-        label: the newest of those that take_now() was given this label for. Raises ConfigError when there is none
-        though one is required, or when it is of something else.
+        label: the newest of those that take_now() took under this label. Raises ConfigError when there is none though
+        one is required, or when it does not fit.
         """
         checkpoint, sentences = self._store.newest(label)
         for sentence in sentences:
-            _logger.warning("%s; the one before it is tried", sentence)
+            _logger.warning("%s; trying the one before it", sentence)
         where = self._store.directory
         if checkpoint is None:
             if self._config.resume_required:
@@ -150,7 +151,7 @@ class Checkpointing:
     # ---- between two steps ----
 
     def take_if_due(self, session: ClusterMachine, cause: str) -> None:
-        """Copy everything and hand it to the writer, if it is time and the last one is written."""
+        """Copy everything and give it to the writer, if it is time and the last one is written."""
         now_s = self._clock.monotonic_s()
         if now_s < self._due_s or (self._writing is not None and not self._writing.done()):
             return
@@ -160,12 +161,12 @@ class Checkpointing:
             self._writing = self._take(saved, cause, None)
 
     def take_now(self, session: ClusterMachine, cause: str, label: str) -> bool:
-        """Take one under a label, and wait until it is durable; whether it is."""
+        """Take a checkpoint under a label, and wait until it is durable. Returns whether it is."""
         saved = session.saved()
         if saved is None:
             return False
         if self._writing is not None:
-            self._writing.result()  # it reads the memory that is copied into here
+            self._writing.result()  # the writer reads the memory that is copied into here
         self._writing = self._take(saved, cause, label)
         return self._writing.result()
 
@@ -208,7 +209,7 @@ class Checkpointing:
     # ---- before a push's number is used ----
 
     def record_push(self, record: PushRecord) -> None:
-        """Make the record durable, and say so with PushRecorded; a newer record takes the place of one that waits."""
+        """Make the record durable, then deliver PushRecorded; a newer record replaces one that waits."""
         self._wanted = record
         if not self._closed.is_set():
             self._recorder.submit(self._record, record)
@@ -229,10 +230,10 @@ class Checkpointing:
 
 
 class _Copies:
-    """Copies of the flat vectors, made on the training thread for the writer; each only when it has changed.
+    """Copies of the flat vectors, made on the training thread for the writer, each only when it has changed.
 
-    theta_base changes with the base, theta_at_push with the number of the push; both stand in the saved session. The
-    residual of a difference codec is a part of a checkpoint while there is one, and so is theta_installed.
+    theta_base changes with the base, theta_at_push with the number of the push; both are in the saved session. The
+    residual of a difference codec is part of a checkpoint while there is one, and so is theta_installed.
     """
 
     def __init__(self, vectors: Vectors) -> None:
@@ -272,7 +273,7 @@ def _raw(vector: F32) -> RawTensor:
 
 
 def _vector(checkpoint: Checkpoint, name: str, n_elems: int) -> F32:
-    """One of the flat vectors. Raises ConfigError when it is not of this model."""
+    """Read one of the flat vectors. Raises ConfigError when it is not of this model."""
     raw = checkpoint.tensors.get(name)
     if raw is None or raw.dtype != "F32" or raw.shape != (n_elems,):
         raise ConfigError(f"checkpoint {checkpoint.number} holds no {name} of {n_elems} elements: remove it")

@@ -1,7 +1,7 @@
-"""Files of a checkpoint: tensors in safetensors' format, and small JSON records that carry their own checksum.
+"""Reads and writes a checkpoint's files: tensors in safetensors' format, and small JSON records with a checksum.
 
 Each is written whole under a temporary name, flushed, renamed, and its directory flushed, so that a crash at any
-point leaves the file of that name as it was or as it shall be. The tensors' format is safetensors' own (8-byte
+point leaves the old file or the complete new one. The tensors' format is safetensors' own (8-byte
 length, JSON header, raw tensors), written by hand because the library copies every tensor and never flushes. Never
 reads a byte that it does not check.
 """
@@ -25,10 +25,10 @@ from dips.core.errors import DipsError
 from dips.core.observe.failpoints import failpoint
 
 IO_BYTES = 4 << 20
-"""Written and read in pieces of this size: large enough for the disk, small enough for the cache."""
+"""Size of one read or write: large enough for the disk, small enough for the cache."""
 
 MAX_HEADER_BYTES = 64 << 20
-"""A header names every tensor with about 100 bytes, so this allows some hundred thousand of them."""
+"""Largest header. It takes about 100 bytes for each tensor, so this allows some hundred thousand of them."""
 
 ITEM_BYTES: Mapping[str, int] = {
     **{"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2},
@@ -40,12 +40,12 @@ ByteArray = NDArray[np.uint8]
 
 
 class CheckpointError(DipsError):
-    """A file of a checkpoint is not what was written; the sentence says how."""
+    """A file of a checkpoint is damaged or not as it was written; the sentence says how."""
 
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor as its bytes, little-endian and contiguous. dtype: a name of ITEM_BYTES."""
+    """A tensor's bytes, little-endian and contiguous. dtype: a name of ITEM_BYTES."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class RawTensor:
 
 @dataclass(frozen=True)
 class CheckpointStamp:
-    """What proves that a file is the one that was written: length, and xxh3-128 of all its bytes."""
+    """Identifies a file as it was written: its length, and xxh3-128 of all its bytes."""
 
     n_bytes: int
     xxh3_128: str
@@ -67,7 +67,7 @@ class CheckpointStamp:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, RawTensor]) -> CheckpointStamp:
-    """Write all tensors to one file. Raises OSError, leaving the file of this name as it was."""
+    """Write all tensors to one file. Raises OSError and then leaves an old file unchanged."""
     return write_durably(path, [_header(tensors), *(tensor.data.data for tensor in tensors.values())])
 
 
@@ -119,7 +119,7 @@ def _described(path: Path, header: bytes, n_bytes: int) -> list[tuple[str, str, 
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: its header cannot be read ({error})") from error
     if sum(sizes) != n_bytes or any(size < 0 for size in sizes):
-        raise CheckpointError(f"{path.name}: its header speaks of {sum(sizes)} bytes, there are {n_bytes}")
+        raise CheckpointError(f"{path.name}: its header says {sum(sizes)} bytes, there are {n_bytes}")
     return found
 
 
@@ -141,7 +141,7 @@ def _take(path: Path, file: Any, n_bytes: int, whole: xxhash.xxh3_128) -> ByteAr
 
 
 def write_record(path: Path, body: Mapping[str, Any]) -> None:
-    """Write a JSON record with the checksum of its body. Raises OSError, leaving the file of this name as it was."""
+    """Write a JSON record with the checksum of its body. Raises OSError and then leaves an old file unchanged."""
     text = _canonical(body)
     record = json.dumps({"body": body, "xxh3_128": xxhash.xxh3_128_hexdigest(text)}, allow_nan=False)
     write_durably(path, [memoryview(record.encode())])
@@ -154,9 +154,9 @@ def read_record(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is no JSON: it is torn or was changed") from error
+        raise CheckpointError(f"{path.name} is not JSON: it is torn or was changed") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("body"), dict):
-        raise CheckpointError(f"{path.name} is no record of a checkpoint")
+        raise CheckpointError(f"{path.name} is not a record of a checkpoint")
     body: dict[str, Any] = raw["body"]
     if not _is_plain(body) or xxhash.xxh3_128_hexdigest(_canonical(body)) != raw.get("xxh3_128"):
         raise CheckpointError(f"{path.name}: its content is not what was written")
@@ -164,7 +164,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _is_plain(body: Mapping[str, Any]) -> bool:
-    """Whether it could have been written at all: JSON as Python reads it has infinities, and surrogates."""
+    """Whether this body can have been written here: Python's JSON reader also accepts infinities and surrogates."""
     try:
         _canonical(body)
     except (ValueError, RecursionError):
@@ -176,13 +176,13 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-# ---- durably ----
+# ---- durable writes ----
 
 
 def write_durably(path: Path, parts: Sequence[memoryview]) -> CheckpointStamp:
     """Replace a file as a whole: temporary file, flush, rename, flush of the directory.
 
-    Raises OSError; the temporary file is gone then, and the file of this name is as it was or as it shall be.
+    Raises OSError; the temporary file is then removed, and the file is the old one or the complete new one.
     """
     temporary = path.with_name(f".tmp-{path.name}")
     try:
@@ -199,7 +199,7 @@ def write_durably(path: Path, parts: Sequence[memoryview]) -> CheckpointStamp:
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make names durable: a rename is not until its directory is flushed."""
+    """Make names durable: a rename is durable only once its directory is flushed."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         failpoint("worker.checkpoint.before_directory_fsync")

@@ -1,7 +1,7 @@
-"""A directory of checkpoints: the newest few, whole or not there, and the record of the newest push.
+"""Keeps a directory with the newest few complete checkpoints and the record of the newest push.
 
 A checkpoint is NAME.safetensors and, written last, its manifest NAME.json; without the manifest it does not exist.
-Loading falls back from a damaged one to the one before, and says so. One process at a time holds the directory.
+Loading falls back from a damaged one to the one before, and logs that. One process at a time locks the directory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NAME = re.compile(r"checkpoint-(\d{8,})\.(json|safetensors)\Z")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint. content: JSON of whoever wrote it. n_bytes: of the tensors' file."""
+    """One checkpoint. content: the writer's JSON. n_bytes: of the tensors' file."""
 
     number: int
     content: Mapping[str, Any]
@@ -46,10 +46,10 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The directory; made if it is not there. Not safe for several threads, but for record_push()."""
+    """The directory; made if it is not there. Only record_push() may be called by several threads."""
 
     def __init__(self, directory: Path, kept: int) -> None:
-        """kept: how many checkpoints stay. Raises ConfigError when another process holds it or it cannot be used."""
+        """kept: checkpoints to keep. Raises ConfigError when another process uses the directory, or it is unusable."""
         self.directory = directory
         self._kept = kept
         try:
@@ -60,7 +60,7 @@ class CheckpointStore:
                 f"checkpoints cannot be kept in {directory}: {error.strerror}; give another --checkpoint-dir"
             ) from error
         try:
-            # A lock of the process, which a forked data loader does not inherit and so cannot keep beyond our end.
+            # A lock of the process: a forked data loader does not inherit it and so cannot keep it after our end.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.close()
@@ -72,7 +72,7 @@ class CheckpointStore:
         self._next = max([0, *self.numbers(), *self._named("safetensors")]) + 1
 
     def close(self) -> None:
-        """Let the directory go. May be called twice."""
+        """Unlock the directory. May be called twice."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -90,13 +90,13 @@ class CheckpointStore:
     # ---- writing ----
 
     def write(self, content: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> Checkpoint:
-        """Make a checkpoint durable, and remove what is beyond the kept ones. Raises OSError; older ones stay then."""
+        """Make a checkpoint durable, and remove those beyond the kept ones. Raises OSError; older ones then stay."""
         number = self._next
         self._next += 1
         try:
             stamp = self._write(number, content, tensors)
         except OSError:
-            self._remove(number)  # tensors alone would only hold room, on a disk that has none
+            self._remove(number)  # tensors alone would only take space, on a full disk
             raise
         failpoint("worker.checkpoint.before_prune")
         self._prune()
@@ -116,7 +116,7 @@ class CheckpointStore:
         return stamp
 
     def record_push(self, record: PushRecord) -> None:
-        """Make the newest push's record durable, in place of the one before. Raises OSError."""
+        """Make the newest push's record durable, replacing the one before. Raises OSError."""
         failpoint("worker.push_record.before_write")
         write_record(self.directory / _PUSH, {"format": FORMAT, "push": push_to_json(record)})
         failpoint("worker.push_record.after_write")
@@ -124,7 +124,7 @@ class CheckpointStore:
     # ---- reading ----
 
     def newest(self, label: str | None = None) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that is whole, and a sentence about each newer one that is not.
+        """The newest complete checkpoint, and a sentence about each newer one that cannot be used.
 
         label: only those whose content has this `label`; None: any.
         """
@@ -139,7 +139,7 @@ class CheckpointStore:
         return None, sentences
 
     def newest_push(self) -> tuple[PushRecord | None, str]:
-        """The push that was written down last; None with a sentence when what stands there cannot be used."""
+        """The push that was recorded last; None with a sentence when its record cannot be used."""
         path = self.directory / _PUSH
         if not path.exists():
             return None, ""
@@ -155,14 +155,14 @@ class CheckpointStore:
         return body
 
     def _load(self, number: int, body: Mapping[str, Any]) -> Checkpoint:
-        told = body.get("tensors")
-        if not isinstance(told, dict) or not isinstance(told.get("n_bytes"), int):
-            raise CheckpointError("its manifest does not say what its tensors are")
-        stamp = CheckpointStamp(told["n_bytes"], str(told.get("xxh3_128")))
+        stored = body.get("tensors")
+        if not isinstance(stored, dict) or not isinstance(stored.get("n_bytes"), int):
+            raise CheckpointError("its manifest does not describe its tensors")
+        stamp = CheckpointStamp(stored["n_bytes"], str(stored.get("xxh3_128")))
         tensors = read_tensors(self._path(number, "safetensors"), stamp)
         return Checkpoint(number, body["content"], tensors, stamp.n_bytes)
 
-    # ---- keeping order ----
+    # ---- removing files ----
 
     def _path(self, number: int, kind: str) -> Path:
         return self.directory / f"checkpoint-{number:08d}.{kind}"
@@ -176,13 +176,13 @@ class CheckpointStore:
             self._remove(number)
 
     def _remove(self, number: int) -> None:
-        """The manifest goes first, so that no checkpoint is there without its tensors. What cannot go, stays."""
+        """Remove a checkpoint, its manifest first, so that none is left without its tensors. Errors are ignored."""
         with contextlib.suppress(OSError):
             for kind in ("json", "safetensors"):
                 self._path(number, kind).unlink(missing_ok=True)
 
     def _clean(self) -> None:
-        """What a crash left: temporary files, and tensors that never got a manifest."""
+        """Remove what a crash left: temporary files, and tensors without a manifest."""
         whole = set(self.numbers())
         orphans = [self._path(n, "safetensors") for n in self._named("safetensors") if n not in whole]
         for path in [*self.directory.glob(".tmp-*"), *orphans]:

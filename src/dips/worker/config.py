@@ -1,7 +1,7 @@
-"""What one training cluster may set for itself.
+"""The settings of one training cluster.
 
-Settings that all clusters of a run must share (H, outer learning rate, chunk size) live on the master; where they
-stand here they only say what this cluster expects, and a difference is refused at Join. Never holds a secret.
+Settings that all clusters of a run must share (H, outer learning rate, chunk size) are the master's; where they
+appear here they only say what this cluster expects, and a difference is refused at Join. Never holds a secret.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECTION = "worker"
 
 PositiveSeconds = Annotated[Seconds, Field(gt=0)]
 AutoSeconds = Literal["auto"] | PositiveSeconds
-"""auto: from the master's heartbeat_s and round_timeout_s (worker/state/times.py), which nobody need think about."""
+"""auto: derived from the master's heartbeat_s and round_timeout_s (worker/state/times.py)."""
 
 
 class ClientConfig(MetricsKnobs):
@@ -43,7 +43,7 @@ class ClientConfig(MetricsKnobs):
     )
     check_tokens: bool = Field(
         True,
-        description="Refuse a count of tokens that the model's inputs cannot hold; no where it fetches its own data.",
+        description="Refuse a count of tokens that the model's inputs cannot hold; set no if it fetches its own data.",
     )
     connect_wait_s: PositiveSeconds = Field(
         120.0, description="How long the first join waits for a master that cannot be reached, before it gives up."
@@ -67,36 +67,36 @@ class ClientConfig(MetricsKnobs):
     # A chunk of 1 MiB takes 0.8 s at 10 Mbit/s; the timer adapts upwards from here to the gaps that it measures.
     data_silence_s: AutoSeconds = Field(
         "auto",
-        description="A slave that answers nothing for so long is asked again over a new connection; "
+        description="A slave that sends no answer for so long is asked again over a new connection; "
         "auto: a heartbeat (2 s).",
     )
     data_stall_s: AutoSeconds = Field(
         "auto",
-        description="A transfer without any progress for so long is given up and asked for anew; "
+        description="A transfer without any progress for so long is given up and begun again; "
         "auto: the master's round_timeout_s (30 s).",
     )
     checkpoint_dir: Path | None = Field(
-        None, description="Directory for this cluster's checkpoints, its own alone; empty: none are made."
+        None, description="Directory for this cluster's checkpoints only; empty: none are made."
     )
     checkpoint_every_s: Seconds = Field(
         60.0, ge=0, description="Time between two checkpoints; 0: as fast as they can be written."
     )
-    checkpoints_kept: int = Field(2, ge=1, description="Checkpoints that stay; a damaged one falls back to the next.")
-    resume: bool = Field(False, description="Go on from the newest checkpoint, if there is one.")
-    resume_required: bool = Field(False, description="Go on from the newest checkpoint, and fail if there is none.")
+    checkpoints_kept: int = Field(2, ge=1, description="Checkpoints to keep; for a damaged one the one before is used.")
+    resume: bool = Field(False, description="Resume from the newest checkpoint, if there is one.")
+    resume_required: bool = Field(False, description="Resume from the newest checkpoint, and fail if there is none.")
     sync_every: int | None = Field(
-        None, ge=1, description="Inner steps between two pushes that this cluster expects; empty: the master's word."
+        None, ge=1, description="Inner steps between two pushes that this cluster expects; empty: the master's value."
     )
     outer_lr: float | None = Field(
-        None, gt=0, description="Outer learning rate that this cluster expects; empty: the master's word."
+        None, gt=0, description="Outer learning rate that this cluster expects; empty: the master's value."
     )
     outer_momentum: float | None = Field(
-        None, ge=0, lt=1, description="Outer momentum that this cluster expects; empty: the master's word."
+        None, ge=0, lt=1, description="Outer momentum that this cluster expects; empty: the master's value."
     )
     wire_dtype: str = Field(
         "float32",
-        description="How this cluster's pushes are written: float32 parameters, or bfloat16, int8 or int4 differences "
-        "to the version that it pulled, with what rounding loses kept for the next push.",
+        description="Format of this cluster's pushes: float32 parameters, or bfloat16, int8 or int4 differences "
+        "to the version that it pulled, with the rounding error added to the next push.",
     )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
     log_format: LogFormat = Field("human", description="Form of log lines: human, or json for machines.")
@@ -117,13 +117,13 @@ class ClientConfig(MetricsKnobs):
 
 
 def given(seconds: float | str) -> float | None:
-    """A time that somebody set; None for "auto"."""
+    """A time that was set; None for "auto"."""
     return None if isinstance(seconds, str) else seconds
 
 
 def leaving_takes_s(config: ClientConfig, settings: Settings) -> float:
-    """The longest that a cluster takes to leave such a master, with its last push, if that and its window do not take
-    longer than a round's time-out.
+    """The longest that a cluster takes to leave under these settings, with its last push, if that and its window do not
+    take longer than a round's time-out.
     """
     times = times_of(given_times(config), settings)
     return times.leave_wait_s + times.call_deadline_s

@@ -1,4 +1,4 @@
-"""The control flow to the master: blocking gRPC stubs on a small pool of threads, "dips-control".
+"""Calls the master: blocking gRPC stubs on a small pool of threads, "dips-control".
 
 Every call has a deadline, and its outcome is an event for the session. Decides nothing, retries nothing, and never
 touches the data flow or a parameter.
@@ -31,10 +31,10 @@ from dips.worker.state.events import CallDone, CallFailed, CallRefused, Event
 _logger = logging.getLogger("dips.worker.control")
 
 N_THREADS = 3
-"""One for each lane of the session: the exchange, leases, and small calls."""
+"""Threads: one for each lane of the session (the exchange, leases, and small calls)."""
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""A Join carries the layout: about 60 bytes for each parameter, so this allows a million of them."""
+"""Largest message. A Join carries the layout: about 60 bytes for each parameter, so this allows a million of them."""
 
 _METHODS: Mapping[type[Any], tuple[str, type[Any]]] = {
     messages.JoinRequest: ("Join", messages.JoinReply),
@@ -58,12 +58,12 @@ class MasterStubs:
     """Typed blocking calls over one channel."""
 
     def __init__(self, channel: grpc.Channel, explain: Callable[[], str] = lambda: "") -> None:
-        """explain: why the master may not let us in, asked when it cannot be reached; empty when it is not that."""
+        """explain: called when the master cannot be reached; returns why it may not admit this process, or ""."""
         self._stub: Any = clusters_pb2_grpc.ClustersStub(channel)
         self._explain = explain
 
     def call(self, request: ClusterRequest, deadline_s: float) -> ClusterReply:
-        """Ask and wait. Raises Refused, or RetryLater when nobody answered in time."""
+        """Call and wait. Raises Refused, or RetryLater when no answer came in time."""
         method, kind = _METHODS[type(request)]
         try:
             failpoint(f"worker.rpc.before_{method}")
@@ -78,7 +78,7 @@ class MasterStubs:
         return reply
 
     def _meaning(self, error: grpc.RpcError) -> Refused | RetryLater:
-        """Keys that do not fit can be put right while this process runs, so that it is told and waits."""
+        """The error for a failed call. Wrong keys can be replaced while this process runs, so it waits for that."""
         why = self._explain() if is_unreachable(error) else ""
         return RetryLater(why) if why else refused_from(error)
 
@@ -105,14 +105,14 @@ class MasterClient:
         future.add_done_callback(lambda done: self._ended(call, done, used))
 
     def close(self) -> None:
-        """Cut calls short and end the threads."""
+        """Cancel the calls and end the threads."""
         self._closed = True
         for channel in self._channels:
             channel.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _connected(self) -> MasterStubs:
-        """Stubs over a new connection with the keys as they are now; calls on earlier ones go on to their end."""
+        """Stubs over a new connection with the present keys; calls on earlier connections go on to their end."""
         self._used = UsedKeys(self._security)
         self._channels.append(channel_to(self._master, self._security))
         return MasterStubs(self._channels[-1], partial(why_not_let_in, self._master, self._security))

@@ -1,4 +1,4 @@
-"""The one thread of a worker on which transfers run. Never touches live parameters."""
+"""Runs a worker's transfers on one thread. Never touches live parameters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from dips.core.errors import DipsError
 _logger = logging.getLogger("dips.worker.data")
 
 SWITCH_INTERVAL_S = 0.0002
-"""Python's own 5 ms would pass before each chunk while the training thread computes in Python."""
+"""The switch interval during transfers. With Python's default each chunk would wait 5 ms while the training thread
+computes in Python."""
 
 DataTask = Callable[[zmq.Context[zmq.Socket[bytes]], threading.Event], None]
-"""Called with the context and the event that cancels."""
+"""A transfer, called with the context and the event that cancels it."""
 
 
 class _SwitchInterval:
@@ -51,7 +52,7 @@ _switch_interval = _SwitchInterval()
 
 
 class DataThread:
-    """Runs transfers one after the other; at most one is wanted at any time, a new one cancels the one before."""
+    """Runs transfers one after the other; only one is needed at a time, so a new one cancels the one before."""
 
     def __init__(self) -> None:
         keep_freed_memory()  # for the frames of a pull
@@ -73,14 +74,14 @@ class DataThread:
             self._current[1].set()
 
     def settle(self) -> None:
-        """Cancel what runs, if it still does, and return once no transfer reads or writes a vector any more."""
+        """Cancel the running transfer, if any, and return once no transfer reads or writes a vector."""
         if self._current is not None and self._running is not None:
             self._current[1].set()
             self._running.result()
             self._current = self._running = None
 
     def close(self) -> None:
-        """Stop whatever runs, wait for it, and close the sockets."""
+        """Stop the running transfer, wait for it, and close the sockets."""
         if self._current is not None:
             self._current[1].set()
         self._executor.shutdown(wait=True)
@@ -94,5 +95,5 @@ class DataThread:
         except (DipsError, OSError) as error:
             failed(str(error))
         except Exception as error:
-            _logger.exception("a transfer broke")
+            _logger.exception("a transfer failed unexpectedly")
             failed(f"{type(error).__name__}: {error}")

@@ -1,13 +1,13 @@
-"""How much of a transfer is under way: one window for each slave, and one budget over all of them.
+"""Flow control of a transfer: one window of unanswered requests for each slave, and one budget over all slaves.
 
 The budget is B = 2 x rate x smallest round trip, in bytes: enough to keep this side's link full while answers travel,
-and no more than as much again in queues. The rate is what was answered between sending a request and its answer, over
-that time, so it grows with the budget until a link is full and stays there when only queues grow. A slave's window is
-four times the product of its own rate and round trip: it may double its part of the budget. A slave may ask for less
+and at most as much again in queues. The rate is the bytes answered between sending a request and its answer, over that
+time, so it grows with the budget until a link is full and stays there when only queues grow. A slave's window is four
+times the product of its own rate and round trip: it may double its part of the budget. A slave may ask for less
 (credit).
 
-Transfers go round their slaves, and budget and windows say how far: a slave that takes less than its part fills its
-window and leaves the rest of the budget to the others.
+A transfer sends to its slaves in turn, as far as budget and windows allow: a slave that takes less than its part fills
+its window and leaves the rest of the budget to the others.
 
 Pure: time is an argument.
 """
@@ -19,29 +19,29 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 START_CHUNKS = 16
-"""In flight before anything is known: fills 1 Gbit/s over 130 ms with chunks of 1 MiB, and 16 MiB are not much to
-buffer. Also what all slaves together may have at least, for links without delay."""
+"""Chunks in flight before a rate is known: they fill 1 Gbit/s over 130 ms with chunks of 1 MiB, and 16 MiB are not much
+to buffer. Also the least budget of all slaves together, for links without delay."""
 
 LEAST_CHUNKS = 4
-"""To one slave: one on its way there, one landing, one answer on its way back, one to spare."""
+"""Least window of one slave: one chunk on its way there, one landing, one answer on its way back, one spare."""
 
 MOST_REQUESTS = 512
-"""Unanswered by one slave however small they are: queues on the way count messages."""
+"""Most requests unanswered by one slave, however small they are: queues on the way count messages."""
 
 BUDGET_HEADROOM = 2.0
 WINDOW_HEADROOM = 4.0
-"""Over rate x round trip. A rate can only be seen to double in a round trip if twice as much is sent; a window needs
-twice the budget's headroom, or a slave's part of the budget would stay what it happens to be."""
+"""Factors on rate x round trip. A rate can only be measured to double in a round trip if twice as much is sent; a
+window needs twice the budget's headroom, or a slave's part of the budget could never change."""
 
 FORGETTING = 0.1
-"""A rate that falls is believed by this share with each answer, one that rises at once: bursts must not shrink it."""
+"""A lower rate is taken over by this share with each answer, a higher one at once: bursts must not reduce it."""
 
 LEAST_TRIP_S = 1e-6
 
 
 @dataclass(slots=True)
 class _Meter:
-    """Bytes answered a second, counted over the way of each request and back."""
+    """Measures bytes answered a second, over the round trip of each request."""
 
     answered_bytes: int = 0
     per_s: float = 0.0
@@ -54,9 +54,9 @@ class _Meter:
 
 @dataclass(slots=True)
 class _Lane:
-    """One slave's. in_flight: (bytes, sent at, answered by this slave until then, by all until then) of each request.
+    """One slave's state. in_flight: (bytes, sent at, bytes answered by this slave before, by all before) by request.
 
-    credit_bytes: what the slave allows; infinite while it said nothing.
+    credit_bytes: what the slave allows; infinite while it has sent no credit.
     """
 
     window_bytes: float
@@ -69,7 +69,7 @@ class _Lane:
 
 
 class FlowControl:
-    """Windows of one transfer. slaves: those that take part; cap_chunks: most to one slave, ever, in full chunks."""
+    """Keeps the windows of one transfer. slaves: those that take part; cap_chunks: largest window, in full chunks."""
 
     def __init__(self, slaves: Iterable[str], chunk_bytes: int, cap_chunks: int) -> None:
         self.chunk_bytes = chunk_bytes
@@ -92,14 +92,14 @@ class FlowControl:
         )
 
     def sent(self, slave: str, request: int, n_bytes: int, now_s: float) -> None:
-        """A request left for this slave; n_bytes: of the chunk that travels with it or with its answer."""
+        """A request was sent to this slave; n_bytes: of the chunk that travels with it or with its answer."""
         lane = self._lanes[slave]
         lane.in_flight[request] = (n_bytes, now_s, lane.meter.answered_bytes, self._all.answered_bytes)
         lane.bytes_in_flight += n_bytes
         self._bytes_in_flight += n_bytes
 
     def answered(self, slave: str, request: int, now_s: float, credit: int = 0) -> None:
-        """Its answer came, whatever it says. credit: chunks that the slave allows from now on; 0: no word on it."""
+        """An answer came, of any kind. credit: chunks that the slave allows from now on; 0: not stated."""
         lane = self._lanes[slave]
         if credit:
             lane.credit_bytes = credit * self.chunk_bytes
@@ -121,14 +121,14 @@ class FlowControl:
         self._size(lane)
 
     def lost(self, slave: str) -> None:
-        """Nothing in flight to this slave counts any more; it is met with a fresh window."""
+        """Forget the requests in flight to this slave, and begin with a new window."""
         lane = self._lanes[slave]
         self._bytes_in_flight -= lane.bytes_in_flight
         self._lanes[slave] = _Lane(0.0, round_trip_s=lane.round_trip_s, open=lane.open)
         self._size(self._lanes[slave])
 
     def done(self, slave: str) -> None:
-        """This slave needs nothing any more: its part of the budget is for the others."""
+        """This slave is finished: its part of the budget is for the others."""
         lane = self._lanes[slave]
         self._bytes_in_flight -= lane.bytes_in_flight
         lane.in_flight.clear()
@@ -142,7 +142,7 @@ class FlowControl:
         return shortest_s if shortest_s < math.inf else None
 
     def in_flight_bytes(self, slave: str) -> int:
-        """What is in flight to this slave."""
+        """Bytes in flight to this slave."""
         return self._lanes[slave].bytes_in_flight
 
     def open_slaves(self) -> Iterator[str]:
@@ -150,12 +150,12 @@ class FlowControl:
         return (slave for slave, lane in self._lanes.items() if lane.open)
 
     def window_bytes(self, slave: str) -> float:
-        """What may be in flight to this slave."""
+        """Most bytes in flight to this slave."""
         return self._lanes[slave].window_bytes
 
     @property
     def budget_bytes(self) -> float:
-        """What may be in flight to all slaves together."""
+        """Most bytes in flight to all slaves together."""
         return self._budget_bytes
 
     # ---- parts ----
@@ -166,10 +166,10 @@ class FlowControl:
             self._size(lane)
 
     def _size(self, lane: _Lane) -> None:
-        """As much as its link needs, at least its part of what all may have, and no more than it allows."""
+        """Set a window: as much as the slave's link needs, at least its part of the budget, at most its credit."""
         fair = max(LEAST_CHUNKS, START_CHUNKS // max(1, self._n_open)) * self.chunk_bytes
         needed = WINDOW_HEADROOM * lane.meter.per_s * lane.round_trip_s if lane.meter.answered_bytes else 0.0
         if lane.meter.answered_bytes < LEAST_CHUNKS * self.chunk_bytes:
-            # The first answers tell the delay, no rate. Half of what may start: a slow slave must not hold it all.
+            # The first answers show the delay, not the rate. Half of START_CHUNKS: a slow slave must not hold all.
             needed = max(needed, START_CHUNKS // 2 * self.chunk_bytes)
         lane.window_bytes = max(1.0, min(max(fair, needed), self._cap_bytes, lane.credit_bytes))

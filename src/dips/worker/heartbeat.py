@@ -1,7 +1,7 @@
-"""The heartbeat: its own thread, its own channel, so that neither training nor transfers nor slow calls delay a beat.
+"""Sends heartbeats on its own thread and channel, so that neither training nor transfers nor slow calls delay them.
 
-Reconnects for ever. Says what the training thread last wrote into `facts`, and hands the master's answers on when
-they say something new. Never blocks the training thread.
+Reconnects for ever. Sends the facts that the training thread set last, and delivers the master's answers when they
+contain something new. Never blocks the training thread.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ STREAM_S = 3600.0
 """A stream's deadline: every call has one, and a new stream an hour costs nothing."""
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 1.0
-"""Between two streams: how soon a restarted master hears of a cluster that has nothing else to ask of it."""
+"""Pause between two streams: within it a restarted master receives a beat of a cluster that makes no other call."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the next beat says, and how often to beat. The request's caller has an incarnation."""
+    """Content of the next beat, and the interval. The request's caller has an incarnation."""
 
     request: HeartbeatRequest
     heartbeat_s: float
@@ -47,7 +47,7 @@ class Facts:
 
 
 class Heartbeat:
-    """`deliver` is called on the heartbeat's thread with Beat and BeatRefused events."""
+    """Sends the heartbeats. `deliver` is called on its thread with Beat and BeatRefused events."""
 
     def __init__(self, master: str, security: Security, deliver: Callable[[Event], None], clock: Clock) -> None:
         self._master = master
@@ -58,7 +58,7 @@ class Heartbeat:
         self._log = ChangeLogger(logging.getLogger("dips.worker.heartbeat"))
         self._facts: Facts | None = None
         self._stop = threading.Event()
-        self._told: tuple[Incarnation, HeartbeatReply] | None = None
+        self._delivered: tuple[Incarnation, HeartbeatReply] | None = None
         self._fenced = Incarnation(0, 0)  # no master's epoch is 0
         self._unanswered: deque[Incarnation | None] = deque()
         self._last_reply_s = 0.0
@@ -67,7 +67,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def tell(self, facts: Facts) -> None:
-        """What beats say from now on; the first call starts the thread."""
+        """Set the content of beats from now on; the first call starts the thread."""
         self._facts = facts
         if self._thread is None and not self._stop.is_set():
             self._thread = threading.Thread(target=self._run, name="dips-heartbeat", daemon=True)
@@ -112,14 +112,14 @@ class Heartbeat:
             self._failed(error)
         except OSError as error:
             self._log.report("master", f"a heartbeat failed: {error}", logging.WARNING)
-        except Refused as refused:  # the answer cannot be read
-            self._log.report("master", f"a heartbeat's answer is broken: {refused}", logging.WARNING)
+        except Refused as refused:
+            self._log.report("master", f"a heartbeat's answer cannot be read: {refused}", logging.WARNING)
         finally:
             ended.set()
         return answered
 
     def _requests(self, ended: threading.Event, hang_up: Callable[[], object]) -> Iterator[Message]:
-        """One request a beat, on a thread of gRPC's; hangs up on a master that has stopped to answer."""
+        """One request a beat, on a thread of gRPC's; ends the stream when the master has stopped answering."""
         while not (ended.is_set() or self._stop.is_set()):
             facts = self._facts
             assert facts is not None, "the thread starts with the first facts"
@@ -135,8 +135,8 @@ class Heartbeat:
 
     def _take(self, reply: HeartbeatReply) -> None:
         incarnation = self._unanswered.popleft() if self._unanswered else None
-        if incarnation is not None and self._told != (incarnation, reply):
-            self._told = (incarnation, reply)
+        if incarnation is not None and self._delivered != (incarnation, reply):
+            self._delivered = (incarnation, reply)
             self._deliver(Beat(incarnation, reply))
 
     def _failed(self, error: grpc.RpcError) -> None:

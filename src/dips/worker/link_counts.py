@@ -1,7 +1,7 @@
-"""What went over the links to the slaves in all transfers of this process, counted where transfers run.
+"""Counts the traffic on the links to the slaves in all transfers of this process, on the thread that transfers.
 
-Owned by the data thread, which leaves an immutable view a few times a second while something moves; whoever reads it
-reads the last one. Bytes are those on the wire: a push of differences has fewer than its parameters.
+Owned by the data thread, which makes a new immutable view a few times a second during a transfer; readers get the last
+one. Bytes are those on the wire: a push of differences has fewer than its parameters.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class TransferDirection(Enum):
 
 @dataclass(frozen=True)
 class SlaveLinkCounts:
-    """One slave's. n_bytes, bytes_per_s: by direction; the rate is of the newest transfer, NaN where there was none.
+    """Counts of one slave. n_bytes, bytes_per_s: by direction; the rate is the newest transfer's, NaN before the first.
 
-    resumed_bytes: what the slave held already when an attempt of a push began. refusals: by code.
+    resumed_bytes: bytes that the slave held already when an attempt of a push began. refusals: by code.
     """
 
     n_bytes: Mapping[TransferDirection, int] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class SlaveLinkCounts:
 
 @dataclass(frozen=True)
 class Transferring:
-    """One transfer: told of its progress, it adds it to what was before. For the data thread."""
+    """Adds the progress of one transfer to the counts. For the data thread."""
 
     counts: LinkCounts
     direction: TransferDirection
@@ -46,7 +46,7 @@ class Transferring:
     before: Mapping[str, SlaveLinkCounts]
 
     def tell(self, moved: Mapping[str, SlaveProgress], now_s: float) -> None:
-        """How far it is, in all since it began."""
+        """Take the transfer's progress since its beginning."""
         links = {
             slave: self._link(self.before.get(slave, SlaveLinkCounts()), part, now_s) for slave, part in moved.items()
         }
@@ -79,7 +79,7 @@ class LinkCounts:
 
     @property
     def view(self) -> Mapping[str, SlaveLinkCounts]:
-        """The newest one; from any thread, never changed once it is given out."""
+        """The newest view; from any thread, never changed afterwards."""
         return self._view
 
     def show(self, links: Mapping[str, SlaveLinkCounts]) -> None:

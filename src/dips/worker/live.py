@@ -1,8 +1,8 @@
-"""A push that is sent from the model's own memory, as long as nothing trains on it.
+"""Sends a push from the model's own memory, as long as no training changes it.
 
-While the training loop waits for its push, a copy of the parameters would say what they say. freeze() puts one in their
-place before training goes on. Frames that were handed to the socket and have not left by then may be overwritten: their
-checksums were taken before, so a slave refuses such a chunk and it is sent again, from the copy.
+While the training loop waits for its push, a copy would equal the parameters. freeze() replaces them by a copy before
+training goes on. Frames that the socket has not sent by then may be overwritten: their checksums were taken before, so
+a slave refuses such a chunk and it is sent again, from the copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ F32 = NDArray[np.float32]
 
 
 class Live:
-    """The parameters, one flat array after the other in layout order. Whoever reads them holds `lock`."""
+    """The parameters, one flat array after the other in layout order. A reader holds `lock`."""
 
     def __init__(self, parts: Sequence[F32]) -> None:
         self._parts = [bytes_of(part) for part in parts]
@@ -32,17 +32,17 @@ class Live:
         self.lock = threading.Lock()
 
     def freeze(self, copy: F32) -> None:
-        """Read this vector from now on; it holds what the parameters do. They may change as soon as this returns."""
+        """Read from this equal vector from now on. The parameters may change as soon as this returns."""
         with self.lock:
             self._copy = bytes_of(copy).data
 
     def end(self) -> None:
-        """Nothing may be read any more, so that a transfer that was given up sends nothing half changed."""
+        """Forbid further reads, so that a transfer that was given up sends no half changed bytes."""
         with self.lock:
             self._ended = True
 
     def bytes_at(self, here: slice) -> memoryview:
-        """These bytes of the flat vector; the caller holds the lock. In memory of their own where parts meet.
+        """These bytes of the flat vector; the caller holds the lock. A copy where they span several parts.
 
         Raises LocalProtocolError after end().
         """

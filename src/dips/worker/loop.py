@@ -1,4 +1,4 @@
-"""The user's side: a context manager around an ordinary PyTorch training loop.
+"""The user's interface: a context manager around an ordinary PyTorch training loop.
 
     with dips.DiLoCo(model, optimizer, tokens_per_step=batch * sequence) as sync:
         while not sync.done:
@@ -64,27 +64,27 @@ class DiLoCo:
     """Makes a training loop one cluster of a run (DiLoCo: many inner steps, then one outer step on the difference).
 
     It works from the beginning of its `with` block to its end. Steps before it, and `done` and count(), raise
-    ConfigError; steps after it are shared with no one. At the end of the block the last steps are pushed and their
-    verdict is awaited, for at most leave_wait_s; after an error, only the push that is open is waited for. What could
-    not be pushed is logged as a warning. SIGTERM, where the program does not handle it, does the same at the next step
+    ConfigError; steps after it are not shared. At the end of the block the last steps are pushed and their verdict is
+    awaited, for at most leave_wait_s; after an error, only the verdict of the open push is awaited. Steps that could
+    not be pushed are logged as a warning. SIGTERM, where the program does not handle it, does the same at the next step
     or `done`, and then ends the process with exit code 143.
 
     model, optimizer: the loop's own, also as Accelerate prepared them; the optimizer is the inner one. tokens_per_step:
     tokens (or samples, if every cluster counts them alike) behind one optimizer.step() of this process; count()
     overrides it. steps: `done` becomes true after so many steps, with or without a master. sync_every, outer_lr,
-    outer_momentum: what the user expects of the run; the values live on the master, and another one there is refused at
+    outer_momentum: the values that the user expects; the master sets them, and a different value there is refused at
     the start. master, cluster_id, run_id: else DIPS_MASTER, DIPS_CLUSTER, DIPS_RUN. tape: a file for this cluster's
     event record.
 
-    keys: the directory of this cluster's identity (docs/security.md), else DIPS_KEYS. insecure: use none, with a master
-    on this machine only; else DIPS_INSECURE=1. One of the two must be given.
+    keys: the directory of this cluster's identity (docs/security.md), else DIPS_KEYS. insecure: use no keys, with a
+    master on this machine only; else DIPS_INSECURE=1. One of the two must be given.
 
-    wire_dtype: how pushes are written, "float32" (else DIPS_WORKER_WIRE_DTYPE) or differences to the pulled version in
-    fewer bits: "bfloat16", "int8" or "int4". What rounding loses goes with the next push.
+    wire_dtype: the format of pushes, "float32" (else DIPS_WORKER_WIRE_DTYPE) or differences to the pulled version in
+    fewer bits: "bfloat16", "int8" or "int4". The rounding error is added to the next push.
 
     checkpoint_dir: a folder for this cluster's checkpoints (docs/checkpoints.md), one every checkpoint_every_s seconds.
-    resume: go on from the newest of them, if there is one; `steps` counts on. state: what else must be kept, such as a
-    scheduler or a data loader's place: an object with state_dict() and load_state_dict(), or several under names.
+    resume: continue from the newest of them, if there is one; `steps` counts on. state: further state to be kept, such
+    as a scheduler or a data loader's position: an object with state_dict() and load_state_dict(), or several by name.
 
     buffers: "own" leaves the model's buffers (running statistics of batch norm, say) to this cluster, and no version
     holds them; with "average" the run averages those that a state_dict holds, and an exported model has them. All
@@ -100,7 +100,7 @@ class DiLoCo:
     """
 
     _keeps_own_checkpoints = True
-    """At times of its own; a trainer's callback takes one with each of the trainer's."""
+    """Whether checkpoints are taken at intervals; a trainer's callback takes one with each of the trainer's."""
 
     _resume_label: str | None = None
 
@@ -144,12 +144,12 @@ class DiLoCo:
         self._hooks: list[RemovableHandle] = []
         self._sigterm = Sigterm(self._received_sigterm)
         self._ends = False
-        self._in_step = self._asked = self._told_of_end = False
+        self._in_step = self._asked = self._warned_of_end = False
         self._shell: ClusterShell | None = None
         self._config: ClientConfig | None = None
         self._parameters: TorchParameters | None = None
         self._ranks: Ranks | None = None
-        self._told = StepNews()
+        self._news = StepNews()
         self.steps = self._steps_compared = 0
         self._own_tokens = 0
         self._state = state
@@ -210,7 +210,7 @@ class DiLoCo:
             self._token_check.end()
         while self._hooks:
             self._hooks.pop().remove()
-        # Inside of a step parameters are half-way; ranks that do not leave together cannot compare theirs.
+        # Inside of a step parameters are incomplete; ranks that do not leave together cannot compare theirs.
         whole = is_orderly(kind) and not self._in_step and (kind is None or self._ranks is None)
         try:
             if kind is None:
@@ -225,14 +225,14 @@ class DiLoCo:
             raise self._end_of_process()
 
     def _compare_before_leaving(self) -> None:
-        """What rank 0 may push as it leaves is compared as before any push."""
+        """Compare the ranks' parameters, as before any push, since rank 0 may push as it leaves."""
         if self._ranks is not None and self._parameters is not None:
             self._ranks.meet(0, False, leaves=True)
             if not self.run_ended and self.steps > self._steps_compared:
                 self._ranks.compare(self._parameters)
 
     def _leave(self, reason: str, push_pending: bool, together: bool) -> None:
-        """together: all ranks do, and keep one model."""
+        """Leave the run. together: all ranks leave, and keep one model."""
         try:
             if self._shell is not None:
                 self._shell.close("SIGTERM" if self._sigterm.caught else reason, push_pending=push_pending)
@@ -243,7 +243,7 @@ class DiLoCo:
             self._sigterm.give_back()
 
     def _received_sigterm(self) -> None:
-        """In the handler. What waits goes on at once; with several ranks all of them hear of it at the next step."""
+        """Called in the signal handler. A wait ends at once; several ranks all learn it at the next step."""
         if self._shell is not None and self._ranks is None:
             self._shell.request_stop("SIGTERM")
 
@@ -257,7 +257,7 @@ class DiLoCo:
             ranks.close()
 
     def _checked_parameters(self, ranks: Ranks | None) -> TorchParameters:
-        """The model's; all ranks enter with the same ones, or none does."""
+        """The model's parameters; all ranks enter with the same ones, or none does."""
         parameters: TorchParameters | Exception
         try:
             refuse_shards(self._model, self._optimizer)
@@ -288,7 +288,7 @@ class DiLoCo:
                     ranks.tell(StepNews(failed=True))
                 raise
         if ranks is not None:
-            self._told = ranks.tell(self._facts())
+            self._news = ranks.tell(self._facts())
             ranks.spread(parameters.tensors)
             self._reset_with_the_first(parameters, 0)
 
@@ -299,7 +299,7 @@ class DiLoCo:
         parameters.describe(description_of(self._model, parameters.ids, untrained))
         if own := running_statistics(self._model, parameters.ids):
             _logger.warning(
-                "the model keeps running statistics (%r and %d more), which are no part of the run: an exported model "
+                "the model keeps running statistics (%r and %d more), which are not part of the run: an exported model "
                 'lacks them, unless all clusters enter the loop with buffers="average"',
                 own[0], len(own) - 1,
             )  # fmt: skip
@@ -309,7 +309,7 @@ class DiLoCo:
         )  # fmt: skip
 
     def count(self, tokens: int, loss: float | torch.Tensor = math.nan) -> None:
-        """Say what the next optimizer.step() stands for, in place of tokens_per_step; loss as in report().
+        """Set the tokens of the next optimizer.step(), in place of tokens_per_step; loss as in report().
 
         Raises ConfigError for fewer than one token, and outside of the `with` block.
         """
@@ -321,8 +321,8 @@ class DiLoCo:
             self._losses.add(loss)
 
     def report(self, loss: float | torch.Tensor) -> None:
-        """The training loss behind the next optimizer.step(), in nats per token: `dips status` and the status page show
-        it. Several, of accumulated batches, are averaged. A tensor on a device is not waited for at each step.
+        """Report the training loss of the next optimizer.step(), in nats per token, for `dips status` and the status
+        page. Several, of accumulated batches, are averaged. A tensor on a device is not waited for at each step.
 
         Raises ConfigError for what is not one number, and outside of the `with` block.
         """
@@ -331,10 +331,10 @@ class DiLoCo:
 
     @property
     def done(self) -> bool:
-        """Whether the loop should end: the run has (the model is then its last version), or `steps` are made, or
+        """Whether the loop should end: the run has ended (the model is then its last version), `steps` are made,
         SIGTERM came, or the `with` block has ended. Raises ConfigError where no `with` block surrounds the loop.
 
-        Between two steps is also where a checkpoint is taken: asking is what says that one is over.
+        A checkpoint may be taken here: reading `done` shows that a step is complete.
         """
         if self._use is not _Use.ENTERED:
             if self._use is _Use.MADE or not self._was_used:
@@ -355,10 +355,10 @@ class DiLoCo:
 
     @property
     def run_ended(self) -> bool:
-        """Whether the run has ended for this cluster: steps from now on are shared with nobody."""
+        """Whether the run has ended for this cluster: steps from now on are not shared."""
         self._asked = True
         if self._ranks is not None:
-            return self._told.done  # the same on every rank
+            return self._news.done  # the same on every rank
         return self._shell is not None and self._shell.done
 
     @property
@@ -368,17 +368,17 @@ class DiLoCo:
 
     @property
     def version(self) -> Version | None:
-        """The version that was pulled last; None when training alone."""
+        """The last pulled version; None when training alone."""
         if self._shell is not None:
             return self._shell.version
-        return Version(self._told.timeline, self._told.version) if self._told.timeline else None
+        return Version(self._news.timeline, self._news.version) if self._news.timeline else None
 
     @property
     def progress(self) -> int:
-        """Tokens that the whole run has trained on, as far as is known here; alone, this loop's own steps' worth."""
+        """Tokens that the whole run has trained on, as far as known here; without a run, those of this loop's steps."""
         if self._shell is not None:
             return self._shell.progress
-        return self._told.progress if self._ranks is not None else self._own_tokens
+        return self._news.progress if self._ranks is not None else self._own_tokens
 
     @property
     def last_verdict(self) -> Verdict | None:
@@ -386,7 +386,7 @@ class DiLoCo:
 
     @property
     def shell(self) -> ClusterShell | None:
-        """For everything else; None when training alone."""
+        """The shell, for everything else; None when training alone."""
         return self._shell
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -402,25 +402,25 @@ class DiLoCo:
             self._token_check.stepped(tokens)
         self.steps += 1
         if self._ranks is not None:
-            tokens, near, self._ends = self._ranks.meet(tokens, near, wishes=self._sigterm.caught)
+            tokens, near, self._ends = self._ranks.meet(tokens, near, wants_to_leave=self._sigterm.caught)
         self._own_tokens += tokens
         if self._ranks is not None:
             self._step_together(self._ranks, tokens, loss, near or self._ends)
         elif self._shell is not None:
             self._shell.step(tokens, loss=loss)
         if self._shell is not None and self._keeps_own_checkpoints and not self._asks_done:
-            self._shell.checkpoint_if_due()  # a loop that never asks whether it is done
+            self._shell.checkpoint_if_due()  # for a loop that never reads `done`
         self._in_step = False
         asked, ended = self._asked, self.run_ended
         self._asked = False
         if (self._ends or (self._sigterm.caught and self._ranks is None)) and not asked:
-            raise self._end_of_process()  # a loop that does not ask would step on
-        if ended and not asked and not self._told_of_end:
-            self._told_of_end = True
+            raise self._end_of_process()  # a loop that does not read `done` would go on
+        if ended and not asked and not self._warned_of_end:
+            self._warned_of_end = True
             _logger.warning("the run has ended for this cluster: ask `sync.done`; steps from now on are not shared")
 
     def _step_together(self, ranks: Ranks, tokens: int, loss: float, may_push: bool) -> None:
-        """Rank 0 steps in the run; the others learn what came of it, and take its parameters if they were replaced.
+        """Rank 0 steps in the run; the others get the result, and take its parameters if they were replaced.
 
         may_push: the same on all ranks; a push begins at no other step, as the ranks are compared before it.
         """
@@ -440,19 +440,19 @@ class DiLoCo:
 
     def _follow_the_first(self, ranks: Ranks) -> None:
         assert self._parameters is not None, "set with the ranks"
-        before = self._told
-        self._told = ranks.tell(self._facts())
-        if self._told.installs != before.installs:
+        before = self._news
+        self._news = ranks.tell(self._facts())
+        if self._news.installs != before.installs:
             ranks.spread(self._parameters.tensors)
         self._reset_with_the_first(self._parameters, before.resets)
 
     def _reset_with_the_first(self, parameters: TorchParameters, before: int) -> None:
-        """Replicas stay one only if their optimizers do. before: the resets of rank 0 that this rank has followed."""
-        if self._told.resets != before and self._shell is None:
+        """Replicas stay equal only if their optimizers do. before: the resets of rank 0 that this rank has followed."""
+        if self._news.resets != before and self._shell is None:
             parameters.reset_inner_optimizer()
 
     def _facts(self) -> StepNews | None:
-        """What rank 0 tells the others; None on those."""
+        """The news that rank 0 sends to the others; None on those."""
         shell, parameters = self._shell, self._parameters
         if shell is None or parameters is None:
             return None
@@ -462,7 +462,8 @@ class DiLoCo:
 
 
 def _refuse_steps_before_entering(optimizer: torch.optim.Optimizer) -> None:
-    """Not even where the DiLoCo is dropped at once: a loop that forgot `with` would train alone for ever."""
+    """Refuse steps until the loop is entered, even where the DiLoCo is dropped at once: a loop without `with` would
+    train alone for ever."""
 
     def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         raise ConfigError(
@@ -493,7 +494,7 @@ class _Steps:
 
 
 def _named(state: HasState | Mapping[str, HasState] | None) -> dict[str, HasState]:
-    """The user's own things under names. Raises ConfigError for one without the two methods."""
+    """The user's own objects by name. Raises ConfigError for one without the two methods."""
     parts = {} if state is None else dict(state) if isinstance(state, Mapping) else {"state": state}
     for name, part in parts.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):

@@ -1,7 +1,7 @@
-"""The losses that a user's loop reports, read from their device seldom: reading one waits for all that is queued there.
+"""Adds up the losses that a user's loop reports, and reads them seldom: reading waits for the device's whole queue.
 
 On a device they are added up there, and read when a push is due (the parameters are read then anyway) or when the
-last reading is READ_EVERY_S old, which is soon enough for a heartbeat.
+last reading is READ_EVERY_S old, which is often enough for a heartbeat.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Losses:
         self._read_s = -math.inf
 
     def add(self, loss: float | torch.Tensor) -> None:
-        """Raises ConfigError for what is not one number."""
+        """Add a loss. Raises ConfigError unless it is one number."""
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
                 raise ConfigError(f"the loss has {loss.numel()} elements: report their mean, in nats per token")
             value = loss.detach().reshape(())
             if value.device.type != "cpu":
-                # A sum of its own memory: under CUDA graphs the next step overwrites the loss in place.
+                # The sum has its own memory: under CUDA graphs the next step overwrites the loss in place.
                 before = torch.zeros((), device=value.device) if self._on_device is None else self._on_device
                 self._on_device, self._n_on_device = before.to(value.device) + value.float(), self._n_on_device + 1
                 return

@@ -1,6 +1,6 @@
-"""What a cluster's process exports; docs/metrics.md is made from this list. Labels: slaves of the run, fixed words.
+"""The metrics of a cluster's process; docs/metrics.md is made from this list. Labels: slaves of the run, fixed words.
 
-HELDOUT is what `dips eval --follow` exports in their place: it trains nothing.
+HELDOUT has the metrics of `dips eval --follow`, which does not train.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ METRICS: tuple[Spec, ...] = (
     # ---- the session ----
     Spec("info", "gauge", "1; the labels say which cluster of which run", "1", ("run", "cluster", "version")),
     Spec("phase", "gauge", "1 for the phase that the session is in", "training most of the time", ("phase",)),
-    Spec("waiting", "gauge", "1 while the training loop stands still for an exchange or for data",
+    Spec("waiting", "gauge", "1 while the training loop waits for an exchange or for data",
          "0 most of the time"),
-    Spec("waited_seconds_total", "counter", "Time that the training loop stood still: for an exchange, or for data",
+    Spec("waited_seconds_total", "counter", "Time that the training loop waited: for an exchange, or for data",
          "below a tenth of the time", ("what",), "s"),
     Spec("beat_age_seconds", "gauge", "Time since the master last answered a heartbeat", "below two heartbeats (4)",
          (), "s", "it has answered one"),
-    Spec("joins_total", "counter", "Times that this process joined, again after a fence too", "1"),
-    Spec("calls_total", "counter", "Calls to the master by result: done, refused, failed (nobody answered)",
+    Spec("joins_total", "counter", "Times that this process joined, also again after a fence", "1"),
+    Spec("calls_total", "counter", "Calls to the master by result: done, refused, failed (no answer)",
          "failed and refused only while the master is restarted", ("result",)),
     Spec("refused_calls_total", "counter", "Calls that the master refused, by code (docs/protocol.md)",
          "FENCED after a restart of the master", ("code",)),
@@ -33,7 +33,7 @@ METRICS: tuple[Spec, ...] = (
     Spec("tokens_total", "counter", "Tokens that this process trained on", "rises", (), "tokens"),
     Spec("tokens_per_second", "gauge", "Speed, of computing alone, over the last 32 steps", "steady", (), "tokens/s"),
     Spec("steps_per_second", "gauge", "The same in inner steps", "steady", (), "steps/s"),
-    Spec("loss", "gauge", "Mean training loss of the last 32 steps", "falls", (), "nats/token", "the loop tells it"),
+    Spec("loss", "gauge", "Mean training loss of the last 32 steps", "falls", (), "nats/token", "the loop reports it"),
     Spec("local_steps", "gauge", "Inner steps between two pushes (H_j)", "sync_every, or as the master fits it"),
     Spec("pending_tokens", "gauge", "Tokens trained on that are in no version yet", "below two rounds' worth", (),
          "tokens"),
@@ -42,7 +42,7 @@ METRICS: tuple[Spec, ...] = (
     Spec("base_timeline", "gauge", "Timeline of that version", "constant", (), "", "one was pulled"),
     Spec("staleness_versions", "gauge", "Versions that the base is behind the published one", "0 to 2", (), "versions",
          "one was pulled on the published timeline"),
-    Spec("verdicts_total", "counter", "Verdicts that this process heard", "applied alone", ("verdict",)),
+    Spec("verdicts_total", "counter", "Verdicts that this process received", "applied alone", ("verdict",)),
     Spec("stale_pushes_total", "counter", "Pushes whose base was too old or replaced: versions, fence, timeline",
          "no increase", ("kind",)),
     # ---- transfers ----
@@ -59,14 +59,14 @@ METRICS: tuple[Spec, ...] = (
          "near the link's; a share of it when clusters share one", _LINK, "bytes/s", "there was a transfer"),
     Spec("link_round_trip_seconds", "gauge", "Smallest time from a request to its answer in that transfer",
          "the link's delay", _SLAVE, "s", "there was a transfer"),
-    Spec("link_reconnects_total", "counter", "New connections because the slave was silent or hung up", "no increase",
+    Spec("link_reconnects_total", "counter", "New connections after the slave was silent or closed one", "no increase",
          _SLAVE),
     Spec("link_refusals_total", "counter", "Requests that the slave refused, by code (docs/protocol.md)",
          "UNKNOWN_PUSH a few, when a ticket is faster than its opening", ("slave", "code")),
     # ---- checkpoints ----
     Spec("checkpoint_age_seconds", "gauge", "Time since this process wrote a checkpoint",
          "below two checkpoint_every_s", (), "s", "it wrote one"),
-    Spec("checkpoint_seconds", "histogram", "Time to write a checkpoint, beside training", "below checkpoint_every_s",
+    Spec("checkpoint_seconds", "histogram", "Time to write a checkpoint, during training", "below checkpoint_every_s",
          (), "s"),
 )  # fmt: skip
 

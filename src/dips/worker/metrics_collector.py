@@ -1,6 +1,6 @@
-"""Reads a cluster's process at a scrape: the views that the training thread and the data thread left behind.
+"""Collects a cluster process's metrics at a scrape, from the latest views of the training and the data thread.
 
-Must never be called by anything but a scrape, nor wait for a thread of the process.
+Must be called only by a scrape, and never wait for a thread of the process.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ STALE = tuple(kind.name.lower() for kind in StaleKind)
 DIRECTIONS = tuple(direction.value for direction in TransferDirection)
 
 _UNREFUSED = {code.name: 0 for code in REFUSED_DATA}
-"""Counted from 0: an increase from nothing to 1 would not be seen."""
+"""Labels that are counted from 0: a counter that first appears with 1 would show no increase."""
 
 
 @dataclass(frozen=True)
 class Collector:
-    """Makes the families of each scrape of a cluster."""
+    """Makes the metric families of each scrape of a cluster."""
 
     cluster_id: str
     security: Security = INSECURE
@@ -46,7 +46,7 @@ class Collector:
         answered_s: float | None,
         now_s: float,
     ) -> Families:
-        """counts: for its transfers alone. answered_s: when the master last answered a beat, of the same clock."""
+        """counts: only its transfers are read. answered_s: when the master last answered a beat, of the same clock."""
         families = Families(PREFIX, METRICS)
         families.set("info", 1, view.run_id, self.cluster_id, VERSION)
         families.set(CERTIFICATE.name, certificate_left_s(self.security))
@@ -117,7 +117,7 @@ def _links(families: Families, links: Mapping[str, SlaveLinkCounts]) -> None:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The newest evaluation, and how many there were. at_s: of the process's clock."""
+    """The newest evaluation, and the number of evaluations. at_s: of the process's clock."""
 
     version: Version
     tokens: int
@@ -127,7 +127,7 @@ class Evaluated:
 
 
 def heldout_families(evaluated: Evaluated | None, security: Security, now_s: float) -> Families:
-    """Of `dips eval --follow`."""
+    """The metric families of `dips eval --follow`."""
     families = Families(PREFIX, HELDOUT)
     families.set(CERTIFICATE.name, certificate_left_s(security))
     families.set("heldout_evaluations_total", evaluated.count if evaluated else 0)

@@ -1,8 +1,8 @@
-"""What happened in this life of a cluster's process, counted on the training thread from events and effects.
+"""Counts a cluster process's events and effects, on the training thread.
 
-The thread leaves an immutable view behind at each step and each wait, as it does for heartbeats: a scrape must never
-wait for a step, which may take minutes, nor a step for a scrape. Costs a few microseconds a step, and nothing where
-no metrics are served.
+The thread makes an immutable view at each step and each wait, as it does for heartbeats: a scrape must never wait for a
+step, which may take minutes, nor a step for a scrape. Costs a few microseconds a step, and nothing where no metrics are
+served.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dips.worker.state.events import (
 
 @dataclass(frozen=True)
 class View:
-    """One moment, as the training thread left it. waiting_since_s: of the process's clock; None while it trains.
+    """The training thread's state at one moment. waiting_since_s: of the process's clock; None while it trains.
 
     rates: tokens and steps a second; loss: NaN where not known.
     """
@@ -58,7 +58,7 @@ EXCHANGE, DATA = "exchange", "data"
 
 
 class Counts:
-    """Counts of one process. All but `transfers` are for the training thread; view() is what others may have."""
+    """Counts of one process. All but `transfers` are for the training thread; others use view()."""
 
     def __init__(self) -> None:
         self.transfers = {"push": Durations(), "pull": Durations()}
@@ -70,7 +70,7 @@ class Counts:
         self._waiting_since_s = math.nan
 
     def took(self, event: Event) -> None:
-        """The session is given this event."""
+        """Count an event that the session takes."""
         match event:
             case Stepped():
                 self._steps += 1
@@ -92,7 +92,7 @@ class Counts:
                 self._add("pull", "failed")
 
     def gave(self, effect: Effect) -> None:
-        """The session wants this done."""
+        """Count an effect of the session."""
         match effect:
             case StartPush():
                 self._add("attempt", "first" if effect.ticket.attempt == 1 else "again")
@@ -104,7 +104,7 @@ class Counts:
                 self._add("joined", "")
 
     def waits(self, what: str, now_s: float) -> None:
-        """The training loop stands still from here on, for an exchange or for data; told once or often."""
+        """The training loop waits from now on, for an exchange or for data; may be called again during the wait."""
         if not self._waiting:
             self._waiting, self._waiting_since_s = what, now_s
 
@@ -139,7 +139,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class CheckpointCounts:
-    """written_s: when the last one was written, of the process's clock; NaN: none was."""
+    """Counts of checkpoints. written_s: when the last one was written, of the process's clock; NaN: none was."""
 
     durations: Observed
     written_s: float

@@ -1,4 +1,4 @@
-"""Ties a cluster's session to a server of metrics: what the driver tells goes into views, and scrapes read those."""
+"""Connects a cluster's session to a metrics server: the driver's reports go into views, and scrapes read those."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dips.worker.state.events import Event
 
 
 class Metrics:
-    """Of one cluster's process; made only where the settings ask for it. All methods are the training thread's."""
+    """Metrics of one cluster's process; made only if the settings ask for it. For the training thread only."""
 
     def __init__(self, session: ClusterMachine, pace: StepTimer, clock: Clock) -> None:
         self.counts = Counts()
@@ -38,7 +38,7 @@ class Metrics:
         checkpoints: Checkpointing | None,
         answered_s: Callable[[], float | None],
     ) -> None:
-        """Answer scrapes from here on. answered_s: asked on their threads. Raises ConfigError as MetricsServer does."""
+        """Answer scrapes from now on. answered_s: called on their threads. Raises ConfigError as MetricsServer does."""
         collector = Collector(config.cluster_id, security)
 
         def collect() -> Families:
@@ -53,27 +53,27 @@ class Metrics:
         )
 
     def tell(self, event: Event, effects: Iterable[Effect]) -> None:
-        """The session was given this event, and wants these things done."""
+        """Count an event that the session took and the effects that it returned."""
         self.counts.took(event)
         for effect in effects:
             self.counts.gave(effect)
 
     def show(self) -> None:
-        """What scrapes see from now on."""
+        """Make a new view for scrapes."""
         self._view = self.counts.view(self._session, self._pace)
 
     def waits(self, what: str) -> None:
-        """The training loop stands still."""
+        """The training loop waits."""
         self.counts.waits(what, self._clock.monotonic_s())
         self.show()
 
     def goes_on(self) -> None:
-        """It does not, or not any more."""
+        """The training loop does not wait, or no longer."""
         self.counts.goes_on(self._clock.monotonic_s())
         self.show()
 
     def stop(self) -> None:
-        """May be called twice."""
+        """Stop the server. May be called twice."""
         if self._server is not None:
             self._server.stop()
             self._server = None

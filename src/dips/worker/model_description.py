@@ -1,4 +1,4 @@
-"""Describes a model for exports: what it holds and the run does not train, and a transformers model's configuration
+"""Describes a model for exports: its tensors that the run does not train, and a transformers model's configuration
 (core/model_description.py).
 
 Never imports transformers: a program that trains one of its models has done so.
@@ -18,10 +18,10 @@ from dips.worker.untrained import moving_buffers
 
 
 def description_of(model: torch.nn.Module, held: Set[int] | None = None, untrained: Untrained | None = None) -> str:
-    """JSON for the layout; empty for a model that is all trained, and is none of transformers.
+    """JSON for the layout; empty for a model that is trained completely and is not of transformers.
 
     held: ids of the tensors that versions hold; None: those that require gradients. untrained: digests of the others.
-    A transformers model may stand inside of another module (a LightningModule, say), which gives its names a prefix.
+    A transformers model may be inside of another module (a LightningModule, say), which gives its names a prefix.
     """
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     held = trained if held is None else held
@@ -40,8 +40,8 @@ def description_of(model: torch.nn.Module, held: Set[int] | None = None, untrain
 def _described(
     module: torch.nn.Module, held: Set[int], untrained: Untrained, prefix: str, config: dict[str, object]
 ) -> ModelDescription:
-    """Tied tensors are one object under several names, of which the first counts. A batch norm's counter is left out
-    where it counts for nothing: no file needs it.
+    """The tensors to describe. Tied tensors are one object under several names, of which the first counts. A batch
+    norm's counter is left out where it has no effect: no file needs it.
     """
     idle = {
         id(norm.num_batches_tracked)

@@ -1,4 +1,4 @@
-"""How fast this cluster computes: over its last steps, leaving out what it waited for and transferred."""
+"""Measures how fast this cluster computes, over its last steps, without waits and transfers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections import deque
 
 WINDOW_STEPS = 32
-"""Long enough to smooth over a slow step, short enough to follow a change of speed within one round."""
+"""Steps in the window: enough to smooth over a slow step, few enough to follow a change of speed within one round."""
 
 
 class StepTimer:
-    """Computing time from resume() to the next stepped(), less the pauses between. Times in seconds."""
+    """Measures computing time from resume() to the next stepped(), without the pauses between. Times in seconds."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float, float]] = deque(maxlen=WINDOW_STEPS)
@@ -19,15 +19,15 @@ class StepTimer:
         self._warm = False
 
     def resume(self, now_s: float) -> None:
-        """The training loop computes from here on."""
+        """The training loop computes from now on."""
         self._resumed_s, self._paused_s = now_s, 0.0
 
     def pause(self, seconds: float) -> None:
-        """So long the loop waited for data."""
+        """The loop waited this long for data."""
         self._paused_s += seconds
 
     def stepped(self, tokens: int, loss: float, now_s: float) -> None:
-        """A step ended. The first one is left out: it holds compilation and first allocations."""
+        """A step ended. The first one is left out: it includes compilation and first allocations."""
         if self._resumed_s is not None and self._warm:
             self._steps.append((tokens, max(0.0, now_s - self._resumed_s - self._paused_s), loss))
         self._warm, self._resumed_s = True, None

@@ -1,7 +1,7 @@
-"""What the driver needs of a model: its layout, a copy of its parameters, and a way to replace them.
+"""The driver's interface to a model: its layout, a copy of its parameters, and a way to replace them.
 
 The driver knows no framework; TorchParameters (worker/torch_model.py) and the tests' numpy model are two
-implementations. Every method is called on the training thread, at a step boundary, and never elsewhere.
+implementations. Every method is called only on the training thread, at a step boundary.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class ParameterStore(Protocol):
 
 
 class SnapshotReady(Protocol):
-    """Which part of a snapshot is in its vector. May be asked on any thread."""
+    """The progress of a snapshot. May be used on any thread."""
 
     def wait(self, start_elem: int, stop_elem: int) -> None:
-        """Return once elements [start_elem, stop_elem) are there."""
+        """Return once elements [start_elem, stop_elem) are in the vector."""
         ...
 
 
@@ -46,11 +46,11 @@ class StreamingStore(ParameterStore, Protocol):
     """A store that chooses the memory of flat vectors, and copies to it while its caller does other things."""
 
     def empty(self, n_elems: int) -> NDArray[np.float32]:
-        """A vector of any content, in the memory that snapshots and installs are fastest with."""
+        """A vector of any content, in the memory that is fastest for snapshots and installs."""
         ...
 
     def begin_snapshot(self, into: NDArray[np.float32]) -> SnapshotReady | None:
-        """Copy the live parameters of this moment; None: they are there. They may change while the copy goes on."""
+        """Copy the present live parameters; None: already complete. They may change while the copy goes on."""
         ...
 
     def live(self) -> Sequence[NDArray[np.float32]] | None:
@@ -62,7 +62,7 @@ class StreamingStore(ParameterStore, Protocol):
 
 @runtime_checkable
 class RoundingStore(ParameterStore, Protocol):
-    """A store with parameters in fewer bits than float32, which hold what install() was given only rounded."""
+    """A store with parameters in fewer bits than float32, which hold the installed values only rounded."""
 
     @property
     def rounds(self) -> bool:
@@ -73,6 +73,6 @@ class RoundingStore(ParameterStore, Protocol):
         self, flat: NDArray[np.float32], installed: NDArray[np.float32], start_elem: int, stop_elem: int
     ) -> None:
         """flat = installed + (flat - installed as rounded by install()), elements [start_elem, stop_elem) of such
-        parameters: what steps changed since, without the rounding. The others stay. May be called on any thread.
+        parameters: the change by steps since, without the rounding. Other elements stay. May be called on any thread.
         """
         ...

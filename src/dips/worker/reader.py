@@ -1,7 +1,7 @@
-"""Reading a published version from outside of a cluster: for export, evaluation and the held-out evaluator.
+"""Reads a published version from outside of a cluster: for export, evaluation and the held-out evaluator.
 
 A reader holds a pin while it fetches, so that rounds go on meanwhile, and never blocks one. Returns only a whole
-version whose every share has the digest of its COMMIT record (I3).
+version in which every share has the digest of its COMMIT record (I3).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WINDOW_CHUNKS = 16
 
 @dataclass(frozen=True)
 class FetchedModel:
-    """One version, whole. flat: float32 of layout.n_elems. tokens: applied up to this version."""
+    """One complete version. flat: float32 of layout.n_elems. tokens: applied up to this version."""
 
     run_id: str
     layout: Layout
@@ -66,7 +66,7 @@ def fetch_version(
 
     Waits for it up to deadline_s. Raises Refused (VERSION_GONE names the versions that are kept; RUN_ID), RetryLater
     when the time is over (with the last reason), RemoteProtocolError for shares that contradict their digest, and
-    ConfigError for an address that cannot be dialled, or slaves that only their own machine reaches.
+    ConfigError for an address that cannot be used, or slaves that only their own machine reaches.
     """
     check_let_in(master, security)
     with channel_to(master, security) as channel:
@@ -146,13 +146,13 @@ class _Reader:
         try:
             self._stubs.call(FinishPullRequest(self._caller(), grant.pin_id, True), CALL_DEADLINE_S)
         except RetryLater:
-            pass  # the pin runs out by itself
+            pass  # the pin expires by itself
 
     def _caller(self) -> Caller:
         return Caller(self._run_id, 0, self._name, None, self._cause)
 
     def _pause(self, wanted_s: float, why: str) -> None:
-        """Raises RetryLater when the time is over."""
+        """Wait before the next try. Raises RetryLater when the time is over."""
         left_s = self._until_s - self._clock.monotonic_s()
         if left_s <= 0:
             raise RetryLater(f"no version could be read in time: {why}")

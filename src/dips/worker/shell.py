@@ -1,8 +1,8 @@
-"""Runs one cluster's session on the training thread: between steps it carries out what the session decides.
+"""Runs one cluster's session on the training thread: carries out the session's effects between steps.
 
-The user's loop (worker/loop.py) and the trainer stand on this class; it knows no framework. Live parameters are
-touched only inside start(), step() and lease(), on the thread that calls them. Never raises because the master or a
-slave is away: training goes on, and the exchange is tried again at the steps to come.
+The user's loop (worker/loop.py) and the trainer use this class; it knows no framework. Live parameters are touched only
+inside start(), step() and lease(), on the thread that calls them. Never raises because the master or a slave is away:
+training goes on, and the exchange is tried again at later steps.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ from dips.worker.wire import warm_up
 _starts = logging.getLogger("dips.worker")
 
 LONGEST_WAIT_S = 0.5
-"""How long a wait sleeps at most before the reason for it is looked at (and logged, if it changed)."""
+"""Longest sleep of a wait before its reason is checked (and logged, if it changed)."""
 
 WORTH_A_LINE_S = 2.0
-"""A wait that is shorter belongs to every round and is not logged."""
+"""A shorter wait happens in every round and is not logged."""
 
 
 class ClusterShell:
-    """One cluster's part in the run. Not safe for use by several threads, but for request_stop()."""
+    """Runs one cluster in the run. Only request_stop() may be called by several threads."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class ClusterShell:
         resume_label: str | None = None,
         untrained: Untrained | None = None,
     ) -> None:
-        """Opens no connection yet. Raises ConfigError for settings that cannot work.
+        """Make the shell; opens no connection yet. Raises ConfigError for settings that cannot work.
 
-        layout: parameters.layout(). inner: what checkpoints hold besides parameters and session. tape: where records
-        go; None: config.tape, closed by close(). resume_label: resume from what checkpoint_now() took under it.
-        untrained: what else the model holds, for the master to compare; None: nothing.
+        layout: parameters.layout(). inner: further state in checkpoints, besides parameters and session. tape: where
+        records go; None: config.tape, closed by close(). resume_label: resume from the checkpoint that checkpoint_now()
+        took under it. untrained: the model's other tensors, for the master to compare; None: none.
         """
         self.config = check(config)
         self.security = security_of(config, f"cluster {config.cluster_id}")
@@ -145,12 +145,12 @@ class ClusterShell:
         self._closed = False
         self.steps = 0
         self.resumed = False
-        """Whether start() went on from a checkpoint."""
+        """Whether start() resumed from a checkpoint."""
 
     # ---- the training loop's calls ----
 
     def start(self) -> None:
-        """Resume if asked to; join, seed or pull the first version; returns when the cluster may train, or when `done`.
+        """Resume if configured; join, seed or pull the first version; returns when the cluster may train, or is `done`.
 
         Raises Refused or ConfigError when this cluster cannot take part (each says what to do), RetryLater when no
         master could be reached within connect_wait_s.
@@ -166,7 +166,7 @@ class ClusterShell:
     def step(
         self, tokens: int, ranges: Sequence[DataRange] = (), loss: float = math.nan, *, may_push: bool = True
     ) -> None:
-        """Tell that an inner step was made on `tokens` tokens (leased mode: those of `ranges`); loss in nats per token.
+        """Report an inner step on `tokens` tokens (leased mode: those of `ranges`); loss in nats per token.
 
         may_push: a push that becomes due before the next step may begin; else it waits for a step where it may.
         May block (bounded by the master's verdict_wait_s) and may replace the parameters. Raises ConfigError for a
@@ -182,9 +182,9 @@ class ClusterShell:
         self._pace.resume(self._clock.monotonic_s())
 
     def lease(self, tokens: int) -> list[DataRange]:
-        """Borrow about `tokens` tokens of the corpus; blocks until the master lends some; [] only when `done`.
+        """Lease about `tokens` tokens of the corpus; blocks until the master leases some; [] only when `done`.
 
-        At least so many, unless that is more than one call may have (MAX_LEASED_CHUNKS) or than is free. To be called
+        At least so many, unless that is more than one call may have (MAX_LEASED_CHUNKS) or than is free. Call it
         between steps. Raises LocalProtocolError when the data plan is not LEASED.
         """
         if self._session.config.data_plan.mode is not DataMode.LEASED:
@@ -195,7 +195,7 @@ class ClusterShell:
             while not ranges and not self.done:
                 if not self._session.lease_pending:
                     self._handle(LeaseWanted(tokens))
-                # What arrives may ask for a wait: a step on parameters that are to be dropped is worth nothing.
+                # An arrived answer may require a wait: a step on parameters that will be dropped does not count.
                 if not self._session.must_wait(self._clock.monotonic_s()):
                     ranges = self._session.take_leased()
                 if not ranges and not self.done:
@@ -207,15 +207,16 @@ class ClusterShell:
         return ranges
 
     def take_unused(self) -> list[DataRange]:
-        """After start(): what an earlier life was lent and has not trained on, if the master lets this one keep it.
+        """After start(): ranges that an earlier incarnation leased and has not trained on, as far as the master lets
+        this one keep them.
 
-        lease() hands the same out when nobody takes it here.
+        lease() hands the same ranges out when this is not called.
         """
         return self._session.take_leased()
 
     def checkpoint_if_due(self) -> None:
-        """Take a checkpoint if it is time for one. To be called between two steps, when whatever the loop keeps for
-        itself (`inner`) stands at the same place as the parameters. Does nothing without a checkpoint directory.
+        """Take a checkpoint if it is time for one. Call it between two steps, when the loop's own state (`inner`) is of
+        the same step as the parameters. Does nothing without a checkpoint directory.
         """
         if self._checkpoints is not None and not self.done:
             began_s = self._clock.monotonic_s()
@@ -223,7 +224,7 @@ class ClusterShell:
             self._pace.pause(self._clock.monotonic_s() - began_s)
 
     def checkpoint_now(self, label: str) -> bool:
-        """Take a checkpoint under a label, between two steps, and return when it is durable; whether there is one.
+        """Take a checkpoint under a label, between two steps. Returns when it is durable, and whether there is one.
 
         For loops that keep checkpoints of their own: the label says which of theirs it belongs to.
         """
@@ -235,7 +236,7 @@ class ClusterShell:
         return taken
 
     def request_stop(self, reason: str = "asked to stop") -> None:
-        """Leave at the next step() or lease(), once what was trained is pushed and decided, or leave_wait_s is over.
+        """Leave at the next step() or lease(), once all work is pushed and decided, or leave_wait_s is over.
         May be called from a signal handler or another thread.
         """
         self._events.put(StopWanted(reason))
@@ -244,7 +245,8 @@ class ClusterShell:
         """Leave the run, if that has not happened, and end all threads. May be called twice; raises nothing new.
 
         First the open push is decided, and steps that are not in it are pushed, unless `push_pending` says that the
-        parameters may be half-way: for at most leave_wait_s. What could not be pushed is logged as a warning.
+        parameters may be in the middle of a step: for at most leave_wait_s. Steps that could not be pushed are logged
+        as a warning.
         """
         if self._closed:
             return
@@ -275,11 +277,11 @@ class ClusterShell:
     ) -> None:
         self.close(reason_of(kind, error), push_pending=is_orderly(kind))
 
-    # ---- what may be read ----
+    # ---- state that may be read ----
 
     @property
     def done(self) -> bool:
-        """Whether this cluster takes no more part: the run ended, or it was asked to stop."""
+        """Whether this cluster has left the run or is leaving: the run ended, or it was asked to stop."""
         return self._finished is not None
 
     @property
@@ -293,7 +295,7 @@ class ClusterShell:
 
     @property
     def settings(self) -> Settings:
-        """The run's; the defaults before start()."""
+        """The run's settings; the defaults before start()."""
         return self._session.shared.terms.settings
 
     @property
@@ -303,22 +305,22 @@ class ClusterShell:
 
     @property
     def version(self) -> Version | None:
-        """The base: what was pulled last."""
+        """The base: the last pulled version."""
         return self._session.shared.base
 
     @property
     def tokens_global(self) -> int:
-        """Applied by the whole run, as far as is known here."""
+        """Tokens applied by the whole run, as far as known here."""
         return self._session.shared.terms.tokens
 
     @property
     def progress(self) -> int:
-        """tokens_global and this cluster's own that are not applied yet; what a schedule should go by."""
+        """tokens_global and this cluster's own tokens that are not applied yet; use it for schedules."""
         return self.tokens_global + self._session.shared.work.tokens
 
     @property
     def held_ranges(self) -> tuple[DataRange, ...]:
-        """Lent to this cluster, and not trained on yet."""
+        """Ranges leased to this cluster and not trained on yet."""
         return self._session.held
 
     @property
@@ -328,7 +330,7 @@ class ClusterShell:
 
     @property
     def local_steps(self) -> int:
-        """H_j, inner steps between two pushes as they stand now."""
+        """H_j, the present number of inner steps between two pushes."""
         return self._session.shared.terms.local_steps
 
     @property
@@ -349,7 +351,7 @@ class ClusterShell:
 
     @property
     def tokens_per_s(self) -> float:
-        """Measured, of computing alone."""
+        """Measured speed of computing alone."""
         return self._pace.tokens_per_s
 
     @property
@@ -362,7 +364,7 @@ class ClusterShell:
 
     @property
     def unshared(self) -> Work:
-        """Trained here, and counted for nothing if this process ended now."""
+        """Work that was trained here and would be lost if this process ended now."""
         return self._session.unshared
 
     @property
@@ -377,7 +379,7 @@ class ClusterShell:
         return self._session.shared.terms.times
 
     def _settle(self, first: Event | None = None) -> None:
-        """Handle `first` and what has arrived; wait while the session says so; raise what ended it."""
+        """Handle `first` and the arrived events; wait while the session must wait; raise the error that ended it."""
         with self._training_goes_on():
             if first is not None:
                 self._handle(first)
@@ -389,16 +391,16 @@ class ClusterShell:
             while self._session.must_wait(now_s := self._clock.monotonic_s()):
                 self._wait("wait", quiet=now_s - began_s < WORTH_A_LINE_S)
         self._log.report("wait", "")
-        self._tell_heartbeat()
+        self._update_heartbeat()
         if self._metrics is not None:
             self._metrics.goes_on()
         self._raise_if_failed()
 
     def _wait(self, key: str, *, quiet: bool = False) -> None:
-        """Sleep until something arrives or is due, and handle it; say why, unless `quiet`."""
+        """Sleep until something arrives or is due, and handle it; log why, unless `quiet`."""
         if not quiet:
             self._log.report(key, f"waiting: {self._session.waiting_for()}")
-        self._tell_heartbeat()
+        self._update_heartbeat()
         if self._metrics is not None:
             self._metrics.waits(DATA if key == "data" else EXCHANGE)
         now_s = self._clock.monotonic_s()
@@ -435,7 +437,7 @@ class ClusterShell:
             while effects:
                 self._carry_out(effects.popleft())
         except BaseException:
-            # The session counts on an answer to all that it asks: without these, leaving would wait for one in vain.
+            # The session expects an answer to each of its calls: without these, leaving would wait for one in vain.
             for effect in effects:
                 if isinstance(effect, CallMaster):
                     self._client.start(effect)
@@ -450,7 +452,7 @@ class ClusterShell:
                 try:
                     self._vectors.snapshot(self._parameters, may_stay_live=self._waits_for_pushes())
                 except ConfigError:
-                    self._session.pushing.abandon()  # of parameters that cannot be read nothing is ever sent
+                    self._session.pushing.abandon()  # parameters that cannot be read are never sent
                     raise
             case Install():
                 self._install(effect)
@@ -479,7 +481,7 @@ class ClusterShell:
                 self._finished = effect
 
     def _landing(self) -> F32:
-        """Where a pull lands: in place of theta_at_push where that is worth nothing, or is what the model holds."""
+        """The vector for a pull: that of theta_at_push if it is not needed, or equals the model's parameters."""
         plan = self._session.pulling.plan
         assert plan is not None, "a pull has a plan"
         return self._vectors.landing(
@@ -488,20 +490,20 @@ class ClusterShell:
         )
 
     def _waits_for_pushes(self) -> bool:
-        """Whether training is likely to stand still until its push is sent, in float32."""
+        """Whether training is likely to wait until its push is sent, in float32."""
         settings, wire = self.settings, wire_of(self.config)
         return settings.overlap == "none" and settings.verdict_wait_s > 0 and wire not in DIFFERENCES
 
     @contextlib.contextmanager
     def _training_goes_on(self) -> Iterator[None]:
-        """Around all that a training loop calls; after it the parameters may change, also when it was interrupted."""
+        """Context of every call of the training loop; afterwards the parameters may change, also after an interrupt."""
         try:
             yield
         finally:
             self._before_training()
 
     def _before_training(self) -> None:
-        """What was left in the parameters alone is copied now, if it is needed."""
+        """Copy theta_at_push from the parameters now, if it is only there and still needed."""
         plan = self._session.pulling.plan
         rebases = plan is not None and plan.mode is InstallMode.REBASE_FROM_PUSH
         if self._session.pushing.open is not None or rebases:
@@ -516,7 +518,7 @@ class ClusterShell:
             self._parameters.reset_inner_optimizer()
         failpoint("worker.install.after_swap")
 
-    def _tell_heartbeat(self) -> None:
+    def _update_heartbeat(self) -> None:
         shared = self._session.shared
         if shared.terms.incarnation is None or self.done:
             return
@@ -544,7 +546,7 @@ def reason_of(kind: type[BaseException] | None, error: BaseException | None) -> 
 
 
 def is_orderly(kind: type[BaseException] | None) -> bool:
-    """Whether a `with` block was left with parameters that steps have made whole: a person's ctrl-C, sys.exit."""
+    """Whether a `with` block was left between steps, with complete parameters: a person's ctrl-C, sys.exit."""
     return kind is None or issubclass(kind, (KeyboardInterrupt, SystemExit))
 
 

@@ -1,8 +1,8 @@
-"""SIGTERM in a user's training loop: taken for a wish to leave in order, and its end of the process only put off.
+"""Handles SIGTERM in a user's training loop: the cluster leaves the run in order before the process ends.
 
-A library must not take signals from its user: the handler is installed in the main thread alone, where no handler but
-the default one stands, and is given back. A second SIGTERM changes nothing, as launchers send one to a whole group and
-then to each process.
+A library must not take signals from its user: the handler is installed only in the main thread and only in place of the
+default handler, which is put back afterwards. A second SIGTERM changes nothing, since launchers send one to a whole
+group and then to each process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import FrameType
 
 
 class Sigterm:
-    """`received` is called inside the handler, once; it must be safe there."""
+    """The handler. `received` is called inside it, once, and must be safe there."""
 
     def __init__(self, received: Callable[[], None]) -> None:
         self._received = received
@@ -22,14 +22,14 @@ class Sigterm:
         self.caught = False
 
     def install(self) -> None:
-        """Nothing happens outside the main thread, and where somebody else handles SIGTERM."""
+        """Install the handler; does nothing outside the main thread, or where the program handles SIGTERM."""
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handle)
             self._installed = True
 
     def give_back(self) -> None:
-        """Put the default handler back, unless somebody else has put theirs in place of ours. May be called twice."""
+        """Put the default handler back, unless another handler has replaced this one. May be called twice."""
         if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._installed = False

@@ -1,6 +1,6 @@
-"""The data flow's sockets: one DEALER to each slave, used by one thread. Knows frames, and nothing of what they say.
+"""The data flow's sockets: one DEALER to each slave, used by one thread. Sends and receives frames.
 
-With keys it speaks to nobody but the owner of the key that the master named for a slave, and never in the clear.
+With keys it connects only to the owner of the key that the master named for a slave, and always encrypts.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ HANDSHAKE_MS = 5_000
 RECONNECT_MS, MAX_RECONNECT_MS = 50, 1_000
 
 QUEUE_MESSAGES = 2 * MOST_REQUESTS + 2
-"""libzmq tells the writing side that messages were taken only once per half of the mark: with a mark of less than twice
-what may be unanswered, sending would be refused while the queue is nearly empty."""
+"""libzmq reports to the writing side that messages were taken only once per half of the mark: with a mark of less than
+twice the unanswered messages, sending would be refused while the queue is nearly empty."""
 
 Header = bytes
 Payload = memoryview
 
 
 class SlaveSockets:
-    """A DEALER socket for each slave of a placement; to be used by one thread."""
+    """The DEALER sockets of a placement's slaves; for use by one thread."""
 
     def __init__(
         self,
@@ -55,18 +55,18 @@ class SlaveSockets:
         self._outgoing = Outgoing()
 
     def open(self, slaves: Sequence[str]) -> None:
-        """Connect. Raises ConfigError for keys on one side only, and without keys for what is not loopback."""
+        """Connect. Raises ConfigError for keys on one side only, and without keys for an endpoint not on loopback."""
         for slave in slaves:
             if self._addresses[slave].data_endpoint:
                 _check_keys(self._addresses[slave], self._curve)
                 self.reconnect(slave)
 
     def reconnect(self, slave: str) -> None:
-        """A fresh socket has a fresh routing id, so that late answers to the old one go nowhere."""
+        """Open a new socket, with a new routing id, so that late answers to the old one are lost."""
         self._drop(slave)
         address = self._addresses[slave]
         if not address.data_endpoint:
-            return  # the slave is away: the transfer's silence will say so
+            return  # the slave is away: the transfer will notice its silence
         dealer = self._context.socket(zmq.DEALER)
         options = {
             zmq.LINGER: 0,  # what is not sent is sent again by the next attempt
@@ -88,9 +88,9 @@ class SlaveSockets:
         self._poller.register(dealer, zmq.POLLIN)
 
     def send(self, slave: str, header: Header, payload: Payload | None = None, *, copy: bool = False) -> None:
-        """Never blocks: what does not fit counts as lost, and the transfer's silence repairs it.
+        """Send without blocking: a message that does not fit counts as lost, and is sent again after a silence.
 
-        copy: the payload's memory may change as soon as this returns; else not before its answer came.
+        copy: the payload's memory may change as soon as this returns; else only after its answer came.
         """
         dealer = self._sockets.get(slave)
         if dealer is None:
@@ -105,9 +105,9 @@ class SlaveSockets:
             _logger.debug("slave %s takes no more messages now", slave)
 
     def receive(self, timeout_s: float) -> Iterator[tuple[str, Header, Payload | None]]:
-        """What has arrived, waiting at most timeout_s for the first message: (slave, header, payload).
+        """Arrived messages, waiting at most timeout_s for the first: (slave, header, payload).
 
-        A message of more than two frames is nobody's: it is read and dropped.
+        A message of more than two frames is invalid: it is read and dropped.
         """
         ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
         self._news = [slave for slave, handshakes in self._handshakes.items() if handshakes.socket in ready]
@@ -128,9 +128,9 @@ class SlaveSockets:
                     payload = dealer.recv(copy=False)
 
     def turned_away(self) -> Iterator[tuple[str, str]]:
-        """(slave, why) for each socket whose connection failed by the last receive(); reconnect() tries once more.
+        """(slave, why) for each socket whose connection failed by the last receive(); reconnect() tries again.
 
-        Once for each socket: what libzmq says after that follows from it.
+        Once for each socket: later reports of libzmq follow from the first.
         """
         news, self._news = self._news, []
         for slave in news:
@@ -163,7 +163,7 @@ def _check_keys(address: SlaveAddress, curve: CurvePair | None) -> None:
     if curve is None:
         require_loopback(address.data_endpoint, f"the data endpoint of slave {slave}")
     elif not address.curve_key:
-        raise ConfigError(f"slave {slave} has no data key, and nothing goes to it in the clear: start it with --keys")
+        raise ConfigError(f"slave {slave} has no data key, and nothing is sent to it unencrypted: start it with --keys")
 
 
 def _why(address: SlaveAddress, failure: Failure) -> str:
@@ -175,7 +175,7 @@ def _why(address: SlaveAddress, failure: Failure) -> str:
         )
     if failure is Failure.KEY:
         return (
-            f"{where} does not let this process's data key in: the master has not named it there, because this process "
+            f"{where} refuses this process's data key: the master has not listed it there, because this process "
             "has not joined, or was evicted or revoked"
         )
     return f"the encrypted connection to {where} fails: another process listens there, or the slave was restarted"

@@ -1,8 +1,8 @@
-"""Nested state (an optimizer's state_dict, say) as plain JSON and a flat table of tensors, and back. No pickle.
+"""Converts nested state (an optimizer's state_dict, say) to JSON and a flat table of tensors, and back. No pickle.
 
-What JSON cannot tell apart is marked: a tuple from a list, keys that are numbers, NaN, bytes. Anything else than
-containers, numbers, texts, bytes and tensors is refused: what cannot be read back exactly must not be written.
-Knows no framework: the caller says what a tensor is.
+Marks distinguish what JSON cannot: a tuple from a list, keys that are numbers, NaN, bytes. Only containers, numbers,
+texts, bytes and tensors are accepted: what cannot be read back exactly must not be written. Knows no framework: the
+caller says what a tensor is.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ MAX_DEPTH = 100
 
 
 class StateTreeError(ConfigError):
-    """A state holds something that a checkpoint cannot; the sentence says where."""
+    """A state has a value that a checkpoint cannot hold; the sentence says where."""
 
 
 def flatten(state: object, mark_of: Callable[[object], str | None]) -> tuple[JsonTree, dict[str, Any]]:
-    """A JSON skeleton and the tensors by name. mark_of: the kind of a tensor, by a word; None for anything else.
+    """A JSON skeleton and the tensors by name. mark_of: a word for the kind of a tensor; None for other values.
 
-    Raises StateTreeError naming the place of what cannot be kept.
+    Raises StateTreeError naming the place of a value that cannot be kept.
     """
     writer = _Writer(mark_of)
     return writer.skeleton(state, (), 0), writer.tensors
 
 
 def unflatten(skeleton: JsonTree, tensor: Callable[[str, str], Any]) -> Any:
-    """The inverse of flatten; tensor(kind, name) gives the tensors back. Raises StateTreeError for no skeleton."""
+    """The inverse of flatten; tensor(kind, name) returns the tensors. Raises StateTreeError for an invalid skeleton."""
     try:
         return _Reader(tensor).value(skeleton)
     except (ValueError, TypeError, RecursionError) as error:
@@ -61,7 +61,7 @@ class _Writer:
         return [_leaf(key, path), self.skeleton(item, (*path, str(key)), depth + 1)]
 
     def _named(self, tensor: object, path: tuple[str, ...]) -> str:
-        """Paths may coincide ('a.b' as one key, or as two): then a number is put behind."""
+        """Name a tensor by its path. Paths may coincide ('a.b' as one key, or as two): then a number is appended."""
         plain = name = ".".join(path) or "state"
         n = 1
         while name in self.tensors:
@@ -116,7 +116,7 @@ class _Reader:
                 return float(inner)
             case "b":
                 return bytes.fromhex(inner)
-        raise StateTreeError(f"a state's skeleton says {mark}: {inner!r}, which means nothing here")
+        raise StateTreeError(f"a state's skeleton has {mark}: {inner!r}, which is not a mark of this release")
 
     def _items(self, inner: Sequence[JsonTree]) -> list[Any]:
         return [self.value(item) for item in inner]

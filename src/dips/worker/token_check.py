@@ -1,8 +1,8 @@
-"""Whether a step's token count fits what went into the model: a mistake is told before the first push, not after it.
+"""Checks a step's token count against the model's inputs, so that a mistake is reported before the first push.
 
 A hook counts the elements of the tensors that the model is called with. A step cannot have been trained on more tokens
 than these, whatever a token is: an id, a sample's row of an image, a frame. (Not so where a model fetches its own data,
-say by row numbers: check_tokens = false is for those.) Where inputs cannot be counted nothing is said: none seen, other
+say by row numbers: check_tokens = false is for those.) Inputs that cannot be counted are not checked: none seen, other
 objects among them, or a compiled model, whose hooks must not do anything.
 """
 
@@ -18,13 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from dips.core.errors import ConfigError
 
 REFUSED_RATIO = 100
-"""Below it a person is told: ids that a model's forward repeats, or packs, may be no mistake."""
+"""Below this ratio there is only a warning: ids that a model's forward repeats, or packs, may be no mistake."""
 
 _logger = logging.getLogger("dips")
 
 
 class TokenCheck:
-    """Looks at a model's inputs from begin() to end()."""
+    """Counts a model's inputs from begin() to end()."""
 
     def __init__(self) -> None:
         self._hook: RemovableHandle | None = None
@@ -41,9 +41,9 @@ class TokenCheck:
             self._hook = None
 
     def stepped(self, tokens: int) -> None:
-        """A step was made on what went into the model since the last one.
+        """Check a step against the model's inputs since the last one.
 
-        Raises ConfigError when it counts REFUSED_RATIO times what that can hold.
+        Raises ConfigError when it counts REFUSED_RATIO times the tokens that they can hold.
         """
         elems, unknown = self._elems, self._unknown
         self._elems, self._unknown = 0, False
@@ -71,7 +71,7 @@ class TokenCheck:
 
 
 def _elems_in(inputs: Any) -> int | None:
-    """Elements of all tensors; None when something else may hold data, too."""
+    """Elements of all tensors; None when other objects may hold data, too."""
     if isinstance(inputs, torch.Tensor):
         return inputs.numel()
     if inputs is None or isinstance(inputs, (bool, int, float, str)):

@@ -1,4 +1,4 @@
-"""A torch model's parameters as one flat float32 vector, and back.
+"""Copies a torch model's parameters to one flat float32 vector, and back.
 
 Takes the parameters that require gradients, tied ones once. Buffers (running statistics) stay each cluster's own, or
 follow behind the parameters where the run averages them (docs/decisions/0030-averaged-buffers.md). The inner
@@ -27,19 +27,19 @@ F32 = NDArray[np.float32]
 _logger = logging.getLogger("dips")
 
 GROUP_ELEMS = 1 << 22
-"""What is copied at a time: 16 MiB take about a millisecond to the host, so that sending begins soon."""
+"""Elements of one copy: 16 MiB take about a millisecond to the host, so that sending begins soon."""
 
 LARGE_ELEMS = 1 << 15
 """Smaller tensors are copied many at a time."""
 
 ONE_THREAD_ELEMS = 1 << 15
-"""Torch computes on so many without waking other threads, which would spin while they wait."""
+"""Torch computes on so many elements without waking other threads, which would spin while they wait."""
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class TorchParameters:
-    """A ParameterStore over a module and its inner optimizer, on CPU or on CUDA devices."""
+    """The ParameterStore of a module and its inner optimizer, on CPU or on CUDA devices."""
 
     def __init__(
         self,
@@ -50,12 +50,13 @@ class TorchParameters:
         description: str = "",
         buffers: str = "own",
     ) -> None:
-        """description: for the layout. buffers: "average" makes the saved floating-point ones part of it.
+        """Check the model. description: for the layout. buffers: "average" makes the saved floating-point ones part of
+        it.
 
-        Raises ConfigError, with the tensor's name, for a parameter or buffer that no flat vector can be read from and
-        written to (of a dtype that is not served, sharded, without values, sparse, over memory that it shares with
-        itself or partly with another one), and for another model's optimizer; Refused(LAYOUT) for a model without
-        trainable parameters.
+        Raises ConfigError, with the tensor's name, for a parameter or buffer that cannot be copied to and from a flat
+        vector (of an unsupported dtype, sharded, without values, sparse, over memory that it shares with itself or
+        partly with another one), and for another model's optimizer; Refused(LAYOUT) for a model without trainable
+        parameters.
         """
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._model = model
@@ -72,11 +73,11 @@ class TorchParameters:
         self._parameters: list[torch.Tensor] = [tensor for tensor, _, _ in self._spans]
         self._check_optimizer()
         self._groups = _groups(self._spans)
-        self._narrow = _narrow(self._spans[: len(named)])  # a statistic is pushed as it stands
+        self._narrow = _narrow(self._spans[: len(named)])  # a statistic is pushed unchanged
         self._devices = {group.device for group in self._groups if group.device.type == "cuda"}
         self._sides = {device: torch.cuda.Stream(device) for device in self._devices}
         self.installs = self.resets = 0
-        """How often the parameters were replaced and the optimizer was reset: other ranks have to follow."""
+        """How often the parameters were replaced and the optimizer was reset: other ranks must follow."""
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -85,30 +86,30 @@ class TorchParameters:
 
     @property
     def trained(self) -> Sequence[torch.Tensor]:
-        """Those that are trained: equal on all ranks of a cluster, which averaged buffers need not be."""
+        """The trained tensors: equal on all ranks of a cluster, which averaged buffers need not be."""
         return self._parameters[: len(self._parameters) - len(self._buffers)]
 
     @property
     def ids(self) -> frozenset[int]:
-        """id() of each of them: all else that the model holds is not part of the run."""
+        """id() of each tensor of the layout: the model's other tensors are not part of the run."""
         return frozenset(map(id, self._parameters))
 
     def layout(self) -> Layout:
         return self._layout
 
     def describe(self, description: str) -> None:
-        """For exports, with the layout."""
+        """Set the description that goes with the layout, for exports."""
         self._layout = replace(self._layout, description=description)
 
     def empty(self, n_elems: int) -> F32:
-        """For a model on CUDA devices pinned memory: other memory is reached at a fraction of the link's speed."""
+        """A vector; for a model on CUDA devices in pinned memory, since other memory is copied much more slowly."""
         if not self._devices:
             return zeros(n_elems)
         pinned: F32 = torch.empty(n_elems, dtype=torch.float32, pin_memory=True).numpy()
         return pinned
 
     def begin_snapshot(self, into: F32) -> SnapshotReady | None:
-        """On CUDA devices the copies run beside the host and whatever it computes; the next kernel that changes a
+        """Begin a snapshot. On CUDA devices the copies run in parallel with the host; the next kernel that changes a
         parameter waits for them on the device, the host never does.
         """
         self._check_still_trained()
@@ -139,7 +140,7 @@ class TorchParameters:
         return bool(self._narrow)
 
     def add_rounded_off(self, flat: F32, installed: F32, start_elem: int, stop_elem: int) -> None:
-        """For bfloat16 and float16: rounded here to nearest even, as by the copies that install() makes."""
+        """For bfloat16 and float16: rounds to nearest even, as the copies of install() do."""
         first_run = bisect_right(self._narrow, start_elem, key=lambda run: run.stop_elem)
         for run in self._narrow[first_run:]:
             stop = min(run.stop_elem, stop_elem)
@@ -168,7 +169,7 @@ class TorchParameters:
             return event
 
     def _places(self, flat: F32) -> list[torch.Tensor]:
-        """Each parameter's place in a flat vector, in the parameter's shape; made in one go, as there may be many."""
+        """Each parameter's place in a flat vector, in the parameter's shape; made together, since there may be many."""
         views: list[torch.Tensor] = torch._utils._unflatten_dense_tensors(torch.from_numpy(flat), self._parameters)
         return views
 
@@ -177,7 +178,7 @@ class TorchParameters:
         self._optimizer.state.clear()
 
     def _check_still_trained(self) -> None:
-        """Before parameters are read for a push. Raises ConfigError when the model trains what the layout lacks."""
+        """Check the model before a push. Raises ConfigError when it trains a parameter that the layout lacks."""
         ours = self.ids
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad or id(parameter) in ours:
@@ -194,8 +195,8 @@ class TorchParameters:
             )
 
     def _find_buffers(self) -> None:
-        """A module may put a new tensor in a buffer's place (`self.mean = 0.9 * self.mean + ...`). Raises ConfigError
-        for one that does not fit.
+        """Find the buffers again: a module may replace a buffer's tensor (`self.mean = 0.9 * self.mean + ...`). Raises
+        ConfigError for one that does not fit.
         """
         first = len(self._parameters) - len(self._buffers)
         for at, (name, (module, key)) in enumerate(self._buffers.items(), first):
@@ -221,7 +222,7 @@ class TorchParameters:
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters [first, last), neighbours in the flat vector on one device, that one event stands for."""
+    """Parameters [first, last), adjacent in the flat vector and on one device, with one event for all."""
 
     device: torch.device
     first: int
@@ -230,9 +231,9 @@ class _Group:
 
 
 def _averaged_buffers(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
-    """Name -> where it stands, of the buffers that a state_dict holds, in floating point, tied ones once.
+    """Name -> (module, attribute) of the floating-point buffers in a state_dict, tied ones once.
 
-    Those that hold infinities (a mask) are constants, which have no mean: they stay each cluster's own.
+    Those that hold infinities (a mask) are constants, which have no mean: each cluster keeps its own.
     """
     found: dict[str, tuple[torch.nn.Module, str]] = {}
     seen: set[int] = set()
@@ -268,7 +269,7 @@ def _as_averaged(name: str, buffer: torch.Tensor) -> Parameter:
 
 
 def _groups(spans: Sequence[tuple[torch.Tensor, int, int]]) -> list[_Group]:
-    """Whole parameters, as few as make GROUP_ELEMS."""
+    """Groups of whole parameters, each just large enough for GROUP_ELEMS."""
     groups: list[_Group] = []
     for i, (parameter, start, stop) in enumerate(spans):
         last = groups[-1] if groups else None
@@ -281,7 +282,7 @@ def _groups(spans: Sequence[tuple[torch.Tensor, int, int]]) -> list[_Group]:
 
 @dataclass(frozen=True)
 class _Narrow:
-    """Neighbours in the flat vector whose parameters have this dtype of 16 bits."""
+    """Adjacent elements of the flat vector whose parameters have this dtype of 16 bits."""
 
     dtype: torch.dtype
     start_elem: int
@@ -289,7 +290,7 @@ class _Narrow:
 
 
 def _narrow(spans: Sequence[tuple[torch.Tensor, int, int]]) -> list[_Narrow]:
-    """All of them, in flat order; none for a model in float32."""
+    """All such spans, in flat order; none for a model in float32."""
     runs: list[_Narrow] = []
     for parameter, start, stop in spans:
         if parameter.dtype is torch.float32:
@@ -341,7 +342,7 @@ def _plain(tensor: torch.Tensor) -> F32:
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
-    """Return when copies on all these CUDA devices are done; without a device torch waits for the current one alone."""
+    """Return when copies on all these CUDA devices are done; without a device torch waits only for the current one."""
     for device in devices:
         torch.cuda.synchronize(device)
 
@@ -359,7 +360,7 @@ def _described(name: str, parameter: torch.nn.Parameter) -> Parameter:
         )
     if parameter.layout is not torch.strided:
         raise ConfigError(
-            f"parameter {name!r} is stored as {str(parameter.layout).removeprefix('torch.')}, which is not served: "
+            f"parameter {name!r} is stored as {str(parameter.layout).removeprefix('torch.')}, which is not supported: "
             "make it dense with to_dense(), or set requires_grad=False if it is not trained"
         )
     if parameter.is_meta:
@@ -371,20 +372,20 @@ def _described(name: str, parameter: torch.nn.Parameter) -> Parameter:
     if dtype is None:
         raise ConfigError(
             f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}: float32, bfloat16 and float16 are "
-            "served; convert it, or set requires_grad=False if it is not trained"
+            "supported; convert it, or set requires_grad=False if it is not trained"
         )
     return Parameter(name, tuple(parameter.shape), dtype, layer_of(name))
 
 
 def _refuse_shared_memory(named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Raises ConfigError for memory with two places in the flat vector, which may say different things of it.
+    """Raises ConfigError for memory with two places in the flat vector, which may hold different values for it.
 
-    Two parameters over the whole same memory are tied, and get equal updates.
+    Two parameters over exactly the same memory are tied, and get equal updates.
     """
     storages: dict[tuple[torch.device, int], dict[object, tuple[str, torch.Tensor]]] = {}
     for name, parameter in named.items():
         if hasattr(parameter, "__tensor_flatten__"):
-            continue  # a tensor made of others, without memory of its own
+            continue  # a tensor that consists of others, without own memory
         if _shares_with_itself(parameter):
             raise ConfigError(
                 f"parameter {name!r} is expanded: several of its elements are one in memory; give each its own, with "
@@ -408,7 +409,7 @@ def _refuse_shared_memory(named: Mapping[str, torch.nn.Parameter]) -> None:
 
 
 def _shares_with_itself(tensor: torch.Tensor) -> bool:
-    """Whether two of its elements are one in memory."""
+    """Whether two elements of the tensor are one in memory."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -418,14 +419,14 @@ def _shares_with_itself(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and last-plus-one byte in its storage."""
+    """The tensor's first and last-plus-one byte in its storage."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
     return first * tensor.itemsize, (first + reach + 1) * tensor.itemsize
 
 
 def _bytes_held(*tensors: torch.Tensor) -> int:
-    """How many bytes of their storage they stand on, each counted once. Columns of one matrix share none."""
+    """Bytes of their storage that the tensors use, each counted once. Columns of one matrix share none."""
     ranges = [_bytes_of(tensor) for tensor in tensors]
     begin = min(first for first, _ in ranges)
     marks = np.zeros(max(past for _, past in ranges) - begin, np.bool_)

@@ -1,8 +1,8 @@
-"""What a torch training process holds besides the flat parameters, for its checkpoint.
+"""Captures a torch training process's state besides the flat parameters, for its checkpoint.
 
-Inner optimizer, the model's buffers, random number generators, and whatever the loop adds (a scheduler, its place in
-the data). capture() is all that the training thread waits for: it copies into host memory that is used again and
-again; the bytes are written by somebody else later. Never pickles, never touches the parameters themselves.
+Inner optimizer, the model's buffers, random number generators, and the parts that the loop adds (a scheduler, its place
+in the data). The training thread waits only for capture(), which copies into reused host memory; another thread writes
+the bytes later. Never pickles, never touches the parameters themselves.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _TORCH_NAMES: Mapping[torch.dtype, str] = {
 }  # fmt: skip
 _TORCH_DTYPES = {name: dtype for dtype, name in _TORCH_NAMES.items()}
 _TORCH, _NUMPY = "torch", "numpy"
-"""Kinds of tensors, so that each comes back as what it was."""
+"""Kinds of tensors, so that each is restored as the same kind."""
 
 
 class HasState(Protocol):
-    """Anything with the two methods that torch's optimizers, schedulers and loaders have."""
+    """An object with the two methods that torch's optimizers, schedulers and loaders have."""
 
     def state_dict(self) -> Any: ...
 
@@ -38,7 +38,7 @@ class HasState(Protocol):
 
 
 class TorchState:
-    """The state of one process under names; restore() gives every part what capture() took from it."""
+    """The state of one process, part by part; restore() gives every part the state that capture() took from it."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class TorchState:
         self._copies: dict[str, _Copy] = {}
 
     def capture(self) -> tuple[JsonTree, dict[str, RawTensor]]:
-        """Copy the state of all parts. What is returned is valid until the next capture().
+        """Copy the state of all parts. The result is valid until the next capture().
 
-        Raises StateTreeError when a part's state holds what a checkpoint cannot.
+        Raises StateTreeError when a part's state has a value that a checkpoint cannot hold.
         """
         state = {name: part.state_dict() for name, part in self._parts.items()}
         skeleton, tensors = flatten(state, _kind_of)
@@ -132,7 +132,7 @@ def _uncopied(kind: str, name: str, tensors: Mapping[str, RawTensor]) -> Any:
 
 
 class _Buffers:
-    """The model's buffers (running statistics): each cluster's own, so no version brings them."""
+    """The model's buffers (running statistics): each cluster has its own, so no version contains them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -150,7 +150,7 @@ class _Buffers:
 
 
 class RandomState:
-    """The generators of Python, numpy and torch, on the processor and, once they were used, on CUDA devices."""
+    """The random generators of Python, numpy and torch, on the processor and, once used, on CUDA devices."""
 
     def state_dict(self) -> dict[str, Any]:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []

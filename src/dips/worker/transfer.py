@@ -1,9 +1,9 @@
-"""Moving a push to the slaves and a version from them: what to send next, and what an answer means.
+"""Sends a push to the slaves and fetches a version from them: decides what to send next, and takes the answers.
 
 Pure: time is an argument, messages are values, no sockets. Every chunk is idempotent, so whatever is doubtful is
-asked or sent again; nothing counts as moved before the other side (push) or the digest (pull) has confirmed it.
+requested or sent again; nothing counts as moved before the other side (push) or the digest (pull) has confirmed it.
 
-How much is unanswered at any moment is worker/flow.py's affair; `window_chunks` bounds it for each slave.
+worker/flow.py decides how much is unanswered at any moment; `window_chunks` bounds it for each slave.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from dips.worker.flow import FlowControl
 
 MAX_SILENCE_S = 60.0
 MAX_SILENCES = 2
-"""Silences in a row of one slave, before its address is asked for anew: it may have come back on another port."""
+"""Silences in a row of one slave before its address is requested again: it may have come back on another port."""
 
 LEAST_BYTES_PER_S = 125_000
-"""1 Mbit/s. A chunk gives no sign of life while it arrives, so a slow link looks dead for as long as that takes."""
+"""1 Mbit/s. There is no message while a chunk is under way, so a slow link seems dead for as long as that takes."""
 
 FIRST_PAUSE_S = 0.005
-"""A ticket often reaches the worker before the slave has heard of it, by a millisecond or two."""
+"""First pause after a refusal. A ticket often reaches the worker a millisecond or two before the slave is informed."""
 
 MAX_PAUSE_S = 1.0
 
 TURNED_AWAY_S = 1.0
-"""How long a slave may refuse to connect; then the master is asked: for its new key, or what became of this cluster.
-The list of keys that are let in reaches the slaves a few milliseconds after Join was answered."""
+"""How long a slave may refuse the connection; then the master is asked for its new key, or for this cluster's state.
+The list of admitted keys reaches the slaves a few milliseconds after Join was answered."""
 
 UNKNOWN_S = 5.0
-"""How long a slave may know nothing of a push whose ticket we have; then the master is asked what became of it."""
+"""How long a slave may not know a push that has a ticket; then the master is asked about the push."""
 
 _FOR_THE_MASTER = frozenset(
     {
@@ -57,9 +57,9 @@ MAX_BAD_SHARDS = 2
 
 @dataclass(frozen=True)
 class TransferSettings:
-    """Times in seconds; see ClientConfig.data_silence_s and data_stall_s.
+    """Settings of a transfer, times in seconds; see ClientConfig.data_silence_s and data_stall_s.
 
-    flow: makes the windows of one transfer, of its slaves, chunk_bytes and window_chunks; comparisons use others.
+    flow: makes the windows of one transfer from its slaves, chunk_bytes and window_chunks; comparisons use others.
     """
 
     chunk_bytes: int
@@ -70,13 +70,13 @@ class TransferSettings:
 
     @property
     def first_silence_s(self) -> float:
-        """The patience with a link of which nothing is known yet: it may be as slow as any that is served."""
+        """The silence that is allowed on a new link, which may be as slow as any that is supported."""
         return max(self.silence_s, 1.25 * self.chunk_bytes / LEAST_BYTES_PER_S)
 
 
 @dataclass(frozen=True)
 class SlaveRequest:
-    """One message to a slave. chunk None: which chunks are missing?"""
+    """One message to a slave. chunk None: a query for the missing chunks."""
 
     slave: str
     request: int
@@ -95,7 +95,7 @@ TransferEffect = SlaveRequest | Reconnect
 
 @dataclass(frozen=True)
 class SlaveProgress:
-    """How far a transfer is with one slave, in parameter bytes. carried: over the link, now; resumed: there before.
+    """Progress of a transfer with one slave, in parameter bytes. carried: over the link, now; resumed: there before.
 
     refusals: by code. round_trip_s: the shortest time from a request to its answer; None before the first.
     """
@@ -109,10 +109,10 @@ class SlaveProgress:
 
 @dataclass
 class _Peer:
-    """What is to be moved to or from one slave.
+    """The chunks to be moved to or from one slave, and their state.
 
-    chunks as the digest counts them; everything else names a chunk by its place there. rank: when the schedule has its
-    turn. query: the request that asks what is missing, while it is in flight.
+    chunks: in the order of the digest; all else names a chunk by its index there. rank: its turn in the schedule.
+    query: the request for the missing chunks, while it is in flight.
     """
 
     slave: str
@@ -153,14 +153,14 @@ class _Peer:
         return cls(slave, chunks, tuple(rank), place, todo, bytearray(len(chunks)), now_s, settings.first_silence_s)
 
     def scheduled(self, indices: Iterable[int]) -> deque[int]:
-        """In the order of the schedule."""
+        """These chunks in the order of the schedule."""
         return deque(sorted(indices, key=self.rank.__getitem__))
 
 
 class Transfer(ABC):
-    """What push and pull have in common: windows, silence, pauses, stalls. `failure` is a sentence once it failed.
+    """Common part of push and pull: windows, silence, pauses, stalls. `failure` is a sentence once it failed.
 
-    base_gone: it failed because a slave has no more the version that the differences of this push are to.
+    base_gone: it failed because a slave no longer has the base version of this push's differences.
     """
 
     def __init__(self, shares: Mapping[str, Sequence[Chunk]], settings: TransferSettings, now_s: float) -> None:
@@ -185,7 +185,7 @@ class Transfer(ABC):
 
     @property
     def slaves(self) -> list[str]:
-        """Those that take part, in the order in which the schedule comes to them."""
+        """The slaves that take part, in the order of the schedule."""
         return [slave for slave, peer in self._peers.items() if peer.chunks]
 
     @property
@@ -193,7 +193,7 @@ class Transfer(ABC):
         return not self._open and not self.failure
 
     def moved(self) -> dict[str, SlaveProgress]:
-        """How far it is with each slave that takes part."""
+        """The progress with each slave that takes part."""
         return {
             peer.slave: SlaveProgress(
                 peer.carried_bytes,
@@ -207,7 +207,7 @@ class Transfer(ABC):
         }
 
     def actions(self, now_s: float) -> list[TransferEffect]:
-        """What to do now: a chunk to each slave in turn, so that all shares end together, as far as windows go.
+        """The effects to carry out now: a chunk to each slave in turn, so that all shares end together, within windows.
 
         The slave that has the least part of its share comes first, and the schedule decides between equals.
         """
@@ -222,7 +222,7 @@ class Transfer(ABC):
             if peer.must_reconnect and now_s >= peer.resume_at_s:
                 peer.must_reconnect = False
                 actions.append(Reconnect(peer.slave))
-            if peer.in_flight and now_s >= peer.last_word_s + peer.silence_s:  # the sum next_deadline_s() names
+            if peer.in_flight and now_s >= peer.last_word_s + peer.silence_s:  # the same sum as in next_deadline_s()
                 actions.append(self._reconnect(peer, now_s))
         if self.failure:
             return []
@@ -232,19 +232,20 @@ class Transfer(ABC):
         return actions + list(_in_turn([self._asks(peer, now_s) for peer in ready]))
 
     def next_deadline_s(self) -> float:
-        """When actions() may have something new to do though no answer came; once the transfer is over, at once."""
+        """When actions() must be called again although no answer came; once the transfer is over, at once."""
         if self.failure or not self._open:
             return self._asked_s
         deadline_s = self._progress_s + self._settings.stall_s
         for peer in self._peers.values():
             if peer.in_flight:
                 deadline_s = min(deadline_s, peer.last_word_s + peer.silence_s)
-            elif not peer.done and peer.resume_at_s > self._asked_s:  # else it waits for room, which an answer makes
+            elif not peer.done and peer.resume_at_s > self._asked_s:  # else it waits for an answer to free its window
                 deadline_s = min(deadline_s, peer.resume_at_s)
         return deadline_s
 
     def refused(self, slave: str, request: int, refusal: Refusal, now_s: float) -> None:
-        """The slave refuses: pause, then ask what is missing. What only the master can settle ends the transfer."""
+        """The slave refuses: pause, then query what is missing. A refusal that only the master can resolve ends the
+        transfer."""
         answered = self._answered(slave, request, now_s)
         if answered is None:
             return
@@ -261,7 +262,7 @@ class Transfer(ABC):
         peer.pause_s = min(MAX_PAUSE_S, 2 * peer.pause_s)
 
     def turned_away(self, slave: str, sentence: str, now_s: float) -> None:
-        """No connection was made, for the reason in `sentence`: what was asked over it is lost. Pause, then retry."""
+        """No connection was made, for the reason in `sentence`: its requests are lost. Pause, then retry."""
         peer = self._peers.get(slave)
         if peer is None or peer.done:
             return
@@ -278,11 +279,11 @@ class Transfer(ABC):
     # ---- parts ----
 
     def _answered(self, slave: str, request: int, now_s: float, credit: int = 0) -> tuple[_Peer, int | None] | None:
-        """The peer and the chunk of a request that is in flight; None: a late or doubled answer."""
+        """The peer and the chunk of a request that is in flight; None: a late or repeated answer."""
         peer = self._peers.get(slave)
         if peer is None or request not in peer.in_flight:
             return None
-        # A slow link earns a longer patience: four times the longest recent gap between two answers.
+        # A slow link is allowed a longer silence: four times the longest recent gap between two answers.
         gap_s = now_s - peer.last_word_s
         peer.silence_s = min(MAX_SILENCE_S, max(self._settings.silence_s, 4 * gap_s, 0.9 * peer.silence_s))
         peer.last_word_s, peer.silences, peer.away_since_s = now_s, 0, math.inf
@@ -304,7 +305,7 @@ class Transfer(ABC):
         return Reconnect(peer.slave)
 
     def _start_over(self, peer: _Peer, refused: int | None = None) -> None:
-        """Nothing in flight counts any more."""
+        """Forget all requests in flight to this slave."""
         lost = [index for index in peer.in_flight.values() if index is not None and not peer.moved[index]]
         if refused is not None and not peer.moved[refused]:
             lost.insert(0, refused)
@@ -315,7 +316,7 @@ class Transfer(ABC):
         peer.must_query = True
 
     def _ask_chunks(self, peer: _Peer, now_s: float) -> Iterator[SlaveRequest]:
-        """The next chunks that are not moved, as many as the window takes."""
+        """Requests for the next chunks that are not moved, as many as the window takes."""
         todo, moved, flow = peer.todo, peer.moved, self._flow
         while todo and flow.may_send(peer.slave):
             index = todo.popleft()
@@ -333,10 +334,10 @@ class Transfer(ABC):
 
     @abstractmethod
     def _asks(self, peer: _Peer, now_s: float) -> Iterator[SlaveRequest]:
-        """What to ask of this slave now, which is neither done nor pausing."""
+        """The requests to this slave now, which is neither done nor pausing."""
 
     def _moved(self, peer: _Peer, index: int, now_s: float, *, carried: bool = True) -> None:
-        """carried: it came over the link now; else it was there before."""
+        """Note a moved chunk. carried: it came over the link now; else it was there before."""
         if not peer.moved[index]:
             peer.moved[index] = 1
             peer.n_moved += 1
@@ -363,7 +364,7 @@ class Transfer(ABC):
 
 
 class PushTransfer(Transfer):
-    """Sends a push. Begins at each slave by asking what is missing there, so that a new attempt sends only that."""
+    """Sends a push. Begins at each slave with a query for missing chunks, so that a new attempt sends only those."""
 
     def __init__(self, shares: Mapping[str, Sequence[Chunk]], settings: TransferSettings, now_s: float) -> None:
         super().__init__(shares, settings, now_s)
@@ -385,7 +386,7 @@ class PushTransfer(Transfer):
         self, slave: str, request: int, missing: Sequence[MissingChunk], complete: bool, now_s: float, *,
         credit: int = 0,
     ) -> None:  # fmt: skip
-        """The slave says what it lacks; it names only so many at a time, and is asked again when those are sent."""
+        """Take the slave's missing chunks; it names only so many at a time, and is asked again when those are sent."""
         answered = self._answered(slave, request, now_s, credit)
         if answered is None:
             return
@@ -406,7 +407,7 @@ class PushTransfer(Transfer):
             yield from peer.chunks
 
     def digests(self, checksums: Mapping[Chunk, int]) -> tuple[tuple[str, bytes], ...]:
-        """Of what each slave was sent; `checksums` of all chunks of the push."""
+        """The digest of the share of each slave; `checksums`: of all chunks of the push."""
         return tuple(
             (slave, shard_digest([checksums[chunk] for chunk in peer.chunks])) for slave, peer in self._peers.items()
         )
@@ -420,7 +421,7 @@ class PushTransfer(Transfer):
         self._finish(peer)
 
     def _asks(self, peer: _Peer, now_s: float) -> Iterator[SlaveRequest]:
-        """A query goes alone: nothing else is in flight, so its answer is about everything sent before."""
+        """A query is sent when nothing else is in flight, so its answer covers everything sent before."""
         if peer.query is not None:
             return
         if not peer.must_query:
@@ -433,7 +434,7 @@ class PushTransfer(Transfer):
 
 
 class PullTransfer(Transfer):
-    """Fetches a version; done only when every slave's share has the digest that the master promised."""
+    """Fetches a version; done only when every slave's share has the digest that the master gave."""
 
     def __init__(
         self,
@@ -446,13 +447,13 @@ class PullTransfer(Transfer):
         self._promised = dict(digest_of_slave)
 
     def wants(self, slave: str, request: int) -> Chunk | None:
-        """The chunk that this request asked for; None: nobody waits for it, do not land it."""
+        """The chunk that this request asked for; None: it is not expected, do not land it."""
         peer = self._peers.get(slave)
         index = None if peer is None else peer.in_flight.get(request)
         return None if peer is None or index is None else peer.chunks[index]
 
     def landed(self, slave: str, request: int, checksum: int, now_s: float, *, credit: int = 0) -> None:
-        """A chunk that was wanted lies in the buffer, with this checksum."""
+        """A requested chunk is in the buffer, with this checksum."""
         answered = self._answered(slave, request, now_s, credit)
         if answered is None or answered[1] is None:
             return
@@ -463,7 +464,7 @@ class PullTransfer(Transfer):
             self._verify(peer)
 
     def damaged(self, slave: str, request: int, sentence: str, now_s: float) -> None:
-        """What arrived for this request is not what its header says: ask again."""
+        """The payload for this request does not fit its header: ask again."""
         answered = self._answered(slave, request, now_s)
         if answered is not None and answered[1] is not None:
             self._why = sentence

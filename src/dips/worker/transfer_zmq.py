@@ -1,8 +1,8 @@
-"""The data flow's carriers: they carry out what worker/transfer.py decides, on the one thread "dips-data".
+"""Carries out the transfers that worker/transfer.py decides, over ZeroMQ, on the one thread "dips-data".
 
-Parameters are sent straight from the push vector and land straight in the pull vector. Never touches live parameters,
-never shares a socket or a thread with the control flow, and never lands a byte that nobody asked for or whose
-checksum is wrong.
+Parameters are sent directly from the push vector and land directly in the pull vector. Never touches live parameters,
+never shares a socket or a thread with the control flow, and never lands a byte that was not requested or whose checksum
+is wrong.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from dips.worker.wire import Difference, Differences, Gated, Parameters, Paramet
 _logger = logging.getLogger("dips.worker.data")
 
 _ways = ChangeLogger(_logger)
-"""Why slaves cannot be reached, by slave: a transfer that is tried again and again says it once."""
+"""Logs why slaves cannot be reached, by slave: once, however often a transfer is tried again."""
 
 LONGEST_POLL_S = 0.1
-"""How soon a cancelled transfer stops."""
+"""Within this time a cancelled transfer stops."""
 
 SAID_AFTER_S = 0.3
-"""How long slaves turn a transfer away before the log says so."""
+"""How long a slave refuses connections before that is logged."""
 
 TELL_S = 0.25
-"""How often it is told how far a transfer is, while it goes on."""
+"""Interval of progress reports during a transfer."""
 
 TOGETHER = 4
 """Chunks that are read, and have their checksums taken, before the first of them is sent."""
@@ -63,15 +63,15 @@ TOGETHER = 4
 F32 = NDArray[np.float32]
 
 TellMoved = Callable[[Mapping[str, SlaveProgress], float], None]
-"""(how far it is with each slave, now)."""
+"""Called with the progress with each slave, and the time."""
 
 
 @dataclass(frozen=True)
 class Common:
-    """What every message of one transfer carries, and where blocks stand in the flat vector.
+    """The common fields of a transfer's messages, and the places of blocks in the flat vector.
 
     curve: this process's keys; None: no encryption. checksum: of payloads, xxh3-64; another one only in measurements.
-    tell: told how far the transfer is, a few times a second and at its end; on the data thread.
+    tell: called with the transfer's progress, a few times a second and at its end; on the data thread.
     """
 
     run_id: str
@@ -85,7 +85,7 @@ class Common:
 
 
 class _Carrier(ABC):
-    """Carries one transfer out, until it is done, has failed, or is cancelled."""
+    """Carries out one transfer, until it is done, has failed, or is cancelled."""
 
     def __init__(self, common: Common, links: SlaveSockets, transfer: Transfer, clock: Clock) -> None:
         self._common = common
@@ -115,7 +115,7 @@ class _Carrier(ABC):
             self.send(asks)
             pause_s = transfer.next_deadline_s() - now_s()
             for slave, header, payload in links.receive(min(max(pause_s, 0.0), LONGEST_POLL_S)):
-                self._hear(slave, header, payload)
+                self._receive(slave, header, payload)
             for slave, why in links.turned_away():
                 self._turned_away(slave, why)
             if self._common.tell is not None:
@@ -125,14 +125,14 @@ class _Carrier(ABC):
                 _ways.report(slave, "")
 
     def _tell(self, every_s: float) -> None:
-        """How far it is, unless that was told less than every_s ago."""
+        """Report the progress, unless the last report was less than every_s ago."""
         now_s = self._clock.monotonic_s()
         if self._common.tell is not None and now_s - self._told_s >= every_s:
             self._told_s = now_s
             self._common.tell(self._transfer.moved(), now_s)
 
     def _turned_away(self, slave: str, why: str) -> None:
-        """Said when it lasts: the master's list may be a moment behind its answer to Join."""
+        """Log refused connections only if they last: the master's list may come a moment after its answer to Join."""
         now_s = self._clock.monotonic_s()
         self._transfer.turned_away(slave, why, now_s)
         self._away_since_s = min(self._away_since_s, now_s)
@@ -142,18 +142,18 @@ class _Carrier(ABC):
 
     @abstractmethod
     def send(self, asks: Sequence[SlaveRequest]) -> None:
-        """Send what the transfer asks for."""
+        """Send the transfer's requests."""
 
     @abstractmethod
     def take(self, slave: str, header: DataHeader, payload: memoryview | None) -> None:
-        """What a slave answered."""
+        """Take a slave's answer."""
 
-    def _hear(self, slave: str, frame: bytes, payload: memoryview | None) -> None:
+    def _receive(self, slave: str, frame: bytes, payload: memoryview | None) -> None:
         try:
             header = DataHeader.decode(frame)
             header.check_common(self._common.run_id)
         except Refused as refused:
-            _logger.warning("slave %s sent what cannot be understood: %s", slave, refused)
+            _logger.warning("slave %s sent an invalid message: %s", slave, refused)
             return
         if header.op is DataOp.REFUSED:
             assert header.refusal is not None, "decode refuses a REFUSED without refusal"
@@ -177,8 +177,8 @@ class _PushCarrier(_Carrier):
         self._checksums = checksums
 
     def send(self, asks: Sequence[SlaveRequest]) -> None:
-        """The payloads of a few chunks are read before the first is sent: reading one drives the interpreter's code
-        and data out of the caches."""
+        """Send chunks. The payloads of a few are read before the first is sent: reading one evicts the interpreter's
+        code and data from the caches."""
         together = TOGETHER if self._payloads.lasting else 1
         for first in range(0, len(asks), together):
             some = asks[first : first + together]
@@ -216,7 +216,7 @@ class _PushCarrier(_Carrier):
             push.missing(slave, header.request, header.missing, header.complete, now_s, credit=header.credit)
 
     def digests(self) -> tuple[tuple[str, bytes], ...]:
-        """Of what each slave holds now; chunks that it had from an earlier attempt are read for it."""
+        """The digest of each slave's share; chunks of an earlier attempt are read for it."""
         for chunk in self._push_transfer.every_chunk():
             if chunk not in self._checksums:
                 self._read(chunk)
@@ -266,7 +266,7 @@ class _PullCarrier(_Carrier):
         if wrong:
             self._pull_transfer.damaged(slave, header.request, f"slave {slave}: {wrong}", now_s)
             return
-        # The payload lies in the cache since its checksum was taken; the copy releases the interpreter lock.
+        # The payload is in the cache since its checksum was taken; the copy releases the interpreter lock.
         np.copyto(self._bytes[self._places.bytes_at(chunk)], np.frombuffer(payload or b"", np.uint8))
         self._pull_transfer.landed(slave, header.request, header.checksum, now_s, credit=header.credit)
 
@@ -296,7 +296,7 @@ def carry_push(
     clock: Clock, cancelled: threading.Event, *, difference: Difference | None = None, ready: SnapshotReady | None =
     None, checksums: dict[Chunk, int] | None = None,
 ) -> tuple[PushTransfer, tuple[tuple[str, bytes], ...]]:  # fmt: skip
-    """Send a push; returns the transfer (done, failed or cancelled) and the digest of what each slave was sent.
+    """Send a push; returns the transfer (done, failed or cancelled) and the digest of each slave's share.
 
     flat: the whole model, unchanged until this returns, as are the vectors of `difference`, which only the ticket's
     codec may ask for; then flat is a vector. ready: says which part of it is there; None: all. checksums: those of

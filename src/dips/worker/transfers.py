@@ -1,4 +1,4 @@
-"""The driver's side of the data flow: starts transfers on the data thread and turns their ends into events."""
+"""Starts transfers on the data thread for the driver, and turns their ends into events."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from dips.worker.vectors import F32, Vectors
 from dips.worker.wire import Difference
 
 PULL_WINDOW_CHUNKS = 64
-"""Most that is asked for at once from one slave; pushes take the master's window_chunks."""
+"""Most chunks requested at a time from one slave in a pull; pushes use the master's window_chunks."""
 
 
 class Transfers:
-    """One transfer at a time. `deliver` is called on the data thread. curve: this process's keys, if it has any."""
+    """Runs one transfer at a time. `deliver` is called on the data thread. curve: this process's keys, if any."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Transfers:
         curve: CurvePair | None = None,
         links: LinkCounts | None = None,
     ) -> None:
-        """links: counts what goes over them; None: nobody asks."""
+        """links: counts the traffic; None: it is not counted."""
         self._curve = curve
         self._links = links
         self._layout = layout
@@ -92,7 +92,7 @@ class Transfers:
         self._thread.run(effect.transfer_id, job, lambda why: self._deliver(PullFailed(effect.transfer_id, why)))
 
     def settle(self) -> None:
-        """Cancel what runs; returns once no transfer reads or writes a vector any more."""
+        """Cancel the running transfer; returns once no transfer reads or writes a vector."""
         self._thread.settle()
 
     def cancel(self, transfer_id: int) -> None:
@@ -102,14 +102,14 @@ class Transfers:
         self._thread.close()
 
     def _counted(self, common: Common, direction: TransferDirection, placement: PlacementSpec, wire: Codec) -> Common:
-        """The same, told to the counts. On the data thread, which owns them."""
+        """The same Common, with progress reported to the counts. On the data thread, which owns them."""
         if self._links is None:
             return common
         slaves = [address.slave_id for address in placement.slaves]
         return replace(common, tell=self._links.begin(direction, wire, slaves, self._clock.monotonic_s()).tell)
 
     def _checksums_of(self, push: PushId, wire: Codec) -> dict[Chunk, int]:
-        """Of the chunks that earlier attempts have seen: a push's bytes never change, but for another codec."""
+        """Checksums of the chunks of earlier attempts: a push's bytes change only with its codec."""
         if self._sums is None or self._sums[:2] != (push, wire):
             self._sums = (push, wire, {})
         return self._sums[2]

@@ -1,6 +1,6 @@
-"""Digests of what a torch model holds and the run does not train, for the master to compare (docs/decisions/0029).
+"""Computes digests of a torch model's untrained tensors, for the master to compare (docs/decisions/0029).
 
-Reads each tensor once, at the start: as fast as memory, or a GPU's link to the host, allows. Never keeps a copy.
+Reads each tensor once, at the start, at the speed of memory or of a GPU's link to the host. Never keeps a copy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import xxhash
 from dips.core.untrained import TensorDigest, Untrained
 
 PIECE_ELEMS = 1 << 24
-"""What is copied to the host at a time, where a tensor is not there."""
+"""Size of one copy to the host, for a tensor on a device."""
 
 _logger = logging.getLogger("dips")
 
@@ -22,14 +22,14 @@ _MOVING = (
     torch.nn.modules.batchnorm._NormBase,
     torch.nn.utils.parametrizations._SpectralNorm,
 )
-"""Modules whose buffers are running statistics: every cluster's are its own, from the first step on."""
+"""Modules whose buffers are running statistics: they differ between clusters from the first step on."""
 
 
 def untrained_of(model: torch.nn.Module, trained: Set[int]) -> Untrained:
     """Every parameter and buffer of the model that is not among `trained` (ids of tensors), tied ones once.
 
     Contents of running statistics are left out, and so are those that cannot be read (on the meta device, say), which
-    the log tells.
+    is logged.
     """
     moving = moving_buffers(model)
     frozen = [(name, p) for name, p in model.named_parameters() if id(p) not in trained]
@@ -57,13 +57,15 @@ def _digest(name: str, tensor: torch.Tensor, *, contents: bool) -> int:
         try:
             _add(digest, tensor.detach())
         except (RuntimeError, TypeError, NotImplementedError) as error:
-            _logger.warning("what %r holds cannot be read and is not compared with other clusters': %s", name, error)
+            _logger.warning(
+                "the values of %r cannot be read and are not compared with other clusters': %s", name, error
+            )
             return xxhash.xxh3_64_intdigest(f"{tensor.dtype} {list(tensor.shape)} unread".encode())
     return int(digest.intdigest())
 
 
 def _add(digest: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
-    """The bytes of all elements, in logical order."""
+    """Add the bytes of all elements to the digest, in logical order."""
     if hasattr(tensor, "__tensor_flatten__"):  # a quantised weight, say: several plain tensors under one name
         names, _ = tensor.__tensor_flatten__()
         for name in names:

@@ -1,12 +1,12 @@
-"""The flat copies of the model that a cluster keeps beside its live parameters, and the arithmetic between them.
+"""Keeps a cluster's flat copies of the model, in addition to its live parameters, and computes with them.
 
 Shapes: every vector is float32 of n_elems (the layout's). Memory, in vectors: two while training waits for its push and
 pull (theta_base, and the landing place of the pull, which is theta_at_push before if that is sent from a copy), a third
 when steps were made meanwhile, one more for the residual of a difference codec (worker/wire.py).
 
-Parameters in bfloat16 or float16 hold what was installed only rounded, and that rounding is as large as a
-pseudo-gradient. theta_now of such a model is theta_installed + (its parameters - theta_installed rounded): what steps
-changed, and nothing else. theta_installed is theta_base, but for a vector of its own (one more) after a rebase.
+Parameters in bfloat16 or float16 hold the installed values only rounded, and that rounding is as large as a
+pseudo-gradient. theta_now of such a model is theta_installed + (its parameters - theta_installed rounded): only the
+change by steps. theta_installed is theta_base, except after a rebase, where it is a separate vector (one more).
 
 The push vector is read by the data thread while a push is sent, the pull vector written by it while a version is
 fetched; everything else is the training thread's alone, which calls every method here.
@@ -33,7 +33,7 @@ from dips.worker.wire import Places, kernels
 F32 = NDArray[np.float32]
 
 PIECE_ELEMS = 1 << 18
-"""Arithmetic goes by pieces that stay in the cache between its two operations."""
+"""Size of the pieces of the arithmetic, which stay in the cache between its two operations."""
 
 
 WORTH_A_LINE_BYTES = 1 << 30
@@ -42,8 +42,8 @@ WORTH_A_LINE_BYTES = 1 << 30
 class Vectors:
     """theta_base, theta_at_push, the pulled theta, and the residual.
 
-    theta_at_push is a vector, or what the live parameters hold (_push_is_live; then keep_push() must be called before
-    they change), or theta_base (_push_is_base).
+    theta_at_push is a vector, or the live parameters (_push_is_live; then keep_push() must be called before they
+    change), or theta_base (_push_is_base).
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Vectors:
         *,
         n_trained: int | None = None,
     ) -> None:
-        """store: whose memory is used, if it has a word on that (StreamingStore), and whose rounding is kept
-        out of what is pushed. starting: told of a vector of a GiB or more, which takes its time. n_trained: elements
-        before those that are averaged; None: there are no others.
+        """store: provides the memory, if it can (StreamingStore), and its rounding is kept out of pushes. starting:
+        reports the allocation of a vector of a GiB or more, which takes a while. n_trained: elements before the
+        averaged ones; None: there are none of those.
         """
         self._n_elems = n_elems
         self._n_trained = n_elems if n_trained is None else n_trained
@@ -65,7 +65,7 @@ class Vectors:
         self._rounding = store if isinstance(store, RoundingStore) and store.rounds else None
         self._installed: F32 | None = None
         self.installs = 0
-        """How often theta_installed changed: who keeps a copy sees whether it is the newest."""
+        """How often theta_installed changed, so that the owner of a copy knows whether it is the newest."""
         self._base: F32 | None = None
         self._push: F32 | None = None
         self._ready: SnapshotReady | None = None
@@ -77,9 +77,9 @@ class Vectors:
         self._residual: F32 | None = None
         self._has_residual = False
         self.residual_changes = 0
-        """How often the residual changed: who keeps a copy sees whether it is the newest."""
+        """How often the residual changed, so that the owner of a copy knows whether it is the newest."""
 
-    # ---- what may be read ----
+    # ---- vectors that may be read ----
 
     @property
     def base(self) -> F32:
@@ -96,17 +96,17 @@ class Vectors:
 
     @property
     def pull(self) -> F32:
-        """Where the pulled version lands, or has landed."""
+        """The vector in which the pulled version lands, or has landed."""
         return self.landing()
 
     @property
     def residual(self) -> F32 | None:
-        """What earlier pushes lost by rounding; None: nothing."""
+        """The rounding error of earlier pushes; None: zero."""
         return self._residual if self._has_residual else None
 
     @property
     def installed(self) -> F32 | None:
-        """theta_installed, where it is a vector of its own."""
+        """theta_installed, where it is a separate vector."""
         return None if self._installed is self._base else self._installed
 
     @property
@@ -116,7 +116,7 @@ class Vectors:
         return len(self._free) + sum(vector is not None for vector in held)
 
     def empty(self) -> F32:
-        """A further vector in memory of the same kind; not one of these."""
+        """A further vector in memory of the same kind; not one of those counted here."""
         starting = self._starting() if self._starting is not None else None
         if starting is not None:
             starting.touched(0, 4 * self._n_elems)
@@ -128,9 +128,9 @@ class Vectors:
     # ---- the push ----
 
     def snapshot(self, parameters: ParameterStore, *, may_stay_live: bool = False) -> None:
-        """theta_at_push = theta_now. No transfer may be under way: it could still write what is taken here.
+        """theta_at_push = theta_now. No transfer may be under way: it could still write to the vector used here.
 
-        may_stay_live: training is about to wait, so that no copy is made if the push can be sent from the parameters.
+        may_stay_live: training will wait, so no copy is made if the push can be sent from the parameters.
         """
         self._settle_snapshot()
         self._free += [vector for vector in (self._push, self._pull) if vector is not None]  # a pull that was given up
@@ -151,7 +151,7 @@ class Vectors:
         self._push_is_base = True
 
     def sending(self) -> tuple[F32 | Live, SnapshotReady | None]:
-        """What a push is sent from, and which part of it is there (None: all)."""
+        """The source of a push, and the progress of its snapshot (None: complete)."""
         if self._push_is_base:
             return self.base, None
         if self._live is not None:
@@ -159,7 +159,7 @@ class Vectors:
         return self._pushed(), self._ready
 
     def keep_push(self, parameters: ParameterStore) -> None:
-        """Training goes on: if theta_at_push stands in the live parameters alone, it gets a vector now."""
+        """Training goes on: if theta_at_push is only in the live parameters, copy it to a vector now."""
         if self._push_is_live:
             push = self._copy_live(parameters)
             self._push_is_live = False
@@ -169,14 +169,14 @@ class Vectors:
                 self._live = None
 
     def forget_push(self) -> None:
-        """The parameters are about to change, and nothing will be computed from theta_at_push if it is in them."""
+        """The parameters will change: forget theta_at_push if it is in them; nothing will be computed from it."""
         self._push_is_live = False
         if self._live is not None:
             self._live.end()
             self._live = None
 
     def restore(self, base: F32, push: F32 | None, residual: F32 | None = None, installed: F32 | None = None) -> None:
-        """What a checkpoint held; push None: nothing needs theta_at_push. installed None: it was theta_base."""
+        """Restore a checkpoint's vectors; push None: theta_at_push is not needed. installed None: it was theta_base."""
         np.copyto(self.base, base)
         if self._rounding is not None:
             self._installed = self.base
@@ -194,10 +194,10 @@ class Vectors:
     # ---- the pull ----
 
     def landing(self, *, push_is_live: bool = False, push_is_needed: bool = True) -> F32:
-        """Where the next version is to land. A pull that is asked for again lands where it did before.
+        """The vector in which the next version lands. A pull that is asked for again lands in the same one.
 
-        push_is_live: the parameters are theta_at_push still; then its vector need not be kept until training goes on,
-        of which keep_push() must be told. push_is_needed: something will still be computed from theta_at_push.
+        push_is_live: the parameters still equal theta_at_push; then its vector need not be kept until training goes on,
+        before which keep_push() must be called. push_is_needed: theta_at_push is still needed for a computation.
         """
         if self._pull is None:
             self._push_is_live = (self._push_is_live or push_is_live) and push_is_needed and not self._push_is_base
@@ -219,7 +219,7 @@ class Vectors:
         else:
             if mode is InstallMode.REBASE_FROM_PUSH:
                 then = self.push
-                # theta_base is worth nothing any more, unless theta_now is computed from it.
+                # theta_base is no longer needed, unless theta_now is computed from it.
                 room = self.base if self._installed is not self.base else self._take()
             else:
                 then = self.base
@@ -235,12 +235,12 @@ class Vectors:
         keep = (self._base, self._installed)
         self._free += [vector for vector in _distinct(held) if not any(vector is kept for kept in keep)]
         if mode is InstallMode.REPLACE:
-            del self._free[1:]  # nothing was computed while this pull went on, so two vectors do
+            del self._free[1:]  # no steps were made during this pull, so two vectors are enough
 
     # ---- the residual ----
 
     def keep_residual(self, wire: Codec, spans: Iterable[tuple[int, int]]) -> None:
-        """residual = (push - base + residual) - what the slaves were sent of it; `spans`: chunk_spans() of the push."""
+        """residual = (push - base + residual) - the differences sent; `spans`: chunk_spans() of the push."""
         assert wire in DIFFERENCES, "float32 loses nothing"
         now, base, residual, keep = self.push, self.base, self._residual_room(), kernels().keep_residual
         if not self._has_residual:
@@ -251,7 +251,7 @@ class Vectors:
         self.residual_changes += 1
 
     def clear_residual(self) -> None:
-        """The steps that it comes from do not stand any more."""
+        """Set the residual to zero: the steps that it comes from no longer count."""
         self._has_residual = False
         self.residual_changes += 1
 
@@ -272,7 +272,7 @@ class Vectors:
         return self._residual
 
     def _copy_live(self, parameters: ParameterStore) -> F32:
-        """theta_now becomes the push vector, or begins to."""
+        """Copy theta_now to the push vector, or begin to."""
         self._push = self._take()
         if isinstance(parameters, StreamingStore):
             self._ready = parameters.begin_snapshot(self._push)
@@ -291,8 +291,8 @@ class Vectors:
     def _rebase(self, parameters: ParameterStore, pulled: F32, then: F32, room: F32) -> None:
         """theta_now = pulled + (theta_now - then), computed in `room`.
 
-        Averaged buffers become the pulled ones: a statistic moves towards what it is of, so that a way it went does not
-        lead on from another place (a variance could come out negative), and a few steps renew it.
+        Averaged buffers become the pulled ones: a statistic moves towards its target, so that its past change must not
+        be added to another value (a variance could become negative), and a few steps renew it.
         """
         parameters.snapshot(room)
         room[self._n_trained :] = pulled[self._n_trained :]
@@ -306,12 +306,12 @@ class Vectors:
 
 
 class _Exact:
-    """A snapshot without its rounding, each piece when it is first asked for: by the data thread, which sends it while
-    other pieces are copied still, or by whoever computes from it.
+    """Removes the rounding from a snapshot, each piece when it is first needed: by the data thread, which sends it
+    while other pieces are still copied, or by a computation.
     """
 
     def __init__(self, store: RoundingStore, copied: SnapshotReady | None, flat: F32, installed: F32) -> None:
-        """copied: which part of the snapshot is in `flat`; None: all. installed: not to be changed before the end."""
+        """copied: progress of the snapshot in `flat`; None: complete. installed: must not change before the end."""
         self._store = store
         self._copied = copied
         self._flat = flat
@@ -332,7 +332,7 @@ class _Exact:
 
 
 def _distinct(vectors: Iterable[F32 | None]) -> list[F32]:
-    """Without None, and each once."""
+    """The vectors without None, each once."""
     return list({id(vector): vector for vector in vectors if vector is not None}.values())
 
 

@@ -1,4 +1,4 @@
-"""What a push's chunks look like on the wire: the parameters as they stand, or differences to the base in fewer bits.
+"""Writes a push's chunks for the wire: the parameters unchanged, or differences to the base in fewer bits.
 
 Shapes: every vector is the whole model's, float32 of n_elems (the layout's). A chunk's bytes are a function of theta,
 base and residual alone, so that one that is sent again is the same to the bit. numba is imported only where
@@ -52,8 +52,8 @@ def kernels() -> Kernels:
 
 
 def warm_up(tell: Callable[[str, int, int], None]) -> None:
-    """Compile the conversions, or load them; tell: (kernel that is compiled, how many, of how many). Raises ConfigError
-    without numba.
+    """Compile the conversions, or load them. tell: called with (kernel, its number, number of kernels). Raises
+    ConfigError without numba.
     """
     kernels()
     from dips.core.math import wire_numba
@@ -70,25 +70,25 @@ def bytes_of(flat: F32) -> U8:
 
 @dataclass(frozen=True)
 class Difference:
-    """What theta is the difference to; residual: what earlier pushes lost by rounding, None where nothing was."""
+    """The base of the differences; residual: the rounding error of earlier pushes, None: zero."""
 
     base: F32
     residual: F32 | None = None
 
 
 class Places:
-    """Where chunks stand in a flat vector."""
+    """The places of chunks in a flat vector."""
 
     def __init__(self, layout: Layout) -> None:
         self._start_elem = [block.start_elem for block in layout.blocks]
 
     def bytes_at(self, chunk: Chunk) -> slice:
-        """Its bytes."""
+        """The chunk's bytes."""
         begin = self._start_elem[chunk.block_id] * FLOAT32_BYTES + chunk.offset_bytes
         return slice(begin, begin + chunk.length_bytes)
 
     def elems_at(self, chunk: Chunk) -> slice:
-        """Its elements."""
+        """The chunk's elements."""
         begin = self._start_elem[chunk.block_id] + chunk.offset_bytes // FLOAT32_BYTES
         return slice(begin, begin + chunk.length_bytes // FLOAT32_BYTES)
 
@@ -107,7 +107,7 @@ class Payloads(Protocol):
 
 
 class ParameterSource(Protocol):
-    """Where parameters stand as bytes (worker/live.py)."""
+    """A source of parameters as bytes (worker/live.py)."""
 
     lock: threading.Lock
 
@@ -115,7 +115,7 @@ class ParameterSource(Protocol):
 
 
 class Parameters:
-    """theta as it stands, without a copy."""
+    """Payloads of theta itself, without a copy."""
 
     codec = Codec.F32
     lasting = True
@@ -135,7 +135,7 @@ class Parameters:
 
 
 class Differences:
-    """theta - base + residual in fewer bits; each payload is valid until the next one is asked for."""
+    """Payloads of theta - base + residual in fewer bits; each is valid until the next one is made."""
 
     lasting = False
 
@@ -150,7 +150,7 @@ class Differences:
         self._room = np.empty(encoded_bytes(codec, chunk_bytes // FLOAT32_BYTES), np.uint8)
 
     def of(self, chunk: Chunk) -> memoryview:
-        """The chunk, written anew."""
+        """The chunk's payload, encoded again at each call."""
         here, difference = self._places.elems_at(chunk), self._difference
         payload = self._room[: encoded_bytes(self.codec, chunk.length_bytes // FLOAT32_BYTES)]
         residual = None if difference.residual is None else difference.residual[here]
@@ -168,7 +168,7 @@ class Gated:
         self._places = places
 
     def of(self, chunk: Chunk) -> memoryview:
-        """The chunk's payload, once it is there."""
+        """The chunk's payload, once its part of the snapshot is complete."""
         here = self._places.elems_at(chunk)
         self._ready.wait(here.start, here.stop)
         return self._payloads.of(chunk)

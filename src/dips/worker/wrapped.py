@@ -1,8 +1,8 @@
-"""The model and the optimizer inside of what trainers wrap around them.
+"""Unwraps the model and the optimizer from the wrappers of trainers.
 
 Names of parameters must be the same on every cluster, whether it runs one process or eight, compiles its model or not;
-and a step must be seen where it is made. So wrappers are taken off, and those that cut a model or its optimizer state
-into shards are refused. Imports no wrapper: what a program has not imported, it does not use.
+and a step must be noticed where it is made. So wrappers are removed, and those that cut a model or its optimizer state
+into shards are refused. Imports no wrapper: a program does not use one that it has not imported.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_replica_on_all_ranks(model: torch.nn.Module) -> bool:
-    """Whether DistributedDataParallel is around the model and gave all processes the same parameters.
+    """Whether DistributedDataParallel wraps the model and gave all processes the same parameters.
 
-    One over a part of the processes, beside shards of tensor or pipeline parallelism, did not.
+    One over a part of the processes, together with shards of tensor or pipeline parallelism, did not.
     """
     return any(
         isinstance(each, DistributedDataParallel) and each.process_group.size() == dist.get_world_size()
@@ -37,7 +37,7 @@ def is_replica_on_all_ranks(model: torch.nn.Module) -> bool:
 
 
 def _with_wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The model as it was given, what is inside of its wrapper, and so on; the plain model is the last."""
+    """The given model, the model inside its wrapper, and so on; the plain model is the last."""
     while True:
         yield model
         inner = model.module if isinstance(model, (DataParallel, DistributedDataParallel)) else None
@@ -48,9 +48,9 @@ def _with_wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer whose step() changes parameters, without what Accelerate and Lightning stand around it.
+    """The optimizer whose step() changes parameters, without the wrappers of Accelerate and Lightning.
 
-    Other wrappers stay: theirs may change parameters after the one inside has.
+    Other wrappers stay: they may change parameters after the inner optimizer has.
     """
     while type(optimizer).__module__.split(".")[0] in _TRAINERS:
         inner = getattr(optimizer, "optimizer", None)
@@ -61,7 +61,7 @@ def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def refuse_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError for a model or an optimizer state that no single process holds whole."""
+    """Raises ConfigError for a model or an optimizer state that no single process holds completely."""
     kinds = {type(module).__name__ for module in model.modules()} & _SHARDED_MODELS
     kinds |= {type(optimizer).__name__} & _SHARDED_OPTIMIZERS
     if type(optimizer).__module__.split(".")[0] == "deepspeed":

@@ -40,9 +40,9 @@ def refusal_of(admission: Admission, key: bytes, header: DataHeader) -> str:
     return str(caught.value)
 
 
-def test_nobody_is_let_in_before_a_list_came() -> None:
+def test_no_key_is_admitted_before_a_list_came() -> None:
     assert Admission().user_of(KEY_A) is None
-    assert "not on the master's list" in refusal_of(Admission(), KEY_A, GET)
+    assert "no longer on the master's list" in refusal_of(Admission(), KEY_A, GET)
 
 
 def test_a_push_is_touched_by_its_own_cluster_alone(admission: Admission) -> None:
@@ -62,13 +62,14 @@ def test_momentum_is_for_slaves_alone(admission: Admission) -> None:
     admission.set_keys([*LIST, AllowedKey(KeyRole.SLAVE, "s1", key)])
     admission.check(key.hex(), replace(GET, momentum=True))
     for allowed in LIST:
-        assert "for slaves alone" in refusal_of(admission, allowed.curve_key, replace(GET, momentum=True))
+        refusal = refusal_of(admission, allowed.curve_key, replace(GET, momentum=True))
+        assert "only slaves may read the momentum" in refusal
 
 
-def test_a_key_that_left_is_worth_nothing_from_the_next_message_on(admission: Admission) -> None:
+def test_a_key_that_left_is_refused_from_the_next_message_on(admission: Admission) -> None:
     admission.set_keys(LIST[1:])
     assert admission.user_of(KEY_A) is None
-    assert "not on the master's list any more" in refusal_of(admission, KEY_A, GET)
+    assert "no longer on the master's list" in refusal_of(admission, KEY_A, GET)
     admission.check(KEY_B.hex(), GET)
 
 

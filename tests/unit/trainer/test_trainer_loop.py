@@ -104,7 +104,7 @@ class ScriptedDriver:
         self.exit_reason = "asked to stop"
 
     def close(self, reason: str, *, push_pending: bool) -> None:
-        assert push_pending == (reason == "finished"), "after an error the parameters may be half-way"
+        assert push_pending == (reason == "finished"), "after an error the parameters may be in the middle of a step"
         self.closed.append(reason)
 
 

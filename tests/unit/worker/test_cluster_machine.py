@@ -695,7 +695,7 @@ def test_after_an_error_the_open_push_is_decided_and_later_steps_are_said_to_be_
     life.left()
     assert said(life)["lost"] == (
         "leaving (ValueError) without 2 steps with 200 tokens: they were made since the last push, and the "
-        "parameters may be half-way"
+        "parameters may be in the middle of a step"
     )
 
 

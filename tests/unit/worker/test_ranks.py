@@ -123,8 +123,8 @@ def other_shape() -> torch.nn.Module:
         ),
         (model(dtype=torch.bfloat16), "parameter 'first' is bfloat16 of shape"),
         (model(names=("first", "bias")), "rank 1 has parameter 'bias' where rank 0 has 'norm': "),
-        (model(names=("first", "norm")), "rank 0 alone has parameter 'last': "),
-        (model(names=("first", "norm", "last", "head")), "rank 1 alone has parameter 'head': "),
+        (model(names=("first", "norm")), "only rank 0 has parameter 'last': "),
+        (model(names=("first", "norm", "last", "head")), "only rank 1 has parameter 'head': "),
     ],
 )
 def test_another_layout_is_refused_on_every_rank_by_name(other: torch.nn.Module, sentence: str) -> None:
@@ -170,7 +170,7 @@ def test_the_first_comparison_finds_one_element(dtype: torch.dtype) -> None:
     change(other, "last", LARGE - 1, LARGE)
     said = cluster.compare()
     assert said[0] == said[1]
-    assert said[0].startswith("parameter 'last' of rank 1 is not equal to rank 0's any longer")
+    assert said[0].startswith("parameter 'last' of rank 1 is no longer equal to rank 0's")
 
 
 def test_each_later_comparison_finds_a_row_and_a_small_tensor() -> None:

@@ -130,7 +130,7 @@ def test_a_session_of_an_earlier_release_has_no_residual() -> None:
     [
         ({"cluster_id": "b"}, "not of this cluster"),
         ({"seq": 2}, "newer than number 2"),
-        ({"held": [[1, 0, 5, 9, 20]]}, "token 9 of chunk 5 stands in two ranges"),
+        ({"held": [[1, 0, 5, 9, 20]]}, "token 9 of chunk 5 is in two ranges"),
         ({"held": [[1, 0, 5, 20, 20]]}, "ends before it begins"),
         ({"base": None}, "a version"),
         ({"layout_hash": "xyz"}, "hex"),

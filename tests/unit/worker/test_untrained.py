@@ -79,4 +79,4 @@ def test_what_cannot_be_read_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found = listed(model)
     assert [item.name for item in found.frozen] == ["weight", "bias"]
-    assert "'weight' holds cannot be read and is not compared" in caplog.text
+    assert "the values of 'weight' cannot be read and are not compared" in caplog.text

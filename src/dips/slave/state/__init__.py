@@ -1,1 +1,1 @@
-"""What a slave decides: pure code that takes (event, now) and returns effects."""
+"""The slave's state machine: pure code that takes (event, now) and returns effects."""

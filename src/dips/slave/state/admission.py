@@ -1,7 +1,8 @@
-"""Whom this slave's data port lets in, and what each of them may ask. Pure.
+"""Decides which keys this slave's data port admits and what the owner of each key may ask. Pure.
 
-The list is the master's (Allow). A connection belongs to a key for as long as it lasts, and every message is judged by
-the list as it is now: a key that left it is worth nothing from the next message on. Without a list nobody is let in.
+The list is the master's (Allow). A connection belongs to one key for as long as it lasts. Every message is checked
+against the list as it is now: a key that left it is refused from the next message on. Without a list no key is
+admitted.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.protocol import CURVE_KEY_BYTES
 
 MAX_ALLOWED = 4096
-"""Keys that a list may hold: more than any run has clusters; 200 bytes each."""
+"""Most keys in one list: more than any run has clusters; 200 bytes each."""
 
 MAX_OWNER_CHARACTERS = 128
 
 
 class Admission:
-    """User ids are those that a connection is given when its key is let in: the key, in hexadecimal."""
+    """The list of admitted keys. A connection's user id is its key in hexadecimal, given when the key is admitted."""
 
     def __init__(self) -> None:
         self._listed: dict[str, AllowedKey] = {}
 
     def set_keys(self, keys: Sequence[AllowedKey]) -> None:
-        """From now on these and no others."""
+        """Replace the list: from now on these keys and no others are admitted."""
         self._listed = {allowed.curve_key.hex(): allowed for allowed in keys}
 
     def user_of(self, key: bytes) -> str | None:
-        """The user id of a key that is on the list; None: it is not let in."""
+        """The user id of a key that is on the list; None: it is not admitted."""
         user = key.hex()
         return user if user in self._listed else None
 
@@ -39,26 +40,26 @@ class Admission:
         return user in self._listed
 
     def owner(self, user: str) -> str:
-        """For people."""
+        """Role and name of a user, for log lines and error messages."""
         allowed = self._listed.get(user)
-        return "nobody" if allowed is None else f"{allowed.role.name.lower()} {allowed.owner}"
+        return "no one" if allowed is None else f"{allowed.role.name.lower()} {allowed.owner}"
 
     def check(self, user: str, header: DataHeader) -> None:
-        """Raises Refused(KEY) unless the owner of the connection may ask this.
+        """Check a request against the list. Raises Refused(KEY) unless the connection's owner may make it.
 
-        A push is touched by its own cluster alone; whoever is on the list may read parameters, slaves momentum too.
+        Only its own cluster may write or query a push; every listed owner may read parameters, slaves the momentum too.
         """
         allowed = self._listed.get(user)
         if allowed is None:
             raise Refused(
                 RefusalCode.KEY,
-                f"data key {user[:8]} is not on the master's list any more: its owner joined anew, left, was evicted "
+                f"data key {user[:8]} is no longer on the master's list: its owner joined again, left, was evicted "
                 "or revoked",
             )
         if header.op is DataOp.GET_CHUNK and (allowed.role is KeyRole.SLAVE or not header.momentum):
             return
         if header.op is DataOp.GET_CHUNK:
-            raise Refused(RefusalCode.KEY, f"the momentum is for slaves alone, not for {self.owner(user)}")
+            raise Refused(RefusalCode.KEY, f"only slaves may read the momentum, not {self.owner(user)}")
         if allowed.role is not KeyRole.CLUSTER or header.push is None or header.push.cluster != allowed.owner:
             raise Refused(
                 RefusalCode.KEY,
@@ -67,7 +68,7 @@ class Admission:
 
 
 def what_is_wrong(allow: Allow) -> str:
-    """Why a list cannot be used; empty when it can."""
+    """Check a list of keys: the sentence that says why it cannot be used; empty when it can."""
     keys = allow.keys
     if len(keys) > MAX_ALLOWED:
         return f"it lists {len(keys)} keys, at most {MAX_ALLOWED} can be"

@@ -1,4 +1,4 @@
-"""What a slave demands of a Configure, a Prepare and a Welcome before it acts on them. Pure; raises Refused."""
+"""Checks Configure, Prepare, MoveBlocks and the run's settings before a slave acts on them. Pure; raises Refused."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dips.core.messages import Configure, MoveBlocks, PlacementSpec, Prepare, Se
 from dips.core.placement import Placement, shard_bytes_needed
 
 MAX_WINDOW_CHUNKS = 64
-"""The data port's queues hold this many messages for each peer; a longer window could overflow them silently."""
+"""Longest window: the data port's queues hold this many messages for each peer; more could overflow them silently."""
 
 MIN_CHUNK_BYTES = 1024
-"""Smaller chunks would spend more on headers than on parameters."""
+"""Smallest chunk size: smaller ones would spend more on headers than on parameters."""
 
 
 def own_blocks(slave_id: str, configure: Configure | MoveBlocks) -> list[Block]:
@@ -45,7 +45,7 @@ def placement_of(spec: PlacementSpec, n_blocks: int) -> Placement:
 
 
 def check_move(slave_id: str, move: MoveBlocks, current: SnapshotInfo | None) -> None:
-    """Raises Refused when blocks cannot be had: this slave does not hold what it is said to, or a source has no
+    """Check that blocks can be moved. Raises Refused when this slave does not hold the version, or a source has no
     address."""
     sources = placement_of(move.sources, len(move.layout.blocks))
     here = current.version if current else None
@@ -65,7 +65,7 @@ def check_move(slave_id: str, move: MoveBlocks, current: SnapshotInfo | None) ->
 def check_memory(
     blocks: Sequence[Block], configure: Configure | MoveBlocks, chunk_bytes: int, memory_bytes: int
 ) -> None:
-    """Raises Refused(MEMORY) when the blocks do not fit what this slave may use, before anything is allocated."""
+    """Check, before anything is allocated, that the blocks fit this slave's memory. Raises Refused(MEMORY)."""
     n_elems = sum(block.n_elems for block in blocks)
     slots, pins = configure.staging_slots, configure.pinned_versions
     needed = shard_bytes_needed((block.n_elems for block in blocks), chunk_bytes, slots, pins)
@@ -78,7 +78,7 @@ def check_memory(
 
 
 def check_settings(settings: Settings, max_chunk_bytes: int) -> None:
-    """Raises Refused(CONFIG) when the run's frames do not fit the limits that the data port was bound with."""
+    """Check that the run's frames fit the limits that the data port was bound with. Raises Refused(CONFIG)."""
     size = settings.chunk_bytes
     if not MIN_CHUNK_BYTES <= size <= max_chunk_bytes or size % 4:
         raise Refused(
@@ -95,7 +95,7 @@ def check_settings(settings: Settings, max_chunk_bytes: int) -> None:
 
 
 def check_load(configure: Configure, current: SnapshotInfo | None, snapshots: Sequence[SnapshotInfo]) -> None:
-    """Raises Refused(SEED_EXISTS) when a master that knows no version meets a slave that holds committed ones.
+    """Raises Refused(SEED_EXISTS) when the master knows no version and this slave holds committed ones.
 
     `empty` says that the master knows of them: none is common to all slaves, and a cluster brings the parameters.
     """
@@ -104,7 +104,7 @@ def check_load(configure: Configure, current: SnapshotInfo | None, snapshots: Se
         raise Refused(
             RefusalCode.SEED_EXISTS,
             f"this slave holds version {max(info.version for info in held)} of the run and the master knows none: "
-            "restore the master's journal, or give the slave an empty directory to begin anew",
+            "restore the master's journal, or give the slave an empty directory to begin again",
         )
 
 
@@ -139,9 +139,9 @@ def _fits(info: SnapshotInfo, configure: Configure) -> bool:
 
 
 def check_prepare(prepare: Prepare, current: SnapshotInfo | None, snapshots: Sequence[SnapshotInfo]) -> None:
-    """Raises Refused when the round does not start from the version that stands in memory, or is not a round.
+    """Raises Refused when the round does not start from the version in memory, or the command is not consistent.
 
-    snapshots: what is on disk; parameters that a cluster donates must stand on a newer timeline than any of it.
+    snapshots: those on disk; parameters that a cluster donates must be on a newer timeline than any of them.
     """
     here = current.version if current else None
     newest = max((info.version for info in snapshots if info.committed), default=None)

@@ -1,10 +1,10 @@
-"""When connections to the data port are cut, so that nobody fills this process's memory or its table of files.
+"""Decides when to close data-port connections, so that no peer fills this process's memory or its file table.
 
 libzmq bounds the size of a frame and the number of whole messages that wait, not the number of frames of one message:
-a message that never ends grows in memory where nobody else can see it. What can be seen is how much memory the process
-has, how many bytes each connection brought, and which connections delivered a whole message. Those that bring bytes
-and deliver nothing are cut when a budget is reached. A healthy one among them connects again by itself and sends what
-was lost (docs/budgets.md). Pure: the numbers and the time come in.
+a message that never ends grows in memory that only libzmq sees. This module can see how much memory the process uses,
+how many bytes each connection sent, and which connections delivered a whole message. Connections that send bytes and
+deliver no message are closed when a budget is reached. A healthy one among them connects again by itself and sends what
+was lost (docs/budgets.md). Pure: the numbers and the time are arguments.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 LEAST_BYTES = 256
-"""Fewer are the greeting and the heartbeats of a connection that is idle, for many minutes."""
+"""An idle connection sends fewer bytes than this in many minutes: its greeting and its heartbeats."""
 
 SETTLE_S = 1.0
-"""What was cut is freed by another thread and given back to the system within this."""
+"""Another thread frees the memory of closed connections and returns it to the system within this time."""
 
 QUIET_S = 60.0
-"""When cutting everybody did not help, the memory is not that of connections, and it is tried again after this."""
+"""When closing all connections did not help, the memory is not theirs; it is tried again after this time."""
 
 FILES_SHARE = 0.8
-"""Of the files that this process may open, connections included; the rest is for the disk."""
+"""Share of the files that this process may open, connections included; the rest is for the disk."""
 
 
 @dataclass(frozen=True)
 class Pressure:
-    """What the system says. memory_bytes: of this process, of its own (not files that are mapped).
+    """The process's use of memory and files. memory_bytes: private memory of this process (without mapped files).
 
-    headroom_bytes: so far below the limit connections begin to be looked at. n_files: open now, of most_files.
+    headroom_bytes: how far below the limit connections begin to be watched. n_files: open now, of most_files.
     """
 
     memory_bytes: int
@@ -41,7 +41,7 @@ class Pressure:
 
     @property
     def near(self) -> bool:
-        """Near enough to a budget that connections are to be looked at."""
+        """Whether a budget is so near that connections must be watched."""
         files_near = self.n_files > FILES_SHARE / 2 * self.most_files
         return files_near or self.memory_bytes > self.limit_bytes - self.headroom_bytes
 
@@ -61,14 +61,14 @@ class Pressure:
 
 @dataclass(frozen=True)
 class Cut:
-    """connections: to end, by their keys; None: all there are. sentence: why, for the log and the master."""
+    """Connections to close, by their keys; None: all of them. sentence: why, for the log and the master."""
 
     connections: tuple[int, ...] | None
     sentence: str
 
 
 class ConnectionLimits:
-    """Watches from the moment that a budget comes near until it is far again."""
+    """Watches connections from the moment that a budget is near until it is far again."""
 
     def __init__(self) -> None:
         self._watching = False
@@ -81,10 +81,10 @@ class ConnectionLimits:
     def look(
         self, pressure: Pressure, received: Mapping[int, int], delivered: Collection[int], now_s: float
     ) -> Cut | None:
-        """What to cut now; None: nothing.
+        """The connections to close now; None: none.
 
-        received: bytes that each connection brought so far, by its key; delivered: the keys of those that brought a
-        whole message since the last look. Both may be empty while nothing is near.
+        received: bytes that each connection sent so far, by its key; delivered: the keys of those that delivered a
+        whole message since the last call. Both may be empty while no budget is near.
         """
         if not pressure.near:
             self._watching = False
@@ -103,13 +103,13 @@ class ConnectionLimits:
         if suspects:
             self._last_cut_s = now_s
             return Cut(suspects, f"{pressure.sentence()}: cut {len(suspects)} connections that delivered nothing")
-        if just_begun or self._settles(now_s):  # who fills the memory shows between two looks
+        if just_begun or self._settles(now_s):  # which connection fills the memory shows between two calls
             return None
         self._all_cut_s, self._all_cut_bytes = now_s, pressure.memory_bytes
-        return Cut(None, f"{pressure.sentence()}: cut all {len(received)} connections, since none stands out")
+        return Cut(None, f"{pressure.sentence()}: cut all {len(received)} connections, since none is suspect")
 
     def _note(self, received: Mapping[int, int], delivered: Collection[int]) -> None:
-        """Begin to watch, or go on: one that comes later is watched from its first byte."""
+        """Begin to watch, or go on: a connection that opens later is watched from its first byte."""
         known = self._at_first if self._watching else received
         self._at_first = {key: known.get(key, 0) for key in received}
         before = self._delivered if self._watching else set()
@@ -120,7 +120,7 @@ class ConnectionLimits:
         return received[key] - self._at_first[key]
 
     def _rests(self, pressure: Pressure, now_s: float) -> bool:
-        """After everybody was cut. What is still too much by then is not for connections to heal, unless it grows."""
+        """After all connections were closed: memory that is still over budget is not theirs, unless it grows."""
         if self._all_cut_s is None:
             return False
         if pressure.files_over:
@@ -129,6 +129,6 @@ class ConnectionLimits:
         return not grew and now_s - self._all_cut_s < QUIET_S
 
     def _settles(self, now_s: float) -> bool:
-        """Whether what was cut last may still be on its way out."""
+        """Whether the memory of the connections that were closed last may not be free yet."""
         last_s = self._last_cut_s if self._all_cut_s is None else max(self._last_cut_s, self._all_cut_s)
         return now_s - last_s < SETTLE_S

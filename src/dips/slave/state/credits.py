@@ -1,14 +1,14 @@
-"""How many requests each sender may have unanswered here: the slave's side of the transfer schedule.
+"""Sets how many unanswered requests each sender may have: the slave's side of the transfer schedule.
 
-A slave whose link or processor is the narrow place serves a few streams at full rate and the rest at a trickle, since
-streams that share it equally would all end late: the one that needs least time to end goes first (shortest remaining
-time), so that pushes that are nearly done make it into the window. How many run at full rate is found by trying: one
-more for an interval, and kept if more arrived in all, else one fewer, and kept if no less arrived. So where senders'
-own links are the narrow place, everybody ends up at full rate.
+A slave whose link or processor is the bottleneck serves a few streams at full rate and the rest slowly, since streams
+that share it equally would all end late. The stream with the shortest remaining time goes first, so that pushes that
+are nearly complete reach the window. How many run at full rate is found by trying: one more for an interval, kept if
+more bytes arrived in all; else one fewer, kept if not less arrived. So where the senders' own links are the bottleneck,
+all streams end up at full rate.
 
-A stream that is slow by itself takes no place from others, and nobody gets less than HELD requests, so nobody starves
-and the link is never idle for want of a request. Pure: time is an argument. It decides pace only: a sender that
-ignores it breaks nothing, since what may be in flight is bounded by the data port.
+A stream that is slow by itself takes no place from others, and every stream gets at least HELD requests, so none
+starves and the link is never idle for want of a request. Pure: time is an argument. It decides the rate only: a sender
+that ignores it breaks nothing, since the data port bounds what may be in flight.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ LONGEST_INTERVAL_S = 4 * INTERVAL_S
 
 IDLE_S = 5.0
 OPENED_IDLE_S = 600.0
-"""A stream that nothing was heard of for so long is forgotten; later if it was opened. One that speaks again counts as
-of unknown length."""
+"""A stream without a message for so long is forgotten; later if it was opened. One that sends again counts as of
+unknown length."""
 
 SLOW_SHARE = 0.5
 """A stream that at full rate makes less than this share of the fastest one's rate is slow by itself."""
 
 GAIN, LOSS = 1.05, 0.95
-"""What one more stream must bring in all to stay, and what may be lost by one fewer: above the noise of intervals."""
+"""Least gain of one more stream, and largest loss of one fewer, in the total rate: above the noise of intervals."""
 
 FIRST_STREAMS = 2
 REST_INTERVALS = 16
 """Between two tries once the number is found; a try in the wrong direction costs a part of one interval."""
 
 MAX_STREAMS = 1024
-"""Streams that are told apart; more are all held back."""
+"""Most streams that are tracked; all others are held back."""
 
 
 class StreamCap:
-    """How many streams run at full rate: climbs as long as that brings more, then sees whether fewer do as well."""
+    """Finds how many streams run at full rate: more as long as that increases the rate, then tries whether fewer do."""
 
     def __init__(self) -> None:
         self.streams = FIRST_STREAMS
@@ -60,7 +60,7 @@ class StreamCap:
         self._rest = 0
 
     def changed(self) -> None:
-        """Streams came or went: what was measured before compares with nothing."""
+        """Streams opened or closed: earlier measurements cannot be compared any longer."""
         self._before = None
         self._direction, self._rest = 1, 0
 
@@ -93,7 +93,7 @@ class StreamCap:
 
 @dataclass
 class _Stream:
-    """One sender's. able_bytes_per_s: its rate while it was not held back; None until that was measured."""
+    """One sender's stream. able_bytes_per_s: its rate while it was not held back; None until that was measured."""
 
     number: int
     remaining_bytes: float
@@ -105,7 +105,7 @@ class _Stream:
 
 
 class Credits(Generic[Key]):
-    """The streams of one direction. most: requests of a stream at full rate."""
+    """Gives credits to the streams of one direction. most: requests of a stream at full rate."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -117,12 +117,12 @@ class Credits(Generic[Key]):
 
     @property
     def full_rate_streams(self) -> int:
-        """How many may run at full rate now, slow ones not counted."""
+        """Streams that may run at full rate now, without slow ones."""
         return self._cap.streams
 
     @property
     def n_streams(self) -> int:
-        """How many are told apart now."""
+        """Number of streams that are tracked now."""
         return len(self._streams)
 
     def note_open(self, key: Key, remaining_bytes: float, now_s: float) -> None:
@@ -135,7 +135,7 @@ class Credits(Generic[Key]):
         self._rank(now_s)
 
     def note_landed(self, key: Key, n_bytes: int, now_s: float) -> None:
-        """So much of this stream moved. A key that was never opened is a stream of unknown length."""
+        """Note that n_bytes of this stream arrived. A key that was never opened is a stream of unknown length."""
         self._settle(now_s)
         stream = self._streams.get(key)
         if stream is None:
@@ -149,7 +149,7 @@ class Credits(Generic[Key]):
         self._came_bytes += n_bytes
 
     def note_closed(self, key: Key, now_s: float) -> None:
-        """It is complete, decided or gone; unknown ones are ignored."""
+        """Forget a stream that is complete, decided or gone; unknown keys are ignored."""
         if self._streams.pop(key, None) is not None:
             self._begin_interval(now_s)
             self._cap.changed()
@@ -179,7 +179,7 @@ class Credits(Generic[Key]):
             stream.came_bytes = 0
 
     def _settle(self, now_s: float) -> None:
-        """When an interval is over: take the rates, look for the number of streams, and rank anew."""
+        """When an interval is over: take the rates, look for the number of streams, and rank again."""
         took_s = now_s - self._began_s
         if took_s < INTERVAL_S or (self._came_bytes < LEAST_BYTES and took_s < LONGEST_INTERVAL_S):
             return
@@ -205,7 +205,7 @@ class Credits(Generic[Key]):
         return max((s.able_bytes_per_s or 0.0 for s in self._streams.values()), default=0.0)
 
     def _rank(self, now_s: float) -> None:
-        """The first of those that count run at full rate, the others of those are held back."""
+        """Of the streams that are not slow by themselves, the first run at full rate and the others are held back."""
         fastest, places = self._fastest(), self._cap.streams
         for stream in sorted(self._streams.values(), key=lambda s: (_left_s(s, fastest), s.number)):
             counts = not _is_slow(stream, fastest) and now_s - stream.last_seen_s <= LONGEST_INTERVAL_S

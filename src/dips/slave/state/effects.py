@@ -1,4 +1,4 @@
-"""What the slave's state machine wants done. The server modules carry effects out in order.
+"""The effects of the slave's state machine. The slave's shell carries them out in order.
 
 A Run effect is a job: at most one is under way, and its completion is an event with the same number.
 delay_s: how long to wait before it begins.
@@ -15,7 +15,7 @@ from dips.core.wire import Codec
 
 @dataclass(frozen=True)
 class SendUp:
-    """Send this body to the master, if the stream still stands."""
+    """Send this body to the master, if the stream is still open."""
 
     body: SlaveBody
 
@@ -77,7 +77,7 @@ class RunPrepare:
 
 @dataclass(frozen=True)
 class RunCommit:
-    """Write the manifest of the shadow that stands in memory if `durable` (its file too, if it is not there); flip."""
+    """Write the manifest of the shadow in memory if `durable` (its file too, if it is not there); flip."""
 
     job: int
     shadow: SnapshotInfo
@@ -96,7 +96,7 @@ class RunList:
 
 @dataclass(frozen=True)
 class RunMove:
-    """Put a shard of another placement together, in a file and durably, then MoveDone (slave/mover.py)."""
+    """Assemble a shard of another placement durably in a file, then MoveDone (slave/mover.py)."""
 
     job: int
     move: MoveBlocks
@@ -105,14 +105,14 @@ class RunMove:
 
 @dataclass(frozen=True)
 class CancelMove:
-    """Nobody waits for this RunMove any more: end it soon, as failed."""
+    """The result of this RunMove is no longer needed: end it soon, as failed."""
 
     job: int
 
 
 @dataclass(frozen=True)
 class DropMoved:
-    """The file that a RunMove wrote is free space."""
+    """Free the file that a RunMove wrote."""
 
     shadow: SnapshotInfo
 
@@ -128,7 +128,7 @@ class SaveVersion:
 
 @dataclass(frozen=True)
 class SaveLater:
-    """SaveAgain after this time."""
+    """Send the event SaveAgain after this time."""
 
     delay_s: float
 
@@ -151,7 +151,7 @@ class DropShadow:
 
 @dataclass(frozen=True)
 class OpenSlot:
-    """Take chunks of this push. The same `opening` adopts what has landed, another one begins with nothing.
+    """Accept chunks of this push. The same `opening` keeps the chunks that have landed, another one begins with none.
 
     A difference codec in `wire` is decoded against the parameters of `base`.
     """
@@ -166,33 +166,33 @@ class OpenSlot:
 
 @dataclass(frozen=True)
 class CloseSlot:
-    """Take no more chunks of this push, and forget those that landed."""
+    """Accept no more chunks of this push, and forget those that landed."""
 
     push: PushId
 
 
 @dataclass(frozen=True)
 class CloseAllSlots:
-    """Every push of the incarnation that ended is forgotten."""
+    """Forget every push of the incarnation that ended."""
 
 
 @dataclass(frozen=True)
 class SetPins:
-    """These versions stay readable, beside the current one and the one before."""
+    """Keep these versions readable, in addition to the current one and the one before."""
 
     versions: tuple[Version, ...]
 
 
 @dataclass(frozen=True)
 class SetAllowed:
-    """The data port lets in these keys and no others, and serves no connection of another one any more."""
+    """The data port admits these keys and no others, and no longer serves connections of other keys."""
 
     keys: tuple[AllowedKey, ...]
 
 
 @dataclass(frozen=True)
 class Record:
-    """One line of the tape."""
+    """Write one line to the tape."""
 
     kind: str
     cause: str
@@ -201,7 +201,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Log:
-    """One sentence for a person, said when it changes."""
+    """Log one sentence for a person when it changes."""
 
     level: str
     key: str

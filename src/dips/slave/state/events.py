@@ -1,4 +1,4 @@
-"""What happens to a slave: the inputs of its state machine, made by the server modules."""
+"""The events of the slave's state machine, made by the slave's shell and its helpers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fenced:
 
 @dataclass(frozen=True)
 class Commanded:
-    """A command came down the stream."""
+    """A command arrived on the stream."""
 
     command: SlaveCommand
 
@@ -41,7 +41,7 @@ class PromiseSaved:
 
 @dataclass(frozen=True)
 class PushStaged:
-    """Every chunk of this push that belongs here has landed and is verified. opening: as in OpenSlot."""
+    """Every chunk of this push that belongs to this slave has landed and is verified. opening: as in OpenSlot."""
 
     push: PushId
     attempt: int
@@ -69,7 +69,7 @@ class MeasureDone:
 
 @dataclass(frozen=True)
 class PrepareDone:
-    """The shadow stands in memory and, if the job was durable, on disk."""
+    """The shadow is in memory and, if the job was durable, on disk."""
 
     job: int
     shadow: SnapshotInfo
@@ -105,7 +105,7 @@ class MoveDone:
 
 @dataclass(frozen=True)
 class JobFailed:
-    """The job changed nothing that counts; the slave goes on. snapshots: what is on disk now, None if unchanged."""
+    """The job failed and changed nothing that counts; the slave goes on. snapshots: on disk now, None if unchanged."""
 
     job: int
     refusal: Refusal
@@ -123,7 +123,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class SaveFailed:
-    """The disk did not take the version of SaveVersion."""
+    """The version of SaveVersion could not be written to disk."""
 
     number: int
     refusal: Refusal

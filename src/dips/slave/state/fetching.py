@@ -1,7 +1,7 @@
-"""Reading chunks of one version from another slave: what to ask next, and what an answer means.
+"""Fetches chunks of one version from another slave: decides what to request next, and takes the answers.
 
 For a RESHARD only (docs/decisions/0019-reshard.md). Pure: time is an argument, messages are values. Every chunk is
-idempotent, so whatever is doubtful is asked for again; nothing counts as here before its checksum fits.
+idempotent, so whatever is doubtful is requested again; a chunk counts as received only when its checksum fits.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ WINDOW_CHUNKS = 16
 """16 MiB on their way with chunks of 1 MiB: 10 Gbit/s at a round trip of 13 ms."""
 
 SILENCE_S = 3.0
-"""After which everything unanswered is asked for again, on a new connection."""
+"""After this silence everything unanswered is requested again, on a new connection."""
 
 STALL_S = 30.0
-"""Without a chunk for so long the move is given up; the master begins it anew when it can."""
+"""Without a chunk for so long the move is given up; the master begins it again when it can."""
 
 PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
@@ -59,7 +59,7 @@ class Fetch:
         return not self._left and self.failure is None
 
     def actions(self, now_s: float) -> list[ChunkRequest | Reconnect]:
-        """What to do now."""
+        """The requests to send and the reconnects to make now."""
         if self.done or self.failure is not None:
             return []
         if now_s >= self._progress_s + STALL_S:
@@ -82,7 +82,7 @@ class Fetch:
         return out
 
     def next_deadline_s(self) -> float:
-        """When actions() may have something new to do though no answer came."""
+        """When actions() must be called again although no answer came."""
         due_s = self._progress_s + STALL_S
         if self._in_flight:
             due_s = min(due_s, self._last_answer_s + SILENCE_S)
@@ -91,23 +91,23 @@ class Fetch:
         return due_s
 
     def wanted(self, request: int) -> Chunk | None:
-        """The chunk that was asked for with this number; None: a late or doubled answer."""
+        """The chunk that was requested under this number; None: a late or repeated answer."""
         return self._in_flight.get(request)
 
     def landed(self, request: int, now_s: float) -> None:
-        """The chunk is here, and its checksum fits."""
+        """The chunk has arrived, and its checksum fits."""
         self._last_answer_s = self._progress_s = now_s
         self._pause_s = PAUSE_S
         del self._in_flight[request]
         self._left -= 1
 
     def damaged(self, request: int, sentence: str, now_s: float) -> None:
-        """What came is not what its header says, or is another chunk: ask for it again."""
+        """The answer does not fit its header, or is another chunk: request the chunk again."""
         self._last_answer_s, self._why = now_s, sentence
         self._todo.appendleft(self._in_flight.pop(request))
 
     def refused(self, request: int, refusal: Refusal, now_s: float) -> None:
-        """The slave refuses. A version that is gone stays gone; anything else is tried again after a pause."""
+        """The slave refuses. VERSION_GONE ends the fetch; anything else is tried again after a pause."""
         if request not in self._in_flight:
             return
         self._last_answer_s, self._why = now_s, f"it refuses: {refusal.sentence}"
@@ -118,11 +118,11 @@ class Fetch:
         self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
 
     def _start_over(self) -> None:
-        """Nothing in flight counts any more."""
+        """Forget all requests in flight."""
         self._todo.extendleft(reversed(self._in_flight.values()))
         self._in_flight.clear()
 
 
 def cancelled(move: MoveBlocks) -> Refused:
-    """What a move ends with that nobody wants any more."""
+    """The refusal with which a move ends that is no longer needed."""
     return Refused(RefusalCode.BUSY, f"round {move.round} was given up", 1.0)

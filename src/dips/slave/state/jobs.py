@@ -1,4 +1,4 @@
-"""The one piece of work under way on a slave's memory, and what is said when it fails. Pure."""
+"""The job under way on a slave's memory, and the messages about one that failed. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JobBody = Configure | Measure | Prepare | Commit | ListShard | MoveBlocks
 
 @dataclass(frozen=True)
 class Made:
-    """What memory was made for; an equal one need not be made again."""
+    """The parameters that memory was allocated for; for equal ones it need not be allocated again."""
 
     layout_hash: bytes
     placement_hash: bytes
@@ -37,7 +37,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Job:
-    """The one piece of work under way. slots: rows of staging memory that it reads."""
+    """The job under way. slots: rows of staging memory that it reads."""
 
     number: int
     body: JobBody
@@ -65,7 +65,7 @@ def round_refused(round_id: RoundId, command: str, refused: Refused) -> Effect:
 
 
 def say_failed(job: Job, refusal: Refusal) -> list[Effect]:
-    """What the master and the log are told of a job that changed nothing."""
+    """The message to the master and the log line about a failed job that changed nothing."""
     if isinstance(job.body, Configure):
         return [effects.SendUp(ConfigureRefused(refusal)), warn("configure", refusal.sentence, job.cause)]
     command = type(job.body).__name__.lower()

@@ -1,6 +1,6 @@
-"""The slave's bond with the master: which epoch it promised, which incarnation it is, what it may obey.
+"""The slave's link to the master: its promised epoch, its incarnation, and which commands it may obey.
 
-A promise is durable before it is said, and epochs below it are refused for ever (docs/protocol.md, fencing). This
+A promise is durable before it is sent, and epochs below it are refused for ever (docs/protocol.md, fencing). This
 module must never lower the promised epoch.
 """
 
@@ -41,7 +41,7 @@ LINK_TABLE: TransitionTable[LinkPhase] = TransitionTable(
 
 
 class LinkState:
-    """promised_epoch: as read from disk at start, 0 for a new directory."""
+    """State of the link. promised_epoch: as read from disk at start, 0 for a new directory."""
 
     def __init__(self, run_id: str, promised_epoch: int, story: MachineHistory) -> None:
         self.run_id = run_id

@@ -1,6 +1,6 @@
-"""Durability "async": committed versions go to disk after the fact, one at a time, the newest whenever one is done.
+"""Durability "async": writes committed versions to disk afterwards, one at a time, always the newest next.
 
-A version that a newer one overtook is skipped, a disk that fails is tried again, and nothing is ever called durable
+A version is skipped when a newer one is there, a disk that fails is tried again, and no version is called durable
 before its manifest is. With durability "sync" this machine never leaves IDLE, because versions are durable before they
 are committed (docs/storage.md). Pure.
 """
@@ -38,7 +38,7 @@ SAVE_TABLE: TransitionTable[SavePhase] = TransitionTable(
 
 
 class Saving:
-    """durable: the newest version of the present history whose snapshot is on disk with its COMMIT."""
+    """State of the saves. durable: the newest version of the present history that is on disk with its COMMIT."""
 
     def __init__(self, story: MachineHistory) -> None:
         self.phase: Phase[SavePhase] = Phase(SAVE_TABLE, story)
@@ -60,17 +60,17 @@ class Saving:
             self.durable = info.version
 
     def loaded(self, info: SnapshotInfo | None) -> None:
-        """Memory holds what the disk holds; a save that still runs belongs to what was before."""
+        """Memory holds what the disk holds; a save that still runs belongs to the earlier state."""
         self._newest, self._record = info, b""
         self.durable = info.version if info is not None else None
 
     def dropped(self) -> None:
-        """Memory is given up: there is nothing to save, and what is being saved says nothing of what comes."""
+        """Memory is given up: nothing is to be saved, and a save that still runs does not count for later versions."""
         self.loaded(None)
         self._valid_from = self._saves + 1
 
     def begin(self, now_s: float) -> list[Effect]:
-        """Save the newest version if it is not on disk. Call only while memory does not change hands."""
+        """Save the newest version if it is not on disk. Call only while memory does not change."""
         if self._newest is None or not self.behind or self.phase.now is not SavePhase.IDLE:
             return []
         self.phase.move("behind", SavePhase.SAVING, now_s, str(self._newest.round))
@@ -78,7 +78,7 @@ class Saving:
         return [effects.SaveVersion(self._saves, self._newest, self._record)]
 
     def saved(self, number: int, info: SnapshotInfo, now_s: float) -> list[Effect]:
-        """A save ended well; a later begin() takes what came meanwhile."""
+        """A save succeeded; a later begin() saves what was committed meanwhile."""
         self.phase.move("saved", SavePhase.IDLE, now_s, str(info.round))
         if number >= self._valid_from:
             self.durable = info.version
@@ -86,7 +86,7 @@ class Saving:
         return [effects.Record("persisted", str(info.round), dict(fields))]
 
     def failed(self, refusal: Refusal, now_s: float) -> list[Effect]:
-        """The disk did not take it: wait, then try with what is newest then."""
+        """A save failed: wait, then try again with the version that is newest then."""
         self.phase.move("failed", SavePhase.WAITING, now_s, "-", refusal.sentence)
         return [warn("save", refusal.sentence), effects.SaveLater(refusal.retry_after_s or RETRY_S)]
 
@@ -95,4 +95,4 @@ class Saving:
 
 
 RETRY_S = 1.0
-"""After a failure that names no time of its own."""
+"""Wait after a failure that names no time of its own."""

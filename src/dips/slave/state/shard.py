@@ -1,7 +1,7 @@
-"""This slave's part of the model through its rounds: load, measure, prepare, commit or abort.
+"""Takes this slave's part of the model through rounds: load, measure, prepare, commit or abort.
 
 One job at a time works on memory; commands that come meanwhile wait (state/slave.py keeps them in order), so
-nothing here ever races. Commands may be sent again at any time: a repeated one is answered again, never done
+there are no races here. Commands may be sent again at any time: a repeated one is answered again, never done
 twice. A shadow leaves only by COMMIT, ABORT, a later round or the load of another version, so that a logged
 COMMIT can always be completed (I5 of docs/architecture.md).
 """
@@ -90,7 +90,7 @@ SHARD_TABLE: TransitionTable[ShardPhase] = TransitionTable(
 
 
 class ShardState:
-    """memory_bytes: what parameters may use here. snapshots: what a start found on disk, verified."""
+    """State of the shard. memory_bytes: most that parameters may use here. snapshots: verified ones found at start."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class ShardState:
         self._newest_round = RoundId(0, 0)
         self._prepared: Prepare | None = None
         self.moved: tuple[MoveBlocks, SnapshotInfo] | None = None
-        """What a RESHARD asked for and this slave has on disk, until it is loaded or given up."""
+        """The shard that a RESHARD asked for and that is on disk, until it is loaded or given up."""
         self.saving = Saving(story)
 
     @property
@@ -125,7 +125,7 @@ class ShardState:
         return self.phase.now in BUSY
 
     def offers(self) -> tuple[SnapshotInfo, ...]:
-        """What a master may ask to load, newest first: what is on disk, and what only memory holds."""
+        """Versions that a master may ask to load, newest first: those on disk, and the one that only memory holds."""
         found = {(info.version, info.round): info for info in self.snapshots}
         for info in (self.shadow, self.current):
             if info is not None:
@@ -133,9 +133,9 @@ class ShardState:
         return tuple(info for _, info in sorted(found.items(), reverse=True))
 
     def must_save_first(self, body: Configure, settings: Settings) -> bool:
-        """Whether the version asked for is one that only memory holds, and the disk comes first.
+        """Whether only memory holds the version asked for and it must be written to disk first.
 
-        Because memory must be made anew, or because a master that came back with durability "sync" takes Ready for it.
+        Either memory must be made again, or a master that came back with durability "sync" relies on Ready for that.
         """
         disk_first = is_durable(settings) or self.made != _made(body, settings)
         return self.saving.behind and is_load(self.current, body) and disk_first
@@ -143,15 +143,15 @@ class ShardState:
     # ---- commands; only called while not busy ----
 
     def configure(self, body: Configure, settings: Settings, cause: str, now_s: float) -> list[Effect]:
-        """Make memory and hold the version asked for; at once Ready when both stand already."""
+        """Make memory and load the version asked for; Ready at once when both are there already."""
         out: list[Effect] = []
         if self.moved is not None and not is_load(self.moved[1], body):
             out = self._drop_moved()
         try:
             return out + self._configure(body, settings, cause, now_s)
         except Refused as refused:
-            told = warn("configure", refused.sentence, cause)
-            return [*out, effects.SendUp(ConfigureRefused(to_refusal(refused))), told]
+            warning = warn("configure", refused.sentence, cause)
+            return [*out, effects.SendUp(ConfigureRefused(to_refusal(refused))), warning]
 
     def _configure(self, body: Configure, settings: Settings, cause: str, now_s: float) -> list[Effect]:
         checks.check_settings(settings, self._max_chunk_bytes)
@@ -192,7 +192,7 @@ class ShardState:
         return [*out, effects.RunMeasure(job, body.round, rows, bases)]
 
     def prepare(self, body: Prepare, settings: Settings, cause: str, now_s: float) -> list[Effect]:
-        """Begin, or answer again, the shadow of a round. A command that differs in anything is computed anew."""
+        """Begin, or answer again, the shadow of a round. A command that differs in anything is computed again."""
         if self.shadow is not None and self._prepared == body:
             return [effects.SendUp(Prepared(body.round, self.shadow.digest))]
         out: list[Effect] = []
@@ -207,7 +207,7 @@ class ShardState:
         return [*out, effects.RunPrepare(job, body, rows, durable)]
 
     def list_shard(self, body: ListShard, cause: str, now_s: float) -> list[Effect]:
-        """A RESHARD begins: tell the checksums of all chunks of the version."""
+        """A RESHARD begins: send the checksums of all chunks of the version."""
         out: list[Effect] = []
         try:
             out = self._enter_round(body.round, now_s)
@@ -235,14 +235,14 @@ class ShardState:
         return [*out, effects.RunMove(job, body, settings.chunk_bytes)]
 
     def cancel_move(self, round_id: RoundId | None = None) -> list[Effect]:
-        """End a move that is under way, any one or that of a round: who asked for it is gone, or wants it no more."""
+        """End a move that is under way, any one or that of a round, because its result is no longer needed."""
         job = self.job
         if job is None or not isinstance(job.body, MoveBlocks) or round_id not in (None, job.body.round):
             return []
         return [effects.CancelMove(job.number)]
 
     def commit(self, body: Commit, settings: Settings, cause: str, now_s: float) -> list[Effect]:
-        """Make the shadow the current version, or say again that it is."""
+        """Make the shadow the current version, or answer again that it is."""
         if self.current is not None and (self.current.round, self.current.version) == (
             body.round,
             body.version,
@@ -251,13 +251,13 @@ class ShardState:
         if self.shadow is None or (self.shadow.round, self.shadow.version) != (body.round, body.version):
             gone = Refused(
                 RefusalCode.VERSION_GONE,
-                f"no shadow of round {body.round} stands in memory: send Configure with that version to load",
+                f"no shadow of round {body.round} is in memory: send Configure with that version to load",
             )
             return [round_refused(body.round, "commit", gone)]
         return self._begin_commit("commit", body, is_durable(settings), cause, now_s)
 
     def abort(self, body: AbortRound, cause: str, now_s: float) -> list[Effect]:
-        """Drop the shadow of the round, if it stands; rounds up to this one never begin again."""
+        """Drop the shadow of the round, if there is one; rounds up to this one never begin again."""
         self._newest_round = max(self._newest_round, body.round)
         self._measured = None
         out: list[Effect] = [effects.Record("aborted", cause, {"round": str(body.round), "reason": body.reason})]
@@ -282,7 +282,7 @@ class ShardState:
         return out + self._save(now_s)
 
     def save_event(self, event: events.SaveEvent, now_s: float) -> list[Effect]:
-        """Take what became of a save; the next one begins when there is more to save."""
+        """Take the result of a save; the next one begins when there is more to save."""
         out: list[Effect] = []
         match event:
             case events.Saved(number, info, snapshots):
@@ -295,12 +295,13 @@ class ShardState:
         return out + self._save(now_s)
 
     def _save(self, now_s: float) -> list[Effect]:
-        """Not while memory flips or is made anew, nor while a RESHARD has a file: the end of it comes here again."""
+        """Begin a save, but not while memory flips or is made again, nor while a RESHARD has a file: it is called again
+        at its end."""
         waits = self.phase.now in (_P.LOADING, _P.COMMITTING, _P.MOVING) or self.moved is not None
         return [] if waits else self.saving.begin(now_s)
 
     def _succeeded(self, job: Job, event: events.JobEvent, now_s: float) -> list[Effect]:
-        """The tape comes before the answer that it proves: a kill between the two must leave the evidence."""
+        """The tape is written before the answer that it proves: a kill between the two must leave the evidence."""
         if isinstance(event, events.LoadDone):
             return self._loaded(job, event, now_s)
         if isinstance(event, events.MeasureDone) and isinstance(job.body, Measure):
@@ -374,11 +375,11 @@ class ShardState:
         source = self._durable_work.source if isinstance(self._durable_work, effects.RunLoad) else None
         if source is None or source in self.snapshots:
             return say_failed(job, refusal)
-        gone = f"the snapshot of version {source.version} broke since it was offered: say anew what is here"
+        gone = f"the snapshot of version {source.version} broke since it was offered: report the snapshots again"
         return [*say_failed(job, refusal), effects.CloseLink(gone)]
 
     def _again(self, job: Job, refusal: Refusal, now_s: float) -> list[Effect]:
-        """After the commit point there is only forward: try until the disk takes it, and say what it waits for."""
+        """After its commit point a round cannot be aborted: try until the disk accepts it, and log the cause."""
         assert self._durable_work is not None
         self.phase.move("retry", self.phase.now, now_s, job.cause, refusal.sentence)
         self._jobs += 1
@@ -416,7 +417,7 @@ class ShardState:
         return work
 
     def _still(self) -> ShardPhase:
-        """After a move, which changes nothing in memory."""
+        """The phase after a move, which changes nothing in memory."""
         return ShardPhase.EMPTY if self.made is None else ShardPhase.READY
 
     def _drop_moved(self) -> list[Effect]:
@@ -426,7 +427,7 @@ class ShardState:
         return [effects.DropMoved(shadow)]
 
     def _enter_round(self, round_id: RoundId, now_s: float, made: bool = True) -> list[Effect]:
-        """Refuse a round that is over; drop what an earlier one left behind. made: it needs the shard in memory."""
+        """Refuse a round that is over; drop the shadow of an earlier one. made: it needs the shard in memory."""
         if made and self.made is None:
             raise Refused(RefusalCode.BUSY, "this slave is not configured: send Configure first", 0.5)
         if round_id < self._newest_round:
@@ -472,11 +473,11 @@ def _record(kind: str, job: Job, now_s: float, about: SnapshotInfo | None, **mor
 
 
 MAX_SUMS = 528
-"""Entries of a Gram matrix that a tape takes, those of 32 pushes: a line stays below 20 KB."""
+"""Most entries of a Gram matrix in a line of the tape, those of 32 pushes: the line stays below 20 KB."""
 
 
 def _sums(blocks: Sequence[BlockGram]) -> dict[str, object]:
-    """What was measured, added up over the blocks, for the tape: whoever reads it can add up the judgement's matrix."""
+    """Sums of the measurements over the blocks, for the tape: its reader can add them up to the judgement's matrix."""
     if not blocks or len(blocks[0].gram) > MAX_SUMS:
         return {}
     gram = [repr(sum(entries)) for entries in zip(*(block.gram for block in blocks), strict=True)]

@@ -1,6 +1,6 @@
-"""The slave's whole decision: one event and the time go in, effects come out.
+"""The slave's state machine: takes one event and the time, returns effects.
 
-It joins the bond with the master (link), the parameters (shard) and the open stagings (slots), and keeps the
+It combines the link to the master (link), the parameters (shard) and the open stagings (slots), and keeps the
 commands that must wait for the job under way, in their order. It must never obey a command of an older epoch,
 of another incarnation or of another run (I8 of docs/architecture.md).
 """
@@ -52,7 +52,7 @@ MAX_WAITING = 1024
 
 
 class SlaveMachine:
-    """One life of a slave process. memory_bytes and max_chunk_bytes are this slave's own limits.
+    """State machine of one slave process. memory_bytes and max_chunk_bytes are this slave's own limits.
 
     curve_key: its data port's public key; empty when it uses none. directory_id: drawn once for its directory.
     """
@@ -87,7 +87,7 @@ class SlaveMachine:
         return len(self._waiting)
 
     def caller(self, cause_id: str = "") -> Caller:
-        """What stands in every message of this slave."""
+        """The caller fields of every message of this slave."""
         link = self.link
         return Caller(link.run_id, link.promised_epoch, self._slave_id, link.incarnation, cause_id)
 
@@ -117,8 +117,8 @@ class SlaveMachine:
             case events.PushStaged():
                 return self._staged(event)
             case events.RecordRead(asked_by, answer):
-                heard = self.link.attached and asked_by == self.link.incarnation
-                return [effects.SendUp(answer)] if heard else []
+                is_current = self.link.attached and asked_by == self.link.incarnation
+                return [effects.SendUp(answer)] if is_current else []
             case events.Saved() | events.SaveFailed() | events.SaveAgain():
                 return self.shard.save_event(event, now_s)
             case _:
@@ -193,7 +193,7 @@ class SlaveMachine:
             out += [effects.SendUp(staged) for staged in self.slots.all_staged()]
         return out
 
-    # ---- commands that wait their turn ----
+    # ---- commands that wait for their turn ----
 
     def _may_run(self, command: SlaveCommand) -> bool:
         """Whether the command can run now; the first that cannot holds back all behind it."""
@@ -262,7 +262,7 @@ class SlaveMachine:
             return [effects.Log("WARNING", "open", sentence, cause)]
         return [effects.OpenSlot(body.push, body.attempt, body.slot, opening, self.slots.wire_of(body.push), body.base)]
 
-    # ---- what came from below ----
+    # ---- events of the shell ----
 
     def _staged(self, event: events.PushStaged) -> list[Effect]:
         staged = self.slots.staged(event.push, event.attempt, event.opening, event.digest)
@@ -279,6 +279,6 @@ class SlaveMachine:
             self._mute_job = self.shard.job.number  # the same work once more, under another number
         if self.link.attached and not muted:
             return out
-        # Nobody hears the answer, or it was asked of an earlier incarnation: a command that comes again is
+        # There is no stream for the answer, or an earlier incarnation was asked: a command that comes again is
         # answered again.
         return [effect for effect in out if not isinstance(effect, effects.SendUp)]

@@ -1,7 +1,7 @@
-"""Which push stands in which row of staging memory, as the control side knows it.
+"""Keeps which push is in which row of staging memory, for the state machine.
 
 The data port's StagingTable knows every chunk; this one knows only what rounds need: a push's row, and whether
-it is complete. Completeness arrives as an event and is dropped when the push left its row meanwhile.
+it is complete. Completeness arrives as an event, which is ignored when the push left its row meanwhile.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dips.core.wire import Codec
 
 @dataclass
 class Slot:
-    """opening: counts fresh openings, so that late news of an earlier one is known. digest: None while incomplete.
+    """One open slot. opening: counts new openings, so that late events of an earlier one are recognised. digest: None
+    while incomplete.
 
-    base: the version that the push stands on; None for a seed.
+    base: the version that the push was made from; None for a seed.
     """
 
     slot: int
@@ -68,7 +69,7 @@ class Slots:
         return None if known is None else known.slot
 
     def wire_of(self, push: PushId) -> Codec:
-        """How an open push is written."""
+        """The codec of an open push."""
         return self._of_push[push].wire
 
     def base_of(self, push: PushId) -> Version | None:
@@ -76,7 +77,7 @@ class Slots:
         return None if known is None else known.base
 
     def staged(self, push: PushId, attempt: int, opening: int, digest: bytes) -> Staged | None:
-        """Note a complete push. None when that opening is over, or a newer attempt will be told of it."""
+        """Note a complete push. None when that opening is over, or a newer attempt will report it."""
         known = self._of_push.get(push)
         if known is None or known.opening != opening:
             return None
@@ -84,7 +85,7 @@ class Slots:
         return Staged(push, known.attempt, digest) if attempt == known.attempt else None
 
     def all_staged(self) -> list[Staged]:
-        """Every complete push, in push order, to say again after the stream was lost."""
+        """Every complete push, in push order, to report again after the stream was lost."""
         return [Staged(p, s.attempt, s.digest) for p, s in sorted(self._of_push.items()) if s.digest is not None]
 
     def complete_row(self, push: PushId, attempt: int) -> int:

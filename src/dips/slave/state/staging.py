@@ -1,4 +1,4 @@
-"""Which chunks of which push are here: the slave's answer to every PUT_CHUNK, decided before a byte is copied.
+"""Keeps which chunks of each push have landed, and decides on every PUT_CHUNK before a byte is copied.
 
 Pure: it knows block ids, lengths and checksums, never the bytes. It must never accept a chunk that is not one
 of this slave's, let a second sender change a landed chunk, or call a push complete before every chunk landed.
@@ -20,15 +20,16 @@ from dips.core.net.data_header import MAX_MISSING, DataHeader, MissingChunk
 from dips.core.wire import Codec, encoded_bytes
 
 OPENING_RETRY_S = 0.05
-"""A ticket may reach the worker before OpenStaging reaches the slave: both leave the master at the same time."""
+"""Pause before a chunk is sent again. A ticket may reach the worker before OpenStaging reaches the slave, since both
+leave the master at the same time."""
 
 
 @dataclass(slots=True)
 class Landing:
-    """Where a chunk belongs: bytes [start_byte, start_byte + length_bytes) of a shard, number `index` of its chunks.
+    """The place of one chunk: bytes [start_byte, start_byte + length_bytes) of a shard, number `index` of its chunks.
 
     first_piece: the piece (core/math/outer_numpy.py) of the shard that begins with it; only where chunks are whole
-    pieces. Nobody changes one; each chunk makes one, and not frozen it is made several times faster.
+    pieces. Never changed after it is made; one is made for each chunk, and unfrozen that is several times faster.
     """
 
     index: int
@@ -50,7 +51,7 @@ class Landing:
 
 @dataclass(frozen=True)
 class Place:
-    """One block in the shard's memory."""
+    """The place of one block in the shard's memory."""
 
     block: Block
     start_byte: int
@@ -59,9 +60,9 @@ class Place:
 
 
 class ShardMap:
-    """From (block, offset, length) as a peer names a chunk to its place in this slave's shard.
+    """Maps (block, offset, length), as a peer names a chunk, to its place in this slave's shard.
 
-    blocks: this slave's, in block-id order, one after the other in memory. chunk_bytes: of one data-flow frame.
+    blocks: this slave's, in block-id order, one after the other in memory. chunk_bytes: size of a data-flow frame.
     """
 
     def __init__(self, blocks: Sequence[Block], chunk_bytes: int) -> None:
@@ -112,7 +113,7 @@ class ShardMap:
 class Staging:
     """One push in one slot. checksums: xxh3-64 of each landed chunk as it was sent, None where none has landed.
 
-    wire: how its chunks are written; base: the version that differences stand on.
+    wire: the codec of its chunks; base: the version that differences are relative to.
     """
 
     push: PushId
@@ -154,9 +155,9 @@ class StagingTable:
         wire: Codec = Codec.F32,
         base: Version | None = None,
     ) -> Staging:
-        """Open or adopt a staging. The same push keeps its landed chunks; another push in the slot is thrown out.
+        """Open or adopt a staging. The same push keeps its landed chunks; another push in the slot is removed.
 
-        A push that is written in another way, or on another base, begins with nothing.
+        A push with another codec, or another base, begins with no chunks.
 
         Raises Refused(MALFORMED) for a slot that does not exist and Refused(FENCED) for an attempt older than
         the open one.
@@ -170,7 +171,7 @@ class StagingTable:
                 raise Refused(RefusalCode.FENCED, f"push {push}: attempt {attempt} is older than {known.attempt}")
             known.attempt = attempt
             return known
-        self._throw_out(push, slot)
+        self._remove(push, slot)
         staging = Staging(push, attempt, slot, opening, [None] * self.shard.n_chunks, wire=wire, base=base)
         self._open[push] = staging
         return staging
@@ -206,7 +207,7 @@ class StagingTable:
         return staging, landing, before is not None
 
     def land(self, staging: Staging, landing: Landing, checksum: int) -> bool:
-        """Note that the verified bytes stand in memory. Returns True when this made the push complete."""
+        """Note that the verified bytes are in memory. Returns True when this made the push complete."""
         if staging.checksums[landing.index] is None:
             staging.checksums[landing.index] = checksum
             staging.n_landed += 1
@@ -245,7 +246,7 @@ class StagingTable:
         return len(self._open)
 
     def progress(self) -> tuple[StagingProgress, ...]:
-        """How far every open push is, for the beat; in push order."""
+        """The progress of every open push, for the heartbeat; in push order."""
         return tuple(StagingProgress(s.push, s.attempt, s.landed_bytes) for _, s in sorted(self._open.items()))
 
     def check_invariants(self) -> None:
@@ -261,13 +262,13 @@ class StagingTable:
             if landed != staging.n_landed:
                 raise LocalProtocolError(f"push {staging.push} counts {staging.n_landed} chunks, {landed} landed")
 
-    def _throw_out(self, push: PushId, slot: int) -> None:
+    def _remove(self, push: PushId, slot: int) -> None:
         for other in [s.push for s in self._open.values() if s.slot == slot or s.push == push]:
             del self._open[other]
 
 
 def find_version(shard: ShardMap, header: DataHeader, readable: Collection[Version]) -> Landing:
-    """Where the chunk that a GET_CHUNK asks for stands. Raises Refused(VERSION_GONE) or Refused(CHUNK)."""
+    """The place of the chunk that a GET_CHUNK asks for. Raises Refused(VERSION_GONE) or Refused(CHUNK)."""
     if header.version not in readable:
         kept = ", ".join(str(version) for version in sorted(readable)) or "none"
         raise Refused(

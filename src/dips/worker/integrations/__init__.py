@@ -1,5 +1,5 @@
-"""Callbacks for trainers that people have: Hugging Face's and Lightning's (docs/integrations.md).
+"""Callbacks for the trainers of Hugging Face and Lightning (docs/integrations.md).
 
-Each module needs its trainer installed, and is imported by whoever uses it: `dips.HuggingFaceCallback` and
-`dips.LightningCallback` name them. Everything that is not theirs stands in trainer_loop.py.
+Each module needs its trainer installed, and is imported only when used: `dips.HuggingFaceCallback` and
+`dips.LightningCallback` name them. Their common code is in trainer_loop.py.
 """

@@ -32,12 +32,12 @@ _FOLDER = "dips"
 
 
 class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Give it to a Trainer: `callbacks=[HuggingFaceCallback()]`.
+    """The callback; give it to a Trainer: `callbacks=[HuggingFaceCallback()]`.
 
     tokens_per_step: tokens behind one optimizer.step() of this process; left out, the `input_ids` that the model is
     trained on are counted, accumulated batches together. checkpoint_dir: a folder for this cluster alone; left out,
-    `dips` in the Trainer's output_dir, if the Trainer saves. loop: what dips.DiLoCo takes besides: master, cluster_id,
-    keys, insecure, sync_every, outer_lr, outer_momentum, wire_dtype, tape, checkpoints_kept, replicas.
+    `dips` in the Trainer's output_dir, if the Trainer saves. loop: further arguments of dips.DiLoCo: master,
+    cluster_id, keys, insecure, sync_every, outer_lr, outer_momentum, wire_dtype, tape, checkpoints_kept, replicas.
 
     The Trainer stops when the run has ended, with the run's last version as its model. Raises ConfigError, Refused
     and RetryLater from trainer.train(), as dips.DiLoCo does.
@@ -72,7 +72,9 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._hooks.append(model.register_forward_pre_hook(self._count, with_kwargs=True))
         self._sees_losses = False
         self._loss_scale = args.world_size if args.average_tokens_across_devices else 1
-        if not args.torch_compile:  # inside of a compiled model a hook sees nothing: then what the Trainer logs must do
+        if (
+            not args.torch_compile
+        ):  # a hook sees nothing inside of a compiled model: then the Trainer's log gives the loss
             self._hooks.append(model.register_forward_hook(self._see_loss, with_kwargs=True))
 
     def on_pre_optimizer_step(
@@ -115,7 +117,7 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.close()
 
     def close(self) -> None:
-        """Leave the run, as after a training that an exception ended in a process that lives on. May be repeated."""
+        """Leave the run, for example after an exception in a process that goes on. May be repeated."""
         self._remove_hooks()
         self._joined.end()
 
@@ -124,7 +126,7 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self.sync.add_tokens(tokens_in(given) or tokens_in({"input_ids": args[0] if args else None}))
 
     def _see_loss(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
-        """The loss that the model computes; one of a compute_loss of the user's is seen when it is logged."""
+        """Note the loss that the model computes; that of a user's compute_loss is noted when it is logged."""
         if not (model.training and torch.is_grad_enabled()) or self.sync is None:
             return
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -146,7 +148,7 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 def _refuse(args: TrainingArguments, options: CallbackOptions) -> None:
-    """Raises ConfigError for what would not be one model with one inner optimizer in every process."""
+    """Raises ConfigError for settings without one model and one inner optimizer in every process."""
     for name, kind in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
         if getattr(args, name, None):
             raise ConfigError(

@@ -32,13 +32,13 @@ _FOLDER, _LABEL = "dips", "dips_label"
 
 
 class LightningCallback(Callback):
-    """Give it to a Trainer: `callbacks=[LightningCallback()]`.
+    """The callback; give it to a Trainer: `callbacks=[LightningCallback()]`.
 
     tokens_per_step: tokens (or samples) behind one optimizer.step() of this process; left out, they are counted:
     tokens_of(batch), or the `input_ids` of batches that have them, accumulated batches together. checkpoint_dir: a
-    folder for this cluster alone; left out, `dips` in the Trainer's default_root_dir, if the Trainer saves. loop: what
-    dips.DiLoCo takes besides: master, cluster_id, keys, insecure, sync_every, outer_lr, outer_momentum, wire_dtype,
-    tape, checkpoints_kept, replicas.
+    folder for this cluster alone; left out, `dips` in the Trainer's default_root_dir, if the Trainer saves. loop:
+    further arguments of dips.DiLoCo: master, cluster_id, keys, insecure, sync_every, outer_lr, outer_momentum,
+    wire_dtype, tape, checkpoints_kept, replicas.
 
     The Trainer stops when the run has ended, with the run's last version as its model. Raises ConfigError, Refused and
     RetryLater from trainer.fit(), as dips.DiLoCo does.
@@ -67,7 +67,7 @@ class LightningCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._options.has_master:
             _refuse(trainer)
-            model = trainer.strategy.model or pl_module  # with what DDP puts around it, if it does
+            model = trainer.strategy.model or pl_module  # with DDP's wrapper, if there is one
             loop = TrainerLoop(model, trainer.optimizers[0], self._options, self._folder(trainer), self._label)
             self._joined.begin(loop)
 
@@ -111,7 +111,7 @@ class LightningCallback(Callback):
         self._joined.end(type(exception), exception, exception.__traceback__)
         released = sync is None or (sync.shell is not None and sync.shell.released)
         if isinstance(exception, SIGTERMException) and not released:
-            exception.code = TERMINATED  # Lightning's own is 0, which says that the work is done
+            exception.code = TERMINATED  # Lightning's own is 0, which means that the work is done
 
     def close(self) -> None:
         """Leave the run. May be called twice."""
@@ -125,7 +125,7 @@ class LightningCallback(Callback):
 
 
 def _refuse(trainer: Trainer) -> None:
-    """Raises ConfigError for what is not one model with one inner optimizer in every process, or would not end."""
+    """Raises ConfigError for a trainer without one model and one inner optimizer in every process, or without end."""
     if len(trainer.optimizers) != 1:
         raise ConfigError(
             f"the module has {len(trainer.optimizers)} optimizers: a cluster trains with one, whose steps are counted"
@@ -137,5 +137,5 @@ def _refuse(trainer: Trainer) -> None:
         )
     if trainer.min_epochs or trainer.min_steps:
         raise ConfigError(
-            "min_epochs and min_steps would train on after the run has ended, with nobody to share it: leave them out"
+            "min_epochs and min_steps would train on after the run has ended, and share nothing: leave them out"
         )

@@ -1,8 +1,8 @@
-"""What the callbacks for all trainers share: one DiLoCo loop whose checkpoints belong to the trainer's own.
+"""The common part of the callbacks for trainers: one DiLoCo loop whose checkpoints belong to the trainer's own.
 
-A trainer counts steps, walks through its data and keeps checkpoints by itself. With each of those one of ours is taken,
-under a label that names it, and durable before the trainer writes its own: so what a trainer resumes from always finds
-the session that goes with it, or none, and never another one.
+A trainer counts steps, reads its data and keeps checkpoints by itself. With each of those a checkpoint of the cluster
+is taken, under a label that names it, and durable before the trainer writes its own: so a trainer that resumes always
+finds the session that belongs to its checkpoint, or none, and never another one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dips.worker.loop import DiLoCo
 _logger = logging.getLogger("dips")
 
 KEPT = 3
-"""Checkpoints of ours that stay unless DIPS_WORKER_CHECKPOINTS_KEPT says otherwise: of the trainer's newest, the one
-before, and one that the trainer did not live to write."""
+"""The cluster's checkpoints that are kept unless DIPS_WORKER_CHECKPOINTS_KEPT is set: those of the trainer's newest, of
+the one before, and of one that the trainer died before writing."""
 
 _BY_THE_CALLBACK = ("tokens_per_step", "steps", "state", "resume", "checkpoint_every_s")
 
@@ -35,9 +35,9 @@ TokensOf = Callable[[Any], int]
 
 @dataclass(frozen=True)
 class CallbackOptions:
-    """What a user gives a callback. tokens_per_step: of one optimizer.step() of this process; None: they are counted.
+    """A callback's arguments. tokens_per_step: of one optimizer.step() of this process; None: they are counted.
 
-    checkpoint_dir: a folder for this cluster alone; None: the callback chooses one beside the trainer's checkpoints.
+    checkpoint_dir: a folder for this cluster alone; None: the callback chooses one next to the trainer's checkpoints.
     loop: for DiLoCo (master, cluster_id, keys, wire_dtype, ...).
     """
 
@@ -46,10 +46,10 @@ class CallbackOptions:
     loop: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what the callback itself decides, or a count below 1."""
+        """Raises ConfigError for an argument that the callback itself sets, or a count below 1."""
         taken = [name for name in _BY_THE_CALLBACK if name in self.loop]
         if taken:
-            raise ConfigError(f"{taken[0]} is your trainer's business here: leave it out of the callback's arguments")
+            raise ConfigError(f"{taken[0]} is set by your trainer here: leave it out of the callback's arguments")
         if self.tokens_per_step is not None and self.tokens_per_step < 1:
             raise ConfigError(
                 f"tokens_per_step is {self.tokens_per_step}: give at least 1, or None to have them counted"
@@ -57,7 +57,7 @@ class CallbackOptions:
 
     @property
     def has_master(self) -> bool:
-        """Whether there is a run to take part in; says so when there is none, as then a callback does nothing."""
+        """Whether there is a run to take part in; logs when there is none, as then a callback does nothing."""
         named = bool(self.loop.get("master") or os.environ.get("DIPS_MASTER"))
         if not named:
             _logger.info("DIPS_MASTER is not set: training alone, nothing is shared")
@@ -77,7 +77,7 @@ class TrainerLoop(DiLoCo):
         checkpoint_dir: Path | None,
         label: str | None,
     ) -> None:
-        """label: of the trainer's checkpoint that was resumed from; None: it began anew. checkpoint_dir None: no
+        """label: of the trainer's checkpoint that was resumed from; None: it began without. checkpoint_dir None: no
         checkpoints. Raises ConfigError as DiLoCo does.
         """
         given = dict(options.loop)
@@ -88,7 +88,7 @@ class TrainerLoop(DiLoCo):
             resume=label is not None and checkpoint_dir is not None, **given,
         )  # fmt: skip
         self._fixed_tokens = options.tokens_per_step
-        # Without a label nothing is resumed, not even where DIPS_WORKER_RESUME_REQUIRED stands: then it is an error.
+        # Without a label nothing is resumed, not even where DIPS_WORKER_RESUME_REQUIRED is set: then it is an error.
         self._resume_label = label or step_label(0)
         self._label_taken: str | None = None
         self._counted = 0
@@ -96,26 +96,26 @@ class TrainerLoop(DiLoCo):
         self._are_shares = False
 
     def add_tokens(self, tokens: int) -> None:
-        """A batch of training was seen; several may make one step."""
+        """Count the tokens of a training batch; several may make one step."""
         self._counted += tokens
 
     def saw_loss(self, loss: Any, *, is_share: bool) -> None:
-        """The loss of a batch, if that is what this is; several may make one step, of whose loss each is a share, or
-        which is their mean. Never waits for a device.
+        """Note the loss of a batch, if `loss` is one. Of several in one step, each is a share of the step's loss, or
+        the step's loss is their mean. Never waits for a device.
         """
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._seen_losses.append(loss.detach().clone().reshape(()))
             self._are_shares = is_share
 
     def report_seen(self) -> None:
-        """All losses of one step were seen."""
+        """Report the loss of a step, once all its batches were noted."""
         seen, self._seen_losses = self._seen_losses, []
         if seen:
             total = torch.stack(seen).sum()
             self.report(total if self._are_shares else total / len(seen))
 
     def before_step(self) -> None:
-        """An optimizer.step() follows. Raises ConfigError when nobody knows what it was trained on."""
+        """Count an optimizer.step() that follows. Raises ConfigError when its tokens are not known."""
         tokens = self._fixed_tokens or self._counted
         if tokens < 1:
             raise ConfigError(
@@ -126,23 +126,23 @@ class TrainerLoop(DiLoCo):
         self._counted = 0
 
     def checkpoint(self, label: str) -> None:
-        """The trainer is about to write its checkpoint of this name: ours goes first. Once is enough for a name."""
+        """Take the cluster's checkpoint before the trainer writes its own of this name. Once is enough for a name."""
         if self.shell is None or self._label_taken == label or self.shell.config.checkpoint_dir is None:
             return
         if self.shell.checkpoint_now(label):
             self._label_taken = label
         elif not self.run_ended:
-            _logger.warning("no checkpoint of this cluster goes with %s: resumed from it, it pulls anew", label)
+            _logger.warning("no checkpoint of this cluster belongs to %s: resumed from it, it pulls again", label)
 
 
 class Joined:
-    """Holds the loop of a training, from its begin to its end; the callbacks have one each."""
+    """Keeps the loop of a training from its beginning to its end; each callback has one."""
 
     def __init__(self) -> None:
         self.loop: TrainerLoop | None = None
 
     def begin(self, loop: TrainerLoop) -> TrainerLoop:
-        """Enter a loop; one that an earlier training left open is ended."""
+        """Enter a loop, and end one that an earlier training left open."""
         self.end()
         loop.__enter__()
         self.loop = loop
@@ -162,7 +162,7 @@ class Joined:
             loop.__exit__(kind, error, trace)
 
     def _say_what_is_lost(self) -> None:
-        """A trainer that tells no callback of an exception: the process ends, and nothing can be pushed any more."""
+        """Log what is lost when a trainer reports no exception to callbacks: the process ends without a push."""
         shell = self.loop.shell if self.loop is not None else None
         if shell is not None and not shell.done and shell.unshared.steps:
             _logger.warning(
@@ -172,7 +172,7 @@ class Joined:
 
 
 def tokens_in(batch: Any) -> int:
-    """Tokens of a batch that has `input_ids`, padding included: asking a device how many are not would wait for it.
+    """Tokens of a batch that has `input_ids`, padding included: to count the others would wait for the device.
 
     0 for a batch that has none.
     """
@@ -181,5 +181,5 @@ def tokens_in(batch: Any) -> int:
 
 
 def step_label(step: int) -> str:
-    """The name of the checkpoint that a trainer takes after so many steps."""
+    """The label of the checkpoint that a trainer takes after so many steps."""
     return f"step {step}"

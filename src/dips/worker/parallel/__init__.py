@@ -1,1 +1,1 @@
-"""Clusters of several ranks."""
+"""Support for clusters of several ranks."""

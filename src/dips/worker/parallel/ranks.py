@@ -1,10 +1,10 @@
-"""Several processes that are one cluster: replicas of one model under torch.distributed (DistributedDataParallel).
+"""Makes several processes one cluster: replicas of one model under torch.distributed (DistributedDataParallel).
 
-Rank 0 alone talks to the master and moves parameters; after each step it tells the others what happened, and when the
-parameters were replaced, they get them from it. What it gives would destroy the parameters of a rank that holds
-another part of the model (a shard), so all ranks compare theirs first: all of them when they enter and before the
-first push, a sample before each push after that. All ranks call the same methods in the same order. Never used when
-there is one rank, and knows nothing of rounds.
+Only rank 0 communicates with the master and moves parameters; after each step it sends news to the others, and when the
+parameters were replaced, they get them from it. Those would destroy the parameters of a rank that holds another part of
+the model (a shard), so all ranks compare theirs first: all parameters when they enter and before the first push, a
+sample before each push after that. All ranks call the same methods in the same order. Never used when there is one
+rank, and knows nothing of rounds.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _logger = logging.getLogger("dips")
 
 FIRST = 0
 PATIENCE = timedelta(days=30)
-"""How long a rank waits for the first one, which may wait for other clusters to join. One that died is noticed at
+"""How long a rank waits for the first one, which may wait for other clusters to join. A rank that died is noticed at
 once, by its connection."""
 
 SAMPLE_STRIDE = 64
-"""A sample takes every 64th element of each tensor, from another one on at each push: any 64 neighbours (a row of an
-embedding, say) are hit at every push, and each element within 64 pushes."""
+"""A sample takes every 64th element of each tensor, with another offset at each push: any 64 adjacent elements (a row
+of an embedding, say) are sampled at every push, and each element within 64 pushes."""
 
 WHOLE_ELEMS = 1 << 12
-"""Tensors up to this size are compared whole: norms and biases cost nothing."""
+"""Tensors up to this size are compared completely: norms and biases cost nothing."""
 
 DIGEST_BYTES = 16
 
@@ -46,7 +46,7 @@ _REPLICAS_ONLY = (
 
 @dataclass(frozen=True)
 class StepNews:
-    """What rank 0 says after a step. installs, resets: how often parameters and optimizer were replaced so far.
+    """Rank 0's news after a step. installs, resets: how often parameters and optimizer were replaced so far.
 
     timeline, version: the base, both 0 when there is none. progress: tokens of the run.
     """
@@ -61,10 +61,10 @@ class StepNews:
 
 
 class Ranks:
-    """This process's place among those of its cluster."""
+    """The ranks of this process's cluster, and its own place among them."""
 
     def __init__(self) -> None:
-        """To be made on all ranks together. Messages go over gloo, so that no device is waited for."""
+        """Call on all ranks together. Messages go over gloo, so that no device is waited for."""
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.rank = dist.get_rank()
         self.n_ranks = dist.get_world_size()
@@ -77,8 +77,8 @@ class Ranks:
     def agree(self, parameters: TorchParameters | Exception, *, replicas: bool) -> None:
         """Make sure that all ranks can enter, with the same parameters; before anything is pulled, spread or pushed.
 
-        parameters: this rank's, or why it has none that can be shared. replicas: other values on the other ranks are to
-        be replaced by rank 0's. Raises ConfigError on every rank for one that cannot enter (on that one, its own
+        parameters: this rank's, or why it has none that can be shared. replicas: replace different values on the other
+        ranks by rank 0's. Raises ConfigError on every rank for one that cannot enter (on that one, its own
         error), for another layout, and for other values.
         """
         rows: list[list[Any]] = []
@@ -103,14 +103,14 @@ class Ranks:
             where = f"parameter {name!r} has other values on rank {rank} than on rank {FIRST}"
             if not all(facts["replicas"] for facts in said):
                 raise ConfigError(
-                    f"{where}: {_REPLICAS_ONLY}; for replicas that are not equal yet say DiLoCo(..., replicas=True), "
+                    f"{where}: {_REPLICAS_ONLY}; for replicas that are not equal yet give DiLoCo(..., replicas=True), "
                     f"which gives rank {FIRST}'s to all"
                 )
             _logger.warning("%s: these ranks are replicas, and get rank %d's parameters", where, FIRST)
 
     def compare(self, parameters: TorchParameters) -> None:
-        """Make sure that the ranks are equal still, which must be so before each push: all the first time, then a
-        sample. Shards that were drawn from one seed part with the first step.
+        """Check that the ranks are still equal, which must be so before each push: all parameters the first time, then
+        a sample. Shards that were drawn from one seed differ from the first step on.
 
         Raises ConfigError on every rank, with the first tensor that differs.
         """
@@ -120,12 +120,12 @@ class Ranks:
         if len(set(self.gather(_digest(b"".join(digests))))) > 1:
             name, rank = self._first_other(_rows(parameters), digests)
             raise ConfigError(
-                f"parameter {name!r} of rank {rank} is not equal to rank {FIRST}'s any longer, and is not pushed: "
+                f"parameter {name!r} of rank {rank} is no longer equal to rank {FIRST}'s, and is not pushed: "
                 f"{_REPLICAS_ONLY}, and make equal steps with gradients that are averaged over all of them"
             )
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """What each rank gives, in the order of ranks."""
+        """The bytes of each rank, in the order of ranks."""
         size = torch.tensor([len(mine)], dtype=torch.int64)
         sizes = [torch.empty_like(size) for _ in range(self.n_ranks)]
         dist.all_gather(sizes, size, group=self._group)
@@ -136,26 +136,26 @@ class Ranks:
         return [room[: int(n)].numpy().tobytes() for room, n in zip(rooms, sizes, strict=True)]
 
     def meet(
-        self, tokens: int, may_push: bool, *, leaves: bool = False, wishes: bool = False
+        self, tokens: int, may_push: bool, *, leaves: bool = False, wants_to_leave: bool = False
     ) -> tuple[int, bool, bool]:
-        """All ranks are at the same step, or leave the loop together.
+        """Synchronise the ranks: all are at the same step, or leave the loop together.
 
-        The sum of all ranks' tokens, whether any rank, which is the first, may begin a push now, and whether any one
-        wishes to leave. Raises ConfigError on every rank when some leave and others step on.
+        Returns the sum of all ranks' tokens, whether any rank (only the first can) may begin a push now, and whether
+        any rank asks to leave. Raises ConfigError on every rank when some leave and others make a step.
         """
-        summed = torch.tensor([tokens, may_push, leaves, wishes], dtype=torch.int64)
+        summed = torch.tensor([tokens, may_push, leaves, wants_to_leave], dtype=torch.int64)
         dist.all_reduce(summed, group=self._group)
-        total, pushing, leaving, wishing = summed.tolist()
+        total, pushing, leaving, wanting = summed.tolist()
         if leaving not in (0, self.n_ranks):
             raise ConfigError(
                 f"{leaving} of the {self.n_ranks} ranks of this cluster left the training loop while the others make a "
                 "step: all ranks must make the same number of steps"
             )
-        return int(total), bool(pushing), bool(wishing)
+        return int(total), bool(pushing), bool(wanting)
 
-    def tell(self, told: StepNews | None) -> StepNews:
-        """What rank 0 says; `told` counts on rank 0 alone. Raises FatalError on the others when rank 0 has failed."""
-        said = told or StepNews()
+    def tell(self, news: StepNews | None) -> StepNews:
+        """Send rank 0's news to all; `news` is used on rank 0 only. Raises FatalError on the others if it failed."""
+        said = news or StepNews()
         numbers = torch.tensor([int(value) for value in vars(said).values()], dtype=torch.int64)
         dist.broadcast(numbers, FIRST, group=self._group)
         installs, resets, done, timeline, version, progress, failed = (int(n) for n in numbers.tolist())
@@ -171,7 +171,7 @@ class Ranks:
                 dist.broadcast(parameter.detach(), FIRST, group=group)
 
     def close(self) -> None:
-        """Waits for no other rank. A group that is left open may abort the process as it ends."""
+        """Close the group without waiting for other ranks. A group left open may abort the process at its end."""
         dist.destroy_process_group(self._group)
 
     def _first_other(self, rows: Sequence[list[Any]], digests: Sequence[bytes]) -> tuple[str, int]:
@@ -199,12 +199,12 @@ def _rows(parameters: TorchParameters) -> list[list[Any]]:
 
 
 def _digests(tensors: Iterable[torch.Tensor], start: int = 0, stride: int = 1) -> list[bytes]:
-    """Of each tensor's bits; of a large one, of every stride-th element from `start` on."""
+    """A digest of each tensor's bits; of a large one, of every stride-th element from `start` on."""
     digests: list[bytes] = []
     for tensor in tensors:
         flat, digest = tensor.detach().reshape(-1), xxhash.xxh3_128()
         flat = flat if flat.numel() <= WHOLE_ELEMS else flat[start::stride]
-        for piece in flat.split(GROUP_ELEMS):  # so that a device's tensor is never whole on the host
+        for piece in flat.split(GROUP_ELEMS):  # so that the host never holds a whole tensor of a device
             digest.update(piece.cpu().contiguous().view(torch.uint8).numpy())
         digests.append(digest.digest())
     return digests
@@ -227,7 +227,7 @@ def _other_layout(rows: Sequence[list[list[Any]]]) -> str:
     else:
         i, longer = min(len(first), len(theirs)), FIRST if len(first) > len(theirs) else rank
         name = max(first, theirs, key=len)[i][0]
-        return f"rank {longer} alone has parameter {name!r}: {_REPLICAS_ONLY}"
+        return f"only rank {longer} has parameter {name!r}: {_REPLICAS_ONLY}"
     name, *what = other
     if name != ours[0]:
         return f"rank {rank} has parameter {name!r} where rank {FIRST} has {ours[0]!r}: {_REPLICAS_ONLY}"

@@ -1,1 +1,1 @@
-"""The cluster's decisions, pure: (state, event, now) -> effects. No I/O, no clock, no threads, no parameters."""
+"""The cluster's state machine, pure: (state, event, now) -> effects. No I/O, no clock, no threads, no parameters."""

@@ -1,7 +1,7 @@
-"""One cluster's session with the run: join, push, verdict, pull, leave, and what to do when any of it fails.
+"""The state machine of one cluster's session with the run: join, push, verdict, pull, leave, and every failure.
 
 handle(event, now_s) returns effects; the driver calls it on the training thread at step boundaries only, so that an
-Install effect never meets a step. Training goes on in every phase unless must_wait() says otherwise. Never reads a
+Install effect never happens during a step. Training goes on in every phase unless must_wait() is true. Never reads a
 clock, never blocks, never touches a parameter.
 """
 
@@ -82,10 +82,10 @@ _PUSHING = (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING, SessionPhase
 
 @dataclass
 class _Ending:
-    """Why this cluster leaves, and by when it gives up what it still waits for.
+    """Why this cluster leaves, and how long it still waits before that.
 
-    wanted: it leaves by its own wish (StopWanted), and push_pending is that wish's. dropped: what did not count before;
-    None: it stays.
+    wanted: the process asked for it (StopWanted), and push_pending is of that request. dropped: the work that did not
+    count when leaving began; None: the cluster does not leave.
     """
 
     reason: str = ""
@@ -97,7 +97,7 @@ class _Ending:
 
 
 class ClusterMachine:
-    """The decisions of one cluster; `shared`, `pushing` and `pulling` may be read by the driver, never written."""
+    """State machine of one cluster. The driver may read `shared`, `pushing` and `pulling`, and never writes them."""
 
     def __init__(self, config: SessionConfig) -> None:
         self.config = config
@@ -114,7 +114,7 @@ class ClusterMachine:
         self._resumed = False
         self._may_push = True
 
-    # ---- what the driver asks ----
+    # ---- queries of the driver ----
 
     @property
     def phase(self) -> SessionPhase:
@@ -126,12 +126,12 @@ class ClusterMachine:
 
     @property
     def released(self) -> bool:
-        """Whether the master said that this cluster may go: the run has ended, or the cluster was drained."""
+        """Whether the master lets this cluster leave: the run has ended, or the cluster was drained."""
         return self.shared.terms.stop
 
     def must_wait(self, now_s: float) -> bool:
-        """Whether the training loop is to hold: nothing to train on yet, steps that would be dropped, or the bounded
-        wait for an exchange.
+        """Whether the training loop must wait: there is nothing to train on yet, steps would be dropped, or the
+        bounded wait for an exchange lasts.
         """
         if self.phase in _GONE:
             return self.phase is SessionPhase.LEAVING
@@ -145,11 +145,11 @@ class ClusterMachine:
         return not idle and now_s < self.shared.patience.until_s
 
     def waiting_for(self) -> str:
-        """One sentence for people."""
+        """What the session waits for: one sentence for people."""
         return self.shared.note or self.phase.value.lower().replace("_", " ")
 
     def next_deadline_s(self) -> float:
-        """When a Tick is due at the latest; inf: only an event moves the session."""
+        """When a Tick is due at the latest; inf: the session waits for an event."""
         wakes_s = [self.shared.wake_s(), self._by_s]
         if self.shared.patience.until_s > self.shared.now_s:
             wakes_s.append(self.shared.patience.until_s)
@@ -157,7 +157,7 @@ class ClusterMachine:
 
     @property
     def held(self) -> tuple[DataRange, ...]:
-        """Lent, and not trained on yet."""
+        """Leased ranges that were not trained on yet."""
         return self.shared.work.held
 
     @property
@@ -169,38 +169,38 @@ class ClusterMachine:
 
     @property
     def _needs_a_step(self) -> bool:
-        """Whether a drained cluster has steps to push, and a push may begin only after the next one."""
+        """Whether a drained cluster has steps to push, and a push may begin only after the next step."""
         shared = self.shared
         drained = shared.terms.stop and shared.terms.takes_pushes and not self._ending.wanted
         return drained and self.phase is SessionPhase.TRAINING and shared.work.pending.tokens > 0 and not self._may_push
 
     @property
     def lease_pending(self) -> bool:
-        """Whether data is asked for, or lent and not handed out yet."""
+        """Whether data was requested, or leased and not handed out yet."""
         return self._lease_tokens > 0 or bool(self._still_lent())
 
     def take_leased(self) -> list[DataRange]:
-        """Ranges lent since the last call; each is handed out once."""
+        """The ranges leased since the last call; each is handed out once."""
         fresh, self._fresh = self._still_lent(), []
         return fresh
 
     def _still_lent(self) -> list[DataRange]:
-        """Of what was not handed out yet: a Join may have taken some back."""
+        """The ranges not handed out yet that are still leased: a Join may have taken some back."""
         return [item for item in self._fresh if is_within(item, self.shared.work.held)]
 
-    # ---- what outlives the process ----
+    # ---- saving and resuming ----
 
     def saved(self) -> SavedSession | None:
-        """This session as a value; None while there is nothing that another process could go on from."""
+        """This session as a value; None while there is nothing that another process could resume from."""
         if self.phase in _GONE:
             return None
         return save(self.shared, self.pushing, self.pulling, self._leases_asked)
 
     def resume(self, saved: SavedSession, newest: PushRecord | None) -> None:
-        """Go on from a saved session; before Started. newest: the last push that was written down.
+        """Resume a saved session; call before Started. newest: the last push that was recorded on disk.
 
-        What is held is handed out again by take_leased(). Raises ConfigError when what was saved is not of this
-        cluster, this model or this data.
+        take_leased() hands the held ranges out again. Raises ConfigError when the saved session is of another cluster,
+        model or data.
         """
         restore(saved, newest, self.shared, self.pushing, self.pulling)
         self._leases_asked, self._resumed = saved.leases_asked, True
@@ -208,7 +208,8 @@ class ClusterMachine:
     # ---- events ----
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """Decide. Raises LocalProtocolError for a bug of ours or a step that claims data it does not hold."""
+        """Take one event; returns the effects. Raises LocalProtocolError for a bug in this program, or for a step on
+        data that the cluster does not hold."""
         self.shared.now_s = now_s
         if not self.finished:
             try:
@@ -216,7 +217,7 @@ class ClusterMachine:
                 self._decide()
             except (ConfigError, Refused, RemoteProtocolError) as error:
                 self._fail(error)
-            self._say_goodbye()
+            self._send_leave()
             self.shared.send_due()
         return self.shared.take()
 
@@ -240,7 +241,7 @@ class ClusterMachine:
             case BeatRefused():
                 self._beat_refused(event)
             case LeaseWanted():
-                # More is not lent at once; the training loop asks again when this is used up.
+                # No more is leased at once; the training loop asks again when this is used up.
                 self._lease_tokens = min(event.tokens, MAX_LEASED_CHUNKS * self.config.data_plan.chunk_tokens)
             case StopWanted():
                 self._want_to_leave(event)
@@ -259,7 +260,7 @@ class ClusterMachine:
         self.shared.steps_towards_push += 1
 
     def _decide(self) -> None:
-        """What is due now that no event asked for."""
+        """Begin what is due now without an event that asked for it."""
         shared = self.shared
         if shared.donate is not None and self._may_donate():
             self.pushing.donate(shared.donate)
@@ -273,14 +274,14 @@ class ClusterMachine:
         if self._lease_tokens and shared.data.idle and self.phase not in _ABSENT:
             self._ask_for_data(shared.now_s)
 
-    def _say_goodbye(self) -> None:
-        """Leave is the last call: small ones on their way come first."""
+    def _send_leave(self) -> None:
+        """Send Leave, the last call, once the small calls on their way are done."""
         shared = self.shared
         if self.phase is SessionPhase.LEAVING and shared.exchange.idle and shared.asides_done():
             shared.ask(lambda: LeaveRequest(shared.terms.caller(shared.cause), self._ending.reason))
 
     def _may_donate(self) -> bool:
-        """Whether theta_base is what the master asks for, and nothing stands in the way of pushing it."""
+        """Whether theta_base is the version that the master asks for, and it can be pushed now."""
         shared = self.shared
         push = self.pushing.open
         free = self.phase in (SessionPhase.TRAINING, SessionPhase.PULLING, SessionPhase.AWAITING)
@@ -335,7 +336,9 @@ class ClusterMachine:
             case LeaveReply():
                 self._left()
             case _:
-                raise RemoteProtocolError(f"a {type(reply).__name__} answers none of this cluster's calls")
+                raise RemoteProtocolError(
+                    f"the master sent a {type(reply).__name__}, which answers no call of a cluster"
+                )
 
     def _leased(self, reply: LeaseDataReply) -> None:
         if reply.ranges:
@@ -343,12 +346,12 @@ class ClusterMachine:
             self.shared.work.leased(reply.ranges)
             self._lease_tokens = 0
         else:
-            # Everything is lent out; asked again by _decide after a pause.
-            self.shared.note = "all data is lent out"
+            # All data is leased to other clusters; _decide asks again after a pause.
+            self.shared.note = "all data is leased"
             self._ask_for_data(self.shared.now_s + 0.5)
 
     def _ask_for_data(self, at_s: float) -> None:
-        """A number of its own for each request: repeated after a lost answer, it gets the same ranges."""
+        """Request data. Each request has its own number: repeated after a lost answer, it gets the same ranges."""
         self._leases_asked += 1
         shared, tokens, number = self.shared, self._lease_tokens, self._leases_asked
         shared.data.ask(lambda: LeaseDataRequest(shared.terms.caller(shared.cause), tokens, number), at_s)
@@ -362,7 +365,7 @@ class ClusterMachine:
             self._left()
             return
         shared.note = f"the master does not answer: {sentence}"
-        shared.log("master", f"{shared.note}; tried again, training goes on where it can", logging.WARNING)
+        shared.log("master", f"{shared.note}; trying again, training goes on where it can", logging.WARNING)
         if shared.terms.incarnation is None and shared.now_s >= self._give_up_joining_s:
             wait_s = self.config.connect_wait_s
             self._fail(RetryLater(f"no master could be joined within {wait_s:g} s: {sentence}"))
@@ -372,7 +375,7 @@ class ClusterMachine:
         if self.phase is SessionPhase.LEAVING:
             lane.answered()
             if lane is shared.exchange:
-                shared.log("leave", f"the master says, of leaving: {refused.sentence}")
+                shared.log("leave", f"the master refused Leave: {refused.sentence}")
                 self._left()
             return
         joining = self.phase is SessionPhase.JOINING
@@ -381,7 +384,7 @@ class ClusterMachine:
         remedy = remedy_for(refused, joining=joining, pushing=pushing)
         push = self.pushing.open
         if pushing and push is not None and push.donates is not None and refused.code is RefusalCode.VERSION_GONE:
-            shared.donate, remedy = None, Remedy.PULL  # it is not wanted any more
+            shared.donate, remedy = None, Remedy.PULL  # the master no longer asks for it
         if joining and shared.terms.previous is not None and refused.code in (RefusalCode.FENCED, RefusalCode.RUN_ID):
             self._resume_refused(refused)
         elif remedy is Remedy.JOIN_AGAIN:
@@ -392,7 +395,7 @@ class ClusterMachine:
             lane.answered()
             shared.log("side", f"the master refuses: {refused.sentence}", logging.WARNING)
         elif joining and refused.code is RefusalCode.STOPPING:
-            shared.terms.incarnation = None  # the run ended without us: nobody is left to say good-bye to
+            shared.terms.incarnation = None  # the run ended before this cluster joined: no Leave is sent
             shared.terms.stop = True
             self._leave(refused.sentence)
         elif remedy is Remedy.GIVE_UP:
@@ -402,16 +405,16 @@ class ClusterMachine:
             self.pushing.refused(refused, remedy)
 
     def _resume_refused(self, refused: Refused) -> None:
-        """The checkpoint is of another run, or older than a later life of this cluster that left none.
+        """The checkpoint is of another run, or older than a later incarnation of this cluster that saved none.
 
-        The second is as if a process without memory took over the name: join without the old life's number.
+        The second is as if a process without a checkpoint took over the name: join without the old incarnation.
         """
         if refused.code is RefusalCode.RUN_ID:
             raise ConfigError(
-                f"this cluster's checkpoint is of run {self.shared.terms.run_id}, and the master says: "
+                f"this cluster's checkpoint is of run {self.shared.terms.run_id}, and the master refused it: "
                 f"{refused.sentence}; give another --checkpoint-dir, remove the checkpoint, or leave out --resume"
             )
-        self.shared.log("join", f"the checkpoint is not of this cluster's last life: {refused.sentence}")
+        self.shared.log("join", f"the checkpoint is not of this cluster's last incarnation: {refused.sentence}")
         self.shared.terms.previous = None
         self.shared.ask(self._join_request)
 
@@ -445,13 +448,13 @@ class ClusterMachine:
         shared.patience.over(shared.now_s)
         shared.patience.train_on(shared.now_s)
         if self._leases_are_doubtful():
-            self._rejoin(f"the run goes on from version {shared.base}: which data is lent to whom must be settled anew")
+            self._rejoin(f"the run goes on from version {shared.base}: all data leases must be settled again")
             return
         if terms.stop and (terms.published is None or terms.published == self.shared.base):
             self._leave("the master ends this cluster's part" if terms.takes_pushes else "the run has ended")
 
     def _leases_are_doubtful(self) -> bool:
-        """A rollback freed all leases: what this cluster holds from before is not its own."""
+        """Whether a rollback freed all leases: ranges that this cluster holds from before are not its own."""
         shared, terms = self.shared, self.shared.terms
         assert shared.base is not None, "asked once a version is installed"
         before, terms.leases_timeline = terms.leases_timeline, shared.base.timeline
@@ -474,7 +477,7 @@ class ClusterMachine:
         if remedy_for(event.refused, joining=False, pushing=False) is Remedy.JOIN_AGAIN:
             self._rejoin(event.refused.sentence)
         elif event.refused.code is RefusalCode.IDENTITY:
-            self._fail(event.refused)  # revoked: what is trained from now on counts for nothing
+            self._fail(event.refused)  # revoked: steps from now on do not count
         else:
             self.shared.log("heartbeat", f"a heartbeat is refused: {event.refused.sentence}", logging.WARNING)
 
@@ -514,13 +517,13 @@ class ClusterMachine:
         )
 
     def _want_to_leave(self, request: StopWanted) -> None:
-        """As soon as what was trained is pushed and decided; the training loop is held meanwhile."""
+        """Leave as soon as all work is pushed and decided; the training loop waits meanwhile."""
         shared, ending = self.shared, self._ending
         if self.phase in _GONE:
             return
         if ending.wanted:
             if not request.push_pending:
-                self._leave(request.reason)  # whoever asks again does not wait
+                self._leave(request.reason)  # a second request does not wait
             return
         ending.wanted, ending.push_pending, ending.reason = True, request.push_pending, request.reason
         if math.isinf(ending.by_s):
@@ -532,24 +535,24 @@ class ClusterMachine:
             )
 
     def _unfinished(self) -> Work:
-        """What leaving waits for."""
+        """The work that leaving waits for."""
         work = self.shared.work
         open_work = work.in_push or Work()
         return open_work + work.pending if self._ending.push_pending and not work.lost else open_work
 
     def _finish_and_leave(self) -> None:
-        """One step of the way: the open push is decided, the rest is pushed, then Leave."""
+        """Take the next step towards leaving: the open push is decided, the rest is pushed, then Leave."""
         shared, ending = self.shared, self._ending
         if not self._unfinished().tokens or shared.now_s >= self._by_s:
             self._leave(ending.reason)
         elif not shared.terms.takes_pushes and self.phase is not SessionPhase.AWAITING:
-            self._leave(ending.reason)  # the run has ended: what is not in its last round is not taken any more
+            self._leave(ending.reason)  # the run has ended: pushes after its last round are refused
         elif self.phase is SessionPhase.TRAINING and shared.now_s >= self.pushing.not_before_s:
             self.pushing.begin("push due")
 
     @property
     def _by_s(self) -> float:
-        """When leaving waits no longer. The master's word on an open window counts, unless a bound was set by hand."""
+        """When the cluster leaves at the latest: not before the open window closes, unless a bound was set by hand."""
         by_s = self._ending.by_s
         if math.isinf(by_s) or self.config.leave_wait_s is not None or self.phase is not SessionPhase.AWAITING:
             return by_s
@@ -557,12 +560,12 @@ class ClusterMachine:
 
     @property
     def gives_up_s(self) -> float:
-        """When whoever waits for the end of leaving may stop to."""
+        """Until when a caller must wait for the end of leaving."""
         return self._by_s + self.shared.terms.times.call_deadline_s if self.phase not in _GONE else self._gone_by_s
 
     def _run_stops(self) -> None:
-        """The run is over, or this cluster is drained: what is pending is pushed if that is welcome; then the last
-        version; leave.
+        """The run is over, or this cluster is drained: push the pending work if the master takes it, pull the last
+        version, leave.
         """
         shared, ending, wait_s = self.shared, self._ending, self.shared.terms.times.leave_wait_s
         if math.isinf(ending.by_s):
@@ -570,7 +573,7 @@ class ClusterMachine:
             shared.log("stop", "the master ends this cluster's part: pulling the last version, then leaving")
         pushing = self.phase in (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING)
         donates = self.pushing.open is not None and self.pushing.open.donates is not None
-        # Half of the time is for the last version.
+        # Half of the time is kept for pulling the last version.
         may_push = shared.terms.takes_pushes and not donates and shared.now_s < ending.by_s - wait_s / 2
         if shared.now_s >= ending.by_s:
             self._leave("the run has ended; its last version could not be pulled in time")
@@ -584,7 +587,7 @@ class ClusterMachine:
             self.pushing.drop("run stops", at_least=shared.terms.published)
 
     def _leave(self, reason: str, error: DipsError | None = None) -> None:
-        """Give up what is open, and say good-bye."""
+        """Give up the open push and pull, and send Leave."""
         shared, ending = self.shared, self._ending
         if self.phase in _GONE:
             return
@@ -610,9 +613,7 @@ class ClusterMachine:
 
     @property
     def unshared(self) -> Work:
-        """What was trained here and counts for nothing if this cluster leaves now: since the wish, or since the last
-        push that counts.
-        """
+        """The work that is lost if this cluster leaves now: since leaving began, or since the last push that counts."""
         work = self.shared.work
         before = work.dropped if self._ending.dropped is None else self._ending.dropped
         now = work.dropped + (work.in_push or Work()) + work.pending
@@ -631,7 +632,7 @@ class ClusterMachine:
         ):
             why = f"push {verdict.push} was {verdict.kind.name}: {verdict.reason}"
         elif not ending.push_pending and push is None:
-            why = "they were made since the last push, and the parameters may be half-way"
+            why = "they were made since the last push, and the parameters may be in the middle of a step"
         elif self.phase is SessionPhase.AWAITING:
             why = f"no verdict of push {self.pushing.awaited} came in time; it may come yet, and count them"
         else:
@@ -644,7 +645,7 @@ class ClusterMachine:
         self.shared.emit(Finished(self._ending.reason, self._ending.error))
 
     def _fail(self, error: DipsError) -> None:
-        """This cluster cannot go on: leave in good order, and let the training loop raise."""
+        """The cluster cannot go on: leave, and let the training loop raise the error."""
         self.shared.record("failed", reason=str(error))
         if self.phase is SessionPhase.LEAVING:
             self._left()

@@ -1,5 +1,5 @@
-"""What the session asks of the driver. Install, Snapshot and CopyBase are done at once, on the training thread; the
-completion of a call, a transfer or a write is an event.
+"""The effects of a cluster's session, carried out by the driver. Install, CopyParameters and CopyBase are done at once,
+on the training thread; the completion of a call, a transfer or a write is an event.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dips.worker.state.push_record import PushRecord
 
 
 class InstallMode(Enum):
-    """How a pulled version becomes the live parameters (docs/protocol.md, what a verdict means)."""
+    """Ways to install a pulled version as the live parameters (docs/protocol.md, what a verdict means)."""
 
     REPLACE = "theta = pulled, to the bit"
     REBASE_FROM_PUSH = "theta = pulled + (theta_now - theta_at_push)"
@@ -25,7 +25,7 @@ class InstallMode(Enum):
 
 @dataclass(frozen=True)
 class CallMaster:
-    """Ask the master; answer with CallDone, CallFailed or CallRefused of this id."""
+    """Call the master; answer with CallDone, CallFailed or CallRefused of this id."""
 
     call_id: int
     request: ClusterRequest
@@ -46,7 +46,7 @@ class CopyBase:
 class PersistPush:
     """Make this record durable before the push's number is used; answer with PushRecorded or PushNotRecorded.
 
-    Only where SessionConfig.durable_pushes says so. Never given up: it is tried until PushRecorded can be told.
+    Only where SessionConfig.durable_pushes says so. Never given up: it is tried until it succeeds.
     """
 
     record: PushRecord
@@ -54,7 +54,7 @@ class PersistPush:
 
 @dataclass(frozen=True)
 class StartPush:
-    """Send the push buffer to the slaves; chunks that they hold already are not sent again."""
+    """Send the push buffer to the slaves, without the chunks that they hold already."""
 
     transfer_id: int
     push: PushId
@@ -72,7 +72,7 @@ class StartPull:
 
 @dataclass(frozen=True)
 class CancelTransfer:
-    """Its completion, if it still comes, is ignored."""
+    """Cancel a transfer; its completion, if it still comes, is ignored."""
 
     transfer_id: int
 
@@ -87,9 +87,9 @@ class Install:
 
 @dataclass(frozen=True)
 class KeepResidual:
-    """The push buffer was applied as differences in this codec: what its rounding lost is the next push's residual.
+    """The push buffer was applied as differences in this codec: keep what rounding lost as the next push's residual.
 
-    residual = (push - base + residual) - what was sent; done before theta_base and the push buffer change.
+    residual = (push - base + residual) - differences sent; done before theta_base and the push buffer change.
     """
 
     wire: Codec
@@ -97,12 +97,12 @@ class KeepResidual:
 
 @dataclass(frozen=True)
 class ClearResidual:
-    """The residual is zero: the steps that it comes from do not stand any more."""
+    """Set the residual to zero: the steps that it comes from no longer count."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One line for the tape."""
+    """Write one line to the tape."""
 
     kind: str
     cause: str
@@ -111,7 +111,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Log:
-    """One line for people, written when the sentence of this key changes. Level as in logging."""
+    """Log one line for people when the sentence of this key changes. Level as in logging."""
 
     level: int
     key: str
@@ -121,7 +121,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Finished:
-    """This cluster takes no more part. error: why that is a failure, to be raised in the training loop."""
+    """The session is over. error: set if that is a failure, to be raised in the training loop."""
 
     reason: str
     error: DipsError | None = None

@@ -1,4 +1,4 @@
-"""What can happen to a cluster's session. Call and transfer ids are the session's own; they come back in events."""
+"""The events of a cluster's session. Call and transfer ids are the session's own; they come back in events."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dips.core.messages import ClusterReply, DataRange, HeartbeatReply
 
 @dataclass(frozen=True)
 class Started:
-    """The driver asks to take part."""
+    """The driver starts the session."""
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """One inner step was made on `tokens` tokens; `ranges` are the leased ones among them. loss in nats per token.
+    """One inner step was made on `tokens` tokens, of which `ranges` are leased. loss in nats per token.
 
     may_push: whether a push may begin before the next step.
     """
@@ -36,7 +36,7 @@ class CallDone:
 
 @dataclass(frozen=True)
 class CallFailed:
-    """Nobody answered, or too late: whether the master acted on the call is unknown."""
+    """No answer came, or too late: whether the master acted on the call is unknown."""
 
     call_id: int
     sentence: str
@@ -57,7 +57,7 @@ class PushRecorded:
 
 @dataclass(frozen=True)
 class PushNotRecorded:
-    """It could not be written yet; it is tried again without being asked."""
+    """The record could not be written yet; the driver tries again by itself."""
 
     push: PushId
     sentence: str
@@ -65,7 +65,7 @@ class PushNotRecorded:
 
 @dataclass(frozen=True)
 class PushSent:
-    """All slaves hold all chunks; the digests are of what was sent to each."""
+    """All slaves hold all chunks; digests: of the bytes sent to each slave."""
 
     transfer_id: int
     digest_of_slave: tuple[tuple[str, bytes], ...]
@@ -74,7 +74,7 @@ class PushSent:
 
 @dataclass(frozen=True)
 class PushFailed:
-    """`base_gone`: a slave cannot decode differences, because it has not the parameters that they stand on."""
+    """The push failed. base_gone: a slave cannot decode differences, since it does not have their base version."""
 
     transfer_id: int
     sentence: str
@@ -83,7 +83,7 @@ class PushFailed:
 
 @dataclass(frozen=True)
 class Pulled:
-    """The whole version lies in the pull buffer, checked against the grant's digests."""
+    """The whole version is in the pull buffer, checked against the grant's digests."""
 
     transfer_id: int
     seconds: float
@@ -91,7 +91,7 @@ class Pulled:
 
 @dataclass(frozen=True)
 class PullFailed:
-    """`corrupt`: the bytes do not have the digest that the master promised, again and again."""
+    """The pull failed. corrupt: the bytes repeatedly did not have the digest that the master gave."""
 
     transfer_id: int
     sentence: str
@@ -121,10 +121,10 @@ class LeaseWanted:
 
 @dataclass(frozen=True)
 class StopWanted:
-    """This cluster is to leave, whatever the run does, once the push that is open is decided.
+    """This cluster must leave, whatever the run does, once the open push is decided.
 
-    push_pending: steps that are not in it are pushed too; False: the parameters may be half-way. A second wish of that
-    kind waits for nothing.
+    push_pending: steps that are not in it are pushed too; False: the parameters may be in the middle of a step. A
+    second request with push_pending=False waits for nothing.
     """
 
     reason: str

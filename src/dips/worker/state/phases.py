@@ -1,4 +1,4 @@
-"""The phases of a cluster's session and what leads from one to the next; docs/protocol.md is generated from this."""
+"""The phases of a cluster's session and the transitions between them; docs/protocol.md is generated from this."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dips.core.machine import TransitionTable
 
 
 class SessionPhase(Enum):
-    """JOINING again, after a fence, goes on in the background: the training loop runs in every phase but LEFT,
-    except where Session.must_wait says otherwise.
+    """The phases. JOINING again, after a fence, goes on in the background: the training loop runs in every phase but
+    LEFT, unless ClusterMachine.must_wait is true.
     """
 
     JOINING = "JOINING"
@@ -38,7 +38,7 @@ SESSION_TABLE: TransitionTable[SessionPhase] = TransitionTable(
         (_P.TRAINING, "donate"): [_P.BEGINNING_PUSH],
         (_P.AWAITING, "donate"): [_P.BEGINNING_PUSH],
         (_P.PULLING, "donate"): [_P.BEGINNING_PUSH],
-        # What was going on before: a donation that is not taken changes nothing.
+        # Back to the phase before: a donation that is not taken changes nothing.
         **{(phase, "not donated"): [_P.TRAINING, _P.AWAITING, _P.PULLING] for phase in _DONATING},
         (_P.TRAINING, "run stops"): [_P.PULLING],
         (_P.BEGINNING_PUSH, "ticket"): [_P.TRANSFERRING],

@@ -1,4 +1,4 @@
-"""Pulling a version and making it the live parameters, at a step boundary (docs/protocol.md)."""
+"""Pulls a version and installs it as the live parameters, at a step boundary (docs/protocol.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_CORRUPT = 3
 
 @dataclass
 class PullPlan:
-    """What a pull is for. `drops`: the live parameters are worth nothing, so training waits for it."""
+    """The purpose of a pull. drops: the live parameters will be dropped, so training waits for the pull."""
 
     mode: InstallMode
     at_least: Version | None
@@ -46,14 +46,14 @@ class Pulling:
         self._ask()
 
     def resume(self) -> None:
-        """After a new Join: the same plan, asked for anew."""
+        """After a new Join: ask again for the same plan."""
         if self.plan is not None:
             self.plan.grant = self.plan.transfer_id = None
             self._shared.hold(ExchangeStage.PULL)
             self._ask()
 
     def answered(self, answer: PullGrant | Busy) -> None:
-        """Raises RemoteProtocolError when the grant's placement is not of this layout."""
+        """Take the answer to BeginPull. Raises RemoteProtocolError when the grant's placement is not of this layout."""
         shared = self._shared
         if isinstance(answer, Busy):
             shared.note = answer.sentence
@@ -69,7 +69,7 @@ class Pulling:
         shared.emit(StartPull(self.plan.transfer_id, answer, shared.cause))
 
     def version_gone(self) -> None:
-        """No version as new as the verdict's is there any more (a rollback): the newest one will do."""
+        """After a rollback no version is as new as the verdict's: pull the newest one instead."""
         if self.plan is not None:
             self.plan.at_least = None
 
@@ -77,12 +77,12 @@ class Pulling:
         return self.plan is not None and self.plan.transfer_id == transfer_id
 
     def failed(self, event: PullFailed) -> None:
-        """Ask again. Raises RemoteProtocolError when what arrives is wrong again and again."""
+        """Ask again after a failure. Raises RemoteProtocolError when the bytes were wrong too often in a row."""
         shared, plan = self._shared, self.plan
         assert plan is not None, "only the open pull fails"
         shared.train_on()
         shared.record("pull_failed", reason=event.sentence)
-        shared.log("pull", f"the pull failed: {event.sentence}; it is tried again", logging.WARNING)
+        shared.log("pull", f"the pull failed: {event.sentence}; trying again", logging.WARNING)
         self._corrupt = self._corrupt + 1 if event.corrupt else 0
         if self._corrupt >= MAX_CORRUPT:
             raise RemoteProtocolError(
@@ -94,15 +94,15 @@ class Pulling:
         shared.ask(self._request, 0.5)
 
     def install(self, event: Pulled) -> None:
-        """The pulled version becomes the base; the caller moves on."""
+        """Install the pulled version as the base; the caller moves the phase."""
         shared, plan = self._shared, self.plan
         assert plan is not None, "only the open pull ends"
         assert plan.grant is not None, "a transfer begins with a grant"
         grant, self._corrupt = plan.grant, 0
         rolled_back = shared.base is not None and shared.base.timeline != grant.version.timeline
         if rolled_back or plan.drops or shared.terms.stop:
-            # Nothing is kept across a rollback, whatever the pull was for, nor after the run's end: who leaves has its
-            # last version. Nor is a step that was begun before the loop heard that it is to wait.
+            # No local steps are kept across a rollback, whatever the pull was for, nor after the run's end: a cluster
+            # that leaves has the last version. Nor is a step kept that began before the loop was made to wait.
             shared.aside_ranges(shared.work.drop())
             plan.mode = InstallMode.REPLACE
         if rolled_back:
@@ -121,25 +121,25 @@ class Pulling:
         shared.note, self.plan = "", None
 
     def cancel(self) -> None:
-        """Stop the transfer; the plan is forgotten by whoever calls, or resumed."""
+        """Stop the transfer; the caller forgets the plan or resumes it."""
         if self.plan is not None and self.plan.transfer_id is not None:
             self._shared.emit(CancelTransfer(self.plan.transfer_id))
             self.plan.transfer_id = None
 
     def give_up(self) -> None:
-        """Forget the open pull, if there is one, and let go of what it pins."""
+        """Forget the open pull, if there is one, and release its pin."""
         self.cancel()
         self._release_pin()
         self.plan = None
 
     def _exact(self, mode: InstallMode) -> InstallMode:
-        """A rebase over no steps is the pulled version to the bit, so no arithmetic may touch it."""
+        """REPLACE for a rebase over no steps, whose result is the pulled version to the bit; else the mode itself."""
         shared = self._shared
         ahead = shared.steps_since_snapshot if mode is InstallMode.REBASE_FROM_PUSH else shared.work.pending.steps
         return mode if ahead else InstallMode.REPLACE
 
     def _count_from_here(self, mode: InstallMode) -> None:
-        """Steps towards the next push. A dynamic H_j counts from the pull; a fixed H from the last push."""
+        """Count steps towards the next push. A dynamic H_j counts from the pull; a fixed H from the last push."""
         shared = self._shared
         if mode is InstallMode.REPLACE:
             shared.steps_towards_push = shared.steps_since_snapshot = 0
@@ -161,7 +161,7 @@ class Pulling:
 
 
 def check_placement(placement: PlacementSpec, n_blocks: int) -> None:
-    """Raise RemoteProtocolError unless every block has a known slave."""
+    """Check a placement. Raises RemoteProtocolError unless every block has a known slave."""
     indices = placement.slave_of_block
     if len(indices) != n_blocks or any(not 0 <= index < len(placement.slaves) for index in indices):
         raise RemoteProtocolError(

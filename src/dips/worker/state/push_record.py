@@ -1,6 +1,6 @@
-"""What must be on disk before a push's number is used: which push, of what work, made from which version.
+"""The record of a push that must be on disk before its number is used: its identity, its work and its base version.
 
-A cluster that dies after BeginPush learns from this record, in its next life, that the push may have been counted.
+A cluster that dies after BeginPush learns from this record, when it resumes, that the push may have been counted.
 A value only; worker/checkpoint_store.py writes it, worker/state/saved.py gives it its JSON form.
 """
 

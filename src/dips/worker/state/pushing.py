@@ -1,4 +1,4 @@
-"""The cluster's open push, from BeginPush to its verdict, and what each verdict means
+"""Handles the cluster's open push from BeginPush to its verdict, and acts on each kind of verdict
 (docs/protocol.md, the verdict table).
 
 At most one push is undecided. Its bytes, ranges, tokens, base and fence never change while it is: a call whose
@@ -39,10 +39,10 @@ from dips.worker.state.waiting import ExchangeStage
 from dips.worker.state.work import Work
 
 DONATE_AGAIN_S = 5.0
-"""How long after a donation that came to nothing the next one is tried, if it is asked for still."""
+"""Wait after a failed donation before the next one is tried, if the master still asks for it."""
 
 AWAIT_S = 10.0
-"""How long one AwaitVerdict is held by the master; then it is asked again."""
+"""How long the master holds one AwaitVerdict; then it is sent again."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class OpenPush:
     """The undecided push. base None: it seeds the run, or gives back the version that it `donates`.
 
     recorded: its number may be used. in_place_of_pull: a pull was given up for it, which must be made after all.
-    wish: how it would be written; wire: how its last ticket says, None where that is not known.
+    wanted_wire: the codec that is asked for; wire: the codec of its last ticket, None where that is not known.
     """
 
     id: PushId
@@ -74,7 +74,7 @@ class OpenPush:
 
 
 class Pushing:
-    """The open push, if there is one, and the last verdict."""
+    """Keeps the open push, if there is one, and the last verdict."""
 
     def __init__(self, shared: SharedState, pulling: Pulling) -> None:
         self._shared = shared
@@ -83,15 +83,16 @@ class Pushing:
         """The newest number that was used."""
         self.open: OpenPush | None = None
         self._aside: tuple[PushId, OpenPush | None] | None = None
-        """What was awaited, and the push that was open, when a donation came between."""
+        """The awaited push and the open push that a donation set aside."""
         self.awaited: PushId | None = None
         self.last_verdict: Verdict | None = None
         self.not_before_s = -math.inf
-        """When a push that came to nothing again may be followed by one that is not due."""
+        """When a push that was aborted again may be followed by one that is not due."""
         self._aborts = 0
-        """In a row. Only after the first one is the work pushed again at once: what fails again may fail for ever."""
+        """Aborts in a row. Only after the first one the work is pushed again at once: a second failure may repeat for
+        ever."""
         self.newest: PushRecord | None = None
-        """The last push that an earlier life wrote down, when this one goes on from a checkpoint."""
+        """The last push that an earlier incarnation recorded, when this one resumes from a checkpoint."""
 
     # ---- from BeginPush to the window ----
 
@@ -112,10 +113,11 @@ class Pushing:
         self._use_number(push)
 
     def donate(self, version: Version) -> None:
-        """Give the slaves back the version that they lost: a copy of theta_base, and no work of this cluster.
+        """Push back to the slaves the version that they lost: a copy of theta_base, without work of this cluster.
 
-        The caller has checked that it is the base. An open pull, of what is lost as well, is given up; a push that is
-        sealed in a round which cannot be completed is set aside, and its theta_at_push overwritten. Training goes on.
+        The caller has checked that it is the base. An open pull, of a version that is lost too, is given up; a push
+        that is sealed in a round which cannot be completed is set aside, and its theta_at_push overwritten. Training
+        goes on.
         """
         shared = self._shared
         in_place_of_pull = self._pulling.plan is not None
@@ -132,7 +134,7 @@ class Pushing:
         self._use_number(push)
 
     def donation_is_over(self) -> None:
-        """After a new Join: donations end with their incarnation, and what was set aside is open again."""
+        """After a new Join: donations end with their incarnation, and the push that was set aside is open again."""
         if self.open is not None and self.open.donates is not None:
             self.open = self._aside[1] if self._aside is not None else None
         self._aside = None
@@ -146,15 +148,15 @@ class Pushing:
             self._shared.ask(self._begin_request)
 
     def not_recorded(self, event: PushNotRecorded) -> None:
-        """Training goes on; the push waits for the disk."""
+        """The push's number is not on disk yet: the push waits, training goes on."""
         push, shared = self.open, self._shared
         if push is not None and push.id == event.push:
             shared.train_on()
             shared.note = f"push {push.id} cannot be recorded: {event.sentence}"
-            shared.log("push record", f"{shared.note}; it is tried again", logging.WARNING)
+            shared.log("push record", f"{shared.note}; trying again", logging.WARNING)
 
     def begun(self, answer: Ticket | Stale | Busy | PushId | Verdict) -> None:
-        """BeginPush is answered."""
+        """Take the answer to BeginPush."""
         match answer:
             case Ticket():
                 self._ticket(answer)
@@ -170,7 +172,7 @@ class Pushing:
                 self.act(answer)
 
     def sent(self, event: PushSent) -> None:
-        """All slaves hold it: say what was sent."""
+        """All slaves hold the push: send FinishPush with its digests."""
         shared, push = self._shared, self._must_be_open()
         shared.push_s = shared.now_s - push.began_s
         ticket = push.ticket
@@ -190,19 +192,19 @@ class Pushing:
         )
 
     def failed(self, event: PushFailed) -> None:
-        """A new attempt: slaves keep the chunks that they have verified."""
+        """Begin a new attempt: slaves keep the chunks that they have verified."""
         shared, push = self._shared, self._must_be_open()
         push.transfer_id = None
         shared.train_on()
         if event.base_gone:
             push.wanted_wire = Codec.F32
         shared.record("push_failed", push=str(push.id), reason=event.sentence)
-        shared.log("push", f"sending push {push.id} failed: {event.sentence}; it is tried again", logging.WARNING)
+        shared.log("push", f"sending push {push.id} failed: {event.sentence}; trying again", logging.WARNING)
         shared.move("transfer failed", SessionPhase.BEGINNING_PUSH, event.sentence)
         self._try_again()
 
     def finished(self, answer: Admitted | Busy | Verdict) -> None:
-        """FinishPush is answered."""
+        """Take the answer to FinishPush."""
         shared, push = self._shared, self._must_be_open()
         match answer:
             case Admitted():
@@ -229,10 +231,10 @@ class Pushing:
     def owns(self, transfer_id: int) -> bool:
         return self.open is not None and self.open.transfer_id == transfer_id
 
-    # ---- what is decided ----
+    # ---- verdicts ----
 
     def act(self, verdict: Verdict, input_name: str = "verdict") -> None:
-        """Do what the table says. A verdict on a push that is not ours to act on says only what the fence says."""
+        """Act on a verdict as the table says. A verdict on another push only raises the fence."""
         shared = self._shared
         if self.open is not None and self.open.donates is not None:
             self._donation_decided(verdict, input_name)
@@ -242,7 +244,7 @@ class Pushing:
             self._foreign(verdict, input_name)
             return
         if shared.work.lost:
-            # Steps on data that is somebody else's, or whose theta_at_push is gone: worth nothing.
+            # Steps on data that another cluster holds, or whose theta_at_push is gone, cannot count.
             if verdict.kind in (VerdictKind.APPLIED, VerdictKind.EXCLUDED):
                 self._close(lambda: shared.work.decided(counts=verdict.kind is VerdictKind.APPLIED))
             self.drop(input_name, at_least=verdict.version, reset_inner=verdict.reset_inner_optimizer)
@@ -271,14 +273,14 @@ class Pushing:
                           reason=verdict.reason)  # fmt: skip
 
     def drop(self, input_name: str, *, at_least: Version | None = None, reset_inner: bool = False) -> None:
-        """The steps are worth nothing: their ranges go back FREE, and a version replaces the parameters."""
+        """Drop the steps: their ranges go back FREE, and a version replaces the parameters."""
         self._close(lambda: None)
         self._shared.clear_residual()
         self._shared.aside_ranges(self._shared.work.drop())
         self._pull(input_name, PullPlan(InstallMode.REPLACE, at_least, reset_inner, drops=True))
 
     def refused(self, refused: Refused, remedy: Remedy) -> None:
-        """The push is refused in one of the ways that only a push can be."""
+        """Handle a refusal that only a push can get."""
         shared, push = self._shared, self._must_be_open()
         shared.log("push", f"push {push.id} is refused: {refused.sentence}", logging.WARNING)
         shared.record("push_refused", push=str(push.id), code=refused.code.name, reason=refused.sentence)
@@ -295,7 +297,7 @@ class Pushing:
                 shared.steps_towards_push = shared.terms.local_steps
                 shared.move("push refused", SessionPhase.TRAINING, refused.sentence)
             case _:
-                # The master knows these ranges as somebody else's (or as counted): they are not ours to return.
+                # At the master these ranges are another cluster's (or counted): this cluster must not return them.
                 self._close(lambda: shared.work.decided(counts=False))
                 self.drop("push refused")
 
@@ -320,10 +322,10 @@ class Pushing:
         self._shared.ask(self._await_request)
 
     def _foreign(self, verdict: Verdict, input_name: str) -> None:
-        """A push of an earlier life is decided. ABORTED changes nothing; else the fence of our base is past."""
+        """A push of an earlier incarnation is decided. ABORTED changes nothing; else the base's fence is outdated."""
         shared = self._shared
         if self.open is not None:
-            raise RemoteProtocolError(f"the master told the verdict of {verdict.push}, not that of {self.open.id}")
+            raise RemoteProtocolError(f"the master sent the verdict of {verdict.push}, not of {self.open.id}")
         if shared.base is not None and verdict.kind is VerdictKind.ABORTED and not shared.work.lost:
             shared.move(input_name, SessionPhase.TRAINING)
         else:
@@ -344,25 +346,26 @@ class Pushing:
         return push_id
 
     def _use_number(self, push: OpenPush) -> None:
-        """Begin at the master; where a checkpoint is kept, only once the number cannot be forgotten."""
+        """Send BeginPush; where a checkpoint is kept, only once the push's record is on disk."""
         shared = self._shared
         if shared.config.durable_pushes:
             push.recorded = False
             shared.exchange.cancel()
-            shared.note = f"writing down push {push.id}"
+            shared.note = f"recording push {push.id} on disk"
             shared.emit(PersistPush(push.record))
         else:
             shared.ask(self._begin_request)
 
     def _donation_decided(self, verdict: Verdict, input_name: str) -> None:
-        """Taken: the run goes on from there on a new timeline, where this cluster's steps count for nothing.
+        """Act on a donation's verdict. Taken: the run goes on from that version on a new timeline, where this cluster's
+        steps do not count.
 
-        Ranges are not given back: the rollback freed all leases. Join never names a donation as the last push, so its
+        Ranges are not returned: the rollback freed all leases. Join never names a donation as the last push, so its
         verdict is not remembered as one.
         """
         shared, push = self._shared, self._must_be_open()
         if verdict.push != push.id:
-            raise RemoteProtocolError(f"the master told the verdict of {verdict.push}, not that of {push.id}")
+            raise RemoteProtocolError(f"the master sent the verdict of {verdict.push}, not of {push.id}")
         shared.record("verdict", push=str(push.id), verdict=verdict.kind.name, version=str(verdict.version),
                     reason=verdict.reason)  # fmt: skip
         self.awaited = None
@@ -376,7 +379,7 @@ class Pushing:
         self._pull(input_name, PullPlan(InstallMode.REPLACE, verdict.version, drops=True))
 
     def _not_donated(self, why: str) -> None:
-        """The donation came to nothing: on with what was going on before it."""
+        """The donation failed: go on with what was under way before it."""
         shared, push, aside = self._shared, self._must_be_open(), self._aside
         shared.record("not_donated", push=str(push.id), reason=why)
         shared.donate_after_s = shared.now_s + DONATE_AGAIN_S
@@ -386,7 +389,7 @@ class Pushing:
             shared.move("not donated", SessionPhase.AWAITING, why)
             self.await_push(aside[0])
         elif push.in_place_of_pull:
-            self.drop("not donated")  # what that pull needed of theta_at_push is overwritten
+            self.drop("not donated")  # theta_at_push, which that pull needed, is overwritten
         else:
             shared.move("not donated", SessionPhase.TRAINING, why)
 
@@ -425,12 +428,12 @@ class Pushing:
         if push.base is not None and stale.kind is StaleKind.VERSIONS:
             self._close(shared.work.thaw)
             self._pull("stale", PullPlan(InstallMode.REBASE_FROM_BASE, None))
-            shared.steps_towards_push = shared.terms.local_steps  # its push is due as soon as it stands on a new base
+            shared.steps_towards_push = shared.terms.local_steps  # its push is due as soon as it has a new base
         else:
             self.drop("stale")
 
     def _another(self, push_id: PushId) -> None:
-        """A push must be decided first: ours, admitted by a call whose answer was lost, or one of an earlier life."""
+        """Another push must be decided first: one whose admission was not answered, or an earlier incarnation's."""
         shared, push = self._shared, self.open
         if push is not None and push.donates is not None and push_id != push.id:
             self._not_donated(f"push {push_id} must be decided first")
@@ -458,7 +461,7 @@ class Pushing:
         shared.move(input_name, SessionPhase.TRAINING)
 
     def _due_again(self) -> None:
-        """The work of a push that came to nothing is not to wait for another H steps."""
+        """The work of a push that did not count must not wait for another H steps."""
         shared = self._shared
         shared.steps_towards_push = max(shared.steps_towards_push, shared.terms.local_steps)
 
@@ -467,7 +470,7 @@ class Pushing:
         self._pulling.begin(plan)
 
     def _close(self, settle: Callable[[], None]) -> None:
-        """The push is open no more; `settle` says what becomes of its work."""
+        """Close the push; `settle` decides about its work."""
         if self.open is not None:
             settle()
         self.open = self._aside = None

@@ -1,4 +1,4 @@
-"""What a refusal by the master asks of a cluster: one table instead of a test at every call."""
+"""Maps each refusal by the master to the cluster's remedy: one table instead of a test at every call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dips.core.errors import RefusalCode, Refused
 class Remedy(Enum):
     JOIN_AGAIN = "join again as a new incarnation"
     WAIT = "the same call again, later"
-    PULL = "somebody else seeded the run: pull its version"
+    PULL = "another cluster seeded the run: pull its version"
     DROP = "the push cannot be counted: pull, and drop its steps"
     NEW_ATTEMPT = "begin the same push again"
     NEW_PUSH = "the same work under a new number"
@@ -23,7 +23,7 @@ _OF_CODE: Mapping[RefusalCode, Remedy] = {
     RefusalCode.STALE_EPOCH: Remedy.JOIN_AGAIN,
     RefusalCode.UNKNOWN_NAME: Remedy.JOIN_AGAIN,
     RefusalCode.BUSY: Remedy.WAIT,
-    # The heartbeat says when the last version is out; until then there is nothing to do but wait.
+    # A heartbeat reports when the last version is published; until then the cluster waits.
     RefusalCode.STOPPING: Remedy.WAIT,
     RefusalCode.VERSION_GONE: Remedy.WAIT,
     RefusalCode.SEED_EXISTS: Remedy.PULL,
@@ -37,7 +37,7 @@ _OF_A_PUSH = frozenset({Remedy.PULL, Remedy.DROP, Remedy.NEW_ATTEMPT, Remedy.NEW
 
 
 def remedy_for(refused: Refused, *, joining: bool, pushing: bool) -> Remedy:
-    """The remedy in this phase. A remedy for a push, outside of one, is none.
+    """The remedy in this phase. Remedies for a push do not apply outside of one.
 
     FENCED as the answer to Join without a time to retry means that a newer process took over this cluster's name.
     """

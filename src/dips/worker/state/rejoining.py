@@ -1,4 +1,4 @@
-"""What a Join's answer means for what this cluster was doing (docs/protocol.md, row FENCED of the verdicts)."""
+"""Applies the answer to a new Join to the open push and pull (docs/protocol.md, row FENCED of the verdicts)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dips.worker.state.shared import SharedState
 
 
 class Rejoining:
-    """Reconciles the open push, the open pull and the base with the master's word."""
+    """Reconciles the open push, the open pull and the base with the master's answer to Join."""
 
     def __init__(self, shared: SharedState, pushing: Pushing, pulling: Pulling) -> None:
         self._shared = shared
@@ -44,7 +44,7 @@ class Rejoining:
         shared.terms.leases_timeline = newest.timeline if newest else None
 
     def _undecided(self, push_id: PushId) -> None:
-        """Wait, then act on that row."""
+        """Wait for the push's verdict, then act on its row of the table."""
         if self._pushing.open is not None and self._pushing.open.id != push_id:
             self._pushing.abandon()
         self._shared.move("joined", SessionPhase.AWAITING)
@@ -77,7 +77,7 @@ class Rejoining:
         return verdict.kind is VerdictKind.ROLLED_BACK and self._shared.base is not None
 
     def _resume_or_settle(self, reply: JoinReply) -> None:
-        """The verdict is known; its pull may be open still, and stands on the fence that the verdict raised."""
+        """The verdict is known; its pull may still be open, and relies on the fence that the verdict raised."""
         if self._pulling.plan is not None and not self._shared.work.lost:
             self._shared.move("joined", SessionPhase.PULLING)
             self._pulling.resume()
@@ -85,11 +85,11 @@ class Rejoining:
             self._settle(reply)
 
     def _unknown(self, reply: JoinReply) -> None:
-        """ABORTED, or the master knows no push of ours: keep everything, if the base still stands."""
+        """ABORTED, or the master knows no push of this cluster: keep all work, if the base is still valid."""
         self._pushing.abandon()
         plan = self._pulling.plan
         if plan is not None and plan.mode is InstallMode.REBASE_FROM_PUSH:
-            # The verdict that asked for this pull is not known to the master any more: its fence decides.
+            # The master no longer knows the verdict that asked for this pull: its fence decides.
             self._pulling.plan = None
         self._settle(reply)
 
@@ -116,7 +116,7 @@ class Rejoining:
             self._shared.work.keep(reply.kept_ranges)
 
     def _must_be_new(self, reply: JoinReply) -> None:
-        """Raises ConfigError for a resumed process: the checkpoint stands on a version that the master denies."""
+        """Raises ConfigError for a resumed process: the master does not know the version of its checkpoint."""
         base = self._shared.base
         if self._shared.terms.previous is not None and base is not None:
             raise ConfigError(
@@ -126,8 +126,8 @@ class Rejoining:
             )
 
     def _base_stands(self, reply: JoinReply) -> bool:
-        """Whether the work since the base may go on. Every rollback raises the fence, so it decides alone where a
-        master that has just started knows the run's tokens and has not published its version again yet.
+        """Whether the work since the base still counts. Every rollback raises the fence, so the fence alone decides
+        when a master that has just started knows the run's tokens and has not published its version again yet.
         """
         base, published = self._shared.base, reply.published
         if base is None or self._shared.base_fence != reply.fence:

@@ -1,7 +1,7 @@
-"""A session to a value and back: what is taken out of its parts at a step boundary, and put into them again.
+"""Converts a session to a value at a step boundary, and restores it from one.
 
-The next life goes on as if the process had only been away: it joins again, and the row FENCED of the verdict table
-(docs/protocol.md) says what its work is worth. Decides nothing about that.
+A resumed session joins again, as if the process had only been away; the row FENCED of the verdict table
+(docs/protocol.md) decides which of its work counts. This module decides nothing about that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dips.worker.state.terms import SessionConfig
 
 
 def save(shared: SharedState, pushing: Pushing, pulling: Pulling, leases_asked: int) -> SavedSession | None:
-    """The session as a value; None before its first version, when another process could go on from nothing."""
+    """The session as a value; None before its first version, before which another process can simply start."""
     incarnation, config = shared.terms.incarnation, shared.config
     if shared.base is None or incarnation is None:
         return None
@@ -49,9 +49,9 @@ def save(shared: SharedState, pushing: Pushing, pulling: Pulling, leases_asked: 
 def restore(
     saved: SavedSession, newest: PushRecord | None, shared: SharedState, pushing: Pushing, pulling: Pulling
 ) -> None:
-    """Put a saved session into the parts of one that has not begun. newest: the last push that was written down.
+    """Restore a saved session into the parts of one that has not begun. newest: the last push that was recorded.
 
-    Raises ConfigError when what was saved is not of this cluster, this model or this data.
+    Raises ConfigError when the saved session is of another cluster, model or data.
     """
     _check_identity(saved, shared.config)
     terms, work, push, pull = shared.terms, shared.work, saved.push, saved.pull
@@ -62,7 +62,7 @@ def restore(
     work.held, work.pending, work.lost = saved.held, saved.pending, saved.lost
     shared.residual = saved.residual and shared.config.wire in DIFFERENCES
     if saved.residual and not shared.residual:
-        shared.log("residual", "what earlier pushes lost by rounding is dropped: this life sends float32")
+        shared.log("residual", "the residual of earlier pushes is dropped: this process sends float32")
     work.in_push = push.work if push is not None and push.donates is None and push.base is not None else None
     pushing.seq, pushing.last_verdict = saved.seq, saved.last_verdict
     if push is not None:

@@ -1,7 +1,7 @@
-"""A session as a value, and its JSON form: what a cluster needs to go on in another process.
+"""A session as a value, and its JSON form: everything that a cluster needs to resume in another process.
 
 Reading checks everything that the session relies on, because the file may be old, of another release, or damaged in
-a way that its checksum does not show (written wrongly). Raises SavedStateError, a sentence, and nothing else.
+a way that its checksum does not show (written wrongly). Raises only SavedStateError, with a sentence.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Json = Mapping[str, Any]
 
 
 class SavedStateError(DipsError):
-    """What was read is not the state of a session."""
+    """The data read is not the state of a session."""
 
 
 @dataclass(frozen=True)
 class SavedPull:
-    """The open pull: what for, and what becomes of the parameters."""
+    """The open pull: its purpose, and what happens to the parameters."""
 
     mode: InstallMode
     at_least: Version | None
@@ -39,10 +39,10 @@ class SavedPull:
 
 @dataclass(frozen=True)
 class SavedSession:
-    """One session at a step boundary; field by field what worker/state/shared.py and its parts hold.
+    """One session at a step boundary: the fields of worker/state/shared.py and its parts.
 
-    push: the undecided one. lost: pending work stands on data that is somebody else's, and will be dropped. residual:
-    what the rounding of earlier pushes lost stands beside the parameters.
+    push: the undecided one. lost: pending work used data that another cluster holds, and will be dropped. residual:
+    the rounding residual of earlier pushes is saved with the parameters.
     """
 
     run_id: str
@@ -316,7 +316,7 @@ def _named(kind: Any, row: Json, name: str) -> Any:
     return kind[value]
 
 
-# ---- what must be so ----
+# ---- consistency checks ----
 
 
 def _check(saved: SavedSession) -> None:
@@ -331,8 +331,8 @@ def _check(saved: SavedSession) -> None:
 
 
 def _check_disjoint(ranges: list[DataRange]) -> None:
-    """No token stands in two of them (I12)."""
+    """Raises SavedStateError when a token is in two of the ranges (I12)."""
     for one, two in itertools.pairwise(sorted(ranges)):
         same = (one.lease_id, one.pass_index, one.chunk) == (two.lease_id, two.pass_index, two.chunk)
         if same and two.begin_tokens < one.end_tokens:
-            raise SavedStateError(f"token {two.begin_tokens} of chunk {one.chunk} stands in two ranges")
+            raise SavedStateError(f"token {two.begin_tokens} of chunk {one.chunk} is in two ranges")

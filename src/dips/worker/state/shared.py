@@ -1,6 +1,6 @@
-"""What the parts of a session share: terms, work, phase, lanes to the master, and the way out for effects.
+"""The state that the parts of a session share: terms, work, phase, calls to the master, and the list of effects.
 
-Only parts of this package write to it, and only within one Session.handle() call.
+Only parts of this package write to it, and only within one ClusterMachine.handle() call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dips.worker.state.waiting import ExchangeStage, WaitPolicy
 from dips.worker.state.work import WorkBook
 
 SIDE_LIMIT = 64
-"""Small calls waiting for the master; beyond it the oldest goes (pins run out by themselves, a Join frees ranges)."""
+"""Most small calls waiting for the master; the oldest is dropped first (pins expire, a Join frees ranges)."""
 
 
 class SharedState:
@@ -48,20 +48,20 @@ class SharedState:
         self.push_s = 0.0
         self.pull_s = 0.0
         self.window_closes_s = -math.inf
-        """Of the round that the last push was admitted to, as was said then."""
+        """When the window of the last push's round closes, as the master said when it admitted the push."""
         self.leave_deadline_s = 0.0
-        """Of the call Leave."""
+        """Deadline of the call Leave."""
         self.note = ""
         self.donate: Version | None = None
-        """The version that the master asks this cluster to give back."""
+        """The version that the master asks this cluster to donate."""
         self.donate_after_s = -math.inf
         self.residual = False
-        """Whether what the rounding of earlier pushes lost is kept, for the next one to carry."""
+        """Whether the rounding residual of earlier pushes is kept, for the next push to carry."""
         self._side_queue: deque[Callable[[], ClusterRequest]] = deque(maxlen=SIDE_LIMIT)
         self._last_id = 0
         self._out: list[Effect] = []
 
-    # ---- the way out ----
+    # ---- effects ----
 
     def emit(self, effect: Effect) -> None:
         self._out.append(effect)
@@ -71,9 +71,9 @@ class SharedState:
         return out
 
     def applied_as(self, wire: Codec | None) -> None:
-        """The push is part of the model, written so (None: not known any more): the residual advances.
+        """The push was applied in this codec (None: no longer known): the residual advances.
 
-        What was sent in float32 lost nothing, and carried nothing of what is owed.
+        A push in float32 loses nothing, and carries no residual.
         """
         if wire in DIFFERENCES:
             self.residual = True
@@ -82,7 +82,7 @@ class SharedState:
             self.clear_residual()
 
     def clear_residual(self) -> None:
-        """The steps that it comes from do not stand."""
+        """Set the residual to zero: the steps that it comes from do not count."""
         if self.residual:
             self.residual = False
             self.emit(ClearResidual())
@@ -103,11 +103,11 @@ class SharedState:
     # ---- calls ----
 
     def ask(self, build: Callable[[], ClusterRequest], after_s: float = 0.0) -> None:
-        """The exchange's next question, in place of the one before."""
+        """Send the exchange's next call, in place of the one before."""
         self.exchange.ask(build, self.now_s + after_s)
 
     def aside(self, build: Callable[[], ClusterRequest]) -> None:
-        """A small call that nothing waits for."""
+        """Queue a small call that nothing waits for."""
         self._side_queue.append(build)
 
     def aside_ranges(self, ranges: tuple[DataRange, ...]) -> None:
@@ -150,10 +150,10 @@ class SharedState:
     # ---- waiting ----
 
     def hold(self, stage: ExchangeStage) -> None:
-        """The exchange comes to this stage: the training loop waits as long as the master's settings say."""
+        """The exchange reaches this stage: the training loop waits as long as the master's settings say."""
         self.patience.enter(stage, self.terms.settings, self.now_s)
 
     def train_on(self) -> None:
-        """Somebody cannot be reached: training goes on meanwhile."""
+        """A peer cannot be reached: training goes on meanwhile."""
         self.patience.unusual()
         self.patience.train_on(self.now_s)

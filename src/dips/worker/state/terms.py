@@ -1,4 +1,4 @@
-"""What the master told this cluster: which run, which epoch, who it is here, and the settings all clusters share."""
+"""The terms that the master gave this cluster: run, epoch, incarnation, and the settings that all clusters share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dips.worker.state.waiting import RULES
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """What the session needs of ClientConfig, of the model and of the data; `expect_*` None: anything goes.
+    """The session's part of ClientConfig, the model and the data; `expect_*` None: any value is accepted.
 
     Times that are None follow from the master's settings (times.py).
     """
@@ -39,19 +39,19 @@ class SessionConfig:
     expect_outer_lr: float | None = None
     expect_outer_momentum: float | None = None
     wire: Codec = Codec.F32
-    """How this cluster would like to write its pushes; each ticket says whether it may."""
+    """The codec that this cluster asks for in its pushes; each ticket says whether it may use it."""
     curve_key: bytes = b""
     """This process's public key of the data flow; empty without keys."""
     untrained: Untrained = field(default_factory=Untrained)
-    """What the model held at the start and the run does not train."""
+    """The model's tensors that the run does not train, as they were at the start."""
     process_id: bytes = b""
-    """Drawn for this process: by it the master tells a Join that is repeated from a second process of this name."""
+    """Drawn for this process: it lets the master distinguish a repeated Join from a second process of this name."""
     host: str = ""
-    """Where this process is to be found, for people."""
+    """The host of this process, for people."""
 
 
 class Terms:
-    """The master's word, as far as it is known."""
+    """The master's terms, as far as they are known."""
 
     def __init__(self, config: SessionConfig) -> None:
         self._config = config
@@ -59,9 +59,9 @@ class Terms:
         self.epoch = 0
         self.incarnation: Incarnation | None = None
         self.previous: Incarnation | None = None
-        """The life that a resumed process goes on from, until its first Join is answered."""
+        """The incarnation that a resumed process continues, until its first Join is answered."""
         self.leases_timeline: int | None = None
-        """The timeline on which the master last said which ranges are this cluster's."""
+        """The timeline on which the master last listed this cluster's ranges."""
         self.settings = Settings()
         self.times = times_of(config, self.settings)
         self.local_steps = self.settings.sync_every_steps
@@ -69,14 +69,14 @@ class Terms:
         self.published: Version | None = None
         self.stop = False
         self.no_more_pushes = False
-        """The master refused one because the run ends."""
+        """The master refused a push because the run ends."""
 
     def caller(self, cause: str) -> Caller:
         return Caller(self.run_id, self.epoch, self._config.cluster_id, self.incarnation, cause)
 
     def joined(self, reply: JoinReply) -> None:
-        """Take a Join's terms. Raises ConfigError where this cluster was told otherwise, Refused for the protocol,
-        RemoteProtocolError for a setting that is none.
+        """Take the terms of a Join's answer. Raises ConfigError where this cluster expects another setting, Refused for
+        the protocol's version, RemoteProtocolError for a setting that does not exist.
         """
         self.run_id, self.epoch, self.incarnation = reply.run_id, reply.epoch, reply.incarnation
         agree(reply.hello.protocol_min, reply.hello.protocol_max, reply.hello.capabilities, "the master")
@@ -101,7 +101,7 @@ class Terms:
 
     @property
     def takes_pushes(self) -> bool:
-        """Whether a push is welcome after `stop` was said: of a drained cluster it is, at the run's end it is not."""
+        """Whether the master accepts a push after `stop`: from a drained cluster yes, at the run's end no."""
         ended = 0 < self.settings.tk_max_tokens <= self.tokens
         return not (self.no_more_pushes or ended)
 
@@ -109,7 +109,7 @@ class Terms:
         self.local_steps = local_steps or self.settings.sync_every_steps
 
     def _progressed(self, tokens: int, published: Version | None) -> None:
-        """A beat and a pull's grant may overtake each other: only another timeline takes progress back."""
+        """Take tokens and version. A beat and a grant may overtake each other: only a new timeline lowers them."""
         if published is None:
             return
         if self.published is not None and self.published.timeline != published.timeline:
@@ -127,6 +127,6 @@ class Terms:
         for name, wanted, given in pairs:
             if wanted is not None and wanted != given:
                 raise ConfigError(
-                    f"this cluster is told {name} = {wanted:g}, the run's is {given:g}: all clusters share the "
+                    f"this cluster is given {name} = {wanted:g}, the run's is {given:g}: all clusters share the "
                     f"master's setting, so leave {name} out here, or start the master with {wanted:g}"
                 )

@@ -1,7 +1,7 @@
-"""How long a cluster waits for others, from the run's two times: the heartbeat, and the time-out of a round's step.
+"""Derives a cluster's waiting times from the run's heartbeat interval and the time-out of a round's step.
 
-Nobody need set any of these. What somebody did set stands, and the others follow it, so that the order of
-core/assumptions.py is kept whatever the master's settings turn out to be.
+None of them must be set. A time that is set is kept, and the others follow it, so that the order of
+core/assumptions.py holds for all settings of the master.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dips.core.messages import Settings
 from dips.core.protocol import FINISH_HOLD_S
 
 ANSWER_S = 1.0
-"""For the way of a call that was held, and of its answer."""
+"""Allowance for the travel of a held call and of its answer."""
 
 
 class GivenTimes(Protocol):
-    """What was set, in seconds; None: nothing was."""
+    """Times that were set, in seconds; None: not set."""
 
     @property
     def call_deadline_s(self) -> float | None: ...
@@ -38,7 +38,7 @@ class GivenTimes(Protocol):
 
 @dataclass(frozen=True)
 class Times:
-    """In seconds; names are ClientConfig's. put_off_max_s: the longest "come again later" that is obeyed."""
+    """Waiting times in seconds, named as in ClientConfig. put_off_max_s: the longest retry_after_s that is obeyed."""
 
     call_deadline_s: float
     retry_max_s: float
@@ -49,17 +49,17 @@ class Times:
 
 
 def times_of(given: GivenTimes, settings: Settings) -> Times:
-    """The times of one cluster, in order whenever the given ones are, which ClientConfig sees to."""
+    """The times of one cluster. They are in order whenever the given ones are, which ClientConfig checks."""
     beat_s, step_s = settings.heartbeat_s, settings.round_timeout_s
     evict_s = settings.evict_after_beats * beat_s
     longest_s = max(step_s, evict_s)
-    # A master that answers nothing for as long as it would itself wait for a beat is as good as away; but it may hold
-    # a call on purpose.
+    # A master that does not answer for as long as it would itself wait for a beat counts as away; but it may hold a
+    # call on purpose.
     answered_s = max(evict_s, FINISH_HOLD_S + ANSWER_S)
     call_s = _or(given.call_deadline_s, min(answered_s, _or(given.leave_wait_s, math.inf)))
     # A process that was started again is found within half a beat.
     retry_s = _or(given.retry_max_s, min(beat_s / 2, _or(given.leave_wait_s, math.inf)))
-    # Of connections that are silent; one that breaks is heard of at once. Adapts upwards to the gaps that it measures.
+    # For silent connections; a broken one is noticed at once. Adapts upwards to the gaps that it measures.
     silence_s = _or(given.data_silence_s, min(beat_s, _or(given.data_stall_s, math.inf) / 2))
     return Times(
         call_deadline_s=call_s,

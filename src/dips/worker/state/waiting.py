@@ -1,9 +1,9 @@
-"""How long the training loop waits for an exchange with the run, as the setting `overlap` says.
+"""Decides how long the training loop waits for an exchange with the run, by the setting `overlap`.
 
 One row for each value of the setting, one word for each stage of an exchange; docs/protocol.md shows the same table.
-With `verdict_wait_measured` a full wait ends when exchanges lately did not take so long: whoever waits for somebody
+With `verdict_wait_measured` a full wait ends when recent exchanges did not take so long: a cluster that waits for one
 that died trains on, instead of waiting for a time-out that had to be chosen for the slowest case.
-Knows only time: that steps which would be dropped are never made is Session.must_wait's to say.
+Knows only time: ClusterMachine.must_wait ensures that no steps are made which would be dropped.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from dips.core.messages import Settings
 
 BRIEF_SHARE = 0.01
 BRIEF_MOST_S = 0.5
-"""A question that the master answers at once is waited for, whatever overlaps: what arrives in the middle of a step
-lies there until its end, so each of the three (may I push; it is all there; which version) would cost a whole step
-on older parameters. At most this share of the time between two pushes is waited, and never longer than that."""
+"""The loop waits for calls that the master answers at once, whatever overlaps: an answer that arrives during a step is
+taken only at its end, so each of the three calls (may I push; it is all there; which version) would cost a whole step
+on older parameters. The wait is at most BRIEF_SHARE of the time between two pushes, and at most BRIEF_MOST_S."""
 
 
 REMEMBERED = 32
-"""Waits that undisturbed exchanges ended by themselves."""
+"""Number of remembered waits, of exchanges that ended by themselves without a disturbance."""
 
 PASSED_OVER = 4
-"""One in so many of them may be longer than the bound: the rounds that wait for somebody who died, until the eviction,
-do not count, and links that become slower are believed after eight rounds."""
+"""One in so many of them may be longer than the bound: rounds that wait for a cluster that died, until its eviction,
+do not count, and slower links raise the bound after eight rounds."""
 
 HEADROOM = 1.05
 
 
 class ExchangeStage(Enum):
-    """Where an exchange stands when it is asked how long to wait."""
+    """The stages of an exchange, each with its own wait."""
 
     BEGIN = "a push is due: is it welcome?"
     SEND = "the push is being sent"
@@ -44,7 +44,7 @@ class ExchangeStage(Enum):
 
 
 class Wait(Enum):
-    """What a stage asks of the training loop when it begins."""
+    """How long the training loop waits when a stage begins."""
 
     FULLY = "wait for as long as it takes, and no longer than the settings say"
     AS_BEFORE = "what the stage before has left of its wait"
@@ -66,7 +66,7 @@ RULES: Mapping[str, Mapping[ExchangeStage, Wait]] = {
 
 
 class WaitPolicy:
-    """Until when the training loop waits."""
+    """Keeps until when the training loop waits."""
 
     def __init__(self) -> None:
         self.until_s = -math.inf
@@ -77,7 +77,7 @@ class WaitPolicy:
         self._disturbed = False
 
     def round_begins(self, now_s: float) -> None:
-        """A push begins. Before the second one nothing is known to take a share of."""
+        """A push begins. The time between two pushes is known from the second one on."""
         if self._round_began_s is not None:
             self._round_s = now_s - self._round_began_s
         self._round_began_s = now_s
@@ -90,22 +90,22 @@ class WaitPolicy:
         return min(settings.verdict_wait_s, HEADROOM * usual_s)
 
     def over(self, now_s: float) -> None:
-        """The exchange came to its end by itself: so long it took, unless something failed on the way."""
+        """The exchange ended by itself: remember how long it took, unless something failed on the way."""
         if self._since_s is not None and not self._disturbed:
             self._waits_s.append(now_s - self._since_s)
         self.forget()
 
     def forget(self) -> None:
-        """The exchange is over, and its length says nothing."""
+        """The exchange is over; do not remember how long it took."""
         self._since_s, self._disturbed = None, False
 
     def enter(self, stage: ExchangeStage, settings: Settings, now_s: float) -> None:
-        """An exchange comes to this stage."""
+        """Set the wait for the stage that an exchange reaches."""
         match RULES[settings.overlap][stage]:
             case Wait.FULLY if settings.verdict_wait_measured:
                 if self._since_s is None:
                     self._since_s = now_s
-                if now_s >= self.until_s:  # else it is one wait still, whose end stands
+                if now_s >= self.until_s:  # else the same wait goes on, and keeps its end
                     self.until_s = now_s + self.bound_s(settings)
             case Wait.FULLY:
                 self.until_s = max(self.until_s, now_s + settings.verdict_wait_s)
@@ -117,9 +117,9 @@ class WaitPolicy:
                 pass
 
     def train_on(self, now_s: float) -> None:
-        """Wait no longer, until the next stage says so."""
+        """Stop waiting until the next stage."""
         self.until_s = min(self.until_s, now_s)
 
     def unusual(self) -> None:
-        """Something is not as in most rounds: learn nothing from how long this exchange takes."""
+        """Something is not as in most rounds: do not remember how long this exchange takes."""
         self._disturbed = True

@@ -1,7 +1,7 @@
-"""What this cluster has trained and not yet seen decided: steps, tokens, and which leased ranges they came from.
+"""Keeps the work that is trained and not decided yet: steps, tokens, and the leased ranges that they came from.
 
-Every leased range is in exactly one of held (not trained yet), pending (trained, not pushed), in the push, or gone
-from here (decided, or to be returned to the master). Never loses one, never counts one twice (I12).
+Every leased range is in exactly one of held (not trained yet), pending (trained, not pushed), in the push, or no longer
+kept here (decided, or to be returned to the master). Never loses one, never counts one twice (I12).
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class WorkBook:
         self.pending = Work()
         self.in_push: Work | None = None
         self.lost = False
-        """Some pending work stands on data that is not this cluster's any more: it can only be dropped."""
+        """Some pending work used data that is no longer this cluster's: it can only be dropped."""
         self.times_forgotten = 0
         """How often held ranges were taken back by the master."""
         self.dropped = Work()
-        """All that was trained here and does not count."""
+        """All work that was done here and does not count."""
 
     @property
     def tokens(self) -> int:
-        """Trained here and not decided yet."""
+        """Tokens trained here and not decided yet."""
         return self.pending.tokens + (self.in_push.tokens if self.in_push else 0)
 
     def leased(self, ranges: Sequence[DataRange]) -> None:
@@ -77,12 +77,12 @@ class WorkBook:
         return self.in_push
 
     def thaw(self) -> None:
-        """The push counts for nothing: its work is pending again, before what came later."""
+        """The push does not count: its work is pending again, before later work."""
         self.pending = (self.in_push or Work()) + self.pending
         self.in_push = None
 
     def decided(self, *, counts: bool) -> None:
-        """The push is APPLIED (it counts) or EXCLUDED; its ranges are the master's business now."""
+        """The push is APPLIED (it counts) or EXCLUDED; its ranges are no longer kept here."""
         if self.in_push is not None and not counts:
             self.dropped += replace(self.in_push, ranges=())
         self.in_push = None
@@ -95,11 +95,11 @@ class WorkBook:
         return ranges
 
     def keep(self, kept: Sequence[DataRange]) -> None:
-        """Only `kept` is still lent to this cluster: forget other held ranges, and mark pending work on them as lost.
+        """Only `kept` is still leased to this cluster: forget other held ranges, and mark pending work on them as lost.
 
-        Says nothing about the push: what became of its ranges is its verdict's to say.
+        Does not touch the push: its verdict decides about its ranges.
         """
-        kept = joined(kept)  # what was apart when Join named it may have grown together since
+        kept = joined(kept)  # ranges that were separate when Join named them may have been joined since
         held = tuple(item for item in self.held if is_within(item, kept))
         if held != self.held:
             self.held, self.times_forgotten = held, self.times_forgotten + 1
@@ -108,9 +108,9 @@ class WorkBook:
             self.pending, self.lost = replace(self.pending, ranges=still), True
 
     def decided_elsewhere(self, ranges: Sequence[DataRange]) -> tuple[DataRange, ...]:
-        """A push of an earlier life, of these ranges, was counted: never train on what it shares a token with.
+        """A push of an earlier incarnation, of these ranges, was counted: never train on a range that shares a token.
 
-        Pending work is to be dropped after this. Returns what else stood in the held ranges that go, to be given back.
+        Pending work must be dropped after this. Returns the rest of the held ranges that go, to be returned.
         """
         gone = tuple(item for item in self.held if less([item], ranges) != (item,))
         if gone:
@@ -120,13 +120,13 @@ class WorkBook:
         return less(gone, ranges)
 
     def all_ranges(self) -> tuple[DataRange, ...]:
-        """What is named in Join. Held, pending and pushed ranges stay apart, since each may have another fate."""
+        """The ranges named in Join. Held, pending and pushed ranges stay separate, since each may end differently."""
         in_push = self.in_push.ranges if self.in_push else ()
         return tuple(sorted(self.held + self.pending.ranges + in_push))
 
 
 def joined(ranges: Iterable[DataRange]) -> tuple[DataRange, ...]:
-    """The same tokens in order, neighbours of one lease as one range."""
+    """The same tokens in order, with adjacent ranges of one lease joined."""
     merged: list[DataRange] = []
     for item in sorted(ranges):
         last = merged[-1] if merged else None
@@ -151,7 +151,7 @@ def _cut(item: DataRange, begin_tokens: int, end_tokens: int) -> DataRange:
 
 
 def without(held: Sequence[DataRange], taken: Iterable[DataRange]) -> tuple[DataRange, ...]:
-    """What is left of `held`. Raises LocalProtocolError when something is taken that is not there."""
+    """`held` without `taken`. Raises LocalProtocolError when something is taken that is not there."""
     rest = list(held)
     for item in taken:
         home = next((h for h in rest if _contains(h, item)), None)
@@ -167,7 +167,7 @@ def without(held: Sequence[DataRange], taken: Iterable[DataRange]) -> tuple[Data
 
 
 def less(ranges: Iterable[DataRange], taken: Iterable[DataRange]) -> tuple[DataRange, ...]:
-    """What is left of `ranges` without the tokens of `taken`, which need not all be there."""
+    """`ranges` without the tokens of `taken`, which need not all be there."""
     rest = list(ranges)
     for other in taken:
         rest = [piece for item in rest for piece in _minus(item, other)]
