@@ -360,7 +360,7 @@ CORRUPTIONS = (
     Corruption("one prepared is gone", "slave tape", without_lines("s1", "prepared", index=2), "that slave s1"),
     Corruption("finite is gone", "slave tape", without_field("s0", "prepared", "finite"), "I13"),
     Corruption("not finite", "slave tape", in_line("s0", "prepared", finite=False), "not finite"),
-    Corruption("staged is gone", "slave tape", without_lines("s0", "staged", index=3), "never recorded that it had all"),
+    Corruption("staged is gone", "slave tape", without_lines("s0", "staged", index=3), "recorded that it had all"),
     Corruption("staged otherwise", "slave tape", in_line("s0", "staged", digest="cd" * 16), "I9"),
     Corruption("prepared otherwise", "slave tape", in_line("s0", "prepared", digest="cd" * 16), "I5"),
     Corruption("committed otherwise", "slave tape", in_line("s0", "committed", commit_hash="cd" * 32), "I1"),
